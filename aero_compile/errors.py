@@ -1,0 +1,64 @@
+"""Everything a user can get wrong, as exceptions that name the thing, the place and the way out."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class AeroError(Exception):
+    """Base of every error raised on purpose; command lines print it and exit with code 2."""
+
+
+class UnsupportedModelError(AeroError):
+    """The model is not a decoder-only transformer that can be captured."""
+
+
+class UnsupportedGraphError(AeroError):
+    """A pass or analysis did not find in the graph what it looks for."""
+
+
+class RecipeError(AeroError):
+    """Unknown recipe, unknown pass, or a wrong pass option."""
+
+
+class InputError(AeroError):
+    """Tokens, labels, lengths or other call arguments that the model cannot take."""
+
+
+class DataError(AeroError):
+    """A dataset that is missing, empty or too short."""
+
+
+class OutputDirError(AeroError):
+    """An output directory that holds something that must not be overwritten."""
+
+
+class ArtifactError(AeroError):
+    """A saved model that is damaged, truncated, foreign or newer than this version."""
+
+
+class TrainingError(AeroError):
+    """Training cannot go on, for instance because values became NaN."""
+
+
+class LoweringError(AeroError):
+    """An operation of the model that the private runtime cannot execute."""
+
+
+class RuntimeUnavailableError(AeroError):
+    """The private runtime's dependencies (spu, jax) are not installed."""
+
+
+class PartyError(AeroError):
+    """A party of the private computation failed, was lost, or disagreed with its peer."""
+
+
+def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
+    """Return `` (nearest: a, b)`` for an error message, or the whole list when nothing is close."""
+    choices = sorted(known)
+    lowered = {choice.lower(): choice for choice in choices}
+    close = difflib.get_close_matches(name.lower(), list(lowered), n=count, cutoff=0.4)
+    if close:
+        return f" (nearest: {', '.join(lowered[c] for c in close)})"
+    return f" (known: {', '.join(choices)})"

@@ -1,0 +1,1 @@
+"""Private inference of canonical graphs on SecretFlow SPU."""
