@@ -1,0 +1,404 @@
+"""Capture: any decoder-only nn.Module → TransformedModel, through torch.export, without touching the source."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from aero_compile.convention import CallConvention, Template
+from aero_compile.errors import InputError, UnsupportedModelError
+from aero_compile.trainable import TransformedModel, remove_dead_nodes
+
+aten = torch.ops.aten
+
+SAMPLE_BATCH, SAMPLE_LENGTH = 3, 11
+"""Shape of the sample tokens: sizes of 1 would be baked in, and odd sizes are rarely equal to a model width."""
+
+_LABEL_NAMES = ("labels", "targets", "target", "y")
+_MASK_NAMES = ("attention_mask",)
+_POSITION_LIMITS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "block_size", "context")
+
+
+@dataclass
+class _Sample:
+    """A call of the source that stands for all calls."""
+
+    kwargs: dict[str, Any]
+    tokens: str
+    mask: str | None
+    labels: str | None
+    is_hf: bool
+
+
+def capture(model: nn.Module, example_inputs: Any = None) -> TransformedModel:
+    """Capture `model` as a graph of ATen ops with dynamic batch and sequence.
+
+    Args:
+        model: a decoder-only transformer, also on the meta device (then no weights are allocated).
+        example_inputs: for models that are not from Hugging Face, what their forward takes: the token tensor
+            (int64, `[B, T]` with B, T ≥ 2), a tuple of arguments, or a dict of keyword arguments. May be left
+            out where the first argument of forward is the token tensor.
+
+    Returns:
+        A TransformedModel over copies of the weights; its graph is not canonical yet.
+
+    Raises:
+        UnsupportedModelError: the model cannot be exported or returns no logits `[B, T, V]`.
+        InputError: the example inputs hold no token tensor.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, TransformedModel):
+        return copy.deepcopy(model)
+    model = _own_copy(model)
+    sample = _sample_call(model, example_inputs)
+    plain = _call(model, {k: v for k, v in sample.kwargs.items() if k != sample.labels})
+    exported = _export(model, sample)
+    returned = _call(model, sample.kwargs)
+    leaves = pytree.tree_leaves(returned)
+    order, logits_view = _graph_outputs(leaves, sample, type(model).__name__)
+    index = {leaf: position for position, leaf in enumerate(order)}
+    shapes = [leaves[i] for i in order]
+    full = _template(returned, leaves, index)
+    if logits_view is not None:
+        _mark(full, returned, leaves[order[0]], {"kind": "flat"})
+    output = _match(plain, shapes, logits_view)
+    loss_index = next((n for n, t in enumerate(shapes) if t.dim() == 0), None) if sample.labels else None
+    if sample.is_hf:
+        with_labels = _with_loss(output)
+    else:
+        with_labels = full if loss_index is not None else None
+    convention = CallConvention(
+        family=type(model).__name__,
+        arguments=tuple(_parameters(model)),
+        tokens=sample.tokens,
+        attention_mask=sample.mask,
+        labels="labels" if sample.is_hf else sample.labels,
+        output=output,
+        output_with_labels=with_labels,
+        loss_index=loss_index,
+    )
+    program, graph = _clean_graph(exported, order, logits_view is not None)
+    tensors = _named_tensors(model, program, graph)
+    return TransformedModel(
+        graph,
+        tensors,
+        {},
+        convention,
+        non_persistent=_non_persistent(model),
+        max_positions=_max_positions(model, exported, sample),
+    )
+
+
+def _own_copy(model: nn.Module) -> nn.Module:
+    """A copy in training mode (evaluation mode would lose attention dropout), with caches off."""
+    memo: dict[int, Any] = {}
+    for parameter in [*model.parameters(), *model.buffers()]:
+        if type(parameter).__name__ == "FakeTensor" or "FakeTensor" in repr(type(parameter.data)):
+            twin: Tensor = torch.empty_like(parameter, device="meta")
+            if isinstance(parameter, nn.Parameter):
+                twin = nn.Parameter(twin, requires_grad=parameter.requires_grad)
+            memo[id(parameter)] = twin
+    try:
+        model = copy.deepcopy(model, memo)
+    except Exception as error:
+        raise UnsupportedModelError(f"{type(model).__name__} cannot be copied: {error}") from error
+    config = getattr(model, "config", None)
+    for switch in ("use_cache", "layerdrop"):
+        if hasattr(config, switch):
+            setattr(config, switch, False if switch == "use_cache" else 0.0)
+    if hasattr(model, "gradient_checkpointing_disable") and getattr(model, "is_gradient_checkpointing", False):
+        model.gradient_checkpointing_disable()
+    return model.train()
+
+
+def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    keyword = (*kinds, inspect.Parameter.KEYWORD_ONLY)
+    return {n: p for n, p in inspect.signature(model.forward).parameters.items() if p.kind in keyword}
+
+
+def _is_tokens(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 2 and value.dtype in (torch.int64, torch.int32)
+
+
+def _sample_call(model: nn.Module, example_inputs: Any) -> _Sample:
+    """The call to capture, from the user's example or made up from the signature."""
+    names = _parameters(model)
+    if not names:
+        raise UnsupportedModelError(f"{type(model).__name__}.forward takes no named arguments")
+    is_hf = hasattr(getattr(model, "config", None), "to_dict") and "input_ids" in names
+    if example_inputs is None:
+        tokens = "input_ids" if is_hf else next(iter(names))
+        kwargs: dict[str, Any] = {tokens: _random_tokens(model)}
+    elif isinstance(example_inputs, Mapping):
+        kwargs = dict(example_inputs)
+    else:
+        args = example_inputs if isinstance(example_inputs, tuple | list) else (example_inputs,)
+        kwargs = dict(zip(names, args, strict=False))
+    found = [name for name, value in kwargs.items() if _is_tokens(value)]
+    if not found:
+        raise InputError(
+            "example_inputs holds no token tensor: an int64 tensor of shape [batch, sequence] is needed"
+        )
+    tokens = "input_ids" if "input_ids" in found else found[0]
+    ids = kwargs[tokens]
+    if min(ids.shape) < 2:
+        raise InputError(f"example tokens need batch and sequence of at least 2, got {list(ids.shape)}")
+    if is_hf:
+        mask = next((name for name in _MASK_NAMES if name in names), None)
+        kwargs = {tokens: ids} | ({mask: torch.ones_like(ids)} if mask else {})
+        if "use_cache" in names:
+            kwargs["use_cache"] = False
+        return _Sample(kwargs, tokens, mask, None, True)
+    labels = next((name for name in _LABEL_NAMES if name in names and name != tokens), None)
+    if labels is not None and kwargs.get(labels) is None:
+        kwargs[labels] = ids.clone()
+    mask = next((name for name in _MASK_NAMES if name in kwargs), None)
+    return _Sample(kwargs, tokens, mask, labels, False)
+
+
+def _random_tokens(model: nn.Module) -> Tensor:
+    weight = next(model.parameters(), None)
+    device = weight.device if weight is not None else torch.device("cpu")
+    config = getattr(model, "config", None)
+    vocab = next((int(v) for n in ("vocab_size", "n_vocab") if (v := getattr(config, n, None))), None)
+    if vocab is None:
+        tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+        tables += [p.shape[0] for p in model.parameters() if p.dim() == 2]
+        vocab = min(tables, default=2)
+    limit = _config_positions(model)
+    length = max(2, SAMPLE_LENGTH if limit is None else min(SAMPLE_LENGTH, limit))
+    return torch.arange(SAMPLE_BATCH * length, device=device).reshape(SAMPLE_BATCH, length) % vocab
+
+
+@contextmanager
+def _quiet() -> Any:
+    loggers = [logging.getLogger(name) for name in ("torch.export", "torch.fx", "torch._dynamo")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _call(model: nn.Module, kwargs: Mapping[str, Any]) -> Any:
+    """What the model returns for the sample; on the meta device, so only shapes are computed."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), _quiet():
+            fake = {k: mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+            state = {n: mode.from_tensor(t) for n, t in [*model.named_parameters(), *model.named_buffers()]}
+            return torch.func.functional_call(model, state, (), fake)
+    except Exception as error:
+        raise UnsupportedModelError(_call_failed(model, kwargs, error)) from error
+
+
+def _call_failed(model: nn.Module, kwargs: Mapping[str, Any], error: Exception) -> str:
+    what = ", ".join(
+        f"{k}: {list(v.shape)} {v.dtype}" if isinstance(v, Tensor) else f"{k}={v}" for k, v in kwargs.items()
+    )
+    first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return (
+        f"{type(model).__name__} could not be run on token ids ({what}): {first}; supported are decoder-only "
+        "transformers that map int64 token ids [B, T] to logits [B, T, V] (pass example_inputs if its "
+        "arguments differ)"
+    )
+
+
+def _export(model: nn.Module, sample: _Sample) -> torch.export.ExportedProgram:
+    dynamic = torch.export.Dim.DYNAMIC
+    shape = sample.kwargs[sample.tokens].shape
+    dims = {
+        name: {0: dynamic, 1: dynamic} if isinstance(value, Tensor) and value.shape == shape else None
+        for name, value in sample.kwargs.items()
+    }
+    einsum = aten.einsum.default
+    try:
+        with _quiet():
+            program = torch.export.export(model, (), sample.kwargs, dynamic_shapes=dims, strict=False)
+            return program.run_decompositions({einsum: lambda *a, **k: einsum.decompose(*a, **k)})
+    except Exception as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UnsupportedModelError(
+            f"{type(model).__name__} could not be captured with torch.export: {first}; recurrent models and "
+            "data-dependent Python control flow are not supported"
+        ) from error
+
+
+def _graph_outputs(
+    leaves: Sequence[Any], sample: _Sample, family: str
+) -> tuple[list[int], tuple[int, ...] | None]:
+    """Which flat outputs the graph keeps, logits first; the shape to restore if the source flattens logits."""
+    batch, length = sample.kwargs[sample.tokens].shape
+    tensors = {i: t for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.is_floating_point()}
+    full = [i for i, t in tensors.items() if t.dim() == 3 and tuple(t.shape[:2]) == (batch, length)]
+    flat = [i for i, t in tensors.items() if t.dim() == 2 and t.shape[0] == batch * length]
+    if not full and not flat:
+        shapes = [list(t.shape) for t in tensors.values()]
+        raise UnsupportedModelError(
+            f"{family} returns no logits [B, T, V] for tokens [{batch}, {length}] (its outputs: {shapes}); "
+            "supported are decoder-only transformers"
+        )
+    logits = full[0] if full else flat[0]
+    view = None if full else (batch, length, int(leaves[logits].shape[1]))
+    return [logits, *(i for i in tensors if i != logits)], view
+
+
+def _template(value: Any, leaves: Sequence[Any], index: Mapping[int, int]) -> Template:
+    """Describe a return value by graph outputs."""
+    if value is None:
+        return {"kind": "none"}
+    if isinstance(value, Tensor):
+        position = next(i for i, leaf in enumerate(leaves) if leaf is value)
+        return {"kind": "tensor", "index": index[position]} if position in index else {"kind": "none"}
+    if hasattr(value, "to_tuple"):
+        items = {k: _template(v, leaves, index) for k, v in value.items()}
+        kept = {k: v for k, v in items.items() if v["kind"] != "none"}
+        return {"kind": "model_output", "class": _path(value), "items": kept}
+    if isinstance(value, Mapping):
+        return {"kind": "dict", "items": {k: _template(v, leaves, index) for k, v in value.items()}}
+    if isinstance(value, list | tuple):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return {"kind": kind, "items": [_template(v, leaves, index) for v in value]}
+    raise UnsupportedModelError(f"the model returns a {type(value).__name__}, which cannot be rebuilt")
+
+
+def _match(value: Any, outputs: Sequence[Tensor], view: tuple[int, ...] | None) -> Template:
+    """Describe what a call without labels returns, by the outputs of the graph captured with them."""
+    leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    index: dict[int, int] = {}
+    last: dict[int, bool] = {}
+    batch, length, width = view if view is not None else (int(n) for n in outputs[0].shape)
+    for position, leaf in enumerate(leaves):
+        shape = tuple(leaf.shape)
+        if shape == (batch, length, width):
+            index[position] = 0
+        elif shape in ((batch, 1, width), (batch, width)):
+            index[position] = 0
+            last[position] = len(shape) == 2
+        else:
+            same = [i for i, t in enumerate(outputs) if i and t.shape == leaf.shape and leaf.dim() > 0]
+            if same:
+                index[position] = same[0]
+    template = _template(value, leaves, index)
+    for position, squeezed in last.items():
+        _mark(template, value, leaves[position], {"kind": "last", "squeezed": squeezed})
+    return template
+
+
+def _mark(template: Template, value: Any, leaf: Tensor, update: Template) -> None:
+    """Change the description of the leaf of `value` that is `leaf`."""
+    if isinstance(value, Tensor):
+        if value is leaf:
+            template.update(update)
+        return
+    children = value.values() if isinstance(value, Mapping) else value
+    items = template.get("items", ())
+    slots = list(items.values()) if isinstance(items, dict) else items
+    for child, slot in zip(children, slots, strict=False):
+        if child is not None and not isinstance(child, int | float | str):
+            _mark(slot, child, leaf, update)
+
+
+def _with_loss(template: Template) -> Template:
+    """A Hugging Face output with the loss that goes first in it."""
+    return template | {"items": {"loss": {"kind": "loss"}, **template["items"]}}
+
+
+def _path(value: Any) -> str:
+    return f"{type(value).__module__}:{type(value).__name__}"
+
+
+def _clean_graph(
+    exported: torch.export.ExportedProgram, order: Sequence[int], flat_logits: bool
+) -> tuple[nn.Module, fx.Graph]:
+    """The exported program's graph with plain inputs and a flat tuple of outputs."""
+    with _quiet():
+        module = exported.module(check_guards=False)
+    graph = fx.Graph()
+    nodes: dict[fx.Node, fx.Node] = {}
+    results = graph.graph_copy(module.graph, nodes)
+    outputs = [pytree.tree_leaves(results)[i] for i in order]
+    if flat_logits:
+        outputs[0] = outputs[0].args[0]
+    graph.output(tuple(outputs))
+    for node in list(graph.nodes):
+        if node.op == "call_function" and not node.users and str(node.target).startswith(_CHECKS):
+            graph.erase_node(node)
+    remove_dead_nodes(graph)
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and not node.users:
+            graph.erase_node(node)
+        node.meta = {k: v for k, v in node.meta.items() if k == "nn_module_stack"}
+    return module, graph
+
+
+_CHECKS = ("aten._assert", "aten.sym_constrain", "aten._assert_tensor_metadata", "<built-in function assert")
+
+
+def _named_tensors(model: nn.Module, program: nn.Module, graph: fx.Graph) -> dict[str, Tensor]:
+    """Tensors the graph reads, under every name the source knows them by (so tied weights stay tied)."""
+    own = dict(model.named_parameters(remove_duplicate=False)) | dict(
+        model.named_buffers(remove_duplicate=False)
+    )
+    lifted = dict(program.named_parameters(remove_duplicate=False)) | dict(
+        program.named_buffers(remove_duplicate=False)
+    )
+    read = [str(node.target) for node in graph.nodes if node.op == "get_attr"]
+    used: dict[str, Tensor] = {}
+    for name in dict.fromkeys(read):
+        value = own.get(name, lifted.get(name))
+        if value is None:
+            value = fx.graph_module._get_attr(program, name)  # type: ignore[attr-defined]
+        used[name] = value
+    identities = {id(tensor) for tensor in used.values()}
+    aliases = {name: tensor for name, tensor in own.items() if id(tensor) in identities}
+    return {name: t for name, t in own.items() if name in aliases} | {
+        n: t for n, t in used.items() if n not in aliases
+    }
+
+
+def _non_persistent(model: nn.Module) -> frozenset[str]:
+    return frozenset(
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    )
+
+
+def _config_positions(model: nn.Module) -> int | None:
+    config = getattr(model, "config", None)
+    values = [getattr(config, name, None) for name in _POSITION_LIMITS]
+    found = [int(v) for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0]
+    return found[0] if found else None
+
+
+def _max_positions(
+    model: nn.Module, exported: torch.export.ExportedProgram, sample: _Sample
+) -> int | None:
+    """The tightest limit on T that the config or the export's shape constraints state."""
+    limits = [_config_positions(model)]
+    for value in exported.range_constraints.values():
+        upper = float(value.upper)
+        if math.isfinite(upper) and upper < 2**31:
+            limits.append(int(upper))
+    found = [limit for limit in limits if limit is not None]
+    return min(found) if found else None

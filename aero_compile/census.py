@@ -1,0 +1,136 @@
+"""Census: which nonlinear ops a model holds, how many, of which shape: in the paper's form.
+
+    SM:144×R^{128×128} LN:24(+1 final)×R^{128×768} G:12×R^{128×3072}
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aero_compile.errors import InputError, nearest
+from aero_compile.rewriting import node_values
+from aero_compile.structure import ACTIVATIONS, Structure
+from aero_compile.trainable import TransformedModel
+
+aten = torch.ops.aten
+
+LABELS = {"softmax": "SM", "layernorm": "LN", "gelu": "G", "relu": "R", "silu": "SiLU"}
+"""The paper's abbreviations; other kinds are written out. RMSNorm counts as LayerNorm."""
+
+
+@dataclass(frozen=True)
+class NonlinearOp:
+    """`count` applications of one kind of op to matrices of `shape`, in `layer` (None: after the last layer)."""
+
+    kind: str
+    count: int
+    shape: tuple[int, ...]
+    layer: int | None
+    place: str
+
+
+@dataclass(frozen=True)
+class Census:
+    """The nonlinear ops of a model for sequences of `seq_len` tokens."""
+
+    ops: tuple[NonlinearOp, ...]
+    seq_len: int
+    num_layers: int
+
+    def total(self, kind: str, *, final: bool = True) -> int:
+        """Number of ops of `kind` (`softmax`, `layernorm`, `gelu`, `relu`, …); without the final norm on request.
+
+        Raises:
+            InputError: no such kind of op.
+        """
+        known = {"softmax", "layernorm", *ACTIVATIONS.values()}
+        if kind not in known:
+            raise InputError(f"unknown kind of nonlinear op {kind!r}{nearest(kind, known)}")
+        return sum(op.count for op in self.ops if op.kind == kind and (final or op.layer is not None))
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds that occur, softmax first, then norms, then activations."""
+        order = {"softmax": 0, "layernorm": 1}
+        return tuple(sorted({op.kind for op in self.ops}, key=lambda kind: (order.get(kind, 2), kind)))
+
+    @property
+    def per_layer(self) -> tuple[dict[str, int], ...]:
+        """For each layer, kind → count; what comes after the last layer is not in it."""
+        layers: list[Counter[str]] = [Counter() for _ in range(self.num_layers)]
+        for op in self.ops:
+            if op.layer is not None:
+                layers[op.layer][op.kind] += op.count
+        return tuple(dict(layer) for layer in layers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form: the text, the sequence length, and one entry per op."""
+        entries = [
+            {"kind": o.kind, "count": o.count, "shape": list(o.shape), "layer": o.layer, "place": o.place}
+            for o in self.ops
+        ]
+        return {"text": str(self), "seq_len": self.seq_len, "ops": entries}
+
+    def __str__(self) -> str:
+        return " ".join(self._part(kind) for kind in self.kinds)
+
+    def _part(self, kind: str) -> str:
+        inside: Counter[tuple[int, ...]] = Counter()
+        final: Counter[tuple[int, ...]] = Counter()
+        for op in self.ops:
+            if op.kind == kind:
+                (inside if op.layer is not None else final)[op.shape] += op.count
+        terms = []
+        for shape in dict.fromkeys([*inside, *final]):
+            after = f"(+{final[shape]} final)" if final[shape] else ""
+            terms.append(f"{inside[shape]}{after}×R^{{{'×'.join(map(str, shape))}}}")
+        return f"{LABELS.get(kind, kind)}:" + "+".join(terms)
+
+
+def census(model: nn.Module, seq_len: int = 128) -> Census:
+    """Count the nonlinear ops that the model's graph holds; nothing is computed.
+
+    Args:
+        model: a TransformedModel, or any model that `transform` takes (it is captured first, without weights).
+        seq_len: T, in tokens.
+
+    Raises:
+        InputError: T is not positive or longer than the model's positions.
+        UnsupportedModelError: the model cannot be captured.
+    """
+    if not isinstance(model, TransformedModel):
+        from aero_compile.pipeline import transform
+
+        model = transform(model, "baseline")
+    limit = model.max_positions
+    if seq_len < 1 or (limit is not None and seq_len > limit):
+        raise InputError(f"seq_len must be between 1 and {limit or 'any length'}, got {seq_len}")
+    structure: Structure = model.structure
+    values = node_values(model, 1, seq_len)
+    return Census(tuple(_count(structure, values, seq_len)), seq_len, len(structure.attentions))
+
+
+def _count(structure: Structure, values: Any, seq_len: int) -> Iterator[NonlinearOp]:
+    for attention in structure.attentions:
+        rows, columns = values[attention.softmax].shape[-2:]
+        yield NonlinearOp("softmax", attention.heads, (rows, columns), attention.layer, attention.name)
+    for norm in structure.norms:
+        yield _entry("layernorm", values[norm.node], seq_len, norm.layer, norm.name)
+    owner = {node: (ffn.layer, ffn.name) for ffn in structure.ffns for node in ffn.activations}
+    for node in values:
+        if node in structure.live and node.target in ACTIVATIONS:
+            layer, name = owner.get(node, (None, node.name))
+            yield _entry(ACTIVATIONS[node.target], values[node], seq_len, layer, name)
+
+
+def _entry(kind: str, value: Tensor, seq_len: int, layer: int | None, name: str) -> NonlinearOp:
+    width = int(value.shape[-1])
+    return NonlinearOp(kind, value.numel() // (seq_len * width), (seq_len, width), layer, name)
+
+

@@ -1,0 +1,106 @@
+"""transform: capture, canonicalize, and run the passes of a recipe with checks and a report."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import fx, nn
+
+from aero_compile.canonicalize import canonicalize
+from aero_compile.capture import capture
+from aero_compile.errors import AeroError
+from aero_compile.graph_pass import GraphPass
+from aero_compile.recipe import Recipe, resolve
+from aero_compile.trainable import TransformedModel
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """What one pass did: `ops` counts graph nodes by target, added (positive) or removed (negative)."""
+
+    text: str
+    modified: bool
+    seconds: float
+    ops: dict[str, int]
+
+    def __str__(self) -> str:
+        diff = ", ".join(f"{count:+d} {name}" for name, count in sorted(self.ops.items()))
+        return f"{self.text}: {diff if self.modified else 'no change'} ({self.seconds:.2f} s)"
+
+
+def transform(
+    model: nn.Module, recipe: str | Recipe = "softmax_only", example_inputs: Any = None
+) -> TransformedModel:
+    """Rewrite a decoder-only transformer by a recipe; the model given is not changed.
+
+    Args:
+        model: any GPT-2-like nn.Module: token ids int64 `[B, T]` → logits `[B, T, V]`. On the meta device no
+            weights are allocated. A TransformedModel is transformed further.
+        recipe: a name (`softmax_only`), a label of the paper (`SM+R`), or a list of passes as text
+            (`"strip-layer-norm,gelu-to-relu,scaled-ffn{init_beta=0.5}"`).
+        example_inputs: what forward takes, for models that are not from Hugging Face (see `capture`).
+
+    Returns:
+        A trainable TransformedModel over copies of the weights, in the mode (train or eval) of the source.
+        Its `reports` say what each pass did.
+
+    Raises:
+        RecipeError: unknown recipe, pass or option.
+        UnsupportedModelError: the model is no decoder-only transformer that can be captured.
+        UnsupportedGraphError: a pass did not find what it looks for.
+    """
+    chosen = resolve(recipe)
+    transformed = capture(model, example_inputs)
+    if not isinstance(model, TransformedModel):
+        canonicalize(transformed)
+    _ = transformed.structure  # refuses what is no causal decoder, also when there is no pass to run
+    transformed.train(model.training)
+    run_passes(transformed, chosen.passes)
+    return transformed.train(model.training)
+
+
+def run_passes(model: TransformedModel, passes: tuple[GraphPass, ...]) -> list[PassReport]:
+    """Run passes over `model` in place, in order; each must leave a valid graph.
+
+    With AERO_COMPILE_DUMP=dir in the environment the graph after each pass is written there.
+    """
+    reports = []
+    _dump(model, 0, "captured")
+    for number, one in enumerate(passes, start=1):
+        before, start = _count(model.graph), time.perf_counter()
+        try:
+            result = one.call(model)
+            model.graph.lint()
+        except AeroError:
+            raise
+        except Exception as error:
+            raise RuntimeError(f"pass {one} failed on {model.convention.family}: {error}") from error
+        if result.modified:
+            model.history = (*model.history, str(one))
+        after = _count(model.graph)
+        diff = {k: after[k] - before[k] for k in after.keys() | before.keys() if after[k] != before[k]}
+        reports.append(PassReport(str(one), result.modified, time.perf_counter() - start, diff))
+        _dump(model, number, one.name)
+    model.reports = (*model.reports, *reports)
+    return reports
+
+
+def _count(graph: fx.Graph) -> Counter[str]:
+    return Counter(
+        "dropout" if node.op == "call_module" else str(node.target).removeprefix("aten.")
+        for node in graph.nodes
+        if node.op in ("call_function", "call_module")
+    )
+
+
+def _dump(model: TransformedModel, number: int, name: str) -> None:
+    folder = os.environ.get("AERO_COMPILE_DUMP")
+    if folder:
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / f"{number:02d}-{name}.txt").write_text(str(model.graph) + "\n", encoding="utf-8")

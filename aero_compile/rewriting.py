@@ -1,0 +1,227 @@
+"""What passes share: liveness, shapes, and edits of a graph that keep it valid."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+if TYPE_CHECKING:
+    from aero_compile.trainable import TransformedModel
+
+aten = torch.ops.aten
+
+SHAPE_ONLY = frozenset(
+    {
+        aten.sym_size.int,
+        aten.sym_numel.default,
+        aten.zeros_like.default,
+        aten.ones_like.default,
+        aten.full_like.default,
+        aten.empty_like.default,
+        aten.new_zeros.default,
+        aten.new_ones.default,
+        aten.new_full.default,
+        aten.new_empty.default,
+    }
+)
+"""Ops whose result depends on the shape of their tensor argument and not on its values."""
+
+VIEWS = frozenset(
+    {
+        aten.reshape.default,
+        aten.view.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.default,
+        aten.flatten.using_ints,
+        aten.alias.default,
+        aten.clone.default,
+        aten.contiguous.default,
+        aten.expand.default,
+        aten.slice.Tensor,
+        aten.transpose.int,
+        aten.permute.default,
+        aten.unflatten.int,
+    }
+)
+"""Ops that only move elements."""
+
+
+def placeholder(graph: fx.Graph, name: str) -> fx.Node:
+    """The input node called `name`."""
+    return next(node for node in graph.nodes if node.op == "placeholder" and node.target == name)
+
+
+def tainted_nodes(graph: fx.Graph, source: str) -> set[fx.Node]:
+    """Nodes whose value depends on the values of the input `source`, itself included."""
+    tainted: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            if node.target == source:
+                tainted.add(node)
+        elif node.target not in SHAPE_ONLY and any(parent in tainted for parent in node.all_input_nodes):
+            tainted.add(node)
+    return tainted
+
+
+def source_path(node: fx.Node) -> str:
+    """Name of the source module that `node` was captured from (`transformer.h.0.mlp`), or an empty string."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return str(list(stack.values())[-1][0]) if stack else str(node.meta.get("path", ""))
+
+
+def place(node: fx.Node) -> str:
+    """Where `node` is, for error messages."""
+    path = source_path(node)
+    return f"{node.name} in {path}" if path else node.name
+
+
+def insert_call(
+    graph: fx.Graph, before: fx.Node, target: Callable[..., Any], *args: Any, like: fx.Node | None = None
+) -> fx.Node:
+    """Add a call of `target` in front of `before`; its place in the source model is that of `like`."""
+    with graph.inserting_before(before):
+        node = graph.call_function(target, args)
+    copy_place(like if like is not None else before, node)
+    return node
+
+
+def copy_place(source: fx.Node, target: fx.Node) -> None:
+    """Let `target` be reported at the place of `source`."""
+    for key in ("nn_module_stack", "path"):
+        if key in source.meta:
+            target.meta[key] = source.meta[key]
+
+
+def replace_node(old: fx.Node, new: fx.Node) -> None:
+    """Let every user of `old` use `new` and erase `old`."""
+    old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+    old.graph.erase_node(old)
+
+
+def bypass(node: fx.Node, value: fx.Node) -> None:
+    """Erase `node`; its users get `value` instead."""
+    node.replace_all_uses_with(value)
+    node.graph.erase_node(node)
+
+
+def parameter_node(model: TransformedModel, name: str, before: fx.Node) -> fx.Node:
+    """A node that reads the parameter `name`, placed at the head of the graph if there is none yet."""
+    for node in model.graph.nodes:
+        if node.op == "get_attr" and node.target == name:
+            return node
+    first = next(iter(model.graph.nodes))
+    with model.graph.inserting_before(first):
+        return model.graph.create_node("get_attr", name, (), {})
+
+
+def through_views(node: fx.Node) -> fx.Node:
+    """The value that `node` is a view of."""
+    while node.op == "call_function" and node.target in VIEWS and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def live_inputs(node: fx.Node, live: set[fx.Node]) -> list[fx.Node]:
+    """Distinct inputs of `node` that are live."""
+    return [parent for parent in node.all_input_nodes if parent in live]
+
+
+def ancestors(nodes: Iterable[fx.Node], within: set[fx.Node]) -> set[fx.Node]:
+    """All nodes of `within` that the values of `nodes` depend on, `nodes` included."""
+    seen: set[fx.Node] = set()
+    stack = [node for node in nodes if node in within]
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(parent for parent in node.all_input_nodes if parent in within)
+    return seen
+
+
+class _Shapes(fx.Interpreter):
+    """Runs a graph on fake tensors and keeps every node's value."""
+
+    def __init__(self, model: TransformedModel, graph: fx.Graph, mode: FakeTensorMode) -> None:
+        super().__init__(torch.nn.Module(), garbage_collect_values=False, graph=graph)
+        self._model = model
+        self._mode = mode
+        self._cache: dict[str, Tensor] = {}
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target not in self._cache:
+            value = operator.attrgetter(target)(self._model)
+            if value.device.type == "meta":
+                value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+                self._cache[target] = self._mode.from_tensor(value)
+            else:
+                self._cache[target] = self._mode.from_tensor(value, static_shapes=True)
+        return self._cache[target]
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return args[0]
+
+
+def node_values(model: TransformedModel, batch: int, seq_len: int) -> dict[fx.Node, Any]:
+    """Fake value (shape, dtype, device) of every node at `[batch, seq_len]`, without computing anything."""
+    weight = next(model.parameters(), None)
+    device = weight.device if weight is not None else torch.device("cpu")
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        interpreter = _Shapes(model, model.graph, mode)
+        tokens = torch.zeros(batch, seq_len, dtype=torch.int64, device=device)
+        inputs = [
+            tokens if node.target == model.convention.tokens else torch.ones_like(tokens)
+            for node in model.graph.nodes
+            if node.op == "placeholder"
+        ]
+        interpreter.run(*inputs)
+    return interpreter.env
+
+
+def is_floating(value: Any) -> bool:
+    """Whether a node's value is a floating-point tensor, or a tuple that holds one."""
+    if isinstance(value, tuple | list):
+        return any(is_floating(item) for item in value)
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def retarget(graph: fx.Graph, device: torch.device, dtype: torch.dtype, tokens: str) -> bool:
+    """Follow a model that was moved: constants made in the graph get its device, and its dtype at the frontier.
+
+    Masks and rotary tables are computed inside the graph, so `.to(...)` of the parameters does not reach them.
+    Positions and angles keep their own precision; the value that meets the hidden states is cast.
+    Returns whether the graph was changed.
+    """
+    changed = False
+    for node in graph.nodes:
+        old = node.kwargs.get("device")
+        if isinstance(old, torch.device) and old != device:
+            node.kwargs = dict(node.kwargs) | {"device": device}
+            changed = True
+    live = tainted_nodes(graph, tokens)
+    for node in list(graph.nodes):
+        for constant in _frontier(node, live):
+            if constant.target is aten.to.dtype:
+                if constant.args[1] != dtype:
+                    constant.args = (constant.args[0], dtype)
+                    changed = True
+            elif dtype != constant.meta["dtype"]:
+                cast = insert_call(graph, node, aten.to.dtype, constant, dtype, like=constant)
+                cast.meta["dtype"] = dtype
+                node.replace_input_with(constant, cast)
+                changed = True
+    return changed
+
+
+def _frontier(node: fx.Node, live: set[fx.Node]) -> Iterator[fx.Node]:
+    """Computed floating-point constants that `node`, a live one, reads directly."""
+    if node not in live or node.op != "call_function":
+        return
+    for parent in node.all_input_nodes:
+        if parent not in live and parent.op == "call_function" and "dtype" in parent.meta:
+            yield parent

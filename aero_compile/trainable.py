@@ -1,0 +1,280 @@
+"""TransformedModel: an nn.Module whose forward is a canonical FX graph and whose parameters keep their names."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from aero_compile.convention import CallConvention, CausalOutput, build_output, leaf_indices, next_token_loss
+from aero_compile.entropy import attention_entropy
+from aero_compile.errors import InputError
+
+Program = tuple[Callable[..., tuple[Any, ...]], tuple[str, ...]]
+
+
+class TransformedModel(nn.Module):
+    """A decoder held as an FX graph of canonical ATen ops; it is called like the model it came from.
+
+    Attributes:
+        graph: the `torch.fx.Graph`; output 0 is the logits `[B, T, V]`, further outputs are what else the
+            source model returned (its loss, for instance). Passes edit it in place and call `graph_changed`.
+        convention: how the source model was called and what it returned.
+        history: text of every pass that was applied, in order.
+        max_positions: longest sequence the model can take, or None if nothing in it limits the length.
+
+    Every transformed model also takes `labels=` (token ids as in Hugging Face: shifted inside, -100 ignored)
+    and `output_entropies=True`, which adds `.entropies`: one tensor `[B, H, T]` in nats for each layer.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        tensors: Mapping[str, Tensor],
+        dropouts: Mapping[str, float],
+        convention: CallConvention,
+        *,
+        non_persistent: frozenset[str] = frozenset(),
+        max_positions: int | None = None,
+        history: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__()
+        self.graph = graph
+        self.convention = convention
+        self.max_positions = max_positions
+        self.history = history
+        self._programs: dict[tuple[tuple[int, ...], bool], Program] = {}
+        self._structure: Any = None
+        self.reports: tuple[Any, ...] = ()
+        for name, tensor in tensors.items():
+            self.add_tensor(name, tensor, persistent=name not in non_persistent)
+        for name, probability in dropouts.items():
+            self.add_child(name, nn.Dropout(probability))
+
+    # -- what is inside ---------------------------------------------------------------------------------
+
+    @property
+    def structure(self) -> Any:
+        """The decoder's parts (`aero_compile.structure.Structure`), found anew after every change of the graph."""
+        if self._structure is None:
+            from aero_compile.structure import find_structure
+
+            self._structure = find_structure(self)
+        return self._structure
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.structure.attentions)
+
+    @property
+    def num_heads(self) -> tuple[int, ...]:
+        """Attention heads of each layer."""
+        return tuple(attention.heads for attention in self.structure.attentions)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of rows of the token embedding."""
+        return int(self.structure.vocab_size)
+
+    @property
+    def recipe(self) -> str:
+        """Text of the passes applied so far; empty for a model that was only captured."""
+        return ",".join(self.history)
+
+    def temperatures(self) -> dict[int, Tensor]:
+        """Softmax temperatures `t > 0`, `[H, T_max]`, by layer; empty where the recipe has none."""
+        found = dict(self.named_parameters())
+        names = {i: f"softmax_temperature.{i}.log_t" for i in range(self.num_layers)}
+        return {i: found[name].detach().exp() for i, name in names.items() if name in found}
+
+    # -- edits (used by passes) -------------------------------------------------------------------------
+
+    def add_child(self, name: str, module: nn.Module) -> None:
+        """Register `module` under a dotted name, making the containers on the way."""
+        parent: nn.Module = self
+        *path, leaf = name.split(".")
+        for part in path:
+            if part not in parent._modules:
+                parent.add_module(part, nn.Module())
+            parent = parent.get_submodule(part)
+        parent.add_module(leaf, module)
+
+    def add_tensor(self, name: str, tensor: Tensor, *, persistent: bool = True) -> None:
+        """Register a parameter (if it is an `nn.Parameter`) or a buffer under a dotted name."""
+        parent: nn.Module = self
+        *path, leaf = name.split(".")
+        for part in path:
+            if part not in parent._modules:
+                parent.add_module(part, nn.Module())
+            parent = parent.get_submodule(part)
+        if isinstance(tensor, nn.Parameter):
+            parent.register_parameter(leaf, tensor)
+        else:
+            parent.register_buffer(leaf, tensor, persistent=persistent)
+
+    def graph_changed(self) -> None:
+        """Forget everything derived from the graph, drop dead nodes and the parameters nothing reads."""
+        remove_dead_nodes(self.graph)
+        self.graph.lint()
+        self._programs.clear()
+        self._structure = None
+        self._drop_orphans()
+
+    def _drop_orphans(self) -> None:
+        used = {str(node.target) for node in self.graph.nodes if node.op in ("get_attr", "call_module")}
+        tensors = dict(self.named_parameters(remove_duplicate=False)) | dict(
+            self.named_buffers(remove_duplicate=False)
+        )
+        kept = {id(tensors[name]) for name in used if name in tensors}
+        for name, tensor in tensors.items():
+            if id(tensor) not in kept:
+                parent, _, leaf = name.rpartition(".")
+                delattr(self.get_submodule(parent), leaf)
+        for name, module in reversed(list(self.named_modules())):
+            empty = not module._parameters and not module._buffers and not module._modules
+            if name and empty and name not in used:
+                parent, _, leaf = name.rpartition(".")
+                delattr(self.get_submodule(parent), leaf)
+
+    # -- running ----------------------------------------------------------------------------------------
+
+    def logits_graph(self) -> fx.Graph:
+        """A copy of the graph that computes the logits `[B, T, V]` alone (inputs: tokens, attention mask)."""
+        return self._select((0,), entropies=False)
+
+    def logits_nodes(self) -> set[fx.Node]:
+        """Nodes of `graph` that the logits depend on."""
+        output = next(node for node in reversed(self.graph.nodes) if node.op == "output")
+        needed: set[fx.Node] = set()
+        stack = [output.args[0][0]]  # type: ignore[index]
+        while stack:
+            node = stack.pop()
+            if isinstance(node, fx.Node) and node not in needed:
+                needed.add(node)
+                stack.extend(node.all_input_nodes)
+        return needed
+
+    def _select(self, outputs: tuple[int, ...], entropies: bool) -> fx.Graph:
+        graph = fx.Graph()
+        nodes: dict[fx.Node, fx.Node] = {}
+        results = graph.graph_copy(self.graph, nodes)
+        assert isinstance(results, tuple)
+        chosen: list[Any] = [results[i] for i in outputs]
+        if entropies:
+            chosen += self._entropy_taps(graph, nodes)
+        graph.output(tuple(chosen))
+        remove_dead_nodes(graph)
+        for node in list(graph.nodes):
+            if node.op == "placeholder" and not node.users:
+                graph.erase_node(node)
+        return graph
+
+    def _entropy_taps(self, graph: fx.Graph, nodes: Mapping[fx.Node, fx.Node]) -> Iterator[fx.Node]:
+        tokens = next(n for n in graph.nodes if n.op == "placeholder" and n.target == self.convention.tokens)
+        for attention in self.structure.attentions:
+            with graph.inserting_after(nodes[attention.softmax]):
+                entropy = graph.call_function(attention_entropy, (nodes[attention.softmax],))
+            with graph.inserting_after(entropy):
+                shaped = graph.call_function(_by_head, (entropy, tokens, attention.heads))
+            yield shaped
+
+    def _program(self, outputs: tuple[int, ...], entropies: bool) -> Program:
+        key = (outputs, entropies)
+        if key not in self._programs:
+            graph = self._select(outputs, entropies)
+            inputs = tuple(str(n.target) for n in graph.nodes if n.op == "placeholder")
+            self._programs[key] = (compile_graph(graph), inputs)
+        return self._programs[key]
+
+    def forward(self, *args: Any, output_entropies: bool = False, **kwargs: Any) -> Any:
+        """Call the model as its source was called.
+
+        Args:
+            *args, **kwargs: the arguments of the source's forward. Token ids are int64 `[B, T]`. `labels` is
+                always accepted; where the source has no such argument the next-token loss is added.
+            output_entropies: also return the attention entropies.
+
+        Returns:
+            What the source returns. With `output_entropies`, or with `labels` that the source does not know,
+            an object with `.logits`, `.loss` and `.entropies` that can also be indexed.
+
+        Raises:
+            InputError: an argument that is not part of the captured graph, tokens that are no integer matrix,
+                or a sequence longer than the model's positions.
+        """
+        call = self.convention.bind(args, kwargs)
+        self._check_tokens(call.tokens)
+        template = self.convention.template(call)
+        indices = leaf_indices(template)
+        wanted = (0, *(i for i in indices if i != 0))
+        run, names = self._program(wanted, output_entropies)
+        results = run(self, *[call.inputs[name] for name in names])
+        values = dict(zip(wanted, results, strict=False))
+        entropies: Sequence[Tensor] | None = results[len(wanted) :] if output_entropies else None
+        loss = None
+        if call.labels is not None and call.loss_outside_graph:
+            loss = next_token_loss(values[0], call.labels, call.num_items_in_batch)
+        if call.own_output or (output_entropies and not self.convention.returns_model_output):
+            graph_loss = values.get(self.convention.loss_index) if self.convention.loss_index else None
+            return CausalOutput(
+                logits=values[0],
+                loss=loss if loss is not None else graph_loss,
+                entropies=None if entropies is None else tuple(entropies),
+            )
+        return build_output(template, values, loss, entropies, as_tuple=call.as_tuple)
+
+    def _check_tokens(self, tokens: Any) -> None:
+        if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.dtype == torch.bool:
+            kind = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
+            raise InputError(f"{self.convention.tokens} must be a tensor of integer token ids, got {kind}")
+        if tokens.dim() != 2:
+            raise InputError(
+                f"{self.convention.tokens} must have shape [batch, sequence], got {list(tokens.shape)}"
+            )
+        if self.max_positions is not None and tokens.shape[1] > self.max_positions:
+            raise InputError(
+                f"sequence of {tokens.shape[1]} tokens, but the model has {self.max_positions} positions; "
+                "shorten the input"
+            )
+
+    # -- being a module ---------------------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TransformedModel:
+        super()._apply(fn, recurse)
+        from aero_compile.rewriting import retarget
+
+        weight = next(self.parameters(), None)
+        if weight is not None and retarget(self.graph, weight.device, weight.dtype, self.convention.tokens):
+            self._programs.clear()
+            self._structure = None
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_programs": {}, "_structure": None}
+
+    def extra_repr(self) -> str:
+        return f"source={self.convention.family}, recipe={self.recipe or 'none'!r}"
+
+
+def _by_head(entropy: Tensor, tokens: Tensor, heads: int) -> Tensor:
+    """Entropies of any attention layout as `[B, H, T]`."""
+    return entropy.reshape(tokens.shape[0], heads, tokens.shape[1])
+
+
+def remove_dead_nodes(graph: fx.Graph) -> None:
+    """Erase nodes whose value nobody uses; inputs and output stay."""
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+
+
+def compile_graph(graph: fx.Graph) -> Callable[..., tuple[Any, ...]]:
+    """Turn the graph into a Python function of (module, *inputs), as GraphModule does, visible in tracebacks."""
+    source = graph.python_code(root_module="self")
+    filename = f"<aero_compile graph {id(graph)}>"
+    namespace: dict[str, Any] = dict(source.globals)
+    exec(compile(source.src, filename, "exec"), namespace)
+    linecache.cache[filename] = (len(source.src), None, source.src.splitlines(keepends=True), filename)
+    function: Callable[..., tuple[Any, ...]] = namespace["forward"]
+    return function

@@ -1,0 +1,95 @@
+"""softmax-temperature: divide attention scores by a learnable temperature (SM(t) of the AERO paper, §4.2).
+
+Before → after:
+    softmax(mask(scale·QKᵀ))  → softmax(mask(scale·QKᵀ / t))
+
+t has one value for every head and query position, `[H, T_max]`. What is learned is log t
+(`softmax_temperature.<layer>.log_t`), so that t stays positive whatever the optimizer does; t = exp(log t) depends
+on weights alone and costs nothing in private inference. The division acts on the raw product, above the mask:
+below an infinite mask the gradient of t would be NaN. A positional bias added to the scores (ALiBi) is not divided.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx, nn
+
+from aero_compile.errors import RecipeError, UnsupportedGraphError
+from aero_compile.graph_pass import GraphPass, PassResult
+from aero_compile.rewriting import insert_call, parameter_node, placeholder
+from aero_compile.structure import Attention
+from aero_compile.trainable import TransformedModel
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class SoftmaxTemperature(GraphPass):
+    """Insert a temperature in every attention. With `init=1`, the default, the function is unchanged.
+
+    Options:
+        init: initial t > 0 (the paper trains CodeParrot from 1e-2 and Languini from 1e-1).
+        max_positions: T_max; 0 takes the model's own limit.
+    """
+
+    init: float = 1.0
+    max_positions: int = 0
+
+    name: ClassVar[str] = "softmax-temperature"
+    preserves_numerics: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.init) and self.init > 0):
+            raise RecipeError(f"{self.name}: init must be a positive number, got {self.init}")
+        if self.max_positions < 0:
+            raise RecipeError(f"{self.name}: max_positions must not be negative, got {self.max_positions}")
+
+    def call(self, model: TransformedModel) -> PassResult:
+        if any(name.startswith("softmax_temperature.") for name, _ in model.named_parameters()):
+            return PassResult(model, modified=False)
+        length = self.max_positions or model.max_positions
+        if not length:
+            raise UnsupportedGraphError(
+                f"{self.name} needs one value per position, but {model.convention.family} does not limit the "
+                "sequence length; write softmax-temperature{max_positions=N}"
+            )
+        structure = model.structure
+        weight = next(model.parameters())
+        for attention in structure.attentions:
+            name = f"softmax_temperature.{attention.layer}.log_t"
+            value = torch.full(
+                (attention.heads, length), math.log(self.init), dtype=weight.dtype, device=weight.device
+            )
+            model.add_tensor(name, nn.Parameter(value))
+            self._insert(model, attention, name, structure.values[attention.scores].dim())
+        model.max_positions = min(length, model.max_positions or length)
+        model.graph_changed()
+        return PassResult(model, modified=True)
+
+    def _insert(self, model: TransformedModel, attention: Attention, name: str, rank: int) -> None:
+        graph = model.graph
+        tokens = placeholder(graph, model.convention.tokens)
+        after = attention.scores.next
+
+        def call(target: object, *args: object) -> fx.Node:
+            return insert_call(graph, after, target, *args, like=attention.scores)  # type: ignore[arg-type]
+
+        log_t = parameter_node(model, name, attention.scores)
+        length = call(aten.sym_size.int, tokens, 1)
+        rows = call(aten.slice.Tensor, log_t, 1, 0, length)
+        inverse = call(aten.exp.default, call(aten.neg.default, rows))
+        column = call(aten.unsqueeze.default, inverse, -1)
+        if rank == 3:  # heads folded into the batch: [B·H, T, T]
+            batch = call(aten.sym_size.int, tokens, 0)
+            column = call(aten.repeat.default, column, [batch, 1, 1])
+        elif rank == 5:  # heads grouped over shared keys: [B, G, H/G, T, T]
+            groups = int(model.structure.values[attention.scores].shape[1])
+            column = call(aten.reshape.default, column, [groups, attention.heads // groups, -1, 1])
+        users = list(attention.scores.users)
+        scaled = call(aten.mul.Tensor, attention.scores, column)
+        for user in users:
+            user.replace_input_with(attention.scores, scaled)
