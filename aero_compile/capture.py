@@ -25,6 +25,9 @@ aten = torch.ops.aten
 SAMPLE_BATCH, SAMPLE_LENGTH = 3, 11
 """Shape of the sample tokens: sizes of 1 would be baked in, and odd sizes are rarely equal to a model width."""
 
+_OPENED = (aten.einsum.default,)
+"""Ops that export keeps whole and that are opened into products and views."""
+
 _LABEL_NAMES = ("labels", "targets", "target", "y")
 _MASK_NAMES = ("attention_mask",)
 _POSITION_LIMITS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "block_size", "context")
@@ -230,11 +233,12 @@ def _export(model: nn.Module, sample: _Sample) -> torch.export.ExportedProgram:
         name: {0: dynamic, 1: dynamic} if isinstance(value, Tensor) and value.shape == shape else None
         for name, value in sample.kwargs.items()
     }
-    einsum = aten.einsum.default
+    opened = torch.export.default_decompositions()
+    table = {op: opened[op] for op in _OPENED}
     try:
         with _quiet():
             program = torch.export.export(model, (), sample.kwargs, dynamic_shapes=dims, strict=False)
-            return program.run_decompositions({einsum: lambda *a, **k: einsum.decompose(*a, **k)})
+            return program.run_decompositions(table)
     except Exception as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UnsupportedModelError(

@@ -16,6 +16,7 @@ from aero_compile.capture import capture
 from aero_compile.errors import AeroError
 from aero_compile.graph_pass import GraphPass
 from aero_compile.recipe import Recipe, resolve
+from aero_compile.structure import position_limit
 from aero_compile.trainable import TransformedModel
 
 
@@ -58,6 +59,8 @@ def transform(
     transformed = capture(model, example_inputs)
     if not isinstance(model, TransformedModel):
         canonicalize(transformed)
+        limits = (transformed.max_positions, position_limit(transformed))
+        transformed.max_positions = min((n for n in limits if n is not None), default=None)
     _ = transformed.structure  # refuses what is no causal decoder, also when there is no pass to run
     transformed.train(model.training)
     run_passes(transformed, chosen.passes)

@@ -457,6 +457,21 @@ def _block_prefixes(names: Sequence[str]) -> list[str]:
     return []
 
 
+def position_limit(model: TransformedModel) -> int | None:
+    """Longest sequence that the position table allows, or None if positions are not looked up in one."""
+    tainted = tainted_nodes(model.graph, model.convention.tokens)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    limits = []
+    for node in model.graph.nodes:
+        lookup = node.target is aten.embedding.default and node not in tainted
+        if not lookup or node.args[0].op != "get_attr" or node.args[0].target not in parameters:
+            continue
+        index = _evaluate(model, node.args[1], 2, {})
+        if index is not None and index.numel():
+            limits.append(parameters[node.args[0].target].shape[0] - int(index.max()) + 1)
+    return min(limits, default=None)
+
+
 def require_ffns(structure: Structure, looking_for: str) -> tuple[FeedForward, ...]:
     """The FFNs, or an UnsupportedGraphError that says what was looked for and what was nearest."""
     if structure.ffns:

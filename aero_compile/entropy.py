@@ -1,0 +1,258 @@
+"""Attention entropy, its regularization, and the model wrapper that trains with it.
+
+Entropies are in nats. The definition is ``E = -sum_j p_j log p_j`` of one attention row; the largest
+value a row of T keys can have is ``log T`` (a causal row i reaches only ``log(i + 1)``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from aero_compile.errors import InputError
+
+Reduction = Literal["algorithm", "listing"]
+REDUCTIONS: tuple[Reduction, ...] = ("algorithm", "listing")
+
+
+def attention_entropy(probs: Tensor) -> Tensor:
+    """Entropy of every attention row, in nats.
+
+    ``probs``: ``[..., T_k]``, rows summing to one, any float type. Returns ``[...]``, float32 for
+    16-bit input and the input's type otherwise. A zero probability contributes exactly zero, to the
+    value and (through a finite slope of ``-log tiny``, multiplied by the zero of softmax's own
+    derivative) to the gradient. NaN stays NaN.
+    """
+    if probs.dtype in (torch.float16, torch.bfloat16):
+        probs = probs.float()
+    tiny = torch.finfo(probs.dtype).tiny
+    return -(probs * probs.clamp_min(tiny).log()).sum(-1)
+
+
+def entropy_regularization(
+    entropies: Sequence[Tensor],
+    thresholds: Tensor,
+    margin: float = 0.1,
+    reduction: Reduction = "algorithm",
+    seq_len: int | None = None,
+) -> Tensor:
+    """The entropy penalty of the AERO paper (without its weight lambda), a scalar.
+
+    ``entropies``: one ``[B, H, T]`` tensor a layer, nats. ``thresholds``: theta, ``[L, H]``, fractions of
+    ``E_max = log(seq_len)``; ``seq_len`` defaults to T. ``margin``: gamma, fraction of ``E_max``.
+
+    ``reduction="algorithm"`` is Algorithm 1: the deviation ``delta = mean(E) - theta * E_max`` of each
+    head (mean over batch and query positions) is squared where ``|delta| > gamma * E_max`` and zero
+    elsewhere; then the mean over heads and over layers. ``reduction="listing"`` is the paper's PyTorch
+    listing: the deviation and its threshold test per position, the penalty summed over batch and
+    positions, then the mean over heads and layers; it grows with B*T, so weights are not comparable.
+
+    Gradients reach ``entropies`` and ``thresholds``. Computed in float32 or wider. A NaN or infinite
+    entropy makes the result non-finite on purpose: training must notice it. T = 1 gives ``E_max = 0``
+    and a penalty of 0. Raises InputError for shapes that do not fit or a margin below 0.
+    """
+    _check_entropies(entropies)
+    layers, heads, positions = len(entropies), entropies[0].shape[1], entropies[0].shape[2]
+    if tuple(thresholds.shape) != (layers, heads):
+        raise InputError(
+            f"thresholds have shape {list(thresholds.shape)}, but the entropies have {layers} layers of "
+            f"{heads} heads: [{layers}, {heads}] is needed"
+        )
+    if not (math.isfinite(margin) and margin >= 0):
+        raise InputError(f"margin must be a number of at least 0, not {margin}")
+    length = positions if seq_len is None else seq_len
+    if length < 1:
+        raise InputError(f"seq_len must be at least 1, not {length}")
+    if reduction not in REDUCTIONS:
+        raise InputError(f"unknown reduction {reduction!r} (known: {', '.join(REDUCTIONS)})")
+
+    max_entropy = math.log(length)
+    dtype = torch.promote_types(torch.promote_types(entropies[0].dtype, thresholds.dtype), torch.float32)
+    targets = thresholds.to(dtype) * max_entropy
+    tolerance = margin * max_entropy
+    if reduction == "algorithm":
+        return _outside(headwise(entropies).to(dtype) - targets, tolerance).mean()
+    per_layer = [
+        _outside(layer.to(dtype) - target.view(1, -1, 1), tolerance).sum() / heads
+        for layer, target in zip(entropies, targets, strict=True)
+    ]
+    return torch.stack(per_layer).mean()
+
+
+def _outside(deviation: Tensor, tolerance: float) -> Tensor:
+    # Written as "zero where inside" so that NaN, which is neither inside nor outside, is not hidden.
+    inside = deviation.abs() <= tolerance
+    return torch.where(inside, torch.zeros_like(deviation), deviation.square())
+
+
+def headwise(entropies: Sequence[Tensor]) -> Tensor:
+    """Mean over batch and query positions: L tensors ``[B, H, T]`` to ``[L, H]`` (float32 or wider)."""
+    _check_entropies(entropies)
+    return torch.stack(_layer_means(entropies))
+
+
+def _layer_means(entropies: Sequence[Tensor]) -> list[Tensor]:
+    dtype = torch.promote_types(entropies[0].dtype, torch.float32)
+    return [layer.to(dtype).mean(dim=(0, 2)) for layer in entropies]
+
+
+def _check_entropies(entropies: Sequence[Tensor]) -> None:
+    if len(entropies) == 0:
+        raise InputError("no entropies given: one tensor [batch, heads, positions] a layer is needed")
+    shapes = [tuple(layer.shape) for layer in entropies]
+    if any(len(shape) != 3 or 0 in shape for shape in shapes) or len(set(shapes)) > 1:
+        raise InputError(
+            "entropies must be tensors [batch, heads, positions] of one shape, none empty; "
+            f"got {', '.join(str(list(shape)) for shape in shapes)}"
+        )
+
+
+@dataclass(frozen=True)
+class EntropySummary:
+    """How a model's heads are spread over the entropy range (shares of all heads, each 0 to 1).
+
+    ``quartiles``: shares in the four quarters of ``[0, maximum]``, lowest first; ``maximum``: the largest
+    headwise entropy observed, nats; ``overload``: share above 3/4 of it; ``collapse``: share at most
+    ``collapse_fraction`` of it (near zero).
+    """
+
+    maximum: float
+    quartiles: tuple[float, float, float, float]
+    overload: float
+    collapse: float
+    collapse_fraction: float
+
+
+def summarize(headwise_entropies: Tensor, collapse_fraction: float = 0.05) -> EntropySummary:
+    """Quartile histogram, overload and collapse of headwise entropies ``[L, H]`` (paper, section 4).
+
+    The quarters are of the maximum observed among the heads, as in the paper; a head exactly on a border
+    counts to the lower quarter. If every head is at zero, all are collapsed and none overloaded. Raises
+    InputError for an empty or non-finite tensor.
+    """
+    values = headwise_entropies.detach().to("cpu", torch.float64).flatten()
+    if values.numel() == 0 or not bool(torch.isfinite(values).all()):
+        raise InputError("a summary needs at least one head and finite entropies")
+    maximum = max(float(values.max()), 0.0)
+    scaled = values / maximum if maximum > 0 else torch.zeros_like(values)
+    quarter = torch.clamp(torch.ceil(scaled * 4).long() - 1, 0, 3)
+    q = [float((quarter == index).double().mean()) for index in range(4)]
+    return EntropySummary(
+        maximum=maximum,
+        quartiles=(q[0], q[1], q[2], q[3]),
+        overload=float((scaled > 0.75).double().mean()),
+        collapse=float((scaled <= collapse_fraction).double().mean()),
+        collapse_fraction=collapse_fraction,
+    )
+
+
+class TrainingOutput(dict[str, Any]):
+    """A dict whose entries are also attributes; absent ones read as None. What Trainer expects."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.get(name)
+
+
+class EntropyRegularizedModel(nn.Module):
+    """A transformed model together with its entropy thresholds and the regularized loss.
+
+    ``model``: a TransformedModel (or anything called the same way that has ``num_layers`` and
+    ``num_heads``). ``weight``: lambda; 0 turns regularization off, and then the thresholds are not
+    trained. ``threshold_init``: start of every theta; the paper gives no value, 0.5 is half the
+    range. ``thresholds`` is a Parameter ``[L, H]``, saved with the module.
+
+    Everything is computed inside ``forward``, so data-parallel wrappers see every parameter. Tied weights
+    are written once in ``state_dict()`` and shared again by ``load_state_dict``.
+    """
+
+    # Trainer then scales the per-batch mean by the accumulation steps; exact because blocks are full.
+    accepts_loss_kwargs = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        weight: float = 0.0,
+        margin: float = 0.1,
+        threshold_init: float = 0.5,
+        reduction: Reduction = "algorithm",
+    ) -> None:
+        super().__init__()
+        if not (math.isfinite(weight) and weight >= 0):
+            raise InputError(f"the weight (lambda) must be a number of at least 0, not {weight}")
+        if not (math.isfinite(margin) and margin >= 0):
+            raise InputError(f"the margin (gamma) must be a number of at least 0, not {margin}")
+        if not 0 <= threshold_init <= 1:
+            raise InputError(f"thresholds are fractions of the largest entropy: 0 to 1, not {threshold_init}")
+        if reduction not in REDUCTIONS:
+            raise InputError(f"unknown reduction {reduction!r} (known: {', '.join(REDUCTIONS)})")
+        heads = [int(count) for count in model.num_heads]  # type: ignore[union-attr]
+        if weight > 0 and len(set(heads)) != 1:
+            raise InputError(f"entropy regularization needs equally many heads in every layer, not {heads}")
+        self.model = model
+        self.weight, self.margin, self.reduction = weight, margin, reduction
+        self.thresholds = nn.Parameter(
+            torch.full((len(heads), max(heads)), float(threshold_init)), requires_grad=weight > 0
+        )
+        self.register_state_dict_post_hook(_drop_tied)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_restore_tied)  # type: ignore[no-untyped-call]
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_entropies: bool = False,
+    ) -> TrainingOutput:
+        """Loss and logits of a batch of token ids ``[B, T]``.
+
+        In training mode ``loss = cross_entropy + lambda * penalty``; in eval mode it is the plain cross
+        entropy, so that held-out losses compare between settings. Also returned: ``logits``
+        ``[B, T, V]``, and detached ``ce_loss``, ``penalty`` (scalars) and ``entropies``, L tensors ``[H]``
+        averaged over batch and positions (always when regularizing, else on ``output_entropies``).
+        """
+        regularize = self.training and self.weight > 0 and labels is not None
+        wanted = regularize or output_entropies
+        out = self.model(input_ids, attention_mask=attention_mask, labels=labels, output_entropies=wanted)
+        result = TrainingOutput()
+        if labels is not None:
+            result["loss"] = out.loss
+        result["logits"] = out.logits
+        if labels is not None:
+            result["ce_loss"] = out.loss.detach()
+        if wanted:
+            result["entropies"] = [layer.detach() for layer in _layer_means(out.entropies)]
+        if regularize:
+            penalty = entropy_regularization(out.entropies, self.thresholds, self.margin, self.reduction)
+            result["loss"] = out.loss + self.weight * penalty
+            result["penalty"] = penalty.detach()
+        return result
+
+
+def _tied_names(module: nn.Module) -> dict[str, str]:
+    """Names under which a parameter is seen again, each with the name under which it is saved."""
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        kept = first.setdefault(id(parameter), name)
+        if kept != name:
+            tied[name] = kept
+    return tied
+
+
+def _drop_tied(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for name in _tied_names(module):
+        state.pop(prefix + name, None)
+
+
+def _restore_tied(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, kept in _tied_names(module).items():
+        if prefix + kept in state:
+            state.setdefault(prefix + name, state[prefix + kept])

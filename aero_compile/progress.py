@@ -1,0 +1,62 @@
+"""Tell a waiting person what runs and for how long: one live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+_BAR = 24
+
+
+class Progress:
+    """Counts steps of a run; all output goes to ``stream`` (standard error), so that results stay clean.
+
+    On a terminal the line shows a bar, the step under way and its seconds, twice a second. Elsewhere (a log,
+    a pipe) each step prints one line when it starts and one when it ends.
+    """
+
+    def __init__(self, total: int, stream: TextIO | None = None) -> None:
+        self.total, self.done = total, 0
+        self._stream = stream or sys.stderr
+        self._live = self._stream.isatty()
+        self._begin = time.monotonic()
+
+    def _bar(self) -> str:
+        full = _BAR * self.done // max(1, self.total)
+        return f"[{'█' * full}{'·' * (_BAR - full)}] {self.done}/{self.total}"
+
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+        print(f"\r\033[K{text}" if self._live else text, file=self._stream, flush=True)
+
+    @contextmanager
+    def step(self, what: str) -> Iterator[None]:
+        """Show ``what`` while the body runs; counts the step when it ends without an exception."""
+        begin, stop = time.monotonic(), threading.Event()
+
+        def tick() -> None:
+            while not stop.wait(0.5):
+                seconds = time.monotonic() - begin
+                print(
+                    f"\r\033[K{self._bar()} {what} … {seconds:.0f} s", end="", file=self._stream, flush=True
+                )
+
+        if not self._live:
+            print(f"{self._bar()} {what} …", file=self._stream, flush=True)
+        ticker = threading.Thread(target=tick, daemon=True)
+        if self._live:
+            ticker.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            if self._live:
+                ticker.join()
+                print("\r\033[K", end="", file=self._stream, flush=True)
+        self.done += 1
+        now = time.monotonic()
+        self.say(f"{self._bar()} {what}: {now - begin:.1f} s (of {now - self._begin:.0f} s so far)")

@@ -1,0 +1,229 @@
+"""Result rows of a benchmark: as a text table, as a JSON document, and back.
+
+A row is one recipe on one model at one sequence length, measured in real two-party computation. Nothing here
+is computed from expectations: a figure that was not measured is ``None`` and shown as "–".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import shlex
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from aero_compile.errors import InputError
+
+FORMAT = "aero_compile.results/1"
+_PACKAGES = ("aero-compile", "torch", "transformers", "datasets", "tokenizers", "spu", "jax", "numpy")
+
+
+@dataclass(frozen=True)
+class Training:
+    """How the model of a row was trained.
+
+    ``train_loss`` and ``eval_loss`` are ``(step, nats per token)``; ``entropy_before`` and ``entropy_after``
+    are ``[layer][head]`` in nats, averaged over batch and query positions.
+    """
+
+    train_loss: list[tuple[float, float]] = field(default_factory=list)
+    eval_loss: list[tuple[float, float]] = field(default_factory=list)
+    entropy_before: list[list[float]] = field(default_factory=list)
+    entropy_after: list[list[float]] = field(default_factory=list)
+    max_entropy: float = 0.0
+    seconds: float | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured line of the table.
+
+    ``bytes`` counts both directions, ``seconds`` is wall-clock time of the private forward pass; ``cold``
+    says whether both include setting up keys and oblivious transfer. ``max_error`` and ``mean_error``
+    compare logits with float32 PyTorch, ``argmax`` is the share of positions with the same most likely
+    token. ``per_op`` maps an operator to its bytes. ``measurement`` is the runtime's full record.
+    """
+
+    recipe: str
+    label: str
+    model: str
+    layers: int
+    seq_len: int
+    protocol: str
+    nonlinear_ops: str
+    bytes: int
+    messages: int
+    seconds: float
+    cold: bool
+    max_error: float
+    mean_error: float
+    argmax: float
+    perplexity: float | None = None
+    per_op: dict[str, int] = field(default_factory=dict)
+    measurement: dict[str, Any] = field(default_factory=dict)
+    training: Training | None = None
+
+    @property
+    def group(self) -> tuple[str, int, int, str]:
+        """Rows of one group are compared with each other: same model, layers, length and protocol."""
+        return self.model, self.layers, self.seq_len, self.protocol
+
+
+_FLOATS = ("seconds", "max_error", "mean_error", "argmax")
+
+
+def _restored(value: Any) -> Any:
+    """Undo what `write_json` did to NaN, in numbers and nested lists of numbers."""
+    if isinstance(value, list):
+        return [_restored(item) for item in value]
+    return math.nan if value is None else value
+
+
+def row_from_json(data: Mapping[str, Any]) -> Row:
+    """Rebuild a `Row` from its JSON object; raises `InputError` when fields are missing or unknown."""
+    try:
+        values = {key: _restored(value) for key, value in data.items() if key in _FLOATS} | {
+            key: value for key, value in data.items() if key not in _FLOATS
+        }
+        training = values.pop("training", None)
+        if training is not None:
+            lists = {key: _restored(value) for key, value in training.items() if isinstance(value, list)}
+            training = Training(**{**training, **lists})
+        return Row(**values, training=training)
+    except (TypeError, AttributeError) as error:
+        raise InputError(f"not a result row of this version: {error}") from error
+
+
+def human_bytes(count: float) -> str:
+    """Return ``count`` in decimal units, three significant digits: ``999 B``, ``1.23 MB``, ``25.3 GB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.3g} TB" if count < 999.5 else f"{count:,.0f} TB"
+
+
+def savings(rows: Sequence[Row]) -> list[float]:
+    """Return for each row how many times fewer bytes it moves than the first row of its group."""
+    first: dict[tuple[str, int, int, str], int] = {}
+    for row in rows:
+        first.setdefault(row.group, row.bytes)
+    return [first[row.group] / row.bytes if row.bytes else math.nan for row in rows]
+
+
+def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Return the table's head and its lines as text, the same for the terminal and for HTML."""
+    head = ["recipe", "nonlinear ops that remain", "T", "perplexity", "bytes (both ways)", "saving"]
+    head += ["messages", "seconds", "max error", "argmax"]
+    lines = []
+    for row, saving in zip(rows, savings(rows), strict=True):
+        perplexity = "–" if row.perplexity is None else f"{row.perplexity:.4g}"
+        lines.append(
+            [row.label, row.nonlinear_ops or "none", str(row.seq_len), perplexity, human_bytes(row.bytes)]
+            + [f"{saving:.2f}×", f"{row.messages:,}", f"{row.seconds:.1f}"]
+            + [f"{row.max_error:.1e}", f"{100 * row.argmax:.1f}%"]
+        )
+    return head, lines
+
+
+def text_table(rows: Sequence[Row]) -> str:
+    """Return the table for a terminal: first two columns to the left, figures to the right."""
+    head, lines = cells(rows)
+    widths = [max(len(line[i]) for line in [head, *lines]) for i in range(len(head))]
+
+    def show(line: Sequence[str]) -> str:
+        parts = [
+            t.ljust(w) if i < 2 else t.rjust(w) for i, (t, w) in enumerate(zip(line, widths, strict=True))
+        ]
+        return "  ".join(parts).rstrip()
+
+    rule = "  ".join("─" * w for w in widths)
+    return "\n".join([show(head), rule, *map(show, lines)])
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a result depends on; packages that are not installed are left out."""
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def command_line() -> str:
+    """Return the command that started this process, quoted so that a shell takes it back."""
+    return shlex.join([Path(sys.executable).name, *sys.argv])
+
+
+def document(rows: Sequence[Row], *, title: str, seed: int, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the JSON document of a run: format, versions, seed, config, command, cores and rows."""
+    return {
+        "format": FORMAT,
+        "title": title,
+        "command": command_line(),
+        "seed": seed,
+        "config": dict(config),
+        "versions": versions(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write ``text`` beside ``path`` and rename it into place, so that a reader never sees half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        # mkstemp makes files private; a result gets what the user's umask gives any other file.
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(name, 0o666 & ~umask)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _jsonable(value: Any) -> Any:
+    """Replace NaN and infinities, which JSON does not have, by None; tuples by lists."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(item) for item in value]
+    return value
+
+
+def write_json(path: Path, result: Mapping[str, Any]) -> None:
+    """Write a result document; NaN and infinities become null."""
+    write_atomically(
+        path, json.dumps(_jsonable(result), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a result document back; raises `InputError` when the file is not one of ours."""
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InputError(f"cannot read results from {path}: {error}") from error
+    if (
+        not isinstance(result, dict)
+        or result.get("format") != FORMAT
+        or not isinstance(result.get("rows"), list)
+    ):
+        raise InputError(f"{path} is not a result file of this version (format {FORMAT})")
+    return result
