@@ -29,11 +29,11 @@ FORMAT = 1
 
 GRAPH_FILE, WEIGHTS_FILE = "aero_compile.json", "model.safetensors"
 
-_PLAIN: dict[str, Callable[..., Any]] = {
-    f"operator.{name}": getattr(operator, name)
-    for name in "add sub mul floordiv truediv mod neg getitem eq ne lt le gt ge and_ or_ not_ pow".split()
-}
-_PLAIN |= {f"torch.{name}": getattr(torch, name) for name in ("sym_max", "sym_min", "sym_not", "sym_int", "sym_ite")}
+_ON_NUMBERS = ["add", "sub", "mul", "floordiv", "truediv", "mod", "neg", "pow", "getitem"]
+_ON_NUMBERS += ["eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "not_"]
+_SYMBOLIC = ["sym_max", "sym_min", "sym_not", "sym_int", "sym_ite"]
+_PLAIN: dict[str, Callable[..., Any]] = {f"operator.{name}": getattr(operator, name) for name in _ON_NUMBERS}
+_PLAIN |= {f"torch.{name}": getattr(torch, name) for name in _SYMBOLIC}
 _NAMES = {function: name for name, function in _PLAIN.items()}
 
 
@@ -77,7 +77,11 @@ def save(model: TransformedModel, directory: str | os.PathLike[str], *, provenan
         "non_persistent": sorted(extra),
         "dropouts": {name: m.p for name, m in model.named_modules() if isinstance(m, nn.Dropout)},
         "graph": [_encode_node(node) for node in model.graph.nodes],
-        "versions": {"aero_compile": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": {
+            "aero_compile": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
         "provenance": provenance,
     }
     _write(path / WEIGHTS_FILE, weights)
@@ -111,7 +115,9 @@ def load(directory: str | os.PathLike[str]) -> TransformedModel:
             for name, tensor in tensors.items()
         }
         tensors |= {alias: tensors[name] for alias, name in document["tied"].items()}
-        convention = CallConvention(**(document["convention"] | {"arguments": tuple(document["convention"]["arguments"])}))
+        convention = CallConvention(
+            **(document["convention"] | {"arguments": tuple(document["convention"]["arguments"])})
+        )
         model = TransformedModel(
             _decode_graph(document["graph"]),
             tensors,

@@ -93,14 +93,14 @@ def _simplify(node: fx.Node, live: set[fx.Node], values: dict[fx.Node, Any]) -> 
         node.target = aten.reshape.default
     elif target in _COPIES and isinstance(node.args[0], fx.Node):
         bypass(node, node.args[0])
-    elif target in _CASTS and node in live and node.args[0] in live:
-        bypass(node, node.args[0])  # type: ignore[arg-type]
-    elif target is aten.slice.Tensor and _takes_all(node):
-        bypass(node, node.args[0])  # type: ignore[arg-type]
+    elif (target in _CASTS and node in live and node.args[0] in live) or (
+        target is aten.slice.Tensor and _takes_all(node)
+    ):
+        bypass(node, node.all_input_nodes[0])
     elif target in _SOFTMAXES and node in live:
-        dim = int(node.args[1])  # type: ignore[call-overload]
-        rank = values[node].dim()
-        node.target, node.args, node.kwargs = aten.softmax.int, (node.args[0], dim - rank if dim >= 0 else dim), {}
+        dim = cast("int", node.args[1])
+        last = dim - values[node].dim() if dim >= 0 else dim
+        node.target, node.args, node.kwargs = aten.softmax.int, (node.args[0], last), {}
     elif target is aten.layer_norm.default:
         node.args = (*_padded(node.args, 5, (None, None, 1e-5))[:5],)
 
@@ -135,9 +135,7 @@ def _dropouts(model: TransformedModel) -> None:
             model.graph.erase_node(node)
 
 
-def insert_dropout(
-    model: TransformedModel, old: fx.Node, source: fx.Node, probability: float, taken: set[str]
-) -> None:
+def insert_dropout(model: TransformedModel, old: fx.Node, source: fx.Node, probability: float, taken: set[str]) -> None:
     """Replace `old` by an nn.Dropout of `source`, named after the module it was captured from."""
     stack = list((old.meta.get("nn_module_stack") or {}).values())
     path = source_path(old)
@@ -168,12 +166,10 @@ def _attention(model: TransformedModel) -> None:
             node.target = aten.matmul.default
 
 
-def _open_attention(
-    model: TransformedModel, node: fx.Node, values: dict[fx.Node, Any], taken: set[str]
-) -> None:
+def _open_attention(model: TransformedModel, node: fx.Node, values: dict[fx.Node, Any], taken: set[str]) -> None:
     graph = model.graph
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     query, key, value = given["query"], given["key"], given["value"]
 
     def call(target: Any, *args: Any) -> fx.Node:
@@ -192,9 +188,7 @@ def _open_attention(
         rows, columns = (call(aten.sym_size.int, x, values[x].dim() - 2) for x in (query, key))
         device = values[query].device
         with graph.inserting_before(node):
-            ones = graph.call_function(
-                aten.ones.default, ([rows, columns],), {"dtype": torch.bool, "device": device}
-            )
+            ones = graph.call_function(aten.ones.default, ([rows, columns],), {"dtype": torch.bool, "device": device})
         mask = call(aten.tril.default, ones)
         values[mask] = torch.empty(0, dtype=torch.bool)
     if mask is not None:
@@ -264,9 +258,7 @@ def _biases(model: TransformedModel) -> None:
                 continue
             fits = product.target is aten.linear.default and len(product.args) == 2 and len(product.users) == 1
             if fits and bias.op == "get_attr" and values[bias].shape == values[product].shape[-1:]:
-                new = insert_call(
-                    model.graph, node, aten.linear.default, *product.args, bias, like=product
-                )
+                new = insert_call(model.graph, node, aten.linear.default, *product.args, bias, like=product)
                 replace_node(node, new)
                 model.graph.erase_node(product)
                 break

@@ -6,6 +6,7 @@ import copy
 import inspect
 import logging
 import math
+import operator
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
@@ -77,11 +78,12 @@ def capture(model: nn.Module, example_inputs: Any = None) -> TransformedModel:
     if logits_view is not None:
         _mark(full, returned, leaves[order[0]], {"kind": "flat"})
     output = _match(plain, shapes, logits_view)
+    with_labels: Template | None = None
     loss_index = next((n for n, t in enumerate(shapes) if t.dim() == 0), None) if sample.labels else None
     if sample.is_hf:
         with_labels = _with_loss(output)
-    else:
-        with_labels = full if loss_index is not None else None
+    elif loss_index is not None:
+        with_labels = full
     convention = CallConvention(
         family=type(model).__name__,
         arguments=tuple(_parameters(model)),
@@ -121,8 +123,8 @@ def _own_copy(model: nn.Module) -> nn.Module:
     for switch in ("use_cache", "layerdrop"):
         if hasattr(config, switch):
             setattr(config, switch, False if switch == "use_cache" else 0.0)
-    if hasattr(model, "gradient_checkpointing_disable") and getattr(model, "is_gradient_checkpointing", False):
-        model.gradient_checkpointing_disable()
+    if getattr(model, "is_gradient_checkpointing", False):
+        cast("Any", model).gradient_checkpointing_disable()
     return model.train()
 
 
@@ -152,9 +154,7 @@ def _sample_call(model: nn.Module, example_inputs: Any) -> _Sample:
         kwargs = dict(zip(names, args, strict=False))
     found = [name for name, value in kwargs.items() if _is_tokens(value)]
     if not found:
-        raise InputError(
-            "example_inputs holds no token tensor: an int64 tensor of shape [batch, sequence] is needed"
-        )
+        raise InputError("example_inputs holds no token tensor: an int64 tensor of shape [batch, sequence] is needed")
     tokens = "input_ids" if "input_ids" in found else found[0]
     ids = kwargs[tokens]
     if min(ids.shape) < 2:
@@ -208,7 +208,8 @@ def _call(model: nn.Module, kwargs: Mapping[str, Any]) -> Any:
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), _quiet():
             fake = {k: mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
-            state = {n: mode.from_tensor(t) for n, t in [*model.named_parameters(), *model.named_buffers()]}
+            tensors = [*model.named_parameters(), *model.named_buffers()]
+            state: dict[str, Tensor] = {name: mode.from_tensor(tensor) for name, tensor in tensors}
             return torch.func.functional_call(model, state, (), fake)
     except Exception as error:
         raise UnsupportedModelError(_call_failed(model, kwargs, error)) from error
@@ -233,12 +234,13 @@ def _export(model: nn.Module, sample: _Sample) -> torch.export.ExportedProgram:
         name: {0: dynamic, 1: dynamic} if isinstance(value, Tensor) and value.shape == shape else None
         for name, value in sample.kwargs.items()
     }
-    opened = torch.export.default_decompositions()
-    table = {op: opened[op] for op in _OPENED}
+    known = torch.export.default_decompositions()
+    table = {op: known[op] for op in _OPENED}
     try:
         with _quiet():
             program = torch.export.export(model, (), sample.kwargs, dynamic_shapes=dims, strict=False)
-            return program.run_decompositions(table)
+            opened: torch.export.ExportedProgram = program.run_decompositions(table)
+            return opened
     except Exception as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UnsupportedModelError(
@@ -247,9 +249,7 @@ def _export(model: nn.Module, sample: _Sample) -> torch.export.ExportedProgram:
         ) from error
 
 
-def _graph_outputs(
-    leaves: Sequence[Any], sample: _Sample, family: str
-) -> tuple[list[int], tuple[int, ...] | None]:
+def _graph_outputs(leaves: Sequence[Any], sample: _Sample, family: str) -> tuple[list[int], tuple[int, ...] | None]:
     """Which flat outputs the graph keeps, logits first; the shape to restore if the source flattens logits."""
     batch, length = sample.kwargs[sample.tokens].shape
     tensors = {i: t for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.is_floating_point()}
@@ -360,9 +360,7 @@ _CHECKS = ("aten._assert", "aten.sym_constrain", "aten._assert_tensor_metadata",
 
 def _named_tensors(model: nn.Module, program: nn.Module, graph: fx.Graph) -> dict[str, Tensor]:
     """Tensors the graph reads, under every name the source knows them by (so tied weights stay tied)."""
-    own = dict(model.named_parameters(remove_duplicate=False)) | dict(
-        model.named_buffers(remove_duplicate=False)
-    )
+    own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     lifted = dict(program.named_parameters(remove_duplicate=False)) | dict(
         program.named_buffers(remove_duplicate=False)
     )
@@ -371,13 +369,11 @@ def _named_tensors(model: nn.Module, program: nn.Module, graph: fx.Graph) -> dic
     for name in dict.fromkeys(read):
         value = own.get(name, lifted.get(name))
         if value is None:
-            value = fx.graph_module._get_attr(program, name)  # type: ignore[attr-defined]
+            value = operator.attrgetter(name)(program)
         used[name] = value
     identities = {id(tensor) for tensor in used.values()}
     aliases = {name: tensor for name, tensor in own.items() if id(tensor) in identities}
-    return {name: t for name, t in own.items() if name in aliases} | {
-        n: t for n, t in used.items() if n not in aliases
-    }
+    return {name: t for name, t in own.items() if name in aliases} | {n: t for n, t in used.items() if n not in aliases}
 
 
 def _non_persistent(model: nn.Module) -> frozenset[str]:
@@ -395,9 +391,7 @@ def _config_positions(model: nn.Module) -> int | None:
     return found[0] if found else None
 
 
-def _max_positions(
-    model: nn.Module, exported: torch.export.ExportedProgram, sample: _Sample
-) -> int | None:
+def _max_positions(model: nn.Module, exported: torch.export.ExportedProgram, sample: _Sample) -> int | None:
     """The tightest limit on T that the config or the export's shape constraints state."""
     limits = [_config_positions(model)]
     for value in exported.range_constraints.values():

@@ -1,6 +1,6 @@
 """Census: which nonlinear ops a model holds, how many, of which shape: in the paper's form.
 
-    SM:144×R^{128×128} LN:24(+1 final)×R^{128×768} G:12×R^{128×3072}
+SM:144×R^{128×128} LN:24(+1 final)×R^{128×768} G:12×R^{128×3072}
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from aero_compile.errors import InputError, nearest
+from aero_compile.parts import ACTIVATIONS, Structure
 from aero_compile.rewriting import node_values
-from aero_compile.structure import ACTIVATIONS, Structure
 from aero_compile.trainable import TransformedModel
 
 aten = torch.ops.aten
@@ -132,5 +132,3 @@ def _count(structure: Structure, values: Any, seq_len: int) -> Iterator[Nonlinea
 def _entry(kind: str, value: Tensor, seq_len: int, layer: int | None, name: str) -> NonlinearOp:
     width = int(value.shape[-1])
     return NonlinearOp(kind, value.numel() // (seq_len * width), (seq_len, width), layer, name)
-
-

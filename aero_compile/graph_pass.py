@@ -87,7 +87,6 @@ def _parse_value(name: str, key: str, text: str, default: Any) -> Any:
         value = float(value)
     if default is not None and type(value) is not type(default):
         raise RecipeError(
-            f"option {key!r} of pass {name!r} takes a {type(default).__name__}, got {text!r} "
-            f"(default: {default!r})"
+            f"option {key!r} of pass {name!r} takes a {type(default).__name__}, got {text!r} (default: {default!r})"
         )
     return value

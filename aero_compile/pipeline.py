@@ -13,10 +13,10 @@ from torch import fx, nn
 
 from aero_compile.canonicalize import canonicalize
 from aero_compile.capture import capture
+from aero_compile.causality import position_limit
 from aero_compile.errors import AeroError
 from aero_compile.graph_pass import GraphPass
 from aero_compile.recipe import Recipe, resolve
-from aero_compile.structure import position_limit
 from aero_compile.trainable import TransformedModel
 
 
@@ -34,9 +34,7 @@ class PassReport:
         return f"{self.text}: {diff if self.modified else 'no change'} ({self.seconds:.2f} s)"
 
 
-def transform(
-    model: nn.Module, recipe: str | Recipe = "softmax_only", example_inputs: Any = None
-) -> TransformedModel:
+def transform(model: nn.Module, recipe: str | Recipe = "softmax_only", example_inputs: Any = None) -> TransformedModel:
     """Rewrite a decoder-only transformer by a recipe; the model given is not changed.
 
     Args:

@@ -31,12 +31,17 @@ REACH = 14
 TOLERANCE = 1e-7
 """Largest difference, relative to max(1, |y|), at which a region counts as the op."""
 
-_POINTWISE = (
-    "add sub rsub mul div pow neg tanh erf sigmoid exp log log1p sqrt rsqrt reciprocal square abs relu clamp "
-    "clamp_min clamp_max where maximum minimum gt ge lt le softplus expm1 logaddexp"
-).split()
-_REDUCING = "mean sum var amax max std norm linalg_vector_norm unsqueeze expand getitem logsumexp detach".split()
-_SEEDS = "tanh erf sigmoid exp rsqrt sqrt pow div softplus std linalg_vector_norm reciprocal".split()
+_ARITHMETIC = frozenset(
+    ["add", "sub", "rsub", "mul", "div", "pow", "neg", "square", "reciprocal", "sqrt", "rsqrt", "abs"]
+)
+_FUNCTIONS = frozenset(
+    ["tanh", "erf", "sigmoid", "exp", "expm1", "log", "log1p", "logaddexp", "softplus", "relu", "clamp", "clamp_min"]
+)
+_CHOICES = frozenset(["clamp_max", "where", "maximum", "minimum", "gt", "ge", "lt", "le"])
+_REDUCING = frozenset(["mean", "sum", "var", "amax", "max", "std", "norm", "linalg_vector_norm", "logsumexp"])
+_BROADCASTING = frozenset(["unsqueeze", "expand", "getitem", "detach"])
+_ALLOWED = _ARITHMETIC | _FUNCTIONS | _CHOICES | _REDUCING | _BROADCASTING
+_SEEDS = frozenset(["tanh", "erf", "sigmoid", "exp", "rsqrt", "sqrt", "pow", "div", "softplus", "reciprocal", "std"])
 
 Build = Callable[[fx.Graph, fx.Node], fx.Node]
 
@@ -134,21 +139,21 @@ class _Regions:
                 flow.add_edge(parent, node)
             if not inputs:
                 flow.add_edge("source", node)
-            if not any(user in self._order for user in node.users):
-                flow.add_edge(node, "sink")
-            elif any(user.op == "output" for user in node.users):
+            if not any(user in self._order for user in node.users) or any(user.op == "output" for user in node.users):
                 flow.add_edge(node, "sink")
         self._above = nx.immediate_dominators(flow, "source")
         self._below = nx.immediate_dominators(flow.reverse(copy=False), "sink") if "sink" in flow else {}
 
     def around(self, seed: fx.Node) -> Iterable[Region]:
         """Regions around `seed`, largest first, that hold nothing but arithmetic."""
-        allowed = {*_POINTWISE, *_REDUCING}
         entries = self._chain(self._above, seed)[1:]
-        exits = [seed, *itertools.takewhile(lambda n: _kind(n) in allowed, self._chain(self._below, seed)[1:])]
+        exits = [
+            seed,
+            *itertools.takewhile(lambda n: _kind(n) in _ALLOWED, self._chain(self._below, seed)[1:]),
+        ]
         regions = []
         for entry, exit_ in itertools.product(entries, exits):
-            region = self._between(entry, exit_, allowed)
+            region = self._between(entry, exit_)
             if region is not None and seed in region.nodes:
                 regions.append(region)
         return sorted(regions, key=lambda region: -len(region.nodes))
@@ -162,14 +167,14 @@ class _Regions:
             chain.append(parent)
         return chain
 
-    def _between(self, entry: fx.Node, exit_: fx.Node, allowed: set[str]) -> Region | None:
+    def _between(self, entry: fx.Node, exit_: fx.Node) -> Region | None:
         inside: set[fx.Node] = set()
         stack = [exit_]
         while stack:
             node = stack.pop()
             if node is entry or node in inside:
                 continue
-            if node not in self._order or _kind(node) not in allowed or len(inside) > 48:
+            if node not in self._order or _kind(node) not in _ALLOWED or len(inside) > 48:
                 return None
             inside.add(node)
             stack.extend(parent for parent in node.all_input_nodes if parent in self._order)
@@ -207,7 +212,7 @@ def _classify(
     region: Region, entry: Tensor, shapes: tuple[tuple[int, ...], ...], model: TransformedModel
 ) -> tuple[Any, ...] | None:
     generator = torch.Generator().manual_seed(0)
-    reducing = any(_kind(node) in _REDUCING for node in region.nodes)
+    reducing = any(_kind(node) in _REDUCING | _BROADCASTING for node in region.nodes)
     if not reducing:
         if all(len(shape) == 0 for shape in shapes):
             return _classify_pointwise(region, model)
@@ -269,13 +274,11 @@ def _match_norm(
     width: int,
 ) -> tuple[Any, ...] | None:
     """Find weight, bias and ε that make the region a LayerNorm or RMSNorm over the last dimension."""
-    epsilons = sorted(
-        {a for node in region.nodes for a in node.args if isinstance(a, float) and 0 < a < 1e-1}
-    )
-    fitting = [(i, c) for i, c in enumerate(constants.values()) if c.numel() == width]
-    none: list[tuple[int | None, Tensor | None]] = [(None, None)]
+    epsilons = sorted({a for node in region.nodes for a in node.args if isinstance(a, float) and 0 < a < 1e-1})
+    choices: list[tuple[int | None, Tensor | None]] = [(None, None)]
+    choices += [(i, c) for i, c in enumerate(constants.values()) if c.numel() == width]
     for eps in [*epsilons, 0.0]:
-        for (wi, weight), (bi, bias) in itertools.product(none + fitting, none + fitting):
+        for (wi, weight), (bi, bias) in itertools.product(choices, choices):
             used = {i for i in (wi, bi) if i is not None}
             if len(used) != len(constants) or (wi is not None and wi == bi):
                 continue
@@ -308,9 +311,7 @@ def _builder(description: tuple[Any, ...], region: Region, width: int) -> Build:
                 return graph.call_function(aten.softmax.int, (region.entry, -1))
             if kind == "layer_norm":
                 weight, bias, eps = constant(details[0]), constant(details[1]), details[2]
-                return graph.call_function(
-                    aten.layer_norm.default, (region.entry, [width], weight, bias, eps)
-                )
+                return graph.call_function(aten.layer_norm.default, (region.entry, [width], weight, bias, eps))
             if kind == "rms_norm":
                 return graph.call_function(
                     aten.rms_norm.default, (region.entry, [width], constant(details[0]), details[1])

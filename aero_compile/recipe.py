@@ -57,9 +57,7 @@ class Recipe:
         for key in options:
             if key not in fields:
                 raise RecipeError(f"pass {pass_name!r} has no option {key!r}{nearest(key, fields)}")
-        changed = tuple(
-            dataclasses.replace(one, **options) if one.name == pass_name else one for one in self.passes
-        )
+        changed = tuple(dataclasses.replace(one, **options) if one.name == pass_name else one for one in self.passes)
         return dataclasses.replace(self, passes=changed)
 
 

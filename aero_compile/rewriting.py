@@ -54,7 +54,8 @@ VIEWS = frozenset(
 
 def placeholder(graph: fx.Graph, name: str) -> fx.Node:
     """The input node called `name`."""
-    return next(node for node in graph.nodes if node.op == "placeholder" and node.target == name)
+    found: fx.Node = next(node for node in graph.nodes if node.op == "placeholder" and node.target == name)
+    return found
 
 
 def tainted_nodes(graph: fx.Graph, source: str) -> set[fx.Node]:
@@ -112,10 +113,11 @@ def bypass(node: fx.Node, value: fx.Node) -> None:
 
 def parameter_node(model: TransformedModel, name: str, before: fx.Node) -> fx.Node:
     """A node that reads the parameter `name`, placed at the head of the graph if there is none yet."""
-    for node in model.graph.nodes:
+    nodes: list[fx.Node] = list(model.graph.nodes)
+    for node in nodes:
         if node.op == "get_attr" and node.target == name:
             return node
-    first = next(iter(model.graph.nodes))
+    first = nodes[0]
     with model.graph.inserting_before(first):
         return model.graph.create_node("get_attr", name, (), {})
 

@@ -125,9 +125,7 @@ class TransformedModel(nn.Module):
 
     def _drop_orphans(self) -> None:
         used = {str(node.target) for node in self.graph.nodes if node.op in ("get_attr", "call_module")}
-        tensors = dict(self.named_parameters(remove_duplicate=False)) | dict(
-            self.named_buffers(remove_duplicate=False)
-        )
+        tensors = dict(self.named_parameters(remove_duplicate=False)) | dict(self.named_buffers(remove_duplicate=False))
         kept = {id(tensors[name]) for name in used if name in tensors}
         for name, tensor in tensors.items():
             if id(tensor) not in kept:
@@ -149,7 +147,7 @@ class TransformedModel(nn.Module):
         """Nodes of `graph` that the logits depend on."""
         output = next(node for node in reversed(self.graph.nodes) if node.op == "output")
         needed: set[fx.Node] = set()
-        stack = [output.args[0][0]]  # type: ignore[index]
+        stack = [output.args[0][0]]
         while stack:
             node = stack.pop()
             if isinstance(node, fx.Node) and node not in needed:
@@ -231,9 +229,7 @@ class TransformedModel(nn.Module):
             kind = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
             raise InputError(f"{self.convention.tokens} must be a tensor of integer token ids, got {kind}")
         if tokens.dim() != 2:
-            raise InputError(
-                f"{self.convention.tokens} must have shape [batch, sequence], got {list(tokens.shape)}"
-            )
+            raise InputError(f"{self.convention.tokens} must have shape [batch, sequence], got {list(tokens.shape)}")
         if self.max_positions is not None and tokens.shape[1] > self.max_positions:
             raise InputError(
                 f"sequence of {tokens.shape[1]} tokens, but the model has {self.max_positions} positions; "
@@ -243,7 +239,7 @@ class TransformedModel(nn.Module):
     # -- being a module ---------------------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TransformedModel:
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         from aero_compile.rewriting import retarget
 
         weight = next(self.parameters(), None)

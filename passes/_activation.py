@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import fx
 
 from aero_compile.errors import UnsupportedGraphError
+from aero_compile.parts import ACTIVATIONS
 from aero_compile.rewriting import place
-from aero_compile.structure import ACTIVATIONS, require_ffns
+from aero_compile.structure import require_ffns
 from aero_compile.trainable import TransformedModel
 
 
@@ -19,13 +20,12 @@ def ffn_activations(model: TransformedModel, name: str) -> list[fx.Node]:
     structure = model.structure
     found = [node for ffn in require_ffns(structure, name) for node in ffn.activations]
     inside = set(found)
-    for node in structure.live:
-        if node.target in ACTIVATIONS and ACTIVATIONS[node.target] not in ("tanh", "sigmoid"):
-            if node not in inside:
-                raise UnsupportedGraphError(
-                    f"{name} found the activation {ACTIVATIONS[node.target]} at {place(node)} outside every "
-                    "feed-forward block; supported are blocks of linear layers added to the residual stream"
-                )
+    for node in structure.live - inside:
+        if ACTIVATIONS.get(node.target, "tanh") not in ("tanh", "sigmoid"):
+            raise UnsupportedGraphError(
+                f"{name} found the activation {ACTIVATIONS[node.target]} at {place(node)} outside every "
+                "feed-forward block; supported are blocks of linear layers added to the residual stream"
+            )
     gates = [n for n in found if ACTIVATIONS[n.target] in ("tanh", "sigmoid")]
     if gates:
         raise UnsupportedGraphError(

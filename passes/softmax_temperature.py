@@ -20,8 +20,8 @@ from torch import fx, nn
 
 from aero_compile.errors import RecipeError, UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass, PassResult
+from aero_compile.parts import Attention
 from aero_compile.rewriting import insert_call, parameter_node, placeholder
-from aero_compile.structure import Attention
 from aero_compile.trainable import TransformedModel
 
 aten = torch.ops.aten
@@ -61,9 +61,7 @@ class SoftmaxTemperature(GraphPass):
         weight = next(model.parameters())
         for attention in structure.attentions:
             name = f"softmax_temperature.{attention.layer}.log_t"
-            value = torch.full(
-                (attention.heads, length), math.log(self.init), dtype=weight.dtype, device=weight.device
-            )
+            value = torch.full((attention.heads, length), math.log(self.init), dtype=weight.dtype, device=weight.device)
             model.add_tensor(name, nn.Parameter(value))
             self._insert(model, attention, name, structure.values[attention.scores].dim())
         model.max_positions = min(length, model.max_positions or length)

@@ -16,8 +16,8 @@ from torch import fx
 
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass, PassResult
+from aero_compile.parts import ACTIVATIONS
 from aero_compile.rewriting import bypass
-from aero_compile.structure import ACTIVATIONS
 from aero_compile.trainable import TransformedModel
 
 

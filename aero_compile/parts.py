@@ -1,0 +1,85 @@
+"""The parts of a decoder, as data: what `aero_compile.structure` finds and passes work on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+NORMS = frozenset({aten.layer_norm.default, aten.rms_norm.default})
+
+ACTIVATIONS: Mapping[Any, str] = {
+    aten.gelu.default: "gelu",
+    aten.relu.default: "relu",
+    aten.silu.default: "silu",
+    aten.leaky_relu.default: "leaky_relu",
+    aten.tanh.default: "tanh",
+    aten.sigmoid.default: "sigmoid",
+    aten.elu.default: "elu",
+    aten.mish.default: "mish",
+    aten.softplus.default: "softplus",
+    aten.hardswish.default: "hardswish",
+    aten.hardtanh.default: "hardtanh",
+}
+"""Nonlinear element-wise ops, and the kind they are counted as."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One attention: `scores` is the raw product QKᵀ, `softmax` the node that normalizes it over keys."""
+
+    layer: int
+    softmax: fx.Node
+    scores: fx.Node
+    heads: int
+    name: str
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """One feed-forward block.
+
+    Attributes:
+        entry: live value that every in-projection reads.
+        inputs: in-projections; one, or two for a gated block.
+        output: out-projection.
+        activations: nonlinear element-wise nodes between them; empty for a linear block.
+        branch: (add, argument) edge where the block's result joins the residual stream.
+        residual: (add, argument) edges of everything the result is added to, up to the residual stream.
+    """
+
+    layer: int
+    entry: fx.Node
+    inputs: tuple[fx.Node, ...]
+    output: fx.Node
+    activations: tuple[fx.Node, ...]
+    branch: tuple[fx.Node, fx.Node]
+    residual: tuple[tuple[fx.Node, fx.Node], ...]
+    name: str
+
+
+@dataclass(frozen=True)
+class Norm:
+    """One LayerNorm or RMSNorm; `layer` is None for the final one."""
+
+    layer: int | None
+    node: fx.Node
+    name: str
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The parts of a decoder, in layer order. `values` holds the fake value of each node at a sample shape."""
+
+    embedding: fx.Node
+    vocab_size: int
+    attentions: tuple[Attention, ...]
+    ffns: tuple[FeedForward, ...]
+    norms: tuple[Norm, ...]
+    live: set[fx.Node] = field(repr=False)
+    values: Mapping[fx.Node, Any] = field(repr=False)
