@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -91,11 +91,7 @@ def _simplify(node: fx.Node, live: set[fx.Node], values: dict[fx.Node, Any]) -> 
         node.graph.erase_node(node)
     elif target in _RESHAPES:
         node.target = aten.reshape.default
-    elif target in _COPIES and isinstance(node.args[0], fx.Node):
-        bypass(node, node.args[0])
-    elif (target in _CASTS and node in live and node.args[0] in live) or (
-        target is aten.slice.Tensor and _takes_all(node)
-    ):
+    elif _is_identity(node, live):
         bypass(node, node.all_input_nodes[0])
     elif target in _SOFTMAXES and node in live:
         dim = cast("int", node.args[1])
@@ -103,6 +99,15 @@ def _simplify(node: fx.Node, live: set[fx.Node], values: dict[fx.Node, Any]) -> 
         node.target, node.args, node.kwargs = aten.softmax.int, (node.args[0], last), {}
     elif target is aten.layer_norm.default:
         node.args = (*_padded(node.args, 5, (None, None, 1e-5))[:5],)
+
+
+def _is_identity(node: fx.Node, live: set[fx.Node]) -> bool:
+    """Copies, slices that take everything, and casts of live values (see the module's text)."""
+    if node.target in _COPIES:
+        return bool(node.all_input_nodes)
+    if node.target is aten.slice.Tensor:
+        return _takes_all(node)
+    return node.target in _CASTS and node in live and node.args[0] in live
 
 
 def _padded(args: tuple[Any, ...], length: int, defaults: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -133,8 +133,8 @@ def next_token_loss(logits: Tensor, labels: Tensor, num_items_in_batch: Any = No
     target = labels[:, 1:].reshape(-1).to(flat.device)
     if num_items_in_batch is None:
         return F.cross_entropy(flat, target, ignore_index=-100)
-    total: Tensor = F.cross_entropy(flat, target, ignore_index=-100, reduction="sum")
-    return total / num_items_in_batch
+    total: Tensor = F.cross_entropy(flat, target, ignore_index=-100, reduction="sum") / num_items_in_batch
+    return total
 
 
 def leaf_indices(template: Template) -> tuple[int, ...]:
