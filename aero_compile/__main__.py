@@ -1,0 +1,108 @@
+"""``python -m aero_compile``: list the recipes, and count the nonlinear ops of a model under each."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from aero_compile.census import census
+from aero_compile.errors import AeroError
+from aero_compile.pipeline import transform
+from aero_compile.recipe import PASSES, recipes, resolve
+from aero_compile.version import __version__
+
+EXAMPLES = """examples:
+  python -m aero_compile recipes
+  python -m aero_compile census --model gpt2 --from-scratch
+  python -m aero_compile census --model my_package.models:make --recipes softmax_only,SM+R --seq-len 256
+
+to train a transformed model:  python -m aero_compile.retrain --help
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="python -m aero_compile", description=__doc__, epilog=EXAMPLES, formatter_class=form
+    )
+    parser.add_argument("--version", action="version", version=f"aero_compile {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    listing = commands.add_parser("recipes", help="all named recipes and passes")
+    listing.add_argument("--json", action="store_true", help="print JSON")
+    count = commands.add_parser("census", help="nonlinear ops that each recipe leaves in a model")
+    count.add_argument(
+        "--model",
+        default="gpt2",
+        help="Hub name, local folder, config.json, saved artifact, package.module:factory, or with "
+        "--from-scratch one of tiny, gpt2, pythia-70m (default: %(default)s)",
+    )
+    count.add_argument("--from-scratch", action="store_true", help="use the model's shape only; needs no weights")
+    count.add_argument("--recipes", default=",".join(recipes()), help="names or labels, comma-separated (default: all)")
+    count.add_argument("--seq-len", type=int, default=128, metavar="T", help="tokens (default: %(default)s)")
+    count.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _list_recipes(as_json: bool) -> None:
+    found = list(recipes().values())
+    if as_json:
+        rows = [
+            {
+                "name": recipe.name,
+                "label": recipe.label,
+                "passes": recipe.text,
+                "remains": list(recipe.remains),
+                "preserves_numerics": recipe.preserves_numerics,
+                "description": recipe.description,
+            }
+            for recipe in found
+        ]
+        print(json.dumps(rows, indent=1))
+        return
+    print(f"{'name':<18} {'label':<13} {'remains':<10} passes")
+    for recipe in found:
+        print(f"{recipe.name:<18} {recipe.label:<13} {'+'.join(recipe.remains):<10} {recipe.text or '(none)'}")
+    print("\npasses (combine them with commas; options in braces):")
+    for name, kind in PASSES.items():
+        options = ", ".join(f"{field.name}={field.default}" for field in dataclasses.fields(kind))
+        effect = "preserves the function at its defaults" if kind.preserves_numerics else "changes the function"
+        print(f"  {name + (f'{{{options}}}' if options else ''):<52} {effect}")
+
+
+def _count(args: argparse.Namespace) -> None:
+    from aero_compile.training.models import find_model
+
+    wanted = [resolve(name) for name in args.recipes.split(",") if name.strip()]
+    source = find_model(args.model, from_scratch=args.from_scratch, overrides=None, context=args.seq_len)
+    with torch.device("meta" if source.from_scratch else "cpu"):
+        model = source.build(50257, None)
+    captured = transform(model, "baseline")
+    rows = {recipe.label or recipe.text: census(transform(captured, recipe), args.seq_len) for recipe in wanted}
+    if args.json:
+        print(json.dumps({label: row.to_dict() for label, row in rows.items()}, indent=1))
+        return
+    for label, row in rows.items():
+        print(f"{label:<13} {row}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code (2 for an error of the user's)."""
+    args = _parser().parse_args(argv)
+    try:
+        if args.command == "recipes":
+            _list_recipes(args.json)
+        else:
+            _count(args)
+    except AeroError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
