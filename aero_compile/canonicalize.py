@@ -2,6 +2,7 @@
 
 Before → after:
     assertions, clones, full slices, float casts of live values   → gone
+    fill values of masks (−inf, the smallest float of a dtype)    → −65504
     view / _unsafe_view / unflatten-by-view                       → reshape
     native_dropout, dropout with its flag baked in                → nn.Dropout modules
     scaled_dot_product_attention                                  → matmul, mul, where/add, softmax, dropout, matmul
@@ -25,6 +26,7 @@ from torch import fx, nn
 
 from aero_compile.probing import recognize
 from aero_compile.rewriting import (
+    SHAPE_ONLY,
     bypass,
     copy_place,
     insert_call,
@@ -48,7 +50,7 @@ _COPIES = (
     aten.alias.default,
     aten.lift_fresh_copy.default,
 )
-_CASTS = (aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device)
+_CASTS = (aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.type_as.default)
 _SOFTMAXES = (aten.softmax.int, aten._softmax.default, aten._safe_softmax.default)
 _PRODUCTS = (aten.bmm.default, aten.mm.default, aten.matmul.default)
 
@@ -56,11 +58,15 @@ _PRODUCTS = (aten.bmm.default, aten.mm.default, aten.matmul.default)
 def canonicalize(model: TransformedModel) -> TransformedModel:
     """Rewrite the graph of a freshly captured `model` in place into canonical ops."""
     graph = model.graph
+    for node in graph.nodes:
+        if node.op == "call_function":
+            _bound_masks(node)
     values = _sample_values(model)
     live = {n for n in tainted_nodes(graph, model.convention.tokens) if is_floating(values.get(n))}
+    flexible = live | from_parameters(model)
     for node in list(graph.nodes):
         if node.op == "call_function":
-            _simplify(node, live, values)
+            _simplify(node, live, flexible, values)
     _dropouts(model)
     _attention(model)
     _linear(model)
@@ -84,14 +90,26 @@ def _live(model: TransformedModel) -> tuple[set[fx.Node], dict[fx.Node, Any]]:
     return {n for n in tainted if is_floating(values.get(n))}, values
 
 
-def _simplify(node: fx.Node, live: set[fx.Node], values: dict[fx.Node, Any]) -> None:
+def _bound_masks(node: fx.Node) -> None:
+    """Let fill values of masks be finite in every dtype, so that a row that is hidden whole gives no NaN."""
+    if node.target in (aten.clamp.default, aten.clamp_min.default):
+        return
+
+    def bounded(value: Any) -> Any:
+        return MASKED if isinstance(value, float) and value <= -1e30 else value
+
+    node.args = tuple(bounded(value) for value in node.args)
+    node.kwargs = {key: bounded(value) for key, value in node.kwargs.items()}
+
+
+def _simplify(node: fx.Node, live: set[fx.Node], flexible: set[fx.Node], values: dict[fx.Node, Any]) -> None:
     """Rewrites of a single node that need no context."""
     target = node.target
     if str(target).startswith("aten._assert") or target is aten._assert_tensor_metadata.default:
         node.graph.erase_node(node)
     elif target in _RESHAPES:
         node.target = aten.reshape.default
-    elif _is_identity(node, live):
+    elif _is_identity(node, flexible):
         bypass(node, node.all_input_nodes[0])
     elif target in _SOFTMAXES and node in live:
         dim = cast("int", node.args[1])
@@ -101,13 +119,17 @@ def _simplify(node: fx.Node, live: set[fx.Node], values: dict[fx.Node, Any]) -> 
         node.args = (*_padded(node.args, 5, (None, None, 1e-5))[:5],)
 
 
-def _is_identity(node: fx.Node, live: set[fx.Node]) -> bool:
-    """Copies, slices that take everything, and casts of live values (see the module's text)."""
+def _is_identity(node: fx.Node, flexible: set[fx.Node]) -> bool:
+    """Copies, whole slices, lower bounds of masks, and casts of live values and weights (see the module's text)."""
+    first = node.args[0] if node.args else None
     if node.target in _COPIES:
         return bool(node.all_input_nodes)
     if node.target is aten.slice.Tensor:
         return _takes_all(node)
-    return node.target in _CASTS and node in live and node.args[0] in live
+    if node.target in (aten.max.other, aten.maximum.default):
+        bound = node.args[1]
+        return isinstance(bound, fx.Node) and bound.target is aten.full.default and bound.args[1] == MASKED
+    return node.target in _CASTS and node in flexible and first in flexible
 
 
 def _padded(args: tuple[Any, ...], length: int, defaults: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -272,13 +294,19 @@ def _biases(model: TransformedModel) -> None:
 def mark_constants(model: TransformedModel) -> None:
     """Note the dtype of masks and tables where they meet live values, for `rewriting.retarget`."""
     live, values = _live(model)
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    from_parameters: set[fx.Node] = set()
-    for node in model.graph.nodes:
-        own = node.op == "get_attr" and node.target in parameters
-        if own or any(parent in from_parameters for parent in node.all_input_nodes):
-            from_parameters.add(node)
+    weights = from_parameters(model)
     for node in live:
         for parent in node.all_input_nodes:
-            if parent not in live and parent not in from_parameters and is_floating(values.get(parent)):
+            if parent not in live and parent not in weights and is_floating(values.get(parent)):
                 parent.meta["dtype"] = values[parent].dtype
+
+
+def from_parameters(model: TransformedModel) -> set[fx.Node]:
+    """Nodes whose value is computed from parameters."""
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    found: set[fx.Node] = set()
+    for node in model.graph.nodes:
+        own = node.op == "get_attr" and node.target in names
+        if own or (node.target not in SHAPE_ONLY and any(parent in found for parent in node.all_input_nodes)):
+            found.add(node)
+    return found

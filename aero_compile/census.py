@@ -1,6 +1,8 @@
 """Census: which nonlinear ops a model holds, how many, of which shape: in the paper's form.
 
-SM:144×R^{128×128} LN:24(+1 final)×R^{128×768} G:12×R^{128×3072}
+    SM:144×R^{128×128} LN:24(+1 final)×R^{128×768} G:12×R^{128×3072}
+
+Products of two hidden values (QKᵀ, gates, squares) are not counted, as in the paper.
 """
 
 from __future__ import annotations
@@ -11,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from aero_compile.errors import InputError, nearest
-from aero_compile.parts import ACTIVATIONS, Structure
-from aero_compile.rewriting import node_values
+from aero_compile.parts import ACTIVATIONS, ELEMENTARY, Structure
+from aero_compile.rewriting import live_inputs, node_values, source_path
 from aero_compile.trainable import TransformedModel
 
 aten = torch.ops.aten
@@ -49,7 +51,7 @@ class Census:
         Raises:
             InputError: no such kind of op.
         """
-        known = {"softmax", "layernorm", *ACTIVATIONS.values()}
+        known = {"softmax", "layernorm", "division", *ACTIVATIONS.values(), *ELEMENTARY.values()}
         if kind not in known:
             raise InputError(f"unknown kind of nonlinear op {kind!r}{nearest(kind, known)}")
         return sum(op.count for op in self.ops if op.kind == kind and (final or op.layer is not None))
@@ -123,10 +125,23 @@ def _count(structure: Structure, values: Any, seq_len: int) -> Iterator[Nonlinea
     for norm in structure.norms:
         yield _entry("layernorm", values[norm.node], seq_len, norm.layer, norm.name)
     owner = {node: (ffn.layer, ffn.name) for ffn in structure.ffns for node in ffn.activations}
+    for attention in structure.attentions:
+        node = attention.softmax
+        while node is not attention.scores:  # soft caps and the like, between the product and the softmax
+            owner[node] = (attention.layer, attention.name)
+            node = live_inputs(node, structure.live)[0]
     for node in values:
-        if node in structure.live and node.target in ACTIVATIONS:
-            layer, name = owner.get(node, (None, node.name))
-            yield _entry(ACTIVATIONS[node.target], values[node], seq_len, layer, name)
+        kind = ACTIVATIONS.get(node.target) or ELEMENTARY.get(node.target)
+        if node in structure.live and (kind or _divides(node, structure.live)):
+            layer, name = owner.get(node, (None, source_path(node) or node.name))
+            yield _entry(kind or "division", values[node], seq_len, layer, name)
+
+
+def _divides(node: fx.Node, live: set[fx.Node]) -> bool:
+    """Whether `node` divides by a value that depends on the tokens, or takes a power that is no product."""
+    if node.target is aten.pow.Tensor_Scalar:
+        return not (isinstance(node.args[1], int | float) and float(node.args[1]).is_integer() and node.args[1] > 0)
+    return node.target is aten.div.Tensor and node.args[1] in live
 
 
 def _entry(kind: str, value: Tensor, seq_len: int, layer: int | None, name: str) -> NonlinearOp:

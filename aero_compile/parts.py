@@ -29,6 +29,29 @@ ACTIVATIONS: Mapping[Any, str] = {
 """Nonlinear element-wise ops, and the kind they are counted as."""
 
 
+ELEMENTARY: Mapping[Any, str] = {
+    aten.exp.default: "exp",
+    aten.expm1.default: "exp",
+    aten.log.default: "log",
+    aten.log1p.default: "log",
+    aten.erf.default: "erf",
+    aten.sqrt.default: "sqrt",
+    aten.rsqrt.default: "rsqrt",
+    aten.reciprocal.default: "reciprocal",
+    aten.linalg_vector_norm.default: "norm",
+    aten.abs.default: "abs",
+    aten.sin.default: "sin",
+    aten.cos.default: "cos",
+    aten.clamp.default: "clamp",
+    aten.clamp_min.default: "clamp",
+    aten.clamp_max.default: "clamp",
+    aten.maximum.default: "maximum",
+    aten.minimum.default: "minimum",
+    aten.amax.default: "maximum",
+}
+"""Nonlinear ops that no recognized activation, norm or softmax contains: counted under their own names."""
+
+
 @dataclass(frozen=True)
 class Attention:
     """One attention: `scores` is the raw product QKᵀ, `softmax` the node that normalizes it over keys."""

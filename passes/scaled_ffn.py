@@ -66,7 +66,9 @@ class ScaledFFN(GraphPass):
             alpha = parameter_node(model, f"{name}.alpha", ffn.output)
             beta = parameter_node(model, f"{name}.beta", ffn.output)
             add, branch = ffn.branch
-            scaled = insert_call(model.graph, add, aten.div.Tensor, branch, alpha, like=ffn.output)
+            # 1/α depends on a weight alone, so a private run multiplies instead of dividing
+            inverse = insert_call(model.graph, add, aten.reciprocal.default, alpha, like=ffn.output)
+            scaled = insert_call(model.graph, add, aten.mul.Tensor, branch, inverse, like=ffn.output)
             add.replace_input_with(branch, scaled)
             for merge, sibling in ffn.residual:
                 kept = insert_call(model.graph, merge, aten.mul.Tensor, sibling, beta, like=ffn.output)
