@@ -128,7 +128,7 @@ def _is_identity(node: fx.Node, flexible: set[fx.Node]) -> bool:
         return _takes_all(node)
     if node.target in (aten.max.other, aten.maximum.default):
         bound = node.args[1]
-        return isinstance(bound, fx.Node) and bound.target is aten.full.default and bound.args[1] == MASKED
+        return isinstance(bound, fx.Node) and bound.target is aten.full.default and bool(bound.args[1] == MASKED)
     return node.target in _CASTS and node in flexible and first in flexible
 
 

@@ -78,10 +78,11 @@ class CallConvention:
         if len(args) > len(self.arguments):
             raise InputError(f"{self.family} takes {len(self.arguments)} arguments, got {len(args)}")
         given = dict(zip(self.arguments, args, strict=False))
-        for name in kwargs:
+        for key, value in kwargs.items():
+            name = self.tokens if key == "input_ids" else key
             if name in given:
                 raise InputError(f"argument {name!r} was given twice")
-        given.update(kwargs)
+            given[name] = value
         given = {name: value for name, value in given.items() if value is not None}
         if self.tokens not in given:
             raise InputError(f"argument {self.tokens!r} (token ids, [batch, sequence]) is missing")
@@ -90,6 +91,8 @@ class CallConvention:
         if self.attention_mask is not None:
             mask = given.pop(self.attention_mask, None)
             inputs[self.attention_mask] = torch.ones_like(tokens) if mask is None else mask
+        else:
+            _require_ones(given.pop("attention_mask", None), self.family)
         own_labels = given.pop(self.labels, None) if self.labels else None
         labels = own_labels if own_labels is not None else given.pop("labels", None)
         in_graph = own_labels is not None and self.loss_index is not None
@@ -120,6 +123,11 @@ class CallConvention:
         if call.labels is not None and not call.own_output and self.output_with_labels is not None:
             return self.output_with_labels
         return self.output
+
+
+def _require_ones(mask: Tensor | None, family: str) -> None:
+    if mask is not None and not bool(mask.all()):
+        raise InputError(f"{family} takes no attention_mask, so padding cannot be hidden from it")
 
 
 def next_token_loss(logits: Tensor, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:

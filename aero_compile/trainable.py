@@ -187,12 +187,22 @@ class TransformedModel(nn.Module):
             self._programs[key] = (compile_graph(graph), inputs)
         return self._programs[key]
 
-    def forward(self, *args: Any, output_entropies: bool = False, **kwargs: Any) -> Any:
+    def forward(
+        self,
+        *args: Any,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_entropies: bool = False,
+        **kwargs: Any,
+    ) -> Any:
         """Call the model as its source was called.
 
         Args:
-            *args, **kwargs: the arguments of the source's forward. Token ids are int64 `[B, T]`. `labels` is
-                always accepted; where the source has no such argument the next-token loss is added.
+            *args, **kwargs: the arguments of the source's forward. Token ids are int64 `[B, T]`.
+            input_ids, attention_mask, labels: accepted for every model, whatever its source calls them, so
+                that Hugging Face's Trainer can train it. Where the source has no `labels`, the next-token
+                loss is added; where it has no mask, only a mask of ones is taken.
             output_entropies: also return the attention entropies.
 
         Returns:
@@ -203,7 +213,8 @@ class TransformedModel(nn.Module):
             InputError: an argument that is not part of the captured graph, tokens that are no integer matrix,
                 or a sequence longer than the model's positions.
         """
-        call = self.convention.bind(args, kwargs)
+        named = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+        call = self.convention.bind(args, kwargs | {k: v for k, v in named.items() if v is not None})
         self._check_tokens(call.tokens)
         template = self.convention.template(call)
         indices = leaf_indices(template)
