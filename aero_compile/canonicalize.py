@@ -111,6 +111,10 @@ def _simplify(node: fx.Node, live: set[fx.Node], flexible: set[fx.Node], values:
         node.target = aten.reshape.default
     elif _is_identity(node, flexible):
         bypass(node, node.all_input_nodes[0])
+    elif target is aten.sub.Tensor and node.args[0] in live and isinstance(node.args[1], fx.Node):
+        if node.args[1] not in live and not node.kwargs:  # x − mask → x + (−mask): masks are added everywhere
+            negative = insert_call(node.graph, node, aten.neg.default, node.args[1])
+            node.target, node.args = aten.add.Tensor, (node.args[0], negative)
     elif target in _SOFTMAXES and node in live:
         dim = cast("int", node.args[1])
         last = dim - values[node].dim() if dim >= 0 else dim

@@ -96,12 +96,14 @@ def capture(model: nn.Module, example_inputs: Any = None) -> TransformedModel:
     )
     program, graph = _clean_graph(exported, order, logits_view is not None)
     tensors = _named_tensors(model, program, graph)
+    own = {name for name, _ in [*model.named_parameters(), *model.named_buffers(remove_duplicate=False)]}
+    lifted = {name for name, tensor in tensors.items() if name not in own and not isinstance(tensor, nn.Parameter)}
     return TransformedModel(
         graph,
         tensors,
         {},
         convention,
-        non_persistent=_non_persistent(model),
+        non_persistent=_non_persistent(model) | lifted,
         max_positions=_max_positions(model, exported, sample),
     )
 

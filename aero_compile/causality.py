@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from aero_compile.errors import UnsupportedModelError
-from aero_compile.parts import Attention
+from aero_compile.parts import Attention, Heads
 from aero_compile.rewriting import live_inputs, place, tainted_nodes
 from aero_compile.trainable import TransformedModel
 
@@ -22,34 +22,32 @@ def require_causal(model: TransformedModel, found: Sequence[Attention], live: se
     constants: dict[fx.Node, Any] = {}
     ahead = torch.ones(length, length, dtype=torch.bool).triu(1)
     for attention in found:
-        masks = list(_masks(attention, live))
-        hidden = torch.zeros(length, length, dtype=torch.bool)
-        unknown = False
-        for node, mask in masks:
-            value = _evaluate(model, mask, length, constants)
-            if value is None:  # a buffer without values, on the meta device
-                unknown = True
-            elif value.dim() >= 2 and value.shape[-1] == length:
-                hidden |= _hides(node, value, live).reshape(-1, value.shape[-2], length).all(0)
-        if not unknown and not hidden[ahead].all():
-            raise UnsupportedModelError(
-                f"attention of layer {attention.layer} ({place(attention.softmax)}) is not causal: "
-                f"{'its mask lets' if masks else 'no mask stops'} positions see later ones; supported are "
-                "decoder-only transformers"
-            )
+        for heads in attention.groups:
+            hidden = torch.zeros(length, length, dtype=torch.bool)
+            unknown, masked = False, False
+            for node, mask in _masks(heads, live):
+                masked = True
+                value = _evaluate(model, mask, length, constants)
+                if value is None:  # a buffer without values, on the meta device
+                    unknown = True
+                elif value.dim() >= 2 and value.shape[-1] == length:
+                    hidden |= _hides(node, value, live).reshape(-1, value.shape[-2], length).all(0)
+            if not unknown and not hidden[ahead].all():
+                raise UnsupportedModelError(
+                    f"attention of layer {attention.layer} ({place(heads.softmax)}) is not causal: "
+                    f"{'its mask lets' if masked else 'no mask stops'} positions see later ones; supported are "
+                    "decoder-only transformers"
+                )
 
 
-def _masks(attention: Attention, live: set[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
+def _masks(heads: Heads, live: set[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
     """(node, constant it combines with the scores) on the way from the product to the softmax."""
-    node = attention.softmax.args[0]
-    while isinstance(node, fx.Node) and node is not attention.scores:
+    node = heads.softmax.args[0]
+    while isinstance(node, fx.Node) and node is not heads.scores:
         for parent in node.all_input_nodes:
             if parent not in live:
                 yield node, parent
         node = live_inputs(node, live)[0]
-    for parent in attention.scores.all_input_nodes:
-        if parent not in live:
-            yield attention.scores, parent
 
 
 def _hides(node: fx.Node, value: Tensor, live: set[fx.Node]) -> Tensor:

@@ -51,7 +51,7 @@ class Census:
         Raises:
             InputError: no such kind of op.
         """
-        known = {"softmax", "layernorm", "division", *ACTIVATIONS.values(), *ELEMENTARY.values()}
+        known = {"softmax", "layernorm", "division", *ACTIVATIONS.values(), *ELEMENTARY.values(), *self.kinds}
         if kind not in known:
             raise InputError(f"unknown kind of nonlinear op {kind!r}{nearest(kind, known)}")
         return sum(op.count for op in self.ops if op.kind == kind and (final or op.layer is not None))
@@ -120,19 +120,25 @@ def census(model: nn.Module, seq_len: int = 128) -> Census:
 
 def _count(structure: Structure, values: Any, seq_len: int) -> Iterator[NonlinearOp]:
     for attention in structure.attentions:
-        rows, columns = values[attention.softmax].shape[-2:]
+        rows, columns = values[attention.groups[0].softmax].shape[-2:]
         yield NonlinearOp("softmax", attention.heads, (rows, columns), attention.layer, attention.name)
     for norm in structure.norms:
         yield _entry("layernorm", values[norm.node], seq_len, norm.layer, norm.name)
-    owner = {node: (ffn.layer, ffn.name) for ffn in structure.ffns for node in ffn.activations}
+    counted: set[fx.Node] = set()
+    for ffn in structure.ffns:
+        for activation in ffn.activations:
+            counted.update(activation.nodes)
+            yield _entry(activation.kind, values[activation.node], seq_len, ffn.layer, ffn.name)
+    owner: dict[fx.Node, tuple[int, str]] = {}
     for attention in structure.attentions:
-        node = attention.softmax
-        while node is not attention.scores:  # soft caps and the like, between the product and the softmax
-            owner[node] = (attention.layer, attention.name)
-            node = live_inputs(node, structure.live)[0]
-    for node in values:
+        for heads in attention.groups:
+            node = heads.softmax
+            while node is not heads.scores:  # soft caps and the like, between the product and the softmax
+                owner[node] = (attention.layer, attention.name)
+                node = live_inputs(node, structure.live)[0]
+    for node in structure.live - counted:
         kind = ACTIVATIONS.get(node.target) or ELEMENTARY.get(node.target)
-        if node in structure.live and (kind or _divides(node, structure.live)):
+        if kind or _divides(node, structure.live):
             layer, name = owner.get(node, (None, source_path(node) or node.name))
             yield _entry(kind or "division", values[node], seq_len, layer, name)
 

@@ -2,58 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+import itertools
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import fx
 
-from aero_compile.parts import ACTIVATIONS, NORMS, Attention, FeedForward
-from aero_compile.rewriting import VIEWS, ancestors, live_inputs, source_path, through_views
+from aero_compile.errors import UnsupportedGraphError
+from aero_compile.parts import ACTIVATIONS, ELEMENTARY, NORMS, Activation, FeedForward
+from aero_compile.rewriting import VIEWS, ancestors, live_inputs, place, source_path, through_views
 
 aten = torch.ops.aten
 
-_BRANCH_OPS = frozenset({aten.mul.Tensor, aten.div.Tensor, aten.neg.default, aten.type_as.default})
-_FFN_OPS = frozenset(
-    {
-        *ACTIVATIONS,
-        *NORMS,
-        *_BRANCH_OPS,
-        aten.add.Tensor,
-        aten.sub.Tensor,
-        aten.pow.Tensor_Scalar,
-        aten.square.default,
-        aten.abs.default,
-        aten.exp.default,
-        aten.erf.default,
-        aten.clamp.default,
-        aten.minimum.default,
-        aten.maximum.default,
-        aten.split.Tensor,
-        aten.split_with_sizes.default,
-        aten.chunk.default,
-        aten.unbind.int,
-        aten.select.int,
-    }
-)
-
+_BRANCH_OPS = frozenset({aten.mul.Tensor, aten.div.Tensor, aten.neg.default})
+_POWERS = frozenset({aten.pow.Tensor_Scalar, aten.square.default})
+_ELEMENTWISE = frozenset({*ACTIVATIONS, *ELEMENTARY, *_BRANCH_OPS, *_POWERS, aten.add.Tensor, aten.sub.Tensor})
+_SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int})
+_PARTS = frozenset({operator.getitem, aten.slice.Tensor, aten.select.int})
+_FFN_OPS = _ELEMENTWISE | _SPLITS | NORMS | VIEWS | _PARTS
 
 _PASSED = VIEWS | NORMS | _BRANCH_OPS | {aten.add.Tensor}
 """Ops between an FFN's output and the residual stream."""
 
 
-def find_ffns(order: Sequence[fx.Node], live: set[fx.Node], attentions: Sequence[Attention]) -> Iterator[FeedForward]:
-    """Feed-forward blocks: two linear layers in a row whose result is added to what the first one reads."""
-    softmaxes = [attention.softmax for attention in attentions]
+def find_ffns(
+    order: Sequence[fx.Node], live: set[fx.Node], depth: Mapping[fx.Node, int], layers: int
+) -> Iterator[FeedForward]:
+    """Feed-forward blocks in graph order; `depth` says how many of the `layers` attentions a node comes after."""
     found: list[FeedForward] = []
     for node in order:
         if node.target is not aten.linear.default:
             continue
-        inner = _ffn_inside(node, live)
-        if inner is None:
-            continue
-        inputs, activations = inner
-        entries = {_live_operand(linear, live) for linear in inputs}
-        bases = {through_views(entry) for entry in entries}
+        inside = _inside(node, live)
+        inputs = tuple(n for n in inside if n.target is aten.linear.default)
+        bases = {through_views(live_inputs(linear, live)[0]) for linear in inputs}
         if len(bases) != 1:
             continue
         entry = bases.pop()
@@ -62,42 +46,83 @@ def find_ffns(order: Sequence[fx.Node], live: set[fx.Node], attentions: Sequence
             continue
         branch, residual = merge
         name = source_path(node).rpartition(".")[0] or source_path(node)
+        activations = tuple(find_activations(inside, live))
         found.append(FeedForward(len(found), entry, inputs, node, activations, branch, residual, name))
-    if len(found) == len(attentions):
+    if len(found) == layers:
         yield from found
         return
     for ffn in found:
-        above = ancestors([ffn.output], live)
-        layer = sum(softmax in above for softmax in softmaxes) - 1
-        yield FeedForward(**(vars(ffn) | {"layer": max(layer, 0)}))
+        yield dataclasses.replace(ffn, layer=max(depth[ffn.output] - 1, 0))
 
 
-def _live_operand(node: fx.Node, live: set[fx.Node]) -> fx.Node:
-    return live_inputs(node, live)[0]
-
-
-def _ffn_inside(output: fx.Node, live: set[fx.Node]) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]] | None:
-    """In-projections and activations above the linear node `output`, if nothing but an FFN is there."""
-    inputs: dict[fx.Node, None] = {}
-    activations: dict[fx.Node, None] = {}
-    stack = [_live_operand(output, live)]
-    seen: set[fx.Node] = set()
+def _inside(output: fx.Node, live: set[fx.Node]) -> tuple[fx.Node, ...]:
+    """Nodes between the linear node `output` and its in-projections, these included, if that is all there is."""
+    stack = [live_inputs(output, live)[0]]
+    seen: dict[fx.Node, None] = {}
     while stack:
         node = stack.pop()
         if node in seen:
             continue
-        seen.add(node)
+        seen[node] = None
         if node.target is aten.linear.default:
-            inputs[node] = None
             continue
-        getitem = getattr(node.target, "__name__", "") == "getitem"
-        inside = node.target in _FFN_OPS or node.target in VIEWS or node.op == "call_module" or getitem
-        if not inside or len(seen) > 64:
-            return None
-        if node.target in ACTIVATIONS:
-            activations[node] = None
+        if (node.target not in _FFN_OPS and node.op != "call_module") or len(seen) > 64:
+            return ()
         stack.extend(live_inputs(node, live))
-    return (tuple(inputs), tuple(reversed(activations))) if inputs else None
+    return tuple(seen)
+
+
+def find_activations(inside: Sequence[fx.Node], live: set[fx.Node]) -> Iterator[Activation]:
+    """Nonlinear element-wise regions of an FFN: for each part of an in-projection, what it alone goes through.
+
+    A gate and the values it multiplies are different parts, also where one linear layer computes both.
+    """
+    within = set(inside)
+    above = {node: ancestors([node], within) for node in inside}
+    origins: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in sorted(inside, key=lambda n: len(above[n])):
+        parents = [origins[parent] for parent in node.all_input_nodes if parent in within]
+        starts = node.target is aten.linear.default or node.target in _PARTS or not parents
+        origins[node] = frozenset({node}) if starts else frozenset.union(*parents)
+    for origin in [node for node in inside if origins[node] == {node}]:
+        own = {node for node in inside if origins[node] == {origin}}
+        curved = [node for node in own - {origin} if _is_curved(node, live)]
+        if curved:
+            yield _smallest_region(curved, own, above, live)
+
+
+def _is_curved(node: fx.Node, live: set[fx.Node]) -> bool:
+    """Whether `node` is nonlinear in the one value that its inputs come from."""
+    if node.target in ACTIVATIONS or node.target in ELEMENTARY or node.target in _POWERS:
+        return True
+    operands = [a for a in node.args if isinstance(a, fx.Node) and a in live]
+    return node.target in (aten.mul.Tensor, aten.div.Tensor) and len(operands) > 1
+
+
+def _smallest_region(
+    curved: Sequence[fx.Node], own: set[fx.Node], above: dict[fx.Node, set[fx.Node]], live: set[fx.Node]
+) -> Activation:
+    """The smallest part with one input and one output that all curved nodes are in."""
+    first = set.intersection(*(above[node] - {node} for node in curved))
+    exits = sorted((n for n in own if above[n].issuperset(curved)), key=lambda n: len(above[n]))
+    sources = sorted(first, key=lambda n: -len(above[n]))
+    for exit_, source in itertools.product(exits, sources):
+        region = {n for n in above[exit_] if n is not source and source in above[n]}
+        reads = {p for n in region for p in live_inputs(n, live)} - region
+        leaks = any(user not in region for n in region - {exit_} for user in n.users)
+        if reads == {source} and not leaks and region <= own:
+            nodes = tuple(sorted(region, key=lambda n: len(above[n])))
+            return Activation(_kind(region), source, exit_, nodes)
+    raise UnsupportedGraphError(f"the activation around {place(curved[0])} has more than one input or output")
+
+
+def _kind(region: set[fx.Node]) -> str:
+    """Name of an activation: that of its op, or of the ops it is made of."""
+    names = {ACTIVATIONS.get(n.target) or ELEMENTARY.get(n.target) for n in region} - {None}
+    squared = any(node.target in _POWERS for node in region)
+    if names == {"sigmoid"}:
+        return "quick_gelu"
+    return "_".join([*sorted(str(name) for name in names), *(["squared"] if squared else [])]) or "product"
 
 
 def _merge(

@@ -53,14 +53,38 @@ ELEMENTARY: Mapping[Any, str] = {
 
 
 @dataclass(frozen=True)
-class Attention:
-    """One attention: `scores` is the raw product QKᵀ, `softmax` the node that normalizes it over keys."""
+class Heads:
+    """Heads that are computed by one softmax: `scores` is their raw product QKᵀ, `softmax` what normalizes it."""
 
-    layer: int
     softmax: fx.Node
     scores: fx.Node
-    heads: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The attention of one layer: usually all heads at once, or one group for each head of a Python list."""
+
+    layer: int
+    groups: tuple[Heads, ...]
     name: str
+
+    @property
+    def heads(self) -> int:
+        return sum(group.count for group in self.groups)
+
+
+@dataclass(frozen=True)
+class Activation:
+    """The nonlinear, element-wise part of an FFN, from its input `source` to its result `node`.
+
+    `kind` is what it is counted as; `nodes` are all nodes that belong to it, one for a canonical op.
+    """
+
+    kind: str
+    source: fx.Node
+    node: fx.Node
+    nodes: tuple[fx.Node, ...]
 
 
 @dataclass(frozen=True)
@@ -71,7 +95,7 @@ class FeedForward:
         entry: live value that every in-projection reads.
         inputs: in-projections; one, or two for a gated block.
         output: out-projection.
-        activations: nonlinear element-wise nodes between them; empty for a linear block.
+        activations: nonlinear element-wise parts between them; empty for a linear block.
         branch: (add, argument) edge where the block's result joins the residual stream.
         residual: (add, argument) edges of everything the result is added to, up to the residual stream.
     """
@@ -80,7 +104,7 @@ class FeedForward:
     entry: fx.Node
     inputs: tuple[fx.Node, ...]
     output: fx.Node
-    activations: tuple[fx.Node, ...]
+    activations: tuple[Activation, ...]
     branch: tuple[fx.Node, fx.Node]
     residual: tuple[tuple[fx.Node, fx.Node], ...]
     name: str

@@ -106,6 +106,8 @@ def resolve(recipe: str | Recipe) -> Recipe:
     text = recipe.strip()
     known = recipes()
     wanted = _plain_label(text)
+    if not text:
+        return known["baseline"]
     for candidate in known.values():
         if text == candidate.name or wanted == _plain_label(candidate.label):
             return candidate

@@ -15,10 +15,9 @@ from torch import fx
 from aero_compile.causality import require_causal
 from aero_compile.errors import UnsupportedGraphError, UnsupportedModelError
 from aero_compile.feed_forward import find_ffns
-from aero_compile.parts import ACTIVATIONS, NORMS, Attention, FeedForward, Norm, Structure
+from aero_compile.parts import ACTIVATIONS, NORMS, Attention, FeedForward, Heads, Norm, Structure
 from aero_compile.rewriting import (
     VIEWS,
-    ancestors,
     is_floating,
     live_inputs,
     node_values,
@@ -29,6 +28,9 @@ from aero_compile.rewriting import (
 from aero_compile.trainable import TransformedModel
 
 aten = torch.ops.aten
+
+SAMPLE_BATCH = 3
+"""Batch at which shapes are looked at; not 1, so that folded batches are seen."""
 
 _ROUTERS = frozenset({aten.topk.default, aten.sort.default, aten.argsort.default, aten.bincount.default})
 _SCORE_OPS = frozenset(
@@ -43,9 +45,9 @@ _SCORE_OPS = frozenset(
         aten.where.ScalarOther,
         aten.where.ScalarSelf,
         aten.maximum.default,
+        aten.max.other,
         aten.clamp.default,
         aten.tanh.default,
-        aten.type_as.default,
     }
 )
 
@@ -59,15 +61,15 @@ def find_structure(model: TransformedModel) -> Structure:
     """
     graph = model.logits_nodes()
     length = 11 if model.max_positions is None else max(2, min(11, model.max_positions))
-    values = node_values(model, 3, length)
+    values = node_values(model, SAMPLE_BATCH, length)
     tainted = tainted_nodes(model.graph, model.convention.tokens)
     live = {n for n in tainted if n in graph and is_floating(values.get(n)) and n.op != "output"}
     embedding = _embedding(model, live, tainted, values)
     _refuse_routers(model, tainted & graph)
     order = [node for node in model.graph.nodes if node in live]
-    attentions = _attentions(model, order, live, values)
-    ffns = tuple(find_ffns(order, live, attentions))
-    norms = tuple(_norms(order, live, attentions, ffns))
+    attentions, depth = _attentions(model, order, live, values)
+    ffns = tuple(find_ffns(order, live, depth, len(attentions)))
+    norms = tuple(_norms(order, depth, attentions, ffns))
     rows = int(values[embedding.all_input_nodes[0]].shape[0])
     return Structure(embedding, rows, attentions, ffns, norms, live, values)
 
@@ -100,33 +102,41 @@ def _refuse_routers(model: TransformedModel, tainted: set[fx.Node]) -> None:
 
 def _attentions(
     model: TransformedModel, order: Sequence[fx.Node], live: set[fx.Node], values: Mapping[fx.Node, Any]
-) -> tuple[Attention, ...]:
-    found: list[Attention] = []
-    others: list[fx.Node] = []
+) -> tuple[tuple[Attention, ...], dict[fx.Node, int]]:
+    """The attention of each layer, and for each live node how many attentions it comes after.
+
+    Softmaxes that do not depend on each other are heads of one layer.
+    """
+    family = model.convention.family
+    layers: list[list[Heads]] = []
+    depth: dict[fx.Node, int] = {}
     for node in order:
+        depth[node] = max((depth[parent] for parent in live_inputs(node, live)), default=0)
         if node.target is not aten.softmax.int:
             continue
         scores = _scores(node, live)
         if scores is None:
-            others.append(node)
-            continue
-        batch = 3
-        heads = values[node].numel() // (batch * values[node].shape[-1] * values[node].shape[-2])
-        found.append(Attention(len(found), node, scores, heads, source_path(node)))
-    family = model.convention.family
-    if others:
-        raise UnsupportedModelError(
-            f"{family} has a softmax that is not over attention scores at {place(others[0])}; supported are "
-            "dense decoder-only transformers with softmax attention"
-        )
-    if not found:
+            raise UnsupportedModelError(
+                f"{family} has a softmax that is not over attention scores at {place(node)}; supported are "
+                "dense decoder-only transformers with softmax attention"
+            )
+        shape = values[node].shape
+        count = values[node].numel() // (SAMPLE_BATCH * shape[-1] * shape[-2])
+        if depth[node] == len(layers):
+            layers.append([])
+        layers[depth[node]].append(Heads(node, scores, count))
+        depth[node] += 1
+    if not layers:
         kinds = sorted({str(n.target) for n in order if n.target in ACTIVATIONS or n.target in NORMS})
         raise UnsupportedModelError(
             f"no attention softmax found in {family} (found: {', '.join(kinds) or 'no nonlinear op'}); "
             "supported are decoder-only transformers with softmax attention"
         )
+    found = tuple(
+        Attention(layer, tuple(groups), source_path(groups[0].softmax)) for layer, groups in enumerate(layers)
+    )
     require_causal(model, found, live)
-    return tuple(found)
+    return found, depth
 
 
 def _scores(softmax: fx.Node, live: set[fx.Node]) -> fx.Node | None:
@@ -144,12 +154,12 @@ def _scores(softmax: fx.Node, live: set[fx.Node]) -> fx.Node | None:
 
 def _norms(
     order: Sequence[fx.Node],
-    live: set[fx.Node],
+    depth: Mapping[fx.Node, int],
     attentions: Sequence[Attention],
     ffns: Sequence[FeedForward],
 ) -> Iterator[Norm]:
     prefixes = _block_prefixes([attention.name for attention in attentions])
-    softmaxes = [attention.softmax for attention in attentions]
+    entries = {ffn.entry: ffn.layer for ffn in ffns}
     for node in order:
         if node.target not in NORMS:
             continue
@@ -158,11 +168,9 @@ def _norms(
             (i for i, prefix in enumerate(prefixes) if name == prefix or name.startswith(prefix + ".")), None
         )
         if layer is None:
-            layer = next((ffn.layer for ffn in ffns if ffn.entry is node), None)
+            layer = entries.get(node)
         if layer is None:
-            above = ancestors([node], live)
-            passed = sum(softmax in above for softmax in softmaxes)
-            layer = passed if passed < len(softmaxes) else None
+            layer = depth[node] if depth[node] < len(attentions) else None
         yield Norm(layer, node, name)
 
 

@@ -173,11 +173,9 @@ class TransformedModel(nn.Module):
     def _entropy_taps(self, graph: fx.Graph, nodes: Mapping[fx.Node, fx.Node]) -> Iterator[fx.Node]:
         tokens = next(n for n in graph.nodes if n.op == "placeholder" and n.target == self.convention.tokens)
         for attention in self.structure.attentions:
-            with graph.inserting_after(nodes[attention.softmax]):
-                entropy = graph.call_function(attention_entropy, (nodes[attention.softmax],))
-            with graph.inserting_after(entropy):
-                shaped = graph.call_function(_by_head, (entropy, tokens, attention.heads))
-            yield shaped
+            softmaxes = [nodes[heads.softmax] for heads in attention.groups]
+            counts = [heads.count for heads in attention.groups]
+            yield graph.call_function(_entropies_by_head, (softmaxes, tokens, counts))
 
     def _program(self, outputs: tuple[int, ...], entropies: bool) -> Program:
         key = (outputs, entropies)
@@ -266,9 +264,13 @@ class TransformedModel(nn.Module):
         return f"source={self.convention.family}, recipe={self.recipe or 'none'!r}"
 
 
-def _by_head(entropy: Tensor, tokens: Tensor, heads: int) -> Tensor:
-    """Entropies of any attention layout as `[B, H, T]`."""
-    return entropy.reshape(tokens.shape[0], heads, tokens.shape[1])
+def _entropies_by_head(probabilities: Sequence[Tensor], tokens: Tensor, heads: Sequence[int]) -> Tensor:
+    """Entropies of one layer, `[B, H, T]`, from attention of any layout (heads in a list, or folded into B)."""
+    batch, length = tokens.shape
+    parts = [
+        attention_entropy(each).reshape(batch, count, length) for each, count in zip(probabilities, heads, strict=True)
+    ]
+    return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
 
 def remove_dead_nodes(graph: fx.Graph) -> None:

@@ -1,7 +1,7 @@
 """gelu-to-identity: remove every FFN activation, so that the FFN is linear.
 
 Before → after:
-    gelu(x), relu(x), silu(x), …  → x
+    gelu(x), relu(x), silu(x), relu(x)², …  → x
 
 A gated FFN keeps its product: silu(a)·b → a·b, which is bilinear and costs one private multiplication.
 """
@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
-
-from torch import fx
 
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass, PassResult
@@ -36,9 +34,7 @@ class GeluToIdentity(GraphPass):
                 f"{self.name} found no activation in the {len(model.structure.ffns)} feed-forward blocks of "
                 f"{model.convention.family}: they are linear already"
             )
-        for node in activations:
-            source = node.args[0]
-            assert isinstance(source, fx.Node)
-            bypass(node, source)
+        for activation in activations:
+            bypass(activation.node, activation.source)
         model.graph_changed()
         return PassResult(model, modified=True)

@@ -1,7 +1,7 @@
 """gelu-to-relu: make every FFN activation a ReLU.
 
 Before → after:
-    gelu(x), gelu(x, approximate="tanh"), silu(x), …  → relu(x)
+    gelu(x), gelu(x, approximate="tanh"), silu(x), relu(x)², …  → relu(x)
 
 In a gated FFN (Llama) the gate's activation is replaced: silu(a)·b → relu(a)·b.
 """
@@ -16,6 +16,7 @@ import torch
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.passes._activation import ffn_activations
+from aero_compile.rewriting import insert_call, replace_node
 from aero_compile.trainable import TransformedModel
 
 aten = torch.ops.aten
@@ -35,9 +36,10 @@ class GeluToRelu(GraphPass):
                 f"{self.name} found no activation in the {len(model.structure.ffns)} feed-forward blocks of "
                 f"{model.convention.family}: they are linear"
             )
-        changed = [node for node in activations if node.target is not aten.relu.default]
-        for node in changed:
-            node.target, node.args, node.kwargs = aten.relu.default, node.args[:1], {}
+        changed = [activation for activation in activations if activation.kind != "relu"]
+        for activation in changed:
+            relu = insert_call(model.graph, activation.node, aten.relu.default, activation.source)
+            replace_node(activation.node, relu)
         if changed:
             model.graph_changed()
         return PassResult(model, modified=bool(changed))

@@ -20,7 +20,7 @@ from torch import fx, nn
 
 from aero_compile.errors import RecipeError, UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass, PassResult
-from aero_compile.parts import Attention
+from aero_compile.parts import Heads
 from aero_compile.rewriting import insert_call, parameter_node, placeholder
 from aero_compile.trainable import TransformedModel
 
@@ -63,31 +63,35 @@ class SoftmaxTemperature(GraphPass):
             name = f"softmax_temperature.{attention.layer}.log_t"
             value = torch.full((attention.heads, length), math.log(self.init), dtype=weight.dtype, device=weight.device)
             model.add_tensor(name, nn.Parameter(value))
-            self._insert(model, attention, name, structure.values[attention.scores].dim())
+            first = 0
+            for heads in attention.groups:
+                self._insert(model, heads, name, first, structure.values[heads.scores].shape)
+                first += heads.count
         model.max_positions = min(length, model.max_positions or length)
         model.graph_changed()
         return PassResult(model, modified=True)
 
-    def _insert(self, model: TransformedModel, attention: Attention, name: str, rank: int) -> None:
+    def _insert(self, model: TransformedModel, heads: Heads, name: str, first: int, shape: torch.Size) -> None:
         graph = model.graph
         tokens = placeholder(graph, model.convention.tokens)
-        after = attention.scores.next
+        after = heads.scores.next
 
         def call(target: object, *args: object) -> fx.Node:
-            return insert_call(graph, after, target, *args, like=attention.scores)  # type: ignore[arg-type]
+            return insert_call(graph, after, target, *args, like=heads.scores)  # type: ignore[arg-type]
 
-        log_t = parameter_node(model, name, attention.scores)
+        log_t = parameter_node(model, name, heads.scores)
         length = call(aten.sym_size.int, tokens, 1)
         rows = call(aten.slice.Tensor, log_t, 1, 0, length)
+        if heads.count != model.get_parameter(name).shape[0]:  # heads in a list: each has its own rows
+            rows = call(aten.slice.Tensor, rows, 0, first, first + heads.count)
         inverse = call(aten.exp.default, call(aten.neg.default, rows))
         column = call(aten.unsqueeze.default, inverse, -1)
-        if rank == 3:  # heads folded into the batch: [B·H, T, T]
+        if len(shape) == 3:  # heads folded into the batch: [B·H, T, T]
             batch = call(aten.sym_size.int, tokens, 0)
             column = call(aten.repeat.default, column, [batch, 1, 1])
-        elif rank == 5:  # heads grouped over shared keys: [B, G, H/G, T, T]
-            groups = int(model.structure.values[attention.scores].shape[1])
-            column = call(aten.reshape.default, column, [groups, attention.heads // groups, -1, 1])
-        users = list(attention.scores.users)
-        scaled = call(aten.mul.Tensor, attention.scores, column)
+        elif len(shape) == 5:  # heads grouped over shared keys: [B, G, H/G, T, T]
+            column = call(aten.reshape.default, column, [shape[1], heads.count // shape[1], -1, 1])
+        users = list(heads.scores.users)
+        scaled = call(aten.mul.Tensor, heads.scores, column)
         for user in users:
-            user.replace_input_with(attention.scores, scaled)
+            user.replace_input_with(heads.scores, scaled)
