@@ -58,9 +58,7 @@ def _legend(names: Sequence[str], y: float, left: float = 8) -> tuple[str, float
     return "".join(parts), 18 * (row + 1)
 
 
-def line_chart(
-    series: Mapping[str, Sequence[tuple[float, float]]], name: str, x_label: str, y_label: str
-) -> str:
+def line_chart(series: Mapping[str, Sequence[tuple[float, float]]], name: str, x_label: str, y_label: str) -> str:
     """Draw one line per entry of ``series`` (points ``(x, y)``; non-finite points are left out)."""
     clean = {key: [p for p in points if all(map(math.isfinite, p))] for key, points in series.items()}
     clean = {key: points for key, points in clean.items() if points}
@@ -93,14 +91,10 @@ def line_chart(
         body.append(f'<polyline class="l{tone}" points="{path}"><title>{escape(key)}</title></polyline>')
         x, y = points[-1]
         tip = escape(f"{key}: {y:.4g} at {x:g}")
-        body.append(
-            f'<circle class="f{tone}" cx="{px(x):.1f}" cy="{py(y):.1f}" r="3.5"><title>{tip}</title></circle>'
-        )
+        body.append(f'<circle class="f{tone}" cx="{px(x):.1f}" cy="{py(y):.1f}" r="3.5"><title>{tip}</title></circle>')
     legend, height = _legend(list(clean), top + plot + 60)
     ends = "; ".join(f"{key} ends at {points[-1][1]:.4g}" for key, points in clean.items())
-    return _svg(
-        top + plot + 50 + height, name, f"{y_label} against {x_label}. {ends}.", "".join(body) + legend
-    )
+    return _svg(top + plot + 50 + height, name, f"{y_label} against {x_label}. {ends}.", "".join(body) + legend)
 
 
 def _shade(fraction: float) -> tuple[str, str]:
@@ -128,9 +122,7 @@ def heatmap(values: Sequence[Sequence[float]], name: str, top_value: float, unit
         body.append(_text(left - 8, y + cell_h / 2 + 4, f"layer {index}", "end"))
         for column, value in enumerate(row):
             finite = math.isfinite(value)
-            fill, ink = (
-                _shade(value / top_value if top_value > 0 else 0.0) if finite else ("none", "currentColor")
-            )
+            fill, ink = _shade(value / top_value if top_value > 0 else 0.0) if finite else ("none", "currentColor")
             shown = f"{value:.2f}" if finite else "NaN"
             x = left + column * cell_w
             tip = escape(f"layer {index}, head {column}: {shown} {unit}")

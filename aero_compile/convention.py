@@ -73,6 +73,14 @@ class CallConvention:
     def returns_model_output(self) -> bool:
         return bool(self.output["kind"] == "model_output")
 
+    def check(self) -> None:
+        """Raise InputError if names or templates, which may come from a file, are not what they must be."""
+        names = [self.tokens, *self.arguments, *filter(None, (self.attention_mask, self.labels))]
+        if not all(isinstance(name, str) and name.isidentifier() for name in names):
+            raise InputError(f"the arguments {names} are not names")
+        for template in filter(None, (self.output, self.output_with_labels)):
+            _check_template(template)
+
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """Match a call's arguments with the graph's inputs; raises InputError for what was not captured."""
         if len(args) > len(self.arguments):
@@ -123,6 +131,19 @@ class CallConvention:
         if call.labels is not None and not call.own_output and self.output_with_labels is not None:
             return self.output_with_labels
         return self.output
+
+
+def _check_template(template: Any) -> None:
+    kind = template.get("kind") if isinstance(template, dict) else None
+    if kind in ("tensor", "flat", "last"):
+        if type(template.get("index")) is not int or template["index"] < 0:
+            raise InputError(f"a return value has the index {template.get('index')!r}")
+    elif kind in ("tuple", "list", "dict", "model_output"):
+        items = template["items"]
+        for item in items.values() if isinstance(items, dict) else items:
+            _check_template(item)
+    elif kind not in ("none", "loss"):
+        raise InputError(f"a return value has the unknown kind {kind!r}")
 
 
 def _require_ones(mask: Tensor | None, family: str) -> None:

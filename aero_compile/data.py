@@ -217,9 +217,7 @@ def prepare(
         "train_tokens": len(sides["train"].tokens),
         "validation_tokens": len(sides["validation"].tokens),
     }
-    return TrainingData(
-        documents.name, sides["train"], sides["validation"], tokenizer, digest.hexdigest(), info
-    )
+    return TrainingData(documents.name, sides["train"], sides["validation"], tokenizer, digest.hexdigest(), info)
 
 
 def _limited(dataset: Any, characters: int) -> Iterator[str]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from aero_compile.entropy import headwise
 from aero_compile.errors import InputError
 from aero_compile.report import Row, Training
 
@@ -29,9 +29,7 @@ def logits_of(output: Any) -> Tensor:
     if logits is None and isinstance(output, (tuple, list)):
         logits = next((item for item in output if isinstance(item, Tensor) and item.dim() == 3), None)
     if not isinstance(logits, Tensor):
-        raise InputError(
-            f"the model returned {type(output).__name__}, in which no logits [B, T, V] were found"
-        )
+        raise InputError(f"the model returned {type(output).__name__}, in which no logits [B, T, V] were found")
     return logits
 
 
@@ -73,27 +71,6 @@ def perplexity(model: nn.Module, blocks: Tensor, batch_size: int = 16) -> float:
     return math.exp(mean) if mean < 700 else math.inf
 
 
-@torch.no_grad()
-def head_entropies(model: nn.Module, blocks: Tensor, batch_size: int = 16) -> list[list[float]]:
-    """Return the mean attention entropy of every head, ``[layer][head]`` in nats, over blocks ``[N, T]``.
-
-    ``model`` is a transformed model, that is, one whose call takes ``output_entropies=True``.
-    """
-    blocks = _checked(blocks)
-    device, was_training = _device(model), model.training
-    model.eval()
-    try:
-        total: Tensor | None = None
-        for start in range(0, len(blocks), batch_size):
-            batch = blocks[start : start + batch_size].to(device)
-            part = headwise(model(batch, output_entropies=True).entropies).double() * len(batch)
-            total = part if total is None else total + part
-    finally:
-        model.train(was_training)
-    assert total is not None
-    return [[float(value) for value in layer] for layer in (total / len(blocks)).cpu()]
-
-
 def agreement(logits: Any, reference: Any) -> Agreement:
     """Compare logits ``[B, T, V]`` (numpy or torch) with a reference of the same shape, in float64.
 
@@ -118,22 +95,27 @@ def private_row(
     label: str,
     model_name: str,
     protocol: str = "cheetah",
-    cold_only: bool = False,
+    warm: bool = True,
     perplexity: float | None = None,
     training: Training | None = None,
 ) -> Row:
     """Run ``model`` on ``tokens`` ``[B, T]`` in two processes and return the result row.
 
     ``model`` is a transformed model; its own float32 logits are the reference. Raises what
-    `aero_compile.private_inference` raises.
+    `aero_compile.runtime.private_inference` raises. ``warm=True`` measures a second forward in the same processes;
+    ``warm=False`` the first one, with the set-up of keys and oblivious transfers.
     """
-    from aero_compile import census, private_inference
+    from aero_compile import runtime
+    from aero_compile.census import census
 
     model = model.eval()
     with torch.no_grad():
         reference = logits_of(model(tokens))
-    logits, bill = private_inference(model, tokens, protocol=protocol)
+    logits, bill = runtime.private_inference(model, tokens, protocol=protocol, warm=warm)
     near = agreement(logits, reference)
+    operators: dict[str, int] = {entry["op"]: entry["bytes"] for entry in bill.per_op}
+    if not warm and bill.cold_bytes > sum(operators.values()):
+        operators["set-up"] = bill.cold_bytes - sum(operators.values())
     return Row(
         recipe=recipe,
         label=label,
@@ -142,15 +124,17 @@ def private_row(
         seq_len=tokens.shape[1],
         protocol=protocol,
         nonlinear_ops=str(census(model, seq_len=tokens.shape[1])),
-        bytes=bill.bytes,
-        messages=bill.messages,
-        seconds=bill.seconds,
-        cold=True,
+        bytes=bill.bytes if warm else bill.cold_bytes,
+        messages=bill.messages if warm else bill.cold_messages,
+        seconds=bill.seconds if warm else bill.cold_seconds,
+        cold=not warm,
+        cold_bytes=bill.cold_bytes,
+        cold_seconds=bill.cold_seconds,
         max_error=near.max_error,
         mean_error=near.mean_error,
         argmax=near.argmax,
         perplexity=perplexity,
-        per_op={},
-        measurement=bill.to_json(),
+        per_op=operators,
+        measurement=json.loads(bill.to_json()),
         training=training,
     )

@@ -34,27 +34,29 @@ class Progress:
         print(f"\r\033[K{text}" if self._live else text, file=self._stream, flush=True)
 
     @contextmanager
-    def step(self, what: str) -> Iterator[None]:
-        """Show ``what`` while the body runs; counts the step when it ends without an exception."""
+    def step(self, what: str, live: bool = True) -> Iterator[None]:
+        """Show ``what`` while the body runs; counts the step when it ends without an exception.
+
+        ``live=False`` prints a plain line instead, for work that has a moving line of its own.
+        """
+        live = live and self._live
         begin, stop = time.monotonic(), threading.Event()
 
         def tick() -> None:
             while not stop.wait(0.5):
                 seconds = time.monotonic() - begin
-                print(
-                    f"\r\033[K{self._bar()} {what} … {seconds:.0f} s", end="", file=self._stream, flush=True
-                )
+                print(f"\r\033[K{self._bar()} {what} … {seconds:.0f} s", end="", file=self._stream, flush=True)
 
-        if not self._live:
-            print(f"{self._bar()} {what} …", file=self._stream, flush=True)
+        if not live:
+            self.say(f"{self._bar()} {what} …")
         ticker = threading.Thread(target=tick, daemon=True)
-        if self._live:
+        if live:
             ticker.start()
         try:
             yield
         finally:
             stop.set()
-            if self._live:
+            if live:
                 ticker.join()
                 print("\r\033[K", end="", file=self._stream, flush=True)
         self.done += 1

@@ -11,18 +11,18 @@ import math
 import os
 import platform
 import shlex
+import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from aero_compile.errors import InputError
+from aero_compile.training.run_directory import finite_or_none, versions
 
 FORMAT = "aero_compile.results/1"
-_PACKAGES = ("aero-compile", "torch", "transformers", "datasets", "tokenizers", "spu", "jax", "numpy")
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,12 @@ class Training:
 class Row:
     """One measured line of the table.
 
-    ``bytes`` counts both directions, ``seconds`` is wall-clock time of the private forward pass; ``cold``
-    says whether both include setting up keys and oblivious transfer. ``max_error`` and ``mean_error``
-    compare logits with float32 PyTorch, ``argmax`` is the share of positions with the same most likely
-    token. ``per_op`` maps an operator to its bytes. ``measurement`` is the runtime's full record.
+    ``bytes`` counts both directions, ``seconds`` is the slower party's wall-clock time. They and ``messages``
+    are those of a forward pass in processes that have run one before; if ``cold`` is true, those of the first
+    pass with the set-up of keys and oblivious transfers, which ``cold_bytes`` and ``cold_seconds`` always tell.
+    ``max_error`` and ``mean_error`` compare logits with float32 PyTorch, ``argmax`` is the share of positions
+    with the same most likely token. ``per_op`` maps an operator to its bytes. ``measurement`` is the runtime's
+    full record.
     """
 
     recipe: str
@@ -63,6 +65,8 @@ class Row:
     messages: int
     seconds: float
     cold: bool
+    cold_bytes: int
+    cold_seconds: float
     max_error: float
     mean_error: float
     argmax: float
@@ -77,7 +81,7 @@ class Row:
         return self.model, self.layers, self.seq_len, self.protocol
 
 
-_FLOATS = ("seconds", "max_error", "mean_error", "argmax")
+_FLOATS = ("seconds", "cold_seconds", "max_error", "mean_error", "argmax")
 
 
 def _restored(value: Any) -> Any:
@@ -134,30 +138,33 @@ def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     return head, lines
 
 
-def text_table(rows: Sequence[Row]) -> str:
-    """Return the table for a terminal: first two columns to the left, figures to the right."""
+def text_table(rows: Sequence[Row], width: int | None = None) -> str:
+    """Return the table for a terminal: first two columns to the left, figures to the right.
+
+    Where it would be wider than ``width`` characters, the nonlinear ops go below it, one line per recipe.
+    """
     head, lines = cells(rows)
+    table = _aligned(head, lines, left=2)
+    if width is None or max(map(len, table)) <= width:
+        return "\n".join(table)
+    below = dict.fromkeys(f"  {line[0]} (T={line[2]}): {line[1]}" for line in lines)
+    narrow = _aligned([head[0], *head[2:]], [[line[0], *line[2:]] for line in lines], left=1)
+    return "\n".join([*narrow, "", "nonlinear ops that remain:", *below])
+
+
+def _aligned(head: Sequence[str], lines: Sequence[Sequence[str]], left: int) -> list[str]:
     widths = [max(len(line[i]) for line in [head, *lines]) for i in range(len(head))]
 
     def show(line: Sequence[str]) -> str:
-        parts = [
-            t.ljust(w) if i < 2 else t.rjust(w) for i, (t, w) in enumerate(zip(line, widths, strict=True))
-        ]
-        return "  ".join(parts).rstrip()
+        padded = (t.ljust(w) if i < left else t.rjust(w) for i, (t, w) in enumerate(zip(line, widths, strict=True)))
+        return "  ".join(padded).rstrip()
 
-    rule = "  ".join("─" * w for w in widths)
-    return "\n".join([show(head), rule, *map(show, lines)])
+    return [show(head), "  ".join("─" * w for w in widths), *map(show, lines)]
 
 
-def versions() -> dict[str, str]:
-    """Return the versions that a result depends on; packages that are not installed are left out."""
-    found = {"python": platform.python_version(), "platform": platform.platform()}
-    for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+def terminal_width() -> int | None:
+    """Return the columns of the terminal that standard output is, or None where it is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def command_line() -> str:
@@ -173,7 +180,7 @@ def document(rows: Sequence[Row], *, title: str, seed: int, config: Mapping[str,
         "command": command_line(),
         "seed": seed,
         "config": dict(config),
-        "versions": versions(),
+        "versions": {**versions(), "platform": platform.platform()},
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "rows": [asdict(row) for row in rows],
     }
@@ -196,22 +203,9 @@ def write_atomically(path: Path, text: str) -> None:
         raise
 
 
-def _jsonable(value: Any) -> Any:
-    """Replace NaN and infinities, which JSON does not have, by None; tuples by lists."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {str(key): _jsonable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_jsonable(item) for item in value]
-    return value
-
-
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
     """Write a result document; NaN and infinities become null."""
-    write_atomically(
-        path, json.dumps(_jsonable(result), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    )
+    write_atomically(path, json.dumps(finite_or_none(result), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -220,10 +214,6 @@ def read_json(path: Path) -> dict[str, Any]:
         result = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise InputError(f"cannot read results from {path}: {error}") from error
-    if (
-        not isinstance(result, dict)
-        or result.get("format") != FORMAT
-        or not isinstance(result.get("rows"), list)
-    ):
+    if not isinstance(result, dict) or result.get("format") != FORMAT or not isinstance(result.get("rows"), list):
         raise InputError(f"{path} is not a result file of this version (format {FORMAT})")
     return result

@@ -53,21 +53,15 @@ def _name(row: Row, rows: Sequence[Row]) -> str:
 
 def _ops(census: str) -> str:
     """Return the paper's census text with superscripts, to be broken between two kinds of op only."""
-    kinds = [
-        re.sub(r"R\^\{([^}]*)\}", r"R<sup>\1</sup>", escape(op)) for op in re.split(r" (?=\w+:)", census)
-    ]
+    kinds = [re.sub(r"R\^\{([^}]*)\}", r"R<sup>\1</sup>", escape(op)) for op in re.split(r" (?=\w+:)", census)]
     return " ".join(f'<span class="op">{kind}</span>' for kind in kinds)
 
 
 def _main_table(rows: Sequence[Row]) -> str:
     head, lines = cells(rows)
     kinds = ["left", "left ops"] + [""] * (len(head) - 2)
-    out = [
-        '<div class="scroll"><table><caption>One private forward pass each. Savings count bytes against the '
-    ]
-    out.append(
-        "first row of the same model, length and protocol. Errors compare logits with float32 PyTorch; "
-    )
+    out = ['<div class="scroll"><table><caption>One private forward pass each. Savings count bytes against the ']
+    out.append("first row of the same model, length and protocol. Errors compare logits with float32 PyTorch; ")
     out.append("argmax is the share of positions with the same most likely token.</caption><thead><tr>")
     out += [f'<th scope="col" class="{k}">{escape(h)}</th>' for h, k in zip(head, kinds, strict=True)]
     out.append("</tr></thead><tbody>")
@@ -106,9 +100,7 @@ def _training(rows: Sequence[Row]) -> str:
     held_out = {name: t.eval_loss for name, t in trained if t.eval_loss}
     out = ['<section><h2>Training</h2><div class="figures">']
     caption = "Cross entropy in nats per token, without the entropy penalty."
-    out.append(
-        _figure("Training loss", line_chart(train, "Training loss", "step", "nats per token"), caption)
-    )
+    out.append(_figure("Training loss", line_chart(train, "Training loss", "step", "nats per token"), caption))
     if held_out:
         chart = line_chart(held_out, "Held-out loss", "step", "nats per token")
         out.append(_figure("Held-out loss", chart, "On blocks that training never saw."))
@@ -132,9 +124,7 @@ def _operators(rows: Sequence[Row]) -> str:
     chart = stacked_bars(bars, "Bytes per operator", "MB, both directions")
     out = ["<section><h2>Where the bytes go</h2>", _figure("Bytes per operator", chart, wide=True)]
     out.append("<details><summary>The same as a table</summary>")
-    ops = sorted(
-        {op for bar in bars.values() for op in bar}, key=lambda op: -sum(b.get(op, 0) for b in bars.values())
-    )
+    ops = sorted({op for bar in bars.values() for op in bar}, key=lambda op: -sum(b.get(op, 0) for b in bars.values()))
     out.append('<div class="scroll"><table><thead><tr><th scope="col" class="left">operator (MB)</th>')
     out += [f'<th scope="col">{escape(name)}</th>' for name in bars]
     out.append("</tr></thead><tbody>")

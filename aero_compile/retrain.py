@@ -1,0 +1,297 @@
+"""Retrain a transformed model: ``python -m aero_compile.retrain`` or the function ``retrain``.
+
+One run is one output directory: checkpoints, ``metrics.jsonl``, ``entropies.jsonl``, ``run.json`` and, at
+the end, the trained model in ``artifact/`` (``aero_compile.load`` reads it).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainingArguments, default_data_collator, set_seed
+
+from aero_compile.artifact import save
+from aero_compile.data import TrainingData, load_text, prepare
+from aero_compile.entropy import EntropyRegularizedModel
+from aero_compile.errors import AeroError, InputError
+from aero_compile.pipeline import transform
+from aero_compile.trainable import TransformedModel
+from aero_compile.training.command_line import parse_command_line
+from aero_compile.training.loop import RegularizedTrainer
+from aero_compile.training.models import (
+    ModelSource,
+    check_context,
+    choose_recipe,
+    find_model,
+    with_length,
+)
+from aero_compile.training.options import (
+    RetrainArguments,
+    RetrainOptions,
+    check_training_arguments,
+)
+from aero_compile.training.run_directory import (
+    ARTIFACT_FOLDER,
+    ENTROPIES_FILE,
+    METRICS_FILE,
+    RunDirectory,
+    versions,
+    write_json,
+)
+from aero_compile.training.tokenizer import load_tokenizer
+
+__all__ = ["RetrainArguments", "RetrainOptions", "RetrainResult", "main", "retrain"]
+
+logger = logging.getLogger("aero_compile.retrain")
+
+
+@dataclass(frozen=True)
+class RetrainResult:
+    """What a run gives: the trained model (eval mode) and its records.
+
+    ``eval_loss`` (nats a token, plain cross entropy) and ``perplexity`` are of the held-out blocks.
+    ``history`` holds the log events of ``metrics.jsonl``; ``entropies_before`` and ``entropies_after`` are
+    headwise entropies ``[L][H]`` in nats on the same held-out blocks, before the first and after the last step.
+    """
+
+    model: TransformedModel
+    output_dir: Path
+    eval_loss: float
+    perplexity: float
+    history: list[dict[str, Any]]
+    entropies_before: list[list[float]]
+    entropies_after: list[list[float]]
+
+
+def retrain(
+    options: RetrainOptions,
+    training_args: TrainingArguments | None = None,
+    *,
+    model: nn.Module | None = None,
+    datasets: TrainingData | None = None,
+) -> RetrainResult:
+    """Transform, train and save a model.
+
+    ``options``: what to train and how to regularize. ``training_args``: Hugging Face's TrainingArguments, by
+    default ``RetrainArguments()``; its ``output_dir`` is the run's. ``model``: a module to use instead of
+    ``options.model`` (not changed; a TransformedModel keeps its recipe unless ``options.recipe`` is given).
+    ``datasets``: blocks made by ``aero_compile.data.prepare``, to share between runs; their context counts.
+
+    Works in several processes started by ``accelerate launch``. Raises InputError, DataError,
+    RecipeError, OutputDirError, TrainingError (NaN) and what ``transform`` raises.
+    """
+    args = RetrainArguments() if training_args is None else copy.copy(training_args)
+    check_training_arguments(args)
+    # Non-finite losses must be seen, and tokens counted in the state that checkpoints keep.
+    args.logging_nan_inf_filter = False
+    args.include_num_input_tokens_seen = "all"
+    if args.ddp_find_unused_parameters is None:
+        args.ddp_find_unused_parameters = False  # every parameter takes part in every step
+    main_process = args.process_index == 0
+    run = RunDirectory(str(args.output_dir), writes=main_process)
+    resume = options.resume or args.resume_from_checkpoint
+    run.check(resume is not None)
+    checkpoint = run.resume_point(resume)
+    if resume is not None and checkpoint is None:
+        logger.info("no checkpoint in %s: starting from the beginning", run.path)
+
+    context = options.context if datasets is None else datasets.train.context
+    source = find_model(
+        options.model, from_scratch=options.from_scratch, overrides=options.config_overrides, context=context
+    )
+    already = isinstance(model, TransformedModel) or (model is None and source.transformed)
+    recipe = choose_recipe(options, already)
+    check_context(context, source.positions if model is None else None)
+    if model is not None:
+        source = ModelSource(type(model).__name__, lambda _vocab, _end: model)
+    set_seed(args.seed)
+    captured = None if source.from_scratch else _capture(source.build(0, None), context)
+    with args.main_process_first(desc="preparing the data"):
+        data = datasets or _data(options, source, captured)
+    if captured is None:
+        set_seed(args.seed)
+        captured = _capture(source.build(len(data.tokenizer), data.tokenizer.eos_token_id), context)
+    data.train.check_vocabulary(captured.vocab_size)
+    data.validation.check_vocabulary(captured.vocab_size)
+    transformed = (
+        captured if recipe is None else transform(captured, with_length(recipe, captured.max_positions, context))
+    )
+
+    identity = _identity(options, args, source, transformed, data)
+    run.check_identity(identity)
+    if checkpoint is not None:
+        RunDirectory(checkpoint.parent).check_identity(identity)
+    _wait(args)
+    plain_arguments: Any = args
+    run.start(
+        {
+            "identity": identity,
+            "options": dataclasses.asdict(options),
+            "training_arguments": plain_arguments.to_dict(),
+            "data": data.info,
+            "seed": args.seed,
+        }
+    )
+    logger.info("data: %s", ", ".join(f"{value} {key}" for key, value in data.info.items()))
+    logger.info("model: %s, recipe %s", source.description, transformed.recipe or "none")
+    try:
+        return _train(options, args, transformed, data, run, checkpoint)
+    except BaseException as error:
+        interrupted = isinstance(error, KeyboardInterrupt)
+        run.finish("interrupted" if interrupted else "failed", error=f"{type(error).__name__}: {error}")
+        raise
+
+
+def _capture(model: nn.Module, context: int) -> TransformedModel:
+    captured = transform(model, "baseline")
+    check_context(context, captured.max_positions)
+    return captured
+
+
+def _data(options: RetrainOptions, source: ModelSource, captured: TransformedModel | None) -> TrainingData:
+    name = options.tokenizer or source.tokenizer
+    vocabulary = options.vocab_size if captured is None else min(options.vocab_size, captured.vocab_size)
+    return prepare(
+        load_text(options.dataset, column=options.dataset_column, config=options.dataset_config),
+        context=options.context,
+        tokenizer=None if name is None else load_tokenizer(name),
+        vocab_size=vocabulary,
+        validation_fraction=options.validation_fraction,
+        max_train_tokens=options.max_train_tokens,
+        max_validation_tokens=options.max_eval_tokens,
+    )
+
+
+def _identity(
+    options: RetrainOptions,
+    args: TrainingArguments,
+    source: ModelSource,
+    transformed: TransformedModel,
+    data: TrainingData,
+) -> dict[str, Any]:
+    """What must stay the same for a run to be continued."""
+    return {
+        "model": source.description,
+        "parameters": sum(parameter.numel() for parameter in transformed.parameters()),
+        "recipe": transformed.recipe,
+        "dataset": data.name,
+        "tokens": data.fingerprint,
+        "context": data.train.context,
+        "lambda": options.weight,
+        "gamma": options.gamma,
+        "threshold_init": options.threshold_init,
+        "entropy_reduction": options.entropy_reduction,
+        "seed": args.seed,
+    }
+
+
+def _wait(args: TrainingArguments) -> None:
+    if args.world_size > 1:
+        torch.distributed.barrier()
+
+
+def _train(
+    options: RetrainOptions,
+    args: TrainingArguments,
+    transformed: TransformedModel,
+    data: TrainingData,
+    run: RunDirectory,
+    checkpoint: Path | None,
+) -> RetrainResult:
+    wrapper = EntropyRegularizedModel(
+        transformed.train(),
+        weight=options.weight,
+        margin=options.gamma,
+        threshold_init=options.threshold_init,
+        reduction="listing" if options.entropy_reduction == "listing" else "algorithm",
+    )
+    keep = copy.deepcopy(transformed) if args.fsdp else None
+    try:
+        trainer = RegularizedTrainer(
+            run=run,
+            entropy_blocks=options.entropy_blocks,
+            model=wrapper,
+            args=args,
+            train_dataset=data.train,
+            eval_dataset=data.validation,
+            data_collator=default_data_collator,
+        )
+    except (ValueError, ImportError) as error:
+        raise InputError(f"training cannot be set up: {error}") from error
+    step = int(checkpoint.name.rpartition("-")[2]) if checkpoint is not None else -1
+    run.rewind(step)
+    starts = [r["entropies"] for r in run.read_lines(ENTROPIES_FILE) if r["event"] == "start"]
+    if starts and checkpoint is not None:
+        before = starts[0]
+    else:
+        before = trainer.measure_entropies()
+        trainer.record_entropies("start", "validation", before)
+
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    metrics = trainer.final_metrics()
+    after = trainer.measure_entropies()
+    trainer.record_entropies("end", "validation", after)
+    trained = _collect(trainer, transformed, keep)
+    results = {"eval_loss": metrics["eval_loss"], "perplexity": metrics["perplexity"]}
+    if run.writes:
+        folder = run.path / ARTIFACT_FOLDER
+        save(trained, folder, provenance={**run.record["identity"], **results, "versions": versions()})
+        data.tokenizer.save_pretrained(str(folder))
+        write_json(folder / "results.json", results)
+    run.finish("finished", **results, steps=trainer.state.global_step)
+    _wait(args)
+    history = run.read_lines(METRICS_FILE)
+    return RetrainResult(trained.eval(), run.path, results["eval_loss"], results["perplexity"], history, before, after)
+
+
+def _collect(
+    trainer: RegularizedTrainer, transformed: TransformedModel, keep: TransformedModel | None
+) -> TransformedModel:
+    """The trained weights in one TransformedModel on the CPU, also when they are spread over processes."""
+    if keep is None:
+        return transformed.cpu()
+    state: Any = trainer.accelerator.get_state_dict(trainer.model)
+    if state:
+        wrapper = EntropyRegularizedModel(keep)
+        wrapper.load_state_dict({k: v.cpu() for k, v in state.items() if k != "thresholds"}, strict=False)
+    return keep
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code (0, 2 for an error of ours, 130 when interrupted)."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    try:
+        options, training_args = parse_command_line(arguments)
+        if training_args.process_index == 0:
+            logger.addHandler(handler)
+            logger.setLevel(logging.INFO)
+        result = retrain(options, training_args)
+    except AeroError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; --resume continues from the last checkpoint", file=sys.stderr)
+        return 130
+    finally:
+        logger.removeHandler(handler)
+    if training_args.process_index == 0:
+        print(
+            f"held-out loss {result.eval_loss:.4f}, perplexity {result.perplexity:.2f}; "
+            f"model in {result.output_dir / ARTIFACT_FOLDER}"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

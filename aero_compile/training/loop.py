@@ -1,0 +1,239 @@
+"""The training loop: Hugging Face's Trainer with entropies, exact records, and a hard stop at NaN."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import IntervalStrategy
+
+from aero_compile.entropy import EntropyRegularizedModel
+from aero_compile.errors import TrainingError
+from aero_compile.training.nonfinite import first_non_finite, non_finite_parameter
+from aero_compile.training.run_directory import ENTROPIES_FILE, METRICS_FILE, RunDirectory
+
+# Learnable settings rather than weight matrices; everything with one dimension is spared as well.
+_NEVER_DECAYED = ("log_t", "thresholds")
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), infinite where a float cannot hold it."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+class RegularizedTrainer(Trainer):
+    """Trains an EntropyRegularizedModel and writes its run directory.
+
+    Weight decay touches matrices only. Every step's loss and gradients are checked: NaN or infinity raises
+    TrainingError with the place where it began, before the optimizer can spread it, on all processes.
+    A checkpoint with non-finite weights is never written.
+    """
+
+    def __init__(self, *, run: RunDirectory, entropy_blocks: int, **options: Any) -> None:
+        callback = _Recorder(self, run)
+        super().__init__(**options, callbacks=[callback])
+        self.run_directory, self.entropy_blocks = run, entropy_blocks
+        self._sums: dict[str, Tensor] = {}
+        self._counted = 0
+        self._inputs: dict[str, Any] = {}
+        self._train_entropies: list[Tensor] | None = None
+
+    # -- optimizer and loss -----------------------------------------------------------------------------
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Matrices only: no biases, norms, scales, temperatures or thresholds."""
+        named = model.named_parameters()
+        return [n for n, p in named if p.dim() > 1 and n.rpartition(".")[2] not in _NEVER_DECAYED]
+
+    def compute_loss(  # type: ignore[override]
+        self, model: Any, inputs: Any, return_outputs: bool = False, **options: Any
+    ) -> Any:
+        """The model's own loss; its parts and the entropies are kept for the next log line."""
+        if model.training and self._logs_next():
+            inputs = {**inputs, "output_entropies": True}
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **options)
+        if model.training:
+            for name in ("ce_loss", "penalty"):
+                if outputs.get(name) is not None:
+                    self._sums[name] = self._sums.get(name, 0.0) + outputs[name].mean()
+            self._counted += 1
+            self._train_entropies = outputs.get("entropies")
+            self._inputs = inputs
+        elif not bool(torch.isfinite(loss).all()):
+            self._inputs = inputs
+        return (loss, outputs) if return_outputs else loss
+
+    def _logs_next(self) -> bool:
+        step, every = self.state.global_step + 1, self.state.logging_steps
+        if self.args.logging_strategy != IntervalStrategy.STEPS:
+            return step == self.state.max_steps
+        return bool(every) and (step % every == 0 or step == 1 or step == self.state.max_steps)
+
+    # -- what goes wrong --------------------------------------------------------------------------------
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Tensor:
+        """One forward and backward pass; raises TrainingError if the loss is not finite."""
+        loss: Tensor = super().training_step(model, inputs, *args, **options)
+        if self._anywhere(~torch.isfinite(loss).all()):
+            self._stop("the loss became NaN" if bool(loss.isnan().any()) else "the loss became infinite")
+        return loss
+
+    def check_gradients(self) -> None:
+        """Raise TrainingError if a gradient is not finite (float16 scaling handles its own overflows)."""
+        if getattr(self.accelerator, "scaler", None) is not None:
+            return
+        model: Any = self.model
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if hasattr(norm, "full_tensor"):
+            norm = norm.full_tensor()
+        if self._anywhere(~torch.isfinite(norm)):
+            self._stop("the gradients became NaN or infinite", look_at_gradients=True)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the weights; raises TrainingError instead of writing weights that are not finite."""
+        model: Any = self.model
+        bad = non_finite_parameter(model.named_parameters(), "parameter")
+        if self._anywhere(torch.tensor(bad is not None, device=self.args.device)):
+            self._stop("a weight became NaN or infinite")
+        if output_dir is not None:
+            self.run_directory.unmark(output_dir)
+        super().save_model(output_dir, _internal_call)
+
+    def _anywhere(self, flag: Tensor) -> bool:
+        if self.args.world_size > 1:
+            count: Any = self.accelerator.reduce(flag.float().reshape(1), reduction="sum")
+            return bool(count.item() > 0)
+        return bool(flag)
+
+    def _stop(self, what: str, look_at_gradients: bool = False) -> None:
+        if look_at_gradients:
+            where = self._bad_gradient() or "the backward pass (repeated, the last batch gives finite gradients)"
+        else:
+            where = self._diagnose()
+        last = self.run_directory.last_checkpoint()
+        kept = f"The last good checkpoint is {last}." if last else "No checkpoint had been written yet."
+        raise TrainingError(
+            f"{what} at step {self.state.global_step + 1}. It began in {where}. {kept} A lower learning "
+            "rate, more warmup, or another recipe (scaled FFN, entropy regularization) may help."
+        )
+
+    def _diagnose(self) -> str:
+        model: Any = self.model
+        wrapper: Any = self.accelerator.unwrap_model(model)
+        if self.is_fsdp_enabled or not self._inputs or not isinstance(wrapper, EntropyRegularizedModel):
+            found = non_finite_parameter(model.named_parameters(), "parameter")
+            return found or "a place that cannot be looked at in this mode of training"
+        batch = self._prepare_inputs({k: self._inputs[k] for k in ("input_ids", "attention_mask") if k in self._inputs})
+        with torch.no_grad(), self.accelerator.autocast():
+            found = first_non_finite(wrapper.model, batch["input_ids"], batch.get("attention_mask"))
+        if found:
+            return found
+        thresholds = non_finite_parameter([("thresholds", wrapper.thresholds)], "parameter")
+        return thresholds or "the loss itself: the logits of this batch are finite here"
+
+    def _bad_gradient(self) -> str | None:
+        """Repeat the last batch, unclipped, and name the bad gradient nearest to the output."""
+        wrapper: Any = self.accelerator.unwrap_model(self.model)
+        if self.is_fsdp_enabled or not self._inputs:
+            return None
+        wrapper.zero_grad()
+        with torch.enable_grad(), self.accelerator.autocast():
+            wrapper(**self._prepare_inputs(self._inputs))["loss"].backward()
+        named = [(name, p.grad) for name, p in wrapper.named_parameters()]
+        return non_finite_parameter(reversed(named), "the gradient of parameter")
+
+    # -- what is recorded -------------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the parts of the loss, or the perplexity, to a log event."""
+        if "loss" in logs and self._counted:
+            for name, total in self._sums.items():
+                mean: Any = self.accelerator.reduce(total.detach().float() / self._counted, reduction="mean")
+                logs[name] = float(mean)
+            self._sums, self._counted = {}, 0
+        if "eval_loss" in logs:
+            logs["perplexity"] = perplexity(logs["eval_loss"])
+        super().log(logs, start_time)
+        if "loss" in logs and self._train_entropies is not None:
+            rows = [layer.float().view(-1, self._heads(i)).mean(0) for i, layer in enumerate(self._train_entropies)]
+            self.record_entropies("log", "train", [row.tolist() for row in rows])
+
+    def _heads(self, layer: int) -> int:
+        wrapper: Any = self.accelerator.unwrap_model(self.model)
+        return int(wrapper.model.num_heads[layer])
+
+    def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
+        """Held-out loss, perplexity and headwise entropies; TrainingError if the loss is not finite."""
+        metrics: dict[str, float] = super().evaluate(*args, **options)
+        if not math.isfinite(metrics.get("eval_loss", 0.0)):
+            self._stop("the held-out loss became NaN or infinite")
+        if "eval_loss" in metrics:
+            metrics["perplexity"] = perplexity(metrics["eval_loss"])
+        self.record_entropies("eval", "validation", self.measure_entropies())
+        return metrics
+
+    def final_metrics(self) -> dict[str, float]:
+        """The metrics of the last evaluation if nothing was trained since, else of a new one."""
+        last = self.state.log_history[-2:]
+        for event in reversed(last):
+            if "eval_loss" in event and event.get("step") == self.state.global_step:
+                return dict(event)
+        return self.evaluate()
+
+    def measure_entropies(self) -> list[list[float]]:
+        """Headwise entropies ``[L][H]`` (nats) in eval mode, over the same held-out blocks each time."""
+        blocks: Any = self.eval_dataset
+        model: Any = self.model
+        training, size = model.training, self.args.eval_batch_size
+        count = min(self.entropy_blocks, len(blocks))
+        model.eval()
+        sums: list[Tensor] = []
+        with torch.no_grad():
+            for start in range(0, count, size):
+                ids = torch.stack([blocks[i]["input_ids"] for i in range(start, min(start + size, count))])
+                out = model(input_ids=ids.to(self.args.device), output_entropies=True)
+                rows = [layer.double() * len(ids) for layer in out["entropies"]]
+                sums = [a + b for a, b in zip(sums, rows, strict=True)] if sums else rows
+        model.train(training)
+        return [(row / count).tolist() for row in sums]
+
+    def record_entropies(self, event: str, split: str, entropies: list[list[float]]) -> None:
+        """Write a line of ``entropies.jsonl``."""
+        step = self.state.global_step
+        self.run_directory.append(
+            ENTROPIES_FILE, {"step": step, "event": event, "split": split, "entropies": entropies}
+        )
+
+
+class _Recorder(TrainerCallback):
+    """Writes metrics and marks checkpoints; asks the trainer to check gradients before each update."""
+
+    def __init__(self, trainer: RegularizedTrainer, run: RunDirectory) -> None:
+        self.trainer, self.run, self.begin = trainer, run, time.time()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        record = {"step": state.global_step, "time": round(time.time(), 3)}
+        record["seconds"] = round(time.time() - self.begin, 3)
+        for key, value in (logs or {}).items():
+            record["tokens" if key == "num_input_tokens_seen" else key] = value
+        self.run.append(METRICS_FILE, record)
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self.trainer.check_gradients()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.run.mark_complete(state.global_step)

@@ -1,0 +1,229 @@
+"""What ``--model`` and ``--recipe`` can mean, and how each model becomes an nn.Module."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from aero_compile.errors import AeroError, InputError
+from aero_compile.recipe import Recipe, resolve
+from aero_compile.training.options import DEFAULT_RECIPE, RetrainOptions
+from aero_compile.training.sources import first_line
+from aero_compile.training.tokenizer import has_tokenizer
+
+# Shapes that need no download with --from-scratch: (config class, its fields).
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    # About 1/sqrt(width): with GPT-2's 0.02 a narrow model without LayerNorm starts with vanishing signals
+    # and learns several times slower.
+    "tiny": ("GPT2Config", {"n_layer": 4, "n_head": 4, "n_embd": 128, "initializer_range": 0.08}),
+    "gpt2": ("GPT2Config", {}),
+    "pythia-70m": (
+        "GPTNeoXConfig",
+        {
+            "hidden_size": 512,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 8,
+            "intermediate_size": 2048,
+            "max_position_embeddings": 2048,
+            "rotary_pct": 0.25,
+        },
+    ),
+}
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that can be built: ``build(vocab_size, end_id)``; both are ignored where the model is fixed.
+
+    ``from_scratch``: the vocabulary follows the tokenizer. ``transformed``: it is a saved artifact.
+    ``tokenizer``: name or folder of the tokenizer that belongs to it, if any.
+    ``positions``: the longest context, where known before building.
+    """
+
+    description: str
+    build: Callable[[int, int | None], nn.Module]
+    from_scratch: bool = False
+    transformed: bool = False
+    tokenizer: str | None = None
+    positions: int | None = None
+
+
+def find_model(name: str, *, from_scratch: bool, overrides: str | None, context: int) -> ModelSource:
+    """Interpret ``--model``. Raises InputError (or ArtifactError) naming what is wrong with it."""
+    if not name.strip():
+        raise InputError("--model is empty")
+    path = Path(name).expanduser()
+    changes = parse_overrides(overrides)
+    if name == "tiny":
+        return _from_config(_shape(name, {"n_positions": max(context, 128)} | changes), name)
+    if path.is_file() and path.suffix == ".json":
+        return _from_config(_read_config(path, changes), name)
+    if path.is_dir():
+        if (path / "config.json").is_file() and not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
+            from_scratch = True
+        elif not (path / "config.json").is_file():
+            return _artifact(path, from_scratch, overrides)
+    elif ":" in name:
+        if from_scratch or overrides:
+            raise InputError("a factory makes the model itself: no --from-scratch or --config-overrides with it")
+        return ModelSource(f"factory {name}", lambda _vocab, _end: _call_factory(name))
+    elif path.suffix == ".json" or name.startswith((".", "/", "~")):
+        raise InputError(f"--model {name}: no such file or folder")
+    if from_scratch:
+        local = path.is_dir()
+        config = _shape(name, changes) if name in SHAPES else _load_config(name, changes)
+        own = name if (local and has_tokenizer(path)) or not (local or name in SHAPES) else None
+        return _from_config(config, name, own)
+    if overrides:
+        raise InputError("--config-overrides changes models that start from scratch: add --from-scratch")
+    return ModelSource(f"pretrained {name}", lambda _vocab, _end: _load_pretrained(name), tokenizer=name)
+
+
+def parse_overrides(text: str | None) -> dict[str, Any]:
+    """``"n_layer=6,activation_function=relu"`` as a dict; values are JSON where they can be, else text."""
+    result: dict[str, Any] = {}
+    for item in (text or "").split(","):
+        if not item.strip():
+            continue
+        key, equals, value = item.partition("=")
+        if not equals or not key.strip():
+            raise InputError(f"--config-overrides: {item.strip()!r} is not name=value")
+        try:
+            result[key.strip()] = json.loads(value)
+        except ValueError:
+            result[key.strip()] = value.strip()
+    return result
+
+
+def _shape(name: str, changes: dict[str, Any]) -> Any:
+    import transformers
+
+    kind, fields = SHAPES[name]
+    return _changed(getattr(transformers, kind)(**fields), changes)
+
+
+def _changed(config: Any, changes: dict[str, Any]) -> Any:
+    for key, value in changes.items():
+        if not hasattr(config, key):
+            raise InputError(f"--config-overrides: {type(config).__name__} has no field {key!r}")
+        setattr(config, key, value)
+    return config
+
+
+def _read_config(path: Path, changes: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return _changed(AutoConfig.for_model(**content), changes)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise InputError(f"--model {path} is no model configuration: {first_line(error)}") from error
+
+
+def _load_config(name: str, changes: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"--model {name}: no configuration could be loaded: {first_line(error)}") from error
+    return _changed(config, changes)
+
+
+def _from_config(config: Any, name: str, tokenizer: str | None = None) -> ModelSource:
+    from transformers import AutoModelForCausalLM
+
+    def build(vocab_size: int, end_id: int | None) -> nn.Module:
+        config.vocab_size = vocab_size
+        config.bos_token_id = config.eos_token_id = end_id
+        config.pad_token_id = None
+        config.use_cache = False
+        try:
+            auto: Any = AutoModelForCausalLM
+            model: nn.Module = auto.from_config(config)
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"--model {name}: no decoder can be built from it: {first_line(error)}") from error
+        return model
+
+    positions = getattr(config, "max_position_embeddings", None)
+    description = f"{type(config).__name__.removesuffix('Config')} from scratch ({name})"
+    return ModelSource(description, build, from_scratch=True, tokenizer=tokenizer, positions=positions)
+
+
+def _load_pretrained(name: str) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"--model {name} could not be loaded: {first_line(error)}") from error
+    return model
+
+
+def _artifact(path: Path, from_scratch: bool, overrides: str | None) -> ModelSource:
+    if from_scratch or overrides:
+        raise InputError("an artifact is continued as it is: no --from-scratch or --config-overrides with it")
+
+    def build(_vocab: int, _end: int | None) -> nn.Module:
+        from aero_compile.artifact import load
+
+        return load(path)
+
+    own = str(path) if has_tokenizer(path) else None
+    return ModelSource(f"artifact {path}", build, transformed=True, tokenizer=own)
+
+
+def _call_factory(name: str) -> nn.Module:
+    module_name, _, attribute = name.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        factory: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            factory = getattr(factory, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError(f"--model {name}: {first_line(error)}") from error
+    try:
+        model = factory()
+    except AeroError:
+        raise
+    except Exception as error:  # whatever a user's own function may raise
+        raise InputError(f"--model {name}: the factory raised {type(error).__name__}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise InputError(f"--model {name} returned {type(model).__name__}, not an nn.Module")
+    return model
+
+
+def choose_recipe(options: RetrainOptions, already: bool) -> Recipe | None:
+    """The recipe to apply; None where the model was transformed ``already`` and no recipe is asked for."""
+    if options.recipe is None and already:
+        if options.temperature_init is not None:
+            raise InputError("--temperature-init sets the start of a recipe's temperature: give --recipe too")
+        return None
+    recipe = resolve(DEFAULT_RECIPE if options.recipe is None else options.recipe)
+    if options.temperature_init is not None:
+        if not any(one.name == "softmax-temperature" for one in recipe.passes):
+            raise InputError(f"--temperature-init: recipe {recipe.name!r} has no softmax temperature")
+        recipe = recipe.with_option("softmax-temperature", init=options.temperature_init)
+    return recipe
+
+
+def with_length(recipe: Recipe, positions: int | None, context: int) -> Recipe:
+    """Give the temperature, one value a position, a length where the model has no limit of ``positions``."""
+    open_ended = any(getattr(one, "max_positions", None) == 0 for one in recipe.passes)
+    if positions is None and open_ended:
+        return recipe.with_option("softmax-temperature", max_positions=context)
+    return recipe
+
+
+def check_context(context: int, positions: int | None) -> None:
+    """Raise InputError if the model is limited to fewer positions than the context."""
+    if positions is not None and context > positions:
+        raise InputError(f"a context of {context} tokens is longer than the model's {positions} positions")

@@ -1,0 +1,170 @@
+"""What can be set: the options of retraining, and Hugging Face's TrainingArguments with fitting defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
+
+from aero_compile.entropy import REDUCTIONS
+from aero_compile.errors import InputError
+
+DEFAULT_RECIPE = "EReg(SM(t)+ScFFN)"
+# Weights of EReg recipes where none is given. The listing's is the paper's; it sums over positions, so for
+# Algorithm 1, which averages, the number has another meaning and size.
+DEFAULT_WEIGHT = {"algorithm": 0.05, "listing": 1e-5}
+
+
+def _option(default: Any, help: str, **more: Any) -> Any:
+    return field(default=default, metadata={"help": help, **more})
+
+
+@dataclass
+class RetrainOptions:
+    """Model, recipe, data and regularization of a retraining run; InputError for values out of range."""
+
+    _argument_group_name = "aero_compile options"
+
+    model: str = _option(
+        "tiny",
+        "What to train: 'tiny' (a 4-layer GPT-2 from scratch); a Hub name or local path of a pretrained "
+        "model; a config.json, which starts from scratch; package.module:factory, a function without "
+        "arguments that returns an nn.Module; or the folder of a saved aero_compile artifact.",
+    )
+    from_scratch: bool = _option(
+        False,
+        "Take only the configuration of --model (or the shapes gpt2, pythia-70m) and start from new weights.",
+    )
+    config_overrides: str | None = _option(
+        None, "Changes to the configuration of a model from scratch, for example n_layer=6,n_head=8."
+    )
+    recipe: str | None = _option(
+        None,
+        "How to transform it: a recipe's name (softmax_only), a label of the paper (SM+R, "
+        "EReg(SM(t)+ScFFN)) or a list of passes (strip-layer-norm,gelu-to-relu). "
+        f"Default: {DEFAULT_RECIPE}; an artifact is taken as it is.",
+    )
+    temperature_init: float | None = _option(
+        None,
+        "Initial softmax temperature of a recipe that has one (the paper: 0.01 CodeParrot, 0.1 Languini).",
+    )
+    dataset: str = _option(
+        "stdlib",
+        "Text to train on: 'stdlib' (source code of this Python's standard library), files, a folder or a "
+        "glob of .txt/.py/.md, .json/.jsonl, .parquet or .csv, or a Hub dataset.",
+    )
+    dataset_config: str | None = _option(None, "Configuration of a Hub dataset, such as wikitext-2-raw-v1.")
+    dataset_column: str | None = _option(
+        None, "Column that holds the text. Default: text, content, code or the only one."
+    )
+    tokenizer: str | None = _option(
+        None,
+        "Hub name, folder or tokenizer.json. Default: the model's own, else a byte-level BPE trained here.",
+    )
+    vocab_size: int = _option(4096, "Vocabulary of a tokenizer trained here, at least 257.")
+    context: int = _option(128, "Tokens in a training block.")
+    validation_fraction: float = _option(0.1, "Share of the text that is held out, by document.")
+    max_train_tokens: int | None = _option(None, "Train on at most so many tokens (a fixed, fair sample of documents).")
+    max_eval_tokens: int | None = _option(65536, "Evaluate on at most so many held-out tokens.")
+    entropy_weight: float | None = _option(
+        None,
+        "Weight lambda of the entropy regularization; 0 turns it off. Default: "
+        f"{DEFAULT_WEIGHT['algorithm']} ({DEFAULT_WEIGHT['listing']} with listing) for recipes EReg(...), "
+        "else 0.",
+        aliases=["--lambda"],
+    )
+    gamma: float = _option(0.1, "Tolerance margin of the regularization, a fraction of log(context).")
+    threshold_init: float = _option(0.5, "Initial threshold of every head, a fraction of log(context).")
+    entropy_reduction: str = _option(
+        "algorithm",
+        "algorithm: the paper's Algorithm 1; listing: its PyTorch listing.",
+        choices=list(REDUCTIONS),
+    )
+    entropy_blocks: int = _option(16, "Held-out blocks on which headwise entropies are measured over time.")
+    resume: str | None = _option(
+        None,
+        "Continue the run in --output-dir from its last checkpoint, or from the checkpoint given.",
+        nargs="?",
+        const="last",
+    )
+
+    def __post_init__(self) -> None:
+        def need(holds: bool, flag: str, what: str) -> None:
+            if not holds:
+                raise InputError(f"--{flag} must be {what}")
+
+        numbers = (self.entropy_weight or 0.0, self.gamma)
+        need(all(math.isfinite(n) and n >= 0 for n in numbers), "lambda and --gamma", "numbers of at least 0")
+        need(0 <= self.threshold_init <= 1, "threshold-init", f"between 0 and 1, not {self.threshold_init}")
+        need(self.entropy_reduction in REDUCTIONS, "entropy-reduction", f"one of {', '.join(REDUCTIONS)}")
+        need(self.context >= 2, "context", f"at least 2, not {self.context}")
+        need(
+            0 < self.validation_fraction < 1,
+            "validation-fraction",
+            f"in (0, 1), not {self.validation_fraction}",
+        )
+        need(self.entropy_blocks >= 1, "entropy-blocks", f"at least 1, not {self.entropy_blocks}")
+
+    @property
+    def weight(self) -> float:
+        """Lambda, with the default that depends on the recipe filled in."""
+        if self.entropy_weight is not None:
+            return self.entropy_weight
+        recipe = DEFAULT_RECIPE if self.recipe is None else self.recipe
+        regularized = recipe.strip().lower().startswith("ereg(")
+        return DEFAULT_WEIGHT[self.entropy_reduction] if regularized else 0.0
+
+
+def _like(name: str, default: Any) -> Any:
+    base = {f.name: f for f in dataclasses.fields(TrainingArguments)}[name]
+    return field(default=default, metadata=dict(base.metadata))
+
+
+@dataclass
+class RetrainArguments(TrainingArguments):
+    """Hugging Face's TrainingArguments with defaults for training small language models."""
+
+    _argument_group_name = "Hugging Face TrainingArguments"
+
+    output_dir: str | None = _like("output_dir", "runs/retrain")
+    per_device_train_batch_size: int = _like("per_device_train_batch_size", 16)
+    per_device_eval_batch_size: int = _like("per_device_eval_batch_size", 16)
+    num_train_epochs: float = _like("num_train_epochs", 1.0)
+    learning_rate: float = _like("learning_rate", 1e-3)
+    lr_scheduler_type: SchedulerType | str = _like("lr_scheduler_type", "cosine")  # noqa: RUF009
+    warmup_steps: float = _like("warmup_steps", 0.05)
+    weight_decay: float = _like("weight_decay", 0.1)
+    logging_steps: float = _like("logging_steps", 20)
+    logging_first_step: bool = _like("logging_first_step", True)
+    eval_strategy: IntervalStrategy | str = _like("eval_strategy", "steps")  # noqa: RUF009
+    eval_steps: float | None = _like("eval_steps", 200)
+    dataloader_pin_memory: bool = _like("dataloader_pin_memory", torch.cuda.is_available())
+    save_strategy: SaveStrategy | str = _like("save_strategy", "steps")  # noqa: RUF009
+    save_steps: float = _like("save_steps", 200)
+    save_total_limit: int | None = _like("save_total_limit", 2)
+    # None first: HfArgumentParser drops the first member of the union and reads text for the rest.
+    report_to: None | str | list[str] = _like("report_to", "none")  # noqa: RUF009, RUF036
+
+
+_UNSUPPORTED = (
+    ("label_smoothing_factor", 0.0),
+    ("neftune_noise_alpha", None),
+    ("use_liger_kernel", False),
+    ("gradient_checkpointing", False),
+    ("activation_checkpointing", False),
+    ("push_to_hub", False),
+    ("deepspeed", None),
+)
+
+
+def check_training_arguments(arguments: TrainingArguments) -> None:
+    """Raise InputError for flags of Trainer that a transformed model does not support."""
+    for name, off in _UNSUPPORTED:
+        value = getattr(arguments, name, off)
+        if value not in (off, None, False):
+            raise InputError(f"--{name} is not supported for transformed models")

@@ -1,0 +1,142 @@
+"""Where text comes from: the Hub, local files, or the source of Python's standard library."""
+
+from __future__ import annotations
+
+import glob
+import sysconfig
+import tokenize
+from pathlib import Path
+from typing import Any
+
+from aero_compile.errors import DataError
+
+# Tests, bundled wheels and platform data: not the code one would call the standard library.
+_STDLIB_SKIPPED = {
+    *("test", "tests", "idlelib", "idle_test", "lib2to3", "turtledemo"),
+    *("site-packages", "dist-packages", "ensurepip", "__pycache__"),
+}
+_BUILDERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".csv": "csv"}
+_TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
+_TEXT_COLUMNS = ("text", "content", "code")
+
+
+def standard_library(folder: Path | None = None) -> Any:
+    """The ``.py`` files of the running Python's standard library as a dataset with a ``text`` column.
+
+    Sorted by path; without tests, site-packages and generated platform files. ``folder``: another root.
+    """
+    import datasets
+
+    root = Path(sysconfig.get_paths()["stdlib"]) if folder is None else folder
+    texts = []
+    for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):
+        parts = path.relative_to(root).parts
+        if _STDLIB_SKIPPED.intersection(parts) or parts[0].startswith(("config-", "_sysconfigdata")):
+            continue
+        try:
+            with tokenize.open(path) as file:
+                texts.append(file.read())
+        except (SyntaxError, UnicodeDecodeError, OSError):
+            continue
+    if not texts:
+        raise DataError(f"no Python files were found in the standard library at {root}")
+    return datasets.Dataset.from_dict({"text": texts})
+
+
+def local_files(name: str) -> list[Path]:
+    """The files meant by a path, folder, glob or comma-separated list; empty if ``name`` is none of these.
+
+    A folder stands for every text, JSON, Parquet and CSV file in it (recursively, hidden ones left out).
+    """
+    files: list[Path] = []
+    for part in (p.strip() for p in name.split(",")):
+        path = Path(part).expanduser()
+        if path.is_file():
+            files.append(path)
+        elif path.is_dir():
+            known = (*_BUILDERS, *_TEXT_SUFFIXES)
+            inside = (p for p in path.rglob("*") if p.is_file() and p.suffix.lower() in known)
+            visible = [p for p in inside if not any(x.startswith(".") for x in p.relative_to(path).parts)]
+            if not visible:
+                raise DataError(f"the folder {part} holds no file of a known kind ({', '.join(known)})")
+            files.extend(sorted(visible))
+        elif any(mark in part for mark in "*?["):
+            matches = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())
+            if not matches:
+                raise DataError(f"no file matches {part}")
+            files.extend(matches)
+        elif files or path.suffix.lower() in (*_BUILDERS, *_TEXT_SUFFIXES):
+            raise DataError(f"the file {part} does not exist")
+        else:
+            return []
+    return files
+
+
+def load_local(files: list[Path], column: str | None) -> Any:
+    """Read local files of one kind into a dataset with one ``text`` column; a text file is one document."""
+    import datasets
+
+    kinds = {_BUILDERS.get(path.suffix.lower(), "text") for path in files}
+    if len(kinds) > 1:
+        raise DataError(f"the files are of several kinds ({', '.join(sorted(kinds))}): give one kind at a time")
+    kind = kinds.pop()
+    if kind == "text":
+        return datasets.Dataset.from_dict({"text": [_read_text(path) for path in files]})
+    if all(path.stat().st_size == 0 for path in files):
+        raise DataError(f"{files[0]} is empty")
+    try:
+        loaded = datasets.load_dataset(kind, data_files=[str(path) for path in files], split="train")
+    except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
+        reason = str(error.__cause__ or error).strip().splitlines()
+        raise DataError(f"{files[0]} could not be read as {kind}: {reason[0] if reason else error!r}") from error
+    return text_column(loaded, column, str(files[0]))
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text (byte {error.start})") from error
+    except OSError as error:
+        raise DataError(f"{path} could not be read: {error.strerror}") from error
+
+
+def load_hub(name: str, config: str | None, column: str | None) -> tuple[Any, Any | None]:
+    """Train and (if the dataset has one) validation split of a Hub dataset, each with one ``text`` column."""
+    import datasets
+
+    try:
+        loaded = datasets.load_dataset(name, config)
+    except Exception as error:  # the Hub client's errors are many and of no common base
+        raise DataError(
+            f"no dataset {name!r}: it is neither a local file or folder nor could it be loaded from the "
+            f"Hugging Face Hub ({first_line(error)})"
+        ) from error
+    if "train" not in loaded:
+        raise DataError(f"the dataset {name!r} has no split 'train', only {', '.join(loaded)}")
+    held_out = next((loaded[key] for key in ("validation", "valid", "dev") if key in loaded), None)
+    train = text_column(loaded["train"], column, name)
+    return train, None if held_out is None else text_column(held_out, column, name)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of the message of an error or of what caused it, for use inside another message."""
+    lines = str(error.__cause__ or error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def text_column(dataset: Any, column: str | None, name: str) -> Any:
+    """The dataset reduced to its text column, renamed to ``text``; DataError names the columns there are."""
+    kinds = {key: str(getattr(feature, "dtype", feature)) for key, feature in dataset.features.items()}
+    strings = [key for key, kind in kinds.items() if kind in ("string", "large_string")]
+    if column is None:
+        column = next((key for key in _TEXT_COLUMNS if key in strings), None)
+        if column is None and len(strings) == 1:
+            column = strings[0]
+    if column not in kinds:
+        problem = "which column holds the text?" if column is None else f"there is no column {column!r};"
+        raise DataError(f"{name}: {problem} columns: {', '.join(kinds) or 'none'} (--dataset-column)")
+    if column not in strings:
+        raise DataError(f"{name}: column {column!r} holds {kinds[column]}, not text")
+    chosen = dataset.select_columns([column])
+    return chosen if column == "text" else chosen.rename_column(column, "text")

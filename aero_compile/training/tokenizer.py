@@ -1,0 +1,74 @@
+"""Tokenizers: loaded from the Hub or a folder, or trained here as byte-level BPE."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from aero_compile.errors import DataError, InputError
+from aero_compile.training.sources import first_line
+
+END_OF_TEXT = "<|endoftext|>"
+# 256 byte symbols and the end-of-text mark: every text can be written with these alone.
+SMALLEST_VOCABULARY = 257
+
+
+def load_tokenizer(name: str | Path) -> Any:
+    """A fast Hugging Face tokenizer from a Hub name, a folder, or a ``tokenizer.json``.
+
+    Raises DataError if it is not there or cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    path = Path(name)
+    if path.is_dir() and (path / "tokenizer.json").is_file() and not (path / "tokenizer_config.json").is_file():
+        path = path / "tokenizer.json"
+    try:
+        if path.is_file():
+            from tokenizers import Tokenizer
+
+            raw = Tokenizer.from_file(str(path))
+            eos = END_OF_TEXT if raw.token_to_id(END_OF_TEXT) is not None else None
+            return _wrap(raw, eos)
+        return AutoTokenizer.from_pretrained(str(name))
+    # The tokenizers library raises bare Exception for a damaged file.
+    except Exception as error:
+        raise DataError(f"no tokenizer could be loaded from {str(name)!r}: {first_line(error)}") from error
+
+
+def has_tokenizer(folder: str | Path) -> bool:
+    """Whether a local folder holds a tokenizer that ``load_tokenizer`` can read."""
+    names = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+    return any((Path(folder) / name).is_file() for name in names)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, show_progress: bool | None = None) -> Any:
+    """Train a byte-level BPE on ``texts`` with at most ``vocab_size`` entries.
+
+    Deterministic: the same texts in the same order give the same tokenizer. Id 0 is ``<|endoftext|>``,
+    the end-of-sequence mark put between documents. Raises InputError below 257 entries.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise InputError(f"a byte-level vocabulary needs at least {SMALLEST_VOCABULARY} entries, not {vocab_size}")
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=sys.stderr.isatty() if show_progress is None else show_progress,
+    )
+    raw.train_from_iterator(texts, trainer)
+    return _wrap(raw, END_OF_TEXT)
+
+
+def _wrap(raw: Any, eos_token: str | None) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    fast: Any = PreTrainedTokenizerFast
+    return fast(tokenizer_object=raw, eos_token=eos_token)
