@@ -65,13 +65,13 @@ def capture(model: nn.Module, example_inputs: Any = None) -> TransformedModel:
         raise InputError(f"expected a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, TransformedModel):
         return copy.deepcopy(model)
-    model = _own_copy(model)
+    model = _own_copy(_unwrapped(model))
     sample = _sample_call(model, example_inputs)
     plain = _call(model, {k: v for k, v in sample.kwargs.items() if k != sample.labels})
     exported = _export(model, sample)
     returned = _call(model, sample.kwargs)
     leaves = pytree.tree_leaves(returned)
-    order, logits_view = _graph_outputs(leaves, sample, type(model).__name__)
+    order, logits_view = _graph_outputs(returned, leaves, sample, type(model).__name__)
     index = {leaf: position for position, leaf in enumerate(order)}
     shapes = [leaves[i] for i in order]
     full = _template(returned, leaves, index)
@@ -106,6 +106,18 @@ def capture(model: nn.Module, example_inputs: Any = None) -> TransformedModel:
         non_persistent=_non_persistent(model) | lifted,
         max_positions=_max_positions(model, exported, sample),
     )
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model itself inside torch.compile, DataParallel or DistributedDataParallel."""
+    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    while True:
+        if isinstance(model, wrappers):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = cast("nn.Module", model._orig_mod)
+        else:
+            return model
 
 
 def _own_copy(model: nn.Module) -> nn.Module:
@@ -241,6 +253,11 @@ def _export(model: nn.Module, sample: _Sample) -> torch.export.ExportedProgram:
     try:
         with _quiet():
             program = torch.export.export(model, (), sample.kwargs, dynamic_shapes=dims, strict=False)
+            for buffer in program.graph_signature.buffers_to_mutate.values():
+                # training updates this buffer (a power iteration, say): keep its module as it is in evaluation
+                model.get_submodule(buffer.rpartition(".")[0]).eval()
+            if program.graph_signature.buffers_to_mutate:
+                program = torch.export.export(model, (), sample.kwargs, dynamic_shapes=dims, strict=False)
             opened: torch.export.ExportedProgram = program.run_decompositions(table)
             return opened
     except Exception as error:
@@ -251,7 +268,9 @@ def _export(model: nn.Module, sample: _Sample) -> torch.export.ExportedProgram:
         ) from error
 
 
-def _graph_outputs(leaves: Sequence[Any], sample: _Sample, family: str) -> tuple[list[int], tuple[int, ...] | None]:
+def _graph_outputs(
+    returned: Any, leaves: Sequence[Any], sample: _Sample, family: str
+) -> tuple[list[int], tuple[int, ...] | None]:
     """Which flat outputs the graph keeps, logits first; the shape to restore if the source flattens logits."""
     batch, length = sample.kwargs[sample.tokens].shape
     tensors = {i: t for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.is_floating_point()}
@@ -263,7 +282,8 @@ def _graph_outputs(leaves: Sequence[Any], sample: _Sample, family: str) -> tuple
             f"{family} returns no logits [B, T, V] for tokens [{batch}, {length}] (its outputs: {shapes}); "
             "supported are decoder-only transformers"
         )
-    logits = full[0] if full else flat[0]
+    named = returned.get("logits") if isinstance(returned, Mapping) else getattr(returned, "logits", None)
+    logits = max(full or flat, key=lambda i: (leaves[i] is named, leaves[i].shape[-1]))
     view = None if full else (batch, length, int(leaves[logits].shape[1]))
     return [logits, *(i for i in tensors if i != logits)], view
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from aero_compile.errors import InputError, nearest
-from aero_compile.parts import ACTIVATIONS, ELEMENTARY, Structure
+from aero_compile.parts import ACTIVATIONS, ELEMENTARY, Structure, nonlinear_kind
 from aero_compile.rewriting import live_inputs, node_values, source_path
 from aero_compile.trainable import TransformedModel
 
@@ -90,8 +90,9 @@ class Census:
                 (inside if op.layer is not None else final)[op.shape] += op.count
         terms = []
         for shape in dict.fromkeys([*inside, *final]):
-            after = f"(+{final[shape]} final)" if final[shape] else ""
-            terms.append(f"{inside[shape]}{after}×R^{{{'×'.join(map(str, shape))}}}")
+            after = f"(+{final[shape]} final)" if inside[shape] and final[shape] else ""
+            count = f"{inside[shape]}{after}" if inside[shape] else f"{final[shape]} final"
+            terms.append(f"{count}×R^{{{'×'.join(map(str, shape))}}}")
         return f"{LABELS.get(kind, kind)}:" + "+".join(terms)
 
 
@@ -136,18 +137,18 @@ def _count(structure: Structure, values: Any, seq_len: int) -> Iterator[Nonlinea
             while node is not heads.scores:  # soft caps and the like, between the product and the softmax
                 owner[node] = (attention.layer, attention.name)
                 node = live_inputs(node, structure.live)[0]
-    for node in structure.live - counted:
-        kind = ACTIVATIONS.get(node.target) or ELEMENTARY.get(node.target)
-        if kind or _divides(node, structure.live):
-            layer, name = owner.get(node, (None, source_path(node) or node.name))
-            yield _entry(kind or "division", values[node], seq_len, layer, name)
+    for node in values:
+        kind = nonlinear_kind(node, structure.live) if node in structure.live - counted else None
+        if kind is not None:
+            layer, name = owner.get(node, (_layer(node, structure, values), source_path(node) or node.name))
+            yield _entry(kind, values[node], seq_len, layer, name)
 
 
-def _divides(node: fx.Node, live: set[fx.Node]) -> bool:
-    """Whether `node` divides by a value that depends on the tokens, or takes a power that is no product."""
-    if node.target is aten.pow.Tensor_Scalar:
-        return not (isinstance(node.args[1], int | float) and float(node.args[1]).is_integer() and node.args[1] > 0)
-    return node.target is aten.div.Tensor and node.args[1] in live
+def _layer(node: fx.Node, structure: Structure, values: Any) -> int | None:
+    """Layer of an op that belongs to no recognized part: the last attention above it; None on the logits."""
+    if structure.depth[node] == len(structure.attentions) and values[node].shape[-1] == structure.vocab_size:
+        return None
+    return max(structure.depth[node] - 1, 0)
 
 
 def _entry(kind: str, value: Tensor, seq_len: int, layer: int | None, name: str) -> NonlinearOp:

@@ -6,12 +6,13 @@ import dataclasses
 import itertools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
 from aero_compile.errors import UnsupportedGraphError
-from aero_compile.parts import ACTIVATIONS, ELEMENTARY, NORMS, Activation, FeedForward
+from aero_compile.parts import ACTIVATIONS, ELEMENTARY, NORMS, Activation, FeedForward, nonlinear_kind
 from aero_compile.rewriting import VIEWS, ancestors, live_inputs, place, source_path, through_views
 
 aten = torch.ops.aten
@@ -28,14 +29,18 @@ _PASSED = VIEWS | NORMS | _BRANCH_OPS | {aten.add.Tensor}
 
 
 def find_ffns(
-    order: Sequence[fx.Node], live: set[fx.Node], depth: Mapping[fx.Node, int], layers: int
+    order: Sequence[fx.Node],
+    live: set[fx.Node],
+    depth: Mapping[fx.Node, int],
+    layers: int,
+    values: Mapping[fx.Node, Any],
 ) -> Iterator[FeedForward]:
     """Feed-forward blocks in graph order; `depth` says how many of the `layers` attentions a node comes after."""
     found: list[FeedForward] = []
     for node in order:
         if node.target is not aten.linear.default:
             continue
-        inside = _inside(node, live)
+        inside = _inside(node, live, values)
         inputs = tuple(n for n in inside if n.target is aten.linear.default)
         bases = {through_views(live_inputs(linear, live)[0]) for linear in inputs}
         if len(bases) != 1:
@@ -48,14 +53,14 @@ def find_ffns(
         name = source_path(node).rpartition(".")[0] or source_path(node)
         activations = tuple(find_activations(inside, live))
         found.append(FeedForward(len(found), entry, inputs, node, activations, branch, residual, name))
-    if len(found) == layers:
-        yield from found
-        return
-    for ffn in found:
-        yield dataclasses.replace(ffn, layer=max(depth[ffn.output] - 1, 0))
+    each = len(found) // layers
+    for number, ffn in enumerate(found):
+        regular = each * layers == len(found)
+        layer = number // each if regular else max(depth[ffn.output] - 1, 0)
+        yield dataclasses.replace(ffn, layer=layer)
 
 
-def _inside(output: fx.Node, live: set[fx.Node]) -> tuple[fx.Node, ...]:
+def _inside(output: fx.Node, live: set[fx.Node], values: Mapping[fx.Node, Any]) -> tuple[fx.Node, ...]:
     """Nodes between the linear node `output` and its in-projections, these included, if that is all there is."""
     stack = [live_inputs(output, live)[0]]
     seen: dict[fx.Node, None] = {}
@@ -66,10 +71,18 @@ def _inside(output: fx.Node, live: set[fx.Node]) -> tuple[fx.Node, ...]:
         seen[node] = None
         if node.target is aten.linear.default:
             continue
-        if (node.target not in _FFN_OPS and node.op != "call_module") or len(seen) > 64:
+        known = node.target in _FFN_OPS or node.op == "call_module" or _is_elementwise(node, live, values)
+        if not known or len(seen) > 64:
             return ()
         stack.extend(live_inputs(node, live))
     return tuple(seen)
+
+
+def _is_elementwise(node: fx.Node, live: set[fx.Node], values: Mapping[fx.Node, Any]) -> bool:
+    """Whether an op that is not in our tables maps one hidden value to another of the same shape (SELU, PReLU)."""
+    inputs = live_inputs(node, live)
+    single = len(inputs) == 1 and nonlinear_kind(node, live) is not None
+    return single and getattr(values[inputs[0]], "shape", None) == getattr(values[node], "shape", None)
 
 
 def find_activations(inside: Sequence[fx.Node], live: set[fx.Node]) -> Iterator[Activation]:
@@ -93,7 +106,7 @@ def find_activations(inside: Sequence[fx.Node], live: set[fx.Node]) -> Iterator[
 
 def _is_curved(node: fx.Node, live: set[fx.Node]) -> bool:
     """Whether `node` is nonlinear in the one value that its inputs come from."""
-    if node.target in ACTIVATIONS or node.target in ELEMENTARY or node.target in _POWERS:
+    if nonlinear_kind(node, live) or node.target in _POWERS:
         return True
     operands = [a for a in node.args if isinstance(a, fx.Node) and a in live]
     return node.target in (aten.mul.Tensor, aten.div.Tensor) and len(operands) > 1
@@ -112,13 +125,13 @@ def _smallest_region(
         leaks = any(user not in region for n in region - {exit_} for user in n.users)
         if reads == {source} and not leaks and region <= own:
             nodes = tuple(sorted(region, key=lambda n: len(above[n])))
-            return Activation(_kind(region), source, exit_, nodes)
+            return Activation(_kind(region, live), source, exit_, nodes)
     raise UnsupportedGraphError(f"the activation around {place(curved[0])} has more than one input or output")
 
 
-def _kind(region: set[fx.Node]) -> str:
+def _kind(region: set[fx.Node], live: set[fx.Node]) -> str:
     """Name of an activation: that of its op, or of the ops it is made of."""
-    names = {ACTIVATIONS.get(n.target) or ELEMENTARY.get(n.target) for n in region} - {None}
+    names = {nonlinear_kind(node, live) for node in region} - {None}
     squared = any(node.target in _POWERS for node in region)
     if names == {"sigmoid"}:
         return "quick_gelu"

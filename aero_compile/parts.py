@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
+
+from aero_compile.rewriting import VIEWS
 
 aten = torch.ops.aten
 
@@ -50,6 +53,68 @@ ELEMENTARY: Mapping[Any, str] = {
     aten.amax.default: "maximum",
 }
 """Nonlinear ops that no recognized activation, norm or softmax contains: counted under their own names."""
+
+
+LINEAR = VIEWS | {
+    aten.linear.default,
+    aten.matmul.default,
+    aten.embedding.default,
+    aten.index.Tensor,
+    aten.index_select.default,
+    aten.gather.default,
+    aten.add.Tensor,
+    aten.sub.Tensor,
+    aten.rsub.Scalar,
+    aten.neg.default,
+    aten.mul.Tensor,
+    aten.square.default,
+    aten.cat.default,
+    aten.stack.default,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.chunk.default,
+    aten.unbind.int,
+    aten.select.int,
+    aten.repeat.default,
+    aten.repeat_interleave.self_int,
+    aten.roll.default,
+    aten.flip.default,
+    aten.sum.dim_IntList,
+    aten.mean.dim,
+    aten.cumsum.default,
+    aten.convolution.default,
+    aten.constant_pad_nd.default,
+    aten.masked_fill.Scalar,
+    aten.masked_fill.Tensor,
+    aten.where.self,
+    aten.where.ScalarOther,
+    aten.where.ScalarSelf,
+    aten.tril.default,
+    aten.triu.default,
+    aten.detach.default,
+    aten.to.dtype,
+    operator.getitem,
+}
+"""Ops that are linear in hidden values, select them by constants, or multiply them: not counted."""
+
+
+def nonlinear_kind(node: fx.Node, live: set[fx.Node]) -> str | None:
+    """What a live node is counted as, or None for linear ops and products; unknown ops go by their own name.
+
+    Softmax and norms, which are counted as such, give None as well.
+    """
+    if node.op != "call_function" or node.target in LINEAR or node.target in NORMS:
+        return None
+    if node.target is aten.softmax.int:
+        return None
+    if node.target is aten.pow.Tensor_Scalar:
+        exponent = node.args[1]
+        whole = isinstance(exponent, int | float) and float(exponent).is_integer() and exponent > 0
+        return None if whole else "pow"
+    if node.target is aten.div.Tensor:
+        return "division" if node.args[1] in live else None
+    known = ACTIVATIONS.get(node.target) or ELEMENTARY.get(node.target)
+    return known or str(node.target).removeprefix("aten.").partition(".")[0]
 
 
 @dataclass(frozen=True)
@@ -121,7 +186,11 @@ class Norm:
 
 @dataclass(frozen=True)
 class Structure:
-    """The parts of a decoder, in layer order. `values` holds the fake value of each node at a sample shape."""
+    """The parts of a decoder, in layer order.
+
+    `live` are the nodes that hold hidden values, `depth` how many attentions each of them comes after, and
+    `values` the fake value of every node at a sample shape.
+    """
 
     embedding: fx.Node
     vocab_size: int
@@ -129,4 +198,5 @@ class Structure:
     ffns: tuple[FeedForward, ...]
     norms: tuple[Norm, ...]
     live: set[fx.Node] = field(repr=False)
+    depth: Mapping[fx.Node, int] = field(repr=False)
     values: Mapping[fx.Node, Any] = field(repr=False)

@@ -15,7 +15,7 @@ from torch import fx
 from aero_compile.causality import require_causal
 from aero_compile.errors import UnsupportedGraphError, UnsupportedModelError
 from aero_compile.feed_forward import find_ffns
-from aero_compile.parts import ACTIVATIONS, NORMS, Attention, FeedForward, Heads, Norm, Structure
+from aero_compile.parts import NORMS, Attention, FeedForward, Heads, Norm, Structure, nonlinear_kind
 from aero_compile.rewriting import (
     VIEWS,
     is_floating,
@@ -68,10 +68,10 @@ def find_structure(model: TransformedModel) -> Structure:
     _refuse_routers(model, tainted & graph)
     order = [node for node in model.graph.nodes if node in live]
     attentions, depth = _attentions(model, order, live, values)
-    ffns = tuple(find_ffns(order, live, depth, len(attentions)))
+    ffns = tuple(find_ffns(order, live, depth, len(attentions), values))
     norms = tuple(_norms(order, depth, attentions, ffns))
     rows = int(values[embedding.all_input_nodes[0]].shape[0])
-    return Structure(embedding, rows, attentions, ffns, norms, live, values)
+    return Structure(embedding, rows, attentions, ffns, norms, live, depth, values)
 
 
 def _embedding(
@@ -127,7 +127,7 @@ def _attentions(
         layers[depth[node]].append(Heads(node, scores, count))
         depth[node] += 1
     if not layers:
-        kinds = sorted({str(n.target) for n in order if n.target in ACTIVATIONS or n.target in NORMS})
+        kinds = sorted({str(n.target) for n in order if n.target in NORMS or nonlinear_kind(n, live)})
         raise UnsupportedModelError(
             f"no attention softmax found in {family} (found: {', '.join(kinds) or 'no nonlinear op'}); "
             "supported are decoder-only transformers with softmax attention"
@@ -190,9 +190,15 @@ def require_ffns(structure: Structure, looking_for: str) -> tuple[FeedForward, .
     """The FFNs, or an UnsupportedGraphError that says what was looked for and what was nearest."""
     if structure.ffns:
         return structure.ffns
-    linear = [n for n in structure.live if n.target is aten.linear.default]
-    nearest = place(linear[-1]) if linear else "no linear layer at all"
+    order = [node for node in structure.values if node in structure.live]
+    linear = [node for node in order if node.target is aten.linear.default]
+    nearest = f"{place(linear[-1])}, which {_readers(linear[-1])}" if linear else "no linear layer at all"
     raise UnsupportedGraphError(
-        f"no feed-forward block found for {looking_for}: two linear layers in a row whose result is added to "
-        f"the residual stream (nearest: {nearest})"
+        f"no feed-forward block found for {looking_for}: two linear layers with element-wise ops between them, "
+        f"whose result is added to the residual stream (nearest: {nearest})"
     )
+
+
+def _readers(node: fx.Node) -> str:
+    users = [str(user.target) for user in node.users if user.op == "call_function"]
+    return f"goes into {', '.join(users)}" if users else "is the output"

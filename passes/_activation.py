@@ -18,10 +18,11 @@ def ffn_activations(model: TransformedModel, name: str) -> list[Activation]:
     structure = model.structure
     found = [activation for ffn in require_ffns(structure, name) for activation in ffn.activations]
     inside = {node for activation in found for node in activation.nodes}
-    for node in structure.live - inside:
-        if ACTIVATIONS.get(node.target, "tanh") not in ("tanh", "sigmoid"):
+    for node in structure.values:
+        kind = ACTIVATIONS.get(node.target) if node in structure.live - inside else None
+        if kind not in (None, "tanh", "sigmoid"):
             raise UnsupportedGraphError(
-                f"{name} found the activation {ACTIVATIONS[node.target]} at {place(node)} outside every "
-                "feed-forward block; supported are blocks of linear layers added to the residual stream"
+                f"{name} found the activation {kind} at {place(node)} outside every feed-forward block; supported "
+                "are blocks of two linear layers added to the residual stream"
             )
     return found

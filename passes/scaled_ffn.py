@@ -4,12 +4,14 @@ Before → after:
     x + FFN(x)          → β·x + (1/α)·FFN(x)          sequential block, x = X_SA
     x + attn + FFN(x)   → β·(x + attn) + (1/α)·FFN(x)  parallel block (GPT-J, GPT-NeoX, Falcon, Phi)
 
-α and β are one learnable scalar each per layer (`scaled_ffn.<layer>.alpha`, `.beta`, shape [1]).
+α and β are one learnable scalar each per layer (`scaled_ffn.<layer>.alpha`, `.beta`, shape [1]); where a layer has
+several FFNs, they are numbered (`scaled_ffn.<layer>.<number>.alpha`).
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -58,8 +60,12 @@ class ScaledFFN(GraphPass):
                 f"none in layer {missing[0] if missing else 0}"
             )
         weight = next(model.parameters())
+        per_layer = Counter(ffn.layer for ffn in ffns)
+        seen: Counter[int] = Counter()
         for ffn in ffns:
-            name = f"scaled_ffn.{ffn.layer}"
+            several = per_layer[ffn.layer] > 1
+            name = f"scaled_ffn.{ffn.layer}.{seen[ffn.layer]}" if several else f"scaled_ffn.{ffn.layer}"
+            seen[ffn.layer] += 1
             for leaf, initial in (("alpha", self.init_alpha), ("beta", self.init_beta)):
                 value = torch.full((1,), initial, dtype=weight.dtype, device=weight.device)
                 model.add_tensor(f"{name}.{leaf}", nn.Parameter(value))

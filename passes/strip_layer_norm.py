@@ -16,7 +16,7 @@ from torch import fx
 
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass, PassResult
-from aero_compile.parts import ACTIVATIONS
+from aero_compile.parts import nonlinear_kind
 from aero_compile.rewriting import bypass
 from aero_compile.trainable import TransformedModel
 
@@ -40,10 +40,10 @@ class StripLayerNorm(GraphPass):
         if not norms:
             if self.was_applied(model) or (structure.norms and self.keep_final):
                 return PassResult(model, modified=False)
-            present = sorted({ACTIVATIONS[n.target] for n in structure.live if n.target in ACTIVATIONS})
+            present = sorted({nonlinear_kind(node, structure.live) or "softmax" for node in structure.live})
             raise UnsupportedGraphError(
                 f"{self.name} found no LayerNorm or RMSNorm in {model.convention.family}; the nonlinear ops it "
-                f"has are {', '.join(['softmax', *present])}"
+                f"has are {', '.join(present)}"
             )
         for norm in norms:
             source = norm.node.args[0]
