@@ -1,1 +1,47 @@
 """Private inference of canonical graphs on SecretFlow SPU."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from aero_compile.runtime.approximations import Approximation, approximations
+    from aero_compile.runtime.inference import Compiled, compile_model, export, private_inference
+    from aero_compile.runtime.link import TLSConfig
+    from aero_compile.runtime.measure import Measurement
+    from aero_compile.runtime.program import Program
+    from aero_compile.runtime.to_jax import supported_ops
+
+_HOME = {
+    "Approximation": "approximations",
+    "approximations": "approximations",
+    "Compiled": "inference",
+    "compile_model": "inference",
+    "export": "inference",
+    "private_inference": "inference",
+    "TLSConfig": "link",
+    "Measurement": "measure",
+    "supported_ops": "to_jax",
+    "Program": "program",
+}
+
+__all__ = [
+    "Approximation",
+    "Compiled",
+    "Measurement",
+    "Program",
+    "TLSConfig",
+    "approximations",
+    "compile_model",
+    "export",
+    "private_inference",
+    "supported_ops",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load public names when they are first used: a party process needs only a few of these modules."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,0 +1,198 @@
+"""Private inference in one call: validate, lower, compile, run two parties, return the client's logits."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from aero_compile.errors import InputError
+from aero_compile.runtime.link import TLSConfig
+from aero_compile.runtime.measure import Measurement, combine
+from aero_compile.runtime.parties import run_parties
+from aero_compile.runtime.partition import partition
+from aero_compile.runtime.program import Program
+from aero_compile.runtime.progress import Progress
+from aero_compile.runtime.ranges import RangeCheck
+from aero_compile.runtime.spu_compile import compile_steps
+from aero_compile.runtime.spu_config import check_config, import_spu
+from aero_compile.runtime.to_jax import lower
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A model compiled for one shape: the public program, and the weights that only the server may hold."""
+
+    program: Program
+    weights: dict[str, npt.NDArray[Any]]
+
+
+def private_inference(
+    model: torch.nn.Module,
+    input_ids: Any,
+    protocol: str = "cheetah",
+    *,
+    field: int = 64,
+    fraction_bits: int = 18,
+    warm: bool = True,
+    timeout: float = 3600.0,
+    progress: bool | None = None,
+    tls: TLSConfig | None = None,
+) -> tuple[npt.NDArray[np.float32], Measurement]:
+    """Run ``model`` on ``input_ids`` in two-party computation between two processes of this machine.
+
+    Args:
+        model: a transformed model (``aero_compile.transform``), or any decoder, which is captured as it is.
+        input_ids: integer token ids, torch or NumPy, [B, T] (or [T], taken as one sequence).
+        protocol: "cheetah" (secure against semi-honest parties) or "semi2k" (fast; its correlated
+            randomness comes from the server, so it is for tests, not for privacy).
+        field: ring size in bits; fraction_bits: fixed-point fraction bits.
+        warm: run twice in the same processes and measure the second forward, without one-time set-up.
+        timeout: seconds for the computation.
+        progress: show the running operator on standard error; None: only on a terminal.
+        tls: certificates for an encrypted link.
+
+    Returns:
+        The client's logits, float32 [B, T, V], and the Measurement.
+
+    Raises:
+        InputError: tokens, shapes or options that the model or the protocol cannot take.
+        LoweringError: the model computes something that cannot be run privately, or values too large for
+            the fixed-point format.
+        PartyError: a party failed or was lost.
+        RuntimeUnavailableError: SPU is not installed.
+    """
+    check_config(protocol, field, fraction_bits)
+    if not timeout > 0:
+        raise InputError(f"timeout must be a positive number of seconds, not {timeout!r}")
+    if tls is not None:
+        tls.check()
+    import_spu()
+    graph_model = _with_graph(model)
+    ids = _checked_ids(graph_model, input_ids)
+    with Progress(progress) as shown:
+        shown.say("compiling")
+        compiled = _compile(graph_model, ids, protocol, field, fraction_bits)
+        outcome = run_parties(
+            compiled.program,
+            compiled.weights,
+            ids,
+            runs=2 if warm else 1,
+            timeout=timeout,
+            tls=tls,
+            on_event=shown.event,
+        )
+    versions = {
+        "aero_compile": str(importlib.import_module("aero_compile").__version__),
+        "torch": str(torch.__version__),
+        "platform": platform.platform(),
+        "cpus": str(os.cpu_count()),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    shape = (int(ids.shape[0]), int(ids.shape[1]))
+    return outcome.logits, combine(compiled.program, outcome.stats, shape, versions, list(sys.argv))
+
+
+def compile_model(
+    model: torch.nn.Module,
+    batch: int,
+    length: int,
+    protocol: str = "cheetah",
+    *,
+    field: int = 64,
+    fraction_bits: int = 18,
+) -> Compiled:
+    """Compile ``model`` for token ids [batch, length], without any tokens.
+
+    Raises: as :func:`private_inference`. Ranges are not checked against real inputs here.
+    """
+    check_config(protocol, field, fraction_bits)
+    import_spu()
+    graph_model = _with_graph(model)
+    ids = _checked_ids(graph_model, np.zeros((batch, length), np.int64))
+    return _compile(graph_model, ids, protocol, field, fraction_bits, check_ranges=False)
+
+
+def export(compiled: Compiled, directory: str | os.PathLike[str]) -> None:
+    """Write ``program.json`` (for both parties) and ``weights.npz`` (for the server only)."""
+    target = Path(directory)
+    target.mkdir(parents=True, exist_ok=True)
+    compiled.program.save(target / "program.json")
+    partial = target / "weights.part.npz"
+    np.savez(partial, **compiled.weights)
+    os.replace(partial, target / "weights.npz")
+
+
+def _compile(
+    model: torch.nn.Module,
+    ids: npt.NDArray[np.int64],
+    protocol: str,
+    field: int,
+    fraction_bits: int,
+    check_ranges: bool = True,
+) -> Compiled:
+    ranges = RangeCheck(field, fraction_bits) if check_ranges else None
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    was_training = model.training
+    model.eval()
+    try:
+        part = partition(model, _graph(model), torch.from_numpy(ids).to(device), ranges)
+    finally:
+        model.train(was_training)
+    live = lower(part)
+    if ranges is not None:
+        ranges.raise_first(live.executed, live.weights)
+    return Compiled(compile_steps(live, protocol, field, fraction_bits), live.weights)
+
+
+def _graph(model: torch.nn.Module) -> torch.fx.Graph:
+    build: Any = model.logits_graph
+    graph = build()
+    assert isinstance(graph, torch.fx.Graph)
+    return graph
+
+
+def _with_graph(model: torch.nn.Module) -> torch.nn.Module:
+    if not isinstance(model, torch.nn.Module):
+        raise InputError(f"private inference takes a torch.nn.Module, not {type(model).__name__}")
+    if hasattr(model, "logits_graph"):
+        return model
+    transform: Any = importlib.import_module("aero_compile").transform
+    captured = transform(model, "baseline")
+    assert isinstance(captured, torch.nn.Module)
+    return captured
+
+
+def _checked_ids(model: torch.nn.Module, input_ids: Any) -> npt.NDArray[np.int64]:
+    """Return the ids as int64 [B, T], or raise InputError."""
+    try:
+        ids = np.asarray(input_ids.detach().cpu() if isinstance(input_ids, torch.Tensor) else input_ids)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"input_ids cannot be read as an array: {error}") from error
+    if ids.dtype.kind not in "iu":
+        raise InputError(f"input_ids must be integers, not {ids.dtype}")
+    if ids.ndim == 1:
+        ids = ids[None]
+    if ids.ndim != 2 or 0 in ids.shape:
+        raise InputError(f"input_ids must have shape [batch, length], both at least 1, not {list(ids.shape)}")
+    known = _declared(model)
+    if known["max_positions"] is not None and ids.shape[1] > known["max_positions"]:
+        raise InputError(f"{ids.shape[1]} tokens are longer than the {known['max_positions']} positions of the model")
+    if known["vocab_size"] is not None and (ids.min() < 0 or ids.max() >= known["vocab_size"]):
+        wrong = ids.max() if ids.max() >= known["vocab_size"] else ids.min()
+        raise InputError(f"token id {wrong} is outside the vocabulary of {known['vocab_size']} tokens")
+    return np.ascontiguousarray(ids.astype(np.int64))
+
+
+def _declared(model: torch.nn.Module) -> Mapping[str, int | None]:
+    return {name: getattr(model, name, None) for name in ("vocab_size", "max_positions")}

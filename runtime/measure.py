@@ -1,0 +1,215 @@
+"""What a private forward cost: bytes, messages and seconds, by operator, from SPU's own counters."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+_KIND = re.compile(
+    r"- (?P<name>\S.*?), executed (?P<count>\d+) times, duration (?P<seconds>[\d.e+-]+)s, "
+    r"send bytes (?P<send_bytes>\d+) recv bytes (?P<recv_bytes>\d+), "
+    r"send actions (?P<send_actions>\d+), recv actions (?P<recv_actions>\d+)"
+)
+_LINK = re.compile(r"Link details: total send bytes (\d+), recv bytes (\d+), send actions (\d+), recv actions (\d+)")
+_COUNTS = ("send_bytes", "recv_bytes", "send_actions", "recv_actions")
+
+
+def parse_profile(text: str) -> dict[str, Any]:
+    """Read SPU's profile of the executions in ``text``.
+
+    Returns ``send_bytes``, ``recv_bytes``, ``send_actions``, ``recv_actions`` (link totals of this party)
+    and ``kinds``: one dict per PPHLO operation kind with ``op``, ``count``, ``seconds`` and the four counts.
+    """
+    totals = dict.fromkeys(_COUNTS, 0)
+    for match in _LINK.finditer(text):
+        for name, value in zip(_COUNTS, match.groups(), strict=True):
+            totals[name] += int(value)
+    kinds = [
+        {
+            "op": match["name"],
+            "count": int(match["count"]),
+            "seconds": float(match["seconds"]),
+            **{name: int(match[name]) for name in _COUNTS},
+        }
+        for match in _KIND.finditer(text)
+    ]
+    return {**totals, "kinds": kinds}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The bill of one private inference.
+
+    ``bytes``, ``messages`` and ``seconds`` are those of the measured forward: the second one in the same
+    processes when ``warm`` is true (keys and oblivious transfers already set up), else the first. They
+    include the opening of the logits to the client and exclude ``setup``. Bytes are payload of both
+    directions, as SPU counts what it hands to the link; ``wire_bytes`` is what the kernel counted on the TCP
+    connections in the same interval (framing included; None where the kernel does not tell). ``messages``
+    counts the sends of both parties (parallel tiles count one each: not rounds). ``seconds`` is the slower
+    party's wall time; ``party_seconds`` has both.
+
+    ``cold_bytes`` (payload of the first forward plus the bytes of the set-up on the wire), ``cold_messages``
+    and ``cold_seconds`` (set-up included) describe the first forward.
+
+    ``per_op``: one dict per operator kind of the model (``softmax``, ``linear``, ...) with ``count``,
+    ``seconds`` (of the server), ``bytes``, ``send_bytes`` and ``recv_bytes`` (of the server), ``messages``;
+    most bytes first; the last entry, ``reveal``, is the opening of the logits. ``per_step`` has the same for
+    every operator in order of execution with its ``place`` in the model. ``per_pphlo_op`` has SPU's own
+    operation kinds.
+    """
+
+    protocol: str
+    field: int
+    fraction_bits: int
+    shape: tuple[int, int]
+    warm: bool
+    bytes: int
+    messages: int
+    seconds: float
+    party_seconds: dict[str, float]
+    party_sent_bytes: dict[str, int]
+    wire_bytes: int | None
+    setup_seconds: float
+    setup_wire_bytes: int | None
+    cold_bytes: int
+    cold_messages: int
+    cold_seconds: float
+    per_op: list[dict[str, Any]]
+    per_step: list[dict[str, Any]]
+    per_pphlo_op: list[dict[str, Any]]
+    program: str
+    versions: dict[str, str]
+    command: list[str]
+
+    def to_json(self) -> str:
+        """Return everything as JSON text."""
+        return json.dumps(asdict(self), indent=1)
+
+    def __str__(self) -> str:
+        batch, length = self.shape
+        state = "warm" if self.warm else "cold"
+        lines = [
+            f"{self.protocol}, {self.field}-bit ring, {self.fraction_bits} fraction bits, {batch}x{length} "
+            f"tokens, {state} forward",
+            f"  {_size(self.bytes)} both ways, {self.messages:,} messages, {self.seconds:.2f} s "
+            f"(first forward: {_size(self.cold_bytes)}, {self.cold_seconds:.2f} s)",
+            "",
+            f"  {'operator':<16}{'count':>6}{'bytes':>12}{'share':>8}{'messages':>10}{'seconds':>9}",
+        ]
+        lines += [
+            f"  {row['op']:<16}{row['count']:>6}{_size(row['bytes']):>12}"
+            f"{row['bytes'] / max(1, self.bytes):>8.1%}{row['messages']:>10,}{row['seconds']:>9.2f}"
+            for row in self.per_op
+        ]
+        return "\n".join(lines)
+
+
+def combine(
+    program: Any,
+    stats: Mapping[str, Mapping[str, Any]],
+    shape: tuple[int, int],
+    versions: dict[str, str],
+    command: list[str],
+) -> Measurement:
+    """Build the Measurement from the two parties' ``stats.json`` (keys "server" and "client")."""
+    server, client = stats["server"], stats["client"]
+    runs = [_Run(a, b) for a, b in zip(server["runs"], client["runs"], strict=True)]
+    cold, used = runs[0], runs[-1]
+    setup_wire = _wire(server["setup"], client["setup"])
+    setup_seconds = max(server["setup"]["seconds"], client["setup"]["seconds"])
+    return Measurement(
+        protocol=program.protocol,
+        field=program.field,
+        fraction_bits=program.fraction_bits,
+        shape=shape,
+        warm=len(runs) > 1,
+        bytes=used.bytes,
+        messages=used.messages,
+        seconds=max(used.seconds.values()),
+        party_seconds=used.seconds,
+        party_sent_bytes=used.sent,
+        wire_bytes=_wire(used.server, used.client),
+        setup_seconds=setup_seconds,
+        setup_wire_bytes=setup_wire,
+        cold_bytes=cold.bytes + (setup_wire or 0),
+        cold_messages=cold.messages,
+        cold_seconds=max(cold.seconds.values()) + setup_seconds,
+        per_op=used.table(),
+        per_step=used.steps,
+        per_pphlo_op=used.pphlo(),
+        program=program.digest,
+        versions={**versions, **server["versions"]},
+        command=command,
+    )
+
+
+class _Run:
+    """One forward as both parties saw it."""
+
+    def __init__(self, server: Mapping[str, Any], client: Mapping[str, Any]) -> None:
+        self.server, self.client = server, client
+        self.seconds = {"server": float(server["seconds"]), "client": float(client["seconds"])}
+        self.sent = {
+            name: sum(step["send_bytes"] for step in run["steps"]) + run["revealed_bytes"]
+            for name, run in (("server", server), ("client", client))
+        }
+        self.steps = [
+            {
+                "op": a["op"],
+                "place": a["place"],
+                "seconds": a["seconds"],
+                "bytes": a["send_bytes"] + b["send_bytes"],
+                "send_bytes": a["send_bytes"],
+                "recv_bytes": a["recv_bytes"],
+                "messages": a["send_actions"] + b["send_actions"],
+            }
+            for a, b in zip(server["steps"], client["steps"], strict=True)
+        ]
+        self.bytes = sum(self.sent.values())
+        self.messages = sum(step["messages"] for step in self.steps) + 1
+
+    def table(self) -> list[dict[str, Any]]:
+        rows = _summed(self.steps, ("seconds", "bytes", "send_bytes", "recv_bytes", "messages"))
+        revealed = int(self.server["revealed_bytes"])
+        reveal = {
+            "op": "reveal",
+            "count": 1,
+            "seconds": 0.0,
+            "bytes": revealed,
+            "send_bytes": revealed,
+            "recv_bytes": 0,
+            "messages": 1,
+        }
+        return [*sorted(rows, key=lambda row: (-row["bytes"], -row["seconds"])), reveal]
+
+    def pphlo(self) -> list[dict[str, Any]]:
+        kinds = [kind for step in self.server["steps"] for kind in step["kinds"]]
+        rows = _summed(kinds, ("count", "seconds", *_COUNTS))
+        return sorted(rows, key=lambda row: -(row["send_bytes"] + row["recv_bytes"]))
+
+
+def _summed(rows: Sequence[Mapping[str, Any]], columns: tuple[str, ...]) -> list[dict[str, Any]]:
+    table: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        total = table.setdefault(row["op"], {"op": row["op"], "count": 0, **dict.fromkeys(columns, 0)})
+        for column in columns:
+            total[column] += row[column]
+        if "count" not in columns:
+            total["count"] += 1
+    return list(table.values())
+
+
+def _wire(server: Mapping[str, Any], client: Mapping[str, Any]) -> int | None:
+    """Bytes received by both: what one sent and the other acknowledged is the same traffic."""
+    received = int(server["wire"][1]) + int(client["wire"][1])
+    return received if received > 0 else None
+
+
+def _size(count: int) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.2f} {unit}"
+    return f"{count} B"

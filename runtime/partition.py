@@ -1,0 +1,196 @@
+"""Who may know what: split a logits graph into public, server-owned and live (token-dependent) values.
+
+Only live nodes are lowered to the private computation. Everything else is evaluated here, once, in
+PyTorch, at the concrete batch size and sequence length:
+
+* PUBLIC: follows from shapes, literals and the architecture (positions, causal masks, rotary tables). Both
+  parties may know it; it becomes a constant of the program.
+* SERVER: follows from the model's parameters. It becomes an input that only the server holds.
+* LIVE: follows from the client's tokens. It exists only as secret shares.
+
+Every ``nn.Parameter`` is the server's. Buffers are not trained, so they are split by what they can carry:
+boolean and integer buffers, non-persistent buffers (rebuilt from the configuration, like rotary
+frequencies), plain tensor constants of the graph, and floating buffers that hold nothing but mask values
+(0, 1, and entries of -1e4 or less) are public; every other floating buffer (calibrated statistics, for
+instance) is the server's.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import fx
+
+from aero_compile.errors import LoweringError
+
+MASKED_BELOW = -9e3
+"""A score of at most this value is masked: -1e4 is the mildest mask in use, and a score is added to it."""
+
+Observer = Callable[[fx.Node, tuple[Any, ...], dict[str, Any], Any], None]
+
+# Functions of a live tensor's shape alone: their result does not depend on the tokens.
+_SHAPE_ONLY = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("sym_size", "sym_numel", "sym_stride", "zeros_like", "ones_like", "full_like", "empty_like"),
+        *("new_zeros", "new_ones", "new_full", "new_empty"),
+    )
+)
+_DROPOUT = frozenset({"aten.dropout", "aten.native_dropout", "aten.feature_dropout"})
+
+
+class Domain(Enum):
+    """Who may know a value."""
+
+    PUBLIC = "public"
+    SERVER = "server"
+    LIVE = "live"
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A graph at one concrete shape, every node assigned to a domain.
+
+    ``known`` holds the value of each public and server node; ``shapes`` and ``is_float`` describe the live
+    tensors. Values of live nodes are not kept: nothing in the lowering may depend on the tokens.
+    """
+
+    graph: fx.Graph
+    tokens: fx.Node
+    output: fx.Node
+    domains: dict[fx.Node, Domain]
+    known: dict[fx.Node, Any]
+    shapes: dict[fx.Node, tuple[int, ...]]
+    is_float: dict[fx.Node, bool]
+
+    def is_live(self, value: object) -> bool:
+        """Whether ``value`` is a node that depends on the tokens."""
+        return isinstance(value, fx.Node) and self.domains[value] is Domain.LIVE
+
+
+def op_name(node: fx.Node) -> str:
+    """Return the operator of a node without its overload, e.g. ``aten.add``; ``dropout`` for the module."""
+    if node.op == "call_module":
+        return "dropout"
+    if node.op != "call_function":
+        return node.op
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet is not None:
+        return str(packet)
+    if node.target is operator.getitem:
+        return "getitem"
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def place_of(node: fx.Node) -> str:
+    """Return where in the user's model a node comes from, as far as the capture recorded it."""
+    stack = node.meta.get("nn_module_stack")
+    if isinstance(stack, dict) and stack:
+        entry = list(stack.values())[-1]
+        path = entry[0] if isinstance(entry, tuple) else str(entry)
+        return str(path) or "the model's top level"
+    return "an unnamed place"
+
+
+def partition(
+    module: torch.nn.Module,
+    graph: fx.Graph,
+    input_ids: torch.Tensor,
+    observe: Observer | None = None,
+) -> Partition:
+    """Evaluate ``graph`` on ``input_ids`` (int64 [B, T]) and sort its nodes into the three domains.
+
+    ``observe`` is called with the arguments and the value of every live node (plaintext, in this process).
+
+    Raises:
+        LoweringError: the graph has inputs other than ``input_ids`` and ``attention_mask``, no single
+            output, or an output that does not depend on the tokens.
+    """
+    outputs = [node for node in graph.nodes if node.op == "output"]
+    inputs = {str(node.target): node for node in graph.nodes if node.op == "placeholder"}
+    unknown = sorted(set(inputs) - {"input_ids", "attention_mask"})
+    if "input_ids" not in inputs or unknown:
+        raise LoweringError(
+            f"the logits graph takes {sorted(inputs)}; private inference knows input_ids and attention_mask"
+        )
+    result = outputs[0].args[0]
+    if isinstance(result, (tuple, list)) and len(result) == 1:
+        result = result[0]
+    if not isinstance(result, fx.Node):
+        raise LoweringError("the logits graph must return exactly one tensor, the logits")
+
+    sorter = _Sorter(module, graph, observe)
+    arguments = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+    with torch.no_grad():
+        sorter.run(*(arguments[name] for name in inputs))
+    if sorter.domains[result] is not Domain.LIVE:
+        raise LoweringError("the logits do not depend on the tokens: nothing to compute privately")
+    return Partition(graph, inputs["input_ids"], result, sorter.domains, sorter.known, sorter.shapes, sorter.is_float)
+
+
+class _Sorter(fx.Interpreter):
+    """Runs the graph in eager PyTorch and records, per node, its domain and what the lowering may use."""
+
+    def __init__(self, module: torch.nn.Module, graph: fx.Graph, observe: Observer | None) -> None:
+        super().__init__(module, garbage_collect_values=True, graph=graph)
+        self.domains: dict[fx.Node, Domain] = {}
+        self.known: dict[fx.Node, Any] = {}
+        self.shapes: dict[fx.Node, tuple[int, ...]] = {}
+        self.is_float: dict[fx.Node, bool] = {}
+        self._observe = observe
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "call_module" and not isinstance(self.fetch_attr(str(n.target)), torch.nn.Dropout):
+            raise LoweringError(f"node {n.name} calls module {n.target}, which is not a dropout")
+        if n.op == "call_module" or op_name(n) in _DROPOUT:
+            value = self.fetch_args_kwargs_from_env(n)[0][0]  # identity at inference
+            if op_name(n) == "aten.native_dropout":
+                value = (value, torch.ones_like(value, dtype=torch.bool))
+        else:
+            value = super().run_node(n)
+        domain = self._domain(n, value)
+        self.domains[n] = domain
+        if domain is Domain.LIVE:
+            if isinstance(value, torch.Tensor):
+                self.shapes[n] = tuple(value.shape)
+                self.is_float[n] = value.is_floating_point()
+            if self._observe is not None and n.op not in ("output", "placeholder"):
+                args, kwargs = self.fetch_args_kwargs_from_env(n)
+                self._observe(n, args, kwargs, value)
+        elif n.op != "output":
+            self.known[n] = value
+        return value
+
+    def _domain(self, node: fx.Node, value: object) -> Domain:
+        if node.op == "placeholder":
+            return Domain.LIVE if node.target == "input_ids" else Domain.PUBLIC
+        if node.op == "get_attr":
+            return self._attribute_domain(str(node.target), value)
+        if op_name(node) in _SHAPE_ONLY:
+            return Domain.PUBLIC
+        found = {self.domains[used] for used in node.all_input_nodes}
+        if Domain.LIVE in found:
+            return Domain.LIVE
+        return Domain.SERVER if Domain.SERVER in found else Domain.PUBLIC
+
+    def _attribute_domain(self, name: str, value: object) -> Domain:
+        if isinstance(value, torch.nn.Parameter):
+            return Domain.SERVER
+        owner_name, _, leaf = name.rpartition(".")
+        owner = self.module.get_submodule(owner_name)
+        if not isinstance(value, torch.Tensor) or leaf not in owner._buffers:
+            return Domain.PUBLIC
+        if not value.is_floating_point() or leaf in owner._non_persistent_buffers_set:
+            return Domain.PUBLIC
+        mask_like = (value == 0) | (value == 1) | (value <= MASKED_BELOW)
+        return Domain.PUBLIC if bool(mask_like.all()) else Domain.SERVER
+
+
+def live_inputs(part: Partition, node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the live nodes that ``node`` reads."""
+    return (used for used in node.all_input_nodes if part.is_live(used))

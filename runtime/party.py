@@ -1,0 +1,316 @@
+"""One party of the private computation, as a process: ``python -m aero_compile.runtime.party``.
+
+Rank 0 is the server (weights), rank 1 the client (tokens, logits). On two hosts, start
+
+    python -m aero_compile.runtime.party --rank 0 --address HOST0:PORT --peer HOST1:PORT \\
+        --program program.json --weights weights.npz --output out
+    python -m aero_compile.runtime.party --rank 1 --address HOST1:PORT --peer HOST0:PORT \\
+        --program program.json --tokens tokens.npy --output out
+
+(``aero_compile.runtime.export`` writes program and weights; tokens.npy holds int64 ids [B, T].)
+``aero_compile.private_inference`` starts exactly these processes on one machine. Events are printed as JSON
+lines; ``stats.json`` and, for the client, ``logits.npy`` are written to the output directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from aero_compile.errors import AeroError, InputError, PartyError
+from aero_compile.runtime.link import (
+    TLSConfig,
+    WireCounter,
+    connect,
+    not_connected,
+    parse_address,
+    watch_peer,
+)
+from aero_compile.runtime.program import CLIENT, SERVER, Program, TensorSpec, one_hot
+from aero_compile.runtime.spu_config import SpuLog, import_spu, plain_message, runtime_config
+
+EVENT = "aero-party "
+"""Prefix of event lines on standard output."""
+
+LINGER_SECONDS = 0.3
+"""Time for the reply to the peer's last message to leave; without it the peer reports a lost connection."""
+
+ROLES = {SERVER: "server", CLIENT: "client"}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one party; returns the exit code (2 for errors that were reported)."""
+    arguments = _parser().parse_args(argv)
+    end_with_parent(arguments.with_parent)
+    try:
+        _Party(arguments).run()
+    except AeroError as error:
+        _report_error(type(error).__name__, str(error))
+        return 2
+    except Exception as error:
+        traceback.print_exc()
+        _report_error("PartyError", f"{ROLES[arguments.rank]}: {plain_message(error)}")
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m aero_compile.runtime.party", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--rank", type=int, choices=(SERVER, CLIENT), required=True, help="0 server, 1 client")
+    add("--address", required=True, help="host:port on which this party listens")
+    add("--peer", required=True, help="host:port of the other party")
+    add("--program", type=Path, required=True, help="the compiled program, equal on both sides")
+    add("--weights", type=Path, help="server: .npz of the weights")
+    add("--tokens", type=Path, help="client: .npy of int64 token ids [B, T]")
+    add("--output", type=Path, required=True, help="directory for stats.json and logits.npy")
+    add("--runs", type=int, choices=(1, 2), default=2, help="2: a cold and a warm forward")
+    add("--timeout", type=float, default=3600.0, help="seconds for the computation, after connecting")
+    add("--connect-timeout", type=float, default=60.0, help="seconds to wait for the other party")
+    add("--tls-cert", help="PEM certificate of this party")
+    add("--tls-key", help="PEM key of this party")
+    add("--tls-ca", help="PEM certificate of the authority that signed both")
+    add("--with-parent", action="store_true", help="end when standard input is closed")
+    return parser
+
+
+class _Party:
+    """Everything one party does, in order."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.options = arguments
+        self.rank: int = arguments.rank
+        self.role = ROLES[self.rank]
+        for address in (arguments.address, arguments.peer):
+            parse_address(address)
+        self.output = Path(arguments.output)
+        self.output.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.program = Program.load(arguments.program)
+        self.own = self._own_inputs()
+        self.wire = WireCounter()
+        self._timer: threading.Timer | None = None
+
+    def run(self) -> None:
+        spu = import_spu()
+        log = SpuLog(spu, self.output / "spu.log")
+        config = runtime_config(self.program.protocol, self.program.field, self.program.fraction_bits)
+        options = self.options
+        addresses = [options.address, options.peer]
+        addresses = addresses if self.rank == SERVER else addresses[::-1]
+        self._deadline(options.connect_timeout, lambda: not_connected(options.peer, options.connect_timeout))
+        link = connect(spu, self.rank, addresses, options.timeout, options.connect_timeout, self._tls())
+        self._agree(link, str(config))
+        self._deadline(options.timeout, lambda: f"{self.role}: the computation took longer than {options.timeout:g} s")
+        stop_watch = watch_peer(options.peer, lambda: _die(f"{self.role}: lost the other party"))
+        started = time.perf_counter()
+        runtime = spu.Runtime(link, config)
+        link.barrier()
+        setup = {"seconds": time.perf_counter() - started, "wire": self.wire.read()}
+        runs = []
+        logits: npt.NDArray[Any] | None = None
+        for number in range(options.runs):
+            _event("run", number=number, steps=len(self.program.steps))
+            record, logits = self._forward(spu, link, runtime, config, log)
+            runs.append(record)
+        stop_watch.set()
+        if self.rank == CLIENT:
+            assert logits is not None
+            _write(self.output / "logits.npy", lambda file: np.save(file, logits, allow_pickle=False))
+        stats = {
+            "role": self.role,
+            "setup": setup,
+            "runs": runs,
+            "program": self.program.digest,
+            "versions": {"python": platform.python_version(), "spu": str(spu.__version__)},
+        }
+        _write(self.output / "stats.json", lambda file: file.write(json.dumps(stats).encode()))
+        link.barrier()  # the peer holds its results too: both may close
+        _event("done")
+        link.stop_link()
+        time.sleep(LINGER_SECONDS)
+
+    # --- before the computation -----------------------------------------------------------------------
+
+    def _own_inputs(self) -> dict[str, npt.NDArray[Any]]:
+        if self.rank == SERVER:
+            if self.options.weights is None or self.options.tokens is not None:
+                raise InputError("the server (rank 0) takes --weights and no --tokens")
+            try:
+                with np.load(self.options.weights, allow_pickle=False) as file:
+                    return {spec.name: _checked(spec, file[spec.name]) for spec in self.program.weights}
+            except (OSError, ValueError, KeyError) as error:
+                raise InputError(f"{self.options.weights} does not hold the weights: {error}") from error
+        if self.options.tokens is None or self.options.weights is not None:
+            raise InputError("the client (rank 1) takes --tokens and no --weights")
+        spec = self.program.tokens
+        try:
+            ids = np.load(self.options.tokens, allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise InputError(f"{self.options.tokens} does not hold tokens: {error}") from error
+        if ids.dtype.kind not in "iu" or ids.shape != spec.shape[:2]:
+            raise InputError(f"the program takes integer tokens {spec.shape[:2]}, not {ids.dtype} {ids.shape}")
+        if ids.min() < 0 or ids.max() >= spec.shape[2]:
+            raise InputError(f"token ids must lie between 0 and {spec.shape[2] - 1}")
+        return {spec.name: one_hot(ids, spec.shape[2])}
+
+    def _tls(self) -> TLSConfig | None:
+        paths = (self.options.tls_cert, self.options.tls_key, self.options.tls_ca)
+        if not any(paths):
+            return None
+        if not all(paths):
+            raise InputError("TLS needs all of --tls-cert, --tls-key and --tls-ca")
+        return TLSConfig(*paths)
+
+    def _agree(self, link: Any, config: str) -> None:
+        """Compare role, program and configuration with the peer's before any share exists."""
+        mine = {
+            "role": self.role,
+            "program": self.program.digest,
+            "config": config,
+            "spu": self.program.versions["spu"],
+            "runs": self.options.runs,
+        }
+        theirs = json.loads(link.all_gather(json.dumps(mine))[1 - self.rank])
+        for name, value in mine.items():
+            if name != "role" and theirs.get(name) != value:
+                raise PartyError(
+                    f"{self.role}: the other party has a different {name}: {theirs.get(name)!r}, not {value!r}"
+                )
+        if theirs.get("role") == self.role:
+            raise PartyError(f"both parties claim to be the {self.role}")
+        _event("connected")
+
+    def _deadline(self, seconds: float, message: Callable[[], str]) -> None:
+        """End the process with ``message`` unless a later deadline is set within ``seconds``."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = threading.Timer(seconds, lambda: _die(message()))
+        self._timer.daemon = True
+        self._timer.start()
+
+    # --- the computation ------------------------------------------------------------------------------
+
+    def _forward(
+        self, spu: Any, link: Any, runtime: Any, config: Any, log: SpuLog
+    ) -> tuple[dict[str, Any], npt.NDArray[Any] | None]:
+        link.barrier()
+        before, started = self.wire.read(), time.perf_counter()
+        io = spu.Io(2, config)
+        for spec in self.program.weights:
+            runtime.set_var(spec.name, self._share(spu, io, spec, SERVER))
+        runtime.set_var(self.program.tokens.name, self._share(spu, io, self.program.tokens, CLIENT))
+        log.read()
+        steps = []
+        for at, step in enumerate(self.program.steps):
+            _event("step", at=at, label=step.label, place=step.place)
+            begun = time.perf_counter()
+            code = self.program.codes[step.code].encode()
+            runtime.run(spu.Executable(step.label, list(step.inputs), list(step.outputs), code))
+            steps.append(
+                {
+                    "op": step.label,
+                    "place": step.place,
+                    "seconds": time.perf_counter() - begun,
+                    **log.read(),
+                }
+            )
+            for name in step.free:
+                runtime.del_var(name)
+        revealed, logits = self._reveal(link, runtime.get_var(self.program.logits.name), io)
+        runtime.del_var(self.program.logits.name)
+        link.barrier()
+        record = {
+            "seconds": time.perf_counter() - started,
+            "steps": steps,
+            "revealed_bytes": revealed,
+            "wire": [after - was for after, was in zip(self.wire.read(), before, strict=True)],
+        }
+        return record, logits
+
+    def _share(self, spu: Any, io: Any, spec: TensorSpec, owner: int) -> Any:
+        """This party's piece of an input: its own value if it is the owner, an empty one otherwise.
+
+        SPU keeps an owned input as it is at its owner and represents it at the peer by its shape alone, so
+        nothing is sent; it becomes a secret share in the first operator that mixes it with the peer's data.
+        """
+        value = self.own[spec.name] if owner == self.rank else np.zeros(spec.shape, spec.dtype)
+        return io.make_shares(value, spu.Visibility.VIS_SECRET, owner)[self.rank]
+
+    def _reveal(self, link: Any, share: Any, io: Any) -> tuple[int, npt.NDArray[Any] | None]:
+        """Open the logits to the client alone: the server sends its share, the client sends nothing."""
+        if self.rank == SERVER:
+            parts = [share.meta, *share.share_chunks]
+            link.send(CLIENT, str(len(parts)))
+            for part in parts:
+                link.send(CLIENT, part)
+            return sum(map(len, parts)), None
+        count = int(link.recv(SERVER))
+        parts = [link.recv(SERVER) for _ in range(count)]
+        peer = type(share)()
+        peer.meta, peer.share_chunks = parts[0], parts[1:]
+        logits = np.asarray(io.reconstruct([peer, share]), dtype=np.float32)
+        if logits.shape != self.program.logits.shape:
+            raise PartyError(f"the logits have shape {logits.shape}, expected {self.program.logits.shape}")
+        return 0, logits
+
+
+def _checked(spec: TensorSpec, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    if array.shape != spec.shape or str(array.dtype) != spec.dtype:
+        raise InputError(
+            f"weight {spec.name} is {array.dtype} {array.shape}; the program takes {spec.dtype} {spec.shape}"
+        )
+    return array
+
+
+def end_with_parent(enabled: bool) -> None:
+    """End this process as soon as standard input is closed, that is when its launcher is gone."""
+    if not enabled:
+        return
+
+    def wait() -> None:
+        while sys.stdin.buffer.read(4096):
+            pass
+        os._exit(4)
+
+    threading.Thread(target=wait, daemon=True, name="parent-watch").start()
+
+
+def _write(path: Path, write: Callable[[Any], object]) -> None:
+    partial = path.with_name(path.name + ".part")
+    with partial.open("wb") as file:
+        write(file)
+    os.replace(partial, path)
+
+
+def _event(kind: str, **content: Any) -> None:
+    print(EVENT + json.dumps({"event": kind, **content}), flush=True)
+
+
+def _report_error(kind: str, message: str) -> None:
+    _event("error", error=kind, message=message)
+    print(f"error: {message}", file=sys.stderr, flush=True)
+
+
+def _die(message: str) -> NoReturn:
+    _report_error("PartyError", message)
+    os._exit(2)  # SPU is blocked in native code, which no exception can reach
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # without waiting for the link's threads, whose peer may be gone

@@ -1,0 +1,121 @@
+"""Live operators that contract: matrix products, normalizations and softmax."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from aero_compile.runtime.approximations import exponential
+from aero_compile.runtime.masks import Masked
+from aero_compile.runtime.operators import cut, jnp, operator
+
+
+@operator("linear")
+def _linear(input: Any, weight: Any, bias: Any = None, **_: Any) -> Any:
+    flat = input.reshape((-1, input.shape[-1]))  # one matrix product, whatever the batch dimensions
+    out = jnp().matmul(flat, weight.T).reshape((*input.shape[:-1], weight.shape[0]))
+    return out if bias is None else out + bias
+
+
+@operator("matmul", "mm", "bmm")
+def _matmul(x: Any, other: Any = None, mat2: Any = None, **_: Any) -> Any:
+    right = other if other is not None else mat2
+    if right.ndim == 2 and x.ndim > 2:
+        return _linear(x, right.T)
+    return jnp().matmul(x, right)
+
+
+@operator("einsum")
+def _einsum(equation: str, tensors: Sequence[Any], **_: Any) -> Any:
+    return jnp().einsum(equation, *tensors)
+
+
+@operator("addmm", "baddbmm")
+def _addmm(
+    x: Any,
+    mat1: Any = None,
+    mat2: Any = None,
+    batch1: Any = None,
+    batch2: Any = None,
+    beta: Any = 1,
+    alpha: Any = 1,
+    **_: Any,
+) -> Any:
+    product = _matmul(mat1, mat2) if mat1 is not None else _matmul(batch1, batch2)
+    return (product if alpha == 1 else product * alpha) + (x if beta == 1 else x * beta)
+
+
+NORM_GAIN = 4.0
+"""Norms take the root of 4 times the variance: two more bits of it survive the fixed point."""
+
+
+def _scale_rows(centered: Any, shape: Sequence[int], eps: float, weight: Any, bias: Any) -> Any:
+    import jax
+
+    axes = tuple(range(-len(shape), 0))
+    # The sum of squares is divided once, after the sum: one rounding instead of one an element.
+    variance = (centered * centered).sum(axis=axes, keepdims=True) * (NORM_GAIN / math.prod(shape))
+    half = jax.lax.rsqrt(variance + NORM_GAIN * eps)
+    out = centered * (half + half)
+    out = out if weight is None else out * weight
+    return out if bias is None else out + bias
+
+
+@operator("layer_norm", "native_layer_norm")
+def _layer_norm(
+    input: Any,
+    normalized_shape: Sequence[int],
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    **_: Any,
+) -> Any:
+    axes = tuple(range(-len(normalized_shape), 0))
+    mean = input.sum(axis=axes, keepdims=True) * (1.0 / math.prod(normalized_shape))
+    return _scale_rows(input - mean, normalized_shape, eps, weight, bias)
+
+
+@operator("rms_norm")
+def _rms_norm(
+    input: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None, **_: Any
+) -> Any:
+    tiny = float(np.finfo(input.dtype).eps) if eps is None else eps
+    return _scale_rows(input, normalized_shape, tiny, weight, None)
+
+
+def masked_softmax(x: Any, mask: Masked, dim: int, exact: bool = False) -> Any:
+    """Softmax of ``mask.scale * x + mask.bias`` along ``dim``, over the allowed entries; others are 0.
+
+    Masked scores are replaced by an allowed score of the same row before the maximum and the exponential,
+    and the exponentials are multiplied by a public 0/1 after it: no large number is ever computed with. The
+    division is one reciprocal a row. A row with nothing allowed gives zeros (PyTorch: NaN).
+    """
+    scores = x if mask.scale is None else x * mask.scale.astype(x.dtype)
+    scores = scores if mask.bias is None else scores + mask.bias.astype(x.dtype)
+    empty: Any = None
+    if mask.allowed is not None:
+        allowed = np.broadcast_to(mask.allowed, (*([1] * (x.ndim - mask.allowed.ndim)), *mask.allowed.shape))
+        if allowed.shape[dim] != x.shape[dim]:
+            allowed = np.repeat(allowed, x.shape[dim], axis=dim)
+        scores = jnp().where(allowed, scores, _some_allowed(scores, allowed, dim))
+        empty = ~allowed.any(axis=dim, keepdims=True)
+    shifted = scores - scores.max(axis=dim, keepdims=True)
+    exponentials = jnp().exp(shifted) if exact else exponential(shifted)
+    if mask.allowed is not None:
+        exponentials = jnp().where(allowed, exponentials, 0.0)
+    total = exponentials.sum(axis=dim, keepdims=True)
+    if empty is not None and empty.any():
+        total = total + empty.astype(np.float32)
+    return exponentials * (1.0 / total)
+
+
+def _some_allowed(scores: Any, allowed: Any, dim: int) -> Any:
+    first = allowed.argmax(axis=dim, keepdims=True)
+    if (first == first.flat[0]).all():
+        return cut(scores, dim, int(first.flat[0]), int(first.flat[0]) + 1)
+    shape = list(scores.shape)
+    shape[dim] = 1
+    return jnp().take_along_axis(scores, np.broadcast_to(first, shape), axis=dim)

@@ -1,0 +1,116 @@
+"""The compiled program that both parties load: public, data only (JSON), the same bytes on both sides."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from aero_compile.errors import InputError
+
+SERVER, CLIENT = 0, 1
+"""Ranks of the two parties: the server owns the weights, the client the tokens and the logits."""
+
+TOKENS = "tokens"
+"""Name of the client's input: the one-hot matrix of the tokens, [B, T, V]."""
+
+FORMAT = 1
+"""Version of the program file; a reader accepts only its own."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """An input of the program: its name, shape and dtype ("float32", or "int32" for the one-hot tokens)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operator of the model: runs ``code`` on named secret values; ``free`` ends the life of some."""
+
+    label: str
+    place: str
+    code: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    free: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A model compiled for one batch size and sequence length, for one protocol configuration.
+
+    ``codes`` maps a key to PPHLO text; identical operators share one. ``tokens`` has shape [B, T, V],
+    ``logits`` shape [B, T, V]. Nothing in it depends on the weights' values or on any tokens.
+    """
+
+    protocol: str
+    field: int
+    fraction_bits: int
+    weights: tuple[TensorSpec, ...]
+    tokens: TensorSpec
+    logits: TensorSpec
+    steps: tuple[Step, ...]
+    codes: dict[str, str]
+    versions: dict[str, str]
+
+    def to_bytes(self) -> bytes:
+        """Return the canonical file content."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True).encode()
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the canonical content, compared by the parties before anything else."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the program to ``path`` (through a temporary name)."""
+        target = Path(path)
+        partial = target.with_name(target.name + ".part")
+        partial.write_bytes(self.to_bytes())
+        os.replace(partial, target)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Program:
+        """Read a program written by :meth:`save`.
+
+        Raises:
+            InputError: the file is missing, damaged or of another format version.
+        """
+        try:
+            content = json.loads(Path(path).read_bytes())
+            if content.pop("format") != FORMAT:
+                raise InputError(f"{path} is a program of another version of aero_compile")
+            return cls(**{**content, **_parse(content)})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"{path} is not a readable program file: {error}") from error
+
+
+def _parse(content: dict[str, Any]) -> dict[str, Any]:
+    def spec(raw: dict[str, Any]) -> TensorSpec:
+        return TensorSpec(raw["name"], tuple(raw["shape"]), raw["dtype"])
+
+    def step(raw: dict[str, Any]) -> Step:
+        tuples = {name: tuple(raw[name]) for name in ("inputs", "outputs", "free")}
+        return Step(**{**raw, **tuples})
+
+    return {
+        "weights": tuple(spec(raw) for raw in content["weights"]),
+        "tokens": spec(content["tokens"]),
+        "logits": spec(content["logits"]),
+        "steps": tuple(step(raw) for raw in content["steps"]),
+    }
+
+
+def one_hot(input_ids: npt.NDArray[np.int64], vocabulary: int) -> npt.NDArray[np.int32]:
+    """Return the one-hot form, int32 [B, T, vocabulary], of token ids [B, T]."""
+    return np.asarray(input_ids[..., None] == np.arange(vocabulary), dtype=np.int32)

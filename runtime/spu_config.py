@@ -1,0 +1,85 @@
+"""SPU itself: importing it, and the configuration that compiler and parties share."""
+
+from __future__ import annotations
+
+import platform
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from aero_compile.errors import InputError, RuntimeUnavailableError
+from aero_compile.runtime.approximations import EXP_ITERATIONS
+from aero_compile.runtime.measure import parse_profile
+
+PROTOCOLS = ("cheetah", "semi2k")
+FIELDS = (32, 64, 128)
+
+
+def import_spu() -> Any:
+    """Import and return the ``spu`` package.
+
+    Raises:
+        RuntimeUnavailableError: it is not installed or does not run on this machine.
+    """
+    try:
+        import spu
+        import spu.utils.frontend
+    except Exception as error:  # a missing wheel, a broken dependency, or a processor it was not built for
+        here = f"Python {platform.python_version()} on {sys.platform}/{platform.machine()}"
+        raise RuntimeUnavailableError(
+            "private inference needs SecretFlow SPU: pip install 'aero-compile[spu]' (it has wheels for "
+            f"Python 3.10 and 3.11 on x86-64 Linux; this is {here}; importing spu said: {error})"
+        ) from error
+    return spu
+
+
+def plain_message(error: BaseException) -> str:
+    """Return what an exception of SPU's native code says, without source positions and stack trace."""
+    text = str(error).partition("stacktrace:")[0].replace("what:", "", 1)
+    text = re.sub(r"\[[\w/~.+-]+\.(?:cc|h|cpp):\d+\]", "", text)
+    return " ".join(text.split()) or type(error).__name__
+
+
+def check_config(protocol: str, field: int, fraction_bits: int) -> None:
+    """Check a protocol configuration.
+
+    Raises:
+        InputError: unknown protocol or field, or fraction bits that leave no room for products.
+    """
+    if protocol not in PROTOCOLS:
+        raise InputError(f"unknown protocol {protocol!r} (known: {', '.join(PROTOCOLS)})")
+    if field not in FIELDS:
+        raise InputError(f"unknown ring size {field} (known: {', '.join(map(str, FIELDS))} bits)")
+    if not 1 <= fraction_bits <= (field - 8) // 2:
+        raise InputError(f"{fraction_bits} fraction bits do not fit a {field}-bit ring: choose 1 to {(field - 8) // 2}")
+
+
+def runtime_config(protocol: str, field: int, fraction_bits: int) -> Any:
+    """Return the ``spu.RuntimeConfig`` that compiler and parties use."""
+    spu = import_spu()
+    config = spu.RuntimeConfig(
+        protocol=spu.parse_protocol_kind(protocol.upper()),
+        field=spu.parse_field_type(f"FM{field}"),
+        fxp_fraction_bits=fraction_bits,
+    )
+    config.fxp_exp_mode = spu.RuntimeConfig.ExpMode.EXP_TAYLOR
+    config.fxp_exp_iters = EXP_ITERATIONS
+    config.experimental_enable_colocated_optimization = True  # weights and tokens keep their owner
+    config.enable_pphlo_profile = True
+    return config
+
+
+class SpuLog:
+    """SPU's own log: the only place where it reports bytes, messages and times."""
+
+    def __init__(self, spu: Any, path: Path) -> None:
+        options = spu.libspu.logging.LogOptions()
+        options.enable_console_logger = False
+        options.system_log_path = str(path)
+        spu.libspu.logging.setup_logging(options)
+        self._file = path.open("r", errors="replace")
+
+    def read(self) -> dict[str, Any]:
+        """Return what was logged since the last call: link totals and the table of PPHLO operations."""
+        return parse_profile(self._file.read())

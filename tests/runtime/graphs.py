@@ -1,0 +1,119 @@
+"""Small live graphs, plain and on SPU, for the runtime's tests."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import fx
+
+from aero_compile.runtime.partition import partition
+from aero_compile.runtime.program import CLIENT, SERVER, Program, one_hot
+from aero_compile.runtime.spu_config import runtime_config
+from aero_compile.runtime.to_jax import lower
+
+aten = torch.ops.aten
+Body = Callable[..., Any]
+
+
+class TokenRows(torch.nn.Module):
+    """``function(x, self)`` where x, shaped like ``values``, is looked up by the tokens row by row."""
+
+    def __init__(
+        self,
+        values: torch.Tensor,
+        function: Body,
+        parameters: Mapping[str, torch.Tensor] | None = None,
+        buffers: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self.table = torch.nn.Parameter(values.detach().reshape(-1, values.shape[-1]).clone())
+        self.shape = tuple(values.shape)
+        self._function = function
+        for name, tensor in (parameters or {}).items():
+            self.register_parameter(name, torch.nn.Parameter(tensor))
+        for name, tensor in (buffers or {}).items():
+            self.register_buffer(name, tensor)
+        self.vocab_size = self.table.shape[0]
+        self.max_positions: int | None = None
+
+    def forward(self, input_ids: Any) -> Any:
+        rows = aten.embedding.default(self.table, input_ids)
+        return self._function(aten.view.default(rows, list(self.shape)), self)
+
+    def logits_graph(self) -> fx.Graph:
+        return fx.symbolic_trace(self).graph
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """The tokens, int64 [1, rows], for which x equals the given values."""
+        return torch.arange(self.vocab_size)[None]
+
+
+def in_jax(model: TokenRows, *, exact: bool = True) -> npt.NDArray[np.float64]:
+    """Lower ``model`` and evaluate it in plain JAX with float64."""
+    import jax
+
+    with jax.experimental.enable_x64():  # type: ignore[no-untyped-call, unused-ignore]
+        part = partition(model, model.logits_graph(), model.ids)
+        live = lower(part, exact=exact, dtype=np.float64)
+        tokens = one_hot(model.ids.numpy(), live.token_shape[2]).astype(np.float64)
+        return np.asarray(live.run(tokens), dtype=np.float64)
+
+
+def in_spu(model: TokenRows, protocol: str = "semi2k") -> npt.NDArray[np.float64]:
+    """Lower ``model``, compile it, and run both parties as threads of this process."""
+    from aero_compile.runtime.spu_compile import compile_steps
+
+    live = lower(partition(model, model.logits_graph(), model.ids))
+    program = compile_steps(live, protocol, 64, 18)
+    tokens = one_hot(model.ids.numpy(), live.token_shape[2])
+    return simulate(program, {program.tokens.name: tokens}, live.weights)
+
+
+def simulate(
+    program: Program, tokens: Mapping[str, npt.NDArray[Any]], weights: Mapping[str, npt.NDArray[Any]]
+) -> npt.NDArray[np.float64]:
+    """Run a program between two threads and return the opened result."""
+    import spu
+
+    config = runtime_config(program.protocol, program.field, program.fraction_bits)
+    config.enable_pphlo_profile = False
+    io = spu.Io(2, config)
+    shares = {
+        name: io.make_shares(array, spu.Visibility.VIS_SECRET, owner)
+        for owner, arrays in ((SERVER, weights), (CLIENT, tokens))
+        for name, array in arrays.items()
+    }
+    desc = spu.link.Desc()
+    for rank in (SERVER, CLIENT):
+        desc.add_party(f"party{rank}", f"thread{rank}")
+    results: dict[int, Any] = {}
+
+    def party(rank: int) -> None:
+        runtime = spu.Runtime(spu.link.create_mem(desc, rank), config)
+        for name, pieces in shares.items():
+            runtime.set_var(name, pieces[rank])
+        for step in program.steps:
+            code = program.codes[step.code].encode()
+            runtime.run(spu.Executable(step.label, list(step.inputs), list(step.outputs), code))
+        results[rank] = runtime.get_var(program.logits.name)
+
+    threads = [threading.Thread(target=party, args=(rank,)) for rank in (SERVER, CLIENT)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return np.asarray(io.reconstruct([results[SERVER], results[CLIENT]]), dtype=np.float64)
+
+
+def expected(model: TokenRows) -> npt.NDArray[np.float64]:
+    """Evaluate the model in PyTorch."""
+    with torch.no_grad():
+        result = model(model.ids)
+    assert isinstance(result, torch.Tensor)
+    return result.double().numpy()

@@ -1,0 +1,205 @@
+"""``private_inference`` end to end: two processes, against PyTorch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import aero_compile
+from aero_compile import runtime
+from aero_compile.errors import InputError, LoweringError, RuntimeUnavailableError
+from aero_compile.runtime import Measurement, private_inference
+from tests.runtime.tiny import IDS, logits_of, tiny_model
+
+pytest.importorskip("spu")
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64}
+
+
+def _gpt2() -> torch.nn.Module:
+    config = transformers.GPT2Config(n_layer=2, n_head=4, n_embd=32, vocab_size=64, n_positions=32)
+    return _wide(transformers.GPT2LMHeadModel(config))
+
+
+def _neox() -> torch.nn.Module:
+    config = transformers.GPTNeoXConfig(**SIZES, intermediate_size=64, max_position_embeddings=32)
+    return _wide(transformers.GPTNeoXForCausalLM(config))
+
+
+def _llama() -> torch.nn.Module:
+    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, intermediate_size=64, max_position_embeddings=32)
+    return _wide(transformers.LlamaForCausalLM(config))
+
+
+def _wide(model: torch.nn.Module) -> torch.nn.Module:
+    """Give the weights the spread of a trained model: fresh ones hide errors in logits near zero."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.15)
+    return model.eval()
+
+
+def _compare(model: torch.nn.Module, ids: torch.Tensor, protocol: str, error: float, **options: Any) -> Measurement:
+    with torch.no_grad():
+        wanted = model(input_ids=ids).logits.numpy()
+    got, bill = private_inference(model, ids, protocol, **options)
+    assert got.dtype == np.float32
+    assert got.shape == wanted.shape
+    assert np.abs(got - wanted).max() < error
+    assert (got.argmax(-1) == wanted.argmax(-1)).mean() > 0.9
+    return bill
+
+
+@pytest.mark.parametrize("build", [_neox, _llama])
+def test_families_in_semi2k(build: Callable[[], torch.nn.Module]) -> None:
+    model = aero_compile.transform(build(), "baseline").eval()
+    bill = _compare(model, torch.randint(0, 64, (2, 7)), "semi2k", 1e-2, warm=False)
+    assert bill.shape == (2, 7)
+    assert not bill.warm
+    assert bill.cold_seconds >= bill.seconds
+
+
+def test_gpt2_in_cheetah() -> None:
+    model = aero_compile.transform(_gpt2(), "baseline").eval()
+    bill = _compare(model, torch.randint(0, 64, (1, 12)), "cheetah", 2e-2)
+    assert bill.warm
+    assert bill.bytes == sum(bill.party_sent_bytes.values()) == sum(row["bytes"] for row in bill.per_op)
+    assert bill.bytes == sum(step["bytes"] for step in bill.per_step) + bill.per_op[-1]["bytes"]
+    assert bill.cold_bytes > bill.bytes  # set-up: keys and oblivious transfers
+    assert bill.messages == sum(row["messages"] for row in bill.per_op)
+    assert bill.wire_bytes is not None
+    assert 1.0 <= bill.wire_bytes / bill.bytes < 1.1  # the kernel's count: payload plus framing
+    counts = {row["op"]: row["count"] for row in bill.per_op}
+    assert (counts["softmax"], counts["layer_norm"], counts["gelu"], counts["embedding"]) == (2, 5, 2, 1)
+    places = {step["place"] for step in bill.per_step if step["op"] == "layer_norm"}
+    assert "transformer.h.1.ln_2" in places
+    kinds = {row["op"] for row in bill.per_pphlo_op}
+    assert {"pphlo.dot", "pphlo.exponential", "pphlo.reciprocal"} & kinds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [_gpt2, _neox, _llama])
+@pytest.mark.parametrize("recipe", ["softmax_only", "SM+R"])
+def test_recipes_in_cheetah(build: Callable[[], torch.nn.Module], recipe: str) -> None:
+    model = aero_compile.transform(build(), recipe).eval()
+    _compare(model, torch.randint(0, 64, (1, 8)), "cheetah", 5e-2, warm=False)
+
+
+def test_a_raw_module_is_captured_first() -> None:
+    model = _gpt2()
+    ids = torch.randint(0, 64, (1, 5))
+    with torch.no_grad():
+        wanted = model(ids).logits.numpy()
+    got, _ = private_inference(model, ids.numpy()[0], "semi2k", warm=False)
+    assert np.abs(got - wanted).max() < 1e-2
+
+
+def test_works_from_standard_input_without_any_ritual(root: Path) -> None:
+    script = """
+        from tests.runtime.tiny import IDS, tiny_model
+        import aero_compile
+        logits, bill = aero_compile.private_inference(tiny_model(), IDS, "semi2k", warm=False, progress=True)
+        print(logits.shape, bill)
+    """
+    result = subprocess.run(
+        [sys.executable, "-"],
+        input=textwrap.dedent(script),
+        capture_output=True,
+        text=True,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("(1, 6, 64) semi2k, 64-bit ring")
+    assert "softmax" in result.stdout
+    assert "forward 1: 1/" in result.stderr
+
+
+def test_measurement_as_json_and_text() -> None:
+    model = tiny_model().train()
+    got, bill = private_inference(model, IDS, "semi2k")
+    assert model.training  # as it was given
+    np.testing.assert_allclose(got, logits_of(model), rtol=0, atol=5e-3)
+    content = json.loads(bill.to_json())
+    for name in ("protocol", "field", "fraction_bits", "shape", "per_op", "versions", "command", "program"):
+        assert content[name]
+    assert {"python", "torch", "spu", "aero_compile"} <= set(content["versions"])
+    assert content["bytes"] == bill.bytes
+    text = str(bill)
+    assert "warm forward" in text
+    assert all(row["op"] in text for row in bill.per_op)
+
+
+# --- bad input -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        (np.array([[0.5, 1.0]]), "integers"),
+        (torch.tensor([[True, False]]), "integers"),
+        ("text", "integers"),
+        ([[1], [1, 2]], "array"),
+        (np.zeros((1, 0), np.int64), "at least 1"),
+        (np.zeros((0, 3), np.int64), "at least 1"),
+        (np.zeros((1, 2, 3), np.int64), "batch, length"),
+        (np.array([[0, 64]]), "token id 64 is outside the vocabulary of 64"),
+        (np.array([[-1, 3]]), "token id -1"),
+        (np.zeros((1, 7), np.int64), "7 tokens are longer than the 6 positions"),
+    ],
+)
+def test_wrong_tokens(ids: Any, words: str) -> None:
+    model = tiny_model()
+    model.max_positions = 6
+    with pytest.raises(InputError, match=words):
+        private_inference(model, ids, "semi2k")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"protocol": "aby3"}, "unknown protocol 'aby3'"),
+        ({"field": 48}, "unknown ring size 48"),
+        ({"fraction_bits": 30}, "do not fit a 64-bit ring"),
+        ({"fraction_bits": 0}, "do not fit"),
+        ({"timeout": 0}, "timeout"),
+        ({"tls": runtime.TLSConfig("no", "no", "no")}, "TLS file not found"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        private_inference(tiny_model(), IDS, **options)
+
+
+def test_what_is_no_module() -> None:
+    with pytest.raises(InputError, match=r"takes a torch\.nn\.Module, not str"):
+        private_inference("gpt2", IDS)  # type: ignore[arg-type]
+
+
+def test_values_that_would_wrap_are_refused_with_their_place() -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        model.get_parameter("b").fill_(2.0**26)
+    with pytest.raises(LoweringError, match=r"aten\.linear .*reaches 6\.7.*e\+07.*must stay below 3\.355e\+07"):
+        private_inference(model, IDS, "semi2k")
+
+
+def test_without_spu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "spu", None)
+    with pytest.raises(RuntimeUnavailableError, match=r"pip install 'aero-compile\[spu\]'.*3\.11.*x86-64 Linux"):
+        private_inference(tiny_model(), IDS)
