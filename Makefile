@@ -1,0 +1,58 @@
+# make demo · make test · make help. Everything runs in ./.venv, which the first call sets up.
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format bench slow clean
+
+# The first interpreter that answers and is new enough; the private runtime (spu) needs 3.11 itself.
+CANDIDATES := python3.11 python3 python3.12 python3.13
+PYTHON ?= $(shell for p in $(CANDIDATES); do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
+VENV := .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.installed
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+
+help:
+	@echo 'make demo    train four small models, run each in real two-party computation, print one table (~10 min)'
+	@echo 'make test    ruff, mypy --strict and pytest'
+	@echo 'make slow    the tests that take minutes'
+	@echo 'make bench   benchmarks/pi_bench.py on its default: ARGS="--model gpt2 --layers 1" changes it'
+	@echo 'make lint    ruff and mypy only      make format   let ruff rewrite the sources'
+	@echo 'make setup   only the environment    make clean    remove it and all caches (runs/ is kept)'
+	@echo 'PYTHON=/path/to/python3.11 chooses the interpreter, JOBS=N the number of test workers;'
+	@echo 'ARGS="…" is handed to demo, bench and pytest'
+
+setup: $(READY)
+
+# One resolver call for everything: a second one could lift numpy past what spu bears.
+$(READY): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo 'error: no Python >= 3.11 found; name one: make PYTHON=/path/to/python3.11 …' >&2; exit 2; }
+	@test -x $(PY) || "$(PYTHON)" -m venv $(VENV)
+	@echo 'Installing the pinned set into $(VENV) (about 1.5 GB, once) …'
+	$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e '.[all]'
+	@touch $(READY)
+
+demo: $(READY)
+	$(PY) benchmarks/demo.py $(ARGS)
+
+bench: $(READY)
+	$(PY) benchmarks/pi_bench.py $(ARGS)
+
+lint: $(READY)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+# One worker per core: the tests are single-threaded, but for those that start two parties.
+test: lint
+	$(PY) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+slow: $(READY)
+	$(PY) -m pytest -m slow $(ARGS)
+
+format: $(READY)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -1,0 +1,35 @@
+"""Settings that every test shares."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported anywhere: a few threads per worker beat a crowd of them, and nothing may go online.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """Folder of the repository."""
+    return ROOT
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    """Start every test from the same random state, and leave torch's defaults as they were."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dtype = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(dtype)

@@ -1,0 +1,88 @@
+"""The examples and links of the documents, run and followed."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from aero_compile import census, load, recipes, transform
+from aero_compile.errors import UnsupportedGraphError
+from aero_compile.recipe import Recipe
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *(ROOT / "docs").glob("*.md"),
+]
+
+
+def blocks(path: Path) -> list[str]:
+    """Python code blocks of a document, in order."""
+    return re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def small_gpt2() -> torch.nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    shape: dict[str, Any] = {"vocab_size": 64, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    model: torch.nn.Module = GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=0, eos_token_id=0))
+    return model
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+def test_relative_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text(encoding="utf-8")):
+        if not target.startswith(("http:", "https:")):
+            assert (path.parent / target).exists(), target
+
+
+def test_the_pass_of_the_contributing_guide_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = blocks(ROOT / "CONTRIBUTING.md")
+    model = small_gpt2()
+    module = ModuleType("contributing_example")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # dataclasses look their module up
+    space: dict[str, Any] = vars(module)
+    space["model"] = model
+    exec(compile(first, "CONTRIBUTING.md", "exec"), space)
+    exec(compile(second, "CONTRIBUTING.md", "exec"), space)
+    transformed, kind = space["m"], space["GeluToLeakyRelu"]
+    counted = census(transformed, 8)
+    assert counted.total("gelu") == 0
+    assert counted.total("leaky_relu") == 2
+    assert "gelu-to-leaky-relu{slope=0.1}" in transformed.recipe
+
+    again = transform(transformed, Recipe("again", "", (kind(slope=0.1),)))
+    assert again.reports[-1].modified is False
+    with pytest.raises(UnsupportedGraphError, match="no GELU"):
+        transform(transform(model, "relu"), Recipe("mine", "", (kind(),)))
+
+
+def test_the_example_of_the_readme_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Run for real, two processes included; what its comments promise is what it prints."""
+    pytest.importorskip("spu")
+    monkeypatch.chdir(tmp_path)
+    (example,) = blocks(ROOT / "README.md")
+    space: dict[str, Any] = {"__name__": "example"}
+    exec(compile(example, "README.md", "exec"), space)
+    printed = capsys.readouterr().out
+    promised = re.findall(r"# (SM:.*)$", example, re.MULTILINE)
+    assert promised == printed.splitlines()[:2]
+    assert space["thresholds"].grad.shape == (2, 4)
+    assert space["logits"].shape == (1, 16, 256)
+    assert load("runs/mine").recipe == space["m"].recipe
+
+
+def test_the_recipe_table_of_the_readme_is_complete() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = re.findall(r"^\| `(\w+)` \| (\S+) \|", text, re.MULTILINE)
+    assert table == [(recipe.name, recipe.label) for recipe in recipes().values()]

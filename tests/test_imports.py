@@ -1,0 +1,112 @@
+"""Who may import whom, and what `import aero_compile` costs."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# All that a pass may know of the compiler; its own folder is allowed too.
+PASSES_MAY_IMPORT = {"graph_pass", "rewriting", "structure", "parts", "trainable", "errors", "passes"}
+HEAVY = (
+    *("accelerate", "datasets", "jax", "matplotlib", "networkx", "onnx", "onnxruntime", "pandas"),
+    *("spu", "tokenizers", "tqdm", "transformers"),
+)
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Yield the dotted name of every import of a file, those inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            base = node.module or ""
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def ours(path: Path) -> Iterator[str]:
+    """Yield the first name below ``aero_compile`` of each import of ours: ``errors``, ``passes`` …"""
+    for name in imports(path):
+        parts = name.split(".")
+        if parts[0] == "aero_compile":
+            yield parts[1] if len(parts) > 1 else ""
+
+
+def names_of_modules() -> list[str]:
+    root = Path(__file__).resolve().parent.parent
+    found = []
+    for folder, package in (("aero_compile", ""), ("passes", ".passes"), ("runtime", ".runtime")):
+        for path in sorted((root / folder).glob("*.py")):
+            stem = "" if path.stem == "__init__" else f".{path.stem}"
+            found.append(f"aero_compile{package}{stem}")
+    return found
+
+
+def test_passes_import_only_the_pass_contract(root: Path) -> None:
+    for path in (root / "passes").rglob("*.py"):
+        assert set(ours(path)) <= PASSES_MAY_IMPORT, path
+
+
+def test_runtime_never_imports_passes(root: Path) -> None:
+    for path in (root / "runtime").rglob("*.py"):
+        assert "passes" not in set(ours(path)), path
+
+
+def test_what_passes_may_import_does_not_import_passes(root: Path) -> None:
+    for name in PASSES_MAY_IMPORT - {"passes"}:
+        assert "passes" not in set(ours(root / "aero_compile" / f"{name}.py")), name
+
+
+@pytest.mark.parametrize("name", ["passes", "runtime"])
+def test_symlinks_are_relative(root: Path, name: str) -> None:
+    link = root / "aero_compile" / name
+    assert link.is_symlink()
+    assert os.fspath(link.readlink()) == f"../{name}"
+
+
+@pytest.mark.parametrize("name", names_of_modules())
+def test_every_module_imports(name: str) -> None:
+    if name.endswith("__main__"):
+        pytest.skip("runs the command line")
+    importlib.import_module(name)
+
+
+def blocked(code: str) -> subprocess.CompletedProcess[str]:
+    """Run ``code`` in a fresh interpreter in which the heavy packages cannot be imported."""
+    guard = (
+        "import sys\n"
+        "class Guard:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name.split('.')[0] in {HEAVY!r}:\n"
+        "            raise ModuleNotFoundError(f'{name} is blocked', name=name)\n"
+        "sys.meta_path.insert(0, Guard())\n"
+    )
+    command = [sys.executable, "-c", guard + code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_import_needs_torch_alone() -> None:
+    done = blocked("import aero_compile; print(aero_compile.__version__)")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_reports_need_no_plotting_package() -> None:
+    done = blocked("import aero_compile.report_html, aero_compile.evaluate, aero_compile.progress")
+    assert done.returncode == 0, done.stderr
+
+
+def test_public_names() -> None:
+    import aero_compile
+
+    wanted = {"transform", "recipes", "census", "entropy_regularization", "private_inference", "save", "load"}
+    assert wanted <= set(getattr(aero_compile, "__all__", ()))
+    for name in wanted:
+        assert callable(getattr(aero_compile, name)), name

@@ -1,0 +1,270 @@
+"""The benchmark's command line: rows, results, resuming, and every mistake a caller can make."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import aero_compile
+import aero_compile.runtime
+from aero_compile.errors import PartyError, RuntimeUnavailableError
+
+pytest.importorskip("transformers")
+
+RECIPES = ["SM+LN+G", "SM+LN+R", "SM+R", "SM(t)+ScFFN"]
+
+
+@pytest.fixture(scope="module")
+def bench(root: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("pi_bench_under_test", root / "benchmarks" / "pi_bench.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    build, built = module.build, {}
+
+    def cached(task: Any, args: Any) -> Any:
+        """Transform each model once: seconds each, and what these tests look at comes after it."""
+        key = (task.model, task.recipe, args.layers, args.seed)
+        if task.recipe is None or key not in built:
+            built[key] = build(task, args)
+        return built[key]
+
+    module.build = cached  # type: ignore[attr-defined]
+    return module
+
+
+class Runtime:
+    """Stands in for two processes: PyTorch's logits, off by one thousandth, and made-up costs."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[int, ...]]] = []
+        self.fail_at: int | None = None
+        self.error: Exception = PartyError("the server was lost")
+
+    def __call__(self, model: Any, input_ids: Any, protocol: str = "cheetah", **_: Any) -> tuple[Any, Any]:
+        if self.fail_at == len(self.calls):
+            raise self.error
+        self.calls.append((model.recipe, tuple(input_ids.shape)))
+        with torch.no_grad():
+            logits = model(torch.as_tensor(input_ids)).logits.numpy() + 1e-3
+        cost = 1_000_000 // len(self.calls)
+        bill = SimpleNamespace(bytes=cost, messages=10, seconds=0.5, per_op=[{"op": "softmax", "bytes": cost}])
+        vars(bill).update(cold_bytes=cost + 5, cold_messages=12, cold_seconds=0.75, protocol=protocol)
+        bill.to_json = lambda: json.dumps({"bytes": cost})
+        return logits, bill
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    fake = Runtime()
+    monkeypatch.setitem(vars(aero_compile.runtime), "private_inference", fake)
+    return fake
+
+
+def small(*more: str) -> list[str]:
+    return ["--layers", "1", "--seq-len", "8", *more]
+
+
+def test_rows_of_the_default_recipes(
+    bench: ModuleType, runtime: Runtime, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, page = tmp_path / "r.json", tmp_path / "r.html"
+    assert bench.main(small("--json", str(out), "--html", str(page), "--seed", "7")) == 0
+    printed = capsys.readouterr()
+    table = printed.out
+    assert [line.split()[0] for line in table.splitlines()[2:6]] == RECIPES
+    assert "SM:4×R^{8×8} LN:2(+1 final)×R^{8×64} G:1×R^{8×256}" in table
+    assert "4.00×" in table
+    assert "[████████████████████████] 4/4" in printed.err
+    result = json.loads(out.read_text())
+    assert result["seed"] == 7
+    assert result["config"] == {"layers": 1, "protocol": "cheetah", "cold_only": False}
+    assert {"python", "torch", "transformers", "aero_compile"} <= set(result["versions"])
+    assert [row["label"] for row in result["rows"]] == RECIPES
+    assert all(row["perplexity"] is None for row in result["rows"])
+    assert all(row["max_error"] == pytest.approx(1e-3, rel=1e-2) for row in result["rows"])
+    assert all(row["argmax"] == 1.0 for row in result["rows"])
+    assert "<table>" in page.read_text()
+
+
+def test_cold_rows_hold_the_set_up(bench: ModuleType, runtime: Runtime, tmp_path: Path) -> None:
+    out = tmp_path / "r.json"
+    assert bench.main(small("--recipes", "SM", "--cold-only", "--json", str(out))) == 0
+    (row,) = json.loads(out.read_text())["rows"]
+    assert (row["cold"], row["bytes"], row["messages"], row["seconds"]) == (True, 1_000_005, 12, 0.75)
+    assert row["per_op"] == {"softmax": 1_000_000, "set-up": 5}
+
+
+def test_same_seed_gives_the_same_source_weights(bench: ModuleType) -> None:
+    args = bench.parser().parse_args(small())
+    first, second = (bench.build(bench.Task("tiny", r, 8), args)[0] for r in ("SM+LN+G", "SM+R"))
+    name = "transformer.h.0.attn.c_attn.weight"
+    assert torch.equal(first.get_parameter(name), second.get_parameter(name))
+
+
+def test_recipes_and_lengths_multiply(bench: ModuleType, runtime: Runtime) -> None:
+    lists = "SM+R; strip-layer-norm,scaled-ffn{init_alpha=2.0,init_beta=0.5}"
+    assert bench.main(["--layers", "1", "--seq-len", "8", "4", "--recipes", lists]) == 0
+    assert [shape for _, shape in runtime.calls] == [(1, 8), (1, 8), (1, 4), (1, 4)]
+    assert runtime.calls[1][0] == "strip-layer-norm,scaled-ffn{init_alpha=2.0,init_beta=0.5}"
+
+
+@pytest.mark.parametrize(
+    ("shape", "layers", "softmax", "gelu"),
+    [("gpt2", 12, "SM:12×R^{128×128}", "G:1×R^{128×3072}"), ("pythia-70m", 6, "SM:8×R^{128×128}", "G:1×R^{128×2048}")],
+)
+def test_named_shapes(bench: ModuleType, shape: str, layers: int, softmax: str, gelu: str) -> None:
+    with torch.device("meta"):
+        whole, one = bench.SHAPES[shape](None), bench.SHAPES[shape](1)
+    assert whole.config.num_hidden_layers == layers
+    text = str(aero_compile.census(one, seq_len=128))
+    assert softmax in text
+    assert gelu in text
+
+
+def test_a_crash_loses_no_row_and_resume_does_the_others(
+    bench: ModuleType, runtime: Runtime, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "r.json"
+    runtime.fail_at = 2
+    assert bench.main(small("--json", str(out))) == 2
+    assert "error: the server was lost" in capsys.readouterr().err
+    before = json.loads(out.read_text())["rows"]
+    assert [row["label"] for row in before] == RECIPES[:2]
+    runtime.fail_at = None
+    assert bench.main(small("--json", str(out), "--resume")) == 0
+    assert len(runtime.calls) == 4
+    after = json.loads(out.read_text())["rows"]
+    assert [row["label"] for row in after] == RECIPES
+    assert after[:2] == before
+
+
+def test_resume_refuses_rows_of_another_seed(
+    bench: ModuleType, runtime: Runtime, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "r.json"
+    assert bench.main(small("--json", str(out), "--recipes", "SM+R")) == 0
+    text = out.read_text()
+    assert bench.main(small("--json", str(out), "--resume", "--seed", "1")) == 2
+    assert "another seed" in capsys.readouterr().err
+    assert out.read_text() == text
+
+
+def test_nothing_is_overwritten_unless_offered(
+    bench: ModuleType, runtime: Runtime, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for option in ("--json", "--html"):
+        path = tmp_path / f"old{option}"
+        path.write_text("mine")
+        assert bench.main(small(option, str(path))) == 2
+        assert f"error: {path} exists" in capsys.readouterr().err
+        assert path.read_text() == "mine"
+        assert runtime.calls == []
+    assert bench.main(small("--json", str(path), "--overwrite", "--recipes", "SM")) == 0
+    assert json.loads(path.read_text())["rows"][0]["label"] == "SM"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--recipes", "softmax_onli"], "nearest: softmax_only"),
+        (["--recipes", "SM+LN+G,SM+X"], "SM+X"),
+        (["--recipes", " , "], "no recipe"),
+        (["--recipes", "scaled-ffn{init_alfa=1.0};"], "init_alpha"),
+        (["--seq-len", "500"], "longer than the 128 positions of tiny"),
+        (["--model", "gpt3"], "nearest: gpt2"),
+        (["--model", "no/such/folder"], "neither a known shape nor"),
+        (["--resume"], "--resume needs --json"),
+        (["--json", "/"], "is a folder"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_measured(
+    bench: ModuleType,
+    runtime: Runtime,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    assert bench.main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: ")
+    assert message in printed.err
+    assert printed.out == ""
+    assert runtime.calls == []
+
+
+@pytest.mark.parametrize("arguments", [["--seq-len", "0"], ["--layers", "x"], ["--protocol", "none"], ["--nope"]])
+def test_wrong_options_exit_with_2(bench: ModuleType, arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        bench.main(arguments)
+    assert caught.value.code == 2
+
+
+def test_artifacts_run_as_they_were_saved(
+    bench: ModuleType, runtime: Runtime, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = aero_compile.transform(bench.SHAPES["tiny"](1), "SM+R")
+    aero_compile.save(model, tmp_path / "trained")
+    folder = str(tmp_path / "trained")
+    assert bench.main(["--model", folder, "--recipes", "SM", "--seq-len", "8"]) == 2
+    assert "as saved" in capsys.readouterr().err
+    assert bench.main(["--model", folder, "--seq-len", "8"]) == 0
+    assert runtime.calls == [("strip-layer-norm,gelu-to-relu", (1, 8))]
+    weights = tmp_path / "trained" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4])
+    assert bench.main(["--model", folder, "--seq-len", "8"]) == 2
+    assert "damaged" in capsys.readouterr().err
+
+
+def test_missing_runtime_is_an_error_of_ours(
+    bench: ModuleType, runtime: Runtime, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runtime.fail_at, runtime.error = 0, RuntimeUnavailableError("spu is not installed")
+    assert bench.main(small()) == 2
+    assert "error: spu is not installed" in capsys.readouterr().err
+
+
+def test_interrupt_keeps_what_was_measured(
+    bench: ModuleType, runtime: Runtime, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runtime.fail_at, runtime.error = 1, KeyboardInterrupt()  # type: ignore[assignment]
+    out = tmp_path / "r.json"
+    assert bench.main(small("--json", str(out))) == 130
+    assert "--resume continues" in capsys.readouterr().err
+    assert len(json.loads(out.read_text())["rows"]) == 1
+
+
+def test_really_private_from_the_command_line(root: Path, tmp_path: Path) -> None:
+    """One layer, four tokens, two processes, the quick protocol: the whole road without stand-ins."""
+    pytest.importorskip("spu")
+    out = tmp_path / "r.json"
+    command = [
+        sys.executable,
+        "benchmarks/pi_bench.py",
+        "--layers",
+        "1",
+        "--seq-len",
+        "4",
+        "--protocol",
+        "semi2k",
+    ]
+    command += ["--recipes", "SM+LN+G,softmax_only", "--json", str(out), "--html", str(tmp_path / "r.html")]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second = json.loads(out.read_text())["rows"]
+    assert first["bytes"] > second["bytes"] > 0
+    assert first["messages"] > 0
+    assert first["seconds"] > 0
+    assert first["max_error"] < 0.1
+    assert second["max_error"] < 0.1
+    assert sum(first["per_op"].values()) > 0
