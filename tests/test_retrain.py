@@ -489,6 +489,8 @@ def test_default_weight_follows_the_recipe() -> None:
     assert RetrainOptions(recipe="EReg(SM+R)", entropy_reduction="listing").weight == 1e-5
     assert RetrainOptions(recipe="SM+R").weight == 0.0
     assert RetrainOptions(recipe="SM+R", entropy_weight=0.3).weight == 0.3
+    assert RetrainOptions(recipe="SM+R").weight == 0.0
+    assert RetrainOptions(recipe="softmax_only").weight == 0.05
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy, Scheduler
 
 from aero_compile.entropy import REDUCTIONS
 from aero_compile.errors import InputError
+from aero_compile.recipe import resolve
 
 DEFAULT_RECIPE = "EReg(SM(t)+ScFFN)"
-# Weights of EReg recipes where none is given. The listing's is the paper's; it sums over positions, so for
+# Weights of regularized recipes where none is given. The listing's is the paper's; it sums over positions, so for
 # Algorithm 1, which averages, the number has another meaning and size.
 DEFAULT_WEIGHT = {"algorithm": 0.05, "listing": 1e-5}
 
@@ -74,8 +75,8 @@ class RetrainOptions:
     entropy_weight: float | None = _option(
         None,
         "Weight lambda of the entropy regularization; 0 turns it off. Default: "
-        f"{DEFAULT_WEIGHT['algorithm']} ({DEFAULT_WEIGHT['listing']} with listing) for recipes EReg(...), "
-        "else 0.",
+        f"{DEFAULT_WEIGHT['algorithm']} ({DEFAULT_WEIGHT['listing']} with listing) for recipes EReg(...) "
+        "and those with a softmax temperature (softmax_only), else 0.",
         aliases=["--lambda"],
     )
     gamma: float = _option(0.1, "Tolerance margin of the regularization, a fraction of log(context).")
@@ -116,7 +117,8 @@ class RetrainOptions:
         if self.entropy_weight is not None:
             return self.entropy_weight
         recipe = DEFAULT_RECIPE if self.recipe is None else self.recipe
-        regularized = recipe.strip().lower().startswith("ereg(")
+        written = recipe.strip().lower().startswith("ereg(")
+        regularized = written or any(one.name == "softmax-temperature" for one in resolve(recipe).passes)
         return DEFAULT_WEIGHT[self.entropy_reduction] if regularized else 0.0
 
 
