@@ -95,6 +95,9 @@ class CallConvention:
         if self.tokens not in given:
             raise InputError(f"argument {self.tokens!r} (token ids, [batch, sequence]) is missing")
         tokens = given.pop(self.tokens)
+        _require_tokens(self.tokens, tokens)
+        for name in filter(None, (self.attention_mask, self.labels, "labels")):
+            _require_shape(name, given.get(name), tokens)
         inputs = {self.tokens: tokens}
         if self.attention_mask is not None:
             mask = given.pop(self.attention_mask, None)
@@ -106,7 +109,7 @@ class CallConvention:
         in_graph = own_labels is not None and self.loss_index is not None
         if in_graph:
             assert self.labels is not None
-            inputs[self.labels] = own_labels
+            inputs[self.labels] = own_labels.to(torch.int64)
         for name in ("output_attentions", "output_hidden_states"):
             if given.get(name):
                 raise InputError(f"{name} is not part of the transformed model; use output_entropies=True")
@@ -146,6 +149,23 @@ def _check_template(template: Any) -> None:
         raise InputError(f"a return value has the unknown kind {kind!r}")
 
 
+def _require_tokens(name: str, tokens: Any) -> None:
+    if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
+        kind = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise InputError(f"{name} must be a tensor of integer token ids, got {kind}")
+    if tokens.dim() != 2 or 0 in tokens.shape:
+        raise InputError(f"{name} must have shape [batch, sequence], both at least 1, got {list(tokens.shape)}")
+
+
+def _require_shape(name: str, value: Any, tokens: Tensor) -> None:
+    if value is None:
+        return
+    if not isinstance(value, Tensor):
+        raise InputError(f"{name} must be a tensor, got {type(value).__name__}")
+    if value.shape != tokens.shape:
+        raise InputError(f"{name} has shape {list(value.shape)}, the tokens have {list(tokens.shape)}")
+
+
 def _require_ones(mask: Tensor | None, family: str) -> None:
     if mask is not None and not bool(mask.all()):
         raise InputError(f"{family} takes no attention_mask, so padding cannot be hidden from it")
@@ -159,7 +179,7 @@ def next_token_loss(logits: Tensor, labels: Tensor, num_items_in_batch: Any = No
     """
     wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     flat = wide[:, :-1].reshape(-1, wide.shape[-1])
-    target = labels[:, 1:].reshape(-1).to(flat.device)
+    target = labels[:, 1:].reshape(-1).to(flat.device, torch.int64)
     if num_items_in_batch is None:
         return F.cross_entropy(flat, target, ignore_index=-100)
     total: Tensor = F.cross_entropy(flat, target, ignore_index=-100, reduction="sum") / num_items_in_batch

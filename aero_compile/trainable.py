@@ -233,17 +233,18 @@ class TransformedModel(nn.Module):
             )
         return build_output(template, values, loss, entropies, as_tuple=call.as_tuple)
 
-    def _check_tokens(self, tokens: Any) -> None:
-        if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.dtype == torch.bool:
-            kind = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
-            raise InputError(f"{self.convention.tokens} must be a tensor of integer token ids, got {kind}")
-        if tokens.dim() != 2:
-            raise InputError(f"{self.convention.tokens} must have shape [batch, sequence], got {list(tokens.shape)}")
+    def _check_tokens(self, tokens: Tensor) -> None:
         if self.max_positions is not None and tokens.shape[1] > self.max_positions:
             raise InputError(
                 f"sequence of {tokens.shape[1]} tokens, but the model has {self.max_positions} positions; "
                 "shorten the input"
             )
+        # On an accelerator, or while compiling, looking at the values would stall every step.
+        if type(tokens) is Tensor and tokens.device.type == "cpu" and not torch.compiler.is_compiling():
+            low, high = int(tokens.min()), int(tokens.max())
+            if low < 0 or high >= self.vocab_size:
+                wrong = low if low < 0 else high
+                raise InputError(f"token id {wrong} is outside the vocabulary of {self.vocab_size} tokens")
 
     # -- being a module ---------------------------------------------------------------------------------
 

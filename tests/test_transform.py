@@ -271,10 +271,14 @@ def test_attention_mask_acts_as_in_the_source(name: str, side: str) -> None:
     mask = torch.ones_like(ids)
     mask[1, (slice(0, 4) if side == "left" else slice(7, 11))] = 0
     kept = mask.bool()
-    expected = source(name)(ids, attention_mask=mask).logits
-    got = captured(name)(ids, attention_mask=mask).logits
-    close(got[kept], expected[kept], name)
-    assert float((expected - source(name)(ids).logits)[kept].abs().max()) > 1e-3 or side == "right"
+    original, model = source(name), captured(name)
+    if side == "left":  # in float64 the mask of some families overflows their own float32 softmax
+        original, model = copy.deepcopy(original).float(), copy.deepcopy(model).float()
+    with torch.no_grad():
+        expected, unmasked = original(ids, attention_mask=mask).logits, original(ids).logits
+        got = model(ids, attention_mask=mask).logits
+    assert float((got - expected)[kept].abs().max() / expected[kept].abs().max()) < 2e-5
+    assert float((expected - unmasked)[kept].abs().max()) > 1e-3 or side == "right"
 
 
 # -- modes, shapes, dtypes ---------------------------------------------------------------------------------------------
@@ -305,15 +309,13 @@ def test_train_and_eval_switch_dropout(name: str) -> None:
 def test_attention_dropout_is_kept(name: str) -> None:
     """Exported in evaluation mode it would be lost; baked into the graph it could not be switched."""
     model = captured(name)
-    inside = 0
     for attention in model.structure.attentions:
-        after = [user for user in attention.softmax.users if user.op == "call_module"]
-        inside += len(after)
-        for node in after:
-            module = model.get_submodule(str(node.target))
+        for group in attention.groups:
+            after = [user for user in group.softmax.users if user.op == "call_module"]
+            assert len(after) == 1
+            module = model.get_submodule(str(after[0].target))
             assert isinstance(module, nn.Dropout)
             assert module.p == tiny_models.DROPOUT
-    assert inside >= LAYERS
 
 
 @pytest.mark.parametrize("name", tiny_models.EVERY)

@@ -65,25 +65,31 @@ def test_the_peers_piece_of_an_owned_input_says_nothing_about_it(protocol: str, 
     assert peers_piece(zeros) == peers_piece(np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32))
 
 
-def _encoded(values: Any) -> set[int]:
-    """Fixed-point integers within rounding of ``values``, for those that are not near zero."""
-    wanted = np.asarray(values, np.float64).ravel()
-    wanted = np.rint(wanted[np.abs(wanted) > 0.05] * 2.0**18).astype(np.int64)
-    return {int(value) + offset for value in wanted for offset in range(-300, 301)}
-
-
-def _windows(data: bytes) -> set[int]:
-    found: set[int] = set()
+def _holds(wire: bytes, values: Any) -> bool:
+    """Whether ``wire`` has three consecutive fixed-point numbers that are among ``values``, at any offset."""
+    wanted = np.rint(np.asarray(values, np.float64).ravel() * 2.0**18).astype(np.int64)
+    wanted = np.unique(wanted[np.abs(wanted) > 10_000])  # a small number may be a length or a counter
+    near = np.unique((wanted[:, None] + np.arange(-300, 301)).ravel())
     for shift in range(8):
-        usable = (len(data) - shift) // 8 * 8
-        if usable > 0:
-            found.update(np.frombuffer(data[shift : shift + usable], "<i8").tolist())
-    return found
+        found = np.frombuffer(wire[shift : shift + (len(wire) - shift) // 8 * 8], "<i8")
+        at = np.isin(found, near)
+        if (at[:-2] & at[1:-1] & at[2:]).any():
+            return True
+    return False
 
 
-def test_neither_files_nor_wire_hold_the_other_partys_secrets(files: Exported, tmp_path: Path) -> None:
+def test_the_search_for_secrets_finds_them() -> None:
+    values = np.linspace(1.0, 3.0, 9, dtype=np.float32)
+    encoded = np.rint(values.astype(np.float64) * 2.0**18).astype(np.int64).tobytes()
+    noise = np.random.default_rng(0).bytes(100_000)
+    assert _holds(noise[:333] + encoded + noise, values)
+    assert not _holds(noise, values)
+
+
+@pytest.mark.parametrize("protocol", ["cheetah", "semi2k"])
+def test_neither_files_nor_wire_hold_the_other_partys_secrets(protocol: str, tmp_path: Path) -> None:
     """Parties as on two hosts, every byte between them recorded by a forwarder in the middle."""
-    here = _copy(files, tmp_path)
+    here = exported(tmp_path, protocol)
     server_at, client_at = free_addresses(2)
     to_server, to_client = Wire(server_at), Wire(client_at)
     with (
@@ -114,10 +120,9 @@ def test_neither_files_nor_wire_hold_the_other_partys_secrets(files: Exported, t
     wire = bytes(to_server.seen), bytes(to_client.seen)
     assert min(map(len, wire)) > 10_000
     assert all(PLAIN_MESSAGE in each for each in wire)  # the recording holds what was sent, unencrypted
-    seen = _windows(wire[0]) | _windows(wire[1])
-    assert not seen & _encoded(logits)
-    for array in here.compiled.weights.values():
-        assert not seen & _encoded(array)
+    for recorded in wire:
+        assert not _holds(recorded, logits)
+        assert not any(_holds(recorded, array) for array in here.compiled.weights.values())
     hot = one_hot(IDS, 64)
     for raw in (IDS.tobytes(), hot.tobytes(), hot.astype(np.int64).tobytes()):
         assert raw not in wire[0]
