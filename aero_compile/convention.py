@@ -107,8 +107,7 @@ class CallConvention:
         own_labels = given.pop(self.labels, None) if self.labels else None
         labels = own_labels if own_labels is not None else given.pop("labels", None)
         in_graph = own_labels is not None and self.loss_index is not None
-        if in_graph:
-            assert self.labels is not None
+        if own_labels is not None and self.labels is not None and in_graph:
             inputs[self.labels] = own_labels.to(torch.int64)
         for name in ("output_attentions", "output_hidden_states"):
             if given.get(name):

@@ -25,6 +25,9 @@ from aero_compile.runtime.masks import Masked, find_mask
 from aero_compile.runtime.partition import Domain, Partition, op_name, place_of
 from aero_compile.runtime.program import TOKENS
 
+OPERATOR_MODULES = (pointwise, products, views)
+"""Importing these fills the table of operators."""
+
 _SOFTMAX = frozenset({"aten.softmax", "aten._softmax", "aten._safe_softmax"})
 _CASTS = frozenset({"aten.to", "aten._to_copy", "aten.type_as"})
 
@@ -348,7 +351,3 @@ def _label(node: fx.Node, looks_up: bool) -> str:
     name = "aten.embedding" if looks_up else op_name(node)
     short = name.rpartition(".")[2].removeprefix("_").removeprefix("safe_").removeprefix("native_")
     return "reshape" if name in operators.VIEWS else _LABELS.get(short, short)
-
-
-# Importing these modules fills the table of operators.
-assert all(module.operator is operators.operator for module in (pointwise, products, views))
