@@ -372,11 +372,12 @@ def test_meta_device_allocates_nothing(kind: str) -> None:
 
 def test_fake_tensors_stand_for_weights() -> None:
     from torch._subclasses import FakeTensorMode
+    from transformers import GPT2Config, GPT2LMHeadModel
 
     with FakeTensorMode():
-        model = hugging_face("gpt2", "eager")
+        model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=4, n_embd=32, vocab_size=64, n_positions=32))
     result = aero_compile.transform(model, "norm_free_relu")
-    assert str(aero_compile.census(result, 16)) == "SM:8×R^{16×16} R:2×R^{16×56}"
+    assert str(aero_compile.census(result, 16)) == "SM:8×R^{16×16} R:2×R^{16×128}"
 
 
 def test_gpt2_small_in_seconds_without_weights() -> None:
@@ -388,7 +389,8 @@ def test_gpt2_small_in_seconds_without_weights() -> None:
     result = aero_compile.transform(model, "softmax_only")
     assert time.process_time() - start < 60
     assert result.num_layers == 12
-    assert sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in result.parameters()) > 0
+    kept = {key: p.shape for key, p in model.named_parameters() if ".ln_" not in key}
+    assert {key: p.shape for key, p in result.named_parameters() if key in kept} == kept
 
 
 # -- families of transformers beyond the named ones ---------------------------------------------------------------

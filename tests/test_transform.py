@@ -373,21 +373,23 @@ def test_source_in_bfloat16() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2-eager", "llama-sdpa", "nanogpt", "functional"])
-def test_deepcopy_and_pickle_are_independent(name: str) -> None:
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_are_independent(name: str, how: str) -> None:
     model = randomized(aero_compile.transform(captured(name), "softmax_only"))
     ids = tokens()
     expected = call(model, name, ids)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(call(other, name, ids), expected)
-        assert other.recipe == model.recipe
-        with torch.no_grad():
-            for parameter in other.parameters():
-                parameter.mul_(0.5)
-        assert not torch.equal(call(other, name, ids), expected)
-        assert torch.equal(call(model, name, ids), expected)
-    twin = copy.deepcopy(model)
-    again = aero_compile.transform(twin, "scaled-ffn")
-    assert not again.reports[-1].modified
+    other = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    assert torch.equal(call(other, name, ids), expected)
+    assert other.recipe == model.recipe
+    assert str(aero_compile.census(other, 16)) == str(aero_compile.census(model, 16))
+    if name in TIED:
+        assert len(list(other.parameters())) == len(list(model.parameters()))
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(0.5)
+    assert not torch.equal(call(other, name, ids), expected)
+    assert torch.equal(call(model, name, ids), expected)
+    assert not aero_compile.transform(other, "scaled-ffn").reports[-1].modified
 
 
 @pytest.mark.parametrize("name", ["gpt2-eager", "llama-eager", "nanogpt", "encoder-post"])
