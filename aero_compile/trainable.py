@@ -140,8 +140,16 @@ class TransformedModel(nn.Module):
     # -- running ----------------------------------------------------------------------------------------
 
     def logits_graph(self) -> fx.Graph:
-        """A copy of the graph that computes the logits `[B, T, V]` alone (inputs: tokens, attention mask)."""
-        return self._select((0,), entropies=False)
+        """A copy of the graph that computes the logits `[B, T, V]` alone.
+
+        Its inputs are called `input_ids` and, where the model takes one, `attention_mask`.
+        """
+        graph = self._select((0,), entropies=False)
+        names = {self.convention.tokens: "input_ids", self.convention.attention_mask: "attention_mask"}
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                node.target = names.get(str(node.target), node.target)
+        return graph
 
     def logits_nodes(self) -> set[fx.Node]:
         """Nodes of `graph` that the logits depend on."""

@@ -1,12 +1,13 @@
 """softmax-temperature: divide attention scores by a learnable temperature (SM(t) of the AERO paper, §4.2).
 
 Before → after:
-    softmax(mask(scale·QKᵀ))  → softmax(mask(scale·QKᵀ / t))
+    softmax(mask(scale·QKᵀ))  → softmax(mask(scale·(Q/t)Kᵀ))
 
 t has one value for every head and query position, `[H, T_max]`. What is learned is log t
 (`softmax_temperature.<layer>.log_t`), so that t stays positive whatever the optimizer does; t = exp(log t) depends
-on weights alone and costs nothing in private inference. The division acts on the raw product, above the mask:
-below an infinite mask the gradient of t would be NaN. A positional bias added to the scores (ALiBi) is not divided.
+on weights alone and costs nothing in private inference. The queries are divided rather than the scores: it is the same
+function, and a private run multiplies T×d_k values a head instead of T×T. It acts above the mask (below an infinite
+mask the gradient of t would be NaN), and a positional bias added to the scores (ALiBi) is not divided.
 """
 
 from __future__ import annotations
@@ -74,10 +75,9 @@ class SoftmaxTemperature(GraphPass):
     def _insert(self, model: TransformedModel, heads: Heads, name: str, first: int, shape: torch.Size) -> None:
         graph = model.graph
         tokens = placeholder(graph, model.convention.tokens)
-        after = heads.scores.next
 
         def call(target: object, *args: object) -> fx.Node:
-            return insert_call(graph, after, target, *args, like=heads.scores)  # type: ignore[arg-type]
+            return insert_call(graph, heads.scores, target, *args)  # type: ignore[arg-type]
 
         log_t = parameter_node(model, name, heads.scores)
         length = call(aten.sym_size.int, tokens, 1)
@@ -91,7 +91,6 @@ class SoftmaxTemperature(GraphPass):
             column = call(aten.repeat.default, column, [batch, 1, 1])
         elif len(shape) == 5:  # heads grouped over shared keys: [B, G, H/G, T, T]
             column = call(aten.reshape.default, column, [shape[1], heads.count // shape[1], -1, 1])
-        users = list(heads.scores.users)
-        scaled = call(aten.mul.Tensor, heads.scores, column)
-        for user in users:
-            user.replace_input_with(heads.scores, scaled)
+        queries, keys = heads.scores.args
+        assert isinstance(queries, fx.Node)
+        heads.scores.args = (call(aten.mul.Tensor, queries, column), keys)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from aero_compile.errors import InputError
+from aero_compile.runtime.fold import fold_scales
 from aero_compile.runtime.link import TLSConfig
 from aero_compile.runtime.measure import Measurement, combine
 from aero_compile.runtime.parties import run_parties
@@ -146,7 +147,8 @@ def _compile(
     was_training = model.training
     model.eval()
     try:
-        part = partition(model, _graph(model), torch.from_numpy(ids).to(device), ranges)
+        graph = fold_scales(_graph(model), model)
+        part = partition(model, graph, torch.from_numpy(ids).to(device), ranges)
     finally:
         model.train(was_training)
     live = lower(part)

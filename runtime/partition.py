@@ -27,6 +27,7 @@ import torch
 from torch import fx
 
 from aero_compile.errors import LoweringError
+from aero_compile.rewriting import source_path
 
 MASKED_BELOW = -9e3
 """A score of at most this value is masked: -1e4 is the mildest mask in use, and a score is added to it."""
@@ -89,12 +90,7 @@ def op_name(node: fx.Node) -> str:
 
 def place_of(node: fx.Node) -> str:
     """Return where in the user's model a node comes from, as far as the capture recorded it."""
-    stack = node.meta.get("nn_module_stack")
-    if isinstance(stack, dict) and stack:
-        entry = list(stack.values())[-1]
-        path = entry[0] if isinstance(entry, tuple) else str(entry)
-        return str(path) or "the model's top level"
-    return "an unnamed place"
+    return source_path(node) or "an unnamed place"
 
 
 def partition(
