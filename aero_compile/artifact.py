@@ -90,11 +90,11 @@ def save(model: TransformedModel, directory: str | os.PathLike[str], *, provenan
     path = Path(directory)
     try:
         path.mkdir(parents=True, exist_ok=True)
+        replaced = _named_weights(path)
         _write(path / str(document["weights"]), weights)
         _write(path / GRAPH_FILE, text.encode())
-        for old in path.glob("model-*.safetensors"):
-            if old.name != document["weights"]:
-                old.unlink()
+        if replaced not in (None, document["weights"]):
+            (path / str(replaced)).unlink(missing_ok=True)
     except OSError as error:
         raise ArtifactError(f"{path} cannot be written: {error}") from error
     return path
@@ -110,8 +110,8 @@ def load(directory: str | os.PathLike[str]) -> TransformedModel:
 
     path = Path(directory)
     document = read_document(path)
-    name = str(document.get("weights"))
-    if not re.fullmatch(r"model-[0-9a-f]{12}\.safetensors", name):
+    name = _own_weights(document)
+    if name is None:
         raise ArtifactError(f"{path / GRAPH_FILE} is damaged: it names no weights")
     try:
         weights = (path / name).read_bytes()
@@ -127,7 +127,7 @@ def load(directory: str | os.PathLike[str]) -> TransformedModel:
         raise ArtifactError(f"{path / GRAPH_FILE} is damaged: {error}") from error
     except Exception as error:  # whatever a damaged file can lead to
         raise ArtifactError(f"{path / GRAPH_FILE} is damaged: {type(error).__name__}: {error}") from error
-    return model.eval()
+    return model.prepare().eval()
 
 
 def _build(document: dict[str, Any], stored: dict[str, Tensor]) -> TransformedModel:
@@ -143,7 +143,7 @@ def _build(document: dict[str, Any], stored: dict[str, Tensor]) -> TransformedMo
     limit = document["max_positions"]
     if not (limit is None or (isinstance(limit, int) and limit > 0)):
         raise ArtifactError(f"max_positions is {limit!r}")
-    inputs = [name for name in (convention.tokens, convention.attention_mask, convention.labels) if name]
+    inputs = convention.graph_inputs
     return TransformedModel(
         decode_graph(document["graph"], inputs=inputs, tensors=tensors, modules=document["dropouts"]),
         tensors,
@@ -174,6 +174,20 @@ def read_document(directory: Path) -> dict[str, Any]:
     if version > FORMAT:
         raise ArtifactError(f"{file} has format {version}, newer than {FORMAT}: upgrade aero_compile")
     return document  # type: ignore[no-any-return]
+
+
+def _own_weights(document: dict[str, Any]) -> str | None:
+    """The weights file that a document names, if it is a name that `save` makes."""
+    name = document.get("weights")
+    return name if isinstance(name, str) and re.fullmatch(r"model-[0-9a-f]{12}\.safetensors", name) else None
+
+
+def _named_weights(directory: Path) -> str | None:
+    """The weights file of the artifact in `directory`, if there is one."""
+    try:
+        return _own_weights(read_document(directory))
+    except ArtifactError:
+        return None
 
 
 def _without_ties(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -66,8 +66,7 @@ def capture(model: nn.Module, example_inputs: Any = None) -> TransformedModel:
     if isinstance(model, TransformedModel):
         return copy.deepcopy(model)
     model = _own_copy(_unwrapped(model))
-    sample = _sample_call(model, example_inputs)
-    plain = _call(model, {k: v for k, v in sample.kwargs.items() if k != sample.labels})
+    sample, plain = _working_sample(model, example_inputs)
     exported = _export(model, sample)
     returned = _call(model, sample.kwargs)
     leaves = pytree.tree_leaves(returned)
@@ -152,7 +151,20 @@ def _is_tokens(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 2 and value.dtype in (torch.int64, torch.int32)
 
 
-def _sample_call(model: nn.Module, example_inputs: Any) -> _Sample:
+def _working_sample(model: nn.Module, example_inputs: Any) -> tuple[_Sample, Any]:
+    """A call that the model takes, and what it returns without labels; shorter tokens are tried if it refuses."""
+    lengths = (SAMPLE_LENGTH, 5, 2) if example_inputs is None else (SAMPLE_LENGTH,)
+    for length in lengths:
+        sample = _sample_call(model, example_inputs, length)
+        try:
+            return sample, _call(model, {k: v for k, v in sample.kwargs.items() if k != sample.labels})
+        except UnsupportedModelError:
+            if length == lengths[-1]:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _sample_call(model: nn.Module, example_inputs: Any, length: int) -> _Sample:
     """The call to capture, from the user's example or made up from the signature."""
     names = _parameters(model)
     if not names:
@@ -160,7 +172,7 @@ def _sample_call(model: nn.Module, example_inputs: Any) -> _Sample:
     is_hf = hasattr(getattr(model, "config", None), "to_dict") and "input_ids" in names
     if example_inputs is None:
         tokens = "input_ids" if is_hf else next(iter(names))
-        kwargs: dict[str, Any] = {tokens: _random_tokens(model)}
+        kwargs: dict[str, Any] = {tokens: _made_up_tokens(model, length)}
     elif isinstance(example_inputs, Mapping):
         kwargs = dict(example_inputs)
     else:
@@ -186,7 +198,7 @@ def _sample_call(model: nn.Module, example_inputs: Any) -> _Sample:
     return _Sample(kwargs, tokens, mask, labels, False)
 
 
-def _random_tokens(model: nn.Module) -> Tensor:
+def _made_up_tokens(model: nn.Module, length: int) -> Tensor:
     weight = next(model.parameters(), None)
     device = weight.device if weight is not None else torch.device("cpu")
     config = getattr(model, "config", None)
@@ -196,7 +208,7 @@ def _random_tokens(model: nn.Module) -> Tensor:
         tables += [p.shape[0] for p in model.parameters() if p.dim() == 2]
         vocab = min(tables, default=2)
     limit = _config_positions(model)
-    length = max(2, SAMPLE_LENGTH if limit is None else min(SAMPLE_LENGTH, limit))
+    length = max(2, length if limit is None else min(length, limit))
     return torch.arange(SAMPLE_BATCH * length, device=device).reshape(SAMPLE_BATCH, length) % vocab
 
 

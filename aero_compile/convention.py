@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -72,6 +73,11 @@ class CallConvention:
     @property
     def returns_model_output(self) -> bool:
         return bool(self.output["kind"] == "model_output")
+
+    @property
+    def graph_inputs(self) -> tuple[str, ...]:
+        """Names that the graph's inputs can have."""
+        return tuple(name for name in (self.tokens, self.attention_mask, self.labels) if name)
 
     def check(self) -> None:
         """Raise InputError if names or templates, which may come from a file, are not what they must be."""
@@ -228,16 +234,26 @@ def build_output(
     return _model_output(template["class"], fields)
 
 
-def _model_output(path: str, fields: dict[str, Any]) -> Any:
-    """The source's ModelOutput class; ours where its library is not installed."""
-    extra = fields.pop("entropies", None)
+_OUTPUT_CLASSES: dict[str, Any] = {}
+
+
+def output_class(path: str) -> Any:
+    """The source's ModelOutput class, or None where its library is not installed."""
     module, _, name = path.partition(":")
-    if not module.startswith("transformers."):  # the path may come from a file: import nothing else
+    if path not in _OUTPUT_CLASSES:
+        _OUTPUT_CLASSES[path] = None
+        if module.startswith("transformers."):  # the path may come from a file: import nothing else
+            with contextlib.suppress(ImportError):
+                _OUTPUT_CLASSES[path] = getattr(importlib.import_module(module), name, None)
+    return _OUTPUT_CLASSES[path]
+
+
+def _model_output(path: str, fields: dict[str, Any]) -> Any:
+    extra = fields.pop("entropies", None)
+    kind = _OUTPUT_CLASSES.get(path)
+    if kind is None:
         return CausalOutput(fields["logits"], fields.get("loss"), extra)
-    try:
-        output = getattr(importlib.import_module(module), name)(**fields)
-    except ImportError:
-        return CausalOutput(fields["logits"], fields.get("loss"), extra)
+    output = kind(**fields)
     if extra is not None:
         output["entropies"] = extra
     return output

@@ -33,6 +33,14 @@ class GraphPass(ABC):
     name: ClassVar[str]
     preserves_numerics: ClassVar[bool]
 
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if type(field.default) is float and type(value) is int:
+                object.__setattr__(self, field.name, float(value))
+            elif type(value) is not type(field.default):
+                raise _wrong_type(self.name, field.name, value, field.default)
+
     @abstractmethod
     def call(self, model: TransformedModel) -> PassResult:
         """Edit `model` in place.
@@ -86,7 +94,11 @@ def _parse_value(name: str, key: str, text: str, default: Any) -> Any:
     if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if default is not None and type(value) is not type(default):
-        raise RecipeError(
-            f"option {key!r} of pass {name!r} takes a {type(default).__name__}, got {text!r} (default: {default!r})"
-        )
+        raise _wrong_type(name, key, text, default)
     return value
+
+
+def _wrong_type(name: str, key: str, value: Any, default: Any) -> RecipeError:
+    return RecipeError(
+        f"option {key!r} of pass {name!r} takes a {type(default).__name__}, got {value!r} (default: {default!r})"
+    )

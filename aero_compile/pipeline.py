@@ -62,7 +62,7 @@ def transform(model: nn.Module, recipe: str | Recipe = "softmax_only", example_i
     _ = transformed.structure  # refuses what is no causal decoder, also when there is no pass to run
     transformed.train(model.training)
     run_passes(transformed, chosen.passes)
-    return transformed.train(model.training)
+    return transformed.prepare().train(model.training)
 
 
 def run_passes(model: TransformedModel, passes: tuple[GraphPass, ...]) -> list[PassReport]:

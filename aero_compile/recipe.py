@@ -152,6 +152,8 @@ def parse_pass(text: str) -> GraphPass:
         key, equals, value = item.partition("=")
         if not equals:
             raise RecipeError(f"option {item!r} of pass {kind.name!r} has no value: write option=value")
+        if key.strip() in options:
+            raise RecipeError(f"option {key.strip()!r} of pass {kind.name!r} is given twice")
         options[key.strip()] = value.strip()
     return kind.from_options(options)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import linecache
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -9,7 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from aero_compile.convention import CallConvention, CausalOutput, build_output, leaf_indices, next_token_loss
+from aero_compile.convention import (
+    CallConvention,
+    CausalOutput,
+    Template,
+    build_output,
+    leaf_indices,
+    next_token_loss,
+    output_class,
+)
 from aero_compile.entropy import attention_entropy
 from aero_compile.errors import InputError
 
@@ -49,6 +58,8 @@ class TransformedModel(nn.Module):
         self._programs: dict[tuple[tuple[int, ...], bool], Program] = {}
         self._structure: Any = None
         self.reports: tuple[Any, ...] = ()
+        if "class" in convention.output:
+            output_class(convention.output["class"])  # now: an import would stop torch.compile
         for name, tensor in tensors.items():
             self.add_tensor(name, tensor, persistent=name not in non_persistent)
         for name, probability in dropouts.items():
@@ -185,6 +196,13 @@ class TransformedModel(nn.Module):
             counts = [heads.count for heads in attention.groups]
             yield graph.call_function(_entropies_by_head, (softmaxes, tokens, counts))
 
+    def prepare(self) -> TransformedModel:
+        """Make the functions that calls will need now, so that torch.compile finds them; returns the model."""
+        for template in filter(None, (self.convention.output, self.convention.output_with_labels)):
+            for entropies in (False, True):
+                self._program(_wanted(template), entropies)
+        return self
+
     def _program(self, outputs: tuple[int, ...], entropies: bool) -> Program:
         key = (outputs, entropies)
         if key not in self._programs:
@@ -223,8 +241,7 @@ class TransformedModel(nn.Module):
         call = self.convention.bind(args, kwargs | {k: v for k, v in named.items() if v is not None})
         self._check_tokens(call.tokens)
         template = self.convention.template(call)
-        indices = leaf_indices(template)
-        wanted = (0, *(i for i in indices if i != 0))
+        wanted = _wanted(template)
         run, names = self._program(wanted, output_entropies)
         results = run(self, *[call.inputs[name] for name in names])
         values = dict(zip(wanted, results, strict=False))
@@ -264,13 +281,42 @@ class TransformedModel(nn.Module):
         if weight is not None and retarget(self.graph, weight.device, weight.dtype, self.convention.tokens):
             self._programs.clear()
             self._structure = None
+            self.prepare()
         return self
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> TransformedModel:
+        twin = self.__class__.__new__(self.__class__)
+        memo[id(self)] = twin
+        state = self.__dict__ | {"_programs": {}, "_structure": None}
+        twin.__dict__.update(copy.deepcopy(state, memo))
+        twin._programs = dict(self._programs)  # code that takes the module as its argument
+        return twin
+
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_programs": {}, "_structure": None}
+        from aero_compile.graph_json import encode_graph
+
+        return self.__dict__ | {"_programs": {}, "_structure": None, "graph": encode_graph(self.graph)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        from aero_compile.canonicalize import mark_constants
+        from aero_compile.graph_json import decode_graph
+
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        tensors = [name for name, _ in self.named_parameters(remove_duplicate=False)]
+        tensors += [name for name, _ in self.named_buffers(remove_duplicate=False)]
+        modules = [name for name, module in self.named_modules() if isinstance(module, nn.Dropout)]
+        inputs = self.convention.graph_inputs
+        self.graph = decode_graph(state["graph"], inputs=inputs, tensors=tensors, modules=modules)
+        mark_constants(self)
+        self.prepare()
 
     def extra_repr(self) -> str:
         return f"source={self.convention.family}, recipe={self.recipe or 'none'!r}"
+
+
+def _wanted(template: Template) -> tuple[int, ...]:
+    """Graph outputs to compute for a return value: the logits always, they come first."""
+    return (0, *(index for index in leaf_indices(template) if index != 0))
 
 
 def _entropies_by_head(probabilities: Sequence[Tensor], tokens: Tensor, heads: Sequence[int]) -> Tensor:

@@ -64,7 +64,7 @@ class Settings:
     width: int = 128
     vocabulary: int = 1024
     context: int = 64
-    steps: int = 400
+    steps: int = 250
     batch: int = 32
     learning_rate: float = 3e-3
     initializer_range: float = 0.05
@@ -185,7 +185,8 @@ def run(settings: Settings, base: Path) -> int:
     begin = time.monotonic()
     todo = RECIPES[len(rows) :]
     progress = Progress(1 + 2 * len(todo))
-    progress.say(f"Results go to {folder}; {len(rows)} of {len(RECIPES)} rows are there already.")
+    there = f"; {len(rows)} of {len(RECIPES)} rows are there already" if rows else ""
+    progress.say(f"Results go to {folder}{there}.")
     with progress.step("reading the standard library, training a tokenizer", live=False), quiet():
         data = prepare(
             load_text("stdlib"),

@@ -42,6 +42,7 @@ class ScaledFFN(GraphPass):
     preserves_numerics: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not (math.isfinite(self.init_alpha) and math.isfinite(self.init_beta)) or self.init_alpha == 0:
             raise RecipeError(
                 f"{self.name}: init_alpha must be finite and not 0 and init_beta finite, got "

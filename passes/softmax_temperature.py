@@ -44,6 +44,7 @@ class SoftmaxTemperature(GraphPass):
     preserves_numerics: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not (math.isfinite(self.init) and self.init > 0):
             raise RecipeError(f"{self.name}: init must be a positive number, got {self.init}")
         if self.max_positions < 0:
