@@ -136,7 +136,7 @@ def _own_copy(model: nn.Module) -> nn.Module:
     for switch in ("use_cache", "layerdrop"):
         if hasattr(config, switch):
             setattr(config, switch, False if switch == "use_cache" else 0.0)
-    if getattr(model, "is_gradient_checkpointing", False):
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         cast("Any", model).gradient_checkpointing_disable()
     return model.train()
 

@@ -170,7 +170,8 @@ class _Folding:
                 value = self.module
                 for part in str(node.target).split("."):
                     value = getattr(value, part)
-                self.known[node] = value if isinstance(value, torch.nn.Parameter) and value.numel() == 1 else None
+                single = isinstance(value, torch.nn.Parameter) and value.numel() == 1
+                self.known[node] = value.detach() if isinstance(value, torch.Tensor) and single else None
             elif node.op == "call_function" and node.all_input_nodes:
                 inputs = {parent: self._value(parent) for parent in node.all_input_nodes}
                 if all(value is not None for value in inputs.values()):
