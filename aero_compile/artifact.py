@@ -123,11 +123,12 @@ def load(directory: str | os.PathLike[str]) -> TransformedModel:
         model = _build(document, from_bytes(weights))
         mark_constants(model)
         _ = model.structure  # runs the whole graph on shapes
+        model.prepare()
     except AeroError as error:
         raise ArtifactError(f"{path / GRAPH_FILE} is damaged: {error}") from error
     except Exception as error:  # whatever a damaged file can lead to
         raise ArtifactError(f"{path / GRAPH_FILE} is damaged: {type(error).__name__}: {error}") from error
-    return model.prepare().eval()
+    return model.eval()
 
 
 def _build(document: dict[str, Any], stored: dict[str, Tensor]) -> TransformedModel:

@@ -244,7 +244,10 @@ def output_class(path: str) -> Any:
         _OUTPUT_CLASSES[path] = None
         if module.startswith("transformers."):  # the path may come from a file: import nothing else
             with contextlib.suppress(ImportError):
-                _OUTPUT_CLASSES[path] = getattr(importlib.import_module(module), name, None)
+                base = importlib.import_module("transformers.utils").ModelOutput
+                found = getattr(importlib.import_module(module), name, None)
+                if isinstance(found, type) and issubclass(found, base):
+                    _OUTPUT_CLASSES[path] = found
     return _OUTPUT_CLASSES[path]
 
 
