@@ -208,7 +208,7 @@ def run(settings: Settings, base: Path) -> int:
                 label=label,
                 model_name=f"GPT-2, {settings.layers} layers, d={settings.width}",
                 protocol=settings.protocol,
-                warm=False,
+                warm=True,
                 perplexity=perplexity,
                 training=training,
             )

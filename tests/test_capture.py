@@ -50,9 +50,7 @@ def test_random_nanogpt(
     """Sizes of 1, and sizes equal to those of the sample tokens (3 and 11), must not be mistaken for axes."""
     width = heads * head_width
     model = randomize(
-        tiny_models.NanoGPT(
-            flash, bias=bias, vocab=vocab, width=width, heads=heads, layers=layers, positions=positions
-        )
+        tiny_models.NanoGPT(flash, bias=bias, vocab=vocab, width=width, heads=heads, layers=layers, positions=positions)
     ).eval()
     result = aero_compile.transform(model, "baseline")
     assert result.num_heads == (heads,) * layers
@@ -114,9 +112,7 @@ class Small(nn.Module):
 
     def attend(self, x: Tensor, layer: int) -> Tensor:
         batch, length, width = x.shape
-        q, k, v = (
-            part.view(batch, length, self.heads, -1).transpose(1, 2) for part in self.qkv[layer](x).chunk(3, -1)
-        )
+        q, k, v = (part.view(batch, length, self.heads, -1).transpose(1, 2) for part in self.qkv[layer](x).chunk(3, -1))
         scores = q @ k.transpose(-1, -2) / math.sqrt(width // self.heads)
         mixed = self.weigh(scores, self.tri[:length, :length]) @ v
         out: Tensor = self.out[layer](mixed.transpose(1, 2).reshape(batch, length, width))
@@ -169,6 +165,23 @@ class InPlaceMask(Small):
         return F.softmax(scores, -1)
 
 
+class Einsum(Small):
+    """Every product is an einsum, with the heads as an axis of the weights."""
+
+    def attend(self, x: Tensor, layer: int) -> Tensor:
+        weights = self.qkv[layer].weight.view(3, self.heads, -1, x.shape[-1])  # type: ignore[operator, union-attr]
+        q, k, v = (torch.einsum("btd,hkd->bhtk", x, w) for w in weights)
+        scores = torch.einsum("bhik,bhjk->bhij", q, k) * q.shape[-1] ** -0.5
+        mixed = torch.einsum("bhij,bhjk->bhik", self.weigh(scores, self.tri[: x.shape[1], : x.shape[1]]), v)
+        out = self.out[layer].weight.view(x.shape[-1], self.heads, -1)  # type: ignore[operator, union-attr]
+        return torch.einsum("bhtk,dhk->btd", mixed, out)
+
+    def block(self, x: Tensor, layer: int) -> Tensor:
+        x = x + self.attend(self.norms[2 * layer](x), layer)
+        hidden = torch.einsum("btd,fd->btf", self.norms[2 * layer + 1](x), self.up[layer].weight)
+        return x + torch.einsum("btf,df->btd", F.gelu(hidden), self.down[layer].weight)
+
+
 class SharedBlock(Small):
     """The same weights three times, as in ALBERT."""
 
@@ -209,6 +222,7 @@ SPELLINGS: dict[str, Any] = {
     "mask-where": ChosenMask,
     "mask-compared": ComparedMask,
     "mask-in-place": InPlaceMask,
+    "einsum": lambda: Einsum(2),
     "one-block": Small,
     "one-head": lambda: Small(heads=1),
     "shared-block": SharedBlock,
@@ -244,7 +258,9 @@ def test_logits_are_told_from_hidden_states(make: type[Small]) -> None:
     ids = tokens(vocab=30)
     expected, got = model(ids), result(ids)
     assert type(got) is type(expected)
-    pairs = zip(expected.values(), got.values(), strict=True) if isinstance(got, dict) else zip(expected, got, strict=True)
+    pairs = (
+        zip(expected.values(), got.values(), strict=True) if isinstance(got, dict) else zip(expected, got, strict=True)
+    )
     assert all(torch.allclose(a, b, atol=1e-10) for a, b in pairs)
     out = result(ids, labels=ids, output_entropies=True)
     logits = expected["logits"] if isinstance(expected, dict) else expected[1]
@@ -450,7 +466,12 @@ MORE: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "nemotron": ("nemotron", _MODERN | {"head_dim": 8}, 2, "relu"),
     "granite": ("granite", _MODERN, 2, "silu"),
     "glm": ("glm", _MODERN | {"head_dim": 8}, 2, "silu"),
-    "opt-post-norm": ("opt", _OLD | {"ffn_dim": 48, "word_embed_proj_dim": 16, "do_layer_norm_before": False}, 2, "relu"),
+    "opt-post-norm": (
+        "opt",
+        _OLD | {"ffn_dim": 48, "word_embed_proj_dim": 16, "do_layer_norm_before": False},
+        2,
+        "relu",
+    ),
 }
 """name → (model type, config, norms in a layer that are not in the attention's heads, activation)."""
 

@@ -1,0 +1,107 @@
+"""gelu-to-relu."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import aero_compile
+from aero_compile.errors import UnsupportedGraphError
+from tests import tiny_models
+from tests.test_capture import Small
+from tests.tiny_models import LAYERS, captured, randomize, tokens
+
+aten = torch.ops.aten
+
+
+@pytest.mark.parametrize("name", tiny_models.EVERY)
+def test_every_activation_becomes_relu(name: str) -> None:
+    model = aero_compile.transform(captured(name), "gelu-to-relu")
+    census = aero_compile.census(model, 16)
+    assert census.total("relu") == LAYERS
+    assert set(census.kinds) == {"softmax", "layernorm", "relu"}
+    assert census.per_layer[0]["relu"] == 1
+    native = name.startswith(("opt", "lecture"))
+    assert model.reports[-1].modified is not native
+    assert model.recipe == ("" if native else "gelu-to-relu")
+    for node in model.graph.nodes:
+        if node.target is aten.relu.default:
+            assert len(node.args) == 1
+            assert not node.kwargs
+
+
+def test_a_gate_keeps_its_product() -> None:
+    """Llama: silu(a)·b → relu(a)·b."""
+    model = aero_compile.transform(captured("llama-eager"), "gelu-to-relu")
+    for ffn in model.structure.ffns:
+        assert len(ffn.inputs) == 2
+        (user,) = ffn.activations[0].node.users
+        assert user.target is aten.mul.Tensor
+
+
+class Activated(Small):
+    """A decoder with an activation of the caller's choice."""
+
+    def __init__(self, function: object) -> None:
+        super().__init__()
+        self.function = function
+
+    def activate(self, x: Tensor) -> Tensor:
+        return self.function(x)  # type: ignore[operator, no-any-return]
+
+
+OTHERS = {
+    "silu": nn.functional.silu,
+    "leaky": nn.functional.leaky_relu,
+    "elu": nn.functional.elu,
+    "mish": nn.functional.mish,
+    "relu6": nn.functional.relu6,
+    "hardswish": nn.functional.hardswish,
+    "softplus": nn.functional.softplus,
+    "squared": lambda x: torch.relu(x) ** 2,
+    "quick": lambda x: x * torch.sigmoid(1.702 * x),
+    "tanh gelu": lambda x: nn.functional.gelu(x, approximate="tanh"),
+    "written": lambda x: 0.5 * x * (1 + torch.erf(x / 2**0.5)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("text", ["gelu-to-relu", "gelu-to-identity"])
+def test_other_activations(name: str, text: str) -> None:
+    source = randomize(Activated(OTHERS[name])).eval()
+    model = aero_compile.transform(source, text)
+    ids = tokens(2, 7, vocab=30)
+    before = source(ids)
+    source.function = torch.relu if text == "gelu-to-relu" else (lambda x: x)
+    expected = source(ids)
+    assert not torch.allclose(before, expected, atol=1e-4)
+    assert torch.allclose(model(ids), expected, atol=1e-10)
+    kinds = set(aero_compile.census(model, 8).kinds)
+    assert kinds == {"softmax", "layernorm"} | ({"relu"} if text == "gelu-to-relu" else set())
+
+
+@pytest.mark.parametrize("text", ["gelu-to-relu", "gelu-to-identity"])
+def test_a_linear_feed_forward(text: str) -> None:
+    source = randomize(Activated(lambda x: x)).eval()
+    with pytest.raises(UnsupportedGraphError, match=rf"{text} found no activation.*1 feed-forward.*Activated.*linear"):
+        aero_compile.transform(source, text)
+
+
+@pytest.mark.parametrize("text", ["gelu-to-relu", "gelu-to-identity"])
+def test_activations_outside_the_feed_forward_are_named(text: str) -> None:
+    class Outside(Small):
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
+            return self.head(nn.functional.gelu(self.block(x, 0)))  # type: ignore[no-any-return]
+
+    with pytest.raises(UnsupportedGraphError, match=rf"{text}.*gelu.*outside"):
+        aero_compile.transform(randomize(Outside()), text)
+
+
+def test_relu_and_identity_exclude_each_other_truthfully() -> None:
+    linear = aero_compile.transform(captured("gpt2-eager"), "gelu-to-identity")
+    with pytest.raises(UnsupportedGraphError, match="gelu-to-relu found no activation"):
+        aero_compile.transform(linear, "gelu-to-relu")
+    relu = aero_compile.transform(captured("gpt2-eager"), "gelu-to-relu")
+    assert aero_compile.transform(relu, "gelu-to-identity").reports[-1].modified

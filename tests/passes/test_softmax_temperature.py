@@ -1,0 +1,165 @@
+"""softmax-temperature."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import aero_compile
+from aero_compile.errors import InputError, RecipeError, UnsupportedGraphError
+from aero_compile.passes.softmax_temperature import SoftmaxTemperature
+from tests import eager_references as eager
+from tests import tiny_models
+from tests.test_capture import Small
+from tests.tiny_models import HEADS, LAYERS, POSITIONS, captured, source, tokens
+
+
+@pytest.mark.parametrize("name", tiny_models.EVERY)
+def test_one_value_for_each_head_and_position(name: str) -> None:
+    model = aero_compile.transform(captured(name), "softmax-temperature")
+    new = {key: p for key, p in model.named_parameters() if key.startswith("softmax_temperature.")}
+    assert set(new) == {f"softmax_temperature.{i}.log_t" for i in range(LAYERS)}
+    assert all(p.shape == (HEADS, POSITIONS) and p.dtype is torch.float64 for p in new.values())
+    t = model.temperatures()
+    assert list(t) == list(range(LAYERS))
+    assert all(bool((value == 1).all()) for value in t.values())
+    assert captured(name).temperatures() == {}
+    assert str(aero_compile.census(model, 16)) == str(aero_compile.census(captured(name), 16)), (
+        "t depends on weights alone"
+    )
+
+
+@pytest.mark.parametrize("name", ["gpt2-eager", "gpt_neox-eager", "opt-eager", "llama-eager", "nanogpt"])
+@pytest.mark.parametrize("init", [0.1, 3.0])
+def test_initial_values(name: str, init: float) -> None:
+    model = aero_compile.transform(captured(name), f"softmax-temperature{{init={init}}}")
+    ids = tokens()
+    t = torch.full((LAYERS, HEADS, POSITIONS), init, dtype=torch.float64)
+    with torch.no_grad(), eager.temperature(source(name), t):
+        expected = tiny_models.all_logits(source(name), ids)
+    with torch.no_grad():
+        got = tiny_models.logits_of(model(ids, ids) if name == "nanogpt" else model(ids))
+        plain = tiny_models.all_logits(source(name), ids)
+    assert float((got - expected).abs().max() / expected.abs().max()) < 2e-5
+    assert float((plain - expected).abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize("name", ["gpt2-eager", "gpt2-sdpa", "llama-sdpa", "lecture", "functional", "encoder-pre"])
+@pytest.mark.parametrize("head", [0, HEADS - 1])
+def test_each_head_and_each_row_has_its_own(name: str, head: int) -> None:
+    """Raising one temperature raises the entropy of that head in that row, and touches no other in that layer."""
+    model = aero_compile.transform(captured(name), "softmax-temperature")
+    ids = tokens(2, 9)
+    before = model(ids, output_entropies=True).entropies
+    row = 5
+    with torch.no_grad():
+        model.get_parameter("softmax_temperature.0.log_t")[head, row] = math.log(50.0)
+    after = model(ids, output_entropies=True).entropies
+    changed = (after[0] - before[0]).abs() > 1e-9
+    expected = torch.zeros_like(changed)
+    expected[:, head, row] = True
+    assert torch.equal(changed, expected)
+    assert bool((after[0][:, head, row] > before[0][:, head, row]).all())
+    assert float(after[0][:, head, row].min()) > 0.9 * math.log(row + 1)
+
+
+def test_the_first_row_has_nothing_to_divide() -> None:
+    model = aero_compile.transform(captured("gpt2-eager"), "softmax-temperature")
+    with torch.no_grad():
+        for layer in range(LAYERS):
+            model.get_parameter(f"softmax_temperature.{layer}.log_t")[:, 0] = 5.0
+    ids = tokens()
+    assert torch.allclose(model(ids).logits, captured("gpt2-eager")(ids).logits, atol=1e-12)
+
+
+def test_temperatures_stay_positive_whatever_is_learned() -> None:
+    model = aero_compile.transform(captured("gpt2-eager"), "softmax_only")
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.startswith("softmax_temperature."):
+                parameter.fill_(-40.0)
+    assert all(bool((t > 0).all()) for t in model.temperatures().values())
+    ids = tokens()
+    out = model(ids, labels=ids, output_entropies=True)
+    out.loss.backward()
+    assert all(bool(torch.isfinite(p.grad).all()) for p in model.parameters() if p.grad is not None)
+
+
+def test_a_shorter_table_limits_the_length() -> None:
+    model = aero_compile.transform(captured("gpt2-eager"), "softmax-temperature{max_positions=8}")
+    assert model.max_positions == 8
+    assert model.get_parameter("softmax_temperature.0.log_t").shape == (HEADS, 8)
+    assert model(tokens(2, 8)).logits.shape[1] == 8
+    with pytest.raises(InputError, match="8 positions"):
+        model(tokens(2, 9))
+    longer = aero_compile.transform(captured("gpt2-eager"), f"softmax-temperature{{max_positions={POSITIONS + 9}}}")
+    assert longer.max_positions == POSITIONS
+
+
+class Unlimited(Small):
+    """Nothing in it limits the length."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        length = ids.shape[1]
+        q, k, v = (p.view(*p.shape[:2], 3, 8).transpose(1, 2) for p in self.qkv[0](self.norms[0](x)).chunk(3, -1))
+        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out[0](mixed.transpose(1, 2).reshape(-1, length, 24))
+        return self.head(x + self.down[0](self.activate(self.up[0](self.norms[1](x)))))  # type: ignore[no-any-return]
+
+
+def test_models_without_limit_need_the_option() -> None:
+    model = aero_compile.transform(tiny_models.randomize(Unlimited()).eval(), "baseline")
+    assert model.max_positions is None
+    with pytest.raises(UnsupportedGraphError, match=r"Unlimited.*softmax-temperature\{max_positions=N\}"):
+        aero_compile.transform(model, "softmax_only")
+    limited = aero_compile.transform(model, "softmax-temperature{max_positions=20}")
+    assert limited.max_positions == 20
+    ids = tokens(2, 20, vocab=30)
+    assert torch.allclose(limited(ids), model(ids), atol=1e-10)
+
+
+@pytest.mark.parametrize("options", [{"init": 0.0}, {"init": -1.0}, {"init": float("nan")}, {"init": float("inf")}])
+def test_values_that_cannot_be(options: dict[str, float]) -> None:
+    with pytest.raises(RecipeError, match=r"softmax-temperature.*positive"):
+        SoftmaxTemperature(**options)
+
+
+@pytest.mark.parametrize("layout", ["folded", "grouped", "one"])
+def test_other_layouts_of_the_scores(layout: str) -> None:
+    """Heads folded into the batch, grouped over shared keys, or a single one without an axis of its own."""
+
+    class Laid(Small):
+        def attend(self, x: torch.Tensor, layer: int) -> torch.Tensor:
+            batch, length, width = x.shape
+            mask = self.tri[:length, :length]
+            if layout == "one":
+                q, k, v = self.qkv[layer](x).chunk(3, -1)
+                mixed = self.weigh(q @ k.transpose(1, 2) / math.sqrt(width), mask) @ v
+                return self.out[layer](mixed)  # type: ignore[no-any-return]
+            q, k, v = (p.view(batch, length, 4, 6).transpose(1, 2) for p in self.qkv[layer](x).chunk(3, -1))
+            if layout == "folded":
+                q, k, v = (p.reshape(batch * 4, length, 6) for p in (q, k, v))
+                mixed = torch.bmm(self.weigh(torch.bmm(q, k.transpose(1, 2)) / math.sqrt(6), mask), v)
+                mixed = mixed.view(batch, 4, length, 6)
+            else:
+                k, v = k[:, ::2].unsqueeze(2), v[:, ::2].unsqueeze(2)
+                q = q.reshape(batch, 2, 2, length, 6)
+                mixed = self.weigh(q @ k.transpose(-1, -2) / math.sqrt(6), mask) @ v
+                mixed = mixed.reshape(batch, 4, length, 6)
+            return self.out[layer](mixed.transpose(1, 2).reshape(batch, length, width))  # type: ignore[no-any-return]
+
+    model = aero_compile.transform(tiny_models.randomize(Laid()).eval(), "baseline")
+    heads = 1 if layout == "one" else 4
+    assert model.num_heads == (heads,)
+    warm = aero_compile.transform(model, "softmax-temperature")
+    ids = tokens(2, 7, vocab=30)
+    out = model(ids, output_entropies=True)
+    assert out.entropies[0].shape == (2, heads, 7)
+    with torch.no_grad():
+        warm.get_parameter("softmax_temperature.0.log_t")[heads - 1, 4] = 3.0
+    moved = warm(ids, output_entropies=True).entropies[0] - out.entropies[0]
+    where = (moved.abs() > 1e-9).nonzero().tolist()
+    assert where == [[0, heads - 1, 4], [1, heads - 1, 4]]
