@@ -260,8 +260,13 @@ def _linear(model: TransformedModel) -> None:
             bias, (left, right) = None, node.args
         else:
             continue
-        if left not in live or right in live or values[right].dim() != 2:
+        if left not in live or right in live:
             continue
+        rank = values[right].dim()
+        if not 2 <= rank <= max(2, values[left].dim()) or any(size != 1 for size in values[right].shape[:-2]):
+            continue
+        if rank > 2:  # einsum makes a batch of one
+            right = insert_call(model.graph, node, aten.reshape.default, right, list(values[right].shape[-2:]))
         weight = _transposed(model.graph, node, right)
         args = (left, weight) if bias is None else (left, weight, bias)
         replace_node(node, insert_call(model.graph, node, aten.linear.default, *args))

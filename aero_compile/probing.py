@@ -43,7 +43,7 @@ _BROADCASTING = frozenset(["unsqueeze", "expand", "getitem", "detach"])
 _ALLOWED = _ARITHMETIC | _FUNCTIONS | _CHOICES | _REDUCING | _BROADCASTING
 _SEEDS = frozenset(["tanh", "erf", "sigmoid", "exp", "rsqrt", "sqrt", "pow", "div", "softplus", "reciprocal", "std"])
 
-Build = Callable[[fx.Graph, fx.Node], fx.Node]
+Build = Callable[[fx.Graph, fx.Node, fx.Node], fx.Node]
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,13 @@ def recognize(model: TransformedModel) -> int:
     known: dict[Any, Any] = {}
     while True:
         found = _scan(model, known)
+        renewed: dict[fx.Node, fx.Node] = {}
         for region, build in found:
-            new = build(model.graph, region.exit)
+            # the entry may be the exit of a region that was replaced just now
+            new = build(model.graph, region.exit, renewed.get(region.entry, region.entry))
             copy_place(region.exit, new)
             replace_node(region.exit, new)
+            renewed[region.exit] = new
         replaced += len(found)
         if not found:
             return replaced
@@ -305,19 +308,17 @@ def _builder(description: tuple[Any, ...], region: Region, width: int) -> Build:
     def constant(index: int | None) -> fx.Node | None:
         return None if index is None else region.constants[index]
 
-    def build(graph: fx.Graph, before: fx.Node) -> fx.Node:
+    def build(graph: fx.Graph, before: fx.Node, entry: fx.Node) -> fx.Node:
         with graph.inserting_before(before):
             if kind == "softmax":
-                return graph.call_function(aten.softmax.int, (region.entry, -1))
+                return graph.call_function(aten.softmax.int, (entry, -1))
             if kind == "layer_norm":
                 weight, bias, eps = constant(details[0]), constant(details[1]), details[2]
-                return graph.call_function(aten.layer_norm.default, (region.entry, [width], weight, bias, eps))
+                return graph.call_function(aten.layer_norm.default, (entry, [width], weight, bias, eps))
             if kind == "rms_norm":
-                return graph.call_function(
-                    aten.rms_norm.default, (region.entry, [width], constant(details[0]), details[1])
-                )
+                return graph.call_function(aten.rms_norm.default, (entry, [width], constant(details[0]), details[1]))
             name, *form = details
             kwargs = {"approximate": form[0]} if form else {}
-            return graph.call_function(getattr(aten, name).default, (region.entry,), kwargs)
+            return graph.call_function(getattr(aten, name).default, (entry,), kwargs)
 
     return build
