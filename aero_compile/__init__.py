@@ -1,5 +1,7 @@
 """Rewrite GPT-2-like PyTorch models for private inference, retrain them, and run them in real 2PC."""
 
+from typing import TYPE_CHECKING
+
 from aero_compile.artifact import load, save
 from aero_compile.census import Census, census
 from aero_compile.entropy import entropy_regularization
@@ -8,6 +10,9 @@ from aero_compile.pipeline import transform
 from aero_compile.recipe import Recipe, recipes
 from aero_compile.trainable import TransformedModel
 from aero_compile.version import __version__
+
+if TYPE_CHECKING:
+    from aero_compile.runtime import private_inference
 
 __all__ = [
     "AeroError",

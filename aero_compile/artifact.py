@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from aero_compile.canonicalize import mark_constants
 from aero_compile.census import census
 from aero_compile.convention import CallConvention
 from aero_compile.errors import AeroError, ArtifactError
+from aero_compile.files import write_atomically
 from aero_compile.graph_json import decode_graph, encode_graph
 from aero_compile.trainable import TransformedModel
 from aero_compile.version import __version__
@@ -91,8 +91,8 @@ def save(model: TransformedModel, directory: str | os.PathLike[str], *, provenan
     try:
         path.mkdir(parents=True, exist_ok=True)
         replaced = _named_weights(path)
-        _write(path / str(document["weights"]), weights)
-        _write(path / GRAPH_FILE, text.encode())
+        write_atomically(path / str(document["weights"]), weights)
+        write_atomically(path / GRAPH_FILE, text)
         if replaced not in (None, document["weights"]):
             (path / str(replaced)).unlink(missing_ok=True)
     except OSError as error:
@@ -203,16 +203,3 @@ def _without_ties(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[s
             first[key] = name
             unique[name] = tensor
     return unique, aliases
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write to a temporary name and rename, so that a crash leaves the old file."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

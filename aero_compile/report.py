@@ -13,13 +13,13 @@ import platform
 import shlex
 import shutil
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from aero_compile.errors import InputError
+from aero_compile.files import write_atomically
 from aero_compile.training.run_directory import finite_or_none, versions
 
 FORMAT = "aero_compile.results/1"
@@ -184,23 +184,6 @@ def document(rows: Sequence[Row], *, title: str, seed: int, config: Mapping[str,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "rows": [asdict(row) for row in rows],
     }
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write ``text`` beside ``path`` and rename it into place, so that a reader never sees half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        # mkstemp makes files private; a result gets what the user's umask gives any other file.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from aero_compile.charts import heatmap, line_chart, stacked_bars
-from aero_compile.report import Row, cells, human_bytes, savings, write_atomically
+from aero_compile.files import write_atomically
+from aero_compile.report import Row, cells, human_bytes, savings
 
 _STYLE = """
 :root { color-scheme: light dark; --paper:#fdfdfc; --panel:#fff; --ink:#1d2126; --dim:#5b636d; --rule:#dfe3e8;

@@ -17,7 +17,15 @@ from torch.nn import functional as F
 
 from tests import tiny_models
 
-_NORMS = ("ln_1", "ln_2", "ln_f", "input_layernorm", "post_attention_layernorm", "final_layer_norm", "norm")
+_NORMS: tuple[str, ...] = (
+    "ln_1",
+    "ln_2",
+    "ln_f",
+    "input_layernorm",
+    "post_attention_layernorm",
+    "final_layer_norm",
+    "norm",
+)
 _NORMS += ("self_attn_layer_norm",)
 _ACTIVATIONS = ("act", "act_fn", "activation_fn")
 
@@ -115,7 +123,13 @@ def temperature(model: nn.Module, t: Tensor) -> Iterator[None]:
         return
 
     def attention(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *_: Any, **options: Any
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *_: Any,
+        **options: Any,
     ) -> tuple[Tensor, Tensor]:
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)

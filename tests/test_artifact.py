@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import shutil
@@ -40,7 +41,7 @@ def weights_of(directory: Path) -> Path:
     return found
 
 
-# -- round trips ------------------------------------------------------------------------------------------------
+# -- round trips -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", tiny_models.EVERY)
@@ -165,7 +166,7 @@ def test_saving_over_an_artifact_and_beside_other_files(saved: Path) -> None:
     assert len({path.name for path in saved.iterdir()} - foreign) == len(own) == 2
 
 
-# -- crashes while saving ------------------------------------------------------------------------------------------
+# -- crashes while saving --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("at", [1, 2])
@@ -228,7 +229,7 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "x"
 
 
-# -- damaged and foreign directories ------------------------------------------------------------------------------
+# -- damaged and foreign directories ---------------------------------------------------------------------------
 
 
 def test_missing_and_foreign_directories(tmp_path: Path) -> None:
@@ -369,10 +370,14 @@ def test_nothing_in_a_file_is_executed(saved: Path, tmp_path: Path, name: str) -
     assert not mark.exists()
 
 
+def set_output_class(document: dict[str, Any], name: str) -> None:
+    document["convention"]["output"]["class"] = name
+
+
 def test_output_classes_come_from_transformers_alone(tmp_path: Path) -> None:
     path = aero_compile.save(captured("gpt2-eager"), tmp_path / "a")
     for forged in ("os:system", "subprocess:Popen", "transformers.os:system", "transformers.utils:logging"):
-        edited(path, lambda d, forged=forged: d["convention"]["output"].update({"class": forged}))
+        edited(path, functools.partial(set_output_class, name=forged))
         try:
             out = aero_compile.load(path)(tokens())
         except ArtifactError:
@@ -381,7 +386,7 @@ def test_output_classes_come_from_transformers_alone(tmp_path: Path) -> None:
         assert type(out).__module__.startswith(("aero_compile.", "transformers."))
 
 
-# -- without the source's library ---------------------------------------------------------------------------------
+# -- without the source's library ------------------------------------------------------------------------------
 
 WITHOUT_TRANSFORMERS = """
 import sys

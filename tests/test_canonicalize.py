@@ -46,7 +46,13 @@ def test_every_family_speaks_the_same_language(name: str) -> None:
     model = captured(name)
     kinds = live_kinds(model)
     assert set(kinds) <= ALLOWED, set(kinds) - ALLOWED
-    assert {n.op for n in model.graph.nodes} <= {"placeholder", "get_attr", "call_function", "call_module", "output"}
+    assert {n.op for n in model.graph.nodes} <= {
+        "placeholder",
+        "get_attr",
+        "call_function",
+        "call_module",
+        "output",
+    }
     for node in model.graph.nodes:
         if node.op == "call_module":
             assert isinstance(model.get_submodule(str(node.target)), nn.Dropout)
@@ -131,9 +137,9 @@ def run_raw(model: TransformedModel, ids: Tensor) -> Tensor:
     for node in list(graph.nodes):
         if node.target is aten.native_dropout.default:
             for user in list(node.users):
-                user.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+                user.replace_all_uses_with(node.args[0])
         elif node.target is aten.dropout.default:
-            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+            node.replace_all_uses_with(node.args[0])
         elif node.target is aten.scaled_dot_product_attention.default:
             given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), node.args, strict=False))
             node.args, node.kwargs = (), given | dict(node.kwargs) | {"dropout_p": 0.0}
@@ -146,7 +152,7 @@ def run_raw(model: TransformedModel, ids: Tensor) -> Tensor:
     return out
 
 
-# -- op by op ---------------------------------------------------------------------------------------------------
+# -- op by op --------------------------------------------------------------------------------------------------
 
 
 class Wrapped(nn.Module):
@@ -221,7 +227,8 @@ def test_a_row_that_sees_nothing_is_finite_and_flat() -> None:
     model = tiny_models.randomize(Wrapped(attend)).eval()
     result = canonicalize(capture(model)).eval()
     out = run(result, tokens(2, 5, vocab=20))
-    out.sum().backward()
+    total: Any = out.sum()
+    total.backward()
     assert bool(torch.isfinite(out).all())
     assert all(bool(torch.isfinite(p.grad).all()) for p in result.parameters() if p.grad is not None)
 
@@ -236,8 +243,14 @@ def test_a_row_that_sees_nothing_is_finite_and_flat() -> None:
         (lambda m, x: m.bias + F.linear(x, m.weight), {"linear": 2, "add": 0}),
         (lambda m, x: torch.einsum("btd,de->bte", x, m.weight), {"linear": 2, "einsum": 0, "bmm": 0}),
         (lambda m, x: torch.bmm(x, x.transpose(1, 2)) @ x, {"matmul": 2, "bmm": 0}),
-        (lambda m, x: torch.baddbmm(x, x @ x.transpose(1, 2), x, beta=0.5, alpha=2.0), {"matmul": 2, "baddbmm": 0}),
-        (lambda m, x: x.view(-1, 12).view(x.shape).clone().contiguous(), {"view": 0, "clone": 0, "contiguous": 0}),
+        (
+            lambda m, x: torch.baddbmm(x, x @ x.transpose(1, 2), x, beta=0.5, alpha=2.0),
+            {"matmul": 2, "baddbmm": 0},
+        ),
+        (
+            lambda m, x: x.view(-1, 12).view(x.shape).clone().contiguous(),
+            {"view": 0, "clone": 0, "contiguous": 0},
+        ),
         (lambda m, x: x[:, :, :], {"slice": 0}),
         (lambda m, x: x.double().to(torch.float64) * 2, {"_to_copy": 0, "to": 0, "mul": 1}),
         (lambda m, x: F.dropout(x, 0.3, m.training), {"dropout": 1, "native_dropout": 0}),
@@ -257,7 +270,7 @@ def test_a_linear_with_many_users_keeps_its_plain_value() -> None:
 
     def function(module: Any, x: Tensor) -> Tensor:
         product = x @ module.weight
-        return (product + module.bias) * product
+        return (product + module.bias) * product  # type: ignore[no-any-return]
 
     assert canonical(function)["add"] == 1
 

@@ -31,7 +31,7 @@ def same_function(model: nn.Module, *, tolerance: float = 1e-10, example: Any = 
     return result
 
 
-# -- random configurations --------------------------------------------------------------------------------------
+# -- random configurations -------------------------------------------------------------------------------------
 
 
 @settings(max_examples=7, deadline=None, derandomize=True)
@@ -78,7 +78,10 @@ def test_random_hugging_face(kind: str, attention: str, heads: int, layers: int,
     options: dict[str, Any] = {"tie_word_embeddings": tied}
     if kind == "gpt2":
         options |= {"n_embd": width, "n_head": heads, "n_layer": layers}
-        options |= {"activation_function": "relu" if tied else "gelu", "scale_attn_by_inverse_layer_idx": tied}
+        options |= {
+            "activation_function": "relu" if tied else "gelu",
+            "scale_attn_by_inverse_layer_idx": tied,
+        }
     else:
         options |= {"hidden_size": width, "num_attention_heads": heads, "num_hidden_layers": layers}
     if kind == "llama":
@@ -90,7 +93,7 @@ def test_random_hugging_face(kind: str, attention: str, heads: int, layers: int,
     assert result.max_positions == tiny_models.POSITIONS
 
 
-# -- spellings of a block ---------------------------------------------------------------------------------------
+# -- spellings of a block --------------------------------------------------------------------------------------
 
 
 class Small(nn.Module):
@@ -169,11 +172,11 @@ class Einsum(Small):
     """Every product is an einsum, with the heads as an axis of the weights."""
 
     def attend(self, x: Tensor, layer: int) -> Tensor:
-        weights = self.qkv[layer].weight.view(3, self.heads, -1, x.shape[-1])  # type: ignore[operator, union-attr]
+        weights = self.qkv[layer].weight.view(3, self.heads, -1, x.shape[-1])  # type: ignore[operator]
         q, k, v = (torch.einsum("btd,hkd->bhtk", x, w) for w in weights)
         scores = torch.einsum("bhik,bhjk->bhij", q, k) * q.shape[-1] ** -0.5
         mixed = torch.einsum("bhij,bhjk->bhik", self.weigh(scores, self.tri[: x.shape[1], : x.shape[1]]), v)
-        out = self.out[layer].weight.view(x.shape[-1], self.heads, -1)  # type: ignore[operator, union-attr]
+        out = self.out[layer].weight.view(x.shape[-1], self.heads, -1)  # type: ignore[operator]
         return torch.einsum("bhtk,dhk->btd", mixed, out)
 
     def block(self, x: Tensor, layer: int) -> Tensor:
@@ -303,7 +306,7 @@ def test_wrapped_models_are_unwrapped(wrapper: str) -> None:
     assert set(result.state_dict()) == set(plain.state_dict())
 
 
-# -- the example ------------------------------------------------------------------------------------------------
+# -- the example -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", ["tensor", "tuple", "list", "dict", "int32"])
@@ -347,7 +350,7 @@ def test_example_that_is_longer_than_the_model() -> None:
         aero_compile.transform(Small(positions=32), "baseline", example_inputs=tokens(2, 50, vocab=30))
 
 
-# -- lengths ----------------------------------------------------------------------------------------------------
+# -- lengths ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", tiny_models.EVERY)
@@ -370,7 +373,7 @@ def test_a_model_without_limit_has_none() -> None:
     assert result(tokens(1, 200, vocab=30)).shape == (1, 200, 30)
 
 
-# -- without weights --------------------------------------------------------------------------------------------
+# -- without weights -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "opt", "llama"])
@@ -409,7 +412,7 @@ def test_gpt2_small_in_seconds_without_weights() -> None:
     assert {key: p.shape for key, p in result.named_parameters() if key in kept} == kept
 
 
-# -- families of transformers beyond the named ones ---------------------------------------------------------------
+# -- families of transformers beyond the named ones ------------------------------------------------------------
 
 _MODERN = {
     "hidden_size": 32,
@@ -441,7 +444,12 @@ MORE: dict[str, tuple[str, dict[str, Any], int, str]] = {
     ),
     "codegen": ("codegen", _GPT2 | {"rotary_dim": 4, "n_ctx": 64}, 1, "gelu"),
     "gpt_bigcode": ("gpt_bigcode", _GPT2, 2, "gelu"),
-    "mpt": ("mpt", {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64, "expansion_ratio": 2}, 2, "gelu"),
+    "mpt": (
+        "mpt",
+        {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64, "expansion_ratio": 2},
+        2,
+        "gelu",
+    ),
     "phi": ("phi", _MODERN | {"num_key_value_heads": 4}, 1, "gelu"),
     "phi3": ("phi3", _MODERN, 2, "silu"),
     "mistral": ("mistral", _MODERN | {"sliding_window": 8}, 2, "silu"),
@@ -479,12 +487,13 @@ MORE: dict[str, tuple[str, dict[str, Any], int, str]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE)
 def test_more_families(name: str) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 
     kind, options, _, activation = MORE[name]
     shared = {"vocab_size": 30, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-    config = AutoConfig.for_model(kind, **(shared | options))
-    model = randomize(AutoModelForCausalLM.from_config(config, attn_implementation="eager")).eval()
+    config = transformers.AutoConfig.for_model(kind, **(shared | options))
+    automatic: Any = transformers.AutoModelForCausalLM
+    model = randomize(automatic.from_config(config, attn_implementation="eager")).eval()
     result = same_function(model, tolerance=1e-5)
     assert result.num_heads == (4, 4)
     census = aero_compile.census(result, 16)

@@ -108,14 +108,14 @@ def test_layers_of_every_family(name: str) -> None:
     assert {op.shape for op in census.ops if op.kind == "softmax"} == {(16, 16)}
 
 
-# -- counted once more, on the eager model --------------------------------------------------------------------------
+# -- counted once more, on the eager model ---------------------------------------------------------------------
 
 
-class Counting(TorchDispatchMode):
+class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what the eager model executes: rows of softmaxes, norms and activations, by kind."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.elements: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -137,7 +137,8 @@ class Counting(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2-eager", "gpt_neox-eager", "gpt_neox-sequential", "opt-eager", "llama-eager", "nanogpt", "mingpt"]
+    "name",
+    ["gpt2-eager", "gpt_neox-eager", "gpt_neox-sequential", "opt-eager", "llama-eager", "nanogpt", "mingpt"],
 )
 @pytest.mark.parametrize("length", [1, 9, 20])
 def test_counts_equal_what_the_eager_model_executes(name: str, length: int) -> None:
@@ -176,7 +177,7 @@ def test_counting_does_not_depend_on_the_batch_or_dtype() -> None:
     assert str(aero_compile.census(model, 1)) == before.replace("16×", "1×").replace("×16", "×1")
 
 
-# -- what is not in the paper's alphabet --------------------------------------------------------------------------------
+# -- what is not in the paper's alphabet -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -229,7 +230,7 @@ def test_softcaps_and_norms_of_queries_are_counted() -> None:
     assert {op.shape for op in qwen.ops if op.kind == "layernorm"} == {(8, 32), (8, 8)}
 
 
-# -- as an object -----------------------------------------------------------------------------------------------------
+# -- as an object ----------------------------------------------------------------------------------------------
 
 
 def test_as_json() -> None:

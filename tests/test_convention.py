@@ -27,7 +27,7 @@ def same(value: Any, expected: Any) -> None:
     assert float(error / expected.detach().abs().max()) < 3e-6
 
 
-# -- Hugging Face -------------------------------------------------------------------------------------------------
+# -- Hugging Face ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", HUGGING_FACE)
@@ -59,7 +59,10 @@ def test_loss_for_gradient_accumulation(name: str) -> None:
 @pytest.mark.parametrize("name", HUGGING_FACE)
 def test_return_dict_false_gives_a_tuple(name: str) -> None:
     ids = tokens()
-    expected, got = source(name)(ids, return_dict=False, use_cache=False), captured(name)(ids, return_dict=False)
+    expected, got = (
+        source(name)(ids, return_dict=False, use_cache=False),
+        captured(name)(ids, return_dict=False),
+    )
     assert type(got) is tuple
     assert len(got) == len(expected) == 1
     same(got[0], expected[0])
@@ -95,7 +98,7 @@ def test_int32_tokens() -> None:
     same(model(ids.int(), labels=ids.int()).loss, model(ids, labels=ids).loss)
 
 
-# -- (logits, loss) -----------------------------------------------------------------------------------------------
+# -- (logits, loss) --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["nanogpt", "nanogpt-flash", "mingpt", "lecture"])
@@ -155,12 +158,13 @@ def test_gradients_flow_through_the_source_s_own_loss() -> None:
     assert first.keys() == {key for key, _ in model.named_parameters()}
     model.zero_grad()
     logits = model(ids, labels=ids).logits
-    F.cross_entropy(logits.reshape(-1, VOCAB), ids.reshape(-1)).backward()
+    loss: Any = F.cross_entropy(logits.reshape(-1, VOCAB), ids.reshape(-1))
+    loss.backward()
     for key, parameter in model.named_parameters():
         assert torch.allclose(parameter.grad, first[key], rtol=1e-8, atol=1e-12), key  # type: ignore[arg-type]
 
 
-# -- entropies ----------------------------------------------------------------------------------------------------
+# -- entropies -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["gpt2-eager", "gpt_neox-eager", "opt-eager", "llama-eager"])
@@ -218,7 +222,7 @@ def test_entropies_are_taken_before_dropout() -> None:
     assert not torch.allclose(dropped, evaluated, atol=1e-3)
 
 
-# -- calls that cannot be served --------------------------------------------------------------------------------------
+# -- calls that cannot be served -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -238,7 +242,10 @@ def test_entropies_are_taken_before_dropout() -> None:
         ({"input_ids": tokens(), "output_attentions": True}, "output_entropies"),
         ({"input_ids": tokens(), "output_hidden_states": True}, "output_hidden_states"),
         ({"input_ids": tokens(2, 5), "labels": tokens(2, 4)}, r"labels.*\[2, 4\].*\[2, 5\]"),
-        ({"input_ids": tokens(2, 5), "attention_mask": torch.ones(2, 4)}, r"attention_mask.*\[2, 4\].*\[2, 5\]"),
+        (
+            {"input_ids": tokens(2, 5), "attention_mask": torch.ones(2, 4)},
+            r"attention_mask.*\[2, 4\].*\[2, 5\]",
+        ),
     ],
 )
 def test_wrong_calls_say_what_is_wrong(arguments: dict[str, Any], message: str) -> None:
@@ -265,7 +272,7 @@ def test_too_long_sequences_are_refused_by_every_model(name: str) -> None:
         captured(name)(tokens(1, POSITIONS + 1))
 
 
-# -- parts --------------------------------------------------------------------------------------------------------
+# -- parts -----------------------------------------------------------------------------------------------------
 
 
 def test_next_token_loss() -> None:

@@ -36,10 +36,10 @@ class DoubleLogits(GraphPass):
         if self.was_applied(model):
             return PassResult(model, modified=False)
         output = next(node for node in model.graph.nodes if node.op == "output")
-        logits = output.args[0][0]  # type: ignore[index]
+        logits = output.args[0][0]
         with model.graph.inserting_before(output):
             scaled = model.graph.call_function(aten.mul.Tensor, (logits, self.factor))
-        output.args = ((scaled, *output.args[0][1:]),)  # type: ignore[index]
+        output.args = ((scaled, *output.args[0][1:]),)
         model.graph_changed()
         return PassResult(model, modified=True)
 

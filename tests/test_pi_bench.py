@@ -220,7 +220,7 @@ def test_artifacts_run_as_they_were_saved(
     assert "as saved" in capsys.readouterr().err
     assert bench.main(["--model", folder, "--seq-len", "8"]) == 0
     assert runtime.calls == [("strip-layer-norm,gelu-to-relu", (1, 8))]
-    weights = tmp_path / "trained" / "model.safetensors"
+    (weights,) = (tmp_path / "trained").glob("*.safetensors")
     weights.write_bytes(weights.read_bytes()[:-4])
     assert bench.main(["--model", folder, "--seq-len", "8"]) == 2
     assert "damaged" in capsys.readouterr().err

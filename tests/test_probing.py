@@ -20,7 +20,21 @@ from tests import tiny_models
 from tests.test_canonicalize import Wrapped, canonical, kind, run
 from tests.tiny_models import tokens
 
-ARITHMETIC = ("tanh", "erf", "exp", "sigmoid", "pow", "sqrt", "rsqrt", "mean", "sum", "amax", "var", "div", "sub")
+ARITHMETIC = (
+    "tanh",
+    "erf",
+    "exp",
+    "sigmoid",
+    "pow",
+    "sqrt",
+    "rsqrt",
+    "mean",
+    "sum",
+    "amax",
+    "var",
+    "div",
+    "sub",
+)
 
 ROOT = math.sqrt(2.0 / math.pi)
 GELUS_BY_TANH: dict[str, Callable[[Tensor], Tensor]] = {
@@ -207,8 +221,9 @@ def test_gradients_pass_through_what_was_recognized() -> None:
     model = tiny_models.randomize(Wrapped(lambda m, x: LAYER_NORMS["gain and bias"](m, GELUS_BY_TANH["gpt2"](x))))
     result = canonicalize(capture(model))
     ids = tokens(2, 5, vocab=20)
-    model(ids).square().sum().backward()
-    run(result, ids).square().sum().backward()
+    for out in (model(ids), run(result, ids)):
+        total: Any = out.square().sum()
+        total.backward()
     for key, parameter in result.named_parameters():
         expected = model.get_parameter(key).grad
         assert torch.allclose(parameter.grad, expected, rtol=1e-7, atol=1e-9), key  # type: ignore[arg-type]

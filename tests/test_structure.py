@@ -113,13 +113,18 @@ def test_masks_and_positions_are_not_live() -> None:
     for name in ("gpt2-eager", "llama-sdpa", "nanogpt"):
         model = captured(name)
         for node in model.graph.nodes:
-            if node.target in (aten.arange.start_step, aten.arange.default, aten.ones.default, aten.tril.default):
+            if node.target in (
+                aten.arange.start_step,
+                aten.arange.default,
+                aten.ones.default,
+                aten.tril.default,
+            ):
                 assert node not in model.structure.live
             if node.op == "get_attr":
                 assert node not in model.structure.live
 
 
-# -- blocks of other shapes -----------------------------------------------------------------------------------------
+# -- blocks of other shapes ------------------------------------------------------------------------------------
 
 
 class Gated(Small):
@@ -283,7 +288,7 @@ def test_scaled_ffn_multiplies_the_right_edges(shape: str) -> None:
             hidden = self.down[layer](self.activate(self.up[layer](self.norms[2 * layer + 1](x))))
             if shape == "sandwich":
                 hidden = self.after[layer](hidden)
-            return b * x + hidden / a
+            return b * x + hidden / a  # type: ignore[no-any-return]
 
     source = randomize(ByHand()).eval()
     model = aero_compile.transform(source, "scaled-ffn")

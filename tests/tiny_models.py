@@ -43,7 +43,7 @@ def randomize(model: M, seed: int = 0) -> M:
     return model
 
 
-# -- Hugging Face ---------------------------------------------------------------------------------------------
+# -- Hugging Face ----------------------------------------------------------------------------------------------
 
 
 def hugging_face(kind: str, attention: str = "eager", **options: Any) -> nn.Module:
@@ -68,7 +68,13 @@ def hugging_face(kind: str, attention: str = "eager", **options: Any) -> nn.Modu
         "gpt2": (
             "GPT2Config",
             "GPT2LMHeadModel",
-            {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": POSITIONS, "n_inner": HIDDEN},
+            {
+                "n_embd": WIDTH,
+                "n_layer": LAYERS,
+                "n_head": HEADS,
+                "n_positions": POSITIONS,
+                "n_inner": HIDDEN,
+            },
         ),
         "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", modern | {"hidden_dropout": DROPOUT}),
         "opt": (
@@ -81,10 +87,11 @@ def hugging_face(kind: str, attention: str = "eager", **options: Any) -> nn.Modu
     }
     config_class, model_class, own = families[kind]
     config = getattr(transformers, config_class)(**(shared | own | options), attn_implementation=attention)
-    return randomize(getattr(transformers, model_class)(config))
+    model: nn.Module = getattr(transformers, model_class)(config)
+    return randomize(model)
 
 
-# -- nanoGPT --------------------------------------------------------------------------------------------------
+# -- nanoGPT ---------------------------------------------------------------------------------------------------
 
 
 class NanoNorm(nn.Module):
@@ -196,7 +203,7 @@ class NanoGPT(nn.Module):
         return logits, loss
 
 
-# -- minGPT, and the model of a well-known lecture ----------------------------------------------------------------
+# -- minGPT, and the model of a well-known lecture -------------------------------------------------------------
 
 
 class MinGPT(nn.Module):
@@ -229,7 +236,11 @@ class MinBlock(nn.Module):
         super().__init__()
         self.ln1, self.ln2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.key, self.query, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.proj, self.fc, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.proj, self.fc, self.out = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, HIDDEN),
+            nn.Linear(HIDDEN, WIDTH),
+        )
         self.register_buffer("mask", torch.tril(torch.ones(POSITIONS, POSITIONS))[None, None])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -308,7 +319,7 @@ class LectureGPT(nn.Module):
         return logits, F.cross_entropy(logits, targets.view(batch * length))
 
 
-# -- without modules, and torch's own layers -----------------------------------------------------------------------
+# -- without modules, and torch's own layers -------------------------------------------------------------------
 
 
 class FunctionalDecoder(nn.Module):
@@ -318,7 +329,10 @@ class FunctionalDecoder(nn.Module):
         super().__init__()
         shapes = {"wq": (WIDTH, WIDTH), "wk": (WIDTH, WIDTH), "wv": (WIDTH, WIDTH), "wo": (WIDTH, WIDTH)}
         shapes |= {"w1": (WIDTH, HIDDEN), "w2": (HIDDEN, WIDTH)}
-        self.wte, self.wpe = nn.Parameter(torch.zeros(VOCAB, WIDTH)), nn.Parameter(torch.zeros(POSITIONS, WIDTH))
+        self.wte, self.wpe = (
+            nn.Parameter(torch.zeros(VOCAB, WIDTH)),
+            nn.Parameter(torch.zeros(POSITIONS, WIDTH)),
+        )
         self.layers = nn.ParameterList()
         for _ in range(LAYERS):
             matrices = {name: nn.Parameter(torch.zeros(*shape)) for name, shape in shapes.items()}
@@ -367,7 +381,7 @@ class EncoderStack(nn.Module):
         return out
 
 
-# -- by name, made once -----------------------------------------------------------------------------------------------
+# -- by name, made once ----------------------------------------------------------------------------------------
 
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
     **{

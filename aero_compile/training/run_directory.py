@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from aero_compile.errors import OutputDirError
+from aero_compile.files import write_atomically
 from aero_compile.version import __version__
 
 RUN_FILE = "run.json"
@@ -36,14 +36,7 @@ def versions() -> dict[str, str]:
 
 def write_json(path: Path, content: Any) -> None:
     """Write JSON under a temporary name, then rename it into place."""
-    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text file so that a reader sees the old content or the new, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    write_atomically(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def finite_or_none(value: Any) -> Any:
@@ -152,7 +145,7 @@ class RunDirectory:
         for file in (METRICS_FILE, ENTROPIES_FILE):
             if self.writes and (self.path / file).is_file():
                 kept = [r for r in self.read_lines(file) if r.get("step", 0) <= step and r.get("event") != "end"]
-                write_text(self.path / file, "".join(json.dumps(record) + "\n" for record in kept))
+                write_atomically(self.path / file, "".join(json.dumps(record) + "\n" for record in kept))
 
     def mark_complete(self, step: int) -> None:
         """Note that ``checkpoint-<step>`` was written to its end."""

@@ -56,7 +56,7 @@ OTHERS = {
     "leaky": nn.functional.leaky_relu,
     "elu": nn.functional.elu,
     "mish": nn.functional.mish,
-    "relu6": nn.functional.relu6,
+    "clipped": lambda x: nn.functional.hardtanh(x, 0.0, 1.0),
     "hardswish": nn.functional.hardswish,
     "softplus": nn.functional.softplus,
     "squared": lambda x: torch.relu(x) ** 2,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -122,7 +123,7 @@ def test_models_without_limit_need_the_option() -> None:
 
 
 @pytest.mark.parametrize("options", [{"init": 0.0}, {"init": -1.0}, {"init": float("nan")}, {"init": float("inf")}])
-def test_values_that_cannot_be(options: dict[str, float]) -> None:
+def test_values_that_cannot_be(options: dict[str, Any]) -> None:
     with pytest.raises(RecipeError, match=r"softmax-temperature.*positive"):
         SoftmaxTemperature(**options)
 
