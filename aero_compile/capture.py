@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from aero_compile.convention import CallConvention, Template
 from aero_compile.errors import InputError, UnsupportedModelError
+from aero_compile.returns import choose_outputs, describe, mark, match_outputs, with_loss
 from aero_compile.trainable import TransformedModel, remove_dead_nodes
 
 aten = torch.ops.aten
@@ -70,17 +71,17 @@ def capture(model: nn.Module, example_inputs: Any = None) -> TransformedModel:
     exported = _export(model, sample)
     returned = _call(model, sample.kwargs)
     leaves = pytree.tree_leaves(returned)
-    order, logits_view = _graph_outputs(returned, leaves, sample, type(model).__name__)
+    order, logits_view = choose_outputs(returned, leaves, sample.kwargs[sample.tokens], type(model).__name__)
     index = {leaf: position for position, leaf in enumerate(order)}
     shapes = [leaves[i] for i in order]
-    full = _template(returned, leaves, index)
+    full = describe(returned, leaves, index)
     if logits_view is not None:
-        _mark(full, returned, leaves[order[0]], {"kind": "flat"})
-    output = _match(plain, shapes, logits_view)
+        mark(full, returned, leaves[order[0]], {"kind": "flat"})
+    output = match_outputs(plain, shapes, logits_view)
     with_labels: Template | None = None
     loss_index = next((n for n, t in enumerate(shapes) if t.dim() == 0), None) if sample.labels else None
     if sample.is_hf:
-        with_labels = _with_loss(output)
+        with_labels = with_loss(output)
     elif loss_index is not None:
         with_labels = full
     convention = CallConvention(
@@ -278,91 +279,6 @@ def _export(model: nn.Module, sample: _Sample) -> torch.export.ExportedProgram:
             f"{type(model).__name__} could not be captured with torch.export: {first}; recurrent models and "
             "data-dependent Python control flow are not supported"
         ) from error
-
-
-def _graph_outputs(
-    returned: Any, leaves: Sequence[Any], sample: _Sample, family: str
-) -> tuple[list[int], tuple[int, ...] | None]:
-    """Which flat outputs the graph keeps, logits first; the shape to restore if the source flattens logits."""
-    batch, length = sample.kwargs[sample.tokens].shape
-    tensors = {i: t for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.is_floating_point()}
-    full = [i for i, t in tensors.items() if t.dim() == 3 and tuple(t.shape[:2]) == (batch, length)]
-    flat = [i for i, t in tensors.items() if t.dim() == 2 and t.shape[0] == batch * length]
-    if not full and not flat:
-        shapes = [list(t.shape) for t in tensors.values()]
-        raise UnsupportedModelError(
-            f"{family} returns no logits [B, T, V] for tokens [{batch}, {length}] (its outputs: {shapes}); "
-            "supported are decoder-only transformers"
-        )
-    named = returned.get("logits") if isinstance(returned, Mapping) else getattr(returned, "logits", None)
-    logits = max(full or flat, key=lambda i: (leaves[i] is named, leaves[i].shape[-1]))
-    view = None if full else (batch, length, int(leaves[logits].shape[1]))
-    return [logits, *(i for i in tensors if i != logits)], view
-
-
-def _template(value: Any, leaves: Sequence[Any], index: Mapping[int, int]) -> Template:
-    """Describe a return value by graph outputs."""
-    if value is None:
-        return {"kind": "none"}
-    if isinstance(value, Tensor):
-        position = next(i for i, leaf in enumerate(leaves) if leaf is value)
-        return {"kind": "tensor", "index": index[position]} if position in index else {"kind": "none"}
-    if hasattr(value, "to_tuple"):
-        items = {k: _template(v, leaves, index) for k, v in value.items()}
-        kept = {k: v for k, v in items.items() if v["kind"] != "none"}
-        return {"kind": "model_output", "class": _path(value), "items": kept}
-    if isinstance(value, Mapping):
-        return {"kind": "dict", "items": {k: _template(v, leaves, index) for k, v in value.items()}}
-    if isinstance(value, list | tuple):
-        kind = "list" if isinstance(value, list) else "tuple"
-        return {"kind": kind, "items": [_template(v, leaves, index) for v in value]}
-    raise UnsupportedModelError(f"the model returns a {type(value).__name__}, which cannot be rebuilt")
-
-
-def _match(value: Any, outputs: Sequence[Tensor], view: tuple[int, ...] | None) -> Template:
-    """Describe what a call without labels returns, by the outputs of the graph captured with them."""
-    leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-    index: dict[int, int] = {}
-    last: dict[int, bool] = {}
-    batch, length, width = view if view is not None else (int(n) for n in outputs[0].shape)
-    for position, leaf in enumerate(leaves):
-        shape = tuple(leaf.shape)
-        if shape == (batch, length, width):
-            index[position] = 0
-        elif shape in ((batch, 1, width), (batch, width)):
-            index[position] = 0
-            last[position] = len(shape) == 2
-        else:
-            same = [i for i, t in enumerate(outputs) if i and t.shape == leaf.shape and leaf.dim() > 0]
-            if same:
-                index[position] = same[0]
-    template = _template(value, leaves, index)
-    for position, squeezed in last.items():
-        _mark(template, value, leaves[position], {"kind": "last", "squeezed": squeezed})
-    return template
-
-
-def _mark(template: Template, value: Any, leaf: Tensor, update: Template) -> None:
-    """Change the description of the leaf of `value` that is `leaf`."""
-    if isinstance(value, Tensor):
-        if value is leaf:
-            template.update(update)
-        return
-    children = value.values() if isinstance(value, Mapping) else value
-    items = template.get("items", ())
-    slots = list(items.values()) if isinstance(items, dict) else items
-    for child, slot in zip(children, slots, strict=False):
-        if child is not None and not isinstance(child, int | float | str):
-            _mark(slot, child, leaf, update)
-
-
-def _with_loss(template: Template) -> Template:
-    """A Hugging Face output with the loss that goes first in it."""
-    return template | {"items": {"loss": {"kind": "loss"}, **template["items"]}}
-
-
-def _path(value: Any) -> str:
-    return f"{type(value).__module__}:{type(value).__name__}"
 
 
 def _clean_graph(
