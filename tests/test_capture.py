@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -34,12 +34,12 @@ def same_function(model: nn.Module, *, tolerance: float = 1e-10, example: Any = 
 # -- random configurations -------------------------------------------------------------------------------------
 
 
-@settings(max_examples=7, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(
     heads=st.sampled_from([1, 2, 3, 11]),
     head_width=st.sampled_from([1, 2, 11]),
     layers=st.integers(1, 2),
-    positions=st.sampled_from([2, 3, 11, 40]),
+    positions=st.sampled_from([3, 11, 40]),
     vocab=st.sampled_from([2, 3, 11, 33]),
     flash=st.booleans(),
     bias=st.booleans(),
@@ -65,7 +65,7 @@ def test_random_nanogpt(
     assert aero_compile.census(norm_free, positions).kinds == ("softmax",)
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=5, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(
     kind=st.sampled_from(["gpt2", "gpt_neox", "llama"]),
     attention=st.sampled_from(["eager", "sdpa"]),

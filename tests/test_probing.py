@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
@@ -176,7 +176,7 @@ def test_what_is_no_softmax_is_not_taken_for_one(name: str) -> None:
     assert canonical(lambda _, x: NO_SOFTMAXES[name](x))["softmax"] == 0
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(
     pieces=st.lists(
         st.sampled_from(
