@@ -21,7 +21,7 @@ _STYLE = """
   --rule:#343b45; --c0:#5db1f0; --c1:#ff9a52; --c2:#45c9a5; --c3:#dd8cca; --c4:#e0c04a; --c5:#7fd4f5;
   --c6:#ff8a80; --c7:#9aa3af; } }
 * { box-sizing: border-box; }
-body { margin:0 auto; padding:2rem 1.25rem 4rem; max-width:76rem; background:var(--paper); color:var(--ink);
+body { margin:0 auto; padding:2rem 1.25rem 4rem; max-width:82rem; background:var(--paper); color:var(--ink);
   font:16px/1.55 system-ui, "Segoe UI", Roboto, "Noto Sans", sans-serif; }
 h1 { font-size:1.7rem; line-height:1.2; margin:0 0 .3rem; } h2 { font-size:1.2rem; margin:2.4rem 0 .5rem; }
 p { max-width:46rem; margin:.4rem 0 .8rem; } .dim, figcaption { color:var(--dim); font-size:.9rem; }
