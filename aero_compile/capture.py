@@ -24,7 +24,7 @@ from aero_compile.trainable import TransformedModel, remove_dead_nodes
 
 aten = torch.ops.aten
 
-SAMPLE_BATCH, SAMPLE_LENGTH = 3, 11
+SAMPLE_BATCH, SAMPLE_LENGTHS = 3, (11, 10, 7, 4, 3, 2)
 """Shape of the sample tokens: sizes of 1 would be baked in, and odd sizes are rarely equal to a model width."""
 
 _OPENED = (aten.einsum.default,)
@@ -67,8 +67,7 @@ def capture(model: nn.Module, example_inputs: Any = None) -> TransformedModel:
     if isinstance(model, TransformedModel):
         return copy.deepcopy(model)
     model = _own_copy(_unwrapped(model))
-    sample, plain = _working_sample(model, example_inputs)
-    exported = _export(model, sample)
+    sample, plain, exported = _export_sample(model, example_inputs)
     returned = _call(model, sample.kwargs)
     leaves = pytree.tree_leaves(returned)
     order, logits_view = choose_outputs(returned, leaves, sample.kwargs[sample.tokens], type(model).__name__)
@@ -152,15 +151,25 @@ def _is_tokens(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 2 and value.dtype in (torch.int64, torch.int32)
 
 
-def _working_sample(model: nn.Module, example_inputs: Any) -> tuple[_Sample, Any]:
-    """A call that the model takes, and what it returns without labels; shorter tokens are tried if it refuses."""
-    lengths = (SAMPLE_LENGTH, 5, 2) if example_inputs is None else (SAMPLE_LENGTH,)
+def _export_sample(model: nn.Module, example_inputs: Any) -> tuple[_Sample, Any, torch.export.ExportedProgram]:
+    """A call that the model takes, what it returns without labels, and the program exported from it.
+
+    Tokens that are made up get another length if the model refuses them, or if they are exactly as long as one of
+    its buffers: slicing all of a buffer would fix the length.
+    """
+    lengths = SAMPLE_LENGTHS if example_inputs is None else SAMPLE_LENGTHS[:1]
     for length in lengths:
-        sample = _sample_call(model, example_inputs, length)
         try:
-            return sample, _call(model, {k: v for k, v in sample.kwargs.items() if k != sample.labels})
+            sample = _sample_call(model, example_inputs, length)
+            plain = _call(model, {k: v for k, v in sample.kwargs.items() if k != sample.labels})
         except UnsupportedModelError:
             if length == lengths[-1]:
+                raise
+            continue
+        try:
+            return sample, plain, _export(model, sample)
+        except UnsupportedModelError as error:
+            if length == lengths[-1] or "specializ" not in str(error.__cause__):
                 raise
     raise AssertionError("unreachable")
 
@@ -209,7 +218,7 @@ def _made_up_tokens(model: nn.Module, length: int) -> Tensor:
         tables += [p.shape[0] for p in model.parameters() if p.dim() == 2]
         vocab = min(tables, default=2)
     limit = _config_positions(model)
-    length = max(2, length if limit is None else min(length, limit))
+    length = max(2, length if limit is None else min(length, limit - 1))
     return torch.arange(SAMPLE_BATCH * length, device=device).reshape(SAMPLE_BATCH, length) % vocab
 
 
