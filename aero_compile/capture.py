@@ -263,6 +263,14 @@ def _call_failed(model: nn.Module, kwargs: Mapping[str, Any], error: Exception) 
     )
 
 
+def _functional(
+    model: nn.Module, sample: _Sample, dims: Mapping[str, Any], table: Mapping[Any, Any]
+) -> torch.export.ExportedProgram:
+    program = torch.export.export(model, (), sample.kwargs, dynamic_shapes=dict(dims), strict=False)
+    opened: torch.export.ExportedProgram = program.run_decompositions(dict(table))
+    return opened
+
+
 def _export(model: nn.Module, sample: _Sample) -> torch.export.ExportedProgram:
     dynamic = torch.export.Dim.DYNAMIC
     shape = sample.kwargs[sample.tokens].shape
@@ -274,14 +282,11 @@ def _export(model: nn.Module, sample: _Sample) -> torch.export.ExportedProgram:
     table = {op: known[op] for op in _OPENED}
     try:
         with _quiet():
-            program = torch.export.export(model, (), sample.kwargs, dynamic_shapes=dims, strict=False)
-            for buffer in program.graph_signature.buffers_to_mutate.values():
-                # training updates this buffer (a power iteration, say): keep its module as it is in evaluation
+            program = _functional(model, sample, dims, table)
+            updated = program.graph_signature.buffers_to_mutate.values()
+            for buffer in updated:  # in training, by a power iteration, say: keep its module as it is in evaluation
                 model.get_submodule(buffer.rpartition(".")[0]).eval()
-            if program.graph_signature.buffers_to_mutate:
-                program = torch.export.export(model, (), sample.kwargs, dynamic_shapes=dims, strict=False)
-            opened: torch.export.ExportedProgram = program.run_decompositions(table)
-            return opened
+            return _functional(model, sample, dims, table) if updated else program
     except Exception as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UnsupportedModelError(

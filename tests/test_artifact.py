@@ -21,7 +21,7 @@ import aero_compile
 from aero_compile.artifact import FORMAT, GRAPH_FILE
 from aero_compile.errors import AeroError, ArtifactError
 from tests import tiny_models
-from tests.tiny_models import captured, logits_of, tokens
+from tests.tiny_models import captured, logits_of, tokens, transformed
 
 
 def call(model: nn.Module, name: str) -> torch.Tensor:
@@ -47,7 +47,7 @@ def weights_of(directory: Path) -> Path:
 @pytest.mark.parametrize("name", tiny_models.EVERY)
 @pytest.mark.parametrize("recipe", ["baseline", "softmax_only"])
 def test_round_trip_is_bit_exact(name: str, recipe: str, tmp_path: Path) -> None:
-    model = aero_compile.transform(captured(name), recipe)
+    model = transformed(name, recipe)
     loaded = aero_compile.load(aero_compile.save(model, tmp_path / "a"))
     assert torch.equal(call(loaded, name), call(model, name))
     state, again = model.state_dict(), loaded.state_dict()
@@ -74,7 +74,7 @@ def test_round_trip_is_bit_exact(name: str, recipe: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dtypes_round_trip(dtype: torch.dtype, tmp_path: Path) -> None:
     for name in ("gpt2-eager", "llama-eager"):
-        model = aero_compile.transform(captured(name), "softmax_only").to(dtype)
+        model = transformed(name, "softmax_only").to(dtype)
         loaded = aero_compile.load(aero_compile.save(model, tmp_path / name))
         assert {p.dtype for p in loaded.parameters()} == {dtype}
         assert torch.equal(call(loaded, name), call(model, name))
@@ -93,7 +93,7 @@ def test_tied_weights_stay_tied_and_are_stored_once(saved: Path) -> None:
 
 
 def test_equal_weights_are_not_taken_for_tied(tmp_path: Path) -> None:
-    model = aero_compile.transform(captured("gpt2-eager"), "softmax_only")  # all α and β are 1
+    model = transformed("gpt2-eager", "softmax_only")  # all α and β are 1
     loaded = aero_compile.load(aero_compile.save(model, tmp_path / "a"))
     names = [key for key, _ in loaded.named_parameters() if key.startswith("scaled_ffn")]
     assert len({id(loaded.get_parameter(key)) for key in names}) == len(names) == 4
@@ -108,7 +108,7 @@ def test_non_persistent_buffers_survive_and_stay_non_persistent(tmp_path: Path) 
 
 
 def test_frozen_parameters_stay_frozen(tmp_path: Path) -> None:
-    model = aero_compile.transform(captured("gpt2-eager"), "baseline")
+    model = transformed("gpt2-eager", "baseline")
     model.get_parameter("transformer.wpe.weight").requires_grad_(False)
     loaded = aero_compile.load(aero_compile.save(model, tmp_path / "a"))
     assert [key for key, p in loaded.named_parameters() if not p.requires_grad] == ["transformer.wpe.weight"]
@@ -123,7 +123,7 @@ def test_a_loaded_model_can_be_trained_transformed_and_saved_again(saved: Path, 
     assert {m.p for m in loaded.modules() if isinstance(m, nn.Dropout)} == {tiny_models.DROPOUT}
     assert all(p.grad is not None for p in loaded.parameters())
     further = aero_compile.transform(loaded.eval(), "softmax_only")
-    expected = aero_compile.transform(captured("nanogpt"), "softmax_only")
+    expected = transformed("nanogpt", "softmax_only")
     assert torch.equal(call(further, "nanogpt"), call(expected, "nanogpt"))
     again = aero_compile.load(aero_compile.save(further, tmp_path / "b"))
     assert again.recipe == expected.recipe
@@ -143,7 +143,7 @@ def test_saving_twice_gives_the_same_files(saved: Path, tmp_path: Path) -> None:
 
 
 def test_the_document_says_what_it_is(tmp_path: Path) -> None:
-    model = aero_compile.transform(captured("gpt2-eager"), "softmax_only")
+    model = transformed("gpt2-eager", "softmax_only")
     path = aero_compile.save(model, tmp_path / "a", provenance={"seed": 3, "command": "train"})
     document = json.loads((path / GRAPH_FILE).read_text())
     assert document["format"] == FORMAT
@@ -159,7 +159,7 @@ def test_saving_over_an_artifact_and_beside_other_files(saved: Path) -> None:
     own = {path.name for path in saved.iterdir()}
     for name in foreign:
         (saved / name).write_text("mine")
-    model = aero_compile.transform(captured("gpt2-eager"), "softmax_only")
+    model = transformed("gpt2-eager", "softmax_only")
     aero_compile.save(model, saved)
     assert all((saved / name).read_text() == "mine" for name in foreign)
     assert torch.equal(call(aero_compile.load(saved), "gpt2"), call(model, "gpt2"))
@@ -173,7 +173,7 @@ def test_saving_over_an_artifact_and_beside_other_files(saved: Path) -> None:
 def test_an_interrupted_save_leaves_the_old_artifact(saved: Path, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever the process dies between its renames, what lies there loads: the old model or the new one, whole."""
     expected = call(captured("nanogpt"), "nanogpt")
-    model = aero_compile.transform(captured("nanogpt"), "softmax_only")
+    model = transformed("nanogpt", "softmax_only")
     real, calls = os.replace, 0
 
     def dying(*args: Any, **kwargs: Any) -> None:
@@ -204,13 +204,13 @@ def test_a_full_disk_leaves_the_old_artifact(saved: Path, monkeypatch: pytest.Mo
         patch.setattr(os, "fdopen", full)
         patch.setattr(Path, "write_bytes", full)
         with pytest.raises((ArtifactError, OSError), match="space"):
-            aero_compile.save(aero_compile.transform(captured("nanogpt"), "softmax_only"), saved)
+            aero_compile.save(transformed("nanogpt", "softmax_only"), saved)
     assert aero_compile.load(saved).recipe == ""
     assert sorted(path.name for path in saved.iterdir()) == before
 
 
 def test_provenance_that_is_no_json_is_found_before_anything_is_written(saved: Path) -> None:
-    model = aero_compile.transform(captured("nanogpt"), "softmax_only")
+    model = transformed("nanogpt", "softmax_only")
     with pytest.raises(ArtifactError, match="provenance"):
         aero_compile.save(model, saved, provenance={"model": object()})
     assert aero_compile.load(saved).recipe == ""
@@ -404,7 +404,7 @@ print(aero_compile.census(model, 16))
 
 
 def test_loading_needs_no_transformers(tmp_path: Path) -> None:
-    model = aero_compile.transform(captured("gpt2-eager"), "softmax_only")
+    model = transformed("gpt2-eager", "softmax_only")
     path = aero_compile.save(model, tmp_path / "a")
     ids = tokens()
     with torch.no_grad():

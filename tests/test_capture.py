@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from torch.nn import functional as F
 import aero_compile
 from aero_compile.errors import InputError, UnsupportedModelError
 from tests import tiny_models
-from tests.tiny_models import captured, hugging_face, logits_of, randomize, source, tokens
+from tests.tiny_models import captured, hugging_face, logits_of, randomize, source, tokens, transformed
 
 
 def same_function(model: nn.Module, *, tolerance: float = 1e-10, example: Any = None, vocab: int = 30) -> Any:
@@ -34,7 +33,7 @@ def same_function(model: nn.Module, *, tolerance: float = 1e-10, example: Any = 
 # -- random configurations -------------------------------------------------------------------------------------
 
 
-@settings(max_examples=6, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=5, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(
     heads=st.sampled_from([1, 2, 3, 11]),
     head_width=st.sampled_from([1, 2, 11]),
@@ -65,7 +64,7 @@ def test_random_nanogpt(
     assert aero_compile.census(norm_free, positions).kinds == ("softmax",)
 
 
-@settings(max_examples=5, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=4, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(
     kind=st.sampled_from(["gpt2", "gpt_neox", "llama"]),
     attention=st.sampled_from(["eager", "sdpa"]),
@@ -376,14 +375,14 @@ def test_a_model_without_limit_has_none() -> None:
 # -- without weights -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "opt", "llama"])
+@pytest.mark.parametrize("kind", ["gpt_neox", "llama"])
 def test_meta_device_allocates_nothing(kind: str) -> None:
     with torch.device("meta"):
         model = hugging_face(kind, "sdpa")
     result = aero_compile.transform(model, "softmax_only")
     assert all(p.device.type == "meta" for p in result.parameters())
     assert str(aero_compile.census(result, 16)) == str(
-        aero_compile.census(aero_compile.transform(captured(f"{kind}-sdpa"), "softmax_only"), 16)
+        aero_compile.census(transformed(f"{kind}-sdpa", "softmax_only"), 16)
     )
     out = result(torch.zeros(2, 7, dtype=torch.int64, device="meta"))
     assert out.logits.shape == (2, 7, tiny_models.VOCAB)
@@ -397,19 +396,6 @@ def test_fake_tensors_stand_for_weights() -> None:
         model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=4, n_embd=32, vocab_size=64, n_positions=32))
     result = aero_compile.transform(model, "norm_free_relu")
     assert str(aero_compile.census(result, 16)) == "SM:8×R^{16×16} R:2×R^{16×128}"
-
-
-def test_gpt2_small_in_seconds_without_weights() -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    start = time.process_time()
-    with torch.device("meta"):
-        model = GPT2LMHeadModel(GPT2Config())
-    result = aero_compile.transform(model, "softmax_only")
-    assert time.process_time() - start < 60
-    assert result.num_layers == 12
-    kept = {key: p.shape for key, p in model.named_parameters() if ".ln_" not in key}
-    assert {key: p.shape for key, p in result.named_parameters() if key in kept} == kept
 
 
 # -- families of transformers beyond the named ones ------------------------------------------------------------

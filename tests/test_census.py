@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import time
 from collections import Counter
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import aero_compile
 from aero_compile.errors import InputError
 from tests import tiny_models
-from tests.tiny_models import HEADS, LAYERS, captured, source, tokens
+from tests.tiny_models import HEADS, LAYERS, captured, source, tokens, transformed
 
 aten = torch.ops.aten
 
@@ -44,6 +45,10 @@ PAPER: tuple[tuple[str, int, int, dict[str, int]], ...] = (
 )
 
 
+SECONDS: dict[int, float] = {}
+"""How long the capture of that many layers took, in seconds of this process."""
+
+
 @functools.cache
 def gpt2_shape(layers: int) -> aero_compile.TransformedModel:
     """GPT-2 small with that many layers, without weights."""
@@ -51,7 +56,11 @@ def gpt2_shape(layers: int) -> aero_compile.TransformedModel:
 
     with torch.device("meta"):
         model = GPT2LMHeadModel(GPT2Config(n_layer=layers))
-    return aero_compile.transform(model, "baseline")
+    start = time.process_time()
+    result = aero_compile.transform(model, "baseline")
+    SECONDS[layers] = time.process_time() - start
+    assert all(p.device.type == "meta" for p in result.parameters())
+    return result
 
 
 def test_gpt2_small_in_the_paper_s_form() -> None:
@@ -59,6 +68,7 @@ def test_gpt2_small_in_the_paper_s_form() -> None:
     assert str(census) == "SM:144×R^{128×128} LN:24(+1 final)×R^{128×768} G:12×R^{128×3072}"
     assert census.seq_len == 128
     assert census.num_layers == 12
+    assert SECONDS[12] < 60
 
 
 @pytest.mark.parametrize(("label", "layers", "length", "counts"), PAPER)
@@ -93,7 +103,7 @@ def test_per_layer_and_places() -> None:
     assert places["softmax", 1] == "transformer.h.1.attn"
     assert places["layernorm", None] == "transformer.ln_f"
     assert "transformer.h.0" in places["gelu", 0]
-    relu = aero_compile.census(aero_compile.transform(captured("gpt2-eager"), "SM+R"), 16)
+    relu = aero_compile.census(transformed("gpt2-eager", "SM+R"), 16)
     assert relu.per_layer == ({"softmax": HEADS, "relu": 1},) * LAYERS
     assert all(op.layer is not None for op in relu.ops)
 
@@ -171,7 +181,7 @@ def test_a_model_and_its_baseline_have_the_same_census(name: str) -> None:
 
 
 def test_counting_does_not_depend_on_the_batch_or_dtype() -> None:
-    model = aero_compile.transform(captured("gpt2-eager"), "relu")
+    model = transformed("gpt2-eager", "relu")
     before = str(aero_compile.census(model, 16))
     assert str(aero_compile.census(model.bfloat16(), 16)) == before
     assert str(aero_compile.census(model, 1)) == before.replace("16×", "1×").replace("×16", "×1")

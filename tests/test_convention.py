@@ -15,7 +15,7 @@ import aero_compile
 from aero_compile.convention import CausalOutput, next_token_loss
 from aero_compile.errors import InputError
 from tests import tiny_models
-from tests.tiny_models import HEADS, LAYERS, POSITIONS, VOCAB, captured, source, tokens
+from tests.tiny_models import HEADS, LAYERS, POSITIONS, VOCAB, captured, source, tokens, transformed
 
 HUGGING_FACE = ("gpt2-eager", "gpt2-sdpa", "gpt_neox-sdpa", "opt-sdpa", "llama-sdpa")
 
@@ -151,7 +151,7 @@ def test_labels_and_entropies_work_for_every_model(name: str) -> None:
 
 
 def test_gradients_flow_through_the_source_s_own_loss() -> None:
-    model = aero_compile.transform(captured("nanogpt"), "softmax_only")
+    model = transformed("nanogpt", "softmax_only")
     ids = tokens(2, 9)
     model(ids, ids)[1].backward()
     first = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
@@ -209,7 +209,7 @@ def test_entropies_on_request_change_nothing_else(name: str) -> None:
 
 
 def test_entropies_are_taken_before_dropout() -> None:
-    model = aero_compile.transform(captured("gpt2-eager"), "baseline").train()
+    model = transformed("gpt2-eager", "baseline").train()
     ids = tokens(2, 20)
     dropped = model(ids, output_entropies=True).entropies[0]
     for module in model.modules():
@@ -301,7 +301,7 @@ def test_output_object() -> None:
 
 
 def test_a_model_tells_what_it_is() -> None:
-    model = aero_compile.transform(captured("gpt2-eager"), "SM+R")
+    model = transformed("gpt2-eager", "SM+R")
     text = repr(model)
     assert "GPT2LMHeadModel" in text
     assert "strip-layer-norm,gelu-to-relu" in text

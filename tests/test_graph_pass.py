@@ -16,7 +16,7 @@ from aero_compile.pipeline import run_passes
 from aero_compile.recipe import PASSES, Recipe
 from aero_compile.trainable import TransformedModel
 from tests import tiny_models
-from tests.tiny_models import captured, tokens
+from tests.tiny_models import captured, tokens, transformed
 
 aten = torch.ops.aten
 
@@ -125,7 +125,7 @@ def test_a_failed_recipe_leaves_the_model_alone() -> None:
 @pytest.mark.parametrize("text", sorted(PASSES))
 def test_second_application_reports_no_change(name: str, text: str) -> None:
     """`modified` is truthful: False if and only if graph, names and function stayed what they were."""
-    once = aero_compile.transform(captured(name), text)
+    once = transformed(name, text)
     native = text == "gelu-to-relu" and name.startswith("opt")
     assert once.reports[-1].modified is not native
     assert (str(once.graph) == str(captured(name).graph)) is native
@@ -139,13 +139,13 @@ def test_second_application_reports_no_change(name: str, text: str) -> None:
 @pytest.mark.parametrize("text", sorted(PASSES))
 def test_what_preserves_numerics_says_so(text: str) -> None:
     ids = tokens(vocab=tiny_models.VOCAB)
-    model = aero_compile.transform(captured("gpt2-eager"), text)
+    model = transformed("gpt2-eager", text)
     error = float((model(ids).logits - captured("gpt2-eager")(ids).logits).detach().abs().max())
     assert (error < 1e-6) is PASSES[text].preserves_numerics
 
 
 def test_run_passes_works_in_place_and_accumulates_reports() -> None:
-    model = aero_compile.transform(captured("gpt2-eager"), "gelu-to-relu")
+    model = transformed("gpt2-eager", "gelu-to-relu")
     reports = run_passes(model, (DoubleLogits(),))
     assert [r.text for r in model.reports] == ["gelu-to-relu", "double-logits"]
     assert reports == list(model.reports[1:])
@@ -158,7 +158,7 @@ def test_new_nodes_know_their_place(name: str) -> None:
     """Errors and profiles name the module that a node came from, also for nodes that passes made."""
     from aero_compile.rewriting import source_path
 
-    model = aero_compile.transform(captured(name), "softmax_only")
+    model = transformed(name, "softmax_only")
     if name == "functional":
         return  # it has no modules to name
     for node in model.graph.nodes:

@@ -15,7 +15,7 @@ from aero_compile.rewriting import source_path
 from aero_compile.structure import require_ffns
 from tests import tiny_models
 from tests.test_capture import Small
-from tests.tiny_models import HEADS, LAYERS, VOCAB, captured, randomize, tokens
+from tests.tiny_models import HEADS, LAYERS, VOCAB, captured, randomize, tokens, transformed
 
 aten = torch.ops.aten
 
@@ -367,7 +367,7 @@ def test_a_missing_embedding_is_named() -> None:
 
 
 def test_structure_follows_the_graph() -> None:
-    model = aero_compile.transform(captured("gpt2-eager"), "baseline")
+    model = transformed("gpt2-eager", "baseline")
     first = model.structure
     assert model.structure is first
     nodes: list[fx.Node] = [n for n in model.graph.nodes if n.target is aten.gelu.default]

@@ -6,6 +6,7 @@ and with gains of exactly 1 and biases of 0 a lost gain or bias goes unnoticed. 
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable
@@ -413,6 +414,16 @@ def source(name: str) -> nn.Module:
 def captured(name: str) -> TransformedModel:
     """Its baseline TransformedModel; shared, so it must not be changed (transform copies it)."""
     return aero_compile.transform(source(name), "baseline")
+
+
+@functools.cache
+def _transformed(name: str, recipe: str) -> TransformedModel:
+    return aero_compile.transform(captured(name), recipe)
+
+
+def transformed(name: str, recipe: str) -> TransformedModel:
+    """A family's model after a recipe, for the caller alone."""
+    return copy.deepcopy(_transformed(name, recipe))
 
 
 def logits_of(result: Any) -> Tensor:

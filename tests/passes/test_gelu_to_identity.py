@@ -7,14 +7,14 @@ import torch
 
 import aero_compile
 from tests import tiny_models
-from tests.tiny_models import captured, tokens
+from tests.tiny_models import captured, tokens, transformed
 
 aten = torch.ops.aten
 
 
 @pytest.mark.parametrize("name", tiny_models.EVERY)
 def test_every_activation_goes(name: str) -> None:
-    model = aero_compile.transform(captured(name), "gelu-to-identity")
+    model = transformed(name, "gelu-to-identity")
     assert aero_compile.census(model, 16).kinds == ("softmax", "layernorm")
     assert all(ffn.activations == () for ffn in model.structure.ffns)
     assert model.reports[-1].modified
@@ -24,7 +24,7 @@ def test_every_activation_goes(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2-eager", "opt-eager", "nanogpt", "functional"])
 def test_the_feed_forward_is_linear(name: str) -> None:
     """Seen from outside: the branch is additive and homogeneous in what it reads, up to its biases."""
-    model = aero_compile.transform(captured(name), "gelu-to-identity")
+    model = transformed(name, "gelu-to-identity")
     for ffn in model.structure.ffns:
         node = ffn.output
         passed = []
@@ -36,7 +36,7 @@ def test_the_feed_forward_is_linear(name: str) -> None:
 
 def test_a_gate_becomes_a_product() -> None:
     """Llama: silu(a)·b → a·b."""
-    model = aero_compile.transform(captured("llama-eager"), "gelu-to-identity")
+    model = transformed("llama-eager", "gelu-to-identity")
     for ffn in model.structure.ffns:
         (first, second) = ffn.inputs
         assert {user.target for user in first.users} == {user.target for user in second.users} == {aten.mul.Tensor}
@@ -44,7 +44,7 @@ def test_a_gate_becomes_a_product() -> None:
 
 
 def test_dropout_inside_stays() -> None:
-    model = aero_compile.transform(captured("encoder-pre"), "gelu-to-identity").train()
+    model = transformed("encoder-pre", "gelu-to-identity").train()
     torch.manual_seed(0)
     first = model(tokens())
     assert not torch.equal(model(tokens()), first)

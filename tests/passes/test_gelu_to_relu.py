@@ -10,14 +10,14 @@ import aero_compile
 from aero_compile.errors import UnsupportedGraphError
 from tests import tiny_models
 from tests.test_capture import Small
-from tests.tiny_models import LAYERS, captured, randomize, tokens
+from tests.tiny_models import LAYERS, randomize, tokens, transformed
 
 aten = torch.ops.aten
 
 
 @pytest.mark.parametrize("name", tiny_models.EVERY)
 def test_every_activation_becomes_relu(name: str) -> None:
-    model = aero_compile.transform(captured(name), "gelu-to-relu")
+    model = transformed(name, "gelu-to-relu")
     census = aero_compile.census(model, 16)
     assert census.total("relu") == LAYERS
     assert set(census.kinds) == {"softmax", "layernorm", "relu"}
@@ -33,7 +33,7 @@ def test_every_activation_becomes_relu(name: str) -> None:
 
 def test_a_gate_keeps_its_product() -> None:
     """Llama: silu(a)·b → relu(a)·b."""
-    model = aero_compile.transform(captured("llama-eager"), "gelu-to-relu")
+    model = transformed("llama-eager", "gelu-to-relu")
     for ffn in model.structure.ffns:
         assert len(ffn.inputs) == 2
         (user,) = ffn.activations[0].node.users
@@ -100,8 +100,8 @@ def test_activations_outside_the_feed_forward_are_named(text: str) -> None:
 
 
 def test_relu_and_identity_exclude_each_other_truthfully() -> None:
-    linear = aero_compile.transform(captured("gpt2-eager"), "gelu-to-identity")
+    linear = transformed("gpt2-eager", "gelu-to-identity")
     with pytest.raises(UnsupportedGraphError, match="gelu-to-relu found no activation"):
         aero_compile.transform(linear, "gelu-to-relu")
-    relu = aero_compile.transform(captured("gpt2-eager"), "gelu-to-relu")
+    relu = transformed("gpt2-eager", "gelu-to-relu")
     assert aero_compile.transform(relu, "gelu-to-identity").reports[-1].modified

@@ -11,12 +11,12 @@ from aero_compile.errors import RecipeError
 from aero_compile.passes.scaled_ffn import ScaledFFN
 from tests import eager_references as eager
 from tests import tiny_models
-from tests.tiny_models import LAYERS, captured, source, tokens
+from tests.tiny_models import LAYERS, captured, source, tokens, transformed
 
 
 @pytest.mark.parametrize("name", tiny_models.EVERY)
 def test_two_scalars_for_every_layer(name: str) -> None:
-    model = aero_compile.transform(captured(name), "scaled-ffn")
+    model = transformed(name, "scaled-ffn")
     new = {key: p for key, p in model.named_parameters() if key.startswith("scaled_ffn.")}
     assert set(new) == {f"scaled_ffn.{i}.{leaf}" for i in range(LAYERS) for leaf in ("alpha", "beta")}
     for parameter in new.values():
@@ -30,7 +30,7 @@ def test_two_scalars_for_every_layer(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2-eager", "gpt_neox-eager", "gpt_neox-sequential", "opt-eager", "nanogpt"])
 def test_initial_values(name: str) -> None:
     """With the activations left in: α and β alone against the eager reference."""
-    model = aero_compile.transform(captured(name), "scaled-ffn{init_alpha=2.0,init_beta=0.25}")
+    model = transformed(name, "scaled-ffn{init_alpha=2.0,init_beta=0.25}")
     reference = eager.with_scaled_ffn(source(name), torch.full((LAYERS,), 2.0), torch.full((LAYERS,), 0.25))
     ids = tokens()
     with torch.no_grad():
@@ -44,7 +44,7 @@ def test_initial_values(name: str) -> None:
 
 
 def test_parameters_follow_the_model() -> None:
-    model = aero_compile.transform(captured("gpt2-eager"), "baseline").bfloat16()
+    model = transformed("gpt2-eager", "baseline").bfloat16()
     scaled = aero_compile.transform(model, "scaled-ffn,softmax-temperature")
     assert {p.dtype for p in scaled.parameters()} == {torch.bfloat16}
     with torch.device("meta"):
@@ -54,7 +54,7 @@ def test_parameters_follow_the_model() -> None:
 
 def test_gradients_have_the_right_values() -> None:
     """dL/dβ and dL/dα by finite differences."""
-    model = aero_compile.transform(captured("gpt_neox-sdpa"), "scaled-ffn")
+    model = transformed("gpt_neox-sdpa", "scaled-ffn")
     ids = tokens()
     model(ids, labels=ids).loss.backward()
     for key, parameter in model.named_parameters():
@@ -79,7 +79,7 @@ def test_values_that_cannot_be(options: dict[str, float]) -> None:
 
 
 def test_the_first_values_stay_when_applied_again() -> None:
-    model = aero_compile.transform(captured("gpt2-eager"), "scaled-ffn{init_beta=0.5}")
+    model = transformed("gpt2-eager", "scaled-ffn{init_beta=0.5}")
     again = aero_compile.transform(model, "scaled-ffn{init_beta=0.125}")
     assert not again.reports[-1].modified
     assert float(again.get_parameter("scaled_ffn.0.beta").detach()) == 0.5

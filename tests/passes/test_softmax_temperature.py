@@ -14,12 +14,12 @@ from aero_compile.passes.softmax_temperature import SoftmaxTemperature
 from tests import eager_references as eager
 from tests import tiny_models
 from tests.test_capture import Small
-from tests.tiny_models import HEADS, LAYERS, POSITIONS, captured, source, tokens
+from tests.tiny_models import HEADS, LAYERS, POSITIONS, captured, source, tokens, transformed
 
 
 @pytest.mark.parametrize("name", tiny_models.EVERY)
 def test_one_value_for_each_head_and_position(name: str) -> None:
-    model = aero_compile.transform(captured(name), "softmax-temperature")
+    model = transformed(name, "softmax-temperature")
     new = {key: p for key, p in model.named_parameters() if key.startswith("softmax_temperature.")}
     assert set(new) == {f"softmax_temperature.{i}.log_t" for i in range(LAYERS)}
     assert all(p.shape == (HEADS, POSITIONS) and p.dtype is torch.float64 for p in new.values())
@@ -35,7 +35,7 @@ def test_one_value_for_each_head_and_position(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2-eager", "gpt_neox-eager", "opt-eager", "llama-eager", "nanogpt"])
 @pytest.mark.parametrize("init", [0.1, 3.0])
 def test_initial_values(name: str, init: float) -> None:
-    model = aero_compile.transform(captured(name), f"softmax-temperature{{init={init}}}")
+    model = transformed(name, f"softmax-temperature{{init={init}}}")
     ids = tokens()
     t = torch.full((LAYERS, HEADS, POSITIONS), init, dtype=torch.float64)
     with torch.no_grad(), eager.temperature(source(name), t):
@@ -51,7 +51,7 @@ def test_initial_values(name: str, init: float) -> None:
 @pytest.mark.parametrize("head", [0, HEADS - 1])
 def test_each_head_and_each_row_has_its_own(name: str, head: int) -> None:
     """Raising one temperature raises the entropy of that head in that row, and touches no other in that layer."""
-    model = aero_compile.transform(captured(name), "softmax-temperature")
+    model = transformed(name, "softmax-temperature")
     ids = tokens(2, 9)
     before = model(ids, output_entropies=True).entropies
     row = 5
@@ -67,7 +67,7 @@ def test_each_head_and_each_row_has_its_own(name: str, head: int) -> None:
 
 
 def test_the_first_row_has_nothing_to_divide() -> None:
-    model = aero_compile.transform(captured("gpt2-eager"), "softmax-temperature")
+    model = transformed("gpt2-eager", "softmax-temperature")
     with torch.no_grad():
         for layer in range(LAYERS):
             model.get_parameter(f"softmax_temperature.{layer}.log_t")[:, 0] = 5.0
@@ -76,7 +76,7 @@ def test_the_first_row_has_nothing_to_divide() -> None:
 
 
 def test_temperatures_stay_positive_whatever_is_learned() -> None:
-    model = aero_compile.transform(captured("gpt2-eager"), "softmax_only")
+    model = transformed("gpt2-eager", "softmax_only")
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if key.startswith("softmax_temperature."):
@@ -89,13 +89,13 @@ def test_temperatures_stay_positive_whatever_is_learned() -> None:
 
 
 def test_a_shorter_table_limits_the_length() -> None:
-    model = aero_compile.transform(captured("gpt2-eager"), "softmax-temperature{max_positions=8}")
+    model = transformed("gpt2-eager", "softmax-temperature{max_positions=8}")
     assert model.max_positions == 8
     assert model.get_parameter("softmax_temperature.0.log_t").shape == (HEADS, 8)
     assert model(tokens(2, 8)).logits.shape[1] == 8
     with pytest.raises(InputError, match="8 positions"):
         model(tokens(2, 9))
-    longer = aero_compile.transform(captured("gpt2-eager"), f"softmax-temperature{{max_positions={POSITIONS + 9}}}")
+    longer = transformed("gpt2-eager", f"softmax-temperature{{max_positions={POSITIONS + 9}}}")
     assert longer.max_positions == POSITIONS
 
 

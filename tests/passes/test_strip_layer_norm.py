@@ -13,7 +13,7 @@ from aero_compile.errors import UnsupportedGraphError
 from aero_compile.passes.strip_layer_norm import StripLayerNorm
 from tests import eager_references as eager
 from tests import tiny_models
-from tests.tiny_models import LAYERS, captured, source, tokens
+from tests.tiny_models import LAYERS, captured, source, tokens, transformed
 
 aten = torch.ops.aten
 NORMS = (aten.layer_norm.default, aten.rms_norm.default)
@@ -25,7 +25,7 @@ def count(model: aero_compile.TransformedModel) -> Counter[object]:
 
 @pytest.mark.parametrize("name", tiny_models.EVERY)
 def test_every_norm_goes_and_nothing_else(name: str) -> None:
-    before, model = count(captured(name)), aero_compile.transform(captured(name), "strip-layer-norm")
+    before, model = count(captured(name)), transformed(name, "strip-layer-norm")
     after = count(model)
     assert all(after[norm] == 0 for norm in NORMS)
     for target in (
@@ -43,7 +43,7 @@ def test_every_norm_goes_and_nothing_else(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2-eager", "nanogpt", "llama-sdpa"])
 def test_the_final_norm_can_stay(name: str) -> None:
-    model = aero_compile.transform(captured(name), "strip-layer-norm{keep_final=True}")
+    model = transformed(name, "strip-layer-norm{keep_final=True}")
     assert aero_compile.census(model, 16).total("layernorm") == 1
     assert aero_compile.census(model, 16).total("layernorm", final=False) == 0
     assert any("norm" in key or "ln_f" in key for key, _ in model.named_parameters())
@@ -60,7 +60,7 @@ def test_the_final_norm_can_stay(name: str) -> None:
 
 
 def test_keeping_a_final_norm_that_does_not_exist() -> None:
-    model = aero_compile.transform(captured("functional"), "strip-layer-norm{keep_final=True}")
+    model = transformed("functional", "strip-layer-norm{keep_final=True}")
     assert aero_compile.census(model, 16).total("layernorm") == 0
 
 
