@@ -479,7 +479,7 @@ def test_reports_say_what_was_done() -> None:
 
 def test_dump_of_every_stage(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AERO_COMPILE_DUMP", str(tmp_path / "dump"))
-    transformed("gpt2-eager", "SM+R")
+    aero_compile.transform(captured("gpt2-eager"), "SM+R")
     names = sorted(path.name for path in (tmp_path / "dump").iterdir())
     assert names == ["00-captured.txt", "01-strip-layer-norm.txt", "02-gelu-to-relu.txt"]
     assert "layer_norm" in (tmp_path / "dump" / names[0]).read_text()
