@@ -33,7 +33,7 @@ def same_function(model: nn.Module, *, tolerance: float = 1e-10, example: Any = 
 # -- random configurations -------------------------------------------------------------------------------------
 
 
-@settings(max_examples=5, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=4, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(
     heads=st.sampled_from([1, 2, 3, 11]),
     head_width=st.sampled_from([1, 2, 11]),
@@ -64,7 +64,7 @@ def test_random_nanogpt(
     assert aero_compile.census(norm_free, positions).kinds == ("softmax",)
 
 
-@settings(max_examples=4, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=3, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(
     kind=st.sampled_from(["gpt2", "gpt_neox", "llama"]),
     attention=st.sampled_from(["eager", "sdpa"]),
@@ -225,7 +225,6 @@ SPELLINGS: dict[str, Any] = {
     "mask-compared": ComparedMask,
     "mask-in-place": InPlaceMask,
     "einsum": lambda: Einsum(2),
-    "one-block": Small,
     "one-head": lambda: Small(heads=1),
     "shared-block": SharedBlock,
     "checkpointed": lambda: Checkpointed(2),
@@ -308,10 +307,10 @@ def test_wrapped_models_are_unwrapped(wrapper: str) -> None:
 # -- the example -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["tensor", "tuple", "list", "dict", "int32"])
+@pytest.mark.parametrize("form", ["tuple", "dict", "int32"])
 def test_forms_of_example_inputs(form: str) -> None:
     ids = tokens(2, 5, vocab=30)
-    example = {"tensor": ids, "tuple": (ids,), "list": [ids], "dict": {"ids": ids}, "int32": ids.int()}[form]
+    example = {"tuple": (ids,), "dict": {"ids": ids}, "int32": ids.int()}[form]
     same_function(randomize(Small()), example=example)
 
 
@@ -375,7 +374,7 @@ def test_a_model_without_limit_has_none() -> None:
 # -- without weights -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["gpt_neox", "llama"])
+@pytest.mark.parametrize("kind", ["llama"])
 def test_meta_device_allocates_nothing(kind: str) -> None:
     with torch.device("meta"):
         model = hugging_face(kind, "sdpa")

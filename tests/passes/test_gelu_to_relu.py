@@ -54,31 +54,30 @@ class Activated(Small):
 OTHERS = {
     "silu": nn.functional.silu,
     "leaky": nn.functional.leaky_relu,
-    "elu": nn.functional.elu,
     "mish": nn.functional.mish,
     "clipped": lambda x: nn.functional.hardtanh(x, 0.0, 1.0),
-    "hardswish": nn.functional.hardswish,
-    "softplus": nn.functional.softplus,
     "squared": lambda x: torch.relu(x) ** 2,
     "quick": lambda x: x * torch.sigmoid(1.702 * x),
-    "tanh gelu": lambda x: nn.functional.gelu(x, approximate="tanh"),
     "written": lambda x: 0.5 * x * (1 + torch.erf(x / 2**0.5)),
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("text", ["gelu-to-relu", "gelu-to-identity"])
-def test_other_activations(name: str, text: str) -> None:
+def test_other_activations(name: str) -> None:
+    """Both passes on the same decoder, against the same decoder with another function put in."""
     source = randomize(Activated(OTHERS[name])).eval()
-    model = aero_compile.transform(source, text)
+    baseline = aero_compile.transform(source, "baseline")
     ids = tokens(2, 7, vocab=30)
     before = source(ids)
-    source.function = torch.relu if text == "gelu-to-relu" else (lambda x: x)
-    expected = source(ids)
-    assert not torch.allclose(before, expected, atol=1e-4)
-    assert torch.allclose(model(ids), expected, atol=1e-10)
-    kinds = set(aero_compile.census(model, 8).kinds)
-    assert kinds == {"softmax", "layernorm"} | ({"relu"} if text == "gelu-to-relu" else set())
+    replacements = {"gelu-to-relu": torch.relu, "gelu-to-identity": lambda x: x}
+    for text, function in replacements.items():
+        model = aero_compile.transform(baseline, text)
+        source.function = function
+        expected = source(ids)
+        assert not torch.allclose(before, expected, atol=1e-4)
+        assert torch.allclose(model(ids), expected, atol=1e-10)
+        kinds = set(aero_compile.census(model, 8).kinds)
+        assert kinds == {"softmax", "layernorm"} | ({"relu"} if text == "gelu-to-relu" else set())
 
 
 @pytest.mark.parametrize("text", ["gelu-to-relu", "gelu-to-identity"])
