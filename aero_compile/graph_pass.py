@@ -27,7 +27,6 @@ class GraphPass(ABC):
     Class attributes:
         name: kebab-case, as written in a recipe.
         preserves_numerics: True if the function is unchanged to 1e-6 in float64 with the default options.
-        removes: what no longer occurs afterwards, in words.
     """
 
     name: ClassVar[str]
@@ -50,6 +49,11 @@ class GraphPass(ABC):
         Raises:
             UnsupportedGraphError: the model has nothing this pass looks for and never had.
         """
+
+    @property
+    def keeps_function(self) -> bool:
+        """Whether the pass, with these options, leaves the function unchanged to 1e-6 in float64."""
+        return self.preserves_numerics and self == type(self)()
 
     def was_applied(self, model: TransformedModel) -> bool:
         """Whether a pass of this kind is in the model's history."""
@@ -87,6 +91,8 @@ def _value_text(value: Any) -> str:
 
 
 def _parse_value(name: str, key: str, text: str, default: Any) -> Any:
+    if isinstance(default, str):
+        return text
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError):
