@@ -22,10 +22,14 @@ _POWERS = frozenset({aten.pow.Tensor_Scalar, aten.square.default})
 _ELEMENTWISE = frozenset({*ACTIVATIONS, *ELEMENTARY, *_BRANCH_OPS, *_POWERS, aten.add.Tensor, aten.sub.Tensor})
 _SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int})
 _PARTS = frozenset({operator.getitem, aten.slice.Tensor, aten.select.int})
-_FFN_OPS = _ELEMENTWISE | _SPLITS | NORMS | VIEWS | _PARTS
+_FFN_OPS = _ELEMENTWISE | _SPLITS | NORMS | VIEWS | _PARTS | {aten.cat.default}
 
 _PASSED = VIEWS | NORMS | _BRANCH_OPS | {aten.add.Tensor}
 """Ops between an FFN's output and the residual stream."""
+
+
+_NORM_OPS = NORMS | VIEWS | _BRANCH_OPS | {aten.add.Tensor, aten.sub.Tensor, aten.mean.dim, aten.tanh.default}
+"""Ops that norms, and what replaces them, consist of."""
 
 
 def find_ffns(
@@ -163,17 +167,24 @@ def _merge(
 
 
 def _bases(entry: fx.Node, live: set[fx.Node]) -> set[fx.Node]:
-    """Values that are the residual stream behind `entry`: itself, and what its norm was applied to."""
-    bases = {entry}
-    node = entry
-    while True:
-        below = through_views(node)
-        if below.target in NORMS or below.op == "call_module":
-            below = through_views(live_inputs(below, live)[0])
-        if below is node:
-            return bases
-        bases.add(below)
-        node = below
+    """Values that are the residual stream behind `entry`: itself, and what norms, or what stands for them, take.
+
+    A norm may be written as arithmetic (frozen statistics, tanh), so this goes back, latest node first, as long as
+    there are such ops only; wherever a single value is left, everything above was computed from it alone.
+    """
+    bases: set[fx.Node] = set()
+    open_nodes = {entry}
+    for _ in range(24):
+        node = max(open_nodes)
+        if len(open_nodes) == 1:
+            bases.add(node)
+        if node.op != "call_module" and node.target not in _NORM_OPS:
+            break
+        open_nodes.remove(node)
+        open_nodes.update(live_inputs(node, live))
+        if not open_nodes:
+            break
+    return bases
 
 
 def _adds_up(node: fx.Node, bases: set[fx.Node], live: set[fx.Node], depth: int = 4) -> bool:
