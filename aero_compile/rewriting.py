@@ -129,6 +129,41 @@ def through_views(node: fx.Node) -> fx.Node:
     return node
 
 
+def call_in_eval(module: torch.nn.Module, *args: Any) -> Any:
+    """The result of `module` in evaluation mode; its mode stays as it was."""
+    training = module.training
+    module.eval()
+    try:
+        return module(*args)
+    finally:
+        module.train(training)
+
+
+def weight_value(model: TransformedModel, node: fx.Node, known: dict[fx.Node, Any] | None = None) -> Any:
+    """Value, as in evaluation mode, of a node that is computed from parameters, buffers and constants alone.
+
+    Args:
+        model: whose parameters; on the meta device the value is a meta tensor.
+        node: the root of the expression.
+        known: values found so far; those found here are added.
+    """
+    known = {} if known is None else known
+    if node in known:
+        return known[node]
+    if node.op == "get_attr":
+        value = operator.attrgetter(str(node.target))(model).detach()
+    else:
+        inputs = {parent: weight_value(model, parent, known) for parent in node.all_input_nodes}
+        args, kwargs = fx.map_arg((node.args, node.kwargs), inputs.__getitem__)
+        with torch.no_grad():
+            if node.op == "call_module":
+                value = call_in_eval(model.get_submodule(str(node.target)), *args)
+            else:
+                value = node.target(*args, **kwargs)  # type: ignore[operator]
+    known[node] = value
+    return value
+
+
 def live_inputs(node: fx.Node, live: set[fx.Node]) -> list[fx.Node]:
     """Distinct inputs of `node` that are live."""
     return [parent for parent in node.all_input_nodes if parent in live]
