@@ -1,4 +1,4 @@
-"""Sets of layers as text, for the options of passes: `all`, `even`, `first-half`, `last:3`, `0-5`, `0+3+7-9`."""
+"""Sets of layers as text, for the options of passes: `all`, `even`, `1/2`, `last:3`, `0-5`, `0+3+7-9`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ _NAMED: dict[str, Callable[[int, int], bool]] = {
     "none": lambda layer, count: False,
     "even": lambda layer, count: layer % 2 == 0,
     "odd": lambda layer, count: layer % 2 == 1,
-    "first-half": lambda layer, count: layer < count // 2,
-    "second-half": lambda layer, count: layer >= count // 2,
 }
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _END = re.compile(r"(first|last):(\d+)")
+_PART = re.compile(r"(\d+)/(\d+)")
 
 
 def parse_layers(text: str) -> str:
     """Check the syntax of a set of layers and return it without spaces.
 
-    The terms, joined by `+`, are `all`, `none`, `even`, `odd`, `first-half`, `second-half` (which has the middle layer
-    of an odd number), `first:N`, `last:N`, a layer `3` counted from 0, or a range `0-5` with both ends.
+    The terms, joined by `+`, are `all`, `none`, `even`, `odd`, `first:N`, `last:N`, `2/4` (the second of four parts,
+    as equal as can be), a layer `3` counted from 0, or a range `0-5` with both ends.
 
     Raises:
         RecipeError: any other text.
@@ -32,11 +31,13 @@ def parse_layers(text: str) -> str:
     for term in plain.split("+"):
         if term in _NAMED or _END.fullmatch(term):
             continue
-        span = _RANGE.fullmatch(term)
+        span, part = _RANGE.fullmatch(term), _PART.fullmatch(term)
+        if part and 1 <= int(part[1]) <= int(part[2]):
+            continue
         if not span or (span[2] is not None and int(span[1]) > int(span[2])):
             raise RecipeError(
-                f"{text!r} is no set of layers: write {', '.join(_NAMED)}, first:3, last:3, 4, 0-5, "
-                "or several of them joined by +"
+                f"{text!r} is no set of layers: write {', '.join(_NAMED)}, first:3, last:3, "
+                "2/4 (the second quarter), 4, 0-5, or several of them joined by +"
             )
     return plain
 
@@ -56,8 +57,10 @@ def chosen_layers(text: str, count: int, name: str) -> frozenset[int]:
 def _layers_of(term: str, count: int, name: str) -> set[int]:
     if term in _NAMED:
         return {layer for layer in range(count) if _NAMED[term](layer, count)}
-    end = _END.fullmatch(term)
-    span = _RANGE.fullmatch(term)
+    end, part, span = (pattern.fullmatch(term) for pattern in (_END, _PART, _RANGE))
+    if part:
+        number, parts = int(part[1]), int(part[2])
+        return set(range((number - 1) * count // parts, number * count // parts))
     if end:
         number = int(end[2])
         layers = set(range(number)) if end[1] == "first" else set(range(count - number, count))
