@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
+from aero_compile.calibration import token_batches
 from aero_compile.canonicalize import canonicalize
 from aero_compile.capture import capture
 from aero_compile.causality import position_limit
@@ -34,7 +35,9 @@ class PassReport:
         return f"{self.text}: {diff if self.modified else 'no change'} ({self.seconds:.2f} s)"
 
 
-def transform(model: nn.Module, recipe: str | Recipe = "softmax_only", example_inputs: Any = None) -> TransformedModel:
+def transform(
+    model: nn.Module, recipe: str | Recipe = "softmax_only", example_inputs: Any = None, calibration: Any = None
+) -> TransformedModel:
     """Rewrite a decoder-only transformer by a recipe; the model given is not changed.
 
     Args:
@@ -43,6 +46,8 @@ def transform(model: nn.Module, recipe: str | Recipe = "softmax_only", example_i
         recipe: a name (`softmax_only`), a label of the paper (`SM+R`), or a list of passes as text
             (`"strip-layer-norm,gelu-to-relu,scaled-ffn{init_beta=0.5}"`).
         example_inputs: what forward takes, for models that are not from Hugging Face (see `capture`).
+        calibration: text for passes that measure the model (`freeze-layer-norm`): token ids int64 `[B, T]`, or an
+            iterable of such batches.
 
     Returns:
         A trainable TransformedModel over copies of the weights, in the mode (train or eval) of the source.
@@ -52,8 +57,10 @@ def transform(model: nn.Module, recipe: str | Recipe = "softmax_only", example_i
         RecipeError: unknown recipe, pass or option.
         UnsupportedModelError: the model is no decoder-only transformer that can be captured.
         UnsupportedGraphError: a pass did not find what it looks for.
+        InputError: calibration is missing, or is no token ids that the model can take.
     """
     chosen = resolve(recipe)
+    batches = None if calibration is None else token_batches(calibration)
     transformed = capture(model, example_inputs)
     if not isinstance(model, TransformedModel):
         canonicalize(transformed)
@@ -61,13 +68,16 @@ def transform(model: nn.Module, recipe: str | Recipe = "softmax_only", example_i
         transformed.max_positions = min((n for n in limits if n is not None), default=None)
     _ = transformed.structure  # refuses what is no causal decoder, also when there is no pass to run
     transformed.train(model.training)
-    run_passes(transformed, chosen.passes)
+    run_passes(transformed, chosen.passes, batches)
     return transformed.prepare().train(model.training)
 
 
-def run_passes(model: TransformedModel, passes: tuple[GraphPass, ...]) -> list[PassReport]:
+def run_passes(
+    model: TransformedModel, passes: tuple[GraphPass, ...], calibration: tuple[Tensor, ...] | None = None
+) -> list[PassReport]:
     """Run passes over `model` in place, in order; each must leave a valid graph.
 
+    `calibration`: token batches `[B, T]` for passes that measure the model.
     With AERO_COMPILE_DUMP=dir in the environment the graph after each pass is written there.
     """
     reports = []
@@ -75,12 +85,15 @@ def run_passes(model: TransformedModel, passes: tuple[GraphPass, ...]) -> list[P
     for number, one in enumerate(passes, start=1):
         before, start = _count(model.graph), time.perf_counter()
         try:
+            model.calibration = calibration
             result = one.call(model)
             model.graph.lint()
         except AeroError:
             raise
         except Exception as error:
             raise RuntimeError(f"pass {one} failed on {model.convention.family}: {error}") from error
+        finally:
+            model.calibration = None
         if result.modified:
             model.history = (*model.history, str(one))
         after = _count(model.graph)

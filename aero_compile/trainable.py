@@ -34,10 +34,13 @@ class TransformedModel(nn.Module):
         convention: how the source model was called and what it returned.
         history: text of every pass that was applied, in order.
         max_positions: longest sequence the model can take, or None if nothing in it limits the length.
+        calibration: token batches for passes that measure the model; set by `run_passes` while they run.
 
     Every transformed model also takes `labels=` (token ids as in Hugging Face: shifted inside, -100 ignored)
     and `output_entropies=True`, which adds `.entropies`: one tensor `[B, H, T]` in nats for each layer.
     """
+
+    calibration: tuple[Tensor, ...] | None = None
 
     def __init__(
         self,
@@ -239,7 +242,7 @@ class TransformedModel(nn.Module):
         """
         named = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
         call = self.convention.bind(args, kwargs | {k: v for k, v in named.items() if v is not None})
-        self._check_tokens(call.tokens)
+        self.check_tokens(call.tokens)
         template = self.convention.template(call)
         wanted = _wanted(template)
         run, names = self._program(wanted, output_entropies)
@@ -258,7 +261,8 @@ class TransformedModel(nn.Module):
             )
         return build_output(template, values, loss, entropies, as_tuple=call.as_tuple)
 
-    def _check_tokens(self, tokens: Tensor) -> None:
+    def check_tokens(self, tokens: Tensor) -> None:
+        """Raise InputError for token ids `[B, T]` that are too long or, on the CPU, outside the vocabulary."""
         if self.max_positions is not None and tokens.shape[1] > self.max_positions:
             raise InputError(
                 f"sequence of {tokens.shape[1]} tokens, but the model has {self.max_positions} positions; "

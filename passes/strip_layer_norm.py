@@ -1,10 +1,12 @@
-"""strip-layer-norm: remove every LayerNorm and RMSNorm, with its gain and bias.
+"""strip-layer-norm: remove LayerNorms and RMSNorms, with their gain and bias.
 
 Before → after:
     layer_norm(x, [d], weight, bias, eps)  → x
     rms_norm(x, [d], weight, eps)          → x
 
-The paper's norm-free architectures (SM+G, SM+R, SM) drop the final norm as well.
+The paper's norm-free architectures (SM+G, SM+R, SM) drop the final norm as well. With `norms` a part of a norm can
+go: `norms=qk` lets queries and keys read x, while values go on reading the norm; a fused projection is cut in two then.
+`aero_compile.norm_sites.removal_schedule` lists the steps that take the norms one at a time.
 """
 
 from __future__ import annotations
@@ -14,18 +16,17 @@ from typing import ClassVar
 
 from torch import fx
 
-from aero_compile.errors import UnsupportedGraphError
-from aero_compile.graph_pass import GraphPass, PassResult
-from aero_compile.parts import nonlinear_kind
-from aero_compile.rewriting import bypass
+from aero_compile.errors import RecipeError
+from aero_compile.passes._norms import Chosen, NormPass, redirect
 from aero_compile.trainable import TransformedModel
 
 
 @dataclass(frozen=True)
-class StripLayerNorm(GraphPass):
-    """Remove all norms.
+class StripLayerNorm(NormPass):
+    """Remove norms: by default all.
 
     Options:
+        layers, norms: which (see `NormPass`).
         keep_final: leave the final norm in place (as He & Hofmann 2024 do).
     """
 
@@ -34,20 +35,17 @@ class StripLayerNorm(GraphPass):
     name: ClassVar[str] = "strip-layer-norm"
     preserves_numerics: ClassVar[bool] = False
 
-    def call(self, model: TransformedModel) -> PassResult:
-        structure = model.structure
-        norms = [norm for norm in structure.norms if norm.layer is not None or not self.keep_final]
-        if not norms:
-            if self.was_applied(model) or (structure.norms and self.keep_final):
-                return PassResult(model, modified=False)
-            present = sorted({nonlinear_kind(node, structure.live) or "softmax" for node in structure.live})
-            raise UnsupportedGraphError(
-                f"{self.name} found no LayerNorm or RMSNorm in {model.convention.family}; the nonlinear ops it "
-                f"has are {', '.join(present)}"
-            )
-        for norm in norms:
-            source = norm.node.args[0]
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.keep_final and "final" in self.norms.split("+"):
+            raise RecipeError(f"{self.name}: norms={self.norms} names the final norm, which keep_final keeps")
+
+    def _places(self, count: int) -> set[tuple[int | None, str]]:
+        places = super()._places(count)
+        return places - {(None, "final")} if self.keep_final else places
+
+    def apply(self, model: TransformedModel, found: list[Chosen]) -> None:
+        for chosen in found:
+            source = chosen.norm.node.args[0]
             assert isinstance(source, fx.Node)
-            bypass(norm.node, source)
-        model.graph_changed()
-        return PassResult(model, modified=True)
+            redirect(model, chosen, source)

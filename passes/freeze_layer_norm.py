@@ -1,0 +1,111 @@
+"""freeze-layer-norm: divide by an average deviation instead of each token's own (Heimersheim 2024).
+
+Before → after (σ̄ the average of sqrt(var + eps), or of sqrt(mean square + eps), over calibration tokens):
+    layer_norm(x, [d], γ, b, eps)  → (x − mean(x))·(γ/σ̄) + b
+    rms_norm(x, [d], γ, eps)       → x·(γ/σ̄)
+
+What is left is linear in x: it counts as no norm, and a private run folds it into the next weights. A pretrained model
+stays close to what it was. σ̄ is a buffer, `frozen_layer_norm.<layer>.<part>.std`, that travels with the weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx
+
+from aero_compile.calibration import NormStatistics, deviations
+from aero_compile.errors import InputError, UnsupportedGraphError
+from aero_compile.parts import Structure
+from aero_compile.passes._norms import Chosen, NormPass, free_name, redirect
+from aero_compile.rewriting import insert_call, node_values, parameter_node, place
+from aero_compile.trainable import TransformedModel
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class FreezeLayerNorm(NormPass):
+    """Freeze norms; needs `transform(…, calibration=tokens)`. All chosen norms are measured in one run of the model.
+
+    Options:
+        layers, norms: which (see `NormPass`).
+        first_token: give position 0 an average of its own; pretrained models put activations there that are much
+            larger than all others.
+    """
+
+    first_token: bool = False
+
+    name: ClassVar[str] = "freeze-layer-norm"
+    preserves_numerics: ClassVar[bool] = False
+
+    def apply(self, model: TransformedModel, found: list[Chosen]) -> None:
+        weight = next(model.parameters())
+        if weight.is_meta:
+            raise InputError(f"{self.name} measures the model, which has no weights (it is on the meta device)")
+        if model.calibration is None:
+            raise InputError(
+                f"{self.name} needs text to measure the norms on: give transform(model, recipe, calibration=tokens) "
+                "token ids [B, T], or an iterable of such batches"
+            )
+        wanted = [NormStatistics(each.norm.node, self._position(model, each)) for each in found]
+        for chosen, norm, std in zip(found, wanted, deviations(model, wanted, model.calibration), strict=True):
+            if not bool(torch.isfinite(std).all() and (std > 0).all()):
+                raise InputError(
+                    f"{self.name}: the deviation at {place(norm.node)} is {std.tolist()} on this calibration"
+                )
+            name = free_name(model, f"frozen_layer_norm.{chosen.name}")
+            model.add_tensor(f"{name}.std", std.to(weight))
+            frozen = _frozen(norm.node, parameter_node(model, f"{name}.std", norm.node), norm.position, model)
+            redirect(model, chosen, frozen)
+
+    def _position(self, model: TransformedModel, chosen: Chosen) -> int | None:
+        """Dimension of the norm's input that grows with the sequence, if position 0 is to be treated apart."""
+        if not self.first_token:
+            return None
+        structure: Structure = model.structure
+        source = chosen.norm.node.args[0]
+        assert isinstance(source, fx.Node)
+        sizes = [node_values(model, 3, length)[source].shape for length in (2, 3)]
+        grows = [i for i, (short, long) in enumerate(zip(*sizes, strict=True)) if (short, long) == (2, 3)]
+        if len(grows) != 1 or math.prod(sizes[0]) * 3 != math.prod(sizes[1]) * 2:
+            raise UnsupportedGraphError(
+                f"{self.name}{{first_token=True}}: no dimension of the value at {place(source)}, "
+                f"{list(structure.values[source].shape)}, counts positions"
+            )
+        return grows[0]
+
+
+def _frozen(norm: fx.Node, std: fx.Node, position: int | None, model: TransformedModel) -> fx.Node:
+    """The linear form of `norm`, in front of it."""
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        return insert_call(norm.graph, norm, target, *args)
+
+    x, shape, weight, *more = *norm.args, None, None
+    assert isinstance(x, fx.Node)
+    assert isinstance(shape, list | tuple)
+    if position is not None:  # put position 0 on the scale of the others
+        rank = model.structure.values[x].dim()
+        x = call(aten.mul.Tensor, x, _rows(call, x, std, position, rank, next(model.parameters())))
+        std = call(aten.slice.Tensor, std, 0, 1, 2)
+    gain = call(aten.reciprocal.default, std) if weight is None else call(aten.div.Tensor, weight, std)
+    if norm.target is aten.rms_norm.default:
+        return call(aten.mul.Tensor, x, gain)
+    centered = call(aten.sub.Tensor, x, call(aten.mean.dim, x, list(range(-len(shape), 0)), True))
+    scaled = call(aten.mul.Tensor, centered, gain)
+    return scaled if more[0] is None else call(aten.add.Tensor, scaled, more[0])
+
+
+def _rows(call: Callable[..., fx.Node], x: fx.Node, std: fx.Node, position: int, rank: int, like: Tensor) -> fx.Node:
+    """`[T, 1, …]`: std[1] / std[0] at position 0, else 1."""
+    length = call(aten.sym_size.int, x, position)
+    positions = call(aten.arange.default, length)
+    positions.kwargs = {"device": like.device, "pin_memory": False}
+    ratio = call(aten.div.Tensor, call(aten.slice.Tensor, std, 0, 1, 2), std)
+    rows = call(aten.index.Tensor, ratio, [call(aten.clamp_max.default, positions, 1)])
+    return call(aten.reshape.default, rows, [-1] + [1] * (rank - 1 - position))

@@ -1,0 +1,73 @@
+"""layer-norm-to-dyt: a learnable tanh in place of norms (DyT: Zhu et al. 2025, Transformers without Normalization).
+
+Before → after:
+    layer_norm(x, [d], γ, b, eps)  → γ·tanh(α·x) + b
+    rms_norm(x, [d], γ, eps)       → γ·tanh(α·x) + b
+
+α is one learnable scalar for each norm (`layer_norm_to_dyt.<layer>.<part>.alpha`, shape [1]). γ and b are the norm's
+own parameters, with their values; as in the paper there is always a gain and a bias, so where a norm lacks one it is
+added (`.weight` of ones, `.bias` of zeros). The tanh is nonlinear and is counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx, nn
+
+from aero_compile.errors import RecipeError
+from aero_compile.passes._norms import Chosen, NormPass, free_name, redirect
+from aero_compile.rewriting import insert_call, parameter_node
+from aero_compile.trainable import TransformedModel
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class LayerNormToDyT(NormPass):
+    """Replace norms by dynamic tanh.
+
+    Options:
+        layers, norms: which (see `NormPass`).
+        init_alpha: initial α, not 0.
+    """
+
+    init_alpha: float = 0.5
+
+    name: ClassVar[str] = "layer-norm-to-dyt"
+    preserves_numerics: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not math.isfinite(self.init_alpha) or self.init_alpha == 0:
+            raise RecipeError(f"{self.name}: init_alpha must be a finite number and not 0, got {self.init_alpha}")
+
+    def apply(self, model: TransformedModel, found: list[Chosen]) -> None:
+        for chosen in found:
+            redirect(model, chosen, self._dyt(model, chosen))
+
+    def _dyt(self, model: TransformedModel, chosen: Chosen) -> fx.Node:
+        norm, name = chosen.norm.node, free_name(model, f"layer_norm_to_dyt.{chosen.name}")
+        like = next(model.parameters())
+
+        def call(target: Any, *args: Any) -> fx.Node:
+            return insert_call(norm.graph, norm, target, *args)
+
+        def parameter(leaf: str, shape: Sequence[int], value: float) -> fx.Node:
+            filled = torch.full(tuple(shape), value, dtype=like.dtype, device=like.device)
+            model.add_tensor(f"{name}.{leaf}", nn.Parameter(filled))
+            return parameter_node(model, f"{name}.{leaf}", norm)
+
+        x, shape, weight, *more = *norm.args, None, None
+        assert isinstance(shape, Sequence)
+        bias = more[0] if norm.target is aten.layer_norm.default else None
+        widths = [size for size in shape if isinstance(size, int)]
+        alpha = parameter("alpha", [1], self.init_alpha)
+        gain = parameter("weight", widths, 1.0) if weight is None else weight
+        shift = parameter("bias", widths, 0.0) if bias is None else bias
+        scaled = call(aten.mul.Tensor, gain, call(aten.tanh.default, call(aten.mul.Tensor, x, alpha)))
+        return call(aten.add.Tensor, scaled, shift)
