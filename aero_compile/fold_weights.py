@@ -1,138 +1,218 @@
-"""Compute what depends on weights alone, once, so that an exported graph holds its results.
+"""Fold what is computed from weights alone into plain weights, for inference and export.
 
-    reciprocal(α)                 → a tensor
-    exp(neg(log_t[:, :T]))        → (a tensor)[:, :T]     element-wise ops move above slices and views
-    g·(V / ‖V‖)                   → a tensor
+Before → after (V, g, α, log t, W parameters; u, v buffers of a spectral norm):
+    linear(x, V·g/‖V‖)        → linear(x, W')
+    linear(x, W/σ(W; u, v))   → linear(x, W')
+    (1/α)·y                   → a·y
+    exp(−log_t[:, :T])        → s[:, :T]     element-wise ops move above slices and lookups
 
-Weights that are only moved (transposed, sliced) stay as they are: a copy would not be tied to the original.
+The function is unchanged; dropout of a weight, if there is any, is as in evaluation mode. What depends on an input or
+its shape, and what only moves elements (the transpose of a weight), stays in the graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from aero_compile.rewriting import VIEWS, copy_place
+from aero_compile.rewriting import SHAPE_ONLY, VIEWS, ancestors, insert_call, replace_node, tainted_nodes, weight_value
 from aero_compile.trainable import TransformedModel, remove_dead_nodes
 
 aten = torch.ops.aten
 
-MOVES = VIEWS | {
+_MOVES = VIEWS | {
     aten.t.default,
     aten.select.int,
-    aten.repeat.default,
-    aten.repeat_interleave.self_int,
     aten.index.Tensor,
     aten.index_select.default,
-    aten.detach.default,
     aten.embedding.default,
+    aten.repeat.default,
 }
-"""Ops that put elements of their first argument elsewhere, and compute nothing."""
+"""Ops that put elements of their first argument elsewhere."""
+
+_CASTS = frozenset({aten._to_copy.default, aten.to.dtype, aten.to.device, aten.detach.default})
+"""Ops that compute nothing either."""
+
+_TABLES = frozenset({aten.linear.default, aten.embedding.default})
+"""Ops whose weight keeps its name when its expression is folded."""
 
 
-def fold_weights(graph: fx.Graph, model: TransformedModel) -> None:
-    """Edit `graph` in place; the results become parameters of `model`, named after the weight they come from.
+def fold_weights(model: TransformedModel) -> TransformedModel:
+    """A copy of `model`, in eval mode, in which every expression over weights is one weight.
 
-    Nothing that depends on an input of the graph, or on its shape, is folded.
+    The weight or bias of a linear layer and the table of an embedding keep the name, and the layout, of the one
+    parameter of their shape that the expression replaces: after weight or spectral normalization, all weights have
+    the names and shapes of the source. Every other result is named after its first weight and its last op:
+    `scaled_ffn.0.alpha_reciprocal`.
     """
-    fixed: dict[fx.Node, bool] = {}
+    folded = copy.deepcopy(model)
+    fold_in_place(folded)
+    return folded.prepare().eval()
+
+
+def fold_in_place(model: TransformedModel) -> None:
+    """As `fold_weights`, for a model that belongs to the caller; its mode stays as it is."""
+    _move_late(model)
+    expressions = [each for each in _expressions(model) if each.is_foldable]
+    names = list(_names(model, expressions))
+    for expression, (name, transposed) in zip(expressions, names, strict=True):
+        _replace(model, expression, name, transposed)
+    model.graph_changed()
+
+
+@dataclass(frozen=True, eq=False)
+class _Expression:
+    """The nodes that compute `value`, the value of `root`, from `weights`, which are in graph order."""
+
+    root: fx.Node
+    nodes: set[fx.Node]
+    weights: dict[fx.Node, Tensor]
+    value: Any
+
+    @property
+    def is_foldable(self) -> bool:
+        """Numbers always; flags and indices only of parameters, since buffers of either are public, parameters not."""
+        if not isinstance(self.value, Tensor):
+            return False
+        return self.value.is_floating_point() or any(isinstance(t, nn.Parameter) for t in self.weights.values())
+
+
+def _expressions(model: TransformedModel) -> Iterator[_Expression]:
+    constant = _constant_nodes(model.graph)
+    order = {node: number for number, node in enumerate(model.graph.nodes)}
+    known: dict[fx.Node, Any] = {}
+    for root in model.graph.nodes:
+        if _is_root(root, constant):
+            nodes = ancestors([root], constant)
+            read = sorted((node for node in nodes if node.op == "get_attr"), key=order.__getitem__)
+            weights = {node: _stored(model, node) for node in read}
+            yield _Expression(root, nodes, weights, weight_value(model, root, known))
+
+
+def _stored(model: TransformedModel, node: fx.Node) -> Tensor:
+    owner, _, leaf = str(node.target).rpartition(".")
+    found = getattr(model.get_submodule(owner), leaf)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def _move_late(model: TransformedModel) -> None:
+    """f(move(w)) → move(f(w)) for an element-wise f of one tensor and a move that depends on the input's shape."""
+    graph = model.graph
+    constant, live = _constant_nodes(graph), tainted_nodes(graph, model.convention.tokens)
     for node in list(graph.nodes):
-        _hoist(node, fixed)
-    _classify(graph, fixed)
-    values: dict[fx.Node, Tensor] = {}
-    taken = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
-    for node in list(graph.nodes):
-        computed = fixed.get(node, False)
-        if not computed or not any(not fixed.get(user, False) for user in node.users):
+        if node in live or len(node.all_input_nodes) != 1 or not _is_elementwise(node.target):
             continue
-        with torch.no_grad():
-            value = _value(node, model, values)
-        name = _fresh_name(node, taken)
-        model.add_tensor(name, nn.Parameter(value.contiguous(), requires_grad=False))
-        with graph.inserting_before(node):
-            constant = graph.create_node("get_attr", name, (), {})
-        node.replace_all_uses_with(constant)
+        source, moves = node.all_input_nodes[0], []
+        while source.target in _MOVES and source not in constant and isinstance(source.args[0], fx.Node):
+            moves.append(source)
+            source = source.args[0]
+        if not moves or source not in constant:
+            continue
+        result = _copy(node, node, moves[0], source)
+        constant.add(result)
+        for move in reversed(moves):
+            result = _copy(move, node, move.args[0], result)
+        replace_node(node, result)
     remove_dead_nodes(graph)
-    graph.lint()
 
 
-def _classify(graph: fx.Graph, fixed: dict[fx.Node, bool]) -> None:
-    """Which nodes follow from weights alone; the value says whether anything was computed, not just moved."""
+def _copy(node: fx.Node, before: fx.Node, old: Any, new: fx.Node) -> fx.Node:
+    """A copy of `node`, in front of `before`, that reads `new` instead of `old`."""
+    with before.graph.inserting_before(before):
+        return before.graph.node_copy(node, lambda read: new if read is old else read)
+
+
+def _is_elementwise(target: Any) -> bool:
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and torch.Tag.pointwise in target.tags
+        and _is_fixed(target)
+        and target not in _CASTS
+    )
+
+
+def _is_fixed(target: Any) -> bool:
+    """Whether a function gives the same result every time."""
+    return not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags
+
+
+def _constant_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that depend on no input, not even on its shape."""
+    found: set[fx.Node] = set()
     for node in graph.nodes:
-        _classify_one(node, fixed)
+        inside = node.op in ("get_attr", "call_module") or (node.op == "call_function" and _is_fixed(node.target))
+        if inside and all(parent in found for parent in node.all_input_nodes):
+            found.add(node)
+    return found
 
 
-def _classify_one(node: fx.Node, fixed: dict[fx.Node, bool]) -> None:
-    if node.op == "get_attr":
-        fixed[node] = False
-    elif node.op == "call_function" and node.all_input_nodes and all(p in fixed for p in node.all_input_nodes):
-        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if not random:
-            fixed[node] = node.target not in MOVES or any(fixed[parent] for parent in node.all_input_nodes)
+def _is_root(node: fx.Node, constant: set[fx.Node]) -> bool:
+    """Whether `node` ends an expression that reads weights and computes something."""
+    if node not in constant or node.target in SHAPE_ONLY or all(user in constant for user in node.users):
+        return False
+    nodes = ancestors([node], constant)
+    computes = any(n.op != "get_attr" and n.target not in _MOVES | _CASTS for n in nodes)
+    return computes and any(n.op == "get_attr" for n in nodes)
 
 
-def _hoist(node: fx.Node, fixed: dict[fx.Node, bool]) -> None:
-    """f(move(w)) → move(f(w)) for an element-wise f of one tensor, again and again up to the weight."""
-    while _is_pointwise(node):
-        (move,) = node.all_input_nodes
-        if move.target not in MOVES or move in fixed or not _moves_weight(move, fixed):
-            break
-        source = move.args[0]
-        assert isinstance(source, fx.Node)
-        graph = node.graph
-        with graph.inserting_before(node):
-            args = fx.map_arg(node.args, lambda arg: source if arg is move else arg)  # noqa: B023
-            inner = graph.call_function(node.target, args, node.kwargs)  # type: ignore[arg-type]
-            outer = graph.call_function(move.target, (inner, *move.args[1:]), move.kwargs)  # type: ignore[arg-type]
-        for new in (inner, outer):
-            copy_place(node, new)
-        node.replace_all_uses_with(outer)
-        graph.erase_node(node)
-        _classify_one(inner, fixed)
-        node = inner
-    if not node._erased:
-        _classify_one(node, fixed)
+def _names(model: TransformedModel, expressions: list[_Expression]) -> Iterator[tuple[str, bool]]:
+    """For every expression the name of its weight, and whether that is stored transposed."""
+    folded = {node for expression in expressions for node in expression.nodes}
+    readers: dict[int, set[fx.Node | None]] = {}
+    for node in model.graph.nodes:
+        if node.op == "get_attr" and any(user not in folded for user in node.users):
+            readers.setdefault(id(_stored(model, node)), set()).add(None)
+    for expression in expressions:
+        for tensor in expression.weights.values():
+            readers.setdefault(id(tensor), set()).add(expression.root)
+    taken = {name for name, _ in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]}
+    for expression in expressions:
+        kept = _kept_name(expression, readers)
+        if kept is None:
+            kept = _fresh_name(expression, taken), False
+            taken.add(kept[0])
+        yield kept
 
 
-def _is_pointwise(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return node.op == "call_function" and torch.Tag.pointwise in tags and len(node.all_input_nodes) == 1
+def _kept_name(expression: _Expression, readers: dict[int, set[fx.Node | None]]) -> tuple[str, bool] | None:
+    """The name of the parameter that a table's expression replaces, if no other reads it."""
+    root, shape = expression.root, tuple(expression.value.shape)
+    if not any(user.target in _TABLES for user in root.users):
+        return None
+    for node, tensor in expression.weights.items():
+        transposed = all(user.target is aten.t.default for user in node.users if user in expression.nodes)
+        fits = (shape[::-1] if transposed else shape) == tuple(tensor.shape)
+        if isinstance(tensor, nn.Parameter) and fits and readers[id(tensor)] == {root}:
+            return str(node.target), transposed
+    return None
 
 
-def _moves_weight(move: fx.Node, fixed: Mapping[fx.Node, bool]) -> bool:
-    """Whether the elements that `move` moves are those of a weight; its indices and sizes may be anything."""
-    node: Any = move
-    while isinstance(node, fx.Node) and node.target in MOVES and node not in fixed:
-        node = node.args[0]
-    return node in fixed
+def _fresh_name(expression: _Expression, taken: set[str]) -> str:
+    operation = str(expression.root.target).removeprefix("aten.").partition(".")[0]
+    base = f"{next(iter(expression.weights)).target}_{operation}"
+    return next(name for name in (base, *(f"{base}_{i}" for i in range(2, len(taken) + 3))) if name not in taken)
 
 
-def _value(node: fx.Node, model: nn.Module, known: dict[fx.Node, Tensor]) -> Tensor:
-    if node not in known:
-        if node.op == "get_attr":
-            value: Any = model
-            for part in str(node.target).split("."):
-                value = getattr(value, part)
-            known[node] = value.detach()
-        else:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda parent: _value(parent, model, known))
-            known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-    return known[node]
-
-
-def _fresh_name(node: fx.Node, taken: set[str]) -> str:
-    """`scaled_ffn.0.alpha_reciprocal` for the reciprocal of `scaled_ffn.0.alpha`."""
-    weight = node
-    while weight.op != "get_attr":
-        weight = weight.all_input_nodes[0]
-    operation = str(node.target).removeprefix("aten.").partition(".")[0]
-    base = f"{weight.target}_{operation}"
-    name, count = base, 1
-    while name in taken:
-        count += 1
-        name = f"{base}_{count}"
-    taken.add(name)
-    return name
+def _replace(model: TransformedModel, expression: _Expression, name: str, transposed: bool) -> None:
+    """Let the users of an expression read a weight of its value instead."""
+    read, root = expression.weights, expression.root
+    value = expression.value.t() if transposed else expression.value
+    stored = value.clone(memory_format=torch.contiguous_format)
+    parameters = [tensor for tensor in read.values() if isinstance(tensor, nn.Parameter)]
+    if parameters:
+        trains = stored.is_floating_point() and any(parameter.requires_grad for parameter in parameters)
+        model.add_tensor(name, nn.Parameter(stored, requires_grad=trains))
+    else:
+        saved = model.state_dict().keys()
+        model.add_tensor(name, stored, persistent=any(str(node.target) in saved for node in read))
+    with model.graph.inserting_before(root):
+        new: fx.Node = model.graph.create_node("get_attr", name, (), {})
+    if transposed:
+        new = insert_call(model.graph, root, aten.t.default, new, like=root)
+    root.replace_all_uses_with(new)
