@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -13,8 +14,10 @@ import torch
 from aero_compile.census import census
 from aero_compile.errors import AeroError
 from aero_compile.pipeline import transform
-from aero_compile.recipe import PASSES, recipes, resolve
+from aero_compile.recipe import PASSES, recipe_names, recipes, resolve
 from aero_compile.version import __version__
+
+PAPER = [name for name, recipe in recipes().items() if recipe.group == "architectures of the paper"]
 
 EXAMPLES = """examples:
   python -m aero_compile recipes
@@ -42,7 +45,11 @@ def _parser() -> argparse.ArgumentParser:
         "--from-scratch one of tiny, gpt2, pythia-70m (default: %(default)s)",
     )
     count.add_argument("--from-scratch", action="store_true", help="use the model's shape only; needs no weights")
-    count.add_argument("--recipes", default=",".join(recipes()), help="names or labels, comma-separated (default: all)")
+    count.add_argument(
+        "--recipes",
+        default=",".join(PAPER),
+        help="names, labels or lists of passes, separated by commas, or by ; (default: the paper's architectures)",
+    )
     count.add_argument("--seq-len", type=int, default=128, metavar="T", help="tokens (default: %(default)s)")
     count.add_argument("--json", action="store_true", help="print JSON")
     return parser
@@ -55,7 +62,9 @@ def _list_recipes(as_json: bool) -> None:
             {
                 "name": recipe.name,
                 "label": recipe.label,
+                "group": recipe.group,
                 "passes": recipe.text,
+                "knobs": recipe.knobs,
                 "remains": list(recipe.remains),
                 "preserves_numerics": recipe.preserves_numerics,
                 "description": recipe.description,
@@ -64,20 +73,25 @@ def _list_recipes(as_json: bool) -> None:
         ]
         print(json.dumps(rows, indent=1))
         return
-    print(f"{'name':<18} {'label':<13} {'remains':<10} passes")
-    for recipe in found:
-        print(f"{recipe.name:<18} {recipe.label:<13} {'+'.join(recipe.remains):<10} {recipe.text or '(none)'}")
-    print("\npasses (combine them with commas; options in braces):")
+    for group, members in itertools.groupby(found, key=lambda recipe: recipe.group):
+        print(f"{group}\n  {'name':<24} {'label':<20} {'remains':<12} {'same function':<14} passes")
+        for recipe in members:
+            same = "yes" if recipe.preserves_numerics else "no"
+            remains = "+".join(recipe.remains)
+            print(f"  {recipe.name:<24} {recipe.label:<20} {remains:<12} {same:<14} {recipe.text or '(none)'}")
+        print()
+    print("labels combine freely, such as SM(t)+LN+R(last:3)+ScFFN; EReg(label) asks for entropy regularization\n")
+    print("passes (combine them with commas; options, here with their defaults, in braces):")
     for name, kind in PASSES.items():
         options = ", ".join(f"{field.name}={field.default}" for field in dataclasses.fields(kind))
         effect = "preserves the function at its defaults" if kind.preserves_numerics else "changes the function"
-        print(f"  {name + (f'{{{options}}}' if options else ''):<52} {effect}")
+        print(f"  {name + (f'{{{options}}}' if options else ''):<76} {effect}")
 
 
 def _count(args: argparse.Namespace) -> None:
     from aero_compile.training.models import find_model
 
-    wanted = [resolve(name) for name in args.recipes.split(",") if name.strip()]
+    wanted = [resolve(name) for name in recipe_names(args.recipes)]
     source = find_model(args.model, from_scratch=args.from_scratch, overrides=None, context=args.seq_len)
     with torch.device("meta" if source.from_scratch else "cpu"):
         model = source.build(50257, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,14 +11,29 @@ from typing import Any
 
 from aero_compile.errors import RecipeError, nearest
 from aero_compile.graph_pass import GraphPass
+from aero_compile.labels import label_passes, plain_label, remaining, split_terms
+from aero_compile.named_recipes import entries
+from aero_compile.passes.freeze_layer_norm import FreezeLayerNorm
 from aero_compile.passes.gelu_to_identity import GeluToIdentity
 from aero_compile.passes.gelu_to_relu import GeluToRelu
+from aero_compile.passes.layer_norm_to_dyt import LayerNormToDyT
+from aero_compile.passes.leaky_relu import LeakyRelu
 from aero_compile.passes.scaled_ffn import ScaledFFN
 from aero_compile.passes.softmax_temperature import SoftmaxTemperature
 from aero_compile.passes.strip_layer_norm import StripLayerNorm
 
 PASSES: Mapping[str, type[GraphPass]] = {
-    kind.name: kind for kind in (StripLayerNorm, GeluToRelu, GeluToIdentity, ScaledFFN, SoftmaxTemperature)
+    kind.name: kind
+    for kind in (
+        StripLayerNorm,
+        FreezeLayerNorm,
+        LayerNormToDyT,
+        GeluToRelu,
+        GeluToIdentity,
+        LeakyRelu,
+        ScaledFFN,
+        SoftmaxTemperature,
+    )
 }
 """All passes by name."""
 
@@ -32,6 +48,7 @@ class Recipe:
         passes: the passes, applied in this order.
         remains: nonlinear ops that are left in a GPT-2.
         description: one sentence.
+        group: what the named recipes are listed under.
     """
 
     name: str
@@ -39,6 +56,12 @@ class Recipe:
     passes: tuple[GraphPass, ...]
     remains: tuple[str, ...] = ()
     description: str = ""
+    group: str = ""
+
+    @property
+    def knobs(self) -> dict[str, dict[str, Any]]:
+        """For each pass, its options and their values; `with_option` changes them."""
+        return {one.name: dataclasses.asdict(one) for one in self.passes}
 
     @property
     def text(self) -> str:
@@ -61,43 +84,27 @@ class Recipe:
         return dataclasses.replace(self, passes=changed)
 
 
+@functools.cache
 def _named() -> tuple[Recipe, ...]:
-    strip, relu, linear = StripLayerNorm(), GeluToRelu(), GeluToIdentity()
-    scaled, temperature = ScaledFFN(), SoftmaxTemperature()
-    return (
-        Recipe("baseline", "SM+LN+G", (), ("SM", "LN", "G"), "The model as it is."),
-        Recipe("relu", "SM+LN+R", (relu,), ("SM", "LN", "R"), "ReLU in the FFN."),
-        Recipe("linear_ffn", "SM+LN", (linear,), ("SM", "LN"), "No activation in the FFN."),
-        Recipe("norm_free_gelu", "SM+G", (strip,), ("SM", "G"), "No LayerNorm."),
-        Recipe("norm_free_relu", "SM+R", (strip, relu), ("SM", "R"), "No LayerNorm, ReLU in the FFN."),
-        Recipe("norm_free_linear", "SM", (strip, linear), ("SM",), "Softmax is all that is left."),
-        Recipe(
-            "scaled_ffn",
-            "SM+ScFFN",
-            (strip, linear, scaled),
-            ("SM",),
-            "Softmax only, with learnable scales of the FFN and its residual.",
-        ),
-        Recipe(
-            "softmax_only",
-            "SM(t)+ScFFN",
-            (strip, linear, scaled, temperature),
-            ("SM",),
-            "Softmax only, with ScaledFFN and a learnable temperature: the paper's final architecture.",
-        ),
-    )
+    found = []
+    for entry in entries():
+        text = label_passes(entry.label) if entry.passes is None else entry.passes
+        passes = tuple(parse_pass(part) for part in split_terms(text or "", ",") if part)
+        recipe = Recipe(entry.name, entry.label, passes, remaining(entry.label), entry.description, entry.group)
+        found.append(recipe)
+    return tuple(found)
 
 
 def recipes() -> dict[str, Recipe]:
-    """All named recipes: name → Recipe."""
+    """All named recipes: name → Recipe. What a pass can be told is in `Recipe.knobs`."""
     return {recipe.name: recipe for recipe in _named()}
 
 
 def resolve(recipe: str | Recipe) -> Recipe:
-    """The recipe meant by a name, a paper label (`SM+R`, `EReg(SM(t)+ScFFN)`) or the text of a pass list.
+    """The recipe meant by a name, a label (`SM+R`, `EReg(SM(t)+ScFFN)`, `SM+G(last:3)`), or a list of passes as text.
 
     Raises:
-        RecipeError: neither; the message shows the nearest names.
+        RecipeError: none of these; the message shows the nearest names.
     """
     if isinstance(recipe, Recipe):
         return recipe
@@ -105,40 +112,37 @@ def resolve(recipe: str | Recipe) -> Recipe:
         raise RecipeError(f"a recipe is a name, a text or a Recipe, not a {type(recipe).__name__}")
     text = recipe.strip()
     known = recipes()
-    wanted = _plain_label(text)
+    wanted = plain_label(text)
     if not text:
         return known["baseline"]
     for candidate in known.values():
-        if text == candidate.name or wanted == _plain_label(candidate.label):
+        if text == candidate.name or wanted == plain_label(candidate.label):
             return candidate
-    parts = _split(text)
+    written = label_passes(text)
+    parts = split_terms(text if written is None else written, ",")
     names = [part.partition("{")[0].strip() for part in parts]
     if len(parts) == 1 and names[0] not in PASSES:
         labels = [candidate.label for candidate in known.values()]
         raise RecipeError(f"unknown recipe or pass {text!r}{nearest(text, [*known, *labels, *PASSES])}")
     passes = tuple(parse_pass(part) for part in parts)
     same = next((c for c in known.values() if c.passes == passes), None)
-    return same or Recipe(text, "", passes)
+    if same or written is None:
+        return same or Recipe(text, "", passes)
+    return Recipe(written, text, passes, remaining(text))
 
 
-def _plain_label(text: str) -> str:
-    """A label without spaces and without the note that entropy regularization is used in training."""
-    plain = text.replace(" ", "").lower()
-    match = re.fullmatch(r"ereg\((.*)\)", plain)
-    return match.group(1) if match else plain
+def recipe_names(text: str) -> list[str]:
+    """Several recipes in one text, separated by `;` if it has one (lists of passes hold commas), else by commas.
 
-
-def _split(text: str) -> list[str]:
-    """Split at the commas that are outside braces and brackets."""
-    parts, depth, start = [], 0, 0
-    for position, character in enumerate(text):
-        depth += character in "{[("
-        depth -= character in "}])"
-        if character == "," and depth == 0:
-            parts.append(text[start:position])
-            start = position + 1
-    parts.append(text[start:])
-    return [part.strip() for part in parts]
+    Raises:
+        RecipeError: no recipe, or one that is unknown.
+    """
+    names = [name for name in split_terms(text, ";" if ";" in text else ",") if name]
+    if not names:
+        raise RecipeError(f"{text!r} names no recipe")
+    for name in names:
+        resolve(name)
+    return names
 
 
 def parse_pass(text: str) -> GraphPass:
@@ -148,7 +152,7 @@ def parse_pass(text: str) -> GraphPass:
         raise RecipeError(f"cannot read {text!r}: write name or name{{option=value}}")
     kind = _known_pass(match.group(1).strip())
     options: dict[str, str] = {}
-    for item in _split(match.group(2)) if match.group(2) else []:
+    for item in split_terms(match.group(2), ",") if match.group(2) else []:
         key, equals, value = item.partition("=")
         if not equals:
             raise RecipeError(f"option {item!r} of pass {kind.name!r} has no value: write option=value")

@@ -22,7 +22,7 @@ import aero_compile
 from aero_compile.errors import AeroError, InputError, OutputDirError, nearest
 from aero_compile.evaluate import private_row
 from aero_compile.progress import Progress
-from aero_compile.recipe import resolve
+from aero_compile.recipe import recipe_names, resolve
 from aero_compile.report import Row, document, read_json, row_from_json, terminal_width, text_table, write_json
 from aero_compile.report_html import write_html
 
@@ -105,16 +105,6 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--resume", action="store_true", help="keep the rows that --json FILE has, do the others")
     found.add_argument("--overwrite", action="store_true", help="replace --json and --html files that exist")
     return p
-
-
-def recipe_names(text: str) -> list[str]:
-    """Split ``--recipes`` at ``;`` if it has one (pass lists hold commas), else at commas; checks each."""
-    names = [name.strip() for name in text.split(";" if ";" in text else ",") if name.strip()]
-    if not names:
-        raise InputError("--recipes names no recipe")
-    for name in names:
-        resolve(name)
-    return names
 
 
 def is_artifact(model: str) -> bool:

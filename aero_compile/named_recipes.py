@@ -1,0 +1,72 @@
+"""The named recipes, as data: everything that the AERO paper builds, and what it is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A named recipe: its passes follow from the label, unless `passes` writes them out."""
+
+    group: str
+    name: str
+    label: str
+    description: str
+    passes: str | None = None
+
+
+def entries() -> Iterator[Entry]:
+    """All named recipes, in the order in which they are listed."""
+    yield from _architectures()
+    yield from _partial_activations()
+    yield from _leaky_relu()
+    yield from _norms()
+
+
+def _architectures() -> Iterator[Entry]:
+    group = "architectures of the paper"
+    yield Entry(group, "baseline", "SM+LN+G", "The model as it is.")
+    yield Entry(group, "relu", "SM+LN+R", "ReLU in the FFN.")
+    yield Entry(group, "linear_ffn", "SM+LN", "No activation in the FFN.")
+    yield Entry(group, "norm_free_gelu", "SM+G", "No LayerNorm.")
+    yield Entry(group, "norm_free_relu", "SM+R", "No LayerNorm, ReLU in the FFN.")
+    yield Entry(group, "norm_free_linear", "SM", "Softmax is all that is left.")
+    yield Entry(group, "scaled_ffn", "SM+ScFFN", "Softmax only, with learnable scales of the FFN and its residual.")
+    yield Entry(
+        group,
+        "softmax_only",
+        "SM(t)+ScFFN",
+        "Softmax only, with ScaledFFN and a learnable temperature: the paper's final architecture.",
+    )
+
+
+def _partial_activations() -> Iterator[Entry]:
+    """Table PartialActsRemoval of the paper; its percentages of layers are of 12."""
+    group = "activations in some layers or neurons"
+    halves = {"first_half": "1/2", "second_half": "2/2", "even": "even", "odd": "odd"}
+    quarters = {f"quarter_{number}": f"{number}/4" for number in range(1, 5)}
+    for kind, letter in (("GELU", "G"), ("ReLU", "R")):
+        for name, layers in (halves | quarters).items():
+            text = f"{kind} in the FFNs of the layers {layers}, none elsewhere."
+            yield Entry(group, f"{kind.lower()}_{name}", f"SM+LN+{letter}({layers})", text)
+    for share in ("50", "25", "12.5", "6.25"):
+        name = f"gelu_neurons_{share.partition('.')[0]}"
+        yield Entry(group, name, f"SM+LN+G({share}%)", f"GELU for {share}% of the neurons of every FFN.")
+
+
+def _leaky_relu() -> Iterator[Entry]:
+    """Figures LearnableNegSlope and NegSlopeEntropyDyamics of the paper: all of them without LayerNorm."""
+    group = "LeakyReLU"
+    for slope in ("0.05", "0.1"):
+        name = f"leaky_relu_{slope.replace('.', '')}"
+        yield Entry(group, name, f"SM+LR({slope})", f"No LayerNorm, LeakyReLU of slope {slope} in the FFN.")
+    yield Entry(group, "leaky_relu_layer", "SM+LR(layer)", "No LayerNorm, LeakyReLU of one learnable slope a layer.")
+    yield Entry(group, "leaky_relu_global", "SM+LR(global)", "No LayerNorm, LeakyReLU of one learnable slope.")
+
+
+def _norms() -> Iterator[Entry]:
+    group = "instead of LayerNorm"
+    yield Entry(group, "frozen_norm", "SM+LN(frozen)+G", "LayerNorm with the average statistics of calibration data.")
+    yield Entry(group, "dyt", "SM+DyT+G", "A learnable tanh instead of LayerNorm.")
