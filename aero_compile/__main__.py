@@ -15,6 +15,7 @@ from aero_compile.census import census
 from aero_compile.errors import AeroError
 from aero_compile.pipeline import transform
 from aero_compile.recipe import PASSES, recipe_names, recipes, resolve
+from aero_compile.recipe_page import recipe_page
 from aero_compile.version import __version__
 
 PAPER = [name for name, recipe in recipes().items() if recipe.group == "architectures of the paper"]
@@ -37,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     listing = commands.add_parser("recipes", help="all named recipes and passes")
     listing.add_argument("--json", action="store_true", help="print JSON")
+    listing.add_argument("--markdown", action="store_true", help="print the page docs/recipes.md")
     count = commands.add_parser("census", help="nonlinear ops that each recipe leaves in a model")
     count.add_argument(
         "--model",
@@ -108,7 +110,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code (2 for an error of the user's)."""
     args = _parser().parse_args(argv)
     try:
-        if args.command == "recipes":
+        if args.command == "recipes" and args.markdown:
+            print(recipe_page(), end="")
+        elif args.command == "recipes":
             _list_recipes(args.json)
         else:
             _count(args)

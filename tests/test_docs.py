@@ -14,6 +14,7 @@ import torch
 from aero_compile import census, load, recipes, transform
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.recipe import Recipe
+from aero_compile.recipe_page import recipe_page
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [
@@ -87,3 +88,8 @@ def test_the_recipe_table_of_the_readme_is_complete() -> None:
     table = re.findall(r"^\| `(\w+)` \| (\S+) \|", text, re.MULTILINE)
     paper = [recipe for recipe in recipes().values() if recipe.group == "architectures of the paper"]
     assert table == [(recipe.name, recipe.label) for recipe in paper]
+
+
+def test_the_recipe_page_is_what_the_program_prints() -> None:
+    page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    assert page == recipe_page(), "run: python -m aero_compile recipes --markdown > docs/recipes.md"
