@@ -33,6 +33,7 @@ from aero_compile.rewriting import (
     is_floating,
     node_values,
     replace_node,
+    sample_shape,
     source_path,
     tainted_nodes,
 )
@@ -79,8 +80,7 @@ def canonicalize(model: TransformedModel) -> TransformedModel:
 
 
 def _sample_values(model: TransformedModel) -> dict[fx.Node, Any]:
-    length = 11 if model.max_positions is None else max(2, min(11, model.max_positions))
-    return node_values(model, 3, length)
+    return node_values(model, *sample_shape(model))
 
 
 def _live(model: TransformedModel) -> tuple[set[fx.Node], dict[fx.Node, Any]]:

@@ -19,6 +19,8 @@ aten = torch.ops.aten
 def require_causal(model: TransformedModel, found: Sequence[Attention], live: set[fx.Node]) -> None:
     """Evaluate the masks, which depend on shapes alone, and refuse attention that sees later positions."""
     length = 5 if model.max_positions is None else max(2, min(5, model.max_positions))
+    if model.fixed_shape is not None:
+        length = model.fixed_shape[1]
     constants: dict[fx.Node, Any] = {}
     ahead = torch.ones(length, length, dtype=torch.bool).triu(1)
     for attention in found:

@@ -115,22 +115,23 @@ def census(model: nn.Module, seq_len: int = 128) -> Census:
     if seq_len < 1 or (limit is not None and seq_len > limit):
         raise InputError(f"seq_len must be between 1 and {limit or 'any length'}, got {seq_len}")
     structure: Structure = model.structure
-    values = node_values(model, 1, seq_len)
-    return Census(tuple(_count(structure, values, seq_len)), seq_len, len(structure.attentions))
+    batch = 1 if model.fixed_shape is None else model.fixed_shape[0]
+    values = node_values(model, batch, seq_len)
+    return Census(tuple(_count(structure, values, batch, seq_len)), seq_len, len(structure.attentions))
 
 
-def _count(structure: Structure, values: Any, seq_len: int) -> Iterator[NonlinearOp]:
+def _count(structure: Structure, values: Any, batch: int, seq_len: int) -> Iterator[NonlinearOp]:
     for attention in structure.attentions:
         rows, columns = values[attention.groups[0].softmax].shape[-2:]
         yield NonlinearOp("softmax", attention.heads, (rows, columns), attention.layer, attention.name)
     for norm in structure.norms:
-        yield _entry("layernorm", values[norm.node], seq_len, norm.layer, norm.name)
+        yield _entry("layernorm", values[norm.node], batch, seq_len, norm.layer, norm.name)
     counted: set[fx.Node] = set()
     for ffn in structure.ffns:
         for activation in ffn.activations:
             counted.update(activation.nodes)
-            yield _entry(activation.kind, values[activation.node], seq_len, ffn.layer, ffn.name)
-    owner: dict[fx.Node, tuple[int, str]] = {}
+            yield _entry(activation.kind, values[activation.node], batch, seq_len, ffn.layer, ffn.name)
+    owner = {node: found for node in structure.live if (found := _dynamic_tanh(node))}
     for attention in structure.attentions:
         for heads in attention.groups:
             node = heads.softmax
@@ -141,7 +142,17 @@ def _count(structure: Structure, values: Any, seq_len: int) -> Iterator[Nonlinea
         kind = nonlinear_kind(node, structure.live) if node in structure.live - counted else None
         if kind is not None:
             layer, name = owner.get(node, (_layer(node, structure, values), source_path(node) or node.name))
-            yield _entry(kind, values[node], seq_len, layer, name)
+            yield _entry(kind, values[node], batch, seq_len, layer, name)
+
+
+def _dynamic_tanh(node: fx.Node) -> tuple[int | None, str] | None:
+    """Layer and name of the tanh that stands for a norm (`layer-norm-to-dyt`): its α is named after the layer."""
+    scaled = node.args[0] if node.target is aten.tanh.default else None
+    for factor in scaled.all_input_nodes if isinstance(scaled, fx.Node) else ():
+        name = re.match(r"layer_norm_to_dyt\.(\d+|final)\.", str(factor.target)) if factor.op == "get_attr" else None
+        if name:
+            return None if name[1] == "final" else int(name[1]), source_path(node) or str(factor.target)
+    return None
 
 
 def _layer(node: fx.Node, structure: Structure, values: Any) -> int | None:
@@ -151,6 +162,6 @@ def _layer(node: fx.Node, structure: Structure, values: Any) -> int | None:
     return max(structure.depth[node] - 1, 0)
 
 
-def _entry(kind: str, value: Tensor, seq_len: int, layer: int | None, name: str) -> NonlinearOp:
+def _entry(kind: str, value: Tensor, batch: int, seq_len: int, layer: int | None, name: str) -> NonlinearOp:
     width = int(value.shape[-1])
-    return NonlinearOp(kind, value.numel() // (seq_len * width), (seq_len, width), layer, name)
+    return NonlinearOp(kind, value.numel() // (batch * seq_len * width), (seq_len, width), layer, name)

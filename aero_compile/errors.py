@@ -38,6 +38,10 @@ class ArtifactError(AeroError):
     """A saved model that is damaged, truncated, foreign or newer than this version."""
 
 
+class ExportError(AeroError):
+    """A model that cannot be written as ONNX, or whose ONNX file does not compute what the model does."""
+
+
 class TrainingError(AeroError):
     """Training cannot go on, for instance because values became NaN."""
 

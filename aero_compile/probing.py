@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from aero_compile.rewriting import copy_place, is_floating, node_values, replace_node, tainted_nodes
+from aero_compile.rewriting import copy_place, is_floating, node_values, replace_node, sample_shape, tainted_nodes
 from aero_compile.trainable import TransformedModel
 
 aten = torch.ops.aten
@@ -98,8 +98,7 @@ def recognize(model: TransformedModel) -> int:
 
 def _scan(model: TransformedModel, known: dict[Any, Any]) -> list[tuple[Region, Build]]:
     """All recognized regions that do not overlap."""
-    length = 11 if model.max_positions is None else max(2, min(11, model.max_positions))
-    values = node_values(model, 3, length)
+    values = node_values(model, *sample_shape(model))
     tainted = tainted_nodes(model.graph, model.convention.tokens)
     live = [n for n in model.graph.nodes if n in tainted and is_floating(values.get(n)) and n.op != "output"]
     finder = _Regions(live)

@@ -22,15 +22,13 @@ from aero_compile.rewriting import (
     live_inputs,
     node_values,
     place,
+    sample_shape,
     source_path,
     tainted_nodes,
 )
 from aero_compile.trainable import TransformedModel
 
 aten = torch.ops.aten
-
-SAMPLE_BATCH = 3
-"""Batch at which shapes are looked at; not 1, so that folded batches are seen."""
 
 _ROUTERS = frozenset({aten.topk.default, aten.sort.default, aten.argsort.default, aten.bincount.default})
 _SCORE_OPS = frozenset(
@@ -60,8 +58,7 @@ def find_structure(model: TransformedModel) -> Structure:
             looks ahead, …); the message says what was found.
     """
     graph = model.logits_nodes()
-    length = 11 if model.max_positions is None else max(2, min(11, model.max_positions))
-    values = node_values(model, SAMPLE_BATCH, length)
+    values = node_values(model, *sample_shape(model))
     tainted = tainted_nodes(model.graph, model.convention.tokens)
     live = {n for n in tainted if n in graph and is_floating(values.get(n)) and n.op != "output"}
     embedding = _embedding(model, live, tainted, values)
@@ -121,7 +118,7 @@ def _attentions(
                 "dense decoder-only transformers with softmax attention"
             )
         shape = values[node].shape
-        count = values[node].numel() // (SAMPLE_BATCH * shape[-1] * shape[-2])
+        count = values[node].numel() // (sample_shape(model)[0] * shape[-1] * shape[-2])
         if depth[node] == len(layers):
             layers.append([])
         layers[depth[node]].append(Heads(node, scores, count))

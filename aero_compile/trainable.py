@@ -34,6 +34,7 @@ class TransformedModel(nn.Module):
         convention: how the source model was called and what it returned.
         history: text of every pass that was applied, in order.
         max_positions: longest sequence the model can take, or None if nothing in it limits the length.
+        fixed_shape: the one `[B, T]` that the graph is made for (if it was read from a file), or None for any.
         calibration: token batches for passes that measure the model; set by `run_passes` while they run.
 
     Every transformed model also takes `labels=` (token ids as in Hugging Face: shifted inside, -100 ignored)
@@ -41,6 +42,7 @@ class TransformedModel(nn.Module):
     """
 
     calibration: tuple[Tensor, ...] | None = None
+    fixed_shape: tuple[int, int] | None = None
 
     def __init__(
         self,
