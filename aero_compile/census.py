@@ -7,6 +7,7 @@ Products of two hidden values (QKᵀ, gates, squares) are not counted, as in the
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
