@@ -40,7 +40,8 @@ def token_batches(calibration: Any) -> tuple[Tensor, ...]:
 class NormStatistics:
     """What to measure at the norm `node`: the deviation that it divides by, with position 0 apart or not.
 
-    `position` is the dimension of the norm's input that counts token positions, or None for one average over all.
+    `position` is the dimension of the norm's input that counts token positions, from the last (-2, say), or None for
+    one average over all.
     """
 
     node: fx.Node

@@ -78,18 +78,18 @@ def find_norm_sites(model: TransformedModel, *, exact: bool = True) -> tuple[Nor
     on_heads = _norms_on_heads(structure)
     found = []
     for norm in structure.norms:
-        place = "final" if norm.layer is None else on_heads.get(norm.node) or _after_block(norm, structure, rows)
-        by_part: dict[str, list[Reader]] = {}
-        for user, value in _users(norm.node):
-            for part, reader in (
-                _split(user, value, structure, rows) if place is None else [(place, Reader(user, value))]
-            ):
-                by_part.setdefault(part, []).append(reader)
-        rest = by_part.pop("", [])  # a residual sum, for instance: it goes with the last part that reads the norm
-        home = next((part for part in ("v", "ffn", "qk") if part in by_part), place or "other")
-        if rest or not by_part:
-            by_part.setdefault(home, []).extend(rest)
-        found += [NormSite(norm, part, tuple(by_part[part])) for part in PARTS if part in by_part]
+        readers = [Reader(user, value) for user, value in _users(norm.node)]
+        part = "final" if norm.layer is None else on_heads.get(norm.node) or _after_block(norm, structure, rows)
+        by_part: dict[str, list[Reader]] = {part: readers} if part else {}
+        for reader in [] if part else readers:
+            for name, each in _split(reader, structure, rows):
+                by_part.setdefault(name, []).append(each)
+        rest = by_part.pop("", [])
+        if rest and structure.depth[norm.node] == 0:  # a norm of the embeddings, which all layers read
+            by_part = {"other": readers}
+        elif rest:  # a residual sum, for instance: it goes with the last part that reads the norm
+            by_part.setdefault(next((name for name in ("v", "ffn", "qk") if name in by_part), "other"), []).extend(rest)
+        found += [NormSite(norm, name, tuple(by_part[name])) for name in PARTS if name in by_part]
     return tuple(found)
 
 
@@ -168,26 +168,25 @@ def _whole_layers(attention: Attention, structure: Structure) -> dict[fx.Node, d
 
 
 def _split(
-    user: fx.Node, value: fx.Node, structure: Structure, rows: Mapping[fx.Node, Mapping[str, frozenset[int]]]
+    reader: Reader, structure: Structure, rows: Mapping[fx.Node, Mapping[str, frozenset[int]]]
 ) -> Iterator[tuple[str, Reader]]:
-    """The parts of the model that `user` computes, with the rows of its weight that each takes."""
+    """The parts of the model that `reader` computes, with the rows of its weight that each takes; "" if none."""
+    user = reader.user
     inside = "ffn" if any(user in ffn.inputs for ffn in structure.ffns) else ""
-    own = {part: taken for part, taken in rows.get(user, {}).items() if part != "output"}
-    if user.target is not aten.linear.default or value is not user.args[0] or not own:
-        yield inside, Reader(user, value)
+    own = {part: taken for part, taken in rows.get(user, {}).items() if taken}
+    if not own or reader.value is not user.args[0]:
+        yield inside, reader
         return
     every = frozenset(range(structure.values[user].shape[-1]))
+    if own.get("qk") == own.get("v"):  # one projection for both, or one that could not be told apart
+        yield from (("qk", reader), ("v", reader))
+        return
     left = every.difference(*own.values())
-    shared = own.get("qk") == own.get("v")  # projections that could not be told apart
-    own = {
-        part: taken - own["qk"] if part == "v" and "qk" in own and not shared else taken for part, taken in own.items()
-    }
     if left:
         home = inside or ("v" if "v" in own else "qk")
         own[home] = own.get(home, frozenset()) | left
     for part, taken in own.items():
-        if taken:
-            yield part, Reader(user, value, None if taken == every else taken)
+        yield part, Reader(user, reader.value, None if taken == every else taken)
 
 
 def _norms_on_heads(structure: Structure) -> dict[fx.Node, str]:

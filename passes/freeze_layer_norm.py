@@ -10,7 +10,6 @@ stays close to what it was. σ̄ is a buffer, `frozen_layer_norm.<layer>.<part>.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -64,7 +63,7 @@ class FreezeLayerNorm(NormPass):
             redirect(model, chosen, frozen)
 
     def _position(self, model: TransformedModel, chosen: Chosen) -> int | None:
-        """Dimension of the norm's input that grows with the sequence, if position 0 is to be treated apart."""
+        """Dimension, from the last, of the norm's input that counts positions; None unless position 0 is apart."""
         if not self.first_token:
             return None
         structure: Structure = model.structure
@@ -72,12 +71,12 @@ class FreezeLayerNorm(NormPass):
         assert isinstance(source, fx.Node)
         sizes = [node_values(model, 3, length)[source].shape for length in (2, 3)]
         grows = [i for i, (short, long) in enumerate(zip(*sizes, strict=True)) if (short, long) == (2, 3)]
-        if len(grows) != 1 or math.prod(sizes[0]) * 3 != math.prod(sizes[1]) * 2:
+        if len(grows) != 1 or sizes[0].numel() * 3 != sizes[1].numel() * 2:
             raise UnsupportedGraphError(
                 f"{self.name}{{first_token=True}}: no dimension of the value at {place(source)}, "
                 f"{list(structure.values[source].shape)}, counts positions"
             )
-        return grows[0]
+        return grows[0] - len(sizes[0])
 
 
 def _frozen(norm: fx.Node, std: fx.Node, position: int | None, model: TransformedModel) -> fx.Node:
@@ -90,8 +89,7 @@ def _frozen(norm: fx.Node, std: fx.Node, position: int | None, model: Transforme
     assert isinstance(x, fx.Node)
     assert isinstance(shape, list | tuple)
     if position is not None:  # put position 0 on the scale of the others
-        rank = model.structure.values[x].dim()
-        x = call(aten.mul.Tensor, x, _rows(call, x, std, position, rank, next(model.parameters())))
+        x = call(aten.mul.Tensor, x, _rows(call, x, std, position, next(model.parameters())))
         std = call(aten.slice.Tensor, std, 0, 1, 2)
     gain = call(aten.reciprocal.default, std) if weight is None else call(aten.div.Tensor, weight, std)
     if norm.target is aten.rms_norm.default:
@@ -101,11 +99,11 @@ def _frozen(norm: fx.Node, std: fx.Node, position: int | None, model: Transforme
     return scaled if more[0] is None else call(aten.add.Tensor, scaled, more[0])
 
 
-def _rows(call: Callable[..., fx.Node], x: fx.Node, std: fx.Node, position: int, rank: int, like: Tensor) -> fx.Node:
+def _rows(call: Callable[..., fx.Node], x: fx.Node, std: fx.Node, position: int, like: Tensor) -> fx.Node:
     """`[T, 1, …]`: std[1] / std[0] at position 0, else 1."""
     length = call(aten.sym_size.int, x, position)
     positions = call(aten.arange.default, length)
     positions.kwargs = {"device": like.device, "pin_memory": False}
     ratio = call(aten.div.Tensor, call(aten.slice.Tensor, std, 0, 1, 2), std)
     rows = call(aten.index.Tensor, ratio, [call(aten.clamp_max.default, positions, 1)])
-    return call(aten.reshape.default, rows, [-1] + [1] * (rank - 1 - position))
+    return call(aten.reshape.default, rows, [-1] + [1] * (-1 - position))
