@@ -21,6 +21,7 @@ ACTIVATIONS: Mapping[Any, str] = {
     aten.relu.default: "relu",
     aten.silu.default: "silu",
     aten.leaky_relu.default: "leaky_relu",
+    aten.prelu.default: "leaky_relu",
     aten.tanh.default: "tanh",
     aten.sigmoid.default: "sigmoid",
     aten.elu.default: "elu",

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
 from aero_compile.errors import UnsupportedGraphError
-from aero_compile.parts import ACTIVATIONS, Activation
-from aero_compile.rewriting import place
+from aero_compile.layer_sets import chosen_layers
+from aero_compile.parts import ACTIVATIONS, Activation, FeedForward
+from aero_compile.rewriting import bypass, insert_call, place
 from aero_compile.structure import require_ffns
 from aero_compile.trainable import TransformedModel
 
+aten = torch.ops.aten
 
-def ffn_activations(model: TransformedModel, name: str) -> list[Activation]:
-    """Activations of all FFNs, in layer order.
+Values = Mapping[fx.Node, Any]
+
+
+def ffn_activations(model: TransformedModel, name: str) -> list[tuple[FeedForward, Activation]]:
+    """Activations of all FFNs, each with its FFN, in layer order.
 
     Raises:
         UnsupportedGraphError: no FFN, or an activation outside every FFN that was recognized.
     """
     structure = model.structure
-    found = [activation for ffn in require_ffns(structure, name) for activation in ffn.activations]
-    inside = {node for activation in found for node in activation.nodes}
+    found = [(ffn, activation) for ffn in require_ffns(structure, name) for activation in ffn.activations]
+    inside = {node for _, activation in found for node in activation.nodes}
     for node in structure.values:
         kind = ACTIVATIONS.get(node.target) if node in structure.live - inside else None
         if kind not in (None, "tanh", "sigmoid"):
@@ -26,3 +38,87 @@ def ffn_activations(model: TransformedModel, name: str) -> list[Activation]:
                 "are blocks of two linear layers added to the residual stream"
             )
     return found
+
+
+def chosen_activations(
+    model: TransformedModel, name: str, layers: str, *, applied: bool
+) -> list[tuple[FeedForward, Activation]]:
+    """Activations of the FFNs in `layers`, a set of layers as text, each with its FFN.
+
+    Raises:
+        RecipeError: a layer that the model does not have.
+        UnsupportedGraphError: as above, or no activation there, unless the pass was `applied` before.
+    """
+    chosen = chosen_layers(layers, model.num_layers, name)
+    everywhere = ffn_activations(model, name)
+    found = [(ffn, activation) for ffn, activation in everywhere if ffn.layer in chosen]
+    if chosen and not found and not applied:
+        where = f"layers {layers}; activations are in layers {sorted({ffn.layer for ffn, _ in everywhere})}"
+        raise UnsupportedGraphError(
+            f"{name} found no activation in the {len(model.structure.ffns)} feed-forward blocks of "
+            f"{model.convention.family}{f', {where}' if everywhere else ': they are linear already'}"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Span:
+    """The neurons that an activation acts on: the first `kept` of the `width` neurons of `value`.
+
+    `result` stands for all of them: the activation's own node, or `cat([activated, others], -1)`.
+    """
+
+    value: fx.Node
+    width: int
+    kept: int
+    result: fx.Node
+
+
+def span(activation: Activation, values: Values) -> Span:
+    """Where `activation` acts, seen through the slices and the `cat` that `keep_neurons` makes."""
+    source, node = activation.source, activation.node
+    kept = _width(source, values)
+    joined = next(iter(node.users))
+    if source.target is aten.slice.Tensor and joined.target is aten.cat.default:
+        value, parts = source.all_input_nodes[0], joined.all_input_nodes
+        width, others = _width(value, values), parts[-1]
+        halves = source.args == (value, -1, 0, kept) and others.args == (value, -1, kept, width)
+        if halves and others.target is aten.slice.Tensor and joined.args == (parts, -1) and parts[0] is node:
+            return Span(value, width, kept, joined)
+    return Span(source, kept, kept, node)
+
+
+def _width(node: fx.Node, values: Values) -> int:
+    return int(values[node].shape[-1])
+
+
+def keep_neurons(graph: fx.Graph, activation: Activation, count: int, values: Values) -> None:
+    """Let only the first `count` neurons keep `activation`; the others become linear.
+
+    Before → after, `w` neurons of which `count` are kept:
+        f(x)  → cat([f(x[..., :count]), x[..., count:w]], -1)
+    """
+    where = span(activation, values)
+    if count == 0:
+        bypass(where.result, where.value)
+        return
+
+    def cut(value: fx.Node, start: int, end: int, before: fx.Node) -> fx.Node:
+        return insert_call(graph, before, aten.slice.Tensor, value, -1, start, end, like=activation.node)
+
+    first = cut(where.value, 0, count, where.value.next)
+    others = cut(where.value, count, where.width, activation.node.next)
+    for node in activation.nodes:
+        node.replace_input_with(activation.source, first)
+        for parent in node.all_input_nodes:  # a constant for each neuron
+            if parent not in (first, *activation.nodes) and _is_per_neuron(values.get(parent), where.kept):
+                node.replace_input_with(parent, cut(parent, 0, count, node))
+    if where.result is not activation.node:
+        where.result.args = ([activation.node, others], -1)
+        return
+    joined = insert_call(graph, others.next, aten.cat.default, [activation.node, others], -1)
+    activation.node.replace_all_uses_with(joined, delete_user_cb=lambda user: user is not joined)
+
+
+def _is_per_neuron(value: Any, width: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[-1] == width > 1

@@ -1,9 +1,15 @@
-"""gelu-to-identity: remove every FFN activation, so that the FFN is linear.
+"""gelu-to-identity: remove FFN activations, so that the FFN is linear: everywhere, in some layers, in some neurons.
 
 Before → after:
     gelu(x), relu(x), silu(x), relu(x)², …  → x
+    with keep_fraction, n = round(keep_fraction·d_ffn):
+    gelu(x)                                 → cat([gelu(x[..., :n]), x[..., n:]], -1)
 
 A gated FFN keeps its product: silu(a)·b → a·b, which is bilinear and costs one private multiplication.
+
+That the first n neurons of a layer are the ones that keep their activation is no loss of generality for a model
+that is trained from scratch: permuting the neurons, the rows of the in-projection with the columns of the
+out-projection, changes neither the function nor its random initialization.
 """
 
 from __future__ import annotations
@@ -11,30 +17,53 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from aero_compile.errors import UnsupportedGraphError
+from aero_compile.errors import RecipeError, UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass, PassResult
-from aero_compile.passes._activation import ffn_activations
-from aero_compile.rewriting import bypass
+from aero_compile.layer_sets import chosen_layers, parse_layers
+from aero_compile.passes._activation import chosen_activations, keep_neurons, span
 from aero_compile.trainable import TransformedModel
 
 
 @dataclass(frozen=True)
 class GeluToIdentity(GraphPass):
-    """Remove FFN activations (the paper's SM+LN, SM and softmax-only architectures)."""
+    """Remove FFN activations (SM+LN, SM and softmax-only; partly, table PartialActsRemoval of the AERO paper).
+
+    Options:
+        keep: layers whose activation stays, as text (`none`, `even`, `last:3`, `0-2+5`).
+        keep_fraction: fraction of the neurons of every other layer that keep theirs, in [0, 1).
+    """
+
+    keep: str = "none"
+    keep_fraction: float = 0.0
 
     name: ClassVar[str] = "gelu-to-identity"
     preserves_numerics: ClassVar[bool] = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parse_layers(self.keep)
+        if not 0.0 <= self.keep_fraction < 1.0:
+            raise RecipeError(f"{self.name}: keep_fraction must be in [0, 1), got {self.keep_fraction}")
+
     def call(self, model: TransformedModel) -> PassResult:
-        activations = ffn_activations(model, self.name)
-        if not activations:
-            if self.was_applied(model):
-                return PassResult(model, modified=False)
-            raise UnsupportedGraphError(
-                f"{self.name} found no activation in the {len(model.structure.ffns)} feed-forward blocks of "
-                f"{model.convention.family}: they are linear already"
-            )
-        for activation in activations:
-            bypass(activation.node, activation.source)
-        model.graph_changed()
-        return PassResult(model, modified=True)
+        kept = chosen_layers(self.keep, model.num_layers, self.name)
+        found = chosen_activations(model, self.name, "all", applied=self.was_applied(model))
+        values, modified = model.structure.values, False
+        for ffn, activation in found:
+            if ffn.layer in kept:
+                continue
+            where = span(activation, values)
+            count = round(self.keep_fraction * where.width)
+            if where.kept <= count:
+                continue
+            neurons = int(values[ffn.output.args[1]].shape[1])
+            if count and where.width != neurons:
+                raise UnsupportedGraphError(
+                    f"{self.name}: layer {ffn.layer} has {neurons} neurons, but the last dimension of its activation "
+                    f"has {where.width} entries; keep_fraction needs one entry a neuron, keep does not"
+                )
+            keep_neurons(model.graph, activation, count, values)
+            modified = True
+        if modified:
+            model.graph_changed()
+        return PassResult(model, modified=modified)

@@ -1,9 +1,10 @@
-"""gelu-to-relu: make every FFN activation a ReLU.
+"""gelu-to-relu: make FFN activations ReLU.
 
 Before → after:
     gelu(x), gelu(x, approximate="tanh"), silu(x), relu(x)², …  → relu(x)
 
-In a gated FFN (Llama) the gate's activation is replaced: silu(a)·b → relu(a)·b.
+In a gated FFN (Llama) the gate's activation is replaced: silu(a)·b → relu(a)·b. An activation that only a part of
+the neurons has (`gelu-to-identity{keep_fraction=0.25}`) stays in that part.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import ClassVar
 
 import torch
 
-from aero_compile.errors import UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass, PassResult
-from aero_compile.passes._activation import ffn_activations
+from aero_compile.layer_sets import parse_layers
+from aero_compile.passes._activation import chosen_activations
 from aero_compile.rewriting import insert_call, replace_node
 from aero_compile.trainable import TransformedModel
 
@@ -24,19 +25,24 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class GeluToRelu(GraphPass):
-    """Replace FFN activations by ReLU (the paper's SM+LN+R and SM+R)."""
+    """Replace FFN activations by ReLU (the paper's SM+LN+R and SM+R).
+
+    Options:
+        layers: layers to act on, as text (`all`, `even`, `last:3`, `0-2+5`).
+    """
+
+    layers: str = "all"
 
     name: ClassVar[str] = "gelu-to-relu"
     preserves_numerics: ClassVar[bool] = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parse_layers(self.layers)
+
     def call(self, model: TransformedModel) -> PassResult:
-        activations = ffn_activations(model, self.name)
-        if not activations and not self.was_applied(model):
-            raise UnsupportedGraphError(
-                f"{self.name} found no activation in the {len(model.structure.ffns)} feed-forward blocks of "
-                f"{model.convention.family}: they are linear"
-            )
-        changed = [activation for activation in activations if activation.kind != "relu"]
+        found = chosen_activations(model, self.name, self.layers, applied=self.was_applied(model))
+        changed = [activation for _, activation in found if activation.kind != "relu"]
         for activation in changed:
             relu = insert_call(model.graph, activation.node, aten.relu.default, activation.source)
             replace_node(activation.node, relu)

@@ -1,0 +1,112 @@
+"""leaky-relu: make FFN activations LeakyReLU, with a fixed or a learnable negative slope a.
+
+Before → after:
+    gelu(x), silu(x), …  → leaky_relu(x, a)   learn=none: a is a number (the paper: 5e-2 and 1e-1)
+                         → prelu(x, a)        learn=layer: `leaky_relu.<layer>.slope`, shape [1]
+                         → prelu(x, a)        learn=global: `leaky_relu.slope`, shape [1], of all layers
+
+Both compute max(x, 0) + a·min(x, 0) = (1 − a)·relu(x) + a·x: one ReLU for two parties, and linear parts. The paper
+(fig. LearnableNegSlope) lets the slope be of any sign and does not say where it starts; 0.01 is the default of
+`torch.nn.LeakyReLU`, close to the ReLU that it finds to be learned.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, fx, nn
+
+from aero_compile.errors import RecipeError
+from aero_compile.graph_pass import GraphPass, PassResult
+from aero_compile.layer_sets import parse_layers
+from aero_compile.parts import Activation
+from aero_compile.passes._activation import chosen_activations
+from aero_compile.rewriting import insert_call, parameter_node, replace_node
+from aero_compile.trainable import TransformedModel
+
+aten = torch.ops.aten
+
+LEARN = ("none", "layer", "global")
+
+
+@dataclass(frozen=True)
+class LeakyRelu(GraphPass):
+    """Replace FFN activations by LeakyReLU (figures LearnableNegSlope and NegSlopeEntropyDyamics of the AERO paper).
+
+    Options:
+        slope: the slope for x < 0, or where learning starts.
+        learn: `none`, `layer` (one learnable slope in each layer) or `global` (one for all layers).
+        layers: layers to act on, as text (`all`, `even`, `last:3`, `0-2+5`).
+    """
+
+    slope: float = 0.01
+    learn: str = "none"
+    layers: str = "all"
+
+    name: ClassVar[str] = "leaky-relu"
+    preserves_numerics: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parse_layers(self.layers)
+        if not math.isfinite(self.slope):
+            raise RecipeError(f"{self.name}: slope must be finite, got {self.slope}")
+        if self.learn not in LEARN:
+            raise RecipeError(f"{self.name}: learn must be one of {', '.join(LEARN)}, got {self.learn!r}")
+        if self.learn == "none" and self.slope == 1.0:
+            raise RecipeError(f"{self.name}: a fixed slope of 1 is no activation; write gelu-to-identity")
+
+    def call(self, model: TransformedModel) -> PassResult:
+        found = chosen_activations(model, self.name, self.layers, applied=self.was_applied(model))
+        changed = [(ffn.layer, one) for ffn, one in found if not self._is_made(ffn.layer, one)]
+        for layer, activation in changed:
+            target, slope = self._target_and_slope(model, layer, activation.node)
+            leaky = insert_call(model.graph, activation.node, target, activation.source, slope)
+            replace_node(activation.node, leaky)
+        if changed:
+            model.graph_changed()
+        return PassResult(model, modified=bool(changed))
+
+    def _parameter(self, layer: int) -> str:
+        return "leaky_relu.slope" if self.learn == "global" else f"leaky_relu.{layer}.slope"
+
+    def _is_made(self, layer: int, activation: Activation) -> bool:
+        """Whether `activation` is what this pass makes; slopes that were learned since then stay."""
+        node = activation.node
+        if self.learn == "none":
+            return node.target is aten.leaky_relu.default and fixed_slope(node) == self.slope
+        parameter = node.args[1] if node.target is aten.prelu.default else None
+        return isinstance(parameter, fx.Node) and parameter.target == self._parameter(layer)
+
+    def _target_and_slope(
+        self, model: TransformedModel, layer: int, before: fx.Node
+    ) -> tuple[torch._ops.OpOverload, fx.Node | float]:
+        if self.learn == "none":
+            return aten.leaky_relu.default, self.slope
+        name = self._parameter(layer)
+        if name not in dict(model.named_parameters()):
+            weight = next(model.parameters())
+            value = torch.full((1,), self.slope, dtype=weight.dtype, device=weight.device)
+            model.add_tensor(name, nn.Parameter(value))
+        return aten.prelu.default, parameter_node(model, name, before)
+
+
+def fixed_slope(leaky_relu: fx.Node) -> float:
+    """The slope of an `aten.leaky_relu` node."""
+    given = leaky_relu.args[1] if len(leaky_relu.args) > 1 else leaky_relu.kwargs.get("negative_slope", 0.01)
+    assert isinstance(given, int | float)
+    return float(given)
+
+
+def learned_slopes(model: TransformedModel) -> dict[int, Tensor]:
+    """Learnable negative slopes, `[1]`, by layer (the same tensor everywhere for a global one); empty without."""
+    found: dict[int, Tensor] = {}
+    for ffn in model.structure.ffns:
+        for activation in ffn.activations:
+            slope = activation.node.args[1] if activation.node.target is aten.prelu.default else None
+            if isinstance(slope, fx.Node) and str(slope.target).startswith("leaky_relu."):
+                found[ffn.layer] = model.get_parameter(str(slope.target)).detach()
+    return found
