@@ -6,7 +6,8 @@ Before → after:
     view / _unsafe_view / unflatten-by-view                       → reshape
     native_dropout, dropout with its flag baked in                → nn.Dropout modules
     scaled_dot_product_attention                                  → matmul, mul, where/add, softmax, dropout, matmul
-    addmm, mm, matmul with a weight, + bias                       → linear
+    addmm, mm, matmul with a weight, + bias; conv1d of one token  → linear
+    clamp(min=0)                                                  → relu
     bmm, baddbmm                                                  → matmul (+ add)
     arithmetic that computes gelu, silu, …, LayerNorm, RMSNorm, softmax → the op itself (aero_compile.probing)
 
@@ -24,6 +25,7 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
+from aero_compile.convolutions import open_convolutions
 from aero_compile.probing import recognize
 from aero_compile.rewriting import (
     SHAPE_ONLY,
@@ -70,6 +72,7 @@ def canonicalize(model: TransformedModel) -> TransformedModel:
             _simplify(node, live, flexible, values)
     _dropouts(model)
     _attention(model)
+    open_convolutions(model)
     _linear(model)
     model.graph_changed()
     recognize(model)
@@ -119,8 +122,16 @@ def _simplify(node: fx.Node, live: set[fx.Node], flexible: set[fx.Node], values:
         dim = cast("int", node.args[1])
         last = dim - values[node].dim() if dim >= 0 else dim
         node.target, node.args, node.kwargs = aten.softmax.int, (node.args[0], last), {}
+    elif target in (aten.clamp.default, aten.clamp_min.default) and node in live and _bounds(node) == (0, None):
+        node.target, node.args, node.kwargs = aten.relu.default, (node.args[0],), {}
     elif target is aten.layer_norm.default:
         node.args = (*_padded(node.args, 5, (None, None, 1e-5))[:5],)
+
+
+def _bounds(node: fx.Node) -> tuple[Any, Any]:
+    """Lower and upper bound of a clamp."""
+    given = dict(zip(("min", "max"), node.args[1:], strict=False)) | dict(node.kwargs)
+    return given.get("min"), given.get("max")
 
 
 def _is_identity(node: fx.Node, flexible: set[fx.Node]) -> bool:

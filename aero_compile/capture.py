@@ -8,7 +8,7 @@ import logging
 import math
 import operator
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from aero_compile.convention import CallConvention, Template
 from aero_compile.errors import InputError, UnsupportedModelError
 from aero_compile.returns import choose_outputs, describe, mark, match_outputs, with_loss
+from aero_compile.rewriting import ancestors
 from aero_compile.trainable import TransformedModel, remove_dead_nodes
 
 aten = torch.ops.aten
@@ -70,13 +71,14 @@ def capture(model: nn.Module, example_inputs: Any = None) -> TransformedModel:
     sample, plain, exported = _export_sample(model, example_inputs)
     returned = _call(model, sample.kwargs)
     leaves = pytree.tree_leaves(returned)
-    order, logits_view = choose_outputs(returned, leaves, sample.kwargs[sample.tokens], type(model).__name__)
+    tokens = sample.kwargs[sample.tokens]
+    order, logits_view = choose_outputs(returned, leaves, tokens, type(model).__name__, _feeds(exported))
     index = {leaf: position for position, leaf in enumerate(order)}
     shapes = [leaves[i] for i in order]
     full = describe(returned, leaves, index)
     if logits_view is not None:
         mark(full, returned, leaves[order[0]], {"kind": "flat"})
-    output = match_outputs(plain, shapes, logits_view)
+    output = match_outputs(plain, shapes, order, logits_view) if sample.labels else full
     with_labels: Template | None = None
     loss_index = next((n for n, t in enumerate(shapes) if t.dim() == 0), None) if sample.labels else None
     if sample.is_hf:
@@ -224,7 +226,7 @@ def _made_up_tokens(model: nn.Module, length: int) -> Tensor:
 
 @contextmanager
 def _quiet() -> Any:
-    loggers = [logging.getLogger(name) for name in ("torch.export", "torch.fx", "torch._dynamo")]
+    loggers = [logging.getLogger(name) for name in ("torch.export", "torch.fx", "torch._dynamo", "torch._subclasses")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
@@ -293,6 +295,18 @@ def _export(model: nn.Module, sample: _Sample) -> torch.export.ExportedProgram:
             f"{type(model).__name__} could not be captured with torch.export: {first}; recurrent models and "
             "data-dependent Python control flow are not supported"
         ) from error
+
+
+def _feeds(exported: torch.export.ExportedProgram) -> Callable[[int, int], bool]:
+    """Whether the flat output with the second number is computed from the one with the first."""
+    nodes = {node.name: node for node in exported.graph.nodes}
+    outputs = [nodes.get(str(name)) for name in exported.graph_signature.user_outputs]
+
+    def feeds(first: int, second: int) -> bool:
+        source, result = outputs[first], outputs[second]
+        return source is not None and result is not None and source in ancestors([result], set(nodes.values()))
+
+    return feeds
 
 
 def _clean_graph(

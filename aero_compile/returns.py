@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -13,9 +13,13 @@ from aero_compile.errors import UnsupportedModelError
 
 
 def choose_outputs(
-    returned: Any, leaves: Sequence[Any], tokens: Tensor, family: str
+    returned: Any, leaves: Sequence[Any], tokens: Tensor, family: str, feeds: Callable[[int, int], bool]
 ) -> tuple[list[int], tuple[int, ...] | None]:
-    """Which flat outputs the graph keeps, logits first; the shape to restore if the source flattens logits."""
+    """Which flat outputs the graph keeps, logits first; the shape to restore if the source flattens logits.
+
+    Of several outputs that could be the logits, those are taken that are called so, else those that no other one is
+    computed from (`feeds(i, j)`: output j is computed from i), else the widest.
+    """
     batch, length = tokens.shape
     tensors = {i: t for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.is_floating_point()}
     full = [i for i, t in tensors.items() if t.dim() == 3 and tuple(t.shape[:2]) == (batch, length)]
@@ -27,7 +31,8 @@ def choose_outputs(
             "supported are decoder-only transformers"
         )
     named = returned.get("logits") if isinstance(returned, Mapping) else getattr(returned, "logits", None)
-    logits = max(full or flat, key=lambda i: (leaves[i] is named, leaves[i].shape[-1]))
+    last = {i for i in full or flat if not any(feeds(i, j) for j in full or flat if j != i)}
+    logits = max(full or flat, key=lambda i: (leaves[i] is named, i in last, leaves[i].shape[-1]))
     view = None if full else (batch, length, int(leaves[logits].shape[1]))
     return [logits, *(i for i in tensors if i != logits)], view
 
@@ -51,26 +56,36 @@ def describe(value: Any, leaves: Sequence[Any], index: Mapping[int, int]) -> Tem
     raise UnsupportedModelError(f"the model returns a {type(value).__name__}, which cannot be rebuilt")
 
 
-def match_outputs(value: Any, outputs: Sequence[Tensor], view: tuple[int, ...] | None) -> Template:
-    """Describe what a call without labels returns, by the outputs of the graph captured with them."""
+def match_outputs(
+    value: Any, outputs: Sequence[Tensor], order: Sequence[int], view: tuple[int, ...] | None
+) -> Template:
+    """Describe what a call without labels returns, by the outputs of the graph captured with them.
+
+    `order` says where each graph output stands in what a call with labels returns: outputs of one shape (logits and
+    hidden states of a model as wide as its vocabulary) are told apart by it.
+    """
     leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
     index: dict[int, int] = {}
     last: dict[int, bool] = {}
+    by_place = sorted(range(len(outputs)), key=order.__getitem__)
     batch, length, width = view if view is not None else (int(n) for n in outputs[0].shape)
     for position, leaf in enumerate(leaves):
         shape = tuple(leaf.shape)
-        if shape == (batch, length, width):
+        same = [i for i in by_place if outputs[i].shape == leaf.shape and leaf.dim() > 0]
+        free = [i for i in same if i not in index.values()]
+        if same:
+            index[position] = (free or same)[0]
+        elif shape == (batch, length, width):
             index[position] = 0
         elif shape in ((batch, 1, width), (batch, width)):
             index[position] = 0
             last[position] = len(shape) == 2
-        else:
-            same = [i for i, t in enumerate(outputs) if i and t.shape == leaf.shape and leaf.dim() > 0]
-            if same:
-                index[position] = same[0]
     template = describe(value, leaves, index)
     for position, squeezed in last.items():
         mark(template, value, leaves[position], {"kind": "last", "squeezed": squeezed})
+    for position, leaf in enumerate(leaves):
+        if leaf.dim() == 2 and index.get(position) == 0 and position not in last:
+            mark(template, value, leaf, {"kind": "flat"})
     return template
 
 

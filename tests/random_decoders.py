@@ -1,0 +1,571 @@
+"""Random decoders: a hypothesis strategy over configurations, and one eager module that spells any of them.
+
+The module is written apart from the compiler and knows no graph. It also is the reference of the passes: what a pass
+must compute is another configuration with the same weights (`reference`), or the learned scales set on the module.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Config:
+    """One decoder. `groups` are the heads of keys and values; the other words are explained where they are used."""
+
+    layers: int = 1
+    heads: int = 2
+    groups: int = 2
+    head_width: int = 4
+    width: int = 8
+    hidden: int = 12
+    vocab: int = 19
+    context: int = 14
+    block: str = "sequential"
+    order: str = "attention-first"
+    norm: str = "layer_norm"
+    placement: str = "pre"
+    final_norm: bool = True
+    qk_norm: bool = False
+    activation: str = "gelu"
+    gate: str = "none"
+    bias: bool = True
+    linear: str = "linear"
+    tied: bool = False
+    dropout: float = 0.0
+    positions: str = "learned"
+    qkv: str = "separate"
+    attention: str = "matmul"
+    sharing: str = "repeat"
+    mask: str = "buffer"
+    scaling: str = "scores"
+    output: str = "tensor"
+    gains: bool = False
+    seed: int = 0
+
+    @property
+    def limit(self) -> int | None:
+        """Longest sequence, or None."""
+        limited = self.positions.startswith("learned") or self.positions in ("sinusoidal", "rotary-table")
+        written = self.attention != "sdpa-causal"
+        return self.context if limited or (written and self.mask == "buffer") else None
+
+    def norms(self) -> list[tuple[int | None, int]]:
+        """(layer, width) of every norm: by construction, for the census."""
+        if self.norm == "none":
+            return []
+        found: list[tuple[int | None, int]] = []
+        for layer in range(self.layers):
+            blocks = 1 if self.block == "parallel-one-norm" else 2
+            around = {"pre": blocks, "post": 2 if self.block == "sequential" else 1, "sandwich": blocks + 2}
+            found += [(layer, self.width)] * around[self.placement]
+            found += [(layer, self.head_width)] * ((self.heads + self.groups) * self.qk_norm)
+        return found + [(None, self.width)] * self.final_norm
+
+
+ACTIVATIONS: dict[str, tuple[str | None, Any]] = {
+    # how it is written: (what it is counted as, function)
+    "gelu": ("gelu", F.gelu),
+    "gelu-tanh": ("gelu", functools.partial(F.gelu, approximate="tanh")),
+    "gelu-written": (
+        "gelu",
+        lambda x: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x.pow(3)))),
+    ),
+    "gelu-erf": ("gelu", lambda x: x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))),
+    "quick-gelu": ("quick_gelu", lambda x: x * torch.sigmoid(1.702 * x)),
+    "relu": ("relu", F.relu),
+    "relu-clamp": ("relu", lambda x: x.clamp(min=0)),
+    "leaky-relu": ("leaky_relu", functools.partial(F.leaky_relu, negative_slope=0.2)),
+    "silu": ("silu", F.silu),
+    "silu-written": ("silu", lambda x: x * torch.sigmoid(x)),
+    "relu-squared": ("relu_squared", lambda x: F.relu(x).square()),
+    "relu-pow": ("relu_squared", lambda x: torch.relu(x) ** 2),
+    "none": (None, lambda x: x),
+}
+
+
+class Linear(nn.Module):
+    """y = x·Wᵀ + b, `weight` [out, in], in one of many spellings."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, spelling: str) -> None:
+        super().__init__()
+        self.spelling = spelling
+        shape = (inputs, outputs) if spelling in ("conv1d", "transposed") else (outputs, inputs)
+        self.weight = nn.Parameter(torch.empty(shape))
+        self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.spelling == "linear":
+            return F.linear(x, self.weight, self.bias)
+        if self.spelling == "convolution":
+            return F.conv1d(x.transpose(1, 2), self.weight.unsqueeze(-1), self.bias).transpose(1, 2)
+        if self.spelling == "conv1d" and self.bias is not None:  # Hugging Face's GPT-2
+            flat = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
+            return flat.view(*x.shape[:-1], self.weight.shape[1])
+        if self.spelling in ("conv1d", "transposed"):
+            y = x @ self.weight
+        elif self.spelling == "einsum":
+            y = torch.einsum("btd,ed->bte", x, self.weight)
+        else:
+            y = torch.matmul(x, self.weight.T)
+        return y if self.bias is None else y + self.bias
+
+
+class Norm(nn.Module):
+    """A norm over the last dimension, as torch's op or as arithmetic."""
+
+    def __init__(self, spelling: str, width: int, bias: bool) -> None:
+        super().__init__()
+        self.spelling, self.width = spelling, width
+        if spelling not in ("none", "layer_norm_plain"):
+            self.weight = nn.Parameter(torch.zeros(width) if spelling == "rms_offset" else torch.ones(width))
+        has_bias = bias and spelling in ("layer_norm", "layer_norm_written")
+        self.bias = nn.Parameter(torch.zeros(width)) if has_bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.spelling == "none":
+            return x
+        if self.spelling == "layer_norm":
+            return F.layer_norm(x, (self.width,), self.weight, self.bias, 1e-5)
+        if self.spelling == "layer_norm_plain":
+            return F.layer_norm(x, (self.width,))
+        if self.spelling == "rms_norm":
+            return F.rms_norm(x, (self.width,), self.weight, 1e-6)
+        if self.spelling == "layer_norm_written":
+            centered = x - x.mean(-1, keepdim=True)
+            y = centered * torch.rsqrt(centered.pow(2).mean(-1, keepdim=True) + 1e-5) * self.weight
+            return y if self.bias is None else y + self.bias
+        scaled = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        if self.spelling == "rms_offset":  # Gemma
+            return scaled * (1.0 + self.weight)
+        return self.weight * scaled
+
+
+class Attention(nn.Module):
+    """Causal self-attention. Set `temperature` [H, T_max] or `seen` (a list that takes probabilities) from outside."""
+
+    visible: Tensor
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = c = config
+        self.temperature: Tensor | None = None
+        self.seen: list[Tensor] | None = None
+        make = functools.partial(Linear, bias=c.bias, spelling=c.linear)
+        own, shared = c.heads * c.head_width, c.groups * c.head_width
+        if c.qkv == "separate":
+            self.q, self.k, self.v = make(c.width, own), make(c.width, shared), make(c.width, shared)
+        elif c.qkv == "keys-values":
+            self.q, self.kv = make(c.width, own), make(c.width, 2 * shared)
+        else:
+            self.qkv = make(c.width, own + 2 * shared)
+        self.out = make(own, c.width)
+        norm = c.norm if c.qk_norm else "none"
+        self.q_norm, self.k_norm = Norm(norm, c.head_width, c.bias), Norm(norm, c.head_width, c.bias)
+        self.drop = nn.Dropout(c.dropout)
+        if c.mask == "buffer":
+            self.register_buffer("visible", torch.tril(torch.ones(c.context, c.context)), persistent=False)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, T, H, d], k and v [B, T, G, d]."""
+        c = self.config
+        batch, length, _ = x.shape
+        own, shared, d = c.heads * c.head_width, c.groups * c.head_width, c.head_width
+        if c.qkv == "separate":
+            q, k, v = self.q(x), self.k(x), self.v(x)
+        elif c.qkv == "keys-values":
+            q, (k, v) = self.q(x), self.kv(x).chunk(2, dim=-1)
+        elif c.qkv == "thirds":
+            q, k, v = self.qkv(x).split([own, shared, shared], dim=-1)
+        elif c.qkv == "slices":
+            fused = self.qkv(x)
+            q, k, v = fused[..., :own], fused[..., own : own + shared], fused[..., own + shared :]
+        elif c.qkv == "unbound":  # [B, T, 3, H, d]
+            q, k, v = self.qkv(x).reshape(batch, length, 3, c.heads, d).unbind(2)
+        else:  # by group: its queries, its key, its value
+            parts = self.qkv(x).view(batch, length, c.groups, c.heads // c.groups + 2, d)
+            q, k, v = parts[..., :-2, :], parts[..., -2, :], parts[..., -1, :]
+        q = q.reshape(batch, length, c.heads, d)
+        k, v = k.reshape(batch, length, c.groups, d), v.reshape(batch, length, c.groups, d)
+        return q, k, v
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """Which keys a query must not see, [T, T], True = hidden."""
+        length = x.shape[1]
+        if self.config.mask == "buffer":
+            return self.visible[:length, :length] == 0
+        if self.config.mask == "compared":
+            i = torch.arange(length, device=x.device)
+            return i[None, :] > i[:, None]
+        return torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+
+    def bias(self, x: Tensor) -> Tensor | None:
+        """ALiBi, [H, T, T]."""
+        if self.config.positions != "alibi":
+            return None
+        i = torch.arange(x.shape[1], device=x.device)
+        slopes = torch.tensor([2.0 ** -(h + 1) for h in range(self.config.heads)], dtype=x.dtype, device=x.device)
+        return -slopes[:, None, None] * (i[:, None] - i[None, :]).abs()
+
+    def forward(self, x: Tensor) -> Tensor:
+        c = self.config
+        q, k, v = self.project(x)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if c.positions.startswith("rotary"):
+            q, k = rotate(q, c), rotate(k, c)
+        if self.temperature is not None or self.seen is not None:
+            mixed = self.plain(x, q, k, v)
+        elif c.attention.startswith("sdpa"):
+            mixed = self.fused(x, q, k, v)
+        elif c.attention == "list":
+            mixed = self.one_by_one(x, q, k, v)
+        else:
+            mixed = self.written(x, q, k, v)
+        out: Tensor = self.out(mixed.reshape(*x.shape[:2], c.heads * c.head_width))
+        return out
+
+    def scale(self) -> float:
+        return 0.3 if self.config.scaling == "own" else self.config.head_width**-0.5
+
+    def plain(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The reference: [B, T, H, d]."""
+        repeats = self.config.heads // self.config.groups
+        k, v = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
+        scores = torch.einsum("bihd,bjhd->bhij", q, k) * self.scale()
+        if self.temperature is not None:
+            scores = scores / self.temperature[:, : x.shape[1], None]
+        bias = self.bias(x)
+        scores = scores if bias is None else scores + bias
+        a = torch.softmax(scores.masked_fill(self.hidden(x), float("-inf")), -1)
+        if self.seen is not None:
+            self.seen.append(a)
+        return torch.einsum("bhij,bjhd->bihd", a, v)
+
+    def repeated(self, y: Tensor) -> Tensor:
+        """Keys or values for every head: [B, T, G, d] → [B, H, T, d]."""
+        c = self.config
+        y = y.transpose(1, 2)
+        repeats = c.heads // c.groups
+        if repeats == 1:
+            return y
+        if c.sharing == "expand":
+            batch, groups, length, d = y.shape
+            return y[:, :, None].expand(batch, groups, repeats, length, d).reshape(batch, c.heads, length, d)
+        return y.repeat_interleave(repeats, dim=1)
+
+    def fused(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        c = self.config
+        options: dict[str, Any] = {"dropout_p": c.dropout if self.training else 0.0}
+        if c.scaling == "own":
+            options["scale"] = self.scale()
+        if c.attention == "sdpa-causal":
+            options["is_causal"] = True
+        else:
+            bias = self.bias(x)
+            if bias is not None or c.attention == "sdpa-float":
+                start = torch.zeros(x.shape[1], x.shape[1], dtype=x.dtype, device=x.device) if bias is None else bias
+                options["attn_mask"] = start.masked_fill(self.hidden(x), float("-inf"))
+            else:
+                options["attn_mask"] = ~self.hidden(x)
+        if c.sharing == "native" and c.groups < c.heads:
+            options["enable_gqa"] = True
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
+        else:
+            k, v = self.repeated(k), self.repeated(v)
+        return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, **options).transpose(1, 2)
+
+    def one_by_one(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Heads in a Python list."""
+        c = self.config
+        mixed = []
+        bias = self.bias(x)
+        for head in range(c.heads):
+            group = head // (c.heads // c.groups)
+            scores = q[:, :, head] @ k[:, :, group].transpose(-2, -1) * self.scale()
+            scores = scores if bias is None else scores + bias[head]
+            a = self.drop(F.softmax(scores.masked_fill(self.hidden(x), float("-inf")), dim=-1))
+            mixed.append(a @ v[:, :, group])
+        return torch.cat(mixed, dim=-1)
+
+    def written(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """[B, T, H, d] from [B, T, H, d], by products that are written out."""
+        c = self.config
+        batch, length, _ = x.shape
+        if c.scaling == "queries":
+            q = q * self.scale()
+        grouped = c.sharing == "grouped" and c.groups < c.heads and c.attention == "matmul" and c.positions != "alibi"
+        if grouped:  # [B, G, H/G, T, d] · [B, G, 1, d, T]
+            q = q.transpose(1, 2).reshape(batch, c.groups, c.heads // c.groups, length, c.head_width)
+            k, v = k.transpose(1, 2).unsqueeze(2), v.transpose(1, 2).unsqueeze(2)
+            scores = q @ k.transpose(-2, -1)
+        elif c.attention == "einsum":
+            q, k, v = q.transpose(1, 2), self.repeated(k), self.repeated(v)
+            scores = torch.einsum("bhid,bhjd->bhij", q, k)
+        elif c.attention == "folded":  # heads in the batch
+            q, k, v = (
+                y.reshape(batch * c.heads, length, c.head_width)
+                for y in (q.transpose(1, 2), self.repeated(k), self.repeated(v))
+            )
+            scores = torch.bmm(q, k.transpose(1, 2))
+        else:
+            q, k, v = q.transpose(1, 2), self.repeated(k), self.repeated(v)
+            scores = torch.matmul(q, k.transpose(-1, -2))
+        if c.scaling == "divided":
+            scores = scores / math.sqrt(c.head_width)
+        elif c.scaling != "queries":
+            scores = scores * self.scale()
+        bias = self.bias(x)
+        if bias is not None:
+            bias = bias.repeat(batch, 1, 1) if c.attention == "folded" else bias
+            scores = scores + bias
+        if c.mask == "added":
+            scores = scores + torch.zeros_like(scores).masked_fill(self.hidden(x), torch.finfo(scores.dtype).min)
+        elif c.mask == "chosen":
+            scores = torch.where(self.hidden(x), torch.full((), -1e9, dtype=scores.dtype, device=x.device), scores)
+        else:
+            scores = scores.masked_fill(self.hidden(x), float("-inf"))
+        a = self.drop(F.softmax(scores, dim=-1))
+        mixed = torch.einsum("bhij,bhjd->bhid", a, v) if c.attention == "einsum" else a @ v
+        return mixed.reshape(batch, c.heads, length, c.head_width).transpose(1, 2)
+
+
+def rotate(y: Tensor, c: Config) -> Tensor:
+    """Rotary positions on [B, T, heads, d]: pairs are halves, or neighbours; the first half of d or all of it."""
+    length = y.shape[1]
+    width = 2 * (c.head_width // 4) if c.positions == "rotary-partial" else c.head_width
+    frequencies = 100.0 ** (-torch.arange(0, width, 2, device=y.device, dtype=y.dtype) / width)
+    angles = torch.arange(length, device=y.device, dtype=y.dtype)[:, None] * frequencies
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    y, rest = y[..., :width], y[..., width:]
+    if c.positions == "rotary-pairs":
+        even, odd = y[..., ::2], y[..., 1::2]
+        return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+    one, two = y.chunk(2, dim=-1)
+    turned = torch.cat((one * cos - two * sin, two * cos + one * sin), -1)
+    return torch.cat((turned, rest), -1) if c.positions == "rotary-partial" else turned
+
+
+class FeedForward(nn.Module):
+    """Plain or gated, the gate from a layer of its own or the first half of one."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = c = config
+        make = functools.partial(Linear, bias=c.bias, spelling=c.linear)
+        self.up, self.down = make(c.width, c.hidden * (2 if c.gate == "fused" else 1)), make(c.hidden, c.width)
+        if c.gate == "separate":
+            self.gate = make(c.width, c.hidden)
+        self.drop = nn.Dropout(c.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        activation = ACTIVATIONS[self.config.activation][1]
+        if self.config.gate == "none":
+            y = activation(self.up(x))
+        elif self.config.gate == "separate":
+            y = activation(self.gate(x)) * self.up(x)
+        else:
+            gate, y = self.up(x).chunk(2, dim=-1)
+            y = activation(gate) * y
+        out: Tensor = self.drop(self.down(y))
+        return out
+
+
+class Block(nn.Module):
+    """One layer. `alpha` and `beta` are ScaledFFN's, for reference."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = c = config
+        self.alpha: Tensor | float = 1.0
+        self.beta: Tensor | float = 1.0
+        self.attention, self.feed_forward = Attention(c), FeedForward(c)
+        first = {"pre": c.norm, "sandwich": c.norm, "post": "none"}[c.placement]
+        behind = c.norm if c.placement == "sandwich" else "none"
+        after = c.norm if c.placement == "post" else "none"
+        once = c.block == "parallel-one-norm"
+        parallel = c.block != "sequential"
+        self.norm_a, self.norm_f = (Norm(n, c.width, c.bias) for n in (first, "none" if once else first))
+        self.behind_a, self.behind_f = (Norm(behind, c.width, c.bias) for _ in range(2))
+        self.after_a, self.after_f = (Norm(n, c.width, c.bias) for n in ("none" if parallel else after, after))
+        self.drop = nn.Dropout(c.dropout)
+        if c.gains:  # LayerScale
+            self.gain_a, self.gain_f = nn.Parameter(torch.ones(c.width)), nn.Parameter(torch.ones(c.width))
+
+    def attend(self, y: Tensor) -> Tensor:
+        y = self.behind_a(self.drop(self.attention(y)))
+        return y * self.gain_a if self.config.gains else y
+
+    def feed(self, y: Tensor) -> Tensor:
+        y = self.behind_f(self.feed_forward(y))
+        return self.gain_f * y if self.config.gains else y
+
+    def forward(self, x: Tensor) -> Tensor:
+        c = self.config
+        if c.block != "sequential":
+            y = self.norm_a(x)
+            a, f = self.attend(y), self.feed(y if c.block == "parallel-one-norm" else self.norm_f(x))
+            out: Tensor = self.after_f(self.joined(x, a, f))
+            return out
+        if c.order == "feed-forward-first":
+            x = self.after_f(self.mixed(x, self.feed(self.norm_f(x))))
+            x = self.after_a(x + self.attend(self.norm_a(x)))
+        else:
+            x = self.after_a(x + self.attend(self.norm_a(x)))
+            x = self.after_f(self.mixed(x, self.feed(self.norm_f(x))))
+        return x
+
+    def scaled(self) -> bool:
+        return isinstance(self.alpha, Tensor) or isinstance(self.beta, Tensor)
+
+    def mixed(self, x: Tensor, f: Tensor) -> Tensor:
+        return self.beta * x + f / self.alpha if self.scaled() else x + f
+
+    def joined(self, x: Tensor, a: Tensor, f: Tensor) -> Tensor:
+        if self.scaled():
+            return self.beta * (x + a) + f / self.alpha
+        if self.config.order == "branches-first":  # Falcon, GPT-J
+            return (a + f) + x
+        if self.config.order == "feed-forward-first":
+            return (x + f) + a
+        return x + a + f
+
+
+class Decoder(nn.Module):
+    """Token ids [B, T] → logits [B, T, V], alone, in a tuple or in a dict."""
+
+    table: Tensor
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.made_from = c = config
+        self.embed = nn.Embedding(c.vocab, c.width)
+        if c.positions == "learned":
+            self.position = nn.Embedding(c.context, c.width)
+        elif c.positions == "learned-sliced":
+            self.position_table = nn.Parameter(torch.zeros(c.context, c.width))
+        elif c.positions == "sinusoidal":
+            angle = torch.arange(c.context)[:, None] / 10 ** (torch.arange(c.width) / c.width)
+            self.register_buffer("table", torch.where(torch.arange(c.width) % 2 == 0, angle.sin(), angle.cos()))
+        self.drop = nn.Dropout(c.dropout)
+        self.blocks = nn.ModuleList(Block(c) for _ in range(c.layers))
+        self.final = Norm(c.norm if c.final_norm else "none", c.width, c.bias)
+        self.head = nn.Linear(c.width, c.vocab, bias=c.bias and not c.tied)
+        if c.tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Any:
+        c = self.made_from
+        x = self.embed(ids)
+        if c.positions == "learned":
+            x = x + self.position(torch.arange(ids.shape[1], device=ids.device))
+        elif c.positions == "learned-sliced":
+            x = x + self.position_table[: ids.shape[1]]
+        elif c.positions == "sinusoidal":
+            x = x + self.table[: ids.shape[1]]
+        x = self.drop(x)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.final(x))
+        if c.output == "tuple":
+            return logits, x
+        if c.output == "dict":
+            return {"hidden": x, "logits": logits}
+        return logits
+
+
+def build(config: Config) -> Decoder:
+    """The decoder of a configuration, in float64 and evaluation mode, with every parameter drawn."""
+    model = Decoder(config).double()
+    generator = torch.Generator().manual_seed(config.seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            if parameter.dim() >= 2:
+                parameter.copy_(noise / math.sqrt(max(parameter.shape)))
+            else:
+                parameter.add_(0.2 * noise)
+    return model.eval()
+
+
+def reference(model: Decoder, **changes: Any) -> Decoder:
+    """The same weights in another configuration; parameters that it does not have are left out."""
+    twin = Decoder(dataclasses.replace(model.made_from, **changes)).double()
+    missing = twin.load_state_dict(model.state_dict(), strict=False).missing_keys
+    assert not missing
+    return twin.eval()
+
+
+def logits_of(result: Any) -> Tensor:
+    """The logits in whatever a decoder or its transform returned."""
+    if isinstance(result, dict):
+        result = result["logits"]
+    found = result[0] if isinstance(result, tuple) else result
+    assert isinstance(found, Tensor)
+    return found
+
+
+@st.composite
+def configs(draw: st.DrawFn, max_layers: int = 3) -> Config:
+    """Any decoder that makes sense, small."""
+
+    def one(*choices: Any) -> Any:
+        return draw(st.sampled_from(choices))
+
+    groups = draw(st.integers(1, 3))
+    heads = groups * draw(st.integers(1, 3 if groups < 3 else 1))
+    positions = one(
+        "learned", "learned-sliced", "rotary", "rotary-pairs", "rotary-partial", "alibi", "none", "sinusoidal"
+    )
+    head_width = draw(st.integers(2, 6))
+    if positions.startswith("rotary"):
+        head_width = one(4, 6)
+    block = one("sequential", "sequential", "parallel-one-norm", "parallel-two-norms")
+    norm = one("layer_norm", "layer_norm_plain", "layer_norm_written", "rms_norm", "rms_written", "rms_offset", "none")
+    attentions = ["sdpa-causal", "sdpa-bool", "sdpa-float", "matmul", "matmul", "einsum", "list", "folded"]
+    if positions == "alibi":
+        attentions.remove("sdpa-causal")
+    attention = one(*attentions)
+    layouts = ["separate", "keys-values", "thirds", "slices", "by-group"] + ["unbound"] * (groups == heads)
+    masks = ["buffer", "compared", "computed"] + ["added", "chosen"] * (attention in ("matmul", "einsum", "folded"))
+    scalings = ["scores", "own"] + ["queries", "divided"] * (attention in ("matmul", "einsum", "folded"))
+    orders = ["attention-first", "feed-forward-first"] + ["branches-first"] * (block != "sequential")
+    return Config(
+        layers=draw(st.integers(1, max_layers)),
+        heads=heads,
+        groups=groups,
+        head_width=head_width,
+        width=draw(st.integers(4, 24)),
+        hidden=draw(st.integers(3, 24)),
+        vocab=draw(st.integers(5, 30)),
+        context=draw(st.integers(4, 20)),
+        block=block,
+        order=one(*orders),
+        norm=norm,
+        placement=one("pre", "pre", "post", "sandwich"),
+        final_norm=draw(st.booleans()),
+        qk_norm=draw(st.booleans()),
+        activation=one(*ACTIVATIONS),
+        gate=one("none", "none", "separate", "fused"),
+        bias=draw(st.booleans()),
+        linear=one("linear", "linear", "matmul", "transposed", "conv1d", "einsum", "convolution"),
+        tied=draw(st.booleans()),
+        dropout=one(0.0, 0.1, 0.25),
+        positions=positions,
+        qkv=one(*layouts),
+        attention=attention,
+        sharing=one("repeat", "expand", "native" if attention.startswith("sdpa") else "grouped"),
+        mask=one(*masks),
+        scaling=one(*scalings),
+        output=one("tensor", "tuple", "dict"),
+        gains=draw(st.booleans()),
+        seed=draw(st.integers(0, 3)),
+    )
