@@ -54,6 +54,29 @@ def with_activation(model: nn.Module, activation: Callable[[], nn.Module]) -> nn
     return model
 
 
+def with_activations(model: nn.Module, change: Callable[[int, nn.Module], nn.Module]) -> nn.Module:
+    """The activation of layer `i` becomes `change(i, activation)`."""
+    model = copy.deepcopy(model)
+    names = [(parent, name) for parent in model.modules() for name in _ACTIVATIONS]
+    parents = [(parent, name) for parent, name in names if isinstance(getattr(parent, name, None), nn.Module)]
+    for layer, (parent, name) in enumerate(parents):
+        setattr(parent, name, change(layer, getattr(parent, name)))
+    assert len(parents) == len(_blocks(model))
+    return model
+
+
+class InFirstNeurons(nn.Module):
+    """The activation in the first `count` neurons, and nothing in the others."""
+
+    def __init__(self, activation: nn.Module, count: int) -> None:
+        super().__init__()
+        self.activation, self.count = activation, count
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = torch.arange(x.shape[-1]) < self.count
+        return torch.where(chosen, self.activation(x), x)
+
+
 def _blocks(model: nn.Module) -> list[Any]:
     for path in ("transformer.h", "gpt_neox.layers", "model.decoder.layers", "model.layers"):
         found: Any = model

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor, nn
 
 import aero_compile
-from aero_compile.errors import UnsupportedGraphError
+from aero_compile.errors import RecipeError, UnsupportedGraphError
+from aero_compile.passes.gelu_to_relu import GeluToRelu
+from tests import eager_references as eager
 from tests import tiny_models
 from tests.test_capture import Small
-from tests.tiny_models import LAYERS, randomize, tokens, transformed
+from tests.tiny_models import LAYERS, randomize, source, tokens, transformed
 
 aten = torch.ops.aten
 
@@ -96,6 +98,41 @@ def test_activations_outside_the_feed_forward_are_named(text: str) -> None:
 
     with pytest.raises(UnsupportedGraphError, match=rf"{text}.*gelu.*outside"):
         aero_compile.transform(randomize(Outside()), text)
+
+
+@pytest.mark.parametrize("name", ["gpt2-eager", "gpt_neox-eager", "llama-eager", "nanogpt"])
+@pytest.mark.parametrize("chosen", [0, 1])
+def test_some_layers(name: str, chosen: int) -> None:
+    model = transformed(name, f"gelu-to-relu{{layers={chosen}}}")
+    reference = eager.with_activations(source(name), lambda i, act: nn.ReLU() if i == chosen else act)
+    for batch, length in ((2, 13), (1, 1)):
+        ids = tokens(batch, length)
+        with torch.no_grad():
+            expected, got = tiny_models.all_logits(reference, ids), tiny_models.all_logits(model, ids)
+        assert float((got - expected).abs().max() / expected.abs().max()) < 5e-6  # attention in float32 inside
+    counts = [layer.get("relu", 0) for layer in aero_compile.census(model, 16).per_layer]
+    assert counts == [i == chosen for i in range(LAYERS)]
+
+
+def test_layers_one_after_the_other() -> None:
+    model = transformed("gpt2-eager", "gelu-to-relu{layers=0}")
+    assert not aero_compile.transform(model, "gelu-to-relu{layers=0}").reports[-1].modified
+    rest = aero_compile.transform(model, "gelu-to-relu")
+    assert rest.reports[-1].modified
+    assert str(rest.graph) == str(transformed("gpt2-eager", "gelu-to-relu").graph)
+    none = transformed("gpt2-eager", "gelu-to-relu{layers=none}")
+    assert not none.reports[-1].modified
+    assert none.recipe == ""
+
+
+def test_layers_without_an_activation_are_named() -> None:
+    linear = transformed("gpt2-eager", "gelu-to-identity{keep=1}")
+    with pytest.raises(UnsupportedGraphError, match=r"gelu-to-relu.*layers 0; activations are in layers \[1\]"):
+        aero_compile.transform(linear, "gelu-to-relu{layers=0}")
+    with pytest.raises(RecipeError, match=r"gelu-to-relu: 2-5 is outside"):
+        aero_compile.transform(linear, "gelu-to-relu{layers=2-5}")
+    with pytest.raises(RecipeError, match="no set of layers"):
+        GeluToRelu(layers="deep")
 
 
 def test_relu_and_identity_exclude_each_other_truthfully() -> None:
