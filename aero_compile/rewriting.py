@@ -220,17 +220,17 @@ def node_values(model: TransformedModel, batch: int, seq_len: int) -> dict[fx.No
     return interpreter.env
 
 
-def is_floating(value: Any) -> bool:
-    """Whether a node's value is a floating-point tensor, or a tuple that holds one."""
-    if isinstance(value, tuple | list):
-        return any(is_floating(item) for item in value)
 def sample_shape(model: TransformedModel) -> tuple[int, int]:
-    """`[B, T]` at which shapes are looked at: no size is 1, so that folded batches are seen, unless there is no choice."""
+    """`[B, T]` at which shapes are looked at: no size is 1, so that folded batches are seen, if there is a choice."""
     if model.fixed_shape is not None:
         return model.fixed_shape
     return 3, 11 if model.max_positions is None else max(2, min(11, model.max_positions))
 
 
+def is_floating(value: Any) -> bool:
+    """Whether a node's value is a floating-point tensor, or a tuple that holds one."""
+    if isinstance(value, tuple | list):
+        return any(is_floating(item) for item in value)
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
