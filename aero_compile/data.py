@@ -140,6 +140,12 @@ class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
         ids = torch.from_numpy(block)
         return {"input_ids": ids, "labels": ids.clone()}
 
+    def sample(self, batches: int, size: int) -> list[Tensor]:
+        """At most `batches` batches of token ids `[size, context]`, the last one perhaps smaller, evenly spread."""
+        count = min(batches * size, len(self))
+        chosen = [self[index * len(self) // count]["input_ids"] for index in range(count)]
+        return [torch.stack(chosen[start : start + size]) for start in range(0, count, size)]
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise InputError if a token id is outside ``0 .. vocab_size - 1``."""
         if len(self.tokens) == 0:

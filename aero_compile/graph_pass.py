@@ -27,10 +27,12 @@ class GraphPass(ABC):
     Class attributes:
         name: kebab-case, as written in a recipe.
         preserves_numerics: True if the function is unchanged to 1e-6 in float64 with the default options.
+        needs_calibration: True if it measures the model on `model.calibration`, which `transform` is given.
     """
 
     name: ClassVar[str]
     preserves_numerics: ClassVar[bool]
+    needs_calibration: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

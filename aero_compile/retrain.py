@@ -122,9 +122,11 @@ def retrain(
         captured = _capture(source.build(len(data.tokenizer), data.tokenizer.eos_token_id), context)
     data.train.check_vocabulary(captured.vocab_size)
     data.validation.check_vocabulary(captured.vocab_size)
-    transformed = (
-        captured if recipe is None else transform(captured, with_length(recipe, captured.max_positions, context))
-    )
+    transformed = captured
+    if recipe is not None:
+        sized = with_length(recipe, captured.max_positions, context)
+        batches = data.train.sample(options.calibration_batches, args.per_device_train_batch_size)
+        transformed = transform(captured, sized, calibration=batches)
 
     identity = _identity(options, args, source, transformed, data)
     run.check_identity(identity)

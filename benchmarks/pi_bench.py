@@ -59,6 +59,8 @@ def pythia_70m(layers: int | None) -> nn.Module:
 
 SHAPES: dict[str, Callable[[int | None], nn.Module]] = {"tiny": tiny, "gpt2": gpt2, "pythia-70m": pythia_70m}
 ARTIFACT_RECIPE = "saved"
+CALIBRATION_BATCH = 4
+"""Random sequences on which recipes that freeze norms measure them, as random as the weights."""
 
 
 @dataclass(frozen=True)
@@ -171,8 +173,10 @@ def build(task: Task, args: argparse.Namespace) -> tuple[aero_compile.Transforme
         return model, ARTIFACT_RECIPE, f"{Path(task.model).name}: {model.recipe or 'as captured'}"
     recipe = resolve(task.recipe)
     torch.manual_seed(args.seed)
-    source = SHAPES[task.model](args.layers).eval()
-    return aero_compile.transform(source, recipe=recipe), recipe.name, recipe.label or recipe.name
+    source: Any = SHAPES[task.model](args.layers).eval()
+    tokens = torch.randint(0, source.config.vocab_size, (CALIBRATION_BATCH, task.seq_len))
+    model = aero_compile.transform(source, recipe=recipe, calibration=tokens)
+    return model, recipe.name, recipe.label or recipe.name
 
 
 def check_lengths(todo: list[Task]) -> None:

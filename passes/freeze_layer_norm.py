@@ -41,6 +41,7 @@ class FreezeLayerNorm(NormPass):
 
     name: ClassVar[str] = "freeze-layer-norm"
     preserves_numerics: ClassVar[bool] = False
+    needs_calibration: ClassVar[bool] = True
 
     def apply(self, model: TransformedModel, found: list[Chosen]) -> None:
         weight = next(model.parameters())

@@ -63,6 +63,9 @@ class RetrainOptions:
     dataset_column: str | None = _option(
         None, "Column that holds the text. Default: text, content, code or the only one."
     )
+    calibration_batches: int = _option(
+        16, "Training batches on which passes that measure the model (freeze-layer-norm) do so, before training."
+    )
     tokenizer: str | None = _option(
         None,
         "Hub name, folder or tokenizer.json. Default: the model's own, else a byte-level BPE trained here.",
@@ -109,6 +112,7 @@ class RetrainOptions:
             "validation-fraction",
             f"in (0, 1), not {self.validation_fraction}",
         )
+        need(self.calibration_batches >= 1, "calibration-batches", f"at least 1, not {self.calibration_batches}")
         need(self.entropy_blocks >= 1, "entropy-blocks", f"at least 1, not {self.entropy_blocks}")
 
     @property
