@@ -227,7 +227,7 @@ def _open_attention(model: TransformedModel, node: fx.Node, values: dict[fx.Node
     scores = call(aten.mul.Tensor, scores, scale)
     mask = given.get("attn_mask")
     if given.get("is_causal"):
-        rows, columns = (call(aten.sym_size.int, x, values[x].dim() - 2) for x in (query, key))
+        rows, columns = (call(aten.sym_size.int, x, values[query].dim() - 2) for x in (query, key))
         device = values[query].device
         with graph.inserting_before(node):
             ones = graph.call_function(aten.ones.default, ([rows, columns],), {"dtype": torch.bool, "device": device})

@@ -165,6 +165,7 @@ def assert_dropout(config: Config, source: Decoder, model: TransformedModel) -> 
 @given(configs())
 @example(Config(vocab=8, width=8, output="dict"))  # hidden states of the logits' shape
 @example(Config(vocab=8, width=24, output="tuple"))  # … and wider than the logits
+@example(Config(heads=4, attention="sdpa-causal", sharing="native"))
 @example(Config(linear="convolution", activation="gelu-written", gate="separate", dropout=0.1))
 @example(Config(linear="convolution", activation="relu-clamp", gate="fused", norm="none", bias=False))
 def test_capture(config: Config) -> None:
