@@ -280,7 +280,10 @@ def _linear(model: TransformedModel) -> None:
             right = insert_call(model.graph, node, aten.reshape.default, right, list(values[right].shape[-2:]))
         weight = _transposed(model.graph, node, right)
         args = (left, weight) if bias is None else (left, weight, bias)
-        replace_node(node, insert_call(model.graph, node, aten.linear.default, *args))
+        new = insert_call(model.graph, node, aten.linear.default, *args)
+        live.add(new)  # it may be an operand of the next product
+        values[new] = values[node]
+        replace_node(node, new)
 
 
 def _transposed(graph: fx.Graph, before: fx.Node, weight: fx.Node) -> fx.Node:

@@ -25,7 +25,7 @@ LIVE_OPS = {
     "embedding linear matmul layer_norm rms_norm gelu silu relu tanh sigmoid softmax add sub mul div neg pow clamp",
     "masked_fill where abs sqrt rsqrt mean sum exp log maximum minimum",
     "reshape transpose permute unsqueeze squeeze expand slice select cat split split_with_sizes chunk unbind getitem",
-    "stack repeat repeat_interleave flatten index type_as",
+    "stack repeat repeat_interleave flatten unflatten index type_as",
 }
 ALLOWED = {name for line in LIVE_OPS for name in line.split()}
 
@@ -239,6 +239,8 @@ def test_a_row_that_sees_nothing_is_finite_and_flat() -> None:
         (lambda m, x: x @ m.weight, {"linear": 2, "matmul": 0}),
         (lambda m, x: torch.addmm(m.bias, x.view(-1, 12), m.weight).view(x.shape), {"linear": 2, "addmm": 0}),
         (lambda m, x: torch.mm(x.reshape(-1, 12), m.weight).view(x.shape) + m.bias, {"linear": 2, "mm": 0}),
+        (lambda m, x: x @ m.weight @ m.weight.t(), {"linear": 3, "matmul": 0}),
+        (lambda m, x: (x @ x.transpose(1, 2)) @ (x @ m.weight), {"linear": 2, "matmul": 2}),
         (lambda m, x: x @ m.weight.t() + m.bias, {"linear": 2, "t": 0, "add": 0}),
         (lambda m, x: m.bias + F.linear(x, m.weight), {"linear": 2, "add": 0}),
         (lambda m, x: torch.einsum("btd,de->bte", x, m.weight), {"linear": 2, "einsum": 0, "bmm": 0}),
