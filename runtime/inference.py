@@ -19,6 +19,7 @@ import torch
 from aero_compile.errors import InputError
 from aero_compile.runtime.fold import fold_scales
 from aero_compile.runtime.fold_norms import fold_norms
+from aero_compile.runtime.fold_slopes import fold_slopes
 from aero_compile.runtime.link import TLSConfig
 from aero_compile.runtime.measure import Measurement, combine
 from aero_compile.runtime.parties import run_parties
@@ -148,7 +149,7 @@ def _compile(
     was_training = model.training
     model.eval()
     try:
-        graph = fold_scales(fold_norms(_graph(model), model), model)
+        graph = fold_slopes(fold_scales(fold_norms(_graph(model), model), model), model)
         part = partition(model, graph, torch.from_numpy(ids).to(device), ranges)
     finally:
         model.train(was_training)
