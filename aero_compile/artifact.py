@@ -23,6 +23,7 @@ from aero_compile.convention import CallConvention
 from aero_compile.errors import AeroError, ArtifactError
 from aero_compile.files import write_atomically
 from aero_compile.graph_json import decode_graph, encode_graph
+from aero_compile.held_modules import build_module, describe_module, kind_of
 from aero_compile.trainable import TransformedModel
 from aero_compile.version import __version__
 
@@ -74,7 +75,7 @@ def save(model: TransformedModel, directory: str | os.PathLike[str], *, provenan
         "tied": aliases,
         "parameters": {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)},
         "non_persistent": sorted(extra),
-        "dropouts": {name: m.p for name, m in model.named_modules() if isinstance(m, nn.Dropout)},
+        "modules": {name: describe_module(m) for name, m in model.named_modules() if kind_of(m)},
         "graph": encode_graph(model.graph),
         "versions": {
             "aero_compile": __version__,
@@ -145,10 +146,14 @@ def _build(document: dict[str, Any], stored: dict[str, Tensor]) -> TransformedMo
     if not (limit is None or (isinstance(limit, int) and limit > 0)):
         raise ArtifactError(f"max_positions is {limit!r}")
     inputs = convention.graph_inputs
+    inside: dict[str, dict[str, Tensor]] = {name: {} for name in document["modules"]}
+    for name in [name for name in tensors if name.rpartition(".")[0] in inside]:
+        inside[name.rpartition(".")[0]][name.rpartition(".")[2]] = tensors.pop(name)
+    modules = {name: build_module(record, inside[name]) for name, record in document["modules"].items()}
     return TransformedModel(
-        decode_graph(document["graph"], inputs=inputs, tensors=tensors, modules=document["dropouts"]),
+        decode_graph(document["graph"], inputs=inputs, tensors=tensors, modules=modules),
         tensors,
-        {name: float(probability) for name, probability in document["dropouts"].items()},
+        modules,
         convention,
         non_persistent=frozenset(document["non_persistent"]),
         max_positions=limit,

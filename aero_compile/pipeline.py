@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, fx, nn
+import torch
+from torch import Tensor, nn
 
 from aero_compile.calibration import token_batches
 from aero_compile.canonicalize import canonicalize
@@ -17,6 +18,7 @@ from aero_compile.capture import capture
 from aero_compile.causality import position_limit
 from aero_compile.errors import AeroError
 from aero_compile.graph_pass import GraphPass
+from aero_compile.held_modules import kind_of
 from aero_compile.recipe import Recipe, resolve
 from aero_compile.trainable import TransformedModel
 
@@ -83,7 +85,7 @@ def run_passes(
     reports = []
     _dump(model, 0, "captured")
     for number, one in enumerate(passes, start=1):
-        before, start = _count(model.graph), time.perf_counter()
+        before, start = _count(model), time.perf_counter()
         try:
             model.calibration = calibration
             result = one.call(model)
@@ -96,7 +98,7 @@ def run_passes(
             model.calibration = None
         if result.modified:
             model.history = (*model.history, str(one))
-        after = _count(model.graph)
+        after = _count(model)
         diff = {k: after[k] - before[k] for k in after.keys() | before.keys() if after[k] != before[k]}
         reports.append(PassReport(str(one), result.modified, time.perf_counter() - start, diff))
         _dump(model, number, one.name)
@@ -104,12 +106,14 @@ def run_passes(
     return reports
 
 
-def _count(graph: fx.Graph) -> Counter[str]:
-    return Counter(
-        "dropout" if node.op == "call_module" else str(node.target).removeprefix("aten.")
-        for node in graph.nodes
-        if node.op in ("call_function", "call_module")
-    )
+def _count(model: TransformedModel) -> Counter[str]:
+    functions = [_short_name(n.target) for n in model.graph.nodes if n.op == "call_function"]
+    modules = [model.get_submodule(str(n.target)) for n in model.graph.nodes if n.op == "call_module"]
+    return Counter([*functions, *(kind_of(module) or type(module).__name__ for module in modules)])
+
+
+def _short_name(target: Any) -> str:
+    return str(target).removeprefix("aten.") if isinstance(target, torch._ops.OpOverload) else str(target.__name__)
 
 
 def _dump(model: TransformedModel, number: int, name: str) -> None:

@@ -48,7 +48,7 @@ class TransformedModel(nn.Module):
         self,
         graph: fx.Graph,
         tensors: Mapping[str, Tensor],
-        dropouts: Mapping[str, float],
+        modules: Mapping[str, nn.Module],
         convention: CallConvention,
         *,
         non_persistent: frozenset[str] = frozenset(),
@@ -67,8 +67,8 @@ class TransformedModel(nn.Module):
             output_class(convention.output["class"])  # now: an import would stop torch.compile
         for name, tensor in tensors.items():
             self.add_tensor(name, tensor, persistent=name not in non_persistent)
-        for name, probability in dropouts.items():
-            self.add_child(name, nn.Dropout(probability))
+        for name, module in modules.items():
+            self.add_child(name, module)
 
     # -- what is inside ---------------------------------------------------------------------------------
 
@@ -140,8 +140,10 @@ class TransformedModel(nn.Module):
         self._drop_orphans()
 
     def _drop_orphans(self) -> None:
-        used = {str(node.target) for node in self.graph.nodes if node.op in ("get_attr", "call_module")}
+        held = {str(node.target) for node in self.graph.nodes if node.op == "call_module"}
         tensors = dict(self.named_parameters(remove_duplicate=False)) | dict(self.named_buffers(remove_duplicate=False))
+        used = {str(node.target) for node in self.graph.nodes if node.op == "get_attr"}
+        used |= {name for name in tensors if name.rpartition(".")[0] in held}
         kept = {id(tensors[name]) for name in used if name in tensors}
         for name, tensor in tensors.items():
             if id(tensor) not in kept:
@@ -149,7 +151,7 @@ class TransformedModel(nn.Module):
                 delattr(self.get_submodule(parent), leaf)
         for name, module in reversed(list(self.named_modules())):
             empty = not module._parameters and not module._buffers and not module._modules
-            if name and empty and name not in used:
+            if name and empty and name not in held:
                 parent, _, leaf = name.rpartition(".")
                 delattr(self.get_submodule(parent), leaf)
 
@@ -306,11 +308,12 @@ class TransformedModel(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         from aero_compile.canonicalize import mark_constants
         from aero_compile.graph_json import decode_graph
+        from aero_compile.held_modules import kind_of
 
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         tensors = [name for name, _ in self.named_parameters(remove_duplicate=False)]
         tensors += [name for name, _ in self.named_buffers(remove_duplicate=False)]
-        modules = [name for name, module in self.named_modules() if isinstance(module, nn.Dropout)]
+        modules = [name for name, module in self.named_modules() if kind_of(module)]
         inputs = self.convention.graph_inputs
         self.graph = decode_graph(state["graph"], inputs=inputs, tensors=tensors, modules=modules)
         mark_constants(self)

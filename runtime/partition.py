@@ -11,8 +11,8 @@ PyTorch, at the concrete batch size and sequence length:
 Every ``nn.Parameter`` is the server's. Buffers are not trained, so they are split by what they can carry:
 boolean and integer buffers, non-persistent buffers (rebuilt from the configuration, like rotary
 frequencies), plain tensor constants of the graph, and floating buffers that hold nothing but mask values
-(0, 1, and entries of -1e4 or less) are public; every other floating buffer (calibrated statistics, for
-instance) is the server's.
+(0, 1, and entries of -1e4 or less, not all 1) are public; every other floating buffer (calibrated
+statistics, for instance) is the server's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from torch import fx
 
 from aero_compile.errors import LoweringError
-from aero_compile.rewriting import source_path
+from aero_compile.rewriting import call_in_eval, source_path
 
 MASKED_BELOW = -9e3
 """A score of at most this value is masked: -1e4 is the mildest mask in use, and a score is added to it."""
@@ -142,8 +142,8 @@ class _Sorter(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "call_module" and not isinstance(self.fetch_attr(str(n.target)), torch.nn.Dropout):
-            raise LoweringError(f"node {n.name} calls module {n.target}, which is not a dropout")
-        if n.op == "call_module" or op_name(n) in _DROPOUT:
+            value = self._weight_from_module(n)
+        elif n.op == "call_module" or op_name(n) in _DROPOUT:
             value = self.fetch_args_kwargs_from_env(n)[0][0]  # identity at inference
             if op_name(n) == "aten.native_dropout":
                 value = (value, torch.ones_like(value, dtype=torch.bool))
@@ -161,6 +161,13 @@ class _Sorter(fx.Interpreter):
         elif n.op != "output":
             self.known[n] = value
         return value
+
+    def _weight_from_module(self, node: fx.Node) -> Any:
+        """What a module other than dropout (a spectral norm) makes of a weight, in evaluation mode."""
+        if self._domain(node, None) is Domain.LIVE:
+            raise LoweringError(f"node {node.name} calls module {node.target} on hidden values; only dropout may be")
+        args, _ = self.fetch_args_kwargs_from_env(node)
+        return call_in_eval(self.fetch_attr(str(node.target)), *args)
 
     def _domain(self, node: fx.Node, value: object) -> Domain:
         if node.op == "placeholder":
@@ -183,8 +190,9 @@ class _Sorter(fx.Interpreter):
             return Domain.PUBLIC
         if not value.is_floating_point() or leaf in owner._non_persistent_buffers_set:
             return Domain.PUBLIC
-        mask_like = (value == 0) | (value == 1) | (value <= MASKED_BELOW)
-        return Domain.PUBLIC if bool(mask_like.all()) else Domain.SERVER
+        hidden = (value == 0) | (value <= MASKED_BELOW)  # ones alone hide nothing: a statistic, not a mask
+        is_mask = bool((hidden | (value == 1)).all() and hidden.any())
+        return Domain.PUBLIC if is_mask else Domain.SERVER
 
 
 def live_inputs(part: Partition, node: fx.Node) -> Iterator[fx.Node]:

@@ -326,8 +326,8 @@ FORGED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no-convention": lambda d: d.update(convention={}),
     "unknown-output": lambda d: d["convention"]["output"].update(kind="zzz"),
     "output-out-of-range": lambda d: d["convention"].update(output={"kind": "tensor", "index": 99}),
-    "dropout-of-five": lambda d: d.update(dropouts=dict.fromkeys(d["dropouts"], 5)),
-    "dropout-without-name": lambda d: d.update(dropouts={"a..b": 0.1}),
+    "dropout-of-five": lambda d: [module.update(p=5) for module in d["modules"].values()],
+    "dropout-without-name": lambda d: d.update(modules={"a..b": {"kind": "dropout", "p": 0.1}}),
     "positions-text": lambda d: d.update(max_positions="x"),
     "positions-negative": lambda d: d.update(max_positions=-1),
     "history-number": lambda d: d.update(history=5),
@@ -356,7 +356,7 @@ HOSTILE: dict[str, Callable[[dict[str, Any], str], Any]] = {
     "last-input": lambda d, p: nodes(d, "placeholder")[-1].update(target=f"targets={p}"),
     "keyword": lambda d, p: nodes(d, "call_function")[0].update(kwargs={"dict": {f"a={p}, b": 1}}),
     "node-name": lambda d, p: d["graph"][-2].update(name=f"a={p};b"),
-    "dropout-name": lambda d, p: d.update(dropouts={f"a={p}": 0.1}),
+    "dropout-name": lambda d, p: d.update(modules={f"a={p}": {"kind": "dropout", "p": 0.1}}),
     "attribute": lambda d, p: nodes(d, "get_attr")[0].update(target="forward.__func__.__globals__"),
 }
 

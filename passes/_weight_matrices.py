@@ -1,0 +1,245 @@
+"""What weight-norm and spectral-norm share: which weight matrices they work on, and the rewriting of what reads them.
+
+A matrix is some rows of the weight `[out, in]` of a linear layer. Queries, keys, values, gate and up-projection are
+matrices of their own, also where one layer computes several of them, in whatever layout.
+
+The expression is inserted between the parameter and the layer, at the place of its use: the parameter keeps its name
+and shape, and others that are tied to it read it as before. `torch.nn.utils.parametrizations` would need a module that
+owns each weight, one for all rows of a fused layer, and its code at load. Nodes that read weights alone are plain
+graph: evaluated once by the server before a private run, folded by `aero_compile.fold_weights` for ONNX, and stored in
+an artifact like any others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from aero_compile.errors import RecipeError, UnsupportedGraphError
+from aero_compile.graph_pass import GraphPass, PassResult
+from aero_compile.layer_sets import chosen_layers, parse_layers
+from aero_compile.parts import FeedForward
+from aero_compile.projections import Projection, find_projections, rows_behind
+from aero_compile.rewriting import VIEWS, ancestors, insert_call, live_inputs
+from aero_compile.structure import require_ffns
+from aero_compile.trainable import TransformedModel
+
+aten = torch.ops.aten
+
+_PLACES = {"q": "q", "k": "k", "v": "v", "o": "o", "qk": "qk", "qkv": "qkv", "qkvo": "qkvo", "ffn": "f"}
+"""What `on` may name, and the letters of its parts."""
+
+_NAMES = {"q": "queries", "k": "keys", "v": "values", "o": "the attention's result"}
+
+
+def parse_places(text: str, name: str) -> str:
+    """Check the option `on` and return it without spaces, in lower case; raises RecipeError."""
+    plain = text.replace(" ", "").lower()
+    if not set(plain.split("+")) <= set(_PLACES):
+        raise RecipeError(f"{name}: on={text} is no set of layers: join {', '.join(_PLACES)} by +, as in qk+ffn")
+    return plain
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Rows of the weight of `linear`, called `<layer>.<part>`, numbered where a layer has several of a part."""
+
+    name: str
+    linear: fx.Node
+    rows: tuple[int, ...]
+
+    @property
+    def part(self) -> str:
+        return self.name.split(".")[1]
+
+
+@dataclass(frozen=True)
+class WeightPass(GraphPass):
+    """A pass that computes weight matrices from what is stored.
+
+    Options:
+        on: `q`, `k`, `v`, `o`, `qk`, `qkv`, `qkvo` (projections of the attention) and `ffn`, joined by `+`.
+        layers: a set of layers (see `aero_compile.layer_sets`).
+    """
+
+    on: str = "ffn"
+    layers: str = "all"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "on", parse_places(self.on, self.name))
+        object.__setattr__(self, "layers", parse_layers(self.layers))
+
+    @abstractmethod
+    def insert(self, model: TransformedModel, name: str, weight: fx.Node, before: fx.Node) -> fx.Node:
+        """Compute the matrix `name` from the node `weight`, `[rows, columns]`, in front of `before`."""
+
+    @abstractmethod
+    def rows(self, model: TransformedModel, node: fx.Node) -> int:
+        """Rows of the matrix that `node`, a parameter or module of this pass, belongs to."""
+
+    def call(self, model: TransformedModel) -> PassResult:
+        matrices = [each for each in self._chosen(model) if not self._is_done(model, each)]
+        together: dict[Any, list[Matrix]] = {}
+        for each in matrices:
+            together.setdefault(_stored(model, each.linear.args[1]), []).append(each)
+        for group in together.values():
+            self._rewrite(model, group)
+        if matrices:
+            model.graph_changed()
+        return PassResult(model, modified=bool(matrices))
+
+    def _chosen(self, model: TransformedModel) -> Iterator[Matrix]:
+        parts = {letter for place in self.on.split("+") for letter in _PLACES[place]}
+        found = [
+            (layer, part, projection)
+            for layer in sorted(chosen_layers(self.layers, model.num_layers, self.name))
+            for part, projection in self._of_layer(model, layer, parts)
+        ]
+        several = Counter((layer, part) for layer, part, _ in found)
+        seen: Counter[tuple[int, str]] = Counter()
+        for layer, part, projection in found:
+            number = f".{seen[layer, part]}" if several[layer, part] > 1 else ""
+            seen[layer, part] += 1
+            yield Matrix(f"{layer}.{part}{number}", projection.linear, projection.rows)
+
+    def _of_layer(self, model: TransformedModel, layer: int, parts: set[str]) -> Iterator[tuple[str, Projection]]:
+        structure = model.structure
+        if parts & set("qkvo"):
+            attention = structure.attentions[layer]
+            found = find_projections(model, attention)
+            output = () if found.output is None else (_whole(model, found.output),)
+            for part, projections in zip("qkvo", (found.queries, found.keys, found.values, output), strict=True):
+                if part in parts and not projections:
+                    raise UnsupportedGraphError(
+                        f"{self.name} found no linear layer that projects {_NAMES[part]} in layer {layer}, "
+                        f"{attention.name or 'without a name'}, of {model.convention.family}"
+                    )
+                yield from ((part, each) for each in projections if part in parts)
+        if "f" in parts:
+            ffns = [ffn for ffn in require_ffns(structure, self.name) if ffn.layer == layer]
+            if not ffns:
+                raise UnsupportedGraphError(
+                    f"{self.name} found no feed-forward block in layer {layer} of {model.convention.family}"
+                )
+            for ffn in ffns:
+                yield from _of_ffn(model, ffn)
+
+    def _is_done(self, model: TransformedModel, matrix: Matrix) -> bool:
+        """Whether a pass of this kind has computed the matrix, or all of the weight that it is a part of."""
+        weight = matrix.linear.args[1]
+        assert isinstance(weight, fx.Node)
+        prefix = self.name.replace("-", "_") + "."
+        constant = set(model.graph.nodes) - model.structure.live
+        own = [n for n in ancestors([weight], constant) if n.op != "call_function" and str(n.target).startswith(prefix)]
+        covered = sum(self.rows(model, node) for node in own)
+        same_part = any(str(node.target).split(".")[2] == matrix.part for node in own)
+        return same_part or covered >= int(model.structure.values[weight].shape[0])
+
+    def _rewrite(self, model: TransformedModel, matrices: list[Matrix]) -> None:
+        """Compute matrices of one weight, and let their layers read the result."""
+        order = {node: number for number, node in enumerate(model.graph.nodes)}
+        linears = sorted({each.linear for each in matrices}, key=order.__getitem__)
+        before, weight = linears[0], linears[0].args[1]
+        assert isinstance(weight, fx.Node)
+        owner: list[str | None] = [None] * int(model.structure.values[weight].shape[0])
+        for matrix in matrices:
+            for row in matrix.rows:
+                owner[row] = owner[row] or matrix.name
+        result = self._by_rows(model, owner, weight, before)
+        for linear in linears:
+            linear.args = (linear.args[0], result, *linear.args[2:])
+
+    def _by_rows(self, model: TransformedModel, owner: list[str | None], weight: fx.Node, before: fx.Node) -> fx.Node:
+        """Compute each matrix from the rows that it owns, and put them together in the order of `weight`."""
+        size = len(owner)
+        if len(set(owner)) == 1:
+            return self.insert(model, str(owner[0]), weight, before)
+        period = next(p for p in range(1, size + 1) if size % p == 0 and owner == owner[:p] * (size // p))
+        repeats = size // period
+        runs = [(name, len(list(run))) for name, run in itertools.groupby(owner[:period])]
+
+        def call(target: Any, *args: Any) -> fx.Node:
+            return insert_call(model.graph, before, target, *args)
+
+        def split(table: fx.Node, sizes: list[int]) -> list[fx.Node]:
+            if len(sizes) == 1:
+                return [table]
+            parts = call(aten.split_with_sizes.default, table, sizes, -2)
+            return [call(operator.getitem, parts, number) for number in range(len(sizes))]
+
+        def join(parts: list[fx.Node]) -> fx.Node:
+            return parts[0] if len(parts) == 1 else call(aten.cat.default, parts, -2)
+
+        table = call(aten.unflatten.int, weight, 0, [repeats, period]) if repeats > 1 else weight
+        pieces = split(table, [length for _, length in runs])
+        for name in dict.fromkeys(name for name, _ in runs if name is not None):
+            own = [number for number, run in enumerate(runs) if run[0] == name]
+            matrix = join([pieces[number] for number in own])
+            flat = call(aten.flatten.using_ints, matrix, 0, 1) if repeats > 1 else matrix
+            new = self.insert(model, name, flat, before)
+            table = call(aten.unflatten.int, new, 0, [repeats, -1]) if repeats > 1 else new
+            for number, piece in zip(own, split(table, [runs[number][1] for number in own]), strict=True):
+                pieces[number] = piece
+        joined = join(pieces)
+        return call(aten.flatten.using_ints, joined, 0, 1) if repeats > 1 else joined
+
+
+def _stored(model: TransformedModel, weight: Any) -> Any:
+    """Equal for weights that are the same view of the same tensor: layers that share it share what is computed."""
+    views: list[str] = []
+    node = weight
+    while isinstance(node, fx.Node) and node.target in VIEWS | {aten.t.default}:
+        views.append(f"{node.target}{node.args[1:]}")
+        node = node.args[0]
+    if not isinstance(node, fx.Node) or node.op != "get_attr":
+        return weight
+    return id(operator.attrgetter(str(node.target))(model)), *views
+
+
+def _whole(model: TransformedModel, linear: fx.Node) -> Projection:
+    return Projection(linear, tuple(range(int(model.structure.values[linear].shape[-1]))))
+
+
+def _of_ffn(model: TransformedModel, ffn: FeedForward) -> Iterator[tuple[str, Projection]]:
+    """The matrices of a feed-forward block; of a gated one, the gate is the part that goes through the activation."""
+    gated = _gated(model, ffn)
+    if gated is None:
+        yield from (("ffn_in", _whole(model, linear)) for linear in ffn.inputs)
+    else:
+        yield from zip(("ffn_gate", "ffn_in"), gated, strict=True)
+    yield "ffn_out", _whole(model, ffn.output)
+
+
+def _gated(model: TransformedModel, ffn: FeedForward) -> tuple[Projection, Projection] | None:
+    """The two factors of a gated block, the one with the activation (or the first) in front; None if it has no gate."""
+    live = model.structure.live
+    order = {node: number for number, node in enumerate(model.graph.nodes)}
+    curved = {node for activation in ffn.activations for node in activation.nodes}
+    inside, stack = set(ffn.inputs), live_inputs(ffn.output, live)
+    while stack:
+        node = stack.pop()
+        if node in inside:
+            continue
+        inside.add(node)
+        stack.extend(live_inputs(node, live))
+        factors = live_inputs(node, live)
+        if node.target is not aten.mul.Tensor or len(factors) != 2:
+            continue
+        sources = [rows_behind(model, factor) for factor in factors]
+        if any(len(source) != 1 for source in sources):
+            continue
+        (one,), (other,) = sources
+        if one.linear is not other.linear or not set(one.rows) & set(other.rows):
+            bent = [bool(ancestors([factor], live - set(ffn.inputs)) & curved) for factor in factors]
+            first = (not bent[0], order[one.linear], one.rows) <= (not bent[1], order[other.linear], other.rows)
+            return (one, other) if first else (other, one)
+    return None
