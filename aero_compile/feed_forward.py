@@ -22,9 +22,9 @@ _POWERS = frozenset({aten.pow.Tensor_Scalar, aten.square.default})
 _ELEMENTWISE = frozenset({*ACTIVATIONS, *ELEMENTARY, *_BRANCH_OPS, *_POWERS, aten.add.Tensor, aten.sub.Tensor})
 _SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int})
 _PARTS = frozenset({operator.getitem, aten.slice.Tensor, aten.select.int})
-_FFN_OPS = _ELEMENTWISE | _SPLITS | NORMS | VIEWS | _PARTS | {aten.cat.default}
+_FFN_OPS = _ELEMENTWISE | _SPLITS | NORMS | VIEWS | _PARTS | {aten.cat.default, aten.mean.dim}
 
-_PASSED = VIEWS | NORMS | _BRANCH_OPS | {aten.add.Tensor}
+_PASSED = VIEWS | NORMS | _BRANCH_OPS | {aten.add.Tensor, aten.sub.Tensor, aten.tanh.default}
 """Ops between an FFN's output and the residual stream."""
 
 
@@ -50,7 +50,7 @@ def find_ffns(
         if len(bases) != 1:
             continue
         entry = bases.pop()
-        merge = _merge(node, entry, live)
+        merge = find_merge(node, entry, live, depth)
         if merge is None:
             continue
         branch, residual = merge
@@ -142,17 +142,24 @@ def _kind(region: set[fx.Node], live: set[fx.Node]) -> str:
     return "_".join([*sorted(str(name) for name in names), *(["squared"] if squared else [])]) or "product"
 
 
-def _merge(
-    output: fx.Node, entry: fx.Node, live: set[fx.Node]
+def find_merge(
+    output: fx.Node, entry: fx.Node, live: set[fx.Node], depth: Mapping[fx.Node, int] | None = None
 ) -> tuple[tuple[fx.Node, fx.Node], tuple[tuple[fx.Node, fx.Node], ...]] | None:
-    """Follow the FFN's result to the add with the residual stream it came from."""
+    """Follow the result `output` of a block to the add with the residual stream that its input `entry` came from.
+
+    With `depth`, where no term of the additions on the way is the stream itself, a term that comes after more
+    attentions than `entry` stands for it: the attention of a parallel block without a residual connection.
+
+    Returns:
+        The (add, argument) edge of the result, and those of all it is added to; None if it is added to nothing.
+    """
     bases = _bases(entry, live)
-    node, branch = output, None
+    node, branch, joined = output, None, 0
     residual: list[tuple[fx.Node, fx.Node]] = []
     for _ in range(12):
-        users = [user for user in node.users if user in live]
+        users = _users(node, live)
         if len(users) != 1:
-            return None
+            break
         user = users[0]
         if user.target is aten.add.Tensor and len(live_inputs(user, live)) == 2:
             sibling = next(p for p in live_inputs(user, live) if p is not node)
@@ -160,10 +167,18 @@ def _merge(
             residual.append((user, sibling))
             if _adds_up(sibling, bases, live):
                 return branch, tuple(residual)
+            if depth is not None and depth[sibling] > depth[entry]:
+                joined = len(residual)
         elif user.op != "call_module" and user.target not in _PASSED:
-            return None
+            break
         node = user
-    return None
+    return (branch, tuple(residual[:joined])) if branch and joined else None
+
+
+def _users(node: fx.Node, live: set[fx.Node]) -> list[fx.Node]:
+    """Live users of `node`; a mean that is only subtracted from `node` again (a frozen norm's) is none of its own."""
+    users = [user for user in node.users if user in live]
+    return [user for user in users if user.target is not aten.mean.dim or not set(user.users) <= set(users)]
 
 
 def _bases(entry: fx.Node, live: set[fx.Node]) -> set[fx.Node]:

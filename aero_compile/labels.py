@@ -8,6 +8,7 @@ A label says what remains of a GPT-2; every term may be left out but the first:
     LR(0.05), LR(layer), LR(global)     LeakyReLU of fixed slope, of one learnable slope a layer, of one for all
     ScFFN                               ScaledFFN
     WNorm(FFN), SNorm(QK+FFN)           weight or spectral normalization of these linear layers
+    SAS(…), SAS-P(…)                    in the simplified blocks of He & Hofmann 2024, sequential or parallel
     EReg(…)                             around it all: trained with entropy regularization, the same architecture
 """
 
@@ -23,6 +24,10 @@ _NORMS = {
     "LN(final)": "strip-layer-norm{keep_final=True}",
     "LN(frozen)": "freeze-layer-norm",
     "DyT": "layer-norm-to-dyt",
+}
+_SIMPLIFIED = {
+    "sas": "drop-attention-skip,identity-values{trained_values=0},shaped-attention",
+    "sas-p": "drop-attention-skip,identity-values{trained_values=0},shaped-attention,parallel-ffn",
 }
 _TERM = re.compile(r"([a-z]+)(?:\((.*)\))?", re.IGNORECASE)
 _PLACES = re.compile(r"(qk|qkv|qkvo|q|k|v|o|ffn)(\+(qk|qkv|qkvo|q|k|v|o|ffn))*")
@@ -41,7 +46,8 @@ def label_passes(label: str) -> str | None:
     Raises:
         RecipeError: a label with a term that is unknown, wrong or given twice.
     """
-    terms = split_terms(plain_label(label), "+")
+    block, inner = _in_block(label)
+    terms = split_terms(inner, "+")
     if terms[0] not in ("sm", "sm(t)"):
         return None
     found: dict[str, str] = {}
@@ -51,13 +57,28 @@ def label_passes(label: str) -> str | None:
             raise RecipeError(f"label {label!r} has {term!r} beside another {slot}")
         found[slot] = text
     order = (
+        block,
         found.get("norm", "strip-layer-norm"),
         found.get("activation", "gelu-to-identity"),
-        found.get("scale", ""),
+        _scales("scale" in found, simplified=bool(block)),
         "softmax-temperature" if terms[0] == "sm(t)" else "",
         found.get("weight norm", ""),
     )
     return ",".join(text for text in order if text)
+
+
+def _in_block(label: str) -> tuple[str, str]:
+    """The passes that make the simplified block that a label asks for, if any, and the plain label inside."""
+    plain = plain_label(label)
+    match = re.fullmatch(r"(sas(?:-p)?)\((.*)\)", plain)
+    return (_SIMPLIFIED[match[1]], match[2]) if match else ("", plain)
+
+
+def _scales(scaled: bool, simplified: bool) -> str:
+    """The pass for the scales of the FFN; simplified blocks have gains anyway, and start their FFN at 0.1."""
+    if simplified:
+        return "scaled-ffn{init_alpha=10.0}" if scaled else "ffn-gains"
+    return "scaled-ffn" if scaled else ""
 
 
 def _read(term: str, label: str) -> tuple[str, str]:
@@ -106,7 +127,7 @@ def remaining(label: str) -> tuple[str, ...]:
     """What a label says remains: SM, LN, tanh, G, R, LR."""
     kinds = {"ln": "LN", "dyt": "tanh", "g": "G", "r": "R", "lr": "LR"}
     found = ["SM"]
-    for term in split_terms(plain_label(label), "+")[1:]:
+    for term in split_terms(_in_block(label)[1], "+")[1:]:
         name = term.partition("(")[0]
         if name in kinds and term != "ln(frozen)":
             found.append(kinds[name])

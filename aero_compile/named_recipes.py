@@ -23,6 +23,7 @@ def entries() -> Iterator[Entry]:
     yield from _partial_activations()
     yield from _leaky_relu()
     yield from _norms()
+    yield from _simplified()
 
 
 def _architectures() -> Iterator[Entry]:
@@ -70,3 +71,18 @@ def _norms() -> Iterator[Entry]:
     group = "instead of LayerNorm"
     yield Entry(group, "frozen_norm", "SM+LN(frozen)+G", "LayerNorm with the average statistics of calibration data.")
     yield Entry(group, "dyt", "SM+DyT+G", "A learnable tanh instead of LayerNorm.")
+
+
+def _simplified() -> Iterator[Entry]:
+    """The comparison system of the paper's tables, "SOTA", He & Hofmann 2024: the rows have one LayerNorm left."""
+    group = "simplified blocks (He & Hofmann 2024)"
+    kinds = {"gelu": ("+G", "GELU"), "relu": ("+R", "ReLU"), "softmax_only": ("+ScFFN", "no activation, ScaledFFN")}
+    for name, block, text in (
+        ("simplified", "SAS", "Simplified"),
+        ("simplified_parallel", "SAS-P", "Parallel simplified"),
+    ):
+        for kind, (term, ffn) in kinds.items():
+            described = f"{text} block, {ffn}, the final LayerNorm kept."
+            yield Entry(group, f"{name}_{kind}", f"{block}(SM+LN(final){term})", described)
+        for kind, (term, ffn) in kinds.items():
+            yield Entry(group, f"{name}_norm_free_{kind}", f"{block}(SM{term})", f"{text} block, {ffn}, no LayerNorm.")

@@ -7,7 +7,7 @@ projection is told apart in any layout: thirds, interleaved by head, grouped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,19 +57,30 @@ def find_projections(model: TransformedModel, attention: Attention) -> Projectio
             rows by indices that it does not have.
     """
     structure: Structure = model.structure
-    products = [_weighted_sum(heads.softmax, structure) for heads in attention.groups]
+    products = [weighted_sum(heads.softmax, structure) for heads in attention.groups]
     operands = [
         [heads.scores.args[0] for heads in attention.groups],
         [heads.scores.args[1] for heads in attention.groups],
         [product.args[1] for product in products],
     ]
-    queries, keys, values = (_sources(model, each) for each in operands)
-    outputs = {_next_linear(product, structure) for product in products}
+    queries = _sources(model, operands[0])
+    taken = frozenset(each for found in queries for each in views_below(found.linear.args[0]))
+    keys, values = (_sources(model, each, taken) for each in operands[1:])
+    outputs = {_next_linear(mixed_values(product, structure), structure) for product in products}
     return Projections(queries, keys, values, outputs.pop() if len(outputs) == 1 else None)
 
 
-def _weighted_sum(softmax: fx.Node, structure: Structure) -> fx.Node:
-    """The product of the probabilities with the values."""
+def rows_behind(model: TransformedModel, value: fx.Node) -> tuple[Projection, ...]:
+    """The linear layers that a hidden value is next computed from, with the rows that it depends on."""
+    return _sources(model, [value])
+
+
+def weighted_sum(softmax: fx.Node, structure: Structure) -> fx.Node:
+    """The product of the probabilities with the values.
+
+    Raises:
+        UnsupportedGraphError: the probabilities are used in any other way.
+    """
     node = softmax
     while True:
         users = [user for user in node.users if user in structure.live]
@@ -79,6 +90,33 @@ def _weighted_sum(softmax: fx.Node, structure: Structure) -> fx.Node:
         if len(users) != 1 or (users[0].op != "call_module" and users[0].target not in VIEWS):
             raise UnsupportedGraphError(f"the probabilities at {place(softmax)} are not multiplied by values")
         node = users[0]
+
+
+def mixed_values(product: fx.Node, structure: Structure) -> fx.Node:
+    """What heads give: `product`, or its sum with multiples and constant averages of the same values (αV, C·V)."""
+    values = product.args[1]
+    node = result = product
+    while True:
+        users = [user for user in node.users if user in structure.live]
+        if len(users) != 1:
+            return result
+        node = users[0]
+        inputs = live_inputs(node, structure.live)
+        if node.target is aten.add.Tensor and any(_is_multiple(each, values, structure) for each in inputs):
+            result = node
+        elif node.target is not aten.mul.Tensor or len(inputs) != 1:
+            return result
+
+
+def _is_multiple(node: fx.Node, values: Any, structure: Structure) -> bool:
+    """Whether `node` is `values` times something that is not live, at least once."""
+    factors = 0
+    while node is not values:
+        inputs = live_inputs(node, structure.live)
+        if node.target not in (aten.mul.Tensor, aten.matmul.default) or len(inputs) != 1:
+            return False
+        node, factors = inputs[0], factors + 1
+    return factors > 0
 
 
 def _next_linear(node: fx.Node, structure: Structure) -> fx.Node | None:
@@ -95,12 +133,21 @@ def _next_linear(node: fx.Node, structure: Structure) -> fx.Node | None:
             return None
 
 
-def _sources(model: TransformedModel, operands: Iterable[Any]) -> tuple[Projection, ...]:
-    """Linear layers behind `operands`, with the rows that they depend on."""
+def views_below(node: Any) -> Iterator[fx.Node]:
+    """`node`, what it is a view of, what that is a view of, and so on."""
+    while isinstance(node, fx.Node):
+        yield node
+        node = node.args[0] if node.target in VIEWS else None
+
+
+def _sources(
+    model: TransformedModel, operands: Iterable[Any], taken: frozenset[fx.Node] = frozenset()
+) -> tuple[Projection, ...]:
+    """Linear layers behind `operands`, with the rows that they depend on; none behind `taken`, the block's input."""
     structure: Structure = model.structure
     rows: dict[fx.Node, set[int]] = {}
     for operand in operands:
-        for linear, found in _Segment(model, structure, operand).rows().items():
+        for linear, found in _Segment(model, structure, operand, taken).rows().items():
             rows.setdefault(linear, set()).update(found)
     return tuple(Projection(linear, tuple(sorted(found))) for linear, found in rows.items())
 
@@ -108,20 +155,22 @@ def _sources(model: TransformedModel, operands: Iterable[Any]) -> tuple[Projecti
 class _Segment:
     """The live nodes between linear layers and `end`, run on random float64 numbers at the sample shape."""
 
-    def __init__(self, model: TransformedModel, structure: Structure, end: fx.Node) -> None:
+    def __init__(self, model: TransformedModel, structure: Structure, end: fx.Node, taken: frozenset[fx.Node]) -> None:
         self.model = model
         self.structure = structure
         self.end = end
+        self.taken = taken
         self.random = torch.Generator().manual_seed(0)
         self.results: dict[fx.Node, Any] = {}
         self.leaves: dict[fx.Node, Tensor] = {}
 
     def rows(self) -> dict[fx.Node, set[int]]:
-        result = self._value(self.end)
-        if not self.leaves:
-            return {}
-        weights = self._noise(result.shape)
-        gradients = torch.autograd.grad((result * weights).sum(), list(self.leaves.values()), allow_unused=True)
+        with torch.enable_grad():
+            result = self._value(self.end)
+            if not self.leaves:
+                return {}
+            weighted = (result * self._noise(result.shape)).sum()
+        gradients = torch.autograd.grad(weighted, list(self.leaves.values()), allow_unused=True)
         found: dict[fx.Node, set[int]] = {}
         for linear, gradient in zip(self.leaves, gradients, strict=True):
             if gradient is not None:
@@ -157,7 +206,7 @@ class _Segment:
                 aten.softmax.int,
                 aten.embedding.default,
             )
-            return blocked or not live_inputs(node, self.structure.live)
+            return blocked or node in self.taken or not live_inputs(node, self.structure.live)
         fake = self.structure.values.get(node)
         return node.op in ("placeholder", "get_attr") or not isinstance(fake, Tensor) or fake.is_floating_point()
 

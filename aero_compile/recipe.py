@@ -13,12 +13,17 @@ from aero_compile.errors import RecipeError, nearest
 from aero_compile.graph_pass import GraphPass
 from aero_compile.labels import label_passes, plain_label, remaining, split_terms
 from aero_compile.named_recipes import entries
+from aero_compile.passes.drop_attention_skip import DropAttentionSkip
+from aero_compile.passes.ffn_gains import FFNGains
 from aero_compile.passes.freeze_layer_norm import FreezeLayerNorm
 from aero_compile.passes.gelu_to_identity import GeluToIdentity
 from aero_compile.passes.gelu_to_relu import GeluToRelu
+from aero_compile.passes.identity_values import IdentityValues
 from aero_compile.passes.layer_norm_to_dyt import LayerNormToDyT
 from aero_compile.passes.leaky_relu import LeakyRelu
+from aero_compile.passes.parallel_ffn import ParallelFFN
 from aero_compile.passes.scaled_ffn import ScaledFFN
+from aero_compile.passes.shaped_attention import ShapedAttention
 from aero_compile.passes.softmax_temperature import SoftmaxTemperature
 from aero_compile.passes.strip_layer_norm import StripLayerNorm
 
@@ -33,6 +38,11 @@ PASSES: Mapping[str, type[GraphPass]] = {
         LeakyRelu,
         ScaledFFN,
         SoftmaxTemperature,
+        ShapedAttention,
+        IdentityValues,
+        DropAttentionSkip,
+        ParallelFFN,
+        FFNGains,
     )
 }
 """All passes by name."""

@@ -11,20 +11,13 @@ several FFNs, they are numbered (`scaled_ffn.<layer>.<number>.alpha`).
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import nn
-
-from aero_compile.errors import RecipeError, UnsupportedGraphError
+from aero_compile.errors import RecipeError
 from aero_compile.graph_pass import GraphPass, PassResult
-from aero_compile.rewriting import insert_call, parameter_node
-from aero_compile.structure import require_ffns
+from aero_compile.passes._ffn_scales import Scale, scale_ffns
 from aero_compile.trainable import TransformedModel
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -50,35 +43,5 @@ class ScaledFFN(GraphPass):
             )
 
     def call(self, model: TransformedModel) -> PassResult:
-        if any(name.startswith("scaled_ffn.") for name, _ in model.named_parameters()):
-            return PassResult(model, modified=False)
-        structure = model.structure
-        ffns = require_ffns(structure, self.name)
-        if len(ffns) < len(structure.attentions):
-            missing = sorted({a.layer for a in structure.attentions} - {f.layer for f in ffns})
-            raise UnsupportedGraphError(
-                f"{self.name} found {len(ffns)} feed-forward blocks for {len(structure.attentions)} attentions; "
-                f"none in layer {missing[0] if missing else 0}"
-            )
-        weight = next(model.parameters())
-        per_layer = Counter(ffn.layer for ffn in ffns)
-        seen: Counter[int] = Counter()
-        for ffn in ffns:
-            several = per_layer[ffn.layer] > 1
-            name = f"scaled_ffn.{ffn.layer}.{seen[ffn.layer]}" if several else f"scaled_ffn.{ffn.layer}"
-            seen[ffn.layer] += 1
-            for leaf, initial in (("alpha", self.init_alpha), ("beta", self.init_beta)):
-                value = torch.full((1,), initial, dtype=weight.dtype, device=weight.device)
-                model.add_tensor(f"{name}.{leaf}", nn.Parameter(value))
-            alpha = parameter_node(model, f"{name}.alpha", ffn.output)
-            beta = parameter_node(model, f"{name}.beta", ffn.output)
-            add, branch = ffn.branch
-            # 1/α depends on a weight alone, so a private run multiplies instead of dividing
-            inverse = insert_call(model.graph, add, aten.reciprocal.default, alpha, like=ffn.output)
-            scaled = insert_call(model.graph, add, aten.mul.Tensor, branch, inverse, like=ffn.output)
-            add.replace_input_with(branch, scaled)
-            for merge, sibling in ffn.residual:
-                kept = insert_call(model.graph, merge, aten.mul.Tensor, sibling, beta, like=ffn.output)
-                merge.replace_input_with(sibling, kept)
-        model.graph_changed()
-        return PassResult(model, modified=True)
+        alpha, beta = Scale("alpha", self.init_alpha), Scale("beta", self.init_beta)
+        return PassResult(model, scale_ffns(model, self.name, alpha, beta, divide_branch=True))

@@ -18,6 +18,8 @@ PASSES_MAY_IMPORT = {
     "layer_sets",
     "calibration",
     "norm_sites",
+    "projections",
+    "attention_block",
     "rewriting",
     "structure",
     "parts",

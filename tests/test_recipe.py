@@ -77,6 +77,8 @@ LAYERS = st.sampled_from(["all", "none", "even", "0", "2-5", "1/3", "first:2", "
 WORDS: dict[str, st.SearchStrategy[str]] = {
     "layers": LAYERS,
     "keep": LAYERS,
+    "trained_values": LAYERS,
+    "trained_projections": LAYERS,
     "norms": st.sampled_from(["all", "attention", "qk", "v", "ffn", "attention+ffn"]),
     "learn": st.sampled_from(["none", "layer", "global"]),
     "on": st.sampled_from(["ffn", "qk", "qk+ffn", "qkvo+ffn", "v+o"]),

@@ -1,0 +1,66 @@
+"""What the passes that scale an FFN and its residual share."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from aero_compile.errors import UnsupportedGraphError
+from aero_compile.rewriting import insert_call, parameter_node
+from aero_compile.structure import require_ffns
+from aero_compile.trainable import TransformedModel
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A learnable scalar per layer: the last part of its name, and its initial value."""
+
+    leaf: str
+    initial: float
+
+
+def scale_ffns(
+    model: TransformedModel, name: str, branch: Scale, residual: Scale, *, divide_branch: bool = False
+) -> bool:
+    """Multiply (or divide) every FFN by `branch` and what it is added to by `residual`; False if that was done.
+
+    Raises:
+        UnsupportedGraphError: a layer without a recognized FFN.
+    """
+    prefix = name.replace("-", "_")
+    if any(path.startswith(f"{prefix}.") for path, _ in model.named_parameters()):
+        return False
+    structure = model.structure
+    ffns = require_ffns(structure, name)
+    if len(ffns) < len(structure.attentions):
+        missing = sorted({a.layer for a in structure.attentions} - {f.layer for f in ffns})
+        raise UnsupportedGraphError(
+            f"{name} found {len(ffns)} feed-forward blocks for {len(structure.attentions)} attentions; "
+            f"none in layer {missing[0] if missing else 0}"
+        )
+    weight = next(model.parameters())
+    per_layer = Counter(ffn.layer for ffn in ffns)
+    seen: Counter[int] = Counter()
+    for ffn in ffns:
+        several = per_layer[ffn.layer] > 1
+        path = f"{prefix}.{ffn.layer}.{seen[ffn.layer]}" if several else f"{prefix}.{ffn.layer}"
+        seen[ffn.layer] += 1
+        for scale in (branch, residual):
+            value = torch.full((1,), scale.initial, dtype=weight.dtype, device=weight.device)
+            model.add_tensor(f"{path}.{scale.leaf}", nn.Parameter(value))
+        factor = parameter_node(model, f"{path}.{branch.leaf}", ffn.output)
+        kept_factor = parameter_node(model, f"{path}.{residual.leaf}", ffn.output)
+        add, result = ffn.branch
+        if divide_branch:  # 1/α depends on a weight alone, so a private run multiplies instead of dividing
+            factor = insert_call(model.graph, add, aten.reciprocal.default, factor, like=ffn.output)
+        add.replace_input_with(result, insert_call(model.graph, add, aten.mul.Tensor, result, factor, like=ffn.output))
+        for merge, sibling in ffn.residual:
+            kept = insert_call(model.graph, merge, aten.mul.Tensor, sibling, kept_factor, like=ffn.output)
+            merge.replace_input_with(sibling, kept)
+    model.graph_changed()
+    return True

@@ -1,0 +1,49 @@
+"""What passes that change rows of weights share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, fx, nn
+
+from aero_compile.errors import UnsupportedGraphError
+from aero_compile.projections import Projection
+from aero_compile.rewriting import place
+from aero_compile.trainable import TransformedModel
+
+aten = torch.ops.aten
+
+
+def stored(model: TransformedModel, linear: fx.Node, name: str) -> Iterator[tuple[str, int]]:
+    """Names of the weight and, if there is one, the bias of `linear`, with the dimension that its rows have there.
+
+    Raises:
+        UnsupportedGraphError: a weight or bias that is computed (a weight normalization, a slice) and not stored.
+    """
+    for tensor in linear.args[1:]:
+        if not isinstance(tensor, fx.Node):
+            continue
+        transposed = tensor.target is aten.t.default
+        node = tensor.args[0] if transposed else tensor
+        if not isinstance(node, fx.Node) or node.op != "get_attr":
+            raise UnsupportedGraphError(
+                f"{name} changes rows of the weight of {place(linear)}, but that is computed by {tensor.target}; "
+                f"let {name} run before the pass that computes it"
+            )
+        yield str(node.target), int(transposed)
+
+
+def fill_rows(model: TransformedModel, projection: Projection, value: float, name: str) -> None:
+    """Set the rows of `projection`, in the weight and in the bias, to `value`."""
+    for path, dim in stored(model, projection.linear, name):
+        tensor = model.get_parameter(path)
+        rows = torch.tensor(projection.rows, device=tensor.device)
+        with torch.no_grad():
+            tensor.index_fill_(dim, rows, value)
+
+
+def kept_rows(tensor: Tensor, rows: tuple[int, ...], dim: int) -> nn.Parameter:
+    """A parameter with some rows of `tensor`."""
+    index = torch.tensor(rows, device=tensor.device)
+    return nn.Parameter(tensor.detach().index_select(dim, index), requires_grad=tensor.requires_grad)

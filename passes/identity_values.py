@@ -1,0 +1,213 @@
+"""identity-values: attention without value and output projections (He & Hofmann 2024, §4.2).
+
+Before → after, for an attention that reads x, `[B, T, d]`:
+    linear(concat_h A_h·V_h, W_O, b_O), V = linear(x, W_V, b_V)  → concat_h A_h·x_h, x_h the h-th part of x's channels
+
+A fused projection keeps its rows for queries and keys: its parameters shrink and keep their names. With grouped keys
+every query head takes its own part of x. Layers can keep a trained W_V or W_O, `[d, d]` without bias, which then
+starts as the identity: `identity_values.<layer>.value`, `.projection`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx, nn
+
+from aero_compile.attention_block import stream_value
+from aero_compile.errors import UnsupportedGraphError
+from aero_compile.graph_pass import GraphPass, PassResult
+from aero_compile.layer_sets import chosen_layers, parse_layers
+from aero_compile.parts import Attention, Heads, Structure
+from aero_compile.passes._weights import kept_rows, stored
+from aero_compile.projections import Projections, find_projections, mixed_values, weighted_sum
+from aero_compile.rewriting import ancestors, bypass, insert_call, parameter_node, place
+from aero_compile.trainable import TransformedModel
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class IdentityValues(GraphPass):
+    """Remove W_V and W_O.
+
+    Options:
+        trained_values, trained_projections: layers (see `aero_compile.layer_sets`) in which W_V or W_O stays.
+    """
+
+    trained_values: str = "none"
+    trained_projections: str = "none"
+
+    name: ClassVar[str] = "identity-values"
+    preserves_numerics: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parse_layers(self.trained_values)
+        parse_layers(self.trained_projections)
+
+    def call(self, model: TransformedModel) -> PassResult:
+        if self.was_applied(model):
+            return PassResult(model, modified=False)
+        structure: Structure = model.structure
+        count = len(structure.attentions)
+        values = chosen_layers(self.trained_values, count, self.name)
+        outputs = chosen_layers(self.trained_projections, count, self.name)
+        found = [(attention, find_projections(model, attention)) for attention in structure.attentions]
+        if not any(each.values or each.output for _, each in found):
+            raise UnsupportedGraphError(
+                f"{self.name} found no value and no output projection in the {count} attentions of "
+                f"{model.convention.family}"
+            )
+        fused: dict[fx.Node, tuple[int, ...]] = {}
+        for attention, each in found:
+            if each.values:
+                self._values(model, attention, each, trained=attention.layer in values)
+                fused |= _left(structure, each)
+            if each.output is not None:
+                self._output(model, attention, each.output, trained=attention.layer in outputs)
+        _shrink(model, fused, self.name)
+        model.graph_changed()
+        return PassResult(model, modified=True)
+
+    def _values(self, model: TransformedModel, attention: Attention, found: Projections, trained: bool) -> None:
+        structure: Structure = model.structure
+        sources = {stream_value(structure, each.linear.args[0]) for each in found.values}
+        products = [weighted_sum(heads.softmax, structure) for heads in attention.groups]
+        sizes = [
+            heads.count * int(structure.values[p].shape[-1])
+            for heads, p in zip(attention.groups, products, strict=True)
+        ]
+        source = sources.pop()
+        width = int(structure.values[source].shape[-1])
+        if sources or structure.values[source].dim() != 3 or sum(sizes) != width:
+            raise UnsupportedGraphError(
+                f"{self.name} cannot make the input of layer {attention.layer} ({attention.name}) its values: the "
+                f"{attention.heads} heads take {sum(sizes)} channels, and the values are projected from "
+                f"{1 + len(sources)} input(s) of shape {list(structure.values[source].shape)}, the last being channels"
+            )
+        first = min(products)
+        if trained:
+            source = self._trained(model, f"{attention.layer}.value", source, first)
+        start = 0
+        for heads, product, size in zip(attention.groups, products, sizes, strict=True):
+            part = source
+            if size != width:
+                part = insert_call(model.graph, first, aten.slice.Tensor, source, -1, start, start + size)
+            _replace_values(structure, heads, product, _in_heads(structure, heads, product, part))
+            start += size
+
+    def _output(self, model: TransformedModel, attention: Attention, output: fx.Node, trained: bool) -> None:
+        source = output.args[0]
+        assert isinstance(source, fx.Node)
+        before, after = (int(model.structure.values[each].shape[-1]) for each in (source, output))
+        if before != after:
+            raise UnsupportedGraphError(
+                f"{self.name} cannot remove the output projection of layer {attention.layer} ({place(output)}): it "
+                f"makes {after} channels of {before}"
+            )
+        bypass(output, self._trained(model, f"{attention.layer}.projection", source, output) if trained else source)
+
+    def _trained(self, model: TransformedModel, leaf: str, source: fx.Node, before: fx.Node) -> fx.Node:
+        """source · Wᵀ with a new W that starts as the identity."""
+        weight, width = next(model.parameters()), int(model.structure.values[source].shape[-1])
+        name = f"identity_values.{leaf}"
+        model.add_tensor(name, nn.Parameter(torch.eye(width, dtype=weight.dtype, device=weight.device)))
+        return insert_call(model.graph, before, aten.linear.default, source, parameter_node(model, name, before))
+
+
+def _in_heads(structure: Structure, heads: Heads, product: fx.Node, part: fx.Node) -> fx.Node:
+    """Channels `[B, T, H·d]` laid out as the heads' results: `[B, H, T, d]`, `[B, G, H/G, T, d]` or `[B·H, T, d]`."""
+    shape = structure.values[product].shape
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        return insert_call(product.graph, product, target, *args)
+
+    if len(shape) == 3 and heads.count == 1:
+        return part
+    if len(shape) == 5:
+        split = call(aten.unflatten.int, part, -1, [shape[1], shape[2], shape[4]])
+        return call(aten.permute.default, split, [0, 2, 3, 1, 4])
+    split = call(aten.unflatten.int, part, -1, [heads.count, shape[-1]])
+    parted = call(aten.transpose.int, split, 1, 2)
+    return call(aten.flatten.using_ints, parted, 0, 1) if len(shape) == 3 else parted
+
+
+def _replace_values(structure: Structure, heads: Heads, product: fx.Node, new: fx.Node) -> None:
+    """Let `product`, and what shaped attention adds to it, use `new` instead of the values they used."""
+    old = product.args[1]
+    assert isinstance(old, fx.Node)
+    mixing = ancestors([mixed_values(product, structure)], structure.live)
+    mixing -= ancestors([heads.softmax], structure.live)
+    for user in list(old.users):
+        if user in mixing:
+            user.replace_input_with(old, new)
+
+
+def _left(structure: Structure, found: Projections) -> dict[fx.Node, tuple[int, ...]]:
+    """Fused projections, with the rows that are not for values alone."""
+    used: dict[fx.Node, set[int]] = {}
+    for each in (*found.queries, *found.keys):
+        used.setdefault(each.linear, set()).update(each.rows)
+    fused = [each for each in found.values if each.linear in used]
+    sizes = {each.linear: int(structure.values[each.linear].shape[-1]) for each in fused}
+    return {f.linear: tuple(sorted(set(range(sizes[f.linear])) - set(f.rows) | used[f.linear])) for f in fused}
+
+
+def _shrink(model: TransformedModel, fused: dict[fx.Node, tuple[int, ...]], name: str) -> None:
+    """Keep only some rows of weights and biases; what reads the result finds every channel where it was."""
+    readers = _readers(model)
+    smaller: dict[int, nn.Parameter] = {}
+    for linear, rows in fused.items():
+        for path, dim in stored(model, linear, name):
+            old = model.get_parameter(path)
+            if any(fused.get(reader) != rows for reader in readers[id(old)]):
+                raise UnsupportedGraphError(f"{name} cannot remove rows of {path}, which is used elsewhere as well")
+            smaller.setdefault(id(old), kept_rows(old, rows, dim))
+    for linear, rows in fused.items():
+        _lay_out(linear, int(model.structure.values[linear].shape[-1]), rows)
+        for path, _ in stored(model, linear, name):
+            new = smaller.get(id(model.get_parameter(path)))
+            if new is not None:  # layers that share weights come here twice
+                model.add_tensor(path, new)
+
+
+def _readers(model: TransformedModel) -> dict[int, set[fx.Node]]:
+    """What reads each parameter, by its id; a transposed parameter is read by what reads that."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    found: dict[int, set[fx.Node]] = {}
+    for node in model.graph.nodes:
+        if node.op == "get_attr" and node.target in parameters:
+            for user in node.users:
+                readers = user.users if user.target is aten.t.default else [user]
+                found.setdefault(id(parameters[node.target]), set()).update(readers)
+    return found
+
+
+def _lay_out(linear: fx.Node, size: int, rows: tuple[int, ...]) -> None:
+    """Put the channels of `linear`, which makes `rows` of `size` only, where they were; the gaps hold any channels.
+
+    Layouts that repeat (queries, keys and values interleaved by head) are cut once for all repetitions.
+    """
+    taken = [row in set(rows) for row in range(size)]
+    period = next(p for p in range(1, size + 1) if size % p == 0 and taken == taken[:p] * (size // p))
+    kept, after = sum(taken[:period]), linear.next
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        return insert_call(linear.graph, after, target, *args, like=linear)
+
+    parts = call(aten.unflatten.int, linear, -1, [size // period, kept])
+    start, pieces = 0, []
+    for flag, run in itertools.groupby(taken[:period]):
+        length = len(list(run))
+        if flag:
+            pieces.append(call(aten.slice.Tensor, parts, -1, start, start + length))
+            start += length
+        while not flag and length > 0:
+            pieces.append(call(aten.slice.Tensor, parts, -1, 0, min(length, kept)))
+            length -= kept
+    result = call(aten.flatten.using_ints, call(aten.cat.default, pieces, -1), -2, -1)
+    linear.replace_all_uses_with(result, delete_user_cb=lambda user: user is not parts)

@@ -1,0 +1,60 @@
+"""parallel-ffn: let the FFN of a sequential block read what the attention reads, as in GPT-J.
+
+Before → after (x the block's input, y = x + attn(norm₁(x)), or y = attn(…) without a residual connection):
+    y + FFN(norm₂(y))  → y + FFN(norm₁(x))
+
+Attention and FFN share one norm then; norm₂ is gone. With drop-attention-skip this is the parallel block SAS-P of
+He & Hofmann 2024 (§4.3).
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from aero_compile.attention_block import attention_input, stream_value
+from aero_compile.graph_pass import GraphPass, PassResult
+from aero_compile.parts import Structure
+from aero_compile.projections import views_below
+from aero_compile.rewriting import insert_call
+from aero_compile.structure import require_ffns
+from aero_compile.trainable import TransformedModel
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class ParallelFFN(GraphPass):
+    """Make sequential blocks parallel; blocks that are parallel already stay as they are."""
+
+    name: ClassVar[str] = "parallel-ffn"
+    preserves_numerics: ClassVar[bool] = False
+
+    def call(self, model: TransformedModel) -> PassResult:
+        structure: Structure = model.structure
+        modified = False
+        for ffn in require_ffns(structure, self.name):
+            shared = attention_input(model, structure.attentions[ffn.layer])
+            if structure.depth[stream_value(structure, ffn.inputs[0].args[0])] <= ffn.layer:
+                continue  # it reads nothing that comes after this layer's attention
+            for linear in ffn.inputs:
+                _read(structure, linear, shared)
+            modified = True
+        if modified:
+            model.graph_changed()
+        return PassResult(model, modified)
+
+
+def _read(structure: Structure, linear: fx.Node, value: fx.Node) -> None:
+    """Let `linear` read `value`, `[B, T, d]`, in the layout in which it reads its input now."""
+    old = stream_value(structure, linear.args[0])
+    views = list(itertools.takewhile(lambda each: each is not old, views_below(linear.args[0])))
+    if structure.values[old].dim() == 2:  # the norm before it works on [B·T, d] (OPT)
+        value = insert_call(linear.graph, linear, aten.flatten.using_ints, value, 0, 1)
+    for view in reversed(views):  # copies: others may read these views
+        value = insert_call(linear.graph, linear, view.target, value, *view.args[1:])  # type: ignore[arg-type]
+    linear.args = (value, *linear.args[1:])
