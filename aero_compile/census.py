@@ -23,7 +23,7 @@ from aero_compile.trainable import TransformedModel
 
 aten = torch.ops.aten
 
-LABELS = {"softmax": "SM", "layernorm": "LN", "gelu": "G", "relu": "R", "silu": "SiLU"}
+LABELS = {"softmax": "SM", "layernorm": "LN", "gelu": "G", "relu": "R", "leaky_relu": "LR", "silu": "SiLU"}
 """The paper's abbreviations; other kinds are written out. RMSNorm counts as LayerNorm."""
 
 

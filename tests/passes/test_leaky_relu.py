@@ -72,6 +72,7 @@ def test_census_counts_one_in_every_layer(name: str, learn: str) -> None:
     assert [(op.kind, op.count, op.shape, op.layer) for op in ops] == [
         ("leaky_relu", 1, (9, width), layer) for layer in range(LAYERS)
     ]
+    assert str(aero_compile.census(model, 9)).endswith(f" LR:{LAYERS}×R^{{9×{width}}}")
 
 
 def test_a_gate_keeps_its_product() -> None:
