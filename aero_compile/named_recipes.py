@@ -23,6 +23,7 @@ def entries() -> Iterator[Entry]:
     yield from _partial_activations()
     yield from _leaky_relu()
     yield from _norms()
+    yield from _weight_norms()
     yield from _simplified()
 
 
@@ -71,6 +72,19 @@ def _norms() -> Iterator[Entry]:
     group = "instead of LayerNorm"
     yield Entry(group, "frozen_norm", "SM+LN(frozen)+G", "LayerNorm with the average statistics of calibration data.")
     yield Entry(group, "dyt", "SM+DyT+G", "A learnable tanh instead of LayerNorm.")
+
+
+def _weight_norms() -> Iterator[Entry]:
+    """Table SNormVsWNorm of the paper: normalized weights in the Softmax-only model."""
+    group = "normalized weights"
+    for name, term, text in (
+        ("weight_norm", "WNorm", "weight normalization"),
+        ("spectral_norm", "SNorm", "spectral normalization"),
+    ):
+        for places in ("QK", "FFN", "QK+FFN", "QKV+FFN", "QKVO+FFN"):
+            suffix = places.lower().replace("+", "_")
+            described = f"Softmax only, {text} of {places}."
+            yield Entry(group, f"{name}_{suffix}", f"SM+{term}({places})", described)
 
 
 def _simplified() -> Iterator[Entry]:

@@ -25,7 +25,9 @@ from aero_compile.passes.parallel_ffn import ParallelFFN
 from aero_compile.passes.scaled_ffn import ScaledFFN
 from aero_compile.passes.shaped_attention import ShapedAttention
 from aero_compile.passes.softmax_temperature import SoftmaxTemperature
+from aero_compile.passes.spectral_norm import SpectralNorm
 from aero_compile.passes.strip_layer_norm import StripLayerNorm
+from aero_compile.passes.weight_norm import WeightNorm
 
 PASSES: Mapping[str, type[GraphPass]] = {
     kind.name: kind
@@ -38,6 +40,8 @@ PASSES: Mapping[str, type[GraphPass]] = {
         LeakyRelu,
         ScaledFFN,
         SoftmaxTemperature,
+        WeightNorm,
+        SpectralNorm,
         ShapedAttention,
         IdentityValues,
         DropAttentionSkip,

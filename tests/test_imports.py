@@ -21,6 +21,7 @@ PASSES_MAY_IMPORT = {
     "projections",
     "attention_block",
     "rewriting",
+    "spectral",
     "structure",
     "parts",
     "trainable",
