@@ -54,6 +54,7 @@ def find_ffns(
         if merge is None:
             continue
         branch, residual = merge
+        residual += tuple(_rest_of_sum(residual[-1][0], _bases(entry, live), live))
         name = source_path(node).rpartition(".")[0] or source_path(node)
         activations = tuple(find_activations(inside, live))
         found.append(FeedForward(len(found), entry, inputs, node, activations, branch, residual, name))
@@ -179,6 +180,18 @@ def _users(node: fx.Node, live: set[fx.Node]) -> list[fx.Node]:
     """Live users of `node`; a mean that is only subtracted from `node` again (a frozen norm's) is none of its own."""
     users = [user for user in node.users if user in live]
     return [user for user in users if user.target is not aten.mean.dim or not set(user.users) <= set(users)]
+
+
+def _rest_of_sum(merge: fx.Node, bases: set[fx.Node], live: set[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """What is added to `merge` alone and reads the same stream: the attention in (x + ffn) + attention."""
+    users = _users(merge, live)
+    while len(users) == 1 and users[0].target is aten.add.Tensor and len(live_inputs(users[0], live)) == 2:
+        sibling = next(p for p in live_inputs(users[0], live) if p is not merge)
+        if not bases & ancestors([sibling], live):
+            return
+        yield users[0], sibling
+        merge = users[0]
+        users = _users(merge, live)
 
 
 def _bases(entry: fx.Node, live: set[fx.Node]) -> set[fx.Node]:

@@ -71,10 +71,9 @@ def match_outputs(
     batch, length, width = view if view is not None else (int(n) for n in outputs[0].shape)
     for position, leaf in enumerate(leaves):
         shape = tuple(leaf.shape)
-        same = [i for i in by_place if outputs[i].shape == leaf.shape and leaf.dim() > 0]
-        free = [i for i in same if i not in index.values()]
+        same = [i for i in by_place if outputs[i].shape == leaf.shape and leaf.dim() > 0 and i not in index.values()]
         if same:
-            index[position] = (free or same)[0]
+            index[position] = same[0]
         elif shape == (batch, length, width):
             index[position] = 0
         elif shape in ((batch, 1, width), (batch, width)):

@@ -50,25 +50,38 @@ class Config:
     scaling: str = "scores"
     output: str = "tensor"
     gains: bool = False
+    value_width: int = 0
+    softcap: bool = False
+    window: int = 0
+    norm_of_embeddings: bool = False
+    inner_norm: bool = False
+    shared: bool = False
+    labels: bool = False
     seed: int = 0
+
+    @property
+    def d_v(self) -> int:
+        """Width of one head's values: that of its keys unless said otherwise."""
+        return self.value_width or self.head_width
 
     @property
     def limit(self) -> int | None:
         """Longest sequence, or None."""
         limited = self.positions.startswith("learned") or self.positions in ("sinusoidal", "rotary-table")
         written = self.attention != "sdpa-causal"
-        return self.context if limited or (written and self.mask == "buffer") else None
+        return self.context if limited or (written and self.mask == "buffer" and not self.window) else None
 
     def norms(self) -> list[tuple[int | None, int]]:
         """(layer, width) of every norm: by construction, for the census."""
         if self.norm == "none":
             return []
-        found: list[tuple[int | None, int]] = []
+        found: list[tuple[int | None, int]] = [(0, self.width)] * self.norm_of_embeddings
         for layer in range(self.layers):
             blocks = 1 if self.block == "parallel-one-norm" else 2
             around = {"pre": blocks, "post": 2 if self.block == "sequential" else 1, "sandwich": blocks + 2}
             found += [(layer, self.width)] * around[self.placement]
             found += [(layer, self.head_width)] * ((self.heads + self.groups) * self.qk_norm)
+            found += [(layer, self.hidden)] * self.inner_norm
         return found + [(None, self.width)] * self.final_norm
 
 
@@ -161,46 +174,49 @@ class Attention(nn.Module):
         self.temperature: Tensor | None = None
         self.seen: list[Tensor] | None = None
         make = functools.partial(Linear, bias=c.bias, spelling=c.linear)
-        own, shared = c.heads * c.head_width, c.groups * c.head_width
+        own, keys, values = c.heads * c.head_width, c.groups * c.head_width, c.groups * c.d_v
         if c.qkv == "separate":
-            self.q, self.k, self.v = make(c.width, own), make(c.width, shared), make(c.width, shared)
+            self.q, self.k, self.v = make(c.width, own), make(c.width, keys), make(c.width, values)
         elif c.qkv == "keys-values":
-            self.q, self.kv = make(c.width, own), make(c.width, 2 * shared)
+            self.q, self.kv = make(c.width, own), make(c.width, keys + values)
         else:
-            self.qkv = make(c.width, own + 2 * shared)
-        self.out = make(own, c.width)
+            self.qkv = make(c.width, own + keys + values)
+        self.out = make(c.heads * c.d_v, c.width)
         norm = c.norm if c.qk_norm else "none"
         self.q_norm, self.k_norm = Norm(norm, c.head_width, c.bias), Norm(norm, c.head_width, c.bias)
         self.drop = nn.Dropout(c.dropout)
-        if c.mask == "buffer":
+        if c.mask == "buffer" and not c.window:
             self.register_buffer("visible", torch.tril(torch.ones(c.context, c.context)), persistent=False)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, T, H, d], k and v [B, T, G, d]."""
+        """q [B, T, H, d], k [B, T, G, d], v [B, T, G, d_v]."""
         c = self.config
         batch, length, _ = x.shape
-        own, shared, d = c.heads * c.head_width, c.groups * c.head_width, c.head_width
+        own, keys, values, d = c.heads * c.head_width, c.groups * c.head_width, c.groups * c.d_v, c.head_width
         if c.qkv == "separate":
             q, k, v = self.q(x), self.k(x), self.v(x)
         elif c.qkv == "keys-values":
-            q, (k, v) = self.q(x), self.kv(x).chunk(2, dim=-1)
+            q, (k, v) = self.q(x), self.kv(x).split([keys, values], dim=-1)
         elif c.qkv == "thirds":
-            q, k, v = self.qkv(x).split([own, shared, shared], dim=-1)
+            q, k, v = self.qkv(x).split([own, keys, values], dim=-1)
         elif c.qkv == "slices":
             fused = self.qkv(x)
-            q, k, v = fused[..., :own], fused[..., own : own + shared], fused[..., own + shared :]
+            q, k, v = fused[..., :own], fused[..., own : own + keys], fused[..., own + keys :]
         elif c.qkv == "unbound":  # [B, T, 3, H, d]
             q, k, v = self.qkv(x).reshape(batch, length, 3, c.heads, d).unbind(2)
         else:  # by group: its queries, its key, its value
             parts = self.qkv(x).view(batch, length, c.groups, c.heads // c.groups + 2, d)
             q, k, v = parts[..., :-2, :], parts[..., -2, :], parts[..., -1, :]
         q = q.reshape(batch, length, c.heads, d)
-        k, v = k.reshape(batch, length, c.groups, d), v.reshape(batch, length, c.groups, d)
+        k, v = k.reshape(batch, length, c.groups, d), v.reshape(batch, length, c.groups, c.d_v)
         return q, k, v
 
     def hidden(self, x: Tensor) -> Tensor:
         """Which keys a query must not see, [T, T], True = hidden."""
         length = x.shape[1]
+        if self.config.window:
+            i = torch.arange(length, device=x.device)
+            return (i[None, :] > i[:, None]) | (i[None, :] <= i[:, None] - self.config.window)
         if self.config.mask == "buffer":
             return self.visible[:length, :length] == 0
         if self.config.mask == "compared":
@@ -230,11 +246,15 @@ class Attention(nn.Module):
             mixed = self.one_by_one(x, q, k, v)
         else:
             mixed = self.written(x, q, k, v)
-        out: Tensor = self.out(mixed.reshape(*x.shape[:2], c.heads * c.head_width))
+        out: Tensor = self.out(mixed.reshape(*x.shape[:2], c.heads * c.d_v))
         return out
 
     def scale(self) -> float:
         return 0.3 if self.config.scaling == "own" else self.config.head_width**-0.5
+
+    def capped(self, scores: Tensor) -> Tensor:
+        """Gemma 2's soft cap."""
+        return 5.0 * torch.tanh(scores / 5.0) if self.config.softcap else scores
 
     def plain(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The reference: [B, T, H, d]."""
@@ -243,6 +263,7 @@ class Attention(nn.Module):
         scores = torch.einsum("bihd,bjhd->bhij", q, k) * self.scale()
         if self.temperature is not None:
             scores = scores / self.temperature[:, : x.shape[1], None]
+        scores = self.capped(scores)
         bias = self.bias(x)
         scores = scores if bias is None else scores + bias
         a = torch.softmax(scores.masked_fill(self.hidden(x), float("-inf")), -1)
@@ -291,6 +312,7 @@ class Attention(nn.Module):
         for head in range(c.heads):
             group = head // (c.heads // c.groups)
             scores = q[:, :, head] @ k[:, :, group].transpose(-2, -1) * self.scale()
+            scores = self.capped(scores)
             scores = scores if bias is None else scores + bias[head]
             a = self.drop(F.softmax(scores.masked_fill(self.hidden(x), float("-inf")), dim=-1))
             mixed.append(a @ v[:, :, group])
@@ -312,8 +334,7 @@ class Attention(nn.Module):
             scores = torch.einsum("bhid,bhjd->bhij", q, k)
         elif c.attention == "folded":  # heads in the batch
             q, k, v = (
-                y.reshape(batch * c.heads, length, c.head_width)
-                for y in (q.transpose(1, 2), self.repeated(k), self.repeated(v))
+                y.reshape(batch * c.heads, length, -1) for y in (q.transpose(1, 2), self.repeated(k), self.repeated(v))
             )
             scores = torch.bmm(q, k.transpose(1, 2))
         else:
@@ -323,6 +344,7 @@ class Attention(nn.Module):
             scores = scores / math.sqrt(c.head_width)
         elif c.scaling != "queries":
             scores = scores * self.scale()
+        scores = self.capped(scores)
         bias = self.bias(x)
         if bias is not None:
             bias = bias.repeat(batch, 1, 1) if c.attention == "folded" else bias
@@ -335,7 +357,7 @@ class Attention(nn.Module):
             scores = scores.masked_fill(self.hidden(x), float("-inf"))
         a = self.drop(F.softmax(scores, dim=-1))
         mixed = torch.einsum("bhij,bhjd->bhid", a, v) if c.attention == "einsum" else a @ v
-        return mixed.reshape(batch, c.heads, length, c.head_width).transpose(1, 2)
+        return mixed.reshape(batch, c.heads, length, c.d_v).transpose(1, 2)
 
 
 def rotate(y: Tensor, c: Config) -> Tensor:
@@ -364,6 +386,7 @@ class FeedForward(nn.Module):
         self.up, self.down = make(c.width, c.hidden * (2 if c.gate == "fused" else 1)), make(c.hidden, c.width)
         if c.gate == "separate":
             self.gate = make(c.width, c.hidden)
+        self.inner = Norm(c.norm if c.inner_norm else "none", c.hidden, c.bias)
         self.drop = nn.Dropout(c.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -375,7 +398,7 @@ class FeedForward(nn.Module):
         else:
             gate, y = self.up(x).chunk(2, dim=-1)
             y = activation(gate) * y
-        out: Tensor = self.drop(self.down(y))
+        out: Tensor = self.drop(self.down(self.inner(y)))
         return out
 
 
@@ -455,14 +478,18 @@ class Decoder(nn.Module):
         elif c.positions == "sinusoidal":
             angle = torch.arange(c.context)[:, None] / 10 ** (torch.arange(c.width) / c.width)
             self.register_buffer("table", torch.where(torch.arange(c.width) % 2 == 0, angle.sin(), angle.cos()))
+        self.first = Norm(c.norm if c.norm_of_embeddings else "none", c.width, c.bias)
         self.drop = nn.Dropout(c.dropout)
-        self.blocks = nn.ModuleList(Block(c) for _ in range(c.layers))
+        self.blocks = nn.ModuleList([Block(c)] * c.layers if c.shared else [Block(c) for _ in range(c.layers)])
         self.final = Norm(c.norm if c.final_norm else "none", c.width, c.bias)
         self.head = nn.Linear(c.width, c.vocab, bias=c.bias and not c.tied)
         if c.tied:
             self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor) -> Any:
+        return self.run(ids)
+
+    def run(self, ids: Tensor) -> Any:
         c = self.made_from
         x = self.embed(ids)
         if c.positions == "learned":
@@ -471,7 +498,7 @@ class Decoder(nn.Module):
             x = x + self.position_table[: ids.shape[1]]
         elif c.positions == "sinusoidal":
             x = x + self.table[: ids.shape[1]]
-        x = self.drop(x)
+        x = self.drop(self.first(x))
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.final(x))
@@ -482,9 +509,22 @@ class Decoder(nn.Module):
         return logits
 
 
+class DecoderWithLoss(Decoder):
+    """Also takes targets, and adds the loss to what it returns then."""
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None) -> Any:
+        result = self.run(ids)
+        if targets is None:
+            return result
+        loss = F.cross_entropy(logits_of(result).flatten(0, 1), targets.flatten())
+        if isinstance(result, dict):
+            return result | {"loss": loss}
+        return (*result, loss) if isinstance(result, tuple) else (result, loss)
+
+
 def build(config: Config) -> Decoder:
     """The decoder of a configuration, in float64 and evaluation mode, with every parameter drawn."""
-    model = Decoder(config).double()
+    model = (DecoderWithLoss if config.labels else Decoder)(config).double()
     generator = torch.Generator().manual_seed(config.seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -534,7 +574,9 @@ def configs(draw: st.DrawFn, max_layers: int = 3) -> Config:
     if positions == "alibi":
         attentions.remove("sdpa-causal")
     attention = one(*attentions)
-    layouts = ["separate", "keys-values", "thirds", "slices", "by-group"] + ["unbound"] * (groups == heads)
+    value_width = one(0, 0, draw(st.integers(1, 7)))
+    layouts = ["separate", "keys-values", "thirds", "slices"] + ["by-group"] * (not value_width)
+    layouts += ["unbound"] * (groups == heads and not value_width)
     masks = ["buffer", "compared", "computed"] + ["added", "chosen"] * (attention in ("matmul", "einsum", "folded"))
     scalings = ["scores", "own"] + ["queries", "divided"] * (attention in ("matmul", "einsum", "folded"))
     orders = ["attention-first", "feed-forward-first"] + ["branches-first"] * (block != "sequential")
@@ -567,5 +609,12 @@ def configs(draw: st.DrawFn, max_layers: int = 3) -> Config:
         scaling=one(*scalings),
         output=one("tensor", "tuple", "dict"),
         gains=draw(st.booleans()),
+        value_width=value_width,
+        softcap=one(False, False, True) and not attention.startswith("sdpa"),
+        window=0 if attention == "sdpa-causal" else one(0, 0, draw(st.integers(1, 5))),
+        norm_of_embeddings=one(False, False, True),
+        inner_norm=one(False, False, True),
+        shared=False,
+        labels=one(False, False, True),
         seed=draw(st.integers(0, 3)),
     )
