@@ -64,7 +64,7 @@ class _Folding:
             return
         linears = self._linear_readers(node)
         steps = self._chain(node) if linears else []
-        if steps and not any(self._is_shared(linear) for linear in linears):
+        if steps:
             for linear in linears:
                 self._fold(linear, steps)
             node.replace_all_uses_with(steps[-1].source)
@@ -129,11 +129,6 @@ class _Folding:
 
     def _value(self, value: Any) -> Any:
         return weight_value(self.module, value, self.known) if isinstance(value, fx.Node) else value
-
-    def _is_shared(self, linear: fx.Node) -> bool:
-        """Whether the weight is a table as well: folding would make the server send it a second time."""
-        weight = linear.args[1]
-        return isinstance(weight, fx.Node) and any(u.target is not aten.linear.default for u in weight.users)
 
     def _fold(self, linear: fx.Node, steps: list[_Step]) -> None:
         _, weight, *rest = linear.args

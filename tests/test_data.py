@@ -241,6 +241,13 @@ def test_too_short_and_out_of_range_input() -> None:
         Blocks(np.array([-1, 2]), 2).check_vocabulary(9)
 
 
+def test_a_sample_of_blocks_is_spread_evenly() -> None:
+    blocks = Blocks(np.arange(107), 5)
+    assert [batch[:, 0].tolist() for batch in blocks.sample(2, 3)] == [[0, 15, 35], [50, 70, 85]]
+    assert [batch.shape for batch in blocks.sample(4, 6)] == [(6, 5), (6, 5), (6, 5), (3, 5)]
+    assert torch.equal(torch.cat(blocks.sample(100, 1)).flatten(), torch.arange(105))
+
+
 def test_slow_tokenizer_is_refused() -> None:
     class Slow:
         is_fast = False

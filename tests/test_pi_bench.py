@@ -226,6 +226,11 @@ def test_artifacts_run_as_they_were_saved(
     assert "damaged" in capsys.readouterr().err
 
 
+def test_frozen_norms_are_measured_on_random_tokens(bench: ModuleType, runtime: Runtime) -> None:
+    assert bench.main(["--layers", "1", "--recipes", "freeze-layer-norm{first_token=True};SM+G", "--seq-len", "8"]) == 0
+    assert [recipe for recipe, _ in runtime.calls] == ["freeze-layer-norm{first_token=True}", "strip-layer-norm"]
+
+
 def test_missing_runtime_is_an_error_of_ours(
     bench: ModuleType, runtime: Runtime, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -264,6 +264,32 @@ def test_resume_gives_what_an_uninterrupted_run_gives(
     assert len(record["sessions"]) == 2
 
 
+def test_vectors_of_spectral_norms_are_resumed(
+    blocks: TrainingData, baseline: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buffers that training updates are in the checkpoint; where it goes on, σ is what it was."""
+    model = aero_compile.transform(baseline, "SM+SNorm(QK+FFN)")
+    sizes = {"max_steps": 4, "save_steps": 2, "eval_steps": 4}
+    whole = retrain(options(), arguments(tmp_path / "whole", **sizes), model=model, datasets=blocks)
+    step = RegularizedTrainer.training_step
+
+    def interrupt(self: Any, *args: Any, **more: Any) -> Any:
+        if self.state.global_step == 3:
+            raise KeyboardInterrupt
+        return step(self, *args, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RegularizedTrainer, "training_step", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            retrain(options(), arguments(tmp_path / "run", **sizes), model=model, datasets=blocks)
+    resumed = retrain(options(resume="last"), arguments(tmp_path / "run", **sizes), model=model, datasets=blocks)
+    expected = whole.model.state_dict()
+    assert all(torch.equal(value, expected[key]) for key, value in resumed.model.state_dict().items())
+    assert resumed.eval_loss == whole.eval_loss
+    start, end = (m.get_buffer("spectral_norm.0.q.u") for m in (model, whole.model))
+    assert not torch.equal(start, end)
+
+
 def test_half_written_checkpoint_is_not_resumed_from(stopped: Path, tmp_path: Path) -> None:
     folder = copied(stopped, tmp_path / "run")
     (folder / "checkpoint-6").mkdir()
@@ -429,6 +455,21 @@ def test_model_without_position_limit_gets_a_temperature(blocks: TrainingData, t
     assert result.model.max_positions >= CONTEXT
 
 
+def test_norms_are_frozen_on_training_text(blocks: TrainingData, baseline: Any, tmp_path: Path) -> None:
+    recipe = "gelu-to-relu,freeze-layer-norm"
+    args = arguments(tmp_path / "run", max_steps=2, save_strategy="no")
+    result = retrain(options(recipe=recipe, calibration_batches=3), args, model=baseline, datasets=blocks)
+    text = blocks.train.sample(3, 4)
+    assert [tuple(batch.shape) for batch in text] == [(4, CONTEXT)] * 3
+    expected = aero_compile.transform(baseline, recipe, calibration=text)
+    for name, std in expected.named_buffers():
+        if name.startswith("frozen_layer_norm."):
+            assert torch.equal(result.model.get_buffer(name), std)
+    assert aero_compile.census(result.model, CONTEXT).kinds == ("softmax", "relu")
+    loaded = aero_compile.load(result.output_dir / "artifact")
+    assert loaded.state_dict().keys() == result.model.state_dict().keys()
+
+
 def test_perplexity_of_large_losses() -> None:
     assert perplexity(0.0) == 1.0
     assert perplexity(1e4) == math.inf
@@ -503,6 +544,7 @@ def test_default_weight_follows_the_recipe() -> None:
         {"context": 1},
         {"validation_fraction": 0.0},
         {"entropy_blocks": 0},
+        {"calibration_batches": 0},
     ],
 )
 def test_options_out_of_range(changes: dict[str, Any]) -> None:
