@@ -36,6 +36,8 @@ def test_parameters_belong_to_the_server_and_shapes_are_public() -> None:
         (torch.arange(3), True, Domain.PUBLIC),
         (torch.tensor([0.0, 1.0, 1.0]), True, Domain.PUBLIC),
         (torch.tensor([0.0, -torch.inf, -1e9]), True, Domain.PUBLIC),
+        (torch.tensor([1.0]), True, Domain.SERVER),  # a statistic that happens to be 1 hides nothing
+        (torch.ones(3), True, Domain.SERVER),
         (torch.tensor([0.1, 0.7, 1.0]), False, Domain.PUBLIC),
         (torch.tensor([0.1, 0.7, 1.0]), True, Domain.SERVER),
     ],
