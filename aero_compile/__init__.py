@@ -12,6 +12,8 @@ from aero_compile.trainable import TransformedModel
 from aero_compile.version import __version__
 
 if TYPE_CHECKING:
+    from aero_compile.onnx_census import onnx_census
+    from aero_compile.onnx_export import export_onnx
     from aero_compile.runtime import private_inference
 
 __all__ = [
@@ -22,7 +24,9 @@ __all__ = [
     "__version__",
     "census",
     "entropy_regularization",
+    "export_onnx",
     "load",
+    "onnx_census",
     "private_inference",
     "recipes",
     "save",
@@ -31,9 +35,17 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Load the private runtime, with spu and jax behind it, only when it is asked for."""
+    """Load what needs more than torch, spu and jax or onnx, only when it is asked for."""
     if name == "private_inference":
         from aero_compile.runtime import private_inference
 
         return private_inference
+    if name == "export_onnx":
+        from aero_compile.onnx_export import export_onnx
+
+        return export_onnx
+    if name == "onnx_census":
+        from aero_compile.onnx_census import onnx_census
+
+        return onnx_census
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

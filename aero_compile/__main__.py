@@ -1,4 +1,4 @@
-"""``python -m aero_compile``: list the recipes, and count the nonlinear ops of a model under each."""
+"""``python -m aero_compile``: list the recipes, count the nonlinear ops of a model under each, write it as ONNX."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import itertools
 import json
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -24,6 +25,8 @@ EXAMPLES = """examples:
   python -m aero_compile recipes
   python -m aero_compile census --model gpt2 --from-scratch
   python -m aero_compile census --model my_package.models:make --recipes softmax_only,SM+R --seq-len 256
+  python -m aero_compile census --onnx decoder.onnx
+  python -m aero_compile export --model runs/mine decoder.onnx
 
 to train a transformed model:  python -m aero_compile.retrain --help
 """
@@ -47,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
         "--from-scratch one of tiny, gpt2, pythia-70m (default: %(default)s)",
     )
     count.add_argument("--from-scratch", action="store_true", help="use the model's shape only; needs no weights")
+    count.add_argument("--onnx", metavar="FILE", help="count what an ONNX file of any exporter holds instead")
     count.add_argument(
         "--recipes",
         default=",".join(PAPER),
@@ -54,7 +58,33 @@ def _parser() -> argparse.ArgumentParser:
     )
     count.add_argument("--seq-len", type=int, default=128, metavar="T", help="tokens (default: %(default)s)")
     count.add_argument("--json", action="store_true", help="print JSON")
+    _add_export(commands)
     return parser
+
+
+def _add_export(commands: Any) -> None:
+    export = commands.add_parser(
+        "export",
+        help="write a model as ONNX, compared with PyTorch in onnxruntime",
+        description="Write a model's logits as an ONNX file, and compare it with the model in onnxruntime before it "
+        "gets its name. --model is as for census; a saved artifact is written as it is unless --recipe is given.",
+    )
+    export.add_argument("out", metavar="OUT.onnx", help="the file to write")
+    export.add_argument("--model", required=True, help="as for census")
+    export.add_argument("--recipe", help="name, label or list of passes (default: softmax_only; none for an artifact)")
+    export.add_argument("--from-scratch", action="store_true", help="random weights in the model's shape")
+    export.add_argument(
+        "--seq-len",
+        type=int,
+        default=128,
+        metavar="T",
+        help="longest sequence, where the model has no limit of its own",
+    )
+    export.add_argument(
+        "--tolerance", type=float, default=1e-4, help="share of the largest logit (default: %(default)s)"
+    )
+    export.add_argument("--opset", type=int, default=20, help="version of the operator set (default: %(default)s)")
+    export.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _list_recipes(as_json: bool) -> None:
@@ -90,6 +120,26 @@ def _list_recipes(as_json: bool) -> None:
         print(f"  {name + (f'{{{options}}}' if options else ''):<76} {effect}")
 
 
+def _export(args: argparse.Namespace) -> None:
+    from aero_compile.onnx_export import export_onnx
+    from aero_compile.training.models import find_model, with_length
+
+    source = find_model(args.model, from_scratch=args.from_scratch, overrides=None, context=args.seq_len)
+    recipe = resolve(args.recipe or ("baseline" if source.transformed else "softmax_only"))
+    torch.manual_seed(0)
+    captured = transform(source.build(50257, None), "baseline")
+    model = transform(captured, with_length(recipe, captured.max_positions, args.seq_len))
+    report = export_onnx(model, args.out, tolerance=args.tolerance, opset=args.opset)
+    print(json.dumps(report.to_dict(), indent=1) if args.json else report)
+
+
+def _count_file(args: argparse.Namespace) -> None:
+    from aero_compile.onnx_census import onnx_census
+
+    counted = onnx_census(args.onnx, args.seq_len)
+    print(json.dumps(counted.to_dict(), indent=1) if args.json else counted)
+
+
 def _count(args: argparse.Namespace) -> None:
     from aero_compile.training.models import find_model
 
@@ -114,6 +164,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(recipe_page(), end="")
         elif args.command == "recipes":
             _list_recipes(args.json)
+        elif args.command == "export":
+            _export(args)
+        elif args.onnx:
+            _count_file(args)
         else:
             _count(args)
     except AeroError as error:

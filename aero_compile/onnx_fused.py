@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from aero_compile.onnx_graph import Builder, Op, Value
-from aero_compile.onnx_ops import Converter, norm, swish, transposed
+from aero_compile.onnx_ops import ACTIVATIONS, Converter, gemm, norm, swish, transposed
 
 aten = torch.ops.aten
 
@@ -210,6 +210,13 @@ def _fused_matmul(builder: Builder, op: Op) -> list[Value]:
     return [result if alpha == 1 else builder.call(aten.mul.Tensor, result, alpha)]
 
 
+def _fused_gemm(builder: Builder, op: Op) -> list[Value]:
+    (result,) = gemm(builder, op)
+    name = op.attributes.get("activation", "")
+    slope = [op.attributes.get("activation_alpha", 0.01)] if name == "LeakyRelu" else []
+    return [builder.call(ACTIVATIONS[name], result, *slope) if name else result]
+
+
 def _quantized_linear(builder: Builder, op: Op) -> list[Value]:
     """MatMulNBits, MatMulBnb4: x `[…, K]` times a packed weight for `[K, N]`."""
     weight = np.broadcast_to(np.float32(0), (op.attributes["N"], op.attributes["K"]))
@@ -247,6 +254,7 @@ _MICROSOFT: Mapping[str, Any] = {
     "FastGelu": _gelu("tanh"),
     "QuickGelu": _quick_gelu,
     "FusedMatMul": _fused_matmul,
+    "FusedGemm": _fused_gemm,
     "TransposeMatMul": _fused_matmul,
     "MatMulNBits": _quantized_linear,
     "MatMulBnb4": _quantized_linear,

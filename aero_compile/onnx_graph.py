@@ -11,11 +11,13 @@ Large weights are replaced by zeros that take no memory: nothing that is found f
 from __future__ import annotations
 
 import ast
+import logging
 import math
 import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -187,6 +189,9 @@ def read_decoder(path: str | os.PathLike[str], seq_len: int) -> TransformedModel
     """
     file = Path(path)
     proto = _load(file)
+    noted = {entry.key: entry.value for entry in proto.metadata_props}.get("aero_compile.max_positions", "")
+    if noted.isdecimal() and seq_len > int(noted):
+        raise InputError(f"{file} takes sequences of at most {noted} tokens, not {seq_len}")
     try:
         return _convert(proto, file, seq_len)
     except InputError:
@@ -206,6 +211,18 @@ def _fails(proto: Any, file: Path, seq_len: int) -> bool:
     return False
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Shapes that do not fit become an error of ours; torch need not print its own."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 def _load(file: Path) -> Any:
     try:
         import onnx
@@ -223,10 +240,23 @@ def _load(file: Path) -> Any:
         raise InputError(f"{file} is no ONNX file, or damaged: {error}") from error
     if not proto.graph.node or not proto.graph.output:
         raise InputError(f"{file} is no ONNX file, or damaged: it holds {len(proto.graph.node)} nodes")
-    return onnx.inliner.inline_local_functions(proto) if proto.functions else proto
+    try:
+        return onnx.inliner.inline_local_functions(proto) if proto.functions else proto
+    except Exception as error:
+        raise InputError(f"{file} is damaged: its functions cannot be inlined: {_first_line(error)}") from error
 
 
 def _convert(proto: Any, file: Path, seq_len: int) -> TransformedModel:
+    try:
+        with _quiet():
+            return _converted(proto, file, seq_len)
+    except AeroError:
+        raise
+    except Exception as error:  # whatever a damaged file can lead to
+        raise InputError(f"{file} is damaged: {type(error).__name__}: {_first_line(error)}") from error
+
+
+def _converted(proto: Any, file: Path, seq_len: int) -> TransformedModel:
     importer = _Importer(proto, file, seq_len)
     logits = importer.run()
     builder = importer.builder
@@ -281,6 +311,8 @@ class _Importer:
         floating = np.issubdtype(dtype, np.floating)
         cached = len(dims) >= 3 and bool(_CACHES.search(name)) and "mask" not in name
         shape = [self._size(dim, number, name, cached) for number, dim in enumerate(dims)]
+        if math.prod(shape) > 1 << 30:
+            raise UnsupportedModelError(f"the input {name} of {self.file} has the shape {shape}")
         if "mask" in name and len(shape) >= 3:
             seen = np.tri(length, dtype=bool)
             mask = np.where(seen, 0.0, -1e4).astype(dtype) if floating else seen.astype(dtype)
@@ -398,7 +430,6 @@ class _Importer:
     def _constant(self, node: Any, inputs: Sequence[Value]) -> Sequence[Any]:
         """Run one node that depends on no token."""
         import onnx
-        from onnx.reference import ReferenceEvaluator
 
         captured = sorted(_captured(node))
         feeds = {name: value for name, value in zip(node.input, inputs, strict=True) if name}
@@ -408,11 +439,12 @@ class _Importer:
         graph = onnx.helper.make_graph([node], "one", infos, outputs)
         model = onnx.helper.make_model(graph, opset_imports=self.proto.opset_import)
         try:
-            results = iter(ReferenceEvaluator(model).run(None, feeds))
+            results = iter(_first_that_works(model, feeds))
         except Exception as error:
             shapes = [list(np.shape(value)) for value in feeds.values()]
             raise UnsupportedModelError(
-                f"{_described(node)} in {self.file.name} cannot be computed for inputs of shape {shapes}: {error}"
+                f"{_described(node)} in {self.file.name} cannot be computed for inputs of shape {shapes}: "
+                f"{_first_line(error)}"
             ) from error
         return [next(results) if name else None for name in node.output]
 
@@ -440,10 +472,40 @@ class _Importer:
             raise
         except Exception as error:
             shapes = [None if v is None else list(self.builder.shape(v)) for v in inputs if not isinstance(v, list)]
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UnsupportedModelError(
-                f"{_described(node)} in {self.file.name} cannot be read for inputs of shape {shapes}: {first}"
+                f"{_described(node)} in {self.file.name} cannot be read for inputs of shape {shapes}: "
+                f"{_first_line(error)}"
             ) from error
+
+
+def _first_that_works(model: Any, feeds: Mapping[str, Array]) -> Sequence[Any]:
+    """What a model of one node computes, by the reference implementation or, where that has none, by onnxruntime."""
+    import onnx
+    from onnx.reference import ReferenceEvaluator
+
+    try:
+        evaluator: Any = ReferenceEvaluator(model)
+        return list(evaluator.run(None, dict(feeds)))
+    except Exception:
+        try:
+            import onnxruntime
+        except ImportError:
+            onnxruntime = None
+        if onnxruntime is None:
+            raise
+    for info in model.graph.input:
+        array = feeds[info.name]
+        kind = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
+        info.CopyFrom(onnx.helper.make_tensor_value_info(info.name, kind, array.shape))
+    model.ir_version = min(model.ir_version, 10)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return list(session.run(None, dict(feeds)))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 def _is_live(value: Value) -> bool:

@@ -272,7 +272,8 @@ def _matmul(builder: Builder, op: Op) -> list[Value]:
     return [builder.call(aten.matmul.default, op.inputs[0], op.inputs[1])]
 
 
-def _gemm(builder: Builder, op: Op) -> list[Value]:
+def gemm(builder: Builder, op: Op) -> list[Value]:
+    """α·A·B + β·C."""
     left, right, bias = op.inputs[0], op.inputs[1], op.input(2)
     alpha, beta = op.attributes.get("alpha", 1.0), op.attributes.get("beta", 1.0)
     if op.attributes.get("transA", 0):
@@ -338,6 +339,15 @@ def _matmul_integer(builder: Builder, op: Op) -> list[Value]:
 
 def _dynamic_quantize(builder: Builder, op: Op) -> list[Value]:
     return [op.inputs[0], np.float32(1).reshape(()), np.uint8(0).reshape(())]
+
+
+def _dequantize(builder: Builder, op: Op) -> list[Value]:
+    source = op.inputs[0]
+    if source.target is aten.embedding.default and not builder.is_floating(source):
+        table, indices = source.args[:2]
+        real = np.broadcast_to(np.float32(0), builder.shape(table))
+        return [builder.call(aten.embedding.default, real, indices)]
+    return [source if builder.is_floating(source) else builder.call(aten._to_copy.default, source, dtype=torch.float32)]
 
 
 def _convolution(builder: Builder, op: Op) -> list[Value]:
@@ -586,6 +596,14 @@ def _sequence(builder: Builder, op: Op) -> list[Value]:
     return [list(op.inputs)]
 
 
+ACTIVATIONS: Mapping[str, Any] = {
+    "Relu": aten.relu.default,
+    "Tanh": aten.tanh.default,
+    "Sigmoid": aten.sigmoid.default,
+    "LeakyRelu": aten.leaky_relu.default,
+}
+"""Activations that onnxruntime fuses into products."""
+
 OPS: Mapping[str, Converter] = {
     "Add": _commutative(aten.add.Tensor),
     "Sub": _sub,
@@ -638,7 +656,7 @@ OPS: Mapping[str, Converter] = {
     "Identity": _same,
     "Dropout": _same,
     "QuantizeLinear": _same,
-    "DequantizeLinear": _same,
+    "DequantizeLinear": _dequantize,
     "DynamicQuantizeLinear": _dynamic_quantize,
     "Softmax": _softmax,
     "LogSoftmax": _softmax,
@@ -647,7 +665,7 @@ OPS: Mapping[str, Converter] = {
     "SimplifiedLayerNormalization": _rms_norm,
     "BatchNormalization": _batch_norm,
     "MatMul": _matmul,
-    "Gemm": _gemm,
+    "Gemm": gemm,
     "Einsum": _einsum,
     "MatMulInteger": _matmul_integer,
     "Conv": _convolution,
