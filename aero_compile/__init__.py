@@ -12,7 +12,6 @@ from aero_compile.trainable import TransformedModel
 from aero_compile.version import __version__
 
 if TYPE_CHECKING:
-    from aero_compile.onnx_census import onnx_census
     from aero_compile.onnx_export import export_onnx
     from aero_compile.runtime import private_inference
 
@@ -26,7 +25,6 @@ __all__ = [
     "entropy_regularization",
     "export_onnx",
     "load",
-    "onnx_census",
     "private_inference",
     "recipes",
     "save",
@@ -44,8 +42,4 @@ def __getattr__(name: str) -> object:
         from aero_compile.onnx_export import export_onnx
 
         return export_onnx
-    if name == "onnx_census":
-        from aero_compile.onnx_census import onnx_census
-
-        return onnx_census
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
