@@ -175,7 +175,8 @@ class _Segment:
         for linear, gradient in zip(self.leaves, gradients, strict=True):
             if gradient is not None:
                 used = gradient.flatten(0, -2).abs().sum(0).nonzero().flatten()
-                found[linear] = set(used.tolist())
+                if used.numel():
+                    found[linear] = set(used.tolist())
         return found
 
     def _noise(self, shape: Iterable[int]) -> Tensor:
