@@ -87,12 +87,14 @@ class WeightPass(GraphPass):
         """Rows of the matrix that `node`, a parameter or module of this pass, belongs to."""
 
     def call(self, model: TransformedModel) -> PassResult:
-        matrices = [each for each in self._chosen(model) if not self._is_done(model, each)]
+        constant = set(model.graph.nodes) - model.structure.live
+        matrices = [each for each in self._chosen(model) if not self._is_done(model, each, constant)]
+        order = {node: number for number, node in enumerate(model.graph.nodes)}
         together: dict[Any, list[Matrix]] = {}
         for each in matrices:
             together.setdefault(_stored(model, each.linear.args[1]), []).append(each)
         for group in together.values():
-            self._rewrite(model, group)
+            self._rewrite(model, group, order)
         if matrices:
             model.graph_changed()
         return PassResult(model, modified=bool(matrices))
@@ -133,20 +135,18 @@ class WeightPass(GraphPass):
             for ffn in ffns:
                 yield from _of_ffn(model, ffn)
 
-    def _is_done(self, model: TransformedModel, matrix: Matrix) -> bool:
+    def _is_done(self, model: TransformedModel, matrix: Matrix, constant: set[fx.Node]) -> bool:
         """Whether a pass of this kind has computed the matrix, or all of the weight that it is a part of."""
         weight = matrix.linear.args[1]
         assert isinstance(weight, fx.Node)
         prefix = self.name.replace("-", "_") + "."
-        constant = set(model.graph.nodes) - model.structure.live
         own = [n for n in ancestors([weight], constant) if n.op != "call_function" and str(n.target).startswith(prefix)]
         covered = sum(self.rows(model, node) for node in own)
         same_part = any(str(node.target).split(".")[2] == matrix.part for node in own)
         return same_part or covered >= int(model.structure.values[weight].shape[0])
 
-    def _rewrite(self, model: TransformedModel, matrices: list[Matrix]) -> None:
+    def _rewrite(self, model: TransformedModel, matrices: list[Matrix], order: dict[fx.Node, int]) -> None:
         """Compute matrices of one weight, and let their layers read the result."""
-        order = {node: number for number, node in enumerate(model.graph.nodes)}
         linears = sorted({each.linear for each in matrices}, key=order.__getitem__)
         before, weight = linears[0], linears[0].args[1]
         assert isinstance(weight, fx.Node)
