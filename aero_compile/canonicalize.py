@@ -124,6 +124,10 @@ def _simplify(node: fx.Node, live: set[fx.Node], flexible: set[fx.Node], values:
         node.target, node.args, node.kwargs = aten.softmax.int, (node.args[0], last), {}
     elif target in (aten.clamp.default, aten.clamp_min.default) and node in live and _bounds(node) == (0, None):
         node.target, node.args, node.kwargs = aten.relu.default, (node.args[0],), {}
+    elif target is aten.copy.default:
+        _open_copy(node, values)
+    elif target is aten.slice_scatter.default:
+        _join(node, values)
     elif target is aten.layer_norm.default:
         node.args = (*_padded(node.args, 5, (None, None, 1e-5))[:5],)
 
@@ -132,6 +136,34 @@ def _bounds(node: fx.Node) -> tuple[Any, Any]:
     """Lower and upper bound of a clamp."""
     given = dict(zip(("min", "max"), node.args[1:], strict=False)) | dict(node.kwargs)
     return given.get("min"), given.get("max")
+
+
+def _open_copy(node: fx.Node, values: dict[fx.Node, Any]) -> None:
+    """copy(into, x) → x in the shape of `into`."""
+    into, source = node.args[:2]
+    assert isinstance(into, fx.Node)
+    if not isinstance(source, fx.Node) or values[source].dtype != values[into].dtype:
+        return
+    if values[source].shape != values[into].shape:
+        expanded = insert_call(node.graph, node, aten.expand_as.default, source, into)
+        values[expanded] = values[into]
+        source = expanded
+    bypass(node, source)
+
+
+def _join(node: fx.Node, values: dict[fx.Node, Any]) -> None:
+    """A tensor that is filled part by part, y[..., :n] = a and y[..., n:] = b → cat([a, b])."""
+    inner = node.args[0]
+    if not isinstance(inner, fx.Node) or inner.target is not aten.slice_scatter.default or len(inner.users) > 1:
+        return
+    rank = values[node].dim()
+    outer, first = (_padded(each.args, 6, (0, None, None, 1)) for each in (node, inner))
+    sizes = [values[each[1]].shape[each[2] % rank] for each in (first, outer)]
+    adjoin = first[3] in (0, None) and first[4] == outer[3] == sizes[0] and (first[5], outer[5]) == (1, 1)
+    if outer[2] % rank == first[2] % rank and adjoin and sum(sizes) == values[node].shape[outer[2] % rank]:
+        joined = insert_call(node.graph, node, aten.cat.default, [first[1], outer[1]], outer[2] % rank - rank)
+        values[joined] = values[node]
+        replace_node(node, joined)
 
 
 def _is_identity(node: fx.Node, flexible: set[fx.Node]) -> bool:

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from aero_compile.convention import CallConvention, Template
 from aero_compile.errors import InputError, UnsupportedModelError
 from aero_compile.returns import choose_outputs, describe, mark, match_outputs, with_loss
-from aero_compile.rewriting import ancestors
+from aero_compile.rewriting import VIEWS, ancestors
 from aero_compile.trainable import TransformedModel, remove_dead_nodes
 
 aten = torch.ops.aten
@@ -67,7 +67,12 @@ def capture(model: nn.Module, example_inputs: Any = None) -> TransformedModel:
         raise InputError(f"expected a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, TransformedModel):
         return copy.deepcopy(model)
-    model = _own_copy(_unwrapped(model))
+    model = _unwrapped(model)
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is an encoder-decoder by its config; supported are decoder-only transformers"
+        )
+    model = _own_copy(model)
     sample, plain, exported = _export_sample(model, example_inputs)
     returned = _call(model, sample.kwargs)
     leaves = pytree.tree_leaves(returned)
@@ -160,13 +165,15 @@ def _export_sample(model: nn.Module, example_inputs: Any) -> tuple[_Sample, Any,
     its buffers: slicing all of a buffer would fix the length.
     """
     lengths = SAMPLE_LENGTHS if example_inputs is None else SAMPLE_LENGTHS[:1]
+    refused: UnsupportedModelError | None = None
     for length in lengths:
         try:
             sample = _sample_call(model, example_inputs, length)
             plain = _call(model, {k: v for k, v in sample.kwargs.items() if k != sample.labels})
-        except UnsupportedModelError:
+        except UnsupportedModelError as error:
+            refused = refused or error  # what is wrong with the usual length tells most
             if length == lengths[-1]:
-                raise
+                raise refused from refused.__cause__
             continue
         try:
             return sample, plain, _export(model, sample)
@@ -246,9 +253,14 @@ def _call(model: nn.Module, kwargs: Mapping[str, Any]) -> Any:
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), _quiet():
             fake = {k: mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
-            tensors = [*model.named_parameters(), *model.named_buffers()]
-            state: dict[str, Tensor] = {name: mode.from_tensor(tensor) for name, tensor in tensors}
-            return torch.func.functional_call(model, state, (), fake)
+            tensors = {
+                f"{path}.{name}" if path else name: tensor
+                for path, module in model.named_modules()  # each module once, also if blocks share it
+                for name, tensor in [*module._parameters.items(), *module._buffers.items()]
+                if tensor is not None
+            }
+            state: dict[str, Tensor] = {name: mode.from_tensor(tensor) for name, tensor in tensors.items()}
+            return torch.func.functional_call(model, state, (), fake, tie_weights=False)
     except Exception as error:
         raise UnsupportedModelError(_call_failed(model, kwargs, error)) from error
 
@@ -258,19 +270,90 @@ def _call_failed(model: nn.Module, kwargs: Mapping[str, Any], error: Exception) 
         f"{k}: {list(v.shape)} {v.dtype}" if isinstance(v, Tensor) else f"{k}={v}" for k, v in kwargs.items()
     )
     first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    found = _foreign(model) or f"{type(model).__name__} could not be run on token ids"
     return (
-        f"{type(model).__name__} could not be run on token ids ({what}): {first}; supported are decoder-only "
-        "transformers that map int64 token ids [B, T] to logits [B, T, V] (pass example_inputs if its "
-        "arguments differ)"
+        f"{found} ({what}: {first}); supported are decoder-only transformers that map "
+        "int64 token ids [B, T] to logits [B, T, V] (pass example_inputs if its arguments differ)"
     )
 
 
-def _functional(
-    model: nn.Module, sample: _Sample, dims: Mapping[str, Any], table: Mapping[Any, Any]
-) -> torch.export.ExportedProgram:
+_FOREIGN = {
+    "recurrent layers": ("rnn", "lstm", "gru", "rwkv", "recurrent"),
+    "a state-space layer": ("mamba", "mixer2", "ssm", "shortconv"),
+    "experts that a router chooses": ("experts", "router", "moe"),
+    "linear attention": ("lightningattention", "gateddeltanet", "linearattention", "kimidelta"),
+}
+"""What a model may hold that is not supported: parts of the names of classes, for error messages alone."""
+
+
+def _foreign(model: nn.Module) -> str:
+    """What the model has that is probably why it failed, as the beginning of a sentence; empty if nothing is known."""
+    for name, module in model.named_modules():
+        for what, parts in _FOREIGN.items():
+            if name and any(part in type(module).__name__.lower() for part in parts):
+                return f"{type(model).__name__} has {what} ({type(module).__name__} at {name}), which is not supported"
+    return ""
+
+
+def _functional(model: nn.Module, sample: _Sample, dims: Mapping[str, Any]) -> torch.export.ExportedProgram:
     program = torch.export.export(model, (), sample.kwargs, dynamic_shapes=dict(dims), strict=False)
-    opened: torch.export.ExportedProgram = program.run_decompositions(dict(table))
+    if all(_is_functional(part.graph) for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)):
+        return program  # tracing it again, as below, would take twice as long as the export
+    known = torch.export.default_decompositions()
+    opened: torch.export.ExportedProgram = program.run_decompositions({op: known[op] for op in _OPENED})
     return opened
+
+
+_KEPT_VIEWS = VIEWS | {
+    *(aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.select.int),
+    *(aten.numpy_T.default, aten.t.default, aten.detach.default, aten.type_as.default),
+    *(aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other),
+}
+"""Ops that may return a view of their input and that what follows understands."""
+
+
+def _is_functional(graph: fx.Graph) -> bool:
+    """Whether no op of an exported graph writes to its inputs or has to be opened."""
+    for node in graph.nodes:
+        op = node.target
+        if isinstance(op, torch._ops.OpOverload):
+            views = any(result.alias_info for result in op._schema.returns)
+            if op._schema.is_mutable or op in _OPENED or (views and op not in _KEPT_VIEWS):
+                return False
+        elif isinstance(op, torch._ops.OperatorBase) and not _is_inlined(node):
+            return False
+    return True
+
+
+def _is_inlined(node: fx.Node) -> bool:
+    """Whether `node` runs a part of the model without gradients, or without autocast, and does nothing else."""
+    higher = torch.ops.higher_order
+    if node.target is higher.wrap_with_autocast:
+        return node.args[2] is False
+    return node.target is higher.wrap_with_set_grad_enabled
+
+
+def _inline(module: nn.Module, graph: fx.Graph) -> None:
+    """Put the parts that `_is_inlined` nodes of `graph` run in their place."""
+    todo = [node for node in graph.nodes if node.op == "call_function" and _is_inlined(node)]
+    while todo:
+        node = todo.pop()
+        first = next(i for i, arg in enumerate(node.args) if isinstance(arg, fx.Node) and arg.op == "get_attr")
+        path = cast("fx.Node", node.args[first]).target
+        part = cast("fx.GraphModule", module.get_submodule(str(path))).graph
+        inner = dict(zip(part.find_nodes(op="placeholder"), cast("Any", node.args[first + 1 :]), strict=True))
+        given = set(inner)
+        with graph.inserting_before(node):
+            results: Any = graph.graph_copy(part, inner)
+        for user in list(node.users):
+            user.replace_all_uses_with(results[user.args[1]])
+            graph.erase_node(user)
+        graph.erase_node(node)
+        for copied in [inner[n] for n in part.nodes if n in inner and n not in given]:
+            if copied.op == "get_attr":
+                copied.target = f"{path}.{copied.target}"
+            elif copied.op == "call_function" and _is_inlined(copied):
+                todo.append(copied)
 
 
 def _export(model: nn.Module, sample: _Sample) -> torch.export.ExportedProgram:
@@ -280,20 +363,18 @@ def _export(model: nn.Module, sample: _Sample) -> torch.export.ExportedProgram:
         name: {0: dynamic, 1: dynamic} if isinstance(value, Tensor) and value.shape == shape else None
         for name, value in sample.kwargs.items()
     }
-    known = torch.export.default_decompositions()
-    table = {op: known[op] for op in _OPENED}
     try:
         with _quiet():
-            program = _functional(model, sample, dims, table)
+            program = _functional(model, sample, dims)
             updated = program.graph_signature.buffers_to_mutate.values()
             for buffer in updated:  # in training, by a power iteration, say: keep its module as it is in evaluation
                 model.get_submodule(buffer.rpartition(".")[0]).eval()
-            return _functional(model, sample, dims, table) if updated else program
+            return _functional(model, sample, dims) if updated else program
     except Exception as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UnsupportedModelError(
-            f"{type(model).__name__} could not be captured with torch.export: {first}; recurrent models and "
-            "data-dependent Python control flow are not supported"
+            f"{_foreign(model) or type(model).__name__ + ' could not be captured'} (torch.export: {first}); supported "
+            "are decoder-only transformers without data-dependent Python control flow"
         ) from error
 
 
@@ -322,6 +403,7 @@ def _clean_graph(
     if flat_logits:
         outputs[0] = outputs[0].args[0]
     graph.output(tuple(outputs))
+    _inline(module, graph)
     for node in list(graph.nodes):
         if node.op == "call_function" and not node.users and str(node.target).startswith(_CHECKS):
             graph.erase_node(node)

@@ -97,7 +97,9 @@ def position_limit(model: TransformedModel) -> int | None:
         lookup = node.target is aten.embedding.default and node not in tainted
         if not lookup or node.args[0].op != "get_attr" or node.args[0].target not in parameters:
             continue
-        index = _evaluate(model, node.args[1], 2, {})
-        if index is not None and index.numel():
-            limits.append(parameters[node.args[0].target].shape[0] - int(index.max()) + 1)
+        short, long = (_evaluate(model, node.args[1], length, {}) for length in (2, 3))
+        if short is None or long is None or not short.numel():
+            continue
+        if long.max() > short.max():  # else a table of something else, such as token types
+            limits.append(parameters[node.args[0].target].shape[0] - int(short.max()) + 1)
     return min(limits, default=None)

@@ -19,7 +19,10 @@ aten = torch.ops.aten
 
 _BRANCH_OPS = frozenset({aten.mul.Tensor, aten.div.Tensor, aten.neg.default})
 _POWERS = frozenset({aten.pow.Tensor_Scalar, aten.square.default})
-_ELEMENTWISE = frozenset({*ACTIVATIONS, *ELEMENTARY, *_BRANCH_OPS, *_POWERS, aten.add.Tensor, aten.sub.Tensor})
+_CHOICES = frozenset({aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf})
+_ELEMENTWISE = frozenset(
+    {*ACTIVATIONS, *ELEMENTARY, *_BRANCH_OPS, *_POWERS, *_CHOICES, aten.add.Tensor, aten.sub.Tensor}
+)
 _SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int})
 _PARTS = frozenset({operator.getitem, aten.slice.Tensor, aten.select.int})
 _FFN_OPS = _ELEMENTWISE | _SPLITS | NORMS | VIEWS | _PARTS | {aten.cat.default, aten.mean.dim}

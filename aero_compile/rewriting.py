@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+
+from aero_compile.shapes import node_values as node_values
 
 if TYPE_CHECKING:
     from aero_compile.trainable import TransformedModel
@@ -54,7 +55,7 @@ VIEWS = frozenset(
 
 def placeholder(graph: fx.Graph, name: str) -> fx.Node:
     """The input node called `name`."""
-    found: fx.Node = next(node for node in graph.nodes if node.op == "placeholder" and node.target == name)
+    found: fx.Node = next(node for node in graph.find_nodes(op="placeholder") if node.target == name)
     return found
 
 
@@ -113,12 +114,9 @@ def bypass(node: fx.Node, value: fx.Node) -> None:
 
 def parameter_node(model: TransformedModel, name: str, before: fx.Node) -> fx.Node:
     """A node that reads the parameter `name`, placed at the head of the graph if there is none yet."""
-    nodes: list[fx.Node] = list(model.graph.nodes)
-    for node in nodes:
-        if node.op == "get_attr" and node.target == name:
-            return node
-    first = nodes[0]
-    with model.graph.inserting_before(first):
+    for node in model.graph.find_nodes(op="get_attr", target=name):
+        return node
+    with model.graph.inserting_before(next(iter(model.graph.nodes))):
         return model.graph.create_node("get_attr", name, (), {})
 
 
@@ -129,12 +127,12 @@ def through_views(node: fx.Node) -> fx.Node:
     return node
 
 
-def call_in_eval(module: torch.nn.Module, *args: Any) -> Any:
-    """The result of `module` in evaluation mode; its mode stays as it was."""
+def call_in_eval(module: torch.nn.Module, *args: Any, buffers: dict[str, Tensor] | None = None) -> Any:
+    """The result of `module` in evaluation mode, with other `buffers` if given; its mode stays as it was."""
     training = module.training
     module.eval()
     try:
-        return module(*args)
+        return torch.func.functional_call(module, buffers or {}, args)
     finally:
         module.train(training)
 
@@ -181,47 +179,8 @@ def ancestors(nodes: Iterable[fx.Node], within: set[fx.Node]) -> set[fx.Node]:
     return seen
 
 
-class _Shapes(fx.Interpreter):
-    """Runs a graph on fake tensors and keeps every node's value."""
-
-    def __init__(self, model: TransformedModel, graph: fx.Graph, mode: FakeTensorMode) -> None:
-        super().__init__(torch.nn.Module(), garbage_collect_values=False, graph=graph)
-        self._model = model
-        self._mode = mode
-        self._cache: dict[str, Tensor] = {}
-
-    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target not in self._cache:
-            value = operator.attrgetter(target)(self._model)
-            if value.device.type == "meta":
-                value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-                self._cache[target] = self._mode.from_tensor(value)
-            else:
-                self._cache[target] = self._mode.from_tensor(value, static_shapes=True)
-        return self._cache[target]
-
-    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return args[0]
-
-
-def node_values(model: TransformedModel, batch: int, seq_len: int) -> dict[fx.Node, Any]:
-    """Fake value (shape, dtype, device) of every node at `[batch, seq_len]`, without computing anything."""
-    weight = next(model.parameters(), None)
-    device = weight.device if weight is not None else torch.device("cpu")
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
-        interpreter = _Shapes(model, model.graph, mode)
-        tokens = torch.zeros(batch, seq_len, dtype=torch.int64, device=device)
-        inputs = [
-            tokens if node.target == model.convention.tokens else torch.ones_like(tokens)
-            for node in model.graph.nodes
-            if node.op == "placeholder"
-        ]
-        interpreter.run(*inputs)
-    return interpreter.env
-
-
 def sample_shape(model: TransformedModel) -> tuple[int, int]:
-    """`[B, T]` at which shapes are looked at: no size is 1, so that folded batches are seen, if there is a choice."""
+    """`[B, T]` at which shapes are looked at: no size is 1, so that folded batches are seen, unless there is no choice."""
     if model.fixed_shape is not None:
         return model.fixed_shape
     return 3, 11 if model.max_positions is None else max(2, min(11, model.max_positions))

@@ -21,8 +21,8 @@ from torch import fx, nn
 
 from aero_compile.errors import RecipeError, UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass, PassResult
-from aero_compile.parts import Heads
-from aero_compile.rewriting import insert_call, parameter_node, placeholder
+from aero_compile.parts import Heads, Structure
+from aero_compile.rewriting import insert_call, live_inputs, parameter_node, placeholder
 from aero_compile.trainable import TransformedModel
 
 aten = torch.ops.aten
@@ -67,20 +67,23 @@ class SoftmaxTemperature(GraphPass):
             model.add_tensor(name, nn.Parameter(value))
             first = 0
             for heads in attention.groups:
-                self._insert(model, heads, name, first, structure.values[heads.scores].shape)
+                self._insert(model, structure, heads, name, first)
                 first += heads.count
         model.max_positions = min(length, model.max_positions or length)
         model.graph_changed()
         return PassResult(model, modified=True)
 
-    def _insert(self, model: TransformedModel, heads: Heads, name: str, first: int, shape: torch.Size) -> None:
+    def _insert(self, model: TransformedModel, structure: Structure, heads: Heads, name: str, first: int) -> None:
         graph = model.graph
         tokens = placeholder(graph, model.convention.tokens)
+        scores = _first_by_position(structure, heads)
+        shape = structure.values[scores].shape
+        before = scores if scores is heads.scores else scores.next
 
         def call(target: object, *args: object) -> fx.Node:
-            return insert_call(graph, heads.scores, target, *args)  # type: ignore[arg-type]
+            return insert_call(graph, before, target, *args, like=heads.scores)  # type: ignore[arg-type]
 
-        log_t = parameter_node(model, name, heads.scores)
+        log_t = parameter_node(model, name, before)
         length = call(aten.sym_size.int, tokens, 1)
         rows = call(aten.slice.Tensor, log_t, 1, 0, length)
         if heads.count != model.get_parameter(name).shape[0]:  # heads in a list: each has its own rows
@@ -92,6 +95,22 @@ class SoftmaxTemperature(GraphPass):
             column = call(aten.repeat.default, column, [batch, 1, 1])
         elif len(shape) == 5:  # heads grouped over shared keys: [B, G, H/G, T, T]
             column = call(aten.reshape.default, column, [shape[1], heads.count // shape[1], -1, 1])
+        if scores is not heads.scores:
+            divided = call(aten.mul.Tensor, scores, column)
+            scores.replace_all_uses_with(divided, delete_user_cb=lambda user: user is not divided)
+            return
         queries, keys = heads.scores.args
         assert isinstance(queries, fx.Node)
         heads.scores.args = (call(aten.mul.Tensor, queries, column), keys)
+
+
+def _first_by_position(structure: Structure, heads: Heads) -> fx.Node:
+    """The scores as soon as their rows are positions: the product itself, unless heads are folded into its rows."""
+    square = structure.values[heads.softmax].shape[-2:]
+    node, found = heads.softmax.args[0], heads.scores
+    while node is not heads.scores and structure.values[heads.scores].shape[-2:] != square:
+        assert isinstance(node, fx.Node)
+        if structure.values[node].shape[-2:] == square:
+            found = node
+        node = live_inputs(node, structure.live)[0]
+    return found
