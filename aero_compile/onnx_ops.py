@@ -120,12 +120,9 @@ def _extremum(pairwise: Any, bound: Any, endless: float) -> Converter:
     """Max or Min of any number of values; a bound that nothing reaches is left out."""
 
     def convert(builder: Builder, op: Op) -> list[Value]:
-        result = next(value for value in op.inputs if isinstance(value, fx.Node))
-        seen = False
-        for value in op.inputs:
-            if value is result and not seen:
-                seen = True
-                continue
+        values = list(op.inputs)
+        result = values.pop(next(i for i, value in enumerate(values) if isinstance(value, fx.Node)))
+        for value in values:
             other = builder.operand(value, len(builder.shape(result)))
             if not _is_number(other):
                 result = builder.call(pairwise, result, other)
