@@ -69,6 +69,13 @@ def _repeat(x: Any, repeats: Sequence[int], **_: Any) -> Any:
     return jnp().tile(x, tuple(repeats))
 
 
+@operator("repeat_interleave")
+def _repeat_interleave(x: Any, repeats: int, dim: int | None = None, **_: Any) -> Any:
+    x, at = (x.reshape(-1), 0) if dim is None else (x, dim % x.ndim)
+    copies = jnp().broadcast_to(jnp().expand_dims(x, at + 1), (*x.shape[: at + 1], repeats, *x.shape[at + 1 :]))
+    return copies.reshape((*x.shape[:at], x.shape[at] * repeats, *x.shape[at + 1 :]))
+
+
 @operator("slice")
 def _slice(x: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1, **_: Any) -> Any:
     first, last, stride = slice(start, end, step).indices(x.shape[dim])

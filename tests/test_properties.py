@@ -26,7 +26,7 @@ from torch import Tensor
 
 import aero_compile
 from aero_compile import TransformedModel
-from aero_compile.errors import InputError, RecipeError, UnsupportedGraphError
+from aero_compile.errors import InputError, LoweringError, RecipeError, UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass
 from aero_compile.recipe import PASSES, Recipe, resolve
 from tests.random_decoders import ACTIVATIONS, Config, Decoder, build, configs, logits_of, reference
@@ -273,7 +273,7 @@ def check_passes(config: Config, passes: list[GraphPass]) -> None:
 def assert_modified_is_true(model: TransformedModel, result: TransformedModel, one: GraphPass) -> None:
     changed = canonical(result) != canonical(model)
     assert result.reports[-1].modified == changed
-    assert result.history == (*model.history, str(one)) if changed else model.history
+    assert result.history == ((*model.history, str(one)) if changed else model.history)
 
 
 def canonical(model: TransformedModel) -> tuple[str, tuple[str, ...]]:
@@ -459,3 +459,44 @@ def test_commuting(case: tuple[Config, GraphPass, GraphPass]) -> None:
 @given(commuting_cases())
 def test_commuting_many(case: tuple[Config, GraphPass, GraphPass]) -> None:
     check_commuting(*case)
+
+
+# -- the private program, in plain arithmetic --------------------------------------------------------------------
+
+
+def check_lowering(config: Config, passes: list[GraphPass]) -> None:
+    """What two parties would compute, evaluated in float64 without them, is what the model computes."""
+    import jax
+
+    from aero_compile.runtime.fold import fold_scales
+    from aero_compile.runtime.fold_norms import fold_norms
+    from aero_compile.runtime.fold_slopes import fold_slopes
+    from aero_compile.runtime.partition import partition
+    from aero_compile.runtime.program import one_hot
+    from aero_compile.runtime.to_jax import lower
+
+    _, model = both(config)
+    for one in passes:
+        model = apply(model, one) or model
+    ids = tokens(config, 1, min(5, model.max_positions or 5))
+    with torch.no_grad():
+        expected = logits_of(model(ids))
+    if not torch.isfinite(expected).all():
+        return
+    graph = fold_slopes(fold_scales(fold_norms(model.logits_graph(), model), model), model)
+    try:
+        with jax.experimental.enable_x64():  # type: ignore[no-untyped-call, unused-ignore]
+            live = lower(partition(model, graph, ids), exact=True, dtype="float64")
+            got = live.run(one_hot(ids.numpy(), live.token_shape[2]).astype("float64"))
+    except LoweringError as error:
+        note(str(error))
+        return
+    assert_same(torch.tensor(got.tolist(), dtype=torch.float64).reshape(expected.shape), expected)
+
+
+@pytest.mark.slow
+@many(max_examples=MANY)
+@given(passes_cases())
+def test_lowering_many(case: tuple[Config, list[GraphPass]]) -> None:
+    pytest.importorskip("jax")
+    check_lowering(*case)

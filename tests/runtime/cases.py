@@ -155,6 +155,8 @@ MOVES = {
     "expand": Case(lambda x, m: aten.expand.default(x, [4, -1, -1, -1])),
     "expand_as": Case(lambda x, m: aten.expand_as.default(aten.select.int(x, 0, 0), x)),
     "repeat": Case(lambda x, m: aten.repeat.default(x, [2, 1, 3])),
+    "repeat_interleave": Case(lambda x, m: aten.repeat_interleave.self_int(x, 3, -2)),
+    "repeat_interleave_flat": Case(lambda x, m: aten.repeat_interleave.self_int(x, 2)),
     "slice": Case(lambda x, m: aten.slice.Tensor(x, -1, 1, 7, 2)),
     "slice_to_end": Case(lambda x, m: aten.slice.Tensor(x, 1, -2, 9223372036854775807)),
     "select": Case(lambda x, m: aten.select.int(x, 1, -1)),
