@@ -44,6 +44,9 @@ from aero_compile.version import __version__
 OPSET = 20
 """Default operator set: the first with Gelu, and read by onnxruntime since 1.17."""
 
+OLDEST_OPSET = 18
+"""The oldest operator set that torch's exporter writes."""
+
 LARGEST_FILE = 1 << 30
 """Weights of more bytes than this are kept in a second file (an ONNX file itself must stay below 2 GiB)."""
 
@@ -140,6 +143,9 @@ def export_onnx(
     start = time.perf_counter()
     if not tolerance > 0:
         raise ExportError(f"tolerance must be positive, got {tolerance}")
+    newest = _newest_opset()
+    if not OLDEST_OPSET <= opset <= newest:
+        raise ExportError(f"opset must be between {OLDEST_OPSET} and {newest}, got {opset}")
     target = Path(path)
     if target.is_dir() or not target.name:
         raise ExportError(f"{target} is a directory; give the name of a file in it, such as {target / 'model.onnx'}")
@@ -196,6 +202,12 @@ def _require_packages() -> None:
         ) from error
 
 
+def _newest_opset() -> int:
+    import onnx
+
+    return int(onnx.defs.onnx_opset_version())
+
+
 # -- the graph -------------------------------------------------------------------------------------------------
 
 
@@ -250,7 +262,7 @@ def _sample_length(twin: TransformedModel) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "torch.fx", "torch._dynamo")]
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "torch.fx", "onnxscript")]
     loggers += [logging.getLogger(n) for n in logging.root.manager.loggerDict if n.startswith("torch.onnx.")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -271,7 +283,7 @@ def _exported(module: fx.GraphModule, names: Sequence[str], twin: TransformedMod
     axes = {name: {0: "batch", 1: "sequence"} for name in names}
     try:
         with _quiet(), torch.no_grad():
-            return torch.onnx.export(
+            program: Any = torch.onnx.export(
                 module,
                 (),
                 kwargs=sample,
@@ -285,6 +297,10 @@ def _exported(module: fx.GraphModule, names: Sequence[str], twin: TransformedMod
     except Exception as error:
         text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ExportError(f"{twin.convention.family} could not be written as ONNX, opset {opset}: {text}") from error
+    written = program.model.opset_imports.get("")
+    if written != opset:  # the exporter goes on with another one if it cannot convert
+        raise ExportError(f"{twin.convention.family} could not be written in opset {opset}, only in {written}")
+    return program
 
 
 def _annotate(model: Any, twin: TransformedModel, counted: str) -> None:
