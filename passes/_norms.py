@@ -6,13 +6,14 @@ from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
+from typing import ClassVar
 
 from torch import fx
 
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.layer_sets import chosen_layers, parse_layers
-from aero_compile.norm_sites import NormSite, find_norm_sites, parse_norms
+from aero_compile.norm_sites import PARTS, NormSite, find_norm_sites, parse_norms
 from aero_compile.parts import Norm, nonlinear_kind
 from aero_compile.passes._split_rows import split_rows
 from aero_compile.rewriting import bypass, replace_node
@@ -44,6 +45,9 @@ class NormPass(GraphPass):
     layers: str = "all"
     norms: str = "all"
 
+    names_parts: ClassVar[bool] = True
+    """Whether tensors are added that are named after the parts of the model that read a norm."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "layers", parse_layers(self.layers))
@@ -71,17 +75,23 @@ class NormPass(GraphPass):
         places = self._places(count)
         if not places:
             return []
-        divided = len({"qk", "v"} & parse_norms(self.norms)) == 1
-        sites = find_norm_sites(model, exact=divided)
-        found = []
+        found, sites = [], self._sites(model)
         for _, group in groupby(sites, key=lambda site: site.norm.node):
             of_norm = tuple(group)
             taken = tuple(site for site in of_norm if (site.norm.layer, site.part) in places)
             if taken:
                 found.append(Chosen(taken[0].norm, taken, len(taken) == len(of_norm), _name(taken)))
         if not found and not any(places & earlier._places(count) for earlier in self._earlier(model)):
-            raise UnsupportedGraphError(self._nothing_found(model, sites))
+            raise UnsupportedGraphError(self._nothing_found(model))
         return found
+
+    def _sites(self, model: TransformedModel) -> tuple[NormSite, ...]:
+        """All sites of all norms, told apart as far as the choice needs it."""
+        parts = parse_norms(self.norms)
+        if parts == set(PARTS) and not self.names_parts:
+            norms: tuple[Norm, ...] = model.structure.norms
+            return tuple(NormSite(norm, "final" if norm.layer is None else "other", ()) for norm in norms)
+        return find_norm_sites(model, exact=len({"qk", "v"} & parts) == 1)
 
     def _places(self, count: int) -> set[tuple[int | None, str]]:
         """(layer, part) of everything chosen."""
@@ -98,8 +108,8 @@ class NormPass(GraphPass):
             if name == self.name:
                 yield self.from_options(dict(item.split("=", 1) for item in options.rstrip("}").split(",") if item))
 
-    def _nothing_found(self, model: TransformedModel, sites: tuple[NormSite, ...]) -> str:
-        family = model.convention.family
+    def _nothing_found(self, model: TransformedModel) -> str:
+        family, sites = model.convention.family, find_norm_sites(model, exact=False)
         if not sites:
             live = model.structure.live
             present = sorted({nonlinear_kind(node, live) or "softmax" for node in live})
@@ -107,8 +117,8 @@ class NormPass(GraphPass):
                 f"{self.name} found no LayerNorm or RMSNorm in {family}; the nonlinear ops it has are "
                 f"{', '.join(present)}"
             )
-        parts = {site.part: sorted({str(s.norm.layer) for s in sites if s.part == site.part}) for site in sites}
-        present = [part if part == "final" else f"{part} in {', '.join(parts[part])}" for part in parts]
+        layers = {site.part: sorted({s.norm.layer or 0 for s in sites if s.part == site.part}) for site in sites}
+        present = [p if p == "final" else f"{p} in {', '.join(map(str, layers[p]))}" for p in layers]
         return (
             f"{self.name} found no norm for norms={self.norms} in layers={self.layers} of {family}; the norms it has, "
             f"by layer: {'; '.join(present)}"

@@ -34,6 +34,7 @@ class StripLayerNorm(NormPass):
 
     name: ClassVar[str] = "strip-layer-norm"
     preserves_numerics: ClassVar[bool] = False
+    names_parts: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -32,7 +32,8 @@ class DyT(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.weight * torch.tanh(self.alpha * x)
-        return out if self.bias is None else out + self.bias
+        shifted: Tensor = out if self.bias is None else out + self.bias
+        return shifted
 
 
 def error(a: Tensor, b: Tensor) -> float:
