@@ -320,13 +320,14 @@ def test_a_training_that_is_resumed_goes_on_as_it_was() -> None:
     assert all(torch.equal(value, fresh.state_dict()[key]) for key, value in model.state_dict().items())
 
 
-def test_compilation() -> None:
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+def test_compilation(backend: str) -> None:
     model = transformed("gpt2-eager", "spectral-norm{on=qkvo+ffn}").eval()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     twin = copy.deepcopy(model)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
     ids = tokens()
     torch.testing.assert_close(compiled(ids).logits, twin(ids).logits)
     model.train()

@@ -353,9 +353,12 @@ def test_the_private_program_is_that_of_plain_weights(recipe: str) -> None:
     ids = tokens(1, 8)
     model = randomized("gpt_neox-sdpa", f"strip-layer-norm,gelu-to-identity,{recipe}")
     plain = fold_weights(model)
+    model.train()  # a private run is inference, whatever the mode
+    before = copy.deepcopy(model.state_dict())
     programs = [lower(partition(each, each.logits_graph(), ids)) for each in (model, plain)]
     steps = [[(step.key, step.shapes, step.dtypes) for step in program.steps] for program in programs]
     assert steps[0] == steps[1]
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     weights = [sorted(program.weights.values(), key=lambda w: (w.shape, float(w.sum()))) for program in programs]
     assert len(weights[0]) == len(weights[1])
     for one, other in zip(*weights, strict=True):

@@ -53,6 +53,16 @@ def test_values_like_a_live_one_are_public_when_only_its_shape_is_used() -> None
     assert found["ones_like_default"] is Domain.PUBLIC
 
 
+def test_no_module_but_dropout_is_called_on_live_values() -> None:
+    model = TokenRows(torch.randn(4, 3), lambda x, m: m.squash(m.drop(x)))
+    model.drop, model.squash = torch.nn.Dropout(0.5), torch.nn.Tanh()
+    with pytest.raises(LoweringError, match="squash on hidden values"):
+        partition(model, model.logits_graph(), model.ids)
+    model.squash = torch.nn.Dropout(0.5)
+    part = partition(model.train(), model.logits_graph(), model.ids)
+    assert part.is_live(part.output)
+
+
 def test_live_values_are_not_kept() -> None:
     model = TokenRows(torch.randn(4, 3), lambda x, m: aten.relu.default(x))
     part = partition(model, model.logits_graph(), model.ids)
