@@ -501,6 +501,16 @@ def test_more_families(name: str) -> None:
         assert bool(torch.isfinite(parameter.grad).all()), key
 
 
+def test_blocks_that_share_a_module() -> None:
+    model = tiny_models.NanoGPT(vocab=30)
+    blocks: Any = model.transformer["h"]
+    blocks[1].mlp = blocks[0].mlp
+    result = same_function(randomize(model))
+    assert all(type(p.data) is Tensor for p in result.parameters()), "weights, and not their stand-ins"
+    names = [f"transformer.h.{layer}.mlp.c_fc.weight" for layer in range(2)]
+    assert result.get_parameter(names[0]) is result.get_parameter(names[1])
+
+
 def test_the_shared_models_are_still_what_they_were() -> None:
     """Guards the other tests: captured and source models are shared between them."""
     for name in tiny_models.EVERY[:2]:
