@@ -18,6 +18,7 @@ import torch
 
 from aero_compile.errors import InputError
 from aero_compile.runtime.fold import fold_scales
+from aero_compile.runtime.fold_first_position import scale_first_position
 from aero_compile.runtime.fold_norms import fold_norms
 from aero_compile.runtime.fold_slopes import fold_slopes
 from aero_compile.runtime.link import TLSConfig
@@ -149,7 +150,10 @@ def _compile(
     was_training = model.training
     model.eval()
     try:
-        graph = fold_slopes(fold_scales(fold_norms(_graph(model), model), model), model)
+        graph = fold_norms(_graph(model), model)
+        if ids.shape[1] > 1:
+            graph = scale_first_position(graph, model)
+        graph = fold_slopes(fold_scales(graph, model), model)
         part = partition(model, graph, torch.from_numpy(ids).to(device), ranges)
     finally:
         model.train(was_training)

@@ -11,6 +11,7 @@ from torch import fx
 
 from aero_compile import transform
 from aero_compile.rewriting import tainted_nodes
+from aero_compile.runtime.fold_first_position import scale_first_position
 from aero_compile.runtime.fold_norms import LARGEST, SMALLEST, fold_norms
 from aero_compile.trainable import TransformedModel
 from tests import tiny_models
@@ -38,17 +39,36 @@ def count(graph: fx.Graph, *targets: object) -> int:
     return sum(node in live and node.target in targets for node in graph.nodes)
 
 
+def factors(model: TransformedModel, graph: fx.Graph, ids: torch.Tensor) -> list[torch.Tensor]:
+    """What live products multiply by something that is not live."""
+    live, found = tainted_nodes(graph, "input_ids"), []
+
+    class Watch(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> object:
+            if n in live and n.target is aten.mul.Tensor and not (n.args[0] in live and n.args[1] in live):
+                found.append(self.fetch_args_kwargs_from_env(n)[0][0])
+            return super().run_node(n)
+
+    inputs = [ids if n.target == "input_ids" else torch.ones_like(ids) for n in graph.nodes if n.op == "placeholder"]
+    Watch(model, graph=graph).run(*inputs)
+    return found
+
+
 @pytest.mark.parametrize("family", ["gpt2-eager", "gpt_neox-sdpa", "llama-eager", "nanogpt"])
 @pytest.mark.parametrize("recipe", ["freeze-layer-norm", "freeze-layer-norm{first_token=True}"])
 def test_the_same_function_without_means(family: str, recipe: str) -> None:
     model = frozen(family, recipe)
     graph = model.logits_graph()
-    folded = fold_norms(graph, model)
     for length in (1, 2, 13):
+        folded = fold_norms(graph, model)
+        if length > 1:
+            folded = scale_first_position(folded, model)
         ids = tiny_models.tokens(2, length)
         torch.testing.assert_close(run(model, folded, ids), run(model, graph, ids), rtol=1e-10, atol=1e-10)
     assert count(folded, aten.mean.dim) == 0
-    left = 5 if "first_token" in recipe else 0  # the rows' factors
+    left = 5 if "first_token" in recipe else 0  # of the first position
+    sizes = {tuple(x.shape) for x in factors(model, folded, tiny_models.tokens(2, 13)) if x.shape[-1] == 32}
+    assert sizes == ({(2, 1, 32)} if left else set())
     attention = count(transform(tiny_models.captured(family), "strip-layer-norm").logits_graph(), aten.mul.Tensor)
     assert count(folded, aten.mul.Tensor) == attention + left
 
