@@ -614,7 +614,7 @@ def configs(draw: st.DrawFn, max_layers: int = 3) -> Config:
         window=0 if attention == "sdpa-causal" else one(0, 0, draw(st.integers(1, 5))),
         norm_of_embeddings=one(False, False, True),
         inner_norm=one(False, False, True),
-        shared=False,
+        shared=one(False, False, False, True),
         labels=one(False, False, True),
         seed=draw(st.integers(0, 3)),
     )

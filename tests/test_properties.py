@@ -165,8 +165,8 @@ def assert_dropout(config: Config, source: Decoder, model: TransformedModel) -> 
 # -- the tests -------------------------------------------------------------------------------------------------
 
 
-@few(max_examples=5)
-@given(configs())
+@few(max_examples=3)
+@given(configs(max_layers=2))
 @example(Config(vocab=8, width=8, output="dict"))  # hidden states of the logits' shape
 @example(Config(vocab=8, width=24, output="tuple"))  # … and wider than the logits
 @example(Config(vocab=8, width=8, output="tuple", labels=True))
@@ -316,6 +316,10 @@ def assert_sound(config: Config, model: TransformedModel, before: TransformedMod
             assert parameter.grad is not None, f"no gradient reaches {name}"
 
 
+def counts(model: TransformedModel) -> str:
+    return str(aero_compile.census(model, min(4, model.max_positions or 4)))
+
+
 def assert_saved(config: Config, model: TransformedModel) -> None:
     """Bit-exact through a file, through a copy, with its history and census."""
     ids = tokens(config, 2, min(4, model.max_positions or 4))
@@ -324,14 +328,14 @@ def assert_saved(config: Config, model: TransformedModel) -> None:
         for twin in (aero_compile.load(aero_compile.save(model, folder)), copy.deepcopy(model)):
             assert_same(twin(ids), expected, 0.0)
             assert twin.history == model.history
-            assert str(aero_compile.census(twin, 4)) == str(aero_compile.census(model, 4))
+            assert counts(twin) == counts(model)
 
 
 def passes_cases() -> st.SearchStrategy[tuple[Config, list[GraphPass]]]:
     return st.tuples(configs(), st.lists(any_pass(), min_size=1, max_size=4))
 
 
-@few(max_examples=6)
+@few(max_examples=4)
 @given(passes_cases())
 def test_passes(case: tuple[Config, list[GraphPass]]) -> None:
     check_passes(*case)
@@ -365,10 +369,13 @@ def check_reference(config: Config, texts: list[str], seed: int) -> None:
     if not config.norms():
         texts = [text for text in texts if "norm" not in CHANGES[text]]
     changes: dict[str, Any] = {}
+    chosen = []
     for text in texts:
-        changes |= CHANGES[text]
-    note(f"{texts}")
-    result = aero_compile.transform(model, ",".join(texts))
+        if changes.get("activation") != "none" or "activation" not in CHANGES[text]:  # there is none to replace then
+            chosen.append(text)
+            changes |= CHANGES[text]
+    note(f"{chosen}")
+    result = aero_compile.transform(model, ",".join(chosen))
     expected = reference(source, shared=False, **changes)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in result.named_parameters():
@@ -395,7 +402,7 @@ def reference_cases() -> st.SearchStrategy[tuple[Config, list[str], int]]:
     )
 
 
-@few(max_examples=5)
+@few(max_examples=4)
 @given(reference_cases())
 @example((Config(layers=2, block="parallel-one-norm", order="feed-forward-first"), ["scaled-ffn"], 0))
 def test_reference(case: tuple[Config, list[str], int]) -> None:
@@ -429,7 +436,7 @@ def check_commuting(config: Config, one: GraphPass, other: GraphPass) -> None:
         return
     second.load_state_dict(randomized(first).state_dict())
     assert_equal_functions(config, first, second)
-    assert str(aero_compile.census(first, 4)) == str(aero_compile.census(second, 4))
+    assert counts(first) == counts(second)
 
 
 def randomized(model: TransformedModel) -> TransformedModel:
@@ -448,7 +455,7 @@ def commuting_cases(draw: st.DrawFn) -> tuple[Config, GraphPass, GraphPass]:
     return draw(configs()), one, other
 
 
-@few(max_examples=6)
+@few(max_examples=4)
 @given(commuting_cases())
 def test_commuting(case: tuple[Config, GraphPass, GraphPass]) -> None:
     check_commuting(*case)
