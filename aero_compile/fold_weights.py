@@ -46,8 +46,8 @@ def fold_weights(model: TransformedModel) -> TransformedModel:
     """A copy of `model`, in eval mode, in which every expression over weights is one weight.
 
     The weight or bias of a linear layer and the table of an embedding keep the name, and the layout, of the one
-    parameter of their shape that the expression replaces: after weight or spectral normalization, all weights have
-    the names and shapes of the source. Every other result is named after its first weight and its last op:
+    parameter of their shape that the expression replaces: after weight or spectral normalization, the layers' weights
+    have the names and shapes of the source. Every other result is named after its first weight and its last op:
     `scaled_ffn.0.alpha_reciprocal`.
     """
     folded = copy.deepcopy(model)

@@ -18,6 +18,7 @@ import aero_compile
 from aero_compile.errors import RecipeError, UnsupportedGraphError
 from aero_compile.fold_weights import fold_weights
 from aero_compile.passes.weight_norm import WeightNorm
+from aero_compile.recipe import resolve
 from aero_compile.rewriting import ancestors
 from aero_compile.trainable import TransformedModel
 from tests import tiny_models
@@ -88,6 +89,27 @@ def test_layers() -> None:
     model = transformed("gpt2-eager", "weight-norm{layers=none}")
     assert not model.reports[-1].modified
     assert model.recipe == ""
+
+
+@pytest.mark.parametrize("kind", ["WNorm", "SNorm"])
+@pytest.mark.parametrize("places", PLACES)
+def test_the_recipes_of_the_papers_table(kind: str, places: str) -> None:
+    """Softmax is all that is left, the weights are normalized, and it trains."""
+    recipe = resolve(f"SM+{kind}({places.upper()})")
+    assert recipe.name == f"{'weight' if kind == 'WNorm' else 'spectral'}_norm_{places.replace('+', '_')}"
+    model = transformed("gpt2-eager", recipe.name).train()
+    assert str(aero_compile.census(model, 16)) == "SM:8×R^{16×16}"
+    ids = tokens(4, 16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(12):
+        loss = model(ids, labels=ids).loss
+        losses.append(float(loss.detach()))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert all(p.grad is not None for p in model.parameters())
+    assert losses[-1] < 0.9 * losses[0]
 
 
 # -- against torch ---------------------------------------------------------------------------------------------
@@ -346,20 +368,20 @@ def test_a_model_without_weights() -> None:
 
 @pytest.mark.parametrize("recipe", ["weight-norm{on=qkv+ffn}", "spectral-norm{on=qkv+ffn}"])
 def test_the_private_program_is_that_of_plain_weights(recipe: str) -> None:
-    """The server computes the weights before the run: the same steps, hence the same bytes."""
+    """The server computes the weights before the run: the same steps as without the norms, hence the same bytes."""
     from aero_compile.runtime.partition import partition
     from aero_compile.runtime.to_jax import lower
 
     ids = tokens(1, 8)
     model = randomized("gpt_neox-sdpa", f"strip-layer-norm,gelu-to-identity,{recipe}")
-    plain = fold_weights(model)
+    others = fold_weights(model), transformed("gpt_neox-sdpa", "SM")
     model.train()  # a private run is inference, whatever the mode
     before = copy.deepcopy(model.state_dict())
-    programs = [lower(partition(each, each.logits_graph(), ids)) for each in (model, plain)]
+    programs = [lower(partition(each, each.logits_graph(), ids)) for each in (model, *others)]
     steps = [[(step.key, step.shapes, step.dtypes) for step in program.steps] for program in programs]
-    assert steps[0] == steps[1]
+    assert steps[0] == steps[1] == steps[2]
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     weights = [sorted(program.weights.values(), key=lambda w: (w.shape, float(w.sum()))) for program in programs]
-    assert len(weights[0]) == len(weights[1])
-    for one, other in zip(*weights, strict=True):
+    assert len({len(each) for each in weights}) == 1
+    for one, other in zip(*weights[:2], strict=True):
         torch.testing.assert_close(torch.from_numpy(one), torch.from_numpy(other), rtol=1e-6, atol=1e-6)
