@@ -29,7 +29,7 @@ from aero_compile import TransformedModel
 from aero_compile.errors import InputError, LoweringError, RecipeError, UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass
 from aero_compile.recipe import PASSES, Recipe, resolve
-from tests.random_decoders import ACTIVATIONS, Config, Decoder, build, configs, logits_of, reference
+from tests.random_decoders import ACTIVATIONS, Block, Config, Decoder, build, configs, logits_of, reference, rows_of
 
 MANY = int(os.environ.get("AERO_COMPILE_EXAMPLES", "60"))
 
@@ -414,6 +414,54 @@ def test_reference(case: tuple[Config, list[str], int]) -> None:
 @given(reference_cases())
 def test_reference_many(case: tuple[Config, list[str], int]) -> None:
     check_reference(*case)
+
+
+def check_weight_norm(config: Config, part: str, seed: int) -> None:
+    """The lengths g of a part's rows are those of the eager layer's rows, whatever the layout of fused projections."""
+    config = dataclasses.replace(config, shared=False)
+    gated = config.gate != "none"
+    if (gated and part.startswith("ffn") and config.activation == "none") or (part == "ffn_gate" and not gated):
+        return  # without an activation nothing tells a gate from what it multiplies
+    source, model = both(config)
+    result = aero_compile.transform(model, f"weight-norm{{on={part if len(part) == 1 else 'ffn'}}}")
+    expected = copy.deepcopy(source)
+    generator = torch.Generator().manual_seed(seed)
+    lengths = dict(result.named_parameters())
+    with torch.no_grad():
+        for layer, block in enumerate(expected.blocks):
+            assert isinstance(block, Block)
+            linear, rows = rows_of(block)[part]
+            factors = (0.5 + torch.rand(len(rows), generator=generator)).double()
+            weight = linear.weight if linear.spelling not in ("conv1d", "transposed") else linear.weight.T
+            weight[rows] *= factors[:, None]
+            names = [name for name in lengths if name.startswith(f"weight_norm.{layer}.{part}.")]
+            start = 0
+            for name in names:  # one of them, or one for each head in a list
+                lengths[name].mul_(factors[start : start + lengths[name].numel()])
+                start += lengths[name].numel()
+            assert start == len(rows)
+        for batch, length in shapes(config):
+            ids = tokens(config, batch, length)
+            assert_same(logits_of(result(ids)), logits_of(expected(ids)))
+
+
+def weight_norm_cases() -> st.SearchStrategy[tuple[Config, str, int]]:
+    parts = st.sampled_from(["q", "k", "v", "o", "ffn_in", "ffn_gate", "ffn_out"])
+    return st.tuples(configs(), parts, st.integers(0, 9))
+
+
+@few(max_examples=3)
+@given(weight_norm_cases())
+@example((Config(heads=4, qkv="by-group", width=16), "k", 0))
+def test_weight_norm(case: tuple[Config, str, int]) -> None:
+    check_weight_norm(*case)
+
+
+@pytest.mark.slow
+@many(max_examples=MANY)
+@given(weight_norm_cases())
+def test_weight_norm_many(case: tuple[Config, str, int]) -> None:
+    check_weight_norm(*case)
 
 
 # -- passes that do not depend on each other's order ------------------------------------------------------------
