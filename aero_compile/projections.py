@@ -220,6 +220,8 @@ class _Segment:
             if node in self.structure.live and node.target is aten.linear.default:
                 self.leaves[node] = value.requires_grad_()
             return value
+        if fake.is_complex():
+            return torch.complex(self._noise(fake.shape), self._noise(fake.shape))
         if node.op == "get_attr":
             return self._stored(node)
         return torch.zeros(tuple(fake.shape), dtype=fake.dtype)
