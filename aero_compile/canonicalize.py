@@ -352,8 +352,10 @@ def mark_constants(model: TransformedModel) -> None:
     weights = from_parameters(model)
     for node in live:
         for parent in node.all_input_nodes:
-            if parent not in live and parent not in weights and is_floating(values.get(parent)):
-                parent.meta["dtype"] = values[parent].dtype
+            value = values.get(parent)
+            constant = parent not in live and parent not in weights
+            if constant and isinstance(value, torch.Tensor) and value.is_floating_point():
+                parent.meta["dtype"] = value.dtype
 
 
 def from_parameters(model: TransformedModel) -> set[fx.Node]:

@@ -290,7 +290,11 @@ def _foreign(model: nn.Module) -> str:
     """What the model has that is probably why it failed, as the beginning of a sentence; empty if nothing is known."""
     for name, module in model.named_modules():
         for what, parts in _FOREIGN.items():
-            if name and any(part in type(module).__name__.lower() for part in parts):
+            if (
+                name
+                and not type(module).__name__.endswith("Model")
+                and any(part in type(module).__name__.lower() for part in parts)
+            ):
                 return f"{type(model).__name__} has {what} ({type(module).__name__} at {name}), which is not supported"
     return ""
 

@@ -97,6 +97,8 @@ LINEAR = VIEWS | {
     aten.tril.default,
     aten.triu.default,
     aten.detach.default,
+    aten.view_as_complex.default,
+    aten.view_as_real.default,
     aten.to.dtype,
     operator.getitem,
 }

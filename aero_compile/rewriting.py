@@ -114,8 +114,9 @@ def bypass(node: fx.Node, value: fx.Node) -> None:
 
 def parameter_node(model: TransformedModel, name: str, before: fx.Node) -> fx.Node:
     """A node that reads the parameter `name`, placed at the head of the graph if there is none yet."""
-    for node in model.graph.find_nodes(op="get_attr", target=name):
-        return node
+    found: list[fx.Node] = list(model.graph.find_nodes(op="get_attr", target=name))
+    if found:
+        return found[0]
     with model.graph.inserting_before(next(iter(model.graph.nodes))):
         return model.graph.create_node("get_attr", name, (), {})
 
@@ -187,10 +188,10 @@ def sample_shape(model: TransformedModel) -> tuple[int, int]:
 
 
 def is_floating(value: Any) -> bool:
-    """Whether a node's value is a floating-point tensor, or a tuple that holds one."""
+    """Whether a node's value is a floating-point or complex tensor, or a tuple that holds one."""
     if isinstance(value, tuple | list):
         return any(is_floating(item) for item in value)
-    return isinstance(value, Tensor) and value.is_floating_point()
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def retarget(graph: fx.Graph, device: torch.device, dtype: torch.dtype, tokens: str) -> bool:

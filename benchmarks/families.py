@@ -206,7 +206,7 @@ def _difference(found: Tensor, expected: Tensor) -> float:
 def _structure(entry: Entry, row: Row, source: nn.Module, model: TransformedModel, seen: Watch) -> None:
     layers, heads, width = entry.expected(source)
     counted = seen.counts["softmax", LENGTH]
-    if heads and layers and counted == sum(model.num_heads) != layers * heads:
+    if heads and layers == model.num_layers and counted == sum(model.num_heads) != layers * heads:
         row.note = f"its attentions have {counted} softmaxes, its config speaks of {layers}×{heads}"
         heads = None
     structure = model.structure
