@@ -418,7 +418,7 @@ def captured(name: str) -> TransformedModel:
 
 @functools.cache
 def _transformed(name: str, recipe: str) -> TransformedModel:
-    return aero_compile.transform(captured(name), recipe)
+    return aero_compile.transform(captured(name), recipe, calibration=tokens())
 
 
 def transformed(name: str, recipe: str) -> TransformedModel:
