@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import aero_compile
 from aero_compile.errors import InputError, UnsupportedGraphError
+from aero_compile.norm_sites import removal_schedule
 from aero_compile.runtime.partition import Domain, partition
 from tests import tiny_models
 from tests.passes import norm_references as references
@@ -104,6 +105,22 @@ def test_one_way_into_attention(part: str) -> None:
     model = frozen("gpt2-eager", f"freeze-layer-norm{{norms={part}}}")
     assert error(model(tokens()).logits, wanted(tokens()).logits) < 1e-12
     assert aero_compile.census(model, 16).total("layernorm") == 2 * LAYERS + 1
+
+
+def test_a_norm_of_embeddings_that_feeds_another_norm() -> None:
+    plain = tiny_models.NanoGPT(layers=1)
+    plain.transformer["drop"] = tiny_models.NanoNorm(tiny_models.WIDTH, True)
+    base = aero_compile.transform(tiny_models.randomize(plain), "baseline").eval()
+    steps = removal_schedule(base)
+    assert steps[-2:] == ("strip-layer-norm{layers=0,norms=other}", "strip-layer-norm{norms=final}")
+    stripped = base
+    for step in steps:
+        stripped = aero_compile.transform(stripped, step)
+    assert aero_compile.census(stripped, 8).kinds == ("softmax", "gelu")
+    two = tokens(1, 2, seed=4)
+    model = aero_compile.transform(base, FIRST, calibration=two)
+    assert error(all_logits(model, two), all_logits(base, two)) < 1e-12
+    assert len(deviations_of(model)) == 4
 
 
 def test_batches_are_averaged_by_token_and_the_mode_is_kept() -> None:
