@@ -548,7 +548,7 @@ def rows_of(block: Block) -> dict[str, tuple[Linear, Tensor]]:
     """For each part of a block's weights, the layer that holds it and its rows there."""
     c, a, f = block.config, block.attention, block.feed_forward
     own, keys, values = c.heads * c.head_width, c.groups * c.head_width, c.groups * c.d_v
-    q, k, v = torch.split(torch.arange(own + keys + values), [own, keys, values])  # type: ignore[no-untyped-call]
+    q, k, v = torch.split(torch.arange(own + keys + values), [own, keys, values])
     if c.qkv == "separate":
         found = {"q": (a.q, q), "k": (a.k, torch.arange(keys)), "v": (a.v, torch.arange(values))}
     elif c.qkv == "keys-values":

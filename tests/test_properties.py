@@ -165,7 +165,7 @@ def assert_dropout(config: Config, source: Decoder, model: TransformedModel) -> 
 # -- the tests -------------------------------------------------------------------------------------------------
 
 
-@few(max_examples=3)
+@few(max_examples=2)
 @given(configs(max_layers=2))
 @example(Config(vocab=8, width=8, output="dict"))  # hidden states of the logits' shape
 @example(Config(vocab=8, width=24, output="tuple"))  # … and wider than the logits
@@ -335,7 +335,7 @@ def passes_cases() -> st.SearchStrategy[tuple[Config, list[GraphPass]]]:
     return st.tuples(configs(), st.lists(any_pass(), min_size=1, max_size=4))
 
 
-@few(max_examples=4)
+@few(max_examples=3)
 @given(passes_cases())
 def test_passes(case: tuple[Config, list[GraphPass]]) -> None:
     check_passes(*case)
@@ -402,7 +402,7 @@ def reference_cases() -> st.SearchStrategy[tuple[Config, list[str], int]]:
     )
 
 
-@few(max_examples=4)
+@few(max_examples=3)
 @given(reference_cases())
 @example((Config(layers=2, block="parallel-one-norm", order="feed-forward-first"), ["scaled-ffn"], 0))
 def test_reference(case: tuple[Config, list[str], int]) -> None:
@@ -450,7 +450,7 @@ def weight_norm_cases() -> st.SearchStrategy[tuple[Config, str, int]]:
     return st.tuples(configs(), parts, st.integers(0, 9))
 
 
-@few(max_examples=3)
+@few(max_examples=2)
 @given(weight_norm_cases())
 @example((Config(heads=4, qkv="by-group", width=16), "k", 0))
 def test_weight_norm(case: tuple[Config, str, int]) -> None:
@@ -503,7 +503,7 @@ def commuting_cases(draw: st.DrawFn) -> tuple[Config, GraphPass, GraphPass]:
     return draw(configs()), one, other
 
 
-@few(max_examples=4)
+@few(max_examples=3)
 @given(commuting_cases())
 def test_commuting(case: tuple[Config, GraphPass, GraphPass]) -> None:
     check_commuting(*case)
