@@ -54,13 +54,13 @@ def test_the_pass_of_the_contributing_guide_works(monkeypatch: pytest.MonkeyPatc
     space["model"] = model
     exec(compile(first, "CONTRIBUTING.md", "exec"), space)
     exec(compile(second, "CONTRIBUTING.md", "exec"), space)
-    transformed, kind = space["m"], space["GeluToLeakyRelu"]
+    transformed, kind = space["m"], space["GeluToElu"]
     counted = census(transformed, 8)
     assert counted.total("gelu") == 0
-    assert counted.total("leaky_relu") == 2
-    assert "gelu-to-leaky-relu{slope=0.1}" in transformed.recipe
+    assert counted.total("elu") == 2
+    assert "gelu-to-elu{alpha=0.5}" in transformed.recipe
 
-    again = transform(transformed, Recipe("again", "", (kind(slope=0.1),)))
+    again = transform(transformed, Recipe("again", "", (kind(alpha=0.5),)))
     assert again.reports[-1].modified is False
     with pytest.raises(UnsupportedGraphError, match="no GELU"):
         transform(transform(model, "relu"), Recipe("mine", "", (kind(),)))
