@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from aero_compile.errors import InputError, nearest
 from aero_compile.parts import ACTIVATIONS, ELEMENTARY, Structure, nonlinear_kind
 from aero_compile.rewriting import live_inputs, node_values, source_path
+from aero_compile.structure import block_prefixes
 from aero_compile.trainable import TransformedModel
 
 aten = torch.ops.aten
@@ -157,8 +158,16 @@ def _dynamic_tanh(node: fx.Node) -> tuple[int | None, str] | None:
 
 
 def _layer(node: fx.Node, structure: Structure, values: Any) -> int | None:
-    """Layer of an op that belongs to no recognized part: the last attention above it; None on the logits."""
-    if structure.depth[node] == len(structure.attentions) and values[node].shape[-1] == structure.vocab_size:
+    """Layer of an op that belongs to no recognized part; None after the last layer.
+
+    That is the block it is in, if modules have names, or else the last attention above it.
+    """
+    blocks = block_prefixes([attention.name for attention in structure.attentions])
+    path, last = source_path(node), structure.depth[node] == len(structure.attentions)
+    own = next((i for i, block in enumerate(blocks) if path == block or path.startswith(block + ".")), None)
+    if own is not None:
+        return own
+    if last and ((blocks and path) or values[node].shape[-1] == structure.vocab_size):
         return None
     return max(structure.depth[node] - 1, 0)
 

@@ -90,7 +90,7 @@ class Builder:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._values: dict[fx.Node, Any] = {}
         self._constants: dict[int, tuple[Array, fx.Node]] = {}
-        self.names: dict[int, str] = {}
+        self.parameters: dict[int, Array] = {}
 
     def placeholder(self, shape: tuple[int, int]) -> fx.Node:
         """The token ids."""
@@ -122,7 +122,7 @@ class Builder:
     def constant(self, array: Array) -> fx.Node:
         """A node that reads a buffer with this value, the same for the same array."""
         if id(array) not in self._constants:
-            name = self.names.get(id(array), f"constant.{len(self._constants)}")
+            name = f"constant.{len(self._constants)}"
             tensor = self.tensors[name] = _tensor(array)
             node = self.graph.create_node("get_attr", name, (), {})
             self._values[node] = self._mode.from_tensor(tensor, static_shapes=True)
@@ -144,8 +144,13 @@ class Builder:
         return bool(self._values[value].is_floating_point())
 
     def operand(self, value: Value, rank: int) -> Any:
-        """`value` as an operand beside one of `rank` dimensions: a number if it is one and has no name of its own."""
-        if isinstance(value, np.ndarray) and value.size == 1 and value.ndim <= rank and id(value) not in self.names:
+        """`value` as an operand beside one of `rank` dimensions: a number if it is one and no parameter."""
+        if (
+            isinstance(value, np.ndarray)
+            and value.size == 1
+            and value.ndim <= rank
+            and id(value) not in self.parameters
+        ):
             return exact(value)
         return value
 
@@ -354,7 +359,7 @@ class _Importer:
             except Exception as error:
                 raise InputError(f"{self.file} is damaged: the weight {name} cannot be read: {error}") from error
         if re.fullmatch(r"[A-Za-z_]\w*(\.\w+)+", name):
-            self.builder.names[id(array)] = name
+            self.builder.parameters[id(array)] = array
         return array
 
     def _check_stored(self, tensor: Any) -> None:

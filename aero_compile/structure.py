@@ -155,7 +155,7 @@ def _norms(
     attentions: Sequence[Attention],
     ffns: Sequence[FeedForward],
 ) -> Iterator[Norm]:
-    prefixes = _block_prefixes([attention.name for attention in attentions])
+    prefixes = block_prefixes([attention.name for attention in attentions])
     entries = {ffn.entry: ffn.layer for ffn in ffns}
     for node in order:
         if node.target not in NORMS:
@@ -171,7 +171,7 @@ def _norms(
         yield Norm(layer, node, name)
 
 
-def _block_prefixes(names: Sequence[str]) -> list[str]:
+def block_prefixes(names: Sequence[str]) -> list[str]:
     """Module path of each block (`transformer.h.3`), from the paths of its attention; empty if not named."""
     split = [name.split(".") for name in names]
     if len(names) == 1:

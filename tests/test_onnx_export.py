@@ -62,8 +62,8 @@ _programs: dict[tuple[str, str, int], Any] = {}
 
 
 def _once(module: Any, names: Any, twin: TransformedModel, opset: int) -> Any:
-    """Export each kind of model once, whatever its weights are: an export takes seconds."""
-    key = (twin.convention.family, twin.recipe, opset)
+    """Export each graph of a recipe once, whatever its weights are: an export takes seconds."""
+    key = (twin.recipe, str(module.graph), opset)
     if key not in _programs:
         _programs[key] = _original(module, names, twin, opset)
     return _programs[key]
@@ -85,8 +85,9 @@ def live_ops(graph: onnx.GraphProto) -> Counter[str]:
     for node in graph.node:
         assert not any(attribute.HasField("g") for attribute in node.attribute)
         if node.op_type not in ("Shape", "Size") and live.intersection(node.input):
+            product = node.op_type == "Div" and node.input[1] not in live
+            found["Mul" if product else node.op_type] += 1
             live.update(node.output)
-            found[node.op_type] += 1
     return found
 
 
@@ -369,10 +370,26 @@ def check(name: str, recipe: str) -> None:
         assert not NONLINEAR & live_ops(onnx.load(report.path).graph).keys()
 
 
+KINDS = [name for name, recipe in aero_compile.recipes().items() if recipe.group == "architectures of the paper"]
+KINDS += ["dyt", "leaky_relu_layer", "leaky_relu_01", "gelu_even", "relu_odd", "gelu_neurons_25"]
+KINDS += ["weight_norm_qkvo_ffn", "spectral_norm_qkvo_ffn"]
+KINDS += ["simplified_gelu", "simplified_norm_free_softmax_only", "simplified_parallel_relu"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [r for r in aero_compile.recipes() if not r.startswith("frozen")])
-def test_every_recipe(recipe: str) -> None:
+@pytest.mark.parametrize("recipe", KINDS)
+def test_every_kind_of_recipe(recipe: str) -> None:
     check("gpt2-eager", recipe)
+
+
+@pytest.mark.slow
+def test_frozen_norms_leave_nothing_but_products(tmp_path: Path) -> None:
+    ids = [tiny_models.tokens(2, 12, seed=seed) for seed in range(3)]
+    model = aero_compile.transform(tiny_models.captured("gpt2-eager"), "frozen_norm", calibration=ids).float()
+    report = export_onnx(model, tmp_path / "model.onnx")
+    assert onnx_census(report.path, 16).kinds == ("softmax", "gelu")
+    found = live_ops(onnx.load(report.path).graph)
+    assert not {"LayerNormalization", "Sqrt", "Reciprocal", "Div", "ReduceMean"} & found.keys()
 
 
 @pytest.mark.slow
