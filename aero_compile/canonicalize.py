@@ -7,7 +7,7 @@ Before → after:
     native_dropout, dropout with its flag baked in                → nn.Dropout modules
     scaled_dot_product_attention                                  → matmul, mul, where/add, softmax, dropout, matmul
     addmm, mm, matmul with a weight, + bias; conv1d of one token  → linear
-    clamp(min=0)                                                  → relu
+    clamp(min=0); glu([a, b])                                     → relu; a·sigmoid(b)
     bmm, baddbmm                                                  → matmul (+ add)
     arithmetic that computes gelu, silu, …, LayerNorm, RMSNorm, softmax → the op itself (aero_compile.probing)
 
@@ -124,12 +124,31 @@ def _simplify(node: fx.Node, live: set[fx.Node], flexible: set[fx.Node], values:
         node.target, node.args, node.kwargs = aten.softmax.int, (node.args[0], last), {}
     elif target in (aten.clamp.default, aten.clamp_min.default) and node in live and _bounds(node) == (0, None):
         node.target, node.args, node.kwargs = aten.relu.default, (node.args[0],), {}
+    elif target is aten.glu.default and node in live:
+        new = _opened_glu(node, values)
+        live.update((new, *new.all_input_nodes))
+        flexible.update((new, *new.all_input_nodes))
     elif target is aten.copy.default:
         _open_copy(node, values)
     elif target is aten.slice_scatter.default:
         _join(node, values)
     elif target is aten.layer_norm.default:
         node.args = (*_padded(node.args, 5, (None, None, 1e-5))[:5],)
+
+
+def _opened_glu(node: fx.Node, values: dict[fx.Node, Any]) -> fx.Node:
+    """glu([a, b]) → a·sigmoid(b)."""
+    source, dim = node.args[0], node.args[1] if len(node.args) > 1 else -1
+    assert isinstance(dim, int)
+    half = values[node].shape[dim]
+    split = insert_call(node.graph, node, aten.split.Tensor, source, half, dim)
+    a, b = (insert_call(node.graph, node, operator.getitem, split, i) for i in range(2))
+    gate = insert_call(node.graph, node, aten.sigmoid.default, b)
+    new = insert_call(node.graph, node, aten.mul.Tensor, a, gate)
+    for each in (a, gate, new):
+        values[each] = values[node]
+    replace_node(node, new)
+    return new
 
 
 def _bounds(node: fx.Node) -> tuple[Any, Any]:

@@ -141,7 +141,7 @@ def _kind(region: set[fx.Node], live: set[fx.Node]) -> str:
     """Name of an activation: that of its op, or of the ops it is made of."""
     names = {nonlinear_kind(node, live) for node in region} - {None}
     squared = any(node.target in _POWERS for node in region)
-    if names == {"sigmoid"}:
+    if names == {"sigmoid"} and any(n.target is aten.mul.Tensor and len(live_inputs(n, live)) > 1 for n in region):
         return "quick_gelu"
     return "_".join([*sorted(str(name) for name in names), *(["squared"] if squared else [])]) or "product"
 

@@ -102,6 +102,7 @@ ACTIVATIONS: dict[str, tuple[str | None, Any]] = {
     "silu-written": ("silu", lambda x: x * torch.sigmoid(x)),
     "relu-squared": ("relu_squared", lambda x: F.relu(x).square()),
     "relu-pow": ("relu_squared", lambda x: torch.relu(x) ** 2),
+    "sigmoid": ("sigmoid", torch.sigmoid),
     "none": (None, lambda x: x),
 }
 
@@ -383,7 +384,7 @@ class FeedForward(nn.Module):
         super().__init__()
         self.config = c = config
         make = functools.partial(Linear, bias=c.bias, spelling=c.linear)
-        self.up, self.down = make(c.width, c.hidden * (2 if c.gate == "fused" else 1)), make(c.hidden, c.width)
+        self.up, self.down = make(c.width, c.hidden * (2 if c.gate in ("fused", "glu") else 1)), make(c.hidden, c.width)
         if c.gate == "separate":
             self.gate = make(c.width, c.hidden)
         self.inner = Norm(c.norm if c.inner_norm else "none", c.hidden, c.bias)
@@ -395,6 +396,8 @@ class FeedForward(nn.Module):
             y = activation(self.up(x))
         elif self.config.gate == "separate":
             y = activation(self.gate(x)) * self.up(x)
+        elif self.config.gate == "glu":
+            y = F.glu(self.up(x), dim=-1)
         else:
             gate, y = self.up(x).chunk(2, dim=-1)
             y = activation(gate) * y

@@ -171,6 +171,7 @@ def assert_dropout(config: Config, source: Decoder, model: TransformedModel) -> 
 @example(Config(vocab=8, width=24, output="tuple"))  # … and wider than the logits
 @example(Config(vocab=8, width=8, output="tuple", labels=True))
 @example(Config(heads=4, attention="sdpa-causal", sharing="native"))
+@example(Config(gate="glu", activation="sigmoid"))
 @example(Config(linear="convolution", activation="gelu-written", gate="separate", dropout=0.1))
 @example(Config(linear="convolution", activation="relu-clamp", gate="fused", norm="none", bias=False))
 def test_capture(config: Config) -> None:
