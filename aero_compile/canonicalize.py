@@ -168,6 +168,8 @@ def _open_copy(node: fx.Node, values: dict[fx.Node, Any]) -> None:
         values[expanded] = values[into]
         source = expanded
     bypass(node, source)
+    if not into.users and into.op == "call_function":  # was there for its shape; a user less for what it is a part of
+        into.graph.erase_node(into)
 
 
 def _join(node: fx.Node, values: dict[fx.Node, Any]) -> None:
