@@ -192,7 +192,8 @@ def _lay_out(linear: fx.Node, size: int, rows: tuple[int, ...]) -> None:
 
     Layouts that repeat (queries, keys and values interleaved by head) are cut once for all repetitions.
     """
-    taken = [row in set(rows) for row in range(size)]
+    chosen = set(rows)
+    taken = [row in chosen for row in range(size)]
     period = next(p for p in range(1, size + 1) if size % p == 0 and taken == taken[:p] * (size // p))
     kept, after = sum(taken[:period]), linear.next
 

@@ -78,7 +78,8 @@ class Simplified:
         if self.attention_skip:
             y = y + x
         read = n if self.parallel else layer.norm_ffn(y)
-        return layer.skip * y + layer.branch * layer.ffn(read)
+        out: Tensor = layer.skip * y + layer.branch * layer.ffn(read)
+        return out
 
     def attention(self, layer: Layer, n: Tensor, sees: Tensor) -> Tensor:
         batch, length, _ = n.shape
@@ -137,20 +138,36 @@ def _split(heads: int) -> Function:
     return lambda x: x.reshape(*x.shape[:2], heads, -1).transpose(1, 2)
 
 
+def _chain(*functions: Function) -> Function:
+    """First to last."""
+
+    def chained(x: Tensor) -> Tensor:
+        for function in functions:
+            x = function(x)
+        return x
+
+    return chained
+
+
+def _joined(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).flatten(2)
+
+
+def _third(fused: Function, number: int) -> Function:
+    return lambda x: fused(x).chunk(3, dim=-1)[number]
+
+
 def _gpt2(model: Any) -> Simplified:
     body = model.transformer
     layers = []
     for block in body.h:
-        weight, bias = block.attn.c_attn.weight, block.attn.c_attn.bias
         heads, split = block.attn.num_heads, _split(block.attn.num_heads)
-        query, key, value = (
-            lambda x, w=w, b=b: x @ w + b for w, b in zip(weight.chunk(3, dim=1), bias.chunk(3), strict=True)
-        )
+        query, key, value = (_third(block.attn.c_attn, number) for number in range(3))
         layers.append(
             Layer(
                 heads,
-                lambda x, f=query, split=split: split(f(x)),
-                lambda x, f=key, split=split: split(f(x)),
+                _chain(query, split),
+                _chain(key, split),
                 value,
                 block.attn.c_proj,
                 block.mlp,
@@ -167,14 +184,13 @@ def _nanogpt(model: Any) -> Simplified:
     body = model.transformer
     layers = []
     for block in body["h"]:
-        heads = block.attn.heads
-        query, key, value = (lambda x, i=i, f=block.attn.c_attn: f(x).chunk(3, dim=-1)[i] for i in range(3))
-        split = _split(heads)
+        heads, split = block.attn.heads, _split(block.attn.heads)
+        query, key, value = (_third(block.attn.c_attn, number) for number in range(3))
         layers.append(
             Layer(
                 heads,
-                lambda x, f=query, split=split: split(f(x)),
-                lambda x, f=key, split=split: split(f(x)),
+                _chain(query, split),
+                _chain(key, split),
                 value,
                 block.attn.c_proj,
                 block.mlp,
@@ -192,18 +208,14 @@ def _neox(model: Any) -> Simplified:
     heads = config.num_attention_heads
     layers = []
     for block in body.layers:
-        fused = block.attention.query_key_value
-
-        def part(x: Tensor, i: int, fused: Any = fused) -> Tensor:
-            return fused(x).reshape(*x.shape[:2], heads, 3, -1)[:, :, :, i].transpose(1, 2)
-
+        query, key, value = (_interleaved(block.attention.query_key_value, heads, number) for number in range(3))
         turned = _rotary(body.rotary_emb.inv_freq)
         layers.append(
             Layer(
                 heads,
-                lambda x, part=part, turned=turned: turned(part(x, 0)),
-                lambda x, part=part, turned=turned: turned(part(x, 1)),
-                lambda x, part=part: part(x, 2).transpose(1, 2).flatten(2),
+                _chain(query, turned),
+                _chain(key, turned),
+                _chain(value, _joined),
                 block.attention.dense,
                 block.mlp,
                 block.input_layernorm,
@@ -213,23 +225,28 @@ def _neox(model: Any) -> Simplified:
     return Simplified(body.embed_in, layers, body.final_layer_norm, model.get_output_embeddings())
 
 
+def _interleaved(fused: Function, heads: int, number: int) -> Function:
+    """Queries, keys or values `[B, H, T, d]` of a projection whose rows are `[head, (q, k, v), d]`."""
+    return lambda x: fused(x).reshape(*x.shape[:2], heads, 3, -1)[:, :, :, number].transpose(1, 2)
+
+
 def _llama(model: Any) -> Simplified:
     body, config = model.model, model.config
     heads, groups = config.num_attention_heads, config.num_attention_heads // config.num_key_value_heads
+    turned = _rotary(body.rotary_emb.inv_freq)
+
+    def repeated(x: Tensor) -> Tensor:
+        return x.repeat_interleave(groups, dim=1)
+
     layers = []
     for block in body.layers:
-        turned = _rotary(body.rotary_emb.inv_freq)
         attention = block.self_attn
-
-        def repeated(x: Tensor) -> Tensor:
-            return x.repeat_interleave(groups, dim=1)
-
         layers.append(
             Layer(
                 heads,
-                lambda x, a=attention, turned=turned: turned(_split(heads)(a.q_proj(x))),
-                lambda x, a=attention, turned=turned: repeated(turned(_split(heads // groups)(a.k_proj(x)))),
-                lambda x, a=attention: repeated(_split(heads // groups)(a.v_proj(x))).transpose(1, 2).flatten(2),
+                _chain(attention.q_proj, _split(heads), turned),
+                _chain(attention.k_proj, _split(heads // groups), turned, repeated),
+                _chain(attention.v_proj, _split(heads // groups), repeated, _joined),
                 attention.o_proj,
                 block.mlp,
                 _rms_norm(block.input_layernorm),

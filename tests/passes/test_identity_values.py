@@ -40,9 +40,9 @@ def test_the_parameters_shrink_by_values_and_projections(name: str) -> None:
     removed = 0
     for attention in captured(name).structure.attentions:
         found = find_projections(captured(name), attention)
-        for each in (*found.values, found.output):
-            linear = each if isinstance(each, torch.fx.Node) else each.linear
-            rows = WIDTH if isinstance(each, torch.fx.Node) else len(each.rows)
+        assert found.output is not None
+        taken = [(each.linear, len(each.rows)) for each in found.values] + [(found.output, WIDTH)]
+        for linear, rows in taken:
             removed += rows * (WIDTH + (len([a for a in linear.args if a is not None]) > 2))
     assert removed > 0
     assert parameters(captured(name)) - parameters(model) == removed
@@ -78,7 +78,10 @@ def test_trained_matrices_start_as_the_identity(name: str) -> None:
     assert [len(each.values) for each in found] == [1, *[0] * (LAYERS - 1)]
     assert [each.output is not None for each in found] == [*[False] * (LAYERS - 1), True]
     model(ids, labels=ids).loss.backward()
-    assert all(bool((model.get_parameter(each).grad != 0).any()) for each in new)
+    assert all(
+        int(torch.count_nonzero(p.grad)) for key, p in model.named_parameters() if key in new and p.grad is not None
+    )
+    assert all(model.get_parameter(each).grad is not None for each in new)
 
 
 def test_trained_matrices_against_the_eager_definition() -> None:
@@ -103,6 +106,7 @@ def test_values_of_heads_in_their_order() -> None:
         with torch.no_grad():
             for one in bare.structure.attentions:
                 output = find_projections(bare, one).output
+                assert output is not None
                 for path in (str(a.target) for a in output.args[1:] if isinstance(a, torch.fx.Node)):
                     bare.get_parameter(path).zero_()  # attention adds nothing: x goes on
         ids = tokens()

@@ -79,7 +79,8 @@ def test_average_of_biased_windowed_and_capped_attention(kind: str) -> None:
     more = {"intermediate_size": 56, "num_key_value_heads": 2, "sliding_window": 4, "head_dim": 8}
     config_class = {"bloom": "BloomConfig", "mistral": "MistralConfig", "gemma2": "Gemma2Config"}[kind]
     config = getattr(transformers, config_class)(**common, **(sizes | ({} if kind == "bloom" else more)))
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    make: Any = transformers.AutoModelForCausalLM.from_config
+    model = make(config, attn_implementation="eager")
     base = aero_compile.transform(tiny_models.randomize(model).eval(), "baseline")
     ids = tokens()
     full = aero_compile.transform(base, "shaped-attention")(ids).logits
