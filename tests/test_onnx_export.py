@@ -389,7 +389,7 @@ def test_frozen_norms_leave_nothing_but_products(tmp_path: Path) -> None:
     report = export_onnx(model, tmp_path / "model.onnx")
     assert onnx_census(report.path, 16).kinds == ("softmax", "gelu")
     found = live_ops(onnx.load(report.path).graph)
-    assert not {"LayerNormalization", "Sqrt", "Reciprocal", "Div", "ReduceMean"} & found.keys()
+    assert not {"LayerNormalization", "Sqrt", "Reciprocal", "Div", "Pow"} & found.keys()  # the mean is linear
 
 
 @pytest.mark.slow
