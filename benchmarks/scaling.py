@@ -32,7 +32,7 @@ from aero_compile.report import command_line
 from aero_compile.training.run_directory import versions
 
 FORMAT = "aero_compile.scaling/1"
-STAGES = ("capture", "canonicalize", "structure", "passes", "prepare", "census")
+STAGES = ("capture", "canonicalize", "rest", "passes", "prepare", "census")
 LAYERS = (12, 24, 48, 96)
 GOALS: dict[str, tuple[float, float | None]] = {
     "gpt2-xl, meta": (60.0, 4.0),
@@ -93,7 +93,7 @@ def measure(name: str, recipe: str) -> dict[str, Any]:
     census = aero_compile.census(transformed, 128)
     spent["census"] = time.process_time() - middle
     total = time.process_time() - processor
-    spent["structure"] = max(0.0, total - sum(spent.values()))
+    spent["rest"] = max(0.0, total - sum(spent.values()))
     return {
         "name": name,
         "wall_s": time.perf_counter() - wall,
