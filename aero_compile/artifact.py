@@ -27,8 +27,8 @@ from aero_compile.held_modules import build_module, describe_module, kind_of
 from aero_compile.trainable import TransformedModel
 from aero_compile.version import __version__
 
-FORMAT = 1
-"""Version of the artifact's layout; a newer one is refused."""
+FORMAT = 2
+"""Version of the artifact's layout; a newer one is refused. In version 1 `dropouts` stood for `modules`."""
 
 GRAPH_FILE = "aero_compile.json"
 
@@ -159,6 +159,13 @@ def _build(document: dict[str, Any], stored: dict[str, Tensor]) -> TransformedMo
         max_positions=limit,
         history=tuple(str(text) for text in document["history"]),
     )
+
+
+def _modules(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Descriptions of the modules that the graph holds."""
+    if document["format"] > 1:
+        return document["modules"]  # type: ignore[no-any-return]
+    return {name: {"kind": "dropout", "p": probability} for name, probability in document["dropouts"].items()}
 
 
 def read_document(directory: Path) -> dict[str, Any]:

@@ -300,6 +300,19 @@ def nodes(document: dict[str, Any], kind: str) -> list[dict[str, Any]]:
     return [record for record in document["graph"] if record["op"] == kind]
 
 
+def test_an_older_format_is_still_read(saved: Path) -> None:
+    model = aero_compile.load(saved)
+
+    def to_version_1(document: dict[str, Any]) -> None:
+        modules = document.pop("modules")
+        assert modules
+        document.update(format=1, dropouts={name: record["p"] for name, record in modules.items()})
+
+    older = aero_compile.load(edited(saved, to_version_1))
+    assert torch.equal(call(older, "nanogpt"), call(model, "nanogpt"))
+    assert {m.p for m in older.modules() if isinstance(m, nn.Dropout)} == {tiny_models.DROPOUT}
+
+
 def test_newer_formats(saved: Path) -> None:
     with pytest.raises(ArtifactError, match=r"newer than.*upgrade"):
         aero_compile.load(edited(saved, lambda d: d.update(format=FORMAT + 1)))
