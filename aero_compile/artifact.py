@@ -146,10 +146,11 @@ def _build(document: dict[str, Any], stored: dict[str, Tensor]) -> TransformedMo
     if not (limit is None or (isinstance(limit, int) and limit > 0)):
         raise ArtifactError(f"max_positions is {limit!r}")
     inputs = convention.graph_inputs
-    inside: dict[str, dict[str, Tensor]] = {name: {} for name in document["modules"]}
+    described = _modules(document)
+    inside: dict[str, dict[str, Tensor]] = {name: {} for name in described}
     for name in [name for name in tensors if name.rpartition(".")[0] in inside]:
         inside[name.rpartition(".")[0]][name.rpartition(".")[2]] = tensors.pop(name)
-    modules = {name: build_module(record, inside[name]) for name, record in document["modules"].items()}
+    modules = {name: build_module(record, inside[name]) for name, record in described.items()}
     return TransformedModel(
         decode_graph(document["graph"], inputs=inputs, tensors=tensors, modules=modules),
         tensors,
