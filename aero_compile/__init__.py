@@ -4,15 +4,15 @@ from typing import TYPE_CHECKING
 
 from aero_compile.artifact import load, save
 from aero_compile.census import Census, census
+from aero_compile.cookbook.recipe import Recipe, recipes
 from aero_compile.entropy import entropy_regularization
 from aero_compile.errors import AeroError
+from aero_compile.graphs.trainable import TransformedModel
 from aero_compile.pipeline import transform
-from aero_compile.recipe import Recipe, recipes
-from aero_compile.trainable import TransformedModel
 from aero_compile.version import __version__
 
 if TYPE_CHECKING:
-    from aero_compile.onnx_export import export_onnx
+    from aero_compile.onnx.export import export_onnx
     from aero_compile.runtime import private_inference
 
 __all__ = [
@@ -39,7 +39,7 @@ def __getattr__(name: str) -> object:
 
         return private_inference
     if name == "export_onnx":
-        from aero_compile.onnx_export import export_onnx
+        from aero_compile.onnx.export import export_onnx
 
         return export_onnx
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from aero_compile.census import census
+from aero_compile.cookbook.recipe import PASSES, recipe_names, recipes, resolve
+from aero_compile.cookbook.recipe_page import recipe_page
 from aero_compile.errors import AeroError
 from aero_compile.pipeline import transform
-from aero_compile.recipe import PASSES, recipe_names, recipes, resolve
-from aero_compile.recipe_page import recipe_page
 from aero_compile.version import __version__
 
 PAPER = [name for name, recipe in recipes().items() if recipe.group == "architectures of the paper"]
@@ -121,7 +121,7 @@ def _list_recipes(as_json: bool) -> None:
 
 
 def _export(args: argparse.Namespace) -> None:
-    from aero_compile.onnx_export import export_onnx
+    from aero_compile.onnx.export import export_onnx
     from aero_compile.training.models import find_model, with_length
 
     source = find_model(args.model, from_scratch=args.from_scratch, overrides=None, context=args.seq_len)
@@ -134,7 +134,7 @@ def _export(args: argparse.Namespace) -> None:
 
 
 def _count_file(args: argparse.Namespace) -> None:
-    from aero_compile.onnx_census import onnx_census
+    from aero_compile.onnx.census import onnx_census
 
     counted = onnx_census(args.onnx, args.seq_len)
     print(json.dumps(counted.to_dict(), indent=1) if args.json else counted)

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from aero_compile.anatomy.parts import ACTIVATIONS, ELEMENTARY, Structure, nonlinear_kind
+from aero_compile.anatomy.structure import block_prefixes
 from aero_compile.errors import InputError, nearest
-from aero_compile.parts import ACTIVATIONS, ELEMENTARY, Structure, nonlinear_kind
-from aero_compile.rewriting import live_inputs, node_values, source_path
-from aero_compile.structure import block_prefixes
-from aero_compile.trainable import TransformedModel
+from aero_compile.graphs.rewriting import live_inputs, node_values, source_path
+from aero_compile.graphs.trainable import TransformedModel
 
 aten = torch.ops.aten
 

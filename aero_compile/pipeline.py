@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aero_compile.calibration import token_batches
-from aero_compile.canonicalize import canonicalize
-from aero_compile.capture import capture
-from aero_compile.causality import position_limit
+from aero_compile.anatomy.causality import position_limit
+from aero_compile.capturing.canonicalize import canonicalize
+from aero_compile.capturing.capture import capture
+from aero_compile.cookbook.recipe import Recipe, resolve
 from aero_compile.errors import AeroError
-from aero_compile.graph_pass import GraphPass
-from aero_compile.held_modules import kind_of
-from aero_compile.recipe import Recipe, resolve
-from aero_compile.trainable import TransformedModel
+from aero_compile.graphs.calibration import token_batches
+from aero_compile.graphs.graph_pass import GraphPass
+from aero_compile.graphs.held_modules import kind_of
+from aero_compile.graphs.trainable import TransformedModel
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,12 @@ from torch import nn
 from transformers import TrainingArguments, default_data_collator, set_seed
 
 from aero_compile.artifact import save
-from aero_compile.data import TrainingData, load_text, prepare
 from aero_compile.entropy import EntropyRegularizedModel
 from aero_compile.errors import AeroError, InputError
+from aero_compile.graphs.trainable import TransformedModel
 from aero_compile.pipeline import transform
-from aero_compile.trainable import TransformedModel
 from aero_compile.training.command_line import parse_command_line
+from aero_compile.training.data import TrainingData, load_text, prepare
 from aero_compile.training.loop import RegularizedTrainer
 from aero_compile.training.models import (
     ModelSource,
@@ -84,7 +84,7 @@ def retrain(
     ``options``: what to train and how to regularize. ``training_args``: Hugging Face's TrainingArguments, by
     default ``RetrainArguments()``; its ``output_dir`` is the run's. ``model``: a module to use instead of
     ``options.model`` (not changed; a TransformedModel keeps its recipe unless ``options.recipe`` is given).
-    ``datasets``: blocks made by ``aero_compile.data.prepare``, to share between runs; their context counts.
+    ``datasets``: blocks made by ``aero_compile.training.data.prepare``, to share between runs; their context counts.
 
     Works in several processes started by ``accelerate launch``. Raises InputError, DataError,
     RecipeError, OutputDirError, TrainingError (NaN) and what ``transform`` raises.

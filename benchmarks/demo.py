@@ -30,12 +30,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from torch import nn
 
-from aero_compile.data import TrainingData, load_text, prepare
+from aero_compile.cookbook.recipe import resolve
 from aero_compile.errors import AeroError, InputError, OutputDirError
-from aero_compile.evaluate import private_row
 from aero_compile.progress import Progress
-from aero_compile.recipe import resolve
-from aero_compile.report import (
+from aero_compile.reporting.evaluate import private_row
+from aero_compile.reporting.report import (
     Row,
     Training,
     document,
@@ -45,7 +44,8 @@ from aero_compile.report import (
     text_table,
     write_json,
 )
-from aero_compile.report_html import write_html
+from aero_compile.reporting.report_html import write_html
+from aero_compile.training.data import TrainingData, load_text, prepare
 
 TITLE = "Private inference of small Python-code models"
 RECIPES = ("SM+LN+G", "SM+LN+R", "SM+R", "EReg(SM(t)+ScFFN)")

@@ -19,12 +19,20 @@ import torch
 from torch import nn
 
 import aero_compile
+from aero_compile.cookbook.recipe import recipe_names, resolve
 from aero_compile.errors import AeroError, InputError, OutputDirError, nearest
-from aero_compile.evaluate import private_row
 from aero_compile.progress import Progress
-from aero_compile.recipe import recipe_names, resolve
-from aero_compile.report import Row, document, read_json, row_from_json, terminal_width, text_table, write_json
-from aero_compile.report_html import write_html
+from aero_compile.reporting.evaluate import private_row
+from aero_compile.reporting.report import (
+    Row,
+    document,
+    read_json,
+    row_from_json,
+    terminal_width,
+    text_table,
+    write_json,
+)
+from aero_compile.reporting.report_html import write_html
 
 DEFAULT_RECIPES = "SM+LN+G,SM+LN+R,SM+R,softmax_only"
 TINY: dict[str, Any] = {"vocab_size": 256, "n_positions": 128, "n_embd": 64, "n_layer": 2, "n_head": 4}

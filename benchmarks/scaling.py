@@ -24,11 +24,11 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-from aero_compile.charts import line_chart
 from aero_compile.errors import AeroError, InputError, nearest
 from aero_compile.files import write_atomically
 from aero_compile.progress import Progress
-from aero_compile.report import command_line
+from aero_compile.reporting.charts import line_chart
+from aero_compile.reporting.report import command_line
 from aero_compile.training.run_directory import versions
 
 FORMAT = "aero_compile.scaling/1"
@@ -70,7 +70,8 @@ def measure(name: str, recipe: str) -> dict[str, Any]:
     import torch
 
     import aero_compile
-    from aero_compile import pipeline, trainable
+    from aero_compile import pipeline
+    from aero_compile.graphs import trainable
 
     torch.set_num_threads(1)
     build, meta = SHAPES[name]

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from aero_compile.anatomy.layer_sets import chosen_layers
+from aero_compile.anatomy.parts import ACTIVATIONS, Activation, FeedForward
+from aero_compile.anatomy.structure import require_ffns
 from aero_compile.errors import UnsupportedGraphError
-from aero_compile.layer_sets import chosen_layers
-from aero_compile.parts import ACTIVATIONS, Activation, FeedForward
-from aero_compile.rewriting import bypass, insert_call, place
-from aero_compile.structure import require_ffns
-from aero_compile.trainable import TransformedModel
+from aero_compile.graphs.rewriting import bypass, insert_call, place
+from aero_compile.graphs.trainable import TransformedModel
 
 aten = torch.ops.aten
 

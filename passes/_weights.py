@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, fx, nn
 
+from aero_compile.anatomy.projections import Projection
 from aero_compile.errors import UnsupportedGraphError
-from aero_compile.projections import Projection
-from aero_compile.rewriting import place
-from aero_compile.trainable import TransformedModel
+from aero_compile.graphs.rewriting import place
+from aero_compile.graphs.trainable import TransformedModel
 
 aten = torch.ops.aten
 

@@ -17,12 +17,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from aero_compile.calibration import NormStatistics, deviations
+from aero_compile.anatomy.parts import Structure
 from aero_compile.errors import InputError, UnsupportedGraphError
-from aero_compile.parts import Structure
+from aero_compile.graphs.calibration import NormStatistics, deviations
+from aero_compile.graphs.rewriting import insert_call, node_values, parameter_node, place
+from aero_compile.graphs.trainable import TransformedModel
 from aero_compile.passes._norms import Chosen, NormPass, free_name, redirect
-from aero_compile.rewriting import insert_call, node_values, parameter_node, place
-from aero_compile.trainable import TransformedModel
 
 aten = torch.ops.aten
 

@@ -17,15 +17,15 @@ from typing import Any, ClassVar
 import torch
 from torch import fx, nn
 
-from aero_compile.attention_block import stream_value
+from aero_compile.anatomy.attention_block import stream_value
+from aero_compile.anatomy.layer_sets import chosen_layers, parse_layers
+from aero_compile.anatomy.parts import Attention, Heads, Structure
+from aero_compile.anatomy.projections import Projections, find_projections, mixed_values, weighted_sum
 from aero_compile.errors import UnsupportedGraphError
-from aero_compile.graph_pass import GraphPass, PassResult
-from aero_compile.layer_sets import chosen_layers, parse_layers
-from aero_compile.parts import Attention, Heads, Structure
+from aero_compile.graphs.graph_pass import GraphPass, PassResult
+from aero_compile.graphs.rewriting import ancestors, bypass, insert_call, parameter_node, place
+from aero_compile.graphs.trainable import TransformedModel
 from aero_compile.passes._weights import kept_rows, stored
-from aero_compile.projections import Projections, find_projections, mixed_values, weighted_sum
-from aero_compile.rewriting import ancestors, bypass, insert_call, parameter_node, place
-from aero_compile.trainable import TransformedModel
 
 aten = torch.ops.aten
 
@@ -35,7 +35,7 @@ class IdentityValues(GraphPass):
     """Remove W_V and W_O.
 
     Options:
-        trained_values, trained_projections: layers (see `aero_compile.layer_sets`) in which W_V or W_O stays.
+        trained_values, trained_projections: layers (see `aero_compile.anatomy.layer_sets`) in which W_V or W_O stays.
     """
 
     trained_values: str = "none"

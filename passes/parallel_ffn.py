@@ -16,13 +16,13 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from aero_compile.attention_block import attention_input, stream_value
-from aero_compile.graph_pass import GraphPass, PassResult
-from aero_compile.parts import Structure
-from aero_compile.projections import views_below
-from aero_compile.rewriting import insert_call
-from aero_compile.structure import require_ffns
-from aero_compile.trainable import TransformedModel
+from aero_compile.anatomy.attention_block import attention_input, stream_value
+from aero_compile.anatomy.parts import Structure
+from aero_compile.anatomy.projections import views_below
+from aero_compile.anatomy.structure import require_ffns
+from aero_compile.graphs.graph_pass import GraphPass, PassResult
+from aero_compile.graphs.rewriting import insert_call
+from aero_compile.graphs.trainable import TransformedModel
 
 aten = torch.ops.aten
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from aero_compile.errors import RecipeError
-from aero_compile.graph_pass import GraphPass, PassResult
+from aero_compile.graphs.graph_pass import GraphPass, PassResult
+from aero_compile.graphs.trainable import TransformedModel
 from aero_compile.passes._ffn_scales import Scale, scale_ffns
-from aero_compile.trainable import TransformedModel
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ from typing import ClassVar
 import torch
 from torch import fx, nn
 
+from aero_compile.anatomy.parts import Heads, Structure
 from aero_compile.errors import RecipeError, UnsupportedGraphError
-from aero_compile.graph_pass import GraphPass, PassResult
-from aero_compile.parts import Heads, Structure
-from aero_compile.rewriting import insert_call, live_inputs, parameter_node, placeholder
-from aero_compile.trainable import TransformedModel
+from aero_compile.graphs.graph_pass import GraphPass, PassResult
+from aero_compile.graphs.rewriting import insert_call, live_inputs, parameter_node, placeholder
+from aero_compile.graphs.trainable import TransformedModel
 
 aten = torch.ops.aten
 

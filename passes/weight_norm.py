@@ -18,9 +18,9 @@ import torch
 from torch import fx, nn
 
 from aero_compile.errors import UnsupportedGraphError
+from aero_compile.graphs.rewriting import insert_call, parameter_node, place, weight_value
+from aero_compile.graphs.trainable import TransformedModel
 from aero_compile.passes._weight_matrices import WeightPass
-from aero_compile.rewriting import insert_call, parameter_node, place, weight_value
-from aero_compile.trainable import TransformedModel
 
 aten = torch.ops.aten
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from aero_compile.rewriting import tainted_nodes, weight_value
+from aero_compile.graphs.rewriting import tainted_nodes, weight_value
 
 aten = torch.ops.aten
 

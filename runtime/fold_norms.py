@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from aero_compile.rewriting import SHAPE_ONLY, tainted_nodes, weight_value
+from aero_compile.graphs.rewriting import SHAPE_ONLY, tainted_nodes, weight_value
 
 aten = torch.ops.aten
 

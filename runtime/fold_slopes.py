@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from aero_compile.rewriting import tainted_nodes
+from aero_compile.graphs.rewriting import tainted_nodes
 
 aten = torch.ops.aten
 

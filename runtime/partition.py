@@ -27,7 +27,7 @@ import torch
 from torch import fx
 
 from aero_compile.errors import LoweringError
-from aero_compile.rewriting import call_in_eval, source_path
+from aero_compile.graphs.rewriting import call_in_eval, source_path
 
 MASKED_BELOW = -9e3
 """A score of at most this value is masked: -1e4 is the mildest mask in use, and a score is added to it."""

@@ -207,7 +207,7 @@ def test_counting_does_not_depend_on_the_batch_or_dtype() -> None:
     ],
 )
 def test_no_nonlinearity_is_silent(activation: Any, kinds: set[str] | None) -> None:
-    from tests.test_capture import Small
+    from tests.capturing.test_capture import Small
 
     class Changed(Small):
         def activate(self, x: torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import aero_compile
+from aero_compile.anatomy.feed_forward import find_ffns
 from aero_compile.errors import UnsupportedModelError
-from aero_compile.feed_forward import find_ffns
 from tests import tiny_models
 from tests.tiny_models import HEADS, LAYERS, WIDTH, all_logits, captured, source, tokens
 

@@ -19,10 +19,10 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import aero_compile
-from aero_compile.data import Blocks, Documents, TrainingData, prepare
 from aero_compile.entropy import EntropyRegularizedModel
 from aero_compile.errors import InputError, OutputDirError, TrainingError
 from aero_compile.retrain import RetrainArguments, RetrainOptions, RetrainResult, main, retrain
+from aero_compile.training.data import Blocks, Documents, TrainingData, prepare
 from aero_compile.training.loop import RegularizedTrainer, perplexity
 from aero_compile.training.models import find_model, parse_overrides
 from aero_compile.training.nonfinite import first_non_finite

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import aero_compile
-from aero_compile.recipe import recipes, resolve
+from aero_compile.cookbook.recipe import recipes, resolve
 from tests import eager_simplified as eager
 from tests.test_census import gpt2_shape
 from tests.tiny_models import HEADS, LAYERS, VOCAB, WIDTH, all_logits, captured, source, tokens, transformed

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import aero_compile
+from aero_compile.anatomy.norm_sites import removal_schedule
 from aero_compile.errors import InputError, UnsupportedGraphError
-from aero_compile.norm_sites import removal_schedule
 from aero_compile.runtime.partition import Domain, partition
 from tests import tiny_models
 from tests.passes import norm_references as references

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import aero_compile
+from aero_compile.cookbook.recipe import resolve
 from aero_compile.errors import RecipeError, UnsupportedGraphError
 from aero_compile.passes.gelu_to_identity import GeluToIdentity
-from aero_compile.recipe import resolve
 from tests import eager_references as eager
 from tests import tiny_models
-from tests.test_capture import Small
+from tests.capturing.test_capture import Small
 from tests.tiny_models import HIDDEN, LAYERS, captured, randomize, source, tokens, transformed
 
 aten = torch.ops.aten

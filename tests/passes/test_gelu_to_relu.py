@@ -11,7 +11,7 @@ from aero_compile.errors import RecipeError, UnsupportedGraphError
 from aero_compile.passes.gelu_to_relu import GeluToRelu
 from tests import eager_references as eager
 from tests import tiny_models
-from tests.test_capture import Small
+from tests.capturing.test_capture import Small
 from tests.tiny_models import LAYERS, randomize, source, tokens, transformed
 
 aten = torch.ops.aten

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import aero_compile
+from aero_compile.anatomy.projections import find_projections
 from aero_compile.errors import RecipeError, UnsupportedGraphError
-from aero_compile.projections import find_projections
 from tests import eager_simplified as eager
 from tests import tiny_models
 from tests.tiny_models import LAYERS, WIDTH, all_logits, captured, source, tokens, transformed

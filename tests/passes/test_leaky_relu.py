@@ -12,9 +12,9 @@ from torch import nn
 
 import aero_compile
 from aero_compile import TransformedModel
+from aero_compile.cookbook.recipe import resolve
 from aero_compile.errors import RecipeError, UnsupportedGraphError
 from aero_compile.passes.leaky_relu import LeakyRelu, learned_slopes
-from aero_compile.recipe import resolve
 from tests import eager_references as eager
 from tests import tiny_models
 from tests.tiny_models import HIDDEN, LAYERS, captured, source, tokens, transformed

@@ -105,7 +105,7 @@ def test_gains_are_per_head_and_learn(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2-eager", "gpt_neox-eager", "lecture", "encoder-pre"])
 def test_only_queries_are_set_to_zero(name: str) -> None:
-    from aero_compile.projections import find_projections
+    from aero_compile.anatomy.projections import find_projections
 
     model, before = transformed(name, "shaped-attention"), dict(captured(name).named_parameters())
     zero = {

@@ -13,7 +13,7 @@ from aero_compile.errors import InputError, RecipeError, UnsupportedGraphError
 from aero_compile.passes.softmax_temperature import SoftmaxTemperature
 from tests import eager_references as eager
 from tests import tiny_models
-from tests.test_capture import Small
+from tests.capturing.test_capture import Small
 from tests.tiny_models import HEADS, LAYERS, POSITIONS, captured, source, tokens, transformed
 
 

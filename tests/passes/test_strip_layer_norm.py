@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import aero_compile
+from aero_compile.anatomy.norm_sites import find_norm_sites, removal_schedule
 from aero_compile.errors import RecipeError, UnsupportedGraphError
-from aero_compile.norm_sites import find_norm_sites, removal_schedule
 from aero_compile.passes.strip_layer_norm import StripLayerNorm
 from tests import eager_references as eager
 from tests import tiny_models

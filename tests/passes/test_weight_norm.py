@@ -15,12 +15,12 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
 import aero_compile
+from aero_compile.cookbook.recipe import resolve
 from aero_compile.errors import RecipeError, UnsupportedGraphError
-from aero_compile.fold_weights import fold_weights
+from aero_compile.graphs.fold_weights import fold_weights
+from aero_compile.graphs.rewriting import ancestors
+from aero_compile.graphs.trainable import TransformedModel
 from aero_compile.passes.weight_norm import WeightNorm
-from aero_compile.recipe import resolve
-from aero_compile.rewriting import ancestors
-from aero_compile.trainable import TransformedModel
 from tests import tiny_models
 from tests.tiny_models import HEADS, HIDDEN, WIDTH, all_logits, captured, source, tokens, transformed
 

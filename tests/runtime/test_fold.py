@@ -7,9 +7,9 @@ import torch
 from torch import fx
 
 from aero_compile import transform
-from aero_compile.rewriting import tainted_nodes
+from aero_compile.graphs.rewriting import tainted_nodes
+from aero_compile.graphs.trainable import TransformedModel
 from aero_compile.runtime.fold import LARGEST, fold_scales
-from aero_compile.trainable import TransformedModel
 from tests import tiny_models
 
 FAMILIES = ["gpt2-eager", "gpt_neox-sdpa", "llama-eager", "nanogpt"]

@@ -10,10 +10,10 @@ import torch
 from torch import fx
 
 from aero_compile import transform
-from aero_compile.rewriting import tainted_nodes
+from aero_compile.graphs.rewriting import tainted_nodes
+from aero_compile.graphs.trainable import TransformedModel
 from aero_compile.runtime.fold_first_position import scale_first_position
 from aero_compile.runtime.fold_norms import LARGEST, SMALLEST, fold_norms
-from aero_compile.trainable import TransformedModel
 from tests import tiny_models
 
 aten = torch.ops.aten

@@ -8,10 +8,10 @@ import torch
 from torch import fx
 
 from aero_compile import transform
-from aero_compile.rewriting import tainted_nodes
+from aero_compile.graphs.rewriting import tainted_nodes
+from aero_compile.graphs.trainable import TransformedModel
 from aero_compile.runtime.fold import fold_scales
 from aero_compile.runtime.fold_slopes import fold_slopes
-from aero_compile.trainable import TransformedModel
 from tests import tiny_models
 
 aten = torch.ops.aten

@@ -1,0 +1,105 @@
+"""Masks: which positions attention sees, from the constants of the graph; no weight is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from aero_compile.anatomy.parts import Attention, Heads
+from aero_compile.errors import UnsupportedModelError
+from aero_compile.graphs.rewriting import live_inputs, place, tainted_nodes
+from aero_compile.graphs.trainable import TransformedModel
+
+aten = torch.ops.aten
+
+
+def require_causal(model: TransformedModel, found: Sequence[Attention], live: set[fx.Node]) -> None:
+    """Evaluate the masks, which depend on shapes alone, and refuse attention that sees later positions."""
+    length = 5 if model.max_positions is None else max(2, min(5, model.max_positions))
+    if model.fixed_shape is not None:
+        length = model.fixed_shape[1]
+    constants: dict[fx.Node, Any] = {}
+    ahead = torch.ones(length, length, dtype=torch.bool).triu(1)
+    for attention in found:
+        for heads in attention.groups:
+            hidden = torch.zeros(length, length, dtype=torch.bool)
+            unknown, masked = False, False
+            for node, mask in _masks(heads, live):
+                masked = True
+                value = _evaluate(model, mask, length, constants)
+                if value is None:  # a buffer without values, on the meta device
+                    unknown = True
+                elif value.dim() >= 2 and value.shape[-1] == length:
+                    hidden |= _hides(node, value, live).reshape(-1, value.shape[-2], length).all(0)
+            if not unknown and not hidden[ahead].all():
+                raise UnsupportedModelError(
+                    f"attention of layer {attention.layer} ({place(heads.softmax)}) is not causal: "
+                    f"{'its mask lets' if masked else 'no mask stops'} positions see later ones; supported are "
+                    "decoder-only transformers"
+                )
+
+
+def _masks(heads: Heads, live: set[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """(node, constant it combines with the scores) on the way from the product to the softmax."""
+    node = heads.softmax.args[0]
+    while isinstance(node, fx.Node) and node is not heads.scores:
+        for parent in node.all_input_nodes:
+            if parent not in live:
+                yield node, parent
+        node = live_inputs(node, live)[0]
+
+
+def _hides(node: fx.Node, value: Tensor, live: set[fx.Node]) -> Tensor:
+    """Which scores a mask hides, as it is used by `node`."""
+    if value.dtype != torch.bool:
+        return value.double() < -1e3
+    keeps = node.target in (aten.where.self, aten.where.ScalarOther) and node.args[1] in live
+    return ~value if keeps else value
+
+
+def _evaluate(model: TransformedModel, node: fx.Node, length: int, known: dict[fx.Node, Any]) -> Tensor | None:
+    """Value of a node that depends on shapes and buffers alone, at batch 1; None if it needs a weight."""
+
+    def value_of(current: fx.Node) -> Any:
+        if current in known:
+            return known[current]
+        if current.op == "placeholder":
+            known[current] = torch.ones(1, length, dtype=torch.int64)
+        elif current.op == "get_attr":
+            parent, _, leaf = str(current.target).rpartition(".")
+            module = model.get_submodule(parent)
+            buffer = module._buffers.get(leaf)
+            if buffer is None or buffer.device.type == "meta":
+                raise LookupError(current.name)
+            known[current] = buffer.detach().cpu()
+        else:
+            args, kwargs = fx.map_arg((current.args, current.kwargs), value_of)
+            kwargs = {k: torch.device("cpu") if k == "device" and v is not None else v for k, v in kwargs.items()}
+            known[current] = current.target(*args, **kwargs)  # type: ignore[operator]
+        return known[current]
+
+    try:
+        result = value_of(node)
+    except (LookupError, RuntimeError, RecursionError):
+        return None
+    return result if isinstance(result, Tensor) else None
+
+
+def position_limit(model: TransformedModel) -> int | None:
+    """Longest sequence that the position table allows, or None if positions are not looked up in one."""
+    tainted = tainted_nodes(model.graph, model.convention.tokens)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    limits = []
+    for node in model.graph.nodes:
+        lookup = node.target is aten.embedding.default and node not in tainted
+        if not lookup or node.args[0].op != "get_attr" or node.args[0].target not in parameters:
+            continue
+        short, long = (_evaluate(model, node.args[1], length, {}) for length in (2, 3))
+        if short is None or long is None or not short.numel():
+            continue
+        if long.max() > short.max():  # else a table of something else, such as token types
+            limits.append(parameters[node.args[0].target].shape[0] - int(short.max()) + 1)
+    return min(limits, default=None)

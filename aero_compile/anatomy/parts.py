@@ -1,0 +1,209 @@
+"""The parts of a decoder, as data: what `aero_compile.anatomy.structure` finds and passes work on."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from aero_compile.graphs.rewriting import VIEWS
+
+aten = torch.ops.aten
+
+NORMS = frozenset({aten.layer_norm.default, aten.rms_norm.default})
+
+ACTIVATIONS: Mapping[Any, str] = {
+    aten.gelu.default: "gelu",
+    aten.relu.default: "relu",
+    aten.silu.default: "silu",
+    aten.leaky_relu.default: "leaky_relu",
+    aten.prelu.default: "leaky_relu",
+    aten.tanh.default: "tanh",
+    aten.sigmoid.default: "sigmoid",
+    aten.elu.default: "elu",
+    aten.mish.default: "mish",
+    aten.softplus.default: "softplus",
+    aten.hardswish.default: "hardswish",
+    aten.hardtanh.default: "hardtanh",
+}
+"""Nonlinear element-wise ops, and the kind they are counted as."""
+
+
+ELEMENTARY: Mapping[Any, str] = {
+    aten.exp.default: "exp",
+    aten.expm1.default: "exp",
+    aten.log.default: "log",
+    aten.log1p.default: "log",
+    aten.erf.default: "erf",
+    aten.sqrt.default: "sqrt",
+    aten.rsqrt.default: "rsqrt",
+    aten.reciprocal.default: "reciprocal",
+    aten.linalg_vector_norm.default: "norm",
+    aten.abs.default: "abs",
+    aten.sin.default: "sin",
+    aten.cos.default: "cos",
+    aten.clamp.default: "clamp",
+    aten.clamp_min.default: "clamp",
+    aten.clamp_max.default: "clamp",
+    aten.maximum.default: "maximum",
+    aten.minimum.default: "minimum",
+    aten.amax.default: "maximum",
+}
+"""Nonlinear ops that no recognized activation, norm or softmax contains: counted under their own names."""
+
+
+LINEAR = VIEWS | {
+    aten.linear.default,
+    aten.matmul.default,
+    aten.embedding.default,
+    aten.index.Tensor,
+    aten.index_select.default,
+    aten.gather.default,
+    aten.add.Tensor,
+    aten.sub.Tensor,
+    aten.rsub.Scalar,
+    aten.neg.default,
+    aten.mul.Tensor,
+    aten.square.default,
+    aten.cat.default,
+    aten.slice_scatter.default,
+    aten.stack.default,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.chunk.default,
+    aten.unbind.int,
+    aten.select.int,
+    aten.repeat.default,
+    aten.repeat_interleave.self_int,
+    aten.roll.default,
+    aten.flip.default,
+    aten.sum.dim_IntList,
+    aten.mean.dim,
+    aten.cumsum.default,
+    aten.convolution.default,
+    aten.conv1d.default,
+    aten.conv2d.default,
+    aten.constant_pad_nd.default,
+    aten.pad.default,
+    aten.masked_fill.Scalar,
+    aten.masked_fill.Tensor,
+    aten.where.self,
+    aten.where.ScalarOther,
+    aten.where.ScalarSelf,
+    aten.tril.default,
+    aten.triu.default,
+    aten.detach.default,
+    aten.view_as_complex.default,
+    aten.view_as_real.default,
+    aten.to.dtype,
+    operator.getitem,
+}
+"""Ops that are linear in hidden values, select them by constants, or multiply them: not counted."""
+
+
+def nonlinear_kind(node: fx.Node, live: set[fx.Node]) -> str | None:
+    """What a live node is counted as, or None for linear ops and products; unknown ops go by their own name.
+
+    Softmax and norms, which are counted as such, give None as well.
+    """
+    if node.op != "call_function" or node.target in LINEAR or node.target in NORMS:
+        return None
+    if node.target is aten.softmax.int:
+        return None
+    if node.target is aten.pow.Tensor_Scalar:
+        exponent = node.args[1]
+        whole = isinstance(exponent, int | float) and float(exponent).is_integer() and exponent > 0
+        return None if whole else "pow"
+    if node.target is aten.div.Tensor:
+        return "division" if node.args[1] in live else None
+    known = ACTIVATIONS.get(node.target) or ELEMENTARY.get(node.target)
+    return known or str(node.target).removeprefix("aten.").partition(".")[0]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads that are computed by one softmax: `scores` is their raw product QKᵀ, `softmax` what normalizes it."""
+
+    softmax: fx.Node
+    scores: fx.Node
+    count: int
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The attention of one layer: usually all heads at once, or one group for each head of a Python list."""
+
+    layer: int
+    groups: tuple[Heads, ...]
+    name: str
+
+    @property
+    def heads(self) -> int:
+        return sum(group.count for group in self.groups)
+
+
+@dataclass(frozen=True)
+class Activation:
+    """The nonlinear, element-wise part of an FFN, from its input `source` to its result `node`.
+
+    `kind` is what it is counted as; `nodes` are all nodes that belong to it, one for a canonical op.
+    """
+
+    kind: str
+    source: fx.Node
+    node: fx.Node
+    nodes: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """One feed-forward block.
+
+    Attributes:
+        entry: live value that every in-projection reads.
+        inputs: in-projections; one, or two for a gated block.
+        output: out-projection.
+        activations: nonlinear element-wise parts between them; empty for a linear block.
+        branch: (add, argument) edge where the block's result joins the residual stream.
+        residual: (add, argument) edges of everything the result is added to, up to the residual stream.
+    """
+
+    layer: int
+    entry: fx.Node
+    inputs: tuple[fx.Node, ...]
+    output: fx.Node
+    activations: tuple[Activation, ...]
+    branch: tuple[fx.Node, fx.Node]
+    residual: tuple[tuple[fx.Node, fx.Node], ...]
+    name: str
+
+
+@dataclass(frozen=True)
+class Norm:
+    """One LayerNorm or RMSNorm; `layer` is None for the final one."""
+
+    layer: int | None
+    node: fx.Node
+    name: str
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The parts of a decoder, in layer order.
+
+    `live` are the nodes that hold hidden values, `depth` how many attentions each of them comes after, and
+    `values` the fake value of every node at a sample shape.
+    """
+
+    embedding: fx.Node
+    vocab_size: int
+    attentions: tuple[Attention, ...]
+    ffns: tuple[FeedForward, ...]
+    norms: tuple[Norm, ...]
+    live: set[fx.Node] = field(repr=False)
+    depth: Mapping[fx.Node, int] = field(repr=False)
+    values: Mapping[fx.Node, Any] = field(repr=False)

@@ -1,0 +1,1 @@
+"""From a model of any source to a canonical graph."""

@@ -1,0 +1,390 @@
+"""Canonicalization: the many spellings that exported decoders use → one small set of ATen ops.
+
+Before → after:
+    assertions, clones, full slices, float casts of live values   → gone
+    fill values of masks (−inf, the smallest float of a dtype)    → −65504
+    view / _unsafe_view / unflatten-by-view                       → reshape
+    native_dropout, dropout with its flag baked in                → nn.Dropout modules
+    scaled_dot_product_attention                                  → matmul, mul, where/add, softmax, dropout, matmul
+    addmm, mm, matmul with a weight, + bias; conv1d of one token  → linear
+    clamp(min=0); glu([a, b])                                     → relu; a·sigmoid(b)
+    bmm, baddbmm                                                  → matmul (+ add)
+    arithmetic that computes gelu, silu, …, LayerNorm, RMSNorm, softmax → the op itself (aero_compile.capturing.probing)
+
+Every rewrite preserves the function (to rounding). Casts between floating-point types are dropped from live values:
+the canonical graph computes in the dtype of its weights, whatever that is, and half-precision kernels of softmax
+and the norms accumulate in float32 on their own.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any, cast
+
+import torch
+from torch import fx, nn
+
+from aero_compile.capturing.convolutions import open_convolutions
+from aero_compile.capturing.probing import recognize
+from aero_compile.graphs.rewriting import (
+    SHAPE_ONLY,
+    bypass,
+    copy_place,
+    insert_call,
+    is_floating,
+    node_values,
+    replace_node,
+    sample_shape,
+    source_path,
+    tainted_nodes,
+)
+from aero_compile.graphs.trainable import TransformedModel
+
+aten = torch.ops.aten
+
+MASKED = -65504.0
+"""Score of a hidden position: finite in every dtype, and exactly zero after softmax."""
+
+_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.view_copy.default)
+_COPIES = (
+    aten.clone.default,
+    aten.contiguous.default,
+    aten.alias.default,
+    aten.lift_fresh_copy.default,
+)
+_CASTS = (aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.type_as.default)
+_SOFTMAXES = (aten.softmax.int, aten._softmax.default, aten._safe_softmax.default)
+_PRODUCTS = (aten.bmm.default, aten.mm.default, aten.matmul.default)
+
+
+def canonicalize(model: TransformedModel) -> TransformedModel:
+    """Rewrite the graph of a freshly captured `model` in place into canonical ops."""
+    graph = model.graph
+    for node in graph.nodes:
+        if node.op == "call_function":
+            _bound_masks(node)
+    values = _sample_values(model)
+    live = {n for n in tainted_nodes(graph, model.convention.tokens) if is_floating(values.get(n))}
+    flexible = live | from_parameters(model)
+    for node in list(graph.nodes):
+        if node.op == "call_function":
+            _simplify(node, live, flexible, values)
+    _dropouts(model)
+    _attention(model)
+    open_convolutions(model)
+    _linear(model)
+    model.graph_changed()
+    recognize(model)
+    _biases(model)
+    model.graph_changed()
+    mark_constants(model)
+    return model
+
+
+def _sample_values(model: TransformedModel) -> dict[fx.Node, Any]:
+    return node_values(model, *sample_shape(model))
+
+
+def _live(model: TransformedModel) -> tuple[set[fx.Node], dict[fx.Node, Any]]:
+    """Nodes that hold floating-point values computed from the tokens, and the fake values of all nodes."""
+    values = _sample_values(model)
+    tainted = tainted_nodes(model.graph, model.convention.tokens)
+    return {n for n in tainted if is_floating(values.get(n))}, values
+
+
+def _bound_masks(node: fx.Node) -> None:
+    """Let fill values of masks be finite in every dtype, so that a row that is hidden whole gives no NaN."""
+    if node.target in (aten.clamp.default, aten.clamp_min.default):
+        return
+
+    def bounded(value: Any) -> Any:
+        return MASKED if isinstance(value, float) and value <= -1e30 else value
+
+    node.args = tuple(bounded(value) for value in node.args)
+    node.kwargs = {key: bounded(value) for key, value in node.kwargs.items()}
+
+
+def _simplify(node: fx.Node, live: set[fx.Node], flexible: set[fx.Node], values: dict[fx.Node, Any]) -> None:
+    """Rewrites of a single node that need no context."""
+    target = node.target
+    if str(target).startswith("aten._assert") or target is aten._assert_tensor_metadata.default:
+        node.graph.erase_node(node)
+    elif target in _RESHAPES:
+        node.target = aten.reshape.default
+    elif _is_identity(node, flexible):
+        bypass(node, node.all_input_nodes[0])
+    elif target is aten.sub.Tensor and node.args[0] in live and isinstance(node.args[1], fx.Node):
+        if node.args[1] not in live and not node.kwargs:  # x − mask → x + (−mask): masks are added everywhere
+            negative = insert_call(node.graph, node, aten.neg.default, node.args[1])
+            node.target, node.args = aten.add.Tensor, (node.args[0], negative)
+    elif target in _SOFTMAXES and node in live:
+        dim = cast("int", node.args[1])
+        last = dim - values[node].dim() if dim >= 0 else dim
+        node.target, node.args, node.kwargs = aten.softmax.int, (node.args[0], last), {}
+    elif target in (aten.clamp.default, aten.clamp_min.default) and node in live and _bounds(node) == (0, None):
+        node.target, node.args, node.kwargs = aten.relu.default, (node.args[0],), {}
+    elif target is aten.glu.default and node in live:
+        new = _opened_glu(node, values)
+        live.update((new, *new.all_input_nodes))
+        flexible.update((new, *new.all_input_nodes))
+    elif target is aten.copy.default:
+        _open_copy(node, values)
+    elif target is aten.slice_scatter.default:
+        _join(node, values)
+    elif target is aten.layer_norm.default:
+        node.args = (*_padded(node.args, 5, (None, None, 1e-5))[:5],)
+
+
+def _opened_glu(node: fx.Node, values: dict[fx.Node, Any]) -> fx.Node:
+    """glu([a, b]) → a·sigmoid(b)."""
+    source, dim = node.args[0], node.args[1] if len(node.args) > 1 else -1
+    assert isinstance(dim, int)
+    half = values[node].shape[dim]
+    split = insert_call(node.graph, node, aten.split.Tensor, source, half, dim)
+    a, b = (insert_call(node.graph, node, operator.getitem, split, i) for i in range(2))
+    gate = insert_call(node.graph, node, aten.sigmoid.default, b)
+    new = insert_call(node.graph, node, aten.mul.Tensor, a, gate)
+    for each in (a, gate, new):
+        values[each] = values[node]
+    replace_node(node, new)
+    return new
+
+
+def _bounds(node: fx.Node) -> tuple[Any, Any]:
+    """Lower and upper bound of a clamp."""
+    given = dict(zip(("min", "max"), node.args[1:], strict=False)) | dict(node.kwargs)
+    return given.get("min"), given.get("max")
+
+
+def _open_copy(node: fx.Node, values: dict[fx.Node, Any]) -> None:
+    """copy(into, x) → x in the shape of `into`."""
+    into, source = node.args[:2]
+    assert isinstance(into, fx.Node)
+    if not isinstance(source, fx.Node) or values[source].dtype != values[into].dtype:
+        return
+    if values[source].shape != values[into].shape:
+        expanded = insert_call(node.graph, node, aten.expand_as.default, source, into)
+        values[expanded] = values[into]
+        source = expanded
+    bypass(node, source)
+    if not into.users and into.op == "call_function":  # was there for its shape; a user less for what it is a part of
+        into.graph.erase_node(into)
+
+
+def _join(node: fx.Node, values: dict[fx.Node, Any]) -> None:
+    """A tensor that is filled part by part, y[..., :n] = a and y[..., n:] = b → cat([a, b])."""
+    inner = node.args[0]
+    if not isinstance(inner, fx.Node) or inner.target is not aten.slice_scatter.default or len(inner.users) > 1:
+        return
+    rank = values[node].dim()
+    outer, first = (_padded(each.args, 6, (0, None, None, 1)) for each in (node, inner))
+    sizes = [values[each[1]].shape[each[2] % rank] for each in (first, outer)]
+    adjoin = first[3] in (0, None) and first[4] == outer[3] == sizes[0] and (first[5], outer[5]) == (1, 1)
+    if outer[2] % rank == first[2] % rank and adjoin and sum(sizes) == values[node].shape[outer[2] % rank]:
+        joined = insert_call(node.graph, node, aten.cat.default, [first[1], outer[1]], outer[2] % rank - rank)
+        values[joined] = values[node]
+        replace_node(node, joined)
+
+
+def _is_identity(node: fx.Node, flexible: set[fx.Node]) -> bool:
+    """Copies, whole slices, lower bounds of masks, and casts of live values and weights (see the module's text)."""
+    first = node.args[0] if node.args else None
+    if node.target in _COPIES:
+        return bool(node.all_input_nodes)
+    if node.target is aten.slice.Tensor:
+        return _takes_all(node)
+    if node.target in (aten.max.other, aten.maximum.default):
+        bound = node.args[1]
+        return isinstance(bound, fx.Node) and bound.target is aten.full.default and bool(bound.args[1] == MASKED)
+    return node.target in _CASTS and node in flexible and first in flexible
+
+
+def _padded(args: tuple[Any, ...], length: int, defaults: tuple[Any, ...]) -> tuple[Any, ...]:
+    return args + defaults[len(defaults) - (length - len(args)) :] if len(args) < length else args
+
+
+def _takes_all(node: fx.Node) -> bool:
+    start, end, step = _padded(node.args, 5, (0, None, None, 1))[2:5]
+    whole = end is None or (isinstance(end, int) and end >= 2**62)
+    return start in (0, None) and whole and step == 1
+
+
+def _dropouts(model: TransformedModel) -> None:
+    """Turn dropout nodes, whose training flag is baked in, into nn.Dropout modules."""
+    taken: set[str] = {name for name, _ in model.named_modules()}
+    for node in list(model.graph.nodes):
+        if node.target is aten.native_dropout.default:
+            results = [user for user in node.users if user.target is operator.getitem]
+        elif node.target in (aten.dropout.default, aten.feature_dropout.default):
+            results = [node]
+        else:
+            continue
+        source, probability = node.args[0], float(node.args[1])
+        for result in results:
+            if probability == 0.0:
+                bypass(result, source)
+                continue
+            insert_dropout(model, result, source, probability, taken)
+        if not node.users and node not in results:
+            model.graph.erase_node(node)
+
+
+def insert_dropout(model: TransformedModel, old: fx.Node, source: fx.Node, probability: float, taken: set[str]) -> None:
+    """Replace `old` by an nn.Dropout of `source`, named after the module it was captured from."""
+    stack = list((old.meta.get("nn_module_stack") or {}).values())
+    path = source_path(old)
+    own = bool(stack) and str(stack[-1][1]).endswith("Dropout")
+    base = path if own else f"{path}.dropout" if path else "dropout"
+    name, count = base, 1
+    while name in taken:
+        count += 1
+        name = f"{base}_{count}"
+    taken.add(name)
+    model.add_child(name, nn.Dropout(probability))
+    with model.graph.inserting_before(old):
+        new = model.graph.call_module(name, (source,))
+    copy_place(old, new)
+    replace_node(old, new)
+
+
+def _attention(model: TransformedModel) -> None:
+    """Open scaled_dot_product_attention into its scores, mask, softmax, dropout and product."""
+    taken = {name for name, _ in model.named_modules()}
+    values = _sample_values(model)
+    for node in list(model.graph.nodes):
+        if node.target is aten.scaled_dot_product_attention.default:
+            _open_attention(model, node, values, taken)
+        elif node.target is aten.baddbmm.default:
+            _open_baddbmm(model.graph, node)
+        elif node.target is aten.bmm.default:
+            node.target = aten.matmul.default
+
+
+def _open_attention(model: TransformedModel, node: fx.Node, values: dict[fx.Node, Any], taken: set[str]) -> None:
+    graph = model.graph
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    query, key, value = given["query"], given["key"], given["value"]
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        return insert_call(graph, node, target, *args)
+
+    if given.get("enable_gqa"):
+        groups = values[query].shape[-3] // values[key].shape[-3]
+        key, value = (call(aten.repeat_interleave.self_int, x, groups, -3) for x in (key, value))
+    scale = given.get("scale")
+    if scale is None:
+        scale = 1.0 / math.sqrt(values[query].shape[-1])
+    scores = call(aten.matmul.default, query, call(aten.transpose.int, key, -2, -1))
+    scores = call(aten.mul.Tensor, scores, scale)
+    mask = given.get("attn_mask")
+    if given.get("is_causal"):
+        rows, columns = (call(aten.sym_size.int, x, values[query].dim() - 2) for x in (query, key))
+        device = values[query].device
+        with graph.inserting_before(node):
+            ones = graph.call_function(aten.ones.default, ([rows, columns],), {"dtype": torch.bool, "device": device})
+        mask = call(aten.tril.default, ones)
+        values[mask] = torch.empty(0, dtype=torch.bool)
+    if mask is not None:
+        if values[mask].dtype == torch.bool:
+            scores = call(aten.where.ScalarOther, mask, scores, MASKED)
+        else:
+            scores = call(aten.add.Tensor, scores, mask)
+    probabilities = call(aten.softmax.int, scores, -1)
+    dropped = probabilities
+    if float(given.get("dropout_p") or 0.0) > 0.0:
+        dropped = call(aten.alias.default, probabilities)
+    output = call(aten.matmul.default, dropped, value)
+    if dropped is not probabilities:
+        insert_dropout(model, dropped, probabilities, float(given["dropout_p"]), taken)
+    replace_node(node, output)
+
+
+def _open_baddbmm(graph: fx.Graph, node: fx.Node) -> None:
+    """baddbmm(c, a, b, beta, alpha) → matmul(a, b)·alpha + c·beta."""
+    bias, left, right = node.args[:3]
+    result = insert_call(graph, node, aten.matmul.default, left, right)
+    alpha, beta = node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)
+    if alpha != 1:
+        result = insert_call(graph, node, aten.mul.Tensor, result, alpha)
+    if beta != 0:
+        term = bias if beta == 1 else insert_call(graph, node, aten.mul.Tensor, bias, beta)
+        result = insert_call(graph, node, aten.add.Tensor, result, term)
+    replace_node(node, result)
+
+
+def _linear(model: TransformedModel) -> None:
+    """Products of a live value with a 2-D weight → linear(x, weight.t(), bias)."""
+    live, values = _live(model)
+    for node in list(model.graph.nodes):
+        if node.target is aten.addmm.default and not node.kwargs:
+            bias, left, right = node.args
+        elif node.target in _PRODUCTS:
+            bias, (left, right) = None, node.args
+        else:
+            continue
+        if left not in live or right in live:
+            continue
+        rank = values[right].dim()
+        if not 2 <= rank <= max(2, values[left].dim()) or any(size != 1 for size in values[right].shape[:-2]):
+            continue
+        if rank > 2:  # einsum makes a batch of one
+            right = insert_call(model.graph, node, aten.reshape.default, right, list(values[right].shape[-2:]))
+        weight = _transposed(model.graph, node, right)
+        args = (left, weight) if bias is None else (left, weight, bias)
+        new = insert_call(model.graph, node, aten.linear.default, *args)
+        live.add(new)  # it may be an operand of the next product
+        values[new] = values[node]
+        replace_node(node, new)
+
+
+def _transposed(graph: fx.Graph, before: fx.Node, weight: fx.Node) -> fx.Node:
+    plain = weight.target in (aten.t.default, aten.numpy_T.default) or (
+        weight.target in (aten.transpose.int, aten.permute.default)
+        and tuple(weight.args[1:]) in ((0, 1), (1, 0), (-2, -1), (-1, -2), ([1, 0],))
+    )
+    if plain and isinstance(weight.args[0], fx.Node):
+        return weight.args[0]
+    return insert_call(graph, before, aten.t.default, weight)
+
+
+def _biases(model: TransformedModel) -> None:
+    """linear(x, w) + parameter of shape [out] → linear(x, w, parameter)."""
+    live, values = _live(model)
+    for node in list(model.graph.nodes):
+        if node.target is not aten.add.Tensor or node.kwargs or node not in live:
+            continue
+        left, right = node.args
+        for product, bias in ((left, right), (right, left)):
+            if not isinstance(product, fx.Node) or not isinstance(bias, fx.Node) or bias in live:
+                continue
+            fits = product.target is aten.linear.default and len(product.args) == 2 and len(product.users) == 1
+            if fits and bias.op == "get_attr" and values[bias].shape == values[product].shape[-1:]:
+                new = insert_call(model.graph, node, aten.linear.default, *product.args, bias, like=product)
+                replace_node(node, new)
+                model.graph.erase_node(product)
+                break
+
+
+def mark_constants(model: TransformedModel) -> None:
+    """Note the dtype of masks and tables where they meet live values, for `rewriting.retarget`."""
+    live, values = _live(model)
+    weights = from_parameters(model)
+    for node in live:
+        for parent in node.all_input_nodes:
+            value = values.get(parent)
+            constant = parent not in live and parent not in weights
+            if constant and isinstance(value, torch.Tensor) and value.is_floating_point():
+                parent.meta["dtype"] = value.dtype
+
+
+def from_parameters(model: TransformedModel) -> set[fx.Node]:
+    """Nodes whose value is computed from parameters."""
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    found: set[fx.Node] = set()
+    for node in model.graph.nodes:
+        own = node.op == "get_attr" and node.target in names
+        if own or (node.target not in SHAPE_ONLY and any(parent in found for parent in node.all_input_nodes)):
+            found.add(node)
+    return found

@@ -1,0 +1,1 @@
+"""Recipes: passes in order, by name, label or text."""

@@ -1,0 +1,1 @@
+"""The model as a graph: edits, passes, weights, artifacts."""

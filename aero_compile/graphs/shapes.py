@@ -1,0 +1,116 @@
+"""Shapes of every value of a graph, without computing any; what is known already is not looked at again."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+if TYPE_CHECKING:
+    from aero_compile.graphs.trainable import TransformedModel
+
+
+class _Known:
+    """What was found for one model at one batch and length: the values of nodes, and of the tensors they read."""
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.nodes: dict[fx.Node, tuple[Any, Any]] = {}
+        self.tensors: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def tensor(self, model: torch.nn.Module, name: str) -> Tensor:
+        """The fake twin of a parameter or buffer."""
+        real = operator.attrgetter(name)(model)
+        old, fake = self.tensors.get(name, (None, None))
+        if old is not real or fake is None or not _same(fake, real):
+            meta = real.device.type == "meta"
+            twin = real.detach()  # the mode would remember `real` itself, with the dtype that it had then
+            if meta:
+                twin = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="meta")
+            fake = self.mode.from_tensor(twin, static_shapes=None if meta else True)
+            self.tensors[name] = real, fake
+        return fake
+
+
+_known: WeakKeyDictionary[torch.nn.Module, dict[Any, _Known]] = WeakKeyDictionary()
+
+
+def node_values(model: TransformedModel, batch: int, seq_len: int) -> dict[fx.Node, Any]:
+    """Fake value (shape, dtype, device) of every node at `[batch, seq_len]`, without computing anything.
+
+    Only nodes that are new since the last call, that were edited, or that follow one whose shape was changed by
+    that are looked at: passes ask often, and one look costs as much as running the layer would.
+    """
+    weight = next(model.parameters(), None)
+    device = weight.device if weight is not None else torch.device("cpu")
+    known = _known.setdefault(model, {}).setdefault((batch, seq_len, device), _Known())
+    values: dict[fx.Node, Any] = {}
+    nodes: dict[fx.Node, tuple[Any, Any]] = {}
+    changed: set[fx.Node] = set()
+    with known.mode, torch.no_grad():
+        for node in model.graph.nodes:
+            call = (node.op, node.target, node.args, node.kwargs)
+            old_call, value = known.nodes.get(node, (None, None))
+            varies = node.op in ("get_attr", "call_module") or not changed.isdisjoint(node.all_input_nodes)
+            if varies or old_call != call:
+                with _reported(node):
+                    new = _value(model, known, node, values, (batch, seq_len), device)
+                if old_call is None or not _same(new, value):
+                    changed.add(node)
+                    value = new
+            values[node] = value
+            nodes[node] = call, value
+    known.nodes = nodes
+    return values
+
+
+def _value(
+    model: TransformedModel,
+    known: _Known,
+    node: fx.Node,
+    values: dict[fx.Node, Any],
+    shape: tuple[int, int],
+    device: torch.device,
+) -> Any:
+    if node.op == "placeholder":
+        make = torch.zeros if node.target == model.convention.tokens else torch.ones
+        return make(shape, dtype=torch.int64, device=device)
+    if node.op == "get_attr":
+        return known.tensor(model, str(node.target))
+    args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+    if node.op == "output":
+        return args[0]
+    if node.op == "call_function":
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+    from aero_compile.graphs.rewriting import call_in_eval
+
+    module = model.get_submodule(str(node.target))
+    state = {name: known.tensor(model, f"{node.target}.{name}") for name, _ in module.named_buffers()}
+    return call_in_eval(module, *args, buffers=state) if state else args[0]  # without buffers it is a dropout
+
+
+@contextmanager
+def _reported(node: fx.Node) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"while finding the shape of {node.format_node()}")
+        raise
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Whether two values look alike to everything that only sees shapes."""
+    if isinstance(left, tuple | list) and isinstance(right, tuple | list):
+        return len(left) == len(right) and all(map(_same, left, right))
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        if getattr(left, "constant", None) is not None:
+            return left is right
+        described = [(t.shape, t.stride(), t.dtype, t.device) for t in (left, right)]
+        return described[0] == described[1]
+    return type(left) is type(right) and bool(left == right)

@@ -1,0 +1,1 @@
+"""ONNX files: written from a model, and counted."""

@@ -1,0 +1,442 @@
+"""Write a model as ONNX, and check the file against the model before it gets its name.
+
+What is exported is the logits graph in evaluation mode, in float32, dynamic in batch and length. Expressions over
+weights alone become initializers:
+
+    x·(1/α)                      → x·c                  c = 1/α
+    q·unsqueeze(exp(−log t[:T])) → q·unsqueeze(c[:T])   c = exp(−log t)
+    linear(x, g·V/‖V‖)           → linear(x, W)         W = g·V/‖V‖
+
+so that a reader of the file finds no division, root or exponential but those that a private run would have to compute.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib
+import logging
+import os
+import platform
+import re
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from aero_compile.artifact import load
+from aero_compile.census import census
+from aero_compile.errors import AeroError, ExportError
+from aero_compile.graphs.fold_weights import fold_in_place
+from aero_compile.graphs.rewriting import bypass, source_path
+from aero_compile.graphs.trainable import TransformedModel, compile_graph
+from aero_compile.pipeline import transform
+from aero_compile.version import __version__
+
+OPSET = 20
+"""Default operator set: the first with Gelu, and read by onnxruntime since 1.17."""
+
+OLDEST_OPSET = 18
+"""The oldest operator set that torch's exporter writes."""
+
+LARGEST_FILE = 1 << 30
+"""Weights of more bytes than this are kept in a second file (an ONNX file itself must stay below 2 GiB)."""
+
+LONGEST_CHECK = 1024
+"""Longest sequence that the file is run on."""
+
+_SHAPES = ((1, 1), (2, 7), (3, 2), (1, 33))
+
+
+@dataclass(frozen=True)
+class OnnxReport:
+    """What was written, and how close it is to the model.
+
+    Attributes:
+        path, data_path: the ONNX file, and the file of its weights where they are kept apart.
+        family, recipe: class of the source model, and the passes applied to it.
+        inputs: names of the file's inputs, each int64 `[B, T]`.
+        opset: version of the operator set.
+        bytes: size of both files together.
+        shapes: `[B, T]` on which onnxruntime was compared with PyTorch.
+        max_error: largest absolute difference of logits over all of them.
+        largest_logit: largest magnitude among the logits compared.
+        tolerance: largest error allowed, as a share of `max(1, largest_logit)`.
+        census: the nonlinear ops of the model (see `aero_compile.census`).
+        seconds: time it took.
+    """
+
+    path: Path
+    data_path: Path | None
+    family: str
+    recipe: str
+    inputs: tuple[str, ...]
+    opset: int
+    bytes: int
+    shapes: tuple[tuple[int, int], ...]
+    max_error: float
+    largest_logit: float
+    tolerance: float
+    census: str
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        paths = {"path": str(self.path), "data_path": None if self.data_path is None else str(self.data_path)}
+        return asdict(self) | paths | {"shapes": [list(shape) for shape in self.shapes], "inputs": list(self.inputs)}
+
+    def __str__(self) -> str:
+        where = str(self.path) if self.data_path is None else f"{self.path} and {self.data_path.name}"
+        shapes = " ".join(f"{batch}×{length}" for batch, length in self.shapes)
+        lines = [
+            f"{where}: {self.bytes / 1e6:,.1f} MB, opset {self.opset}, inputs {', '.join(self.inputs)}",
+            f"model     {self.family}, {self.recipe or 'no pass applied'}",
+            f"checked   error of a logit at most {self.max_error:.1e} (largest logit {self.largest_logit:.1e}, "
+            f"tolerance {self.tolerance:g}), [B×T] {shapes}",
+            f"nonlinear {self.census}",
+        ]
+        return "\n".join(lines)
+
+
+def export_onnx(
+    model: nn.Module | str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    tolerance: float = 1e-4,
+    opset: int = OPSET,
+    example_inputs: Any = None,
+    external_data: bool | None = None,
+) -> OnnxReport:
+    """Write the model's logits as an ONNX file and compare it with the model, both in float32.
+
+    The file has the input `input_ids` (int64 `[batch, sequence]`), `attention_mask` of the same shape where the model
+    has one, and the output `logits` (float32 `[batch, sequence, V]`). It appears under its name only after onnx's
+    checker and the comparison; a file that was there before is replaced then, and kept where this fails.
+
+    Args:
+        model: a TransformedModel, the directory of a saved one, or any model that `transform` takes (exported as it
+            is). It is not changed.
+        path: the file to write; folders are made.
+        tolerance: largest difference of a logit between onnxruntime and PyTorch, as a share of the largest logit of
+            that run or of 1, whichever is larger.
+        opset: version of the operator set.
+        example_inputs: as in `transform`, for a model that is not transformed yet.
+        external_data: keep the weights in a file of their own beside it, `<name>.<hash>.data`; by default only where
+            they have more than 1 GiB. An older file of weights is removed.
+
+    Returns:
+        An OnnxReport.
+
+    Raises:
+        ExportError: the model has no weights, cannot be written as ONNX, or the file computes something else.
+        UnsupportedModelError, ArtifactError: the model cannot be captured or loaded.
+    """
+    _require_packages()
+    start = time.perf_counter()
+    if not tolerance > 0:
+        raise ExportError(f"tolerance must be positive, got {tolerance}")
+    newest = _newest_opset()
+    if not OLDEST_OPSET <= opset <= newest:
+        raise ExportError(f"opset must be between {OLDEST_OPSET} and {newest}, got {opset}")
+    target = Path(path)
+    if target.is_dir() or not target.name:
+        raise ExportError(f"{target} is a directory; give the name of a file in it, such as {target / 'model.onnx'}")
+    twin = _float32_twin(_as_transformed(model, example_inputs))
+    reference = compile_graph(twin.logits_graph())
+    counted = str(census(twin, min(128, twin.max_positions or 128)))
+    exported = _graph(twin)
+    names = tuple(str(node.target) for node in exported.graph.nodes if node.op == "placeholder")
+    program = _exported(exported, names, twin, opset)
+    _annotate(program.model, twin, counted)
+    size = sum(p.numel() * p.element_size() for p in _tensors(exported))
+    apart = size > LARGEST_FILE if external_data is None else external_data
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part"))
+    except OSError as error:
+        raise ExportError(f"{target} cannot be written: {error.strerror}") from error
+    try:
+        draft = folder / target.name
+        data = _write(program, draft, apart)
+        _check(draft)
+        worst, largest, shapes = _compare(twin, reference, draft, names, tolerance)
+        written = sum(file.stat().st_size for file in folder.iterdir())
+        _into_place(draft, data, target)
+    except OSError as error:
+        raise ExportError(f"{target} cannot be written: {error.strerror}") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return OnnxReport(
+        path=target,
+        data_path=None if data is None else target.parent / data,
+        family=twin.convention.family,
+        recipe=twin.recipe,
+        inputs=names,
+        opset=opset,
+        bytes=written,
+        shapes=shapes,
+        max_error=worst,
+        largest_logit=largest,
+        tolerance=tolerance,
+        census=counted,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _require_packages() -> None:
+    try:
+        import onnx  # noqa: F401
+        import onnxruntime  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise ExportError(
+            f"writing ONNX needs {error.name}, which is not installed: pip install 'aero-compile[onnx]'"
+        ) from error
+
+
+def _newest_opset() -> int:
+    import onnx
+
+    return int(onnx.defs.onnx_opset_version())
+
+
+# -- the graph -------------------------------------------------------------------------------------------------
+
+
+def _as_transformed(model: Any, example_inputs: Any) -> TransformedModel:
+    if isinstance(model, str | os.PathLike):
+        return load(model)
+    if isinstance(model, TransformedModel):
+        return model
+    return transform(model, "baseline", example_inputs)
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _float32_twin(model: TransformedModel) -> TransformedModel:
+    """The model in float32, evaluation mode and on the CPU; it shares the weights that are so already."""
+    tensors = _tensors(model)
+    if any(tensor.device.type == "meta" for tensor in tensors):
+        raise ExportError(f"{model.convention.family} has no weights (meta device), so there is nothing to export")
+    ready = all(t.device.type == "cpu" and (not t.is_floating_point() or t.dtype == torch.float32) for t in tensors)
+    return _sharing(model).eval() if ready else copy.deepcopy(model).cpu().float().eval()
+
+
+def _sharing(model: TransformedModel) -> TransformedModel:
+    """A copy of the modules and the graph over the same weights."""
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in _tensors(model)}
+    return copy.deepcopy(model, memo)
+
+
+def _graph(twin: TransformedModel) -> fx.GraphModule:
+    """The logits graph without dropout, with weight expressions folded; nodes keep their source modules."""
+    folded = _sharing(twin)
+    fold_in_place(folded)
+    graph = folded.logits_graph()
+    for node in list(graph.nodes):
+        if node.op == "call_module" and isinstance(folded.get_submodule(str(node.target)), nn.Dropout):
+            bypass(node, node.all_input_nodes[0])
+    for node in graph.nodes:
+        where = source_path(node)
+        if node.op == "call_function":  # the exporter notes these paths beside the nodes it makes
+            node.meta["nn_module_stack"] = {"model": ("", nn.Module), "place": (where, nn.Module)}
+    return fx.GraphModule(folded, graph)
+
+
+def _sample_length(twin: TransformedModel) -> int:
+    """A length that no buffer of the model has: slicing all of one would fix the length."""
+    sizes = {size for tensor in _tensors(twin) for size in tensor.shape}
+    limit = twin.max_positions or 64
+    return next((n for n in (7, 11, 13, 5, 6, 9, 3, 4, 2) if n not in sizes and n < limit), max(2, min(7, limit)))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "torch.fx", "onnxscript")]
+    loggers += [logging.getLogger(n) for n in logging.root.manager.loggerDict if n.startswith("torch.onnx.")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _exported(module: fx.GraphModule, names: Sequence[str], twin: TransformedModel, opset: int) -> Any:
+    importlib.import_module("torch.onnx._internal.exporter._registration")  # makes the loggers that are silenced
+    ids = torch.zeros(2, _sample_length(twin), dtype=torch.int64)
+    sample = {name: ids if name == "input_ids" else torch.ones_like(ids) for name in names}
+    axes = {name: {0: "batch", 1: "sequence"} for name in names}
+    try:
+        with _quiet(), torch.no_grad():
+            program: Any = torch.onnx.export(
+                module,
+                (),
+                kwargs=sample,
+                input_names=list(names),
+                output_names=["logits"],
+                dynamic_shapes=axes,
+                opset_version=opset,
+                dynamo=True,
+                verbose=False,
+            )
+    except Exception as error:
+        text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ExportError(f"{twin.convention.family} could not be written as ONNX, opset {opset}: {text}") from error
+    written = program.model.opset_imports.get("")
+    if written != opset:  # the exporter goes on with another one if it cannot convert
+        raise ExportError(f"{twin.convention.family} could not be written in opset {opset}, only in {written}")
+    return program
+
+
+def _annotate(model: Any, twin: TransformedModel, counted: str) -> None:
+    """Say in the file what it is; leave out what the exporter notes for its own debugging."""
+    model.producer_name, model.producer_version = "aero_compile", __version__
+    model.graph.name = twin.convention.family
+    model.metadata_props.update(
+        {
+            "aero_compile.version": __version__,
+            "aero_compile.family": twin.convention.family,
+            "aero_compile.recipe": twin.recipe,
+            "aero_compile.census": counted,
+            "aero_compile.max_positions": str(twin.max_positions or ""),
+            "torch.version": str(torch.__version__),
+            "python.version": platform.python_version(),
+        }
+    )
+    for node in model.graph:
+        for key in [key for key in node.metadata_props if key != "pkg.torch.onnx.name_scopes"]:
+            del node.metadata_props[key]
+
+
+# -- the file --------------------------------------------------------------------------------------------------
+
+
+def _write(program: Any, draft: Path, apart: bool) -> str | None:
+    """Write the draft; returns the name of its file of weights, which holds a hash of them."""
+    program.save(draft, external_data=apart)
+    if not apart:
+        return None
+    import onnx
+
+    written = draft.with_name(f"{draft.name}.data")
+    with written.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    name = f"{draft.name}.{digest[:12]}.data"
+    written.rename(draft.with_name(name))
+    proto = onnx.load(draft, load_external_data=False)
+    for tensor in proto.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = name
+    onnx.save(proto, draft)
+    return name
+
+
+def _check(draft: Path) -> None:
+    import onnx
+
+    try:
+        onnx.checker.check_model(os.fspath(draft), full_check=True)
+    except Exception as error:
+        raise ExportError(f"{draft.name} is refused by onnx's checker: {_first_line(error)}") from error
+
+
+def _into_place(draft: Path, data: str | None, target: Path) -> None:
+    """Give the files their names, the one that is read first at last, and remove the weights that it replaces."""
+    if data is not None:
+        os.replace(draft.parent / data, target.parent / data)
+    os.replace(draft, target)
+    own = re.compile(re.escape(target.name) + r"\.[0-9a-f]{12}\.data")
+    for other in target.parent.iterdir():
+        if own.fullmatch(other.name) and other.name != data:
+            other.unlink(missing_ok=True)
+
+
+# -- the comparison --------------------------------------------------------------------------------------------
+
+
+def _compare(
+    twin: TransformedModel, reference: Callable[..., Any], draft: Path, names: Sequence[str], tolerance: float
+) -> tuple[float, float, tuple[tuple[int, int], ...]]:
+    """Largest error, largest logit, and the shapes compared.
+
+    A shape that PyTorch itself refuses is left out; where the model takes a mask, one run is padded on the left.
+    """
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    try:
+        session = onnxruntime.InferenceSession(os.fspath(draft), options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise ExportError(f"onnxruntime cannot load the exported file: {_first_line(error)}") from error
+    longest = min(twin.max_positions or 256, LONGEST_CHECK)
+    shapes = [shape for shape in dict.fromkeys((*_SHAPES, (1, longest - 1), (2, longest))) if 1 <= shape[1] <= longest]
+    generator = torch.Generator().manual_seed(0)
+    worst, largest = 0.0, 0.0
+    compared: list[tuple[int, int]] = []
+    for shape in shapes:
+        ids = torch.randint(twin.vocab_size, shape, generator=generator)
+        mask = torch.ones_like(ids)
+        if "attention_mask" in names and shape[1] > 2 and shape[0] > 1:
+            mask[0, : shape[1] // 3] = 0
+        inputs = [ids if name == "input_ids" else mask for name in names]
+        try:
+            with torch.no_grad():
+                expected = reference(twin, *inputs)[0]
+        except (RuntimeError, IndexError, AeroError):
+            if not compared and shape == shapes[-1]:
+                raise
+            continue
+        found = _run(session, names, inputs, shape)
+        if found.shape != expected.shape:
+            raise ExportError(
+                f"the exported file gives logits {list(found.shape)} for tokens {list(shape)}, PyTorch gives "
+                f"{list(expected.shape)}; nothing was written"
+            )
+        seen = mask.bool()  # what a hidden position holds has no meaning
+        distance, magnitude = _distance(found[seen], expected[seen], shape)
+        if not distance <= tolerance * max(1.0, magnitude):
+            raise ExportError(
+                f"onnxruntime and PyTorch differ by {distance:.1e} in a logit at tokens {list(shape)} (largest logit "
+                f"{magnitude:.1e}), more than the tolerance {tolerance:g}; nothing was written"
+            )
+        worst, largest = max(worst, distance), max(largest, magnitude)
+        compared.append(shape)
+    return worst, largest, tuple(compared)
+
+
+def _run(session: Any, names: Sequence[str], inputs: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
+    feeds = {name: value.numpy() for name, value in zip(names, inputs, strict=True)}
+    try:
+        return torch.from_numpy(session.run(["logits"], feeds)[0])
+    except Exception as error:
+        raise ExportError(
+            f"onnxruntime cannot run the exported file on tokens {list(shape)}: {_first_line(error)}"
+        ) from error
+
+
+def _distance(found: Tensor, expected: Tensor, shape: tuple[int, int]) -> tuple[float, float]:
+    if not bool(torch.isfinite(expected).all()):
+        raise ExportError(f"the model's logits are not finite in float32 at tokens {list(shape)}: nothing to compare")
+    difference = (found - expected).abs().nan_to_num(nan=float("inf"))
+    return float(difference.max()), float(expected.abs().max())
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,699 @@
+"""ONNX's own operators as ATen ops, for values that depend on the tokens."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from aero_compile.onnx.graph import Builder, Op, Opaque, Value, exact
+
+aten = torch.ops.aten
+
+Converter = Callable[[Builder, Op], Sequence[Value]]
+
+
+def opaque(builder: Builder, op: Op, node: Any) -> list[Value]:
+    """An op under its own name, with the shapes that ONNX infers, or else that of its first live input."""
+    live = [value for value in op.inputs if isinstance(value, fx.Node)]
+    shapes = _inferred(builder, op, node) if not op.domain else None
+    shapes = shapes or [builder.shape(live[0])] * op.outputs
+    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", op.kind).lower()
+    result = builder.call(Opaque(name, shapes), *live)
+    return [result] if len(shapes) == 1 else [builder.call(operator.getitem, result, i) for i in range(len(shapes))]
+
+
+def _inferred(builder: Builder, op: Op, node: Any) -> list[tuple[int, ...]] | None:
+    import onnx
+
+    floating, integer, flag = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64, onnx.TensorProto.BOOL
+    infos = []
+    for name, value in zip(node.input, op.inputs, strict=True):
+        if value is not None and not isinstance(value, list):
+            dtype = value.dtype if isinstance(value, np.ndarray) else builder.value(value).dtype
+            kind = flag if dtype in (np.bool_, torch.bool) else floating if builder.is_floating(value) else integer
+            infos.append(onnx.helper.make_tensor_value_info(name, kind, builder.shape(value)))
+    outputs = [onnx.helper.make_empty_tensor_value_info(name) for name in node.output if name]
+    graph = onnx.helper.make_graph([node], "one", infos, outputs)
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", op.version)])
+    try:
+        inferred = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+    except Exception:  # whatever onnx does not know how to infer
+        return None
+    known = {info.name: info.type.tensor_type for info in [*inferred.output, *inferred.value_info]}
+    shapes = []
+    for name in node.output:
+        shape = known[name].shape if name in known and known[name].HasField("shape") else None
+        if shape is None or any(not dim.HasField("dim_value") for dim in shape.dim):
+            return None
+        shapes.append(tuple(dim.dim_value for dim in shape.dim))
+    return shapes
+
+
+# -- element by element ----------------------------------------------------------------------------------------
+
+
+def _unary(target: Any) -> Converter:
+    return lambda builder, op: [builder.call(target, op.inputs[0])]
+
+
+def _binary(target: Any) -> Converter:
+    return lambda builder, op: [builder.call(target, op.inputs[0], op.inputs[1])]
+
+
+def _same(builder: Builder, op: Op) -> list[Value]:
+    return [op.inputs[0]] + [None] * (op.outputs - 1)
+
+
+def _operands(builder: Builder, op: Op) -> tuple[Any, Any]:
+    left, right = op.inputs
+    ranks = [len(builder.shape(value)) for value in op.inputs]
+    return builder.operand(left, ranks[1]), builder.operand(right, ranks[0])
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+def _commutative(target: Any) -> Converter:
+    def convert(builder: Builder, op: Op) -> list[Value]:
+        left, right = _operands(builder, op)
+        if _is_number(left):
+            left, right = right, left
+        return [builder.call(target, left, right)]
+
+    return convert
+
+
+def _sub(builder: Builder, op: Op) -> list[Value]:
+    left, right = _operands(builder, op)
+    if _is_number(left):
+        return [builder.call(aten.rsub.Scalar, right, left)]
+    return [builder.call(aten.sub.Tensor, left, right)]
+
+
+def _div(builder: Builder, op: Op) -> list[Value]:
+    left, right = _operands(builder, op)
+    if not _is_number(left):
+        if not builder.is_floating(op.inputs[0]):
+            return [builder.call(aten.div.Tensor_mode, left, right, rounding_mode="trunc")]
+        return [builder.call(aten.div.Tensor, left, right)]
+    inverse = builder.call(aten.reciprocal.default, right)
+    return [inverse if left == 1 else builder.call(aten.mul.Tensor, inverse, left)]
+
+
+def _pow(builder: Builder, op: Op) -> list[Value]:
+    base, exponent = _operands(builder, op)
+    if _is_number(exponent):
+        if exponent == 0.5:
+            return [builder.call(aten.sqrt.default, base)]
+        return [builder.call(aten.pow.Tensor_Scalar, base, exponent)]
+    return [builder.call(aten.pow.Scalar if _is_number(base) else aten.pow.Tensor_Tensor, base, exponent)]
+
+
+def _extremum(pairwise: Any, bound: Any, endless: float) -> Converter:
+    """Max or Min of any number of values; a bound that nothing reaches is left out."""
+
+    def convert(builder: Builder, op: Op) -> list[Value]:
+        values = list(op.inputs)
+        result = values.pop(next(i for i, value in enumerate(values) if isinstance(value, fx.Node)))
+        for value in values:
+            other = builder.operand(value, len(builder.shape(result)))
+            if not _is_number(other):
+                result = builder.call(pairwise, result, other)
+            elif abs(other) < 1e30 or (other > 0) != (endless > 0):
+                zero = pairwise is aten.maximum.default and other == 0
+                result = builder.call(aten.relu.default, result) if zero else builder.call(bound, result, other)
+        return [result]
+
+    return convert
+
+
+def _clip(builder: Builder, op: Op) -> list[Value]:
+    given = [op.attributes.get("min"), op.attributes.get("max")]
+    for number, value in enumerate((op.input(1), op.input(2))):
+        if isinstance(value, np.ndarray) and value.size:
+            given[number] = exact(value)
+    low, high = (None if value is None or abs(value) > 1e30 else value for value in given)
+    source = op.inputs[0]
+    if low is None and high is None:
+        return [source]
+    if (low, high) in ((0, 6), (-1, 1)):
+        return [builder.call(aten.hardtanh.default, source, low, high)]
+    if low == 0 and high is None:
+        return [builder.call(aten.relu.default, source)]
+    return [builder.call(aten.clamp.default, source, low, high)]
+
+
+def _cast(builder: Builder, op: Op) -> list[Value]:
+    import onnx
+
+    source = op.inputs[0]
+    if op.kind == "CastLike":
+        like = op.inputs[1]
+        dtype = torch.from_numpy(like[:0].copy()).dtype if isinstance(like, np.ndarray) else builder.value(like).dtype
+        if not isinstance(source, fx.Node):
+            return [source]
+    else:
+        kind = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(op.attributes["to"])).kind
+        dtype = {"b": torch.bool, "i": torch.int64, "u": torch.int64}.get(kind, torch.float32)
+    if dtype.is_floating_point and builder.is_floating(source):
+        return [source]
+    return [builder.call(aten._to_copy.default, source, dtype=dtype)]
+
+
+def _where(builder: Builder, op: Op) -> list[Value]:
+    condition, chosen, other = op.inputs
+    if isinstance(condition, np.ndarray):
+        if condition.all() and builder.shape(chosen) == _broadcast(builder, op.inputs):
+            return [chosen]
+        if not condition.any() and builder.shape(other) == _broadcast(builder, op.inputs):
+            return [other]
+    return [builder.call(aten.where.self, condition, chosen, other)]
+
+
+def _broadcast(builder: Builder, values: Sequence[Value]) -> tuple[int, ...]:
+    return tuple(np.broadcast_shapes(*(builder.shape(value) for value in values)))
+
+
+def _gelu(builder: Builder, op: Op) -> list[Value]:
+    return [builder.call(aten.gelu.default, op.inputs[0], approximate=op.attributes.get("approximate", "none"))]
+
+
+def swish(builder: Builder, value: fx.Node, alpha: float) -> fx.Node:
+    """x·sigmoid(αx)."""
+    if alpha == 1:
+        return builder.call(aten.silu.default, value)
+    inner = builder.call(aten.mul.Tensor, value, alpha)
+    return builder.call(aten.mul.Tensor, value, builder.call(aten.sigmoid.default, inner))
+
+
+def _leaky_relu(builder: Builder, op: Op) -> list[Value]:
+    slope = exact(np.float32(op.attributes.get("alpha", 0.01)).reshape(()))
+    return [builder.call(aten.leaky_relu.default, op.inputs[0], slope)]
+
+
+def _prelu(builder: Builder, op: Op) -> list[Value]:
+    slope = op.inputs[1]
+    if isinstance(slope, np.ndarray) and slope.size == 1:
+        return [builder.call(aten.leaky_relu.default, op.inputs[0], exact(slope))]
+    return [builder.call(Opaque("prelu", [builder.shape(op.inputs[0])]), op.inputs[0])]
+
+
+# -- norms and softmax -----------------------------------------------------------------------------------------
+
+
+def _softmax(builder: Builder, op: Op) -> list[Value]:
+    source, shape = op.inputs[0], builder.shape(op.inputs[0])
+    axis = op.attributes.get("axis", -1 if op.version >= 13 else 1) % len(shape)
+    target = aten.softmax.int if op.kind == "Softmax" else aten.log_softmax.int
+    if op.version >= 13 or axis == len(shape) - 1:
+        return [builder.call(target, source, axis - len(shape))]
+    rows = [*shape[:axis], int(np.prod(shape[axis:]))]  # before opset 13: over all that follows
+    flat = builder.call(target, builder.call(aten.reshape.default, source, rows), -1)
+    return [builder.call(aten.reshape.default, flat, list(shape))]
+
+
+def norm(
+    builder: Builder, kind: str, source: fx.Node, weight: Value, bias: Value, epsilon: float, axis: int = -1
+) -> fx.Node:
+    """A LayerNorm (`layer`) or RMSNorm (`rms`) over the dimensions from `axis` on."""
+    shape = builder.shape(source)
+    over = list(shape[axis % len(shape) :])
+    weight, bias = (_shaped(builder, value, over) for value in (weight, bias))
+    epsilon = float(exact(np.float32(epsilon).reshape(())))
+    if kind == "layer":
+        return builder.call(aten.layer_norm.default, source, over, weight, bias, epsilon)
+    scaled = builder.call(aten.rms_norm.default, source, over, weight, epsilon)
+    return scaled if bias is None else builder.call(aten.add.Tensor, scaled, bias)
+
+
+def _shaped(builder: Builder, value: Value, shape: Sequence[int]) -> Value:
+    if value is None or builder.shape(value) == tuple(shape):
+        return value
+    if isinstance(value, np.ndarray):
+        return np.ascontiguousarray(np.broadcast_to(value.reshape(value.shape[-len(shape) :]), shape))
+    return builder.call(aten.reshape.default, value, list(shape))
+
+
+def _layer_norm(builder: Builder, op: Op) -> list[Value]:
+    axis, epsilon = op.attributes.get("axis", -1), op.attributes.get("epsilon", 1e-5)
+    source, weight, bias = op.inputs[0], op.input(1), op.input(2)
+    return [norm(builder, "layer", source, weight, bias, epsilon, axis)] + [None] * (op.outputs - 1)
+
+
+def _rms_norm(builder: Builder, op: Op) -> list[Value]:
+    axis, epsilon = op.attributes.get("axis", -1), op.attributes.get("epsilon", 1e-5)
+    return [norm(builder, "rms", op.inputs[0], op.input(1), None, epsilon, axis)] + [None] * (op.outputs - 1)
+
+
+def _batch_norm(builder: Builder, op: Op) -> list[Value]:
+    """A product with constants and a sum with constants."""
+    source, weight, bias, mean, variance = op.inputs[:5]
+    scale = np.asarray(weight / np.sqrt(variance + op.attributes.get("epsilon", 1e-5)))
+    shift = np.asarray(bias - mean * scale)
+    shape = (-1, *(1,) * (len(builder.shape(source)) - 2))
+    scaled = builder.call(aten.mul.Tensor, source, scale.reshape(shape))
+    return [builder.call(aten.add.Tensor, scaled, shift.reshape(shape))] + [None] * (op.outputs - 1)
+
+
+# -- products --------------------------------------------------------------------------------------------------
+
+
+def _matmul(builder: Builder, op: Op) -> list[Value]:
+    return [builder.call(aten.matmul.default, op.inputs[0], op.inputs[1])]
+
+
+def gemm(builder: Builder, op: Op) -> list[Value]:
+    """α·A·B + β·C."""
+    left, right, bias = op.inputs[0], op.inputs[1], op.input(2)
+    alpha, beta = op.attributes.get("alpha", 1.0), op.attributes.get("beta", 1.0)
+    if op.attributes.get("transA", 0):
+        left = transposed(builder, left)
+    if op.attributes.get("transB", 0):
+        right = transposed(builder, right)
+    result = builder.call(aten.matmul.default, left, right)
+    if alpha != 1:
+        result = builder.call(aten.mul.Tensor, result, alpha)
+    if bias is None or beta == 0:
+        return [result]
+    if isinstance(bias, np.ndarray) and bias.ndim == 2 and bias.shape[0] == 1:
+        bias = bias[0]
+    term = bias if beta == 1 else builder.call(aten.mul.Tensor, bias, beta)
+    return [builder.call(aten.add.Tensor, result, term)]
+
+
+def transposed(builder: Builder, value: Value) -> Value:
+    """The last two dimensions swapped."""
+    if isinstance(value, np.ndarray):
+        return np.swapaxes(value, -1, -2)
+    return builder.call(aten.transpose.int, value, -2, -1)
+
+
+def _einsum(builder: Builder, op: Op) -> list[Value]:
+    """Two operands as one matmul: [shared, left, summed] @ [shared, summed, right]."""
+    equation = op.attributes["equation"].replace(" ", "")
+    terms, _, result = equation.partition("->")
+    letters = terms.split(",")
+    if len(letters) != 2 or "." in equation or any(len(set(term)) != len(term) for term in letters) or not result:
+        raise ValueError(f"the equation {equation!r} is not a product of two matrices")
+    shapes = [builder.shape(value) for value in op.inputs]
+    sizes = dict(zip("".join(letters), [size for shape in shapes for size in shape], strict=True))
+    left, right = letters
+    shared = [k for k in left if k in right and k in result]
+    summed = [k for k in left if k in right and k not in result]
+    own = [[k for k in term if k not in shared and k not in summed] for term in letters]
+    if any(k not in result for part in own for k in part):
+        raise ValueError(f"the equation {equation!r} sums over one operand alone")
+
+    def arranged(value: Value, term: str, order: Sequence[Sequence[str]]) -> Value:
+        flat = [k for group in order for k in group]
+        shape = [int(np.prod([sizes[k] for k in group])) for group in order]
+        shape = shape if shared else shape[1:]
+        axes = [term.index(k) for k in flat]
+        if isinstance(value, np.ndarray):
+            return np.ascontiguousarray(value.transpose(axes)).reshape(shape)
+        return builder.call(aten.reshape.default, builder.call(aten.permute.default, value, axes), shape)
+
+    first = arranged(op.inputs[0], left, (shared, own[0], summed))
+    second = arranged(op.inputs[1], right, (shared, summed, own[1]))
+    product = builder.call(aten.matmul.default, first, second)
+    order = [*shared, *own[0], *own[1]]
+    opened = builder.call(aten.reshape.default, product, [sizes[k] for k in order])
+    return [builder.call(aten.permute.default, opened, [order.index(k) for k in result])]
+
+
+def _matmul_integer(builder: Builder, op: Op) -> list[Value]:
+    """The product of quantized values: as if they were not."""
+    left, right = (v.astype(np.float32) if isinstance(v, np.ndarray) else v for v in op.inputs[:2])
+    return [builder.call(aten.matmul.default, left, right)]
+
+
+def _dynamic_quantize(builder: Builder, op: Op) -> list[Value]:
+    return [op.inputs[0], np.float32(1).reshape(()), np.uint8(0).reshape(())]
+
+
+def _dequantize(builder: Builder, op: Op) -> list[Value]:
+    source = op.inputs[0]
+    if source.target is aten.embedding.default and not builder.is_floating(source):
+        table, indices = source.args[:2]
+        real = np.broadcast_to(np.float32(0), builder.shape(table))
+        return [builder.call(aten.embedding.default, real, indices)]
+    return [source if builder.is_floating(source) else builder.call(aten._to_copy.default, source, dtype=torch.float32)]
+
+
+def _convolution(builder: Builder, op: Op) -> list[Value]:
+    weight = op.inputs[1]
+    rank = len(builder.shape(weight)) - 2
+    pads = list(op.attributes.get("pads", [0] * 2 * rank))
+    source = op.inputs[0]
+    if any(pads):
+        around = [size for axis in reversed(range(rank)) for size in (pads[axis], pads[axis + rank])]
+        source = builder.call(aten.constant_pad_nd.default, source, around)
+    strides, dilations = (list(op.attributes.get(name, [1] * rank)) for name in ("strides", "dilations"))
+    groups = op.attributes.get("group", 1)
+    arguments = (source, weight, op.input(2), strides, [0] * rank, dilations, False, [0] * rank, groups)
+    return [builder.call(aten.convolution.default, *arguments)]
+
+
+# -- shapes ----------------------------------------------------------------------------------------------------
+
+
+def _integers(value: Any) -> list[int]:
+    if isinstance(value, fx.Node):
+        raise ValueError("a shape or an axis depends on the token ids")
+    return [int(each) for each in np.asarray(value).reshape(-1)]
+
+
+def _argument(op: Op, number: int, name: str) -> list[int] | None:
+    """Integers that are an input in newer operator sets and an attribute in older ones."""
+    given = op.input(number)
+    if given is not None:
+        return _integers(given)
+    stated = op.attributes.get(name)
+    return None if stated is None else _integers(stated)
+
+
+def _reshape(builder: Builder, op: Op) -> list[Value]:
+    wanted, shape = _argument(op, 1, "shape") or [], builder.shape(op.inputs[0])
+    if not op.attributes.get("allowzero", 0):
+        wanted = [shape[i] if size == 0 else size for i, size in enumerate(wanted)]
+    return [builder.call(aten.reshape.default, op.inputs[0], wanted)]
+
+
+def _flatten(builder: Builder, op: Op) -> list[Value]:
+    shape = builder.shape(op.inputs[0])
+    axis = op.attributes.get("axis", 1)
+    axis = axis + len(shape) if axis < 0 else axis
+    sizes = [int(np.prod(shape[:axis])), int(np.prod(shape[axis:]))]
+    return [builder.call(aten.reshape.default, op.inputs[0], sizes)]
+
+
+def _squeeze(builder: Builder, op: Op) -> list[Value]:
+    shape, result = builder.shape(op.inputs[0]), op.inputs[0]
+    axes = _argument(op, 1, "axes")
+    chosen = [i for i, size in enumerate(shape) if size == 1] if axes is None else [a % len(shape) for a in axes]
+    for axis in sorted(chosen, reverse=True):
+        result = builder.call(aten.squeeze.dim, result, axis)
+    return [result]
+
+
+def _unsqueeze(builder: Builder, op: Op) -> list[Value]:
+    result, axes = op.inputs[0], _argument(op, 1, "axes") or []
+    rank = len(builder.shape(result)) + len(axes)
+    for axis in sorted(axis % rank for axis in axes):
+        result = builder.call(aten.unsqueeze.default, result, axis)
+    return [result]
+
+
+def _transpose(builder: Builder, op: Op) -> list[Value]:
+    rank = len(builder.shape(op.inputs[0]))
+    order = list(op.attributes.get("perm", range(rank)[::-1]))
+    return [builder.call(aten.permute.default, op.inputs[0], order)]
+
+
+def _expand(builder: Builder, op: Op) -> list[Value]:
+    shape = builder.shape(op.inputs[0])
+    wanted = tuple(np.broadcast_shapes(shape, tuple(_integers(op.inputs[1]))))
+    return [op.inputs[0] if wanted == shape else builder.call(aten.expand.default, op.inputs[0], list(wanted))]
+
+
+def _tile(builder: Builder, op: Op) -> list[Value]:
+    times = _integers(op.inputs[1])
+    return [op.inputs[0] if set(times) == {1} else builder.call(aten.repeat.default, op.inputs[0], times)]
+
+
+def _concat(builder: Builder, op: Op) -> list[Value]:
+    axis = op.attributes.get("axis", 0)
+    parts = [each for value in op.inputs for each in (value if isinstance(value, list) else [value])]
+    parts = [v for v in parts if not (isinstance(v, np.ndarray) and v.shape[axis] == 0)]  # an empty cache
+    return [parts[0] if len(parts) == 1 else builder.call(aten.cat.default, parts, axis)]
+
+
+def _stack(builder: Builder, op: Op) -> list[Value]:
+    if not op.attributes.get("new_axis", 0):
+        return _concat(builder, op)
+    return [builder.call(aten.stack.default, list(op.inputs[0]), op.attributes["axis"])]
+
+
+def _parts(builder: Builder, op: Op) -> list[Value]:
+    shape = builder.shape(op.inputs[0])
+    axis = op.attributes.get("axis", 0) % len(shape)
+    sizes = _argument(op, 1, "split")
+    if sizes is None:
+        count = op.attributes.get("num_outputs", op.outputs)
+        each = -(-shape[axis] // count)
+        sizes = [min(each, shape[axis] - each * i) for i in range(count)]
+    split = builder.call(aten.split_with_sizes.default, op.inputs[0], sizes, axis)
+    return [builder.call(operator.getitem, split, i) for i in range(len(sizes))]
+
+
+def _split_to_sequence(builder: Builder, op: Op) -> list[Value]:
+    shape = builder.shape(op.inputs[0])
+    axis = op.attributes.get("axis", 0) % len(shape)
+    given = op.input(1)
+    sizes = [1] * shape[axis] if given is None else _integers(given)
+    if given is not None and np.ndim(given) == 0:
+        sizes = [min(sizes[0], shape[axis] - start) for start in range(0, shape[axis], sizes[0])]
+    split = builder.call(aten.split_with_sizes.default, op.inputs[0], sizes, axis)
+    parts = [builder.call(operator.getitem, split, i) for i in range(len(sizes))]
+    if given is None and not op.attributes.get("keepdims", 1):
+        parts = [builder.call(aten.squeeze.dim, part, axis) for part in parts]
+    return [parts]
+
+
+def _slice(builder: Builder, op: Op) -> list[Value]:
+    result, shape = op.inputs[0], builder.shape(op.inputs[0])
+    starts, ends = _argument(op, 1, "starts") or [], _argument(op, 2, "ends") or []
+    axes = _argument(op, 3, "axes") or list(range(len(starts)))
+    steps = _argument(op, 4, "steps") or [1] * len(starts)
+    for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
+        axis, size = axis % len(shape), shape[axis]
+        first, last, step = slice(start, end if abs(end) < 2**31 else None, step).indices(size)
+        if step < 0:
+            chosen = np.arange(first, last, step)
+            result = builder.call(aten.index_select.default, result, axis, chosen)
+        elif (first, last, step) != (0, size, 1):
+            result = builder.call(aten.slice.Tensor, result, axis, first, last, step)
+    return [result]
+
+
+def _gather(builder: Builder, op: Op) -> list[Value]:
+    data, indices = op.inputs
+    shape = builder.shape(data)
+    axis = op.attributes.get("axis", 0) % len(shape)
+    if isinstance(indices, fx.Node):
+        if axis == 0 and len(shape) == 2:
+            return [builder.call(aten.embedding.default, data, indices)]
+        if axis == 0:
+            return [builder.call(aten.index.Tensor, data, [indices])]
+        flat = builder.call(aten.reshape.default, indices, [-1])
+        chosen = builder.call(aten.index_select.default, data, axis, flat)
+        wanted = [*shape[:axis], *builder.shape(indices), *shape[axis + 1 :]]
+        return [builder.call(aten.reshape.default, chosen, wanted)]
+    indices = np.where(indices < 0, indices + shape[axis], indices)
+    if indices.size and (indices.min() < 0 or indices.max() >= shape[axis]):
+        raise IndexError(f"index {int(indices.max())} is outside of {shape[axis]} entries")
+    if indices.ndim == 0:
+        return [builder.call(aten.select.int, data, axis, int(indices))]
+    positions = indices.reshape(-1)
+    if positions.size and np.array_equal(positions, np.arange(positions[0], positions[0] + positions.size)):
+        chosen = builder.call(aten.slice.Tensor, data, axis, int(positions[0]), int(positions[-1]) + 1)
+    else:
+        chosen = builder.call(aten.index_select.default, data, axis, positions)
+    if indices.ndim == 1:
+        return [chosen]
+    return [builder.call(aten.reshape.default, chosen, [*shape[:axis], *indices.shape, *shape[axis + 1 :]])]
+
+
+def _gather_elements(builder: Builder, op: Op) -> list[Value]:
+    return [builder.call(aten.gather.default, op.inputs[0], op.attributes.get("axis", 0), op.inputs[1])]
+
+
+def _gather_nd(builder: Builder, op: Op) -> list[Value]:
+    data, indices = op.inputs
+    if op.attributes.get("batch_dims", 0):
+        raise ValueError("GatherND with batch_dims is not supported")
+    depth = builder.shape(indices)[-1]
+    if isinstance(indices, np.ndarray):
+        return [builder.call(aten.index.Tensor, data, [indices[..., i] for i in range(depth)])]
+    parts = [builder.call(aten.select.int, indices, -1, i) for i in range(depth)]
+    if depth == 1 and len(builder.shape(data)) == 2:
+        return [builder.call(aten.embedding.default, data, parts[0])]
+    return [builder.call(aten.index.Tensor, data, parts)]
+
+
+def _pad(builder: Builder, op: Op) -> list[Value]:
+    rank = len(builder.shape(op.inputs[0]))
+    pads, axes = _argument(op, 1, "pads") or [], _argument(op, 3, "axes") or list(range(rank))
+    around = {axis % rank: (pads[i], pads[i + len(axes)]) for i, axis in enumerate(axes)}
+    sizes = [size for axis in reversed(range(rank)) for size in around.get(axis, (0, 0))]
+    return [builder.call(aten.constant_pad_nd.default, op.inputs[0], sizes)]
+
+
+def _cumsum(builder: Builder, op: Op) -> list[Value]:
+    return [builder.call(aten.cumsum.default, op.inputs[0], _integers(op.inputs[1])[0])]
+
+
+def _trilu(builder: Builder, op: Op) -> list[Value]:
+    diagonal = 0 if op.input(1) is None else _integers(op.inputs[1])[0]
+    target = aten.triu.default if op.attributes.get("upper", 1) else aten.tril.default
+    return [builder.call(target, op.inputs[0], diagonal)]
+
+
+def _top_k(builder: Builder, op: Op) -> list[Value]:
+    count, axis = _integers(op.inputs[1])[0], op.attributes.get("axis", -1)
+    found = builder.call(aten.topk.default, op.inputs[0], count, axis, bool(op.attributes.get("largest", 1)))
+    return [builder.call(operator.getitem, found, i) for i in range(2)]
+
+
+# -- sums over dimensions --------------------------------------------------------------------------------------
+
+
+def _reduced(builder: Builder, op: Op) -> tuple[list[int], bool]:
+    rank = len(builder.shape(op.inputs[0]))
+    axes = _argument(op, 1, "axes")
+    if not axes:
+        axes = [] if op.attributes.get("noop_with_empty_axes", 0) else list(range(rank))
+    return [axis - rank if axis >= 0 else axis for axis in axes], bool(op.attributes.get("keepdims", 1))
+
+
+def _reduction(target: Any, prepare: Any = None, finish: Any = None) -> Converter:
+    def convert(builder: Builder, op: Op) -> list[Value]:
+        axes, keep = _reduced(builder, op)
+        source = op.inputs[0] if prepare is None else builder.call(*prepare(op.inputs[0]))
+        if axes:
+            source = builder.call(target, source, axes, keep)
+        return [source if finish is None else builder.call(finish, source)]
+
+    return convert
+
+
+def _norm_of(order: int) -> Converter:
+    def convert(builder: Builder, op: Op) -> list[Value]:
+        axes, keep = _reduced(builder, op)
+        return [builder.call(aten.linalg_vector_norm.default, op.inputs[0], order, axes, keep)]
+
+    return convert
+
+
+# -- sequences -------------------------------------------------------------------------------------------------
+
+
+def _sequence_at(builder: Builder, op: Op) -> list[Value]:
+    return [op.inputs[0][_integers(op.inputs[1])[0]]]
+
+
+def _sequence(builder: Builder, op: Op) -> list[Value]:
+    return [list(op.inputs)]
+
+
+ACTIVATIONS: Mapping[str, Any] = {
+    "Relu": aten.relu.default,
+    "Tanh": aten.tanh.default,
+    "Sigmoid": aten.sigmoid.default,
+    "LeakyRelu": aten.leaky_relu.default,
+}
+"""Activations that onnxruntime fuses into products."""
+
+OPS: Mapping[str, Converter] = {
+    "Add": _commutative(aten.add.Tensor),
+    "Sub": _sub,
+    "Mul": _commutative(aten.mul.Tensor),
+    "Div": _div,
+    "Pow": _pow,
+    "Max": _extremum(aten.maximum.default, aten.clamp_min.default, -1.0),
+    "Min": _extremum(aten.minimum.default, aten.clamp_max.default, 1.0),
+    "Sum": _commutative(aten.add.Tensor),
+    "Neg": _unary(aten.neg.default),
+    "Sqrt": _unary(aten.sqrt.default),
+    "Reciprocal": _unary(aten.reciprocal.default),
+    "Exp": _unary(aten.exp.default),
+    "Log": _unary(aten.log.default),
+    "Erf": _unary(aten.erf.default),
+    "Abs": _unary(aten.abs.default),
+    "Sin": _unary(aten.sin.default),
+    "Cos": _unary(aten.cos.default),
+    "Sign": _unary(aten.sign.default),
+    "Floor": _unary(aten.floor.default),
+    "Ceil": _unary(aten.ceil.default),
+    "Round": _unary(aten.round.default),
+    "Tanh": _unary(aten.tanh.default),
+    "Sigmoid": _unary(aten.sigmoid.default),
+    "Relu": _unary(aten.relu.default),
+    "Elu": lambda b, op: [b.call(aten.elu.default, op.inputs[0], op.attributes.get("alpha", 1.0))],
+    "Selu": _unary(aten.selu.default),
+    "Mish": _unary(aten.mish.default),
+    "Softplus": _unary(aten.softplus.default),
+    "HardSwish": _unary(aten.hardswish.default),
+    "LeakyRelu": _leaky_relu,
+    "PRelu": _prelu,
+    "Gelu": _gelu,
+    "Swish": lambda b, op: [swish(b, op.inputs[0], op.attributes.get("alpha", 1.0))],
+    "Clip": _clip,
+    "Where": _where,
+    "Cast": _cast,
+    "CastLike": _cast,
+    "Not": _unary(aten.logical_not.default),
+    "And": _binary(aten.logical_and.default),
+    "Or": _binary(aten.logical_or.default),
+    "Equal": _binary(aten.eq.Tensor),
+    "Less": _binary(aten.lt.Tensor),
+    "LessOrEqual": _binary(aten.le.Tensor),
+    "Greater": _binary(aten.gt.Tensor),
+    "GreaterOrEqual": _binary(aten.ge.Tensor),
+    "Mod": _binary(aten.remainder.Tensor),
+    "IsNaN": _unary(aten.isnan.default),
+    "IsInf": _unary(aten.isinf.default),
+    "Identity": _same,
+    "Dropout": _same,
+    "QuantizeLinear": _same,
+    "DequantizeLinear": _dequantize,
+    "DynamicQuantizeLinear": _dynamic_quantize,
+    "Softmax": _softmax,
+    "LogSoftmax": _softmax,
+    "LayerNormalization": _layer_norm,
+    "RMSNormalization": _rms_norm,
+    "SimplifiedLayerNormalization": _rms_norm,
+    "BatchNormalization": _batch_norm,
+    "MatMul": _matmul,
+    "Gemm": gemm,
+    "Einsum": _einsum,
+    "MatMulInteger": _matmul_integer,
+    "Conv": _convolution,
+    "Reshape": _reshape,
+    "Flatten": _flatten,
+    "Squeeze": _squeeze,
+    "Unsqueeze": _unsqueeze,
+    "Transpose": _transpose,
+    "Expand": _expand,
+    "Tile": _tile,
+    "Concat": _concat,
+    "ConcatFromSequence": _stack,
+    "Split": _parts,
+    "SplitToSequence": _split_to_sequence,
+    "SequenceConstruct": _sequence,
+    "SequenceAt": _sequence_at,
+    "Slice": _slice,
+    "Gather": _gather,
+    "GatherElements": _gather_elements,
+    "GatherND": _gather_nd,
+    "Pad": _pad,
+    "CumSum": _cumsum,
+    "Trilu": _trilu,
+    "TopK": _top_k,
+    "ReduceMean": _reduction(aten.mean.dim),
+    "ReduceSum": _reduction(aten.sum.dim_IntList),
+    "ReduceMax": _reduction(aten.amax.default),
+    "ReduceMin": _reduction(aten.amin.default),
+    "ReduceLogSumExp": _reduction(aten.logsumexp.default),
+    "ReduceSumSquare": _reduction(aten.sum.dim_IntList, lambda x: (aten.pow.Tensor_Scalar, x, 2)),
+    "ReduceL1": _norm_of(1),
+    "ReduceL2": _norm_of(2),
+}
+"""Operators of the domain ai.onnx by name. Quantization is looked through, as if all values were real."""

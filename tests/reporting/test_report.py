@@ -1,0 +1,248 @@
+"""Tables, JSON documents and HTML reports: complete, escaped, readable back, never half-written."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from aero_compile.errors import InputError
+from aero_compile.reporting import report
+from aero_compile.reporting.charts import heatmap, line_chart, stacked_bars, ticks
+from aero_compile.reporting.report import Row, Training
+from aero_compile.reporting.report_html import html, write_html
+
+EVIL = '<script>alert("x")</script>'
+
+
+def row(label: str = "SM+LN+G", size: int = 4_000_000, **other: object) -> Row:
+    made = Row(
+        recipe=label.lower(),
+        label=label,
+        model="tiny",
+        layers=2,
+        seq_len=16,
+        protocol="cheetah",
+        nonlinear_ops="SM:8×R^{16×16} LN:4(+1 final)×R^{16×32}",
+        bytes=size,
+        messages=1234,
+        seconds=2.5,
+        cold=True,
+        cold_bytes=size,
+        cold_seconds=2.5,
+        max_error=1e-3,
+        mean_error=1e-4,
+        argmax=0.9375,
+        perplexity=12.5,
+        per_op={"softmax": size // 2, "linear": size // 4},
+    )
+    return replace(made, **other)  # type: ignore[arg-type]
+
+
+def trained(**other: object) -> Training:
+    made = Training(
+        train_loss=[(0, 5.0), (10, 3.0), (20, math.nan)],
+        eval_loss=[(0, 5.1), (20, 2.5)],
+        entropy_before=[[1.0, 2.0], [0.5, 2.7]],
+        entropy_after=[[0.1, math.nan], [0.5, 2.0]],
+        max_entropy=math.log(16),
+        settings={"steps": 20},
+    )
+    return replace(made, **other)  # type: ignore[arg-type]
+
+
+def document(rows: list[Row]) -> dict[str, object]:
+    return report.document(rows, title="A run", seed=3, config={"model": "tiny"})
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (999_499, "999 kB"),
+        (999_600, "1 MB"),
+        (25_320_000_000, "25.3 GB"),
+    ]
+    + [(1_500_000_000_000, "1.5 TB")],
+)
+def test_human_bytes(count: int, text: str) -> None:
+    assert report.human_bytes(count) == text
+
+
+def test_savings_compare_with_the_first_row_of_the_same_group() -> None:
+    rows = [row(size=400), row("SM", 100), row(size=900, seq_len=32), row("SM", 300, seq_len=32)]
+    assert report.savings(rows) == [1.0, 4.0, 1.0, 3.0]
+
+
+def test_text_table_lines_up() -> None:
+    rows = [row(), row("SM(t)+ScFFN", 1_000_000, perplexity=None, nonlinear_ops="")]
+    head, rule, first, second = report.text_table(rows).split("\n")
+    assert "4 MB" in first
+    assert "1.00×" in first
+    assert "93.8%" in first
+    assert "4.00×" in second
+    assert "–" in second
+    assert "none" in second
+    assert len(head) == len(first) == len(second) == len(rule)
+    assert head.index("messages") + len("messages") == first.index("1,234") + len("1,234")
+
+
+def test_narrow_terminals_get_the_ops_below_the_table() -> None:
+    text = report.text_table([row(), row("SM")], width=110)
+    assert max(map(len, text.split("\n"))) <= 110
+    assert "  SM (T=16): SM:8×R^{16×16} LN:4(+1 final)×R^{16×32}" in text
+    assert report.text_table([row()], width=300) == report.text_table([row()])
+
+
+def test_json_round_trip(tmp_path: Path) -> None:
+    rows = [row(training=trained(), measurement={"cold": {"bytes": 1}}), row("SM", max_error=math.inf)]
+    path = tmp_path / "new" / "results.json"
+    report.write_json(path, document(rows))
+    text = path.read_text()
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    found = report.read_json(path)
+    assert found["seed"] == 3
+    assert found["config"] == {"model": "tiny"}
+    assert {"python", "torch", "aero_compile"} <= set(found["versions"])
+    first, second = (report.row_from_json(r) for r in found["rows"])
+    assert replace(first, training=None) == replace(rows[0], training=None)
+    assert first.training is not None
+    assert math.isnan(first.training.entropy_after[0][1])
+    assert first.training.entropy_before == trained().entropy_before
+    assert math.isnan(second.max_error)
+
+
+def test_writing_leaves_no_partial_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "r.json"
+    path.write_text("old")
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        report.write_json(path, document([row()]))
+    assert [p.name for p in tmp_path.iterdir()] == ["r.json"]
+    assert path.read_text() == "old"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": "other", "rows": []}', '{"format": 1}'])
+def test_foreign_json_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "r.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match=r"r\.json"):
+        report.read_json(path)
+
+
+def test_row_with_unknown_or_missing_fields_is_refused() -> None:
+    with pytest.raises(InputError, match="not a result row"):
+        report.row_from_json({"recipe": "x"})
+    with pytest.raises(InputError, match="not a result row"):
+        report.row_from_json(document([row()])["rows"][0] | {"colour": 1})  # type: ignore[index]
+
+
+class Page(HTMLParser):
+    """Checks that tags nest and collects what a page would load."""
+
+    VOID = frozenset({"meta", "br", "link", "img", "hr"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loads: list[str] = []
+        self.images: list[dict[str, str | None]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self.loads += [str(values[key]) for key in ("src", "href", "xlink:href", "srcset") if key in values]
+        if tag == "svg":
+            self.images.append(values)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_html_is_self_contained_escaped_and_accessible() -> None:
+    rows = [
+        row(EVIL, model=EVIL, nonlinear_ops=EVIL, per_op={EVIL: 5}, training=trained()),
+        row("SM", 1_000_000),
+    ]
+    result = report.document(rows, title=EVIL, seed=0, config={"k": EVIL})
+    text = html(rows, result)
+    page = Page()
+    page.feed(text)
+    assert page.open == []
+    assert page.loads == []
+    assert "<script" not in text
+    assert not re.search(r"url\(|@import|https?://", text)
+    assert len(page.images) == 5
+    assert all(image["role"] == "img" and image["aria-labelledby"] for image in page.images)
+    ids = re.findall(r'id="([^"]+)"', text)
+    assert len(ids) == len(set(ids))
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_html_shows_figures_and_superscripts(tmp_path: Path) -> None:
+    rows = [row(), row("SM", 1_000_000)]
+    write_html(tmp_path / "r.html", rows, document(rows))
+    text = (tmp_path / "r.html").read_text()
+    assert "R<sup>16×16</sup>" in text
+    assert "4.00 times fewer bytes" in text
+    assert "Training" not in text
+
+
+def test_html_without_rows() -> None:
+    assert "No row was measured" in html([], document([]))
+
+
+@pytest.mark.parametrize("span", [(0.0, 1.0), (2.3, 2.3), (-5.0, 17.0), (0.0, 1e9), (1e-7, 3e-7), (0.0, 0.0)])
+def test_ticks_cover_the_range_in_round_steps(span: tuple[float, float]) -> None:
+    found = ticks(*span)
+    assert found[0] <= span[0] + 1e-12
+    assert found[-1] >= span[1] * (1 - 1e-9)
+    assert 2 <= len(found) <= 9
+
+
+def test_charts_are_well_formed_and_described() -> None:
+    charts = [
+        line_chart({"a<b": [(0, 1), (5, math.inf), (9, 2)]}, "loss & co", "step", "nats"),
+        heatmap([[0.0, 1.0], [math.nan, 9.0]], "entropy", 2.0, "nats"),
+        stacked_bars({"x": {f"op{i}": float(i) for i in range(12)}, "y": {"op1": 3.0}}, "bytes", "MB"),
+    ]
+    for chart in charts:
+        tree = ElementTree.fromstring(chart)
+        assert tree[0].tag == "title"
+        assert tree[1].tag == "desc"
+        assert tree[1].text
+    assert "other" in charts[2]
+    assert "y: 3 MB" in charts[2]
+
+
+def test_charts_of_nothing_say_so() -> None:
+    assert "No values" in line_chart({"a": [(0, math.nan)]}, "n", "x", "y")
+    assert "No values" in heatmap([], "n", 1.0, "nats")
+    assert "No values" in stacked_bars({"x": {}}, "n", "MB")
+
+
+def test_bars_keep_their_sum_when_small_parts_join() -> None:
+    parts = {f"op{i}": float(i + 1) for i in range(12)}
+    tree = ElementTree.fromstring(stacked_bars({"x": parts}, "n", "MB"))
+    tips = [t.text or "" for t in tree.iter("title") if (t.text or "").startswith("x, ")]
+    values = [float(tip.split(": ")[1].split()[0]) for tip in tips]
+    assert len(tips) == 8
+    assert sum(values) == pytest.approx(sum(parts.values()))
+
+
+def test_document_is_plain_json() -> None:
+    assert json.loads(json.dumps(document([row()])))["rows"][0]["bytes"] == 4_000_000
