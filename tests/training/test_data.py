@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aero_compile import data
 from aero_compile.errors import DataError, InputError
+from aero_compile.training import data
 from aero_compile.training.data import Blocks, Documents, load_text, prepare, split_documents, tokenize_documents
 from aero_compile.training.sources import standard_library
 from aero_compile.training.tokenizer import END_OF_TEXT, has_tokenizer, load_tokenizer, train_tokenizer
