@@ -1,5 +1,6 @@
 """Rewrite GPT-2-like PyTorch models for private inference, retrain them, and run them in real 2PC."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from aero_compile.artifact import load, save
@@ -12,6 +13,7 @@ from aero_compile.pipeline import transform
 from aero_compile.version import __version__
 
 if TYPE_CHECKING:
+    from aero_compile.onnx.census import onnx_census
     from aero_compile.onnx.export import export_onnx
     from aero_compile.runtime import private_inference
 
@@ -25,6 +27,7 @@ __all__ = [
     "entropy_regularization",
     "export_onnx",
     "load",
+    "onnx_census",
     "private_inference",
     "recipes",
     "save",
@@ -32,14 +35,15 @@ __all__ = [
 ]
 
 
+_LAZY = {
+    "export_onnx": "aero_compile.onnx.export",
+    "onnx_census": "aero_compile.onnx.census",
+    "private_inference": "aero_compile.runtime",
+}
+
+
 def __getattr__(name: str) -> object:
     """Load what needs more than torch, spu and jax or onnx, only when it is asked for."""
-    if name == "private_inference":
-        from aero_compile.runtime import private_inference
-
-        return private_inference
-    if name == "export_onnx":
-        from aero_compile.onnx.export import export_onnx
-
-        return export_onnx
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

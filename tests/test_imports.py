@@ -109,6 +109,7 @@ def test_public_names() -> None:
     import aero_compile
 
     wanted = {"transform", "recipes", "census", "entropy_regularization", "private_inference", "save", "load"}
+    wanted |= {"export_onnx", "onnx_census"}
     assert wanted <= set(getattr(aero_compile, "__all__", ()))
     for name in wanted:
         assert callable(getattr(aero_compile, name)), name

@@ -24,9 +24,9 @@ import onnx
 from onnx import TensorProto, helper
 
 import aero_compile
+from aero_compile import onnx_census
 from aero_compile.__main__ import main
 from aero_compile.errors import AeroError, InputError, UnsupportedModelError
-from aero_compile.onnx.census import onnx_census
 from tests import tiny_models
 from tests.onnx_decoders import EACH, HEADS, HIDDEN, POSITIONS, VOCAB, WIDTH, Decoder, decoder, saved
 from tests.tiny_models import captured, source
