@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aero_compile.capturing.canonicalize import mark_constants
-from aero_compile.capturing.convention import CallConvention
 from aero_compile.census import census
 from aero_compile.errors import AeroError, ArtifactError
 from aero_compile.files import write_atomically
+from aero_compile.graphs.constants import mark_constants
+from aero_compile.graphs.convention import CallConvention
 from aero_compile.graphs.graph_json import decode_graph, encode_graph
 from aero_compile.graphs.held_modules import build_module, describe_module, kind_of
 from aero_compile.graphs.trainable import TransformedModel

@@ -27,12 +27,13 @@ from torch import fx, nn
 
 from aero_compile.capturing.convolutions import open_convolutions
 from aero_compile.capturing.probing import recognize
+from aero_compile.graphs.constants import from_parameters, mark_constants
 from aero_compile.graphs.rewriting import (
-    SHAPE_ONLY,
     bypass,
     copy_place,
     insert_call,
     is_floating,
+    live_values,
     node_values,
     replace_node,
     sample_shape,
@@ -84,13 +85,6 @@ def canonicalize(model: TransformedModel) -> TransformedModel:
 
 def _sample_values(model: TransformedModel) -> dict[fx.Node, Any]:
     return node_values(model, *sample_shape(model))
-
-
-def _live(model: TransformedModel) -> tuple[set[fx.Node], dict[fx.Node, Any]]:
-    """Nodes that hold floating-point values computed from the tokens, and the fake values of all nodes."""
-    values = _sample_values(model)
-    tainted = tainted_nodes(model.graph, model.convention.tokens)
-    return {n for n in tainted if is_floating(values.get(n))}, values
 
 
 def _bound_masks(node: fx.Node) -> None:
@@ -316,7 +310,7 @@ def _open_baddbmm(graph: fx.Graph, node: fx.Node) -> None:
 
 def _linear(model: TransformedModel) -> None:
     """Products of a live value with a 2-D weight → linear(x, weight.t(), bias)."""
-    live, values = _live(model)
+    live, values = live_values(model)
     for node in list(model.graph.nodes):
         if node.target is aten.addmm.default and not node.kwargs:
             bias, left, right = node.args
@@ -351,7 +345,7 @@ def _transposed(graph: fx.Graph, before: fx.Node, weight: fx.Node) -> fx.Node:
 
 def _biases(model: TransformedModel) -> None:
     """linear(x, w) + parameter of shape [out] → linear(x, w, parameter)."""
-    live, values = _live(model)
+    live, values = live_values(model)
     for node in list(model.graph.nodes):
         if node.target is not aten.add.Tensor or node.kwargs or node not in live:
             continue
@@ -365,26 +359,3 @@ def _biases(model: TransformedModel) -> None:
                 replace_node(node, new)
                 model.graph.erase_node(product)
                 break
-
-
-def mark_constants(model: TransformedModel) -> None:
-    """Note the dtype of masks and tables where they meet live values, for `rewriting.retarget`."""
-    live, values = _live(model)
-    weights = from_parameters(model)
-    for node in live:
-        for parent in node.all_input_nodes:
-            value = values.get(parent)
-            constant = parent not in live and parent not in weights
-            if constant and isinstance(value, torch.Tensor) and value.is_floating_point():
-                parent.meta["dtype"] = value.dtype
-
-
-def from_parameters(model: TransformedModel) -> set[fx.Node]:
-    """Nodes whose value is computed from parameters."""
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    found: set[fx.Node] = set()
-    for node in model.graph.nodes:
-        own = node.op == "get_attr" and node.target in names
-        if own or (node.target not in SHAPE_ONLY and any(parent in found for parent in node.all_input_nodes)):
-            found.add(node)
-    return found

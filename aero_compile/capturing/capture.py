@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from aero_compile.capturing.convention import CallConvention, Template
 from aero_compile.capturing.returns import choose_outputs, describe, mark, match_outputs, with_loss
 from aero_compile.errors import InputError, UnsupportedModelError
+from aero_compile.graphs.convention import CallConvention, Template
 from aero_compile.graphs.rewriting import VIEWS, ancestors
 from aero_compile.graphs.trainable import TransformedModel, remove_dead_nodes
 

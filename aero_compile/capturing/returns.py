@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from aero_compile.capturing.convention import Template
 from aero_compile.errors import UnsupportedModelError
+from aero_compile.graphs.convention import Template
 
 
 def choose_outputs(

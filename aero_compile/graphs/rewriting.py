@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -194,38 +194,8 @@ def is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
-def retarget(graph: fx.Graph, device: torch.device, dtype: torch.dtype, tokens: str) -> bool:
-    """Follow a model that was moved: constants made in the graph get its device, and its dtype at the frontier.
-
-    Masks and rotary tables are computed inside the graph, so `.to(...)` of the parameters does not reach them.
-    Positions and angles keep their own precision; the value that meets the hidden states is cast.
-    Returns whether the graph was changed.
-    """
-    changed = False
-    for node in graph.nodes:
-        old = node.kwargs.get("device")
-        if isinstance(old, torch.device) and old != device:
-            node.kwargs = dict(node.kwargs) | {"device": device}
-            changed = True
-    live = tainted_nodes(graph, tokens)
-    for node in list(graph.nodes):
-        for constant in _frontier(node, live):
-            if constant.target is aten.to.dtype:
-                if constant.args[1] != dtype:
-                    constant.args = (constant.args[0], dtype)
-                    changed = True
-            elif dtype != constant.meta["dtype"]:
-                cast = insert_call(graph, node, aten.to.dtype, constant, dtype, like=constant)
-                cast.meta["dtype"] = dtype
-                node.replace_input_with(constant, cast)
-                changed = True
-    return changed
-
-
-def _frontier(node: fx.Node, live: set[fx.Node]) -> Iterator[fx.Node]:
-    """Computed floating-point constants that `node`, a live one, reads directly."""
-    if node not in live or node.op != "call_function":
-        return
-    for parent in node.all_input_nodes:
-        if parent not in live and parent.op == "call_function" and "dtype" in parent.meta:
-            yield parent
+def live_values(model: TransformedModel) -> tuple[set[fx.Node], dict[fx.Node, Any]]:
+    """Nodes that hold floating-point values computed from the tokens, and the fake values of all nodes."""
+    values = node_values(model, *sample_shape(model))
+    tainted = tainted_nodes(model.graph, model.convention.tokens)
+    return {n for n in tainted if is_floating(values.get(n))}, values

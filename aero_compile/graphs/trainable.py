@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from aero_compile.capturing.convention import (
+from aero_compile.entropy import attention_entropy
+from aero_compile.errors import InputError
+from aero_compile.graphs.convention import (
     CallConvention,
     CausalOutput,
     Template,
@@ -19,8 +21,6 @@ from aero_compile.capturing.convention import (
     next_token_loss,
     output_class,
 )
-from aero_compile.entropy import attention_entropy
-from aero_compile.errors import InputError
 
 Program = tuple[Callable[..., tuple[Any, ...]], tuple[str, ...]]
 
@@ -283,7 +283,7 @@ class TransformedModel(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TransformedModel:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        from aero_compile.graphs.rewriting import retarget
+        from aero_compile.graphs.constants import retarget
 
         weight = next(self.parameters(), None)
         if weight is not None and retarget(self.graph, weight.device, weight.dtype, self.convention.tokens):
@@ -306,7 +306,7 @@ class TransformedModel(nn.Module):
         return self.__dict__ | {"_programs": {}, "_structure": None, "graph": encode_graph(self.graph)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        from aero_compile.capturing.canonicalize import mark_constants
+        from aero_compile.graphs.constants import mark_constants
         from aero_compile.graphs.graph_json import decode_graph
         from aero_compile.graphs.held_modules import kind_of
 

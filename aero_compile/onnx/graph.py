@@ -29,8 +29,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from aero_compile.capturing.canonicalize import canonicalize
-from aero_compile.capturing.convention import CallConvention
 from aero_compile.errors import AeroError, InputError, UnsupportedModelError
+from aero_compile.graphs.convention import CallConvention
 from aero_compile.graphs.trainable import TransformedModel
 
 Array = npt.NDArray[Any]

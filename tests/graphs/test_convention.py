@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import aero_compile
-from aero_compile.capturing.convention import CausalOutput, next_token_loss
 from aero_compile.errors import InputError
+from aero_compile.graphs.convention import CausalOutput, next_token_loss
 from tests import tiny_models
 from tests.tiny_models import HEADS, LAYERS, POSITIONS, VOCAB, captured, source, tokens, transformed
 

@@ -1,0 +1,73 @@
+"""Masks, positions and tables that a graph computes: what becomes of them when the model changes device or dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from aero_compile.graphs.rewriting import SHAPE_ONLY, insert_call, live_values, tainted_nodes
+from aero_compile.graphs.trainable import TransformedModel
+
+aten = torch.ops.aten
+
+
+def mark_constants(model: TransformedModel) -> None:
+    """Note the dtype of masks and tables where they meet live values, for `retarget`."""
+    live, values = live_values(model)
+    weights = from_parameters(model)
+    for node in live:
+        for parent in node.all_input_nodes:
+            value = values.get(parent)
+            constant = parent not in live and parent not in weights
+            if constant and isinstance(value, torch.Tensor) and value.is_floating_point():
+                parent.meta["dtype"] = value.dtype
+
+
+def from_parameters(model: TransformedModel) -> set[fx.Node]:
+    """Nodes whose value is computed from parameters."""
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    found: set[fx.Node] = set()
+    for node in model.graph.nodes:
+        own = node.op == "get_attr" and node.target in names
+        if own or (node.target not in SHAPE_ONLY and any(parent in found for parent in node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
+def retarget(graph: fx.Graph, device: torch.device, dtype: torch.dtype, tokens: str) -> bool:
+    """Follow a model that was moved: constants made in the graph get its device, and its dtype at the frontier.
+
+    Masks and rotary tables are computed inside the graph, so `.to(...)` of the parameters does not reach them.
+    Positions and angles keep their own precision; the value that meets the hidden states is cast.
+    Returns whether the graph was changed.
+    """
+    changed = False
+    for node in graph.nodes:
+        old = node.kwargs.get("device")
+        if isinstance(old, torch.device) and old != device:
+            node.kwargs = dict(node.kwargs) | {"device": device}
+            changed = True
+    live = tainted_nodes(graph, tokens)
+    for node in list(graph.nodes):
+        for constant in _frontier(node, live):
+            if constant.target is aten.to.dtype:
+                if constant.args[1] != dtype:
+                    constant.args = (constant.args[0], dtype)
+                    changed = True
+            elif dtype != constant.meta["dtype"]:
+                cast = insert_call(graph, node, aten.to.dtype, constant, dtype, like=constant)
+                cast.meta["dtype"] = dtype
+                node.replace_input_with(constant, cast)
+                changed = True
+    return changed
+
+
+def _frontier(node: fx.Node, live: set[fx.Node]) -> Iterator[fx.Node]:
+    """Computed floating-point constants that `node`, a live one, reads directly."""
+    if node not in live or node.op != "call_function":
+        return
+    for parent in node.all_input_nodes:
+        if parent not in live and parent.op == "call_function" and "dtype" in parent.meta:
+            yield parent
