@@ -339,7 +339,7 @@ def cells(row: Row) -> list[str]:
     agrees = "–"
     if row.counted is not None:
         agrees = "differs" if any(p.startswith("census") for p in row.problems) else "same"
-    trains = [f"{first:.1f}→{last:.1f}" for first, last in row.training.values()]
+    trains = [f"{number(first, '.1f')}→{number(last, '.1f')}" for first, last in row.training.values()]
     notes = [*row.problems, *([row.note] if row.note else [])]
     return [
         *(row.name, row.status, pair(row.layers), pair(row.heads), pair(row.ffn), row.census or "–", agrees),
@@ -351,7 +351,12 @@ def cells(row: Row) -> list[str]:
 def _applied(row: Row, name: str) -> str:
     if name not in row.remains:
         return "–"
-    return f"{row.recipes[name]:.0e}" if name in row.recipes else "applied"
+    return number(row.recipes[name], ".0e") if name in row.recipes else "applied"
+
+
+def number(value: float | None, form: str) -> str:
+    """A figure of a row; JSON has none for what is not finite."""
+    return "nan" if value is None else format(value, form)
 
 
 def summary(rows: Sequence[Row]) -> str:

@@ -147,7 +147,7 @@ def tiny_config(model_type: str, **options: Any) -> Any:
     names = {*default.to_dict(), *default.attribute_map, *vars(default)}
     fields: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     for size, group in _SIZES:
-        fields |= {name: size for name in group.split() if name in names and getattr(default, name, None) is not False}
+        fields |= {name: size for name in group.split() if name in names and _is_wanted(default, name)}
     if "qk_rope_head_dim" in names:  # heads with a part that is turned by the position and one that is not
         fields |= {"qk_head_dim": HEAD + HEAD // 2, "head_dim": HEAD // 2, "num_key_value_heads": HEADS}
     fields |= {name: value for name, value in _SWITCHES.items() if name in names}
@@ -158,6 +158,14 @@ def tiny_config(model_type: str, **options: Any) -> Any:
         return kind(**fields)
     except Exception as error:
         raise NotTried(f"no tiny configuration: {_first_line(error)}") from error
+
+
+def _is_wanted(default: Any, name: str) -> bool:
+    """Whether a configuration has a size that is not switched off."""
+    try:
+        return getattr(default, name, None) is not False
+    except Exception as error:  # transformers raises an error of its own where layers have sizes of their own
+        raise NotTried(f"no tiny configuration: {name} differs from layer to layer") from error
 
 
 def hugging_face(model_type: str, attention: str = "eager", **options: Any) -> nn.Module:
