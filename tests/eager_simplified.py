@@ -157,24 +157,19 @@ def _third(fused: Function, number: int) -> Function:
     return lambda x: fused(x).chunk(3, dim=-1)[number]
 
 
+def _fused_layer(block: Any, heads: int) -> Layer:
+    """A layer with GPT-2's names: queries, keys and values are thirds of one projection."""
+    split = _split(heads)
+    query, key, value = (_third(block.attn.c_attn, number) for number in range(3))
+    queries, keys = _chain(query, split), _chain(key, split)
+    return Layer(heads, queries, keys, value, block.attn.c_proj, block.mlp, block.ln_1, block.ln_2)
+
+
 def _gpt2(model: Any) -> Simplified:
     body = model.transformer
     layers = []
     for block in body.h:
-        heads, split = block.attn.num_heads, _split(block.attn.num_heads)
-        query, key, value = (_third(block.attn.c_attn, number) for number in range(3))
-        layers.append(
-            Layer(
-                heads,
-                _chain(query, split),
-                _chain(key, split),
-                value,
-                block.attn.c_proj,
-                block.mlp,
-                block.ln_1,
-                block.ln_2,
-            )
-        )
+        layers.append(_fused_layer(block, block.attn.num_heads))
     return Simplified(
         lambda ids: body.wte(ids) + body.wpe(torch.arange(ids.shape[1])), layers, body.ln_f, model.lm_head
     )
@@ -184,20 +179,7 @@ def _nanogpt(model: Any) -> Simplified:
     body = model.transformer
     layers = []
     for block in body["h"]:
-        heads, split = block.attn.heads, _split(block.attn.heads)
-        query, key, value = (_third(block.attn.c_attn, number) for number in range(3))
-        layers.append(
-            Layer(
-                heads,
-                _chain(query, split),
-                _chain(key, split),
-                value,
-                block.attn.c_proj,
-                block.mlp,
-                block.ln_1,
-                block.ln_2,
-            )
-        )
+        layers.append(_fused_layer(block, block.attn.heads))
     return Simplified(
         lambda ids: body["wte"](ids) + body["wpe"](torch.arange(ids.shape[1])), layers, body["ln_f"], model.lm_head
     )

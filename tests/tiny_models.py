@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import aero_compile
 from aero_compile import TransformedModel
+from benchmarks.zoo import randomize as randomize
 
 VOCAB, WIDTH, HEADS, LAYERS, POSITIONS, HIDDEN = 61, 32, 4, 2, 48, 56
 DROPOUT = 0.1
@@ -28,20 +29,6 @@ M = TypeVar("M", bound=nn.Module)
 def tokens(batch: int = 2, length: int = 13, vocab: int = VOCAB, seed: int = 0) -> Tensor:
     """Random token ids `[batch, length]`."""
     return torch.randint(vocab, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-def randomize(model: M, seed: int = 0) -> M:
-    """Draw every parameter anew, in float64; matrices keep the scale of their input."""
-    model = model.double()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            if parameter.dim() >= 2:
-                parameter.copy_(1.2 * noise / math.sqrt(min(parameter.shape[-2:])))
-            else:
-                parameter.add_(0.2 * noise)
-    return model
 
 
 # -- Hugging Face ----------------------------------------------------------------------------------------------

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 import math
 import operator
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,6 +19,7 @@ from aero_compile.errors import InputError, UnsupportedModelError
 from aero_compile.graphs.convention import CallConvention, Template
 from aero_compile.graphs.rewriting import VIEWS, ancestors
 from aero_compile.graphs.trainable import TransformedModel, remove_dead_nodes
+from aero_compile.quiet import quiet
 
 aten = torch.ops.aten
 
@@ -45,6 +43,9 @@ class _Sample:
     mask: str | None
     labels: str | None
     is_hf: bool
+
+
+_LOGGERS = ("torch.export", "torch.fx", "torch._dynamo", "torch._subclasses")
 
 
 def capture(model: nn.Module, example_inputs: Any = None) -> TransformedModel:
@@ -231,27 +232,12 @@ def _made_up_tokens(model: nn.Module, length: int) -> Tensor:
     return torch.arange(SAMPLE_BATCH * length, device=device).reshape(SAMPLE_BATCH, length) % vocab
 
 
-@contextmanager
-def _quiet() -> Any:
-    loggers = [logging.getLogger(name) for name in ("torch.export", "torch.fx", "torch._dynamo", "torch._subclasses")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
 def _call(model: nn.Module, kwargs: Mapping[str, Any]) -> Any:
     """What the model returns for the sample; on the meta device, so only shapes are computed."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), _quiet():
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), quiet(_LOGGERS):
             fake = {k: mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
             tensors = {
                 f"{path}.{name}" if path else name: tensor
@@ -368,7 +354,7 @@ def _export(model: nn.Module, sample: _Sample) -> torch.export.ExportedProgram:
         for name, value in sample.kwargs.items()
     }
     try:
-        with _quiet():
+        with quiet(_LOGGERS):
             program = _functional(model, sample, dims)
             updated = program.graph_signature.buffers_to_mutate.values()
             for buffer in updated:  # in training, by a power iteration, say: keep its module as it is in evaluation
@@ -398,7 +384,7 @@ def _clean_graph(
     exported: torch.export.ExportedProgram, order: Sequence[int], flat_logits: bool
 ) -> tuple[nn.Module, fx.Graph]:
     """The exported program's graph with plain inputs and a flat tuple of outputs."""
-    with _quiet():
+    with quiet(_LOGGERS):
         module = exported.module(check_guards=False)
     graph = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}

@@ -22,9 +22,7 @@ import re
 import shutil
 import tempfile
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +37,7 @@ from aero_compile.graphs.fold_weights import fold_in_place
 from aero_compile.graphs.rewriting import bypass, source_path
 from aero_compile.graphs.trainable import TransformedModel, compile_graph
 from aero_compile.pipeline import transform
+from aero_compile.quiet import quiet
 from aero_compile.version import __version__
 
 OPSET = 20
@@ -260,20 +259,9 @@ def _sample_length(twin: TransformedModel) -> int:
     return next((n for n in (7, 11, 13, 5, 6, 9, 3, 4, 2) if n not in sizes and n < limit), max(2, min(7, limit)))
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "torch.fx", "onnxscript")]
-    loggers += [logging.getLogger(n) for n in logging.root.manager.loggerDict if n.startswith("torch.onnx.")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+def _loggers() -> list[str]:
+    own = [name for name in logging.root.manager.loggerDict if name.startswith("torch.onnx.")]
+    return ["torch.onnx", "torch.export", "torch.fx", "onnxscript", *own]
 
 
 def _exported(module: fx.GraphModule, names: Sequence[str], twin: TransformedModel, opset: int) -> Any:
@@ -282,7 +270,7 @@ def _exported(module: fx.GraphModule, names: Sequence[str], twin: TransformedMod
     sample = {name: ids if name == "input_ids" else torch.ones_like(ids) for name in names}
     axes = {name: {0: "batch", 1: "sequence"} for name in names}
     try:
-        with _quiet(), torch.no_grad():
+        with quiet(_loggers()), torch.no_grad():
             program: Any = torch.onnx.export(
                 module,
                 (),

@@ -11,7 +11,8 @@ import torch
 from torch import fx
 
 from aero_compile.onnx.graph import Builder, Op, Value
-from aero_compile.onnx.ops import ACTIVATIONS, Converter, gemm, norm, swish, transposed
+from aero_compile.onnx.moves import Converter
+from aero_compile.onnx.ops import ACTIVATIONS, gemm, norm, swish, transposed
 
 aten = torch.ops.aten
 

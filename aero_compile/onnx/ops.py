@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,10 +12,9 @@ import torch
 from torch import fx
 
 from aero_compile.onnx.graph import Builder, Op, Opaque, Value, exact
+from aero_compile.onnx.moves import MOVES, Converter
 
 aten = torch.ops.aten
-
-Converter = Callable[[Builder, Op], Sequence[Value]]
 
 
 def opaque(builder: Builder, op: Op, node: Any) -> list[Value]:
@@ -361,238 +360,6 @@ def _convolution(builder: Builder, op: Op) -> list[Value]:
     return [builder.call(aten.convolution.default, *arguments)]
 
 
-# -- shapes ----------------------------------------------------------------------------------------------------
-
-
-def _integers(value: Any) -> list[int]:
-    if isinstance(value, fx.Node):
-        raise ValueError("a shape or an axis depends on the token ids")
-    return [int(each) for each in np.asarray(value).reshape(-1)]
-
-
-def _argument(op: Op, number: int, name: str) -> list[int] | None:
-    """Integers that are an input in newer operator sets and an attribute in older ones."""
-    given = op.input(number)
-    if given is not None:
-        return _integers(given)
-    stated = op.attributes.get(name)
-    return None if stated is None else _integers(stated)
-
-
-def _reshape(builder: Builder, op: Op) -> list[Value]:
-    wanted, shape = _argument(op, 1, "shape") or [], builder.shape(op.inputs[0])
-    if not op.attributes.get("allowzero", 0):
-        wanted = [shape[i] if size == 0 else size for i, size in enumerate(wanted)]
-    return [builder.call(aten.reshape.default, op.inputs[0], wanted)]
-
-
-def _flatten(builder: Builder, op: Op) -> list[Value]:
-    shape = builder.shape(op.inputs[0])
-    axis = op.attributes.get("axis", 1)
-    axis = axis + len(shape) if axis < 0 else axis
-    sizes = [int(np.prod(shape[:axis])), int(np.prod(shape[axis:]))]
-    return [builder.call(aten.reshape.default, op.inputs[0], sizes)]
-
-
-def _squeeze(builder: Builder, op: Op) -> list[Value]:
-    shape, result = builder.shape(op.inputs[0]), op.inputs[0]
-    axes = _argument(op, 1, "axes")
-    chosen = [i for i, size in enumerate(shape) if size == 1] if axes is None else [a % len(shape) for a in axes]
-    for axis in sorted(chosen, reverse=True):
-        result = builder.call(aten.squeeze.dim, result, axis)
-    return [result]
-
-
-def _unsqueeze(builder: Builder, op: Op) -> list[Value]:
-    result, axes = op.inputs[0], _argument(op, 1, "axes") or []
-    rank = len(builder.shape(result)) + len(axes)
-    for axis in sorted(axis % rank for axis in axes):
-        result = builder.call(aten.unsqueeze.default, result, axis)
-    return [result]
-
-
-def _transpose(builder: Builder, op: Op) -> list[Value]:
-    rank = len(builder.shape(op.inputs[0]))
-    order = list(op.attributes.get("perm", range(rank)[::-1]))
-    return [builder.call(aten.permute.default, op.inputs[0], order)]
-
-
-def _expand(builder: Builder, op: Op) -> list[Value]:
-    shape = builder.shape(op.inputs[0])
-    wanted = tuple(np.broadcast_shapes(shape, tuple(_integers(op.inputs[1]))))
-    return [op.inputs[0] if wanted == shape else builder.call(aten.expand.default, op.inputs[0], list(wanted))]
-
-
-def _tile(builder: Builder, op: Op) -> list[Value]:
-    times = _integers(op.inputs[1])
-    return [op.inputs[0] if set(times) == {1} else builder.call(aten.repeat.default, op.inputs[0], times)]
-
-
-def _concat(builder: Builder, op: Op) -> list[Value]:
-    axis = op.attributes.get("axis", 0)
-    parts = [each for value in op.inputs for each in (value if isinstance(value, list) else [value])]
-    parts = [v for v in parts if not (isinstance(v, np.ndarray) and v.shape[axis] == 0)]  # an empty cache
-    return [parts[0] if len(parts) == 1 else builder.call(aten.cat.default, parts, axis)]
-
-
-def _stack(builder: Builder, op: Op) -> list[Value]:
-    if not op.attributes.get("new_axis", 0):
-        return _concat(builder, op)
-    return [builder.call(aten.stack.default, list(op.inputs[0]), op.attributes["axis"])]
-
-
-def _parts(builder: Builder, op: Op) -> list[Value]:
-    shape = builder.shape(op.inputs[0])
-    axis = op.attributes.get("axis", 0) % len(shape)
-    sizes = _argument(op, 1, "split")
-    if sizes is None:
-        count = op.attributes.get("num_outputs", op.outputs)
-        each = -(-shape[axis] // count)
-        sizes = [min(each, shape[axis] - each * i) for i in range(count)]
-    split = builder.call(aten.split_with_sizes.default, op.inputs[0], sizes, axis)
-    return [builder.call(operator.getitem, split, i) for i in range(len(sizes))]
-
-
-def _split_to_sequence(builder: Builder, op: Op) -> list[Value]:
-    shape = builder.shape(op.inputs[0])
-    axis = op.attributes.get("axis", 0) % len(shape)
-    given = op.input(1)
-    sizes = [1] * shape[axis] if given is None else _integers(given)
-    if given is not None and np.ndim(given) == 0:
-        sizes = [min(sizes[0], shape[axis] - start) for start in range(0, shape[axis], sizes[0])]
-    split = builder.call(aten.split_with_sizes.default, op.inputs[0], sizes, axis)
-    parts = [builder.call(operator.getitem, split, i) for i in range(len(sizes))]
-    if given is None and not op.attributes.get("keepdims", 1):
-        parts = [builder.call(aten.squeeze.dim, part, axis) for part in parts]
-    return [parts]
-
-
-def _slice(builder: Builder, op: Op) -> list[Value]:
-    result, shape = op.inputs[0], builder.shape(op.inputs[0])
-    starts, ends = _argument(op, 1, "starts") or [], _argument(op, 2, "ends") or []
-    axes = _argument(op, 3, "axes") or list(range(len(starts)))
-    steps = _argument(op, 4, "steps") or [1] * len(starts)
-    for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
-        axis, size = axis % len(shape), shape[axis]
-        first, last, step = slice(start, end if abs(end) < 2**31 else None, step).indices(size)
-        if step < 0:
-            chosen = np.arange(first, last, step)
-            result = builder.call(aten.index_select.default, result, axis, chosen)
-        elif (first, last, step) != (0, size, 1):
-            result = builder.call(aten.slice.Tensor, result, axis, first, last, step)
-    return [result]
-
-
-def _gather(builder: Builder, op: Op) -> list[Value]:
-    data, indices = op.inputs
-    shape = builder.shape(data)
-    axis = op.attributes.get("axis", 0) % len(shape)
-    if isinstance(indices, fx.Node):
-        if axis == 0 and len(shape) == 2:
-            return [builder.call(aten.embedding.default, data, indices)]
-        if axis == 0:
-            return [builder.call(aten.index.Tensor, data, [indices])]
-        flat = builder.call(aten.reshape.default, indices, [-1])
-        chosen = builder.call(aten.index_select.default, data, axis, flat)
-        wanted = [*shape[:axis], *builder.shape(indices), *shape[axis + 1 :]]
-        return [builder.call(aten.reshape.default, chosen, wanted)]
-    indices = np.where(indices < 0, indices + shape[axis], indices)
-    if indices.size and (indices.min() < 0 or indices.max() >= shape[axis]):
-        raise IndexError(f"index {int(indices.max())} is outside of {shape[axis]} entries")
-    if indices.ndim == 0:
-        return [builder.call(aten.select.int, data, axis, int(indices))]
-    positions = indices.reshape(-1)
-    if positions.size and np.array_equal(positions, np.arange(positions[0], positions[0] + positions.size)):
-        chosen = builder.call(aten.slice.Tensor, data, axis, int(positions[0]), int(positions[-1]) + 1)
-    else:
-        chosen = builder.call(aten.index_select.default, data, axis, positions)
-    if indices.ndim == 1:
-        return [chosen]
-    return [builder.call(aten.reshape.default, chosen, [*shape[:axis], *indices.shape, *shape[axis + 1 :]])]
-
-
-def _gather_elements(builder: Builder, op: Op) -> list[Value]:
-    return [builder.call(aten.gather.default, op.inputs[0], op.attributes.get("axis", 0), op.inputs[1])]
-
-
-def _gather_nd(builder: Builder, op: Op) -> list[Value]:
-    data, indices = op.inputs
-    if op.attributes.get("batch_dims", 0):
-        raise ValueError("GatherND with batch_dims is not supported")
-    depth = builder.shape(indices)[-1]
-    if isinstance(indices, np.ndarray):
-        return [builder.call(aten.index.Tensor, data, [indices[..., i] for i in range(depth)])]
-    parts = [builder.call(aten.select.int, indices, -1, i) for i in range(depth)]
-    if depth == 1 and len(builder.shape(data)) == 2:
-        return [builder.call(aten.embedding.default, data, parts[0])]
-    return [builder.call(aten.index.Tensor, data, parts)]
-
-
-def _pad(builder: Builder, op: Op) -> list[Value]:
-    rank = len(builder.shape(op.inputs[0]))
-    pads, axes = _argument(op, 1, "pads") or [], _argument(op, 3, "axes") or list(range(rank))
-    around = {axis % rank: (pads[i], pads[i + len(axes)]) for i, axis in enumerate(axes)}
-    sizes = [size for axis in reversed(range(rank)) for size in around.get(axis, (0, 0))]
-    return [builder.call(aten.constant_pad_nd.default, op.inputs[0], sizes)]
-
-
-def _cumsum(builder: Builder, op: Op) -> list[Value]:
-    return [builder.call(aten.cumsum.default, op.inputs[0], _integers(op.inputs[1])[0])]
-
-
-def _trilu(builder: Builder, op: Op) -> list[Value]:
-    diagonal = 0 if op.input(1) is None else _integers(op.inputs[1])[0]
-    target = aten.triu.default if op.attributes.get("upper", 1) else aten.tril.default
-    return [builder.call(target, op.inputs[0], diagonal)]
-
-
-def _top_k(builder: Builder, op: Op) -> list[Value]:
-    count, axis = _integers(op.inputs[1])[0], op.attributes.get("axis", -1)
-    found = builder.call(aten.topk.default, op.inputs[0], count, axis, bool(op.attributes.get("largest", 1)))
-    return [builder.call(operator.getitem, found, i) for i in range(2)]
-
-
-# -- sums over dimensions --------------------------------------------------------------------------------------
-
-
-def _reduced(builder: Builder, op: Op) -> tuple[list[int], bool]:
-    rank = len(builder.shape(op.inputs[0]))
-    axes = _argument(op, 1, "axes")
-    if not axes:
-        axes = [] if op.attributes.get("noop_with_empty_axes", 0) else list(range(rank))
-    return [axis - rank if axis >= 0 else axis for axis in axes], bool(op.attributes.get("keepdims", 1))
-
-
-def _reduction(target: Any, prepare: Any = None, finish: Any = None) -> Converter:
-    def convert(builder: Builder, op: Op) -> list[Value]:
-        axes, keep = _reduced(builder, op)
-        source = op.inputs[0] if prepare is None else builder.call(*prepare(op.inputs[0]))
-        if axes:
-            source = builder.call(target, source, axes, keep)
-        return [source if finish is None else builder.call(finish, source)]
-
-    return convert
-
-
-def _norm_of(order: int) -> Converter:
-    def convert(builder: Builder, op: Op) -> list[Value]:
-        axes, keep = _reduced(builder, op)
-        return [builder.call(aten.linalg_vector_norm.default, op.inputs[0], order, axes, keep)]
-
-    return convert
-
-
-# -- sequences -------------------------------------------------------------------------------------------------
-
-
-def _sequence_at(builder: Builder, op: Op) -> list[Value]:
-    return [op.inputs[0][_integers(op.inputs[1])[0]]]
-
-
-def _sequence(builder: Builder, op: Op) -> list[Value]:
-    return [list(op.inputs)]
-
-
 ACTIVATIONS: Mapping[str, Any] = {
     "Relu": aten.relu.default,
     "Tanh": aten.tanh.default,
@@ -666,34 +433,6 @@ OPS: Mapping[str, Converter] = {
     "Einsum": _einsum,
     "MatMulInteger": _matmul_integer,
     "Conv": _convolution,
-    "Reshape": _reshape,
-    "Flatten": _flatten,
-    "Squeeze": _squeeze,
-    "Unsqueeze": _unsqueeze,
-    "Transpose": _transpose,
-    "Expand": _expand,
-    "Tile": _tile,
-    "Concat": _concat,
-    "ConcatFromSequence": _stack,
-    "Split": _parts,
-    "SplitToSequence": _split_to_sequence,
-    "SequenceConstruct": _sequence,
-    "SequenceAt": _sequence_at,
-    "Slice": _slice,
-    "Gather": _gather,
-    "GatherElements": _gather_elements,
-    "GatherND": _gather_nd,
-    "Pad": _pad,
-    "CumSum": _cumsum,
-    "Trilu": _trilu,
-    "TopK": _top_k,
-    "ReduceMean": _reduction(aten.mean.dim),
-    "ReduceSum": _reduction(aten.sum.dim_IntList),
-    "ReduceMax": _reduction(aten.amax.default),
-    "ReduceMin": _reduction(aten.amin.default),
-    "ReduceLogSumExp": _reduction(aten.logsumexp.default),
-    "ReduceSumSquare": _reduction(aten.sum.dim_IntList, lambda x: (aten.pow.Tensor_Scalar, x, 2)),
-    "ReduceL1": _norm_of(1),
-    "ReduceL2": _norm_of(2),
+    **MOVES,
 }
 """Operators of the domain ai.onnx by name. Quantization is looked through, as if all values were real."""

@@ -1,0 +1,24 @@
+"""Silence for libraries that report their own business while they work for us."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def quiet(names: Iterable[str]) -> Iterator[None]:
+    """Keep the loggers called `names` from anything below an error, and hide warnings."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
