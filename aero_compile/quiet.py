@@ -9,16 +9,16 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def quiet(names: Iterable[str]) -> Iterator[None]:
-    """Keep the loggers called `names` from anything below an error, and hide warnings."""
+def quiet(names: Iterable[str], level: int = logging.ERROR) -> Iterator[None]:
+    """Keep the loggers called `names` from anything below `level`, and hide warnings."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
-        logger.setLevel(logging.ERROR)
+        logger.setLevel(level)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        for logger, before in zip(loggers, levels, strict=True):
+            logger.setLevel(before)

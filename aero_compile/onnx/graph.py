@@ -3,7 +3,7 @@
 The nodes of the file are visited in order. A value that does not depend on the token ids is computed at once, with the
 reference implementation of onnx, and is a NumPy array from then on: masks, positions, rotary tables, and all the
 arithmetic on shapes that exporters leave in a file. What depends on the token ids becomes nodes of an FX graph
-(`onnx_ops`, `onnx_fused`), whose shapes are known, so that they answer `Shape`.
+(`ops`, `moves`, `fused`), whose shapes are known, so that they answer `Shape`.
 
 Large weights are replaced by zeros that take no memory: nothing that is found from a graph depends on their values.
 """
@@ -17,7 +17,6 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from aero_compile.capturing.canonicalize import canonicalize
 from aero_compile.errors import AeroError, InputError, UnsupportedModelError
 from aero_compile.graphs.convention import CallConvention
 from aero_compile.graphs.trainable import TransformedModel
+from aero_compile.quiet import quiet
 
 Array = npt.NDArray[Any]
 Value = Any
@@ -216,18 +216,6 @@ def _fails(proto: Any, file: Path, seq_len: int) -> bool:
     return False
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Shapes that do not fit become an error of ours; torch need not print its own."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
 def _load(file: Path) -> Any:
     try:
         import onnx
@@ -253,7 +241,7 @@ def _load(file: Path) -> Any:
 
 def _convert(proto: Any, file: Path, seq_len: int) -> TransformedModel:
     try:
-        with _quiet():
+        with quiet(["torch._subclasses.fake_tensor"], logging.CRITICAL):  # shapes that do not fit are an error of ours
             return _converted(proto, file, seq_len)
     except AeroError:
         raise
