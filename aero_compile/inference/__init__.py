@@ -1,0 +1,1 @@
+"""Exact rewrites for inference: the same function, fewer and cheaper private operators."""
