@@ -1,0 +1,75 @@
+"""A network between the parties, as two numbers: what the emulation imposes and what an estimate assumes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from aero_compile.errors import InputError, nearest
+
+
+@dataclass(frozen=True)
+class Network:
+    """Bandwidth and delay between server and client.
+
+    ``mbps``: 10^6 bits per second, in each direction by itself (full duplex); infinite: no limit.
+    ``rtt_ms``: round trip in milliseconds; every byte arrives ``rtt_ms / 2`` after it was sent.
+
+    Raises:
+        InputError: a bandwidth that is not positive, or a delay that is negative or not finite.
+    """
+
+    mbps: float = math.inf
+    rtt_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.mbps > 0:
+            raise InputError(f"the bandwidth must be a positive number of Mbit/s, not {self.mbps!r}")
+        if not 0 <= self.rtt_ms < math.inf:
+            raise InputError(f"the round trip must be zero or more milliseconds, not {self.rtt_ms!r}")
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Bandwidth of one direction; infinite where there is no limit."""
+        return self.mbps * 1e6 / 8
+
+    @property
+    def one_way_seconds(self) -> float:
+        """Seconds between sending a byte and its arrival, on an idle link."""
+        return self.rtt_ms / 2e3
+
+    def seconds(self, count: float, rounds: float) -> float:
+        """Seconds to pass ``count`` bytes in one direction, plus ``rounds`` round trips."""
+        return count / self.bytes_per_second + rounds * self.rtt_ms / 1e3
+
+    def __str__(self) -> str:
+        if self == Network():
+            return "loopback"
+        limit = "unlimited" if math.isinf(self.mbps) else f"{self.mbps:g} Mbit/s"
+        return f"{limit}, {self.rtt_ms:g} ms round trip"
+
+
+NETWORKS = {"loopback": Network(), "lan": Network(1000.0, 1.0), "wan": Network(100.0, 80.0)}
+"""Networks with a name: 1 Gbit/s with 1 ms, and the 100 Mbit/s with 80 ms usual in papers on private inference."""
+
+
+def parse_network(spec: str | Network) -> Network:
+    """Return the network called ``spec``: "loopback", "lan", "wan" or "MBPS:RTT_MS" such as "200:20".
+
+    Raises:
+        InputError: neither a known name nor two numbers.
+    """
+    if isinstance(spec, Network):
+        return spec
+    if not isinstance(spec, str):
+        raise InputError(f"a network is a name, MBPS:RTT_MS or a Network, not {type(spec).__name__}")
+    if spec.lower() in NETWORKS:
+        return NETWORKS[spec.lower()]
+    mbps, colon, rtt = spec.partition(":")
+    if not colon:
+        raise InputError(f"unknown network {spec!r}{nearest(spec, NETWORKS)}; or give MBPS:RTT_MS, such as 200:20")
+    try:
+        numbers = float(mbps), float(rtt)
+    except ValueError:
+        raise InputError(f"{spec!r} is no network: MBPS:RTT_MS takes two numbers, such as 200:20") from None
+    return Network(*numbers)
