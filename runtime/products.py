@@ -1,4 +1,4 @@
-"""Live operators that contract: matrix products, normalizations and softmax."""
+"""Live operators that contract: matrix products and normalizations."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from aero_compile.runtime.approximations import exponential
-from aero_compile.runtime.masks import Masked
-from aero_compile.runtime.operators import cut, jnp, operator
+from aero_compile.runtime.operators import jnp, operator
 
 
 @operator("linear")
@@ -84,38 +82,3 @@ def _rms_norm(
 ) -> Any:
     tiny = float(np.finfo(input.dtype).eps) if eps is None else eps
     return _scale_rows(input, normalized_shape, tiny, weight, None)
-
-
-def masked_softmax(x: Any, mask: Masked, dim: int, exact: bool = False) -> Any:
-    """Softmax of ``mask.scale * x + mask.bias`` along ``dim``, over the allowed entries; others are 0.
-
-    Masked scores are replaced by an allowed score of the same row before the maximum and the exponential,
-    and the exponentials are multiplied by a public 0/1 after it: no large number is ever computed with. The
-    division is one reciprocal a row. A row with nothing allowed gives zeros (PyTorch: NaN).
-    """
-    scores = x if mask.scale is None else x * mask.scale.astype(x.dtype)
-    scores = scores if mask.bias is None else scores + mask.bias.astype(x.dtype)
-    empty: Any = None
-    if mask.allowed is not None:
-        allowed = np.broadcast_to(mask.allowed, (*([1] * (x.ndim - mask.allowed.ndim)), *mask.allowed.shape))
-        if allowed.shape[dim] != x.shape[dim]:
-            allowed = np.repeat(allowed, x.shape[dim], axis=dim)
-        scores = jnp().where(allowed, scores, _some_allowed(scores, allowed, dim))
-        empty = ~allowed.any(axis=dim, keepdims=True)
-    shifted = scores - scores.max(axis=dim, keepdims=True)
-    exponentials = jnp().exp(shifted) if exact else exponential(shifted)
-    if mask.allowed is not None:
-        exponentials = jnp().where(allowed, exponentials, 0.0)
-    total = exponentials.sum(axis=dim, keepdims=True)
-    if empty is not None and empty.any():
-        total = total + empty.astype(np.float32)
-    return exponentials * (1.0 / total)
-
-
-def _some_allowed(scores: Any, allowed: Any, dim: int) -> Any:
-    first = allowed.argmax(axis=dim, keepdims=True)
-    if (first == first.flat[0]).all():
-        return cut(scores, dim, int(first.flat[0]), int(first.flat[0]) + 1)
-    shape = list(scores.shape)
-    shape[dim] = 1
-    return jnp().take_along_axis(scores, np.broadcast_to(first, shape), axis=dim)

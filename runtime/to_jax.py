@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from aero_compile.errors import LoweringError
-from aero_compile.runtime import operators, pointwise, products, views
+from aero_compile.runtime import attention, operators, pointwise, products, views
 from aero_compile.runtime.live import Call, LiveProgram, LiveStep, Ref, describe
 from aero_compile.runtime.masks import Masked, find_mask
 from aero_compile.runtime.partition import Domain, Partition, op_name, place_of
@@ -193,7 +193,7 @@ class _Lowering:
             dim = node.args[1] if len(node.args) > 1 else node.kwargs["dim"]
             assert isinstance(dim, int)
             return Call(
-                products.masked_softmax,
+                attention.masked_softmax,
                 {"x": self._argument(slot, mask.core)},
                 {"mask": mask, "dim": dim % len(self.part.shapes[node]), "exact": self.exact},
             )
