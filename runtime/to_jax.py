@@ -28,7 +28,7 @@ from aero_compile.runtime.program import TOKENS
 OPERATOR_MODULES = (pointwise, products, views)
 """Importing these fills the table of operators."""
 
-_SOFTMAX = frozenset({"aten.softmax", "aten._softmax", "aten._safe_softmax"})
+_SOFTMAX = frozenset({"aten.softmax", "aten._softmax", "aten._safe_softmax", "unnormalized_softmax"})
 _CASTS = frozenset({"aten.to", "aten._to_copy", "aten.type_as"})
 
 
@@ -124,8 +124,7 @@ class _Lowering:
         groups: list[list[fx.Node]] = [[]]
         for node in self.order:
             groups[-1].append(node)
-            computes = op_name(node) not in operators.VIEWS and not self._is_tokens(node)
-            if computes or self._lookup(node)[0] is not None:
+            if self._ends_step(node):
                 groups.append([])
         groups = [group for group in groups if group]
         last_reader: dict[fx.Node, int] = {self.part.output: len(groups)}
@@ -145,6 +144,15 @@ class _Lowering:
             self.part.shapes[self.part.output],
             frozenset(node.name for node in self.order),
         )
+
+    def _ends_step(self, node: fx.Node) -> bool:
+        if op_name(node) == "unnormalized_softmax":
+            return False  # a pair: the step goes on until both its parts are taken
+        if _is_part(node):
+            source = node.args[0]
+            return isinstance(source, fx.Node) and node is next(n for n in reversed(self.order) if n in source.users)
+        computes = op_name(node) not in operators.VIEWS and not self._is_tokens(node)
+        return computes or self._lookup(node)[0] is not None
 
     def _is_tokens(self, node: fx.Node) -> bool:
         """Whether a node carries token ids (represented by one-hot rows) or integers made of them."""
@@ -190,10 +198,11 @@ class _Lowering:
             return self._token_view(slot, node)
         if op_name(node) in _SOFTMAX:
             mask = self.masks[node]
+            split = op_name(node) == "unnormalized_softmax"
             dim = node.args[1] if len(node.args) > 1 else node.kwargs["dim"]
             assert isinstance(dim, int)
             return Call(
-                attention.masked_softmax,
+                attention.unnormalized_softmax if split else attention.masked_softmax,
                 {"x": self._argument(slot, mask.core)},
                 {"mask": mask, "dim": dim % len(self.part.shapes[node]), "exact": self.exact},
             )
@@ -346,8 +355,16 @@ def _first(x: Any) -> Any:
 _LABELS = {"addmm": "linear", "baddbmm": "matmul", "bmm": "matmul", "mm": "matmul"}
 
 
+def _is_part(node: fx.Node) -> bool:
+    """Whether a node takes one part of an unnormalized softmax."""
+    source = node.args[0] if op_name(node) == "getitem" else None
+    return isinstance(source, fx.Node) and op_name(source) == "unnormalized_softmax"
+
+
 def _label(node: fx.Node, looks_up: bool) -> str:
     """Name an operator in the user's terms."""
+    if _is_part(node) or node.meta.get("normalizes"):
+        return "softmax"
     name = "aten.embedding" if looks_up else op_name(node)
     short = name.rpartition(".")[2].removeprefix("_").removeprefix("safe_").removeprefix("native_")
     return "reshape" if name in operators.VIEWS else _LABELS.get(short, short)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import fx
 
+from aero_compile.runtime.defer import defer_normalization
 from aero_compile.runtime.partition import partition
 from aero_compile.runtime.program import CLIENT, SERVER, Program, one_hot
 from aero_compile.runtime.spu_config import runtime_config
@@ -65,11 +66,14 @@ def in_jax(model: TokenRows, *, exact: bool = True) -> npt.NDArray[np.float64]:
         return np.asarray(live.run(tokens), dtype=np.float64)
 
 
-def in_spu(model: TokenRows, protocol: str = "semi2k") -> npt.NDArray[np.float64]:
+def in_spu(model: TokenRows, protocol: str = "semi2k", *, defer: bool = False) -> npt.NDArray[np.float64]:
     """Lower ``model``, compile it, and run both parties as threads of this process."""
     from aero_compile.runtime.spu_compile import compile_steps
 
-    live = lower(partition(model, model.logits_graph(), model.ids))
+    part = partition(model, model.logits_graph(), model.ids)
+    if defer:
+        defer_normalization(part)
+    live = lower(part)
     program = compile_steps(live, protocol, 64, 18)
     tokens = one_hot(model.ids.numpy(), live.token_shape[2])
     return simulate(program, {program.tokens.name: tokens}, live.weights)
