@@ -13,6 +13,7 @@ from aero_compile.pipeline import transform
 from aero_compile.version import __version__
 
 if TYPE_CHECKING:
+    from aero_compile.inference.optimize import optimize_for_inference
     from aero_compile.onnx.census import onnx_census
     from aero_compile.onnx.export import export_onnx
     from aero_compile.runtime import private_inference
@@ -28,6 +29,7 @@ __all__ = [
     "export_onnx",
     "load",
     "onnx_census",
+    "optimize_for_inference",
     "private_inference",
     "recipes",
     "save",
@@ -38,6 +40,7 @@ __all__ = [
 _LAZY = {
     "export_onnx": "aero_compile.onnx.export",
     "onnx_census": "aero_compile.onnx.census",
+    "optimize_for_inference": "aero_compile.inference.optimize",
     "private_inference": "aero_compile.runtime",
 }
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from aero_compile.errors import InputError
+from aero_compile.runtime.defer import defer_normalization
 from aero_compile.runtime.fold import fold_scales
 from aero_compile.runtime.fold_first_position import scale_first_position
 from aero_compile.runtime.fold_norms import fold_norms
@@ -46,9 +47,11 @@ def private_inference(
     input_ids: Any,
     protocol: str = "cheetah",
     *,
+    logits: str = "all",
+    optimize: bool = True,
     field: int = 64,
     fraction_bits: int = 18,
-    warm: bool = True,
+    warm: bool | str = True,
     timeout: float = 3600.0,
     progress: bool | None = None,
     tls: TLSConfig | None = None,
@@ -60,14 +63,19 @@ def private_inference(
         input_ids: integer token ids, torch or NumPy, [B, T] (or [T], taken as one sequence).
         protocol: "cheetah" (secure against semi-honest parties) or "semi2k" (fast; its correlated
             randomness comes from the server, so it is for tests, not for privacy).
+        logits: "all" positions, or the "last" alone, which is all that the next token needs and much cheaper.
+        optimize: rewrite the model with `aero_compile.optimize_for_inference` first (a model that this function
+            returned is run as it is).
         field: ring size in bits; fraction_bits: fixed-point fraction bits.
-        warm: run twice in the same processes and measure the second forward, without one-time set-up.
+        warm: True runs twice in the same processes and measures the second forward, without one-time set-up;
+            "setup" sets the parties up by a short computation and measures the first forward; False measures the
+            first forward with the set-up.
         timeout: seconds for the computation.
         progress: show the running operator on standard error; None: only on a terminal.
         tls: certificates for an encrypted link.
 
     Returns:
-        The client's logits, float32 [B, T, V], and the Measurement.
+        The client's logits, float32 [B, T, V] (or [B, 1, V]), and the Measurement.
 
     Raises:
         InputError: tokens, shapes or options that the model or the protocol cannot take.
@@ -82,16 +90,20 @@ def private_inference(
     if tls is not None:
         tls.check()
     import_spu()
+    if warm not in (True, False, "setup"):
+        raise InputError(f"warm must be True, False or 'setup', not {warm!r}")
     graph_model = _with_graph(model)
     ids = _checked_ids(graph_model, input_ids)
     with Progress(progress) as shown:
         shown.say("compiling")
+        graph_model = _optimized(graph_model, logits, optimize)
         compiled = _compile(graph_model, ids, protocol, field, fraction_bits)
         outcome = run_parties(
             compiled.program,
             compiled.weights,
             ids,
-            runs=2 if warm else 1,
+            runs=2 if warm is True else 1,
+            set_up=warm == "setup",
             timeout=timeout,
             tls=tls,
             on_event=shown.event,
@@ -104,7 +116,8 @@ def private_inference(
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
     shape = (int(ids.shape[0]), int(ids.shape[1]))
-    return outcome.logits, combine(compiled.program, outcome.stats, shape, versions, list(sys.argv))
+    warm_up = warm if isinstance(warm, str) else "full" if warm else "none"
+    return outcome.logits, combine(compiled.program, outcome.stats, shape, versions, list(sys.argv), warm_up)
 
 
 def compile_model(
@@ -113,18 +126,20 @@ def compile_model(
     length: int,
     protocol: str = "cheetah",
     *,
+    logits: str = "all",
+    optimize: bool = True,
     field: int = 64,
     fraction_bits: int = 18,
 ) -> Compiled:
     """Compile ``model`` for token ids [batch, length], without any tokens.
 
-    Raises: as :func:`private_inference`. Ranges are not checked against real inputs here.
+    Options and errors are those of :func:`private_inference`. Ranges are not checked against real inputs here.
     """
     check_config(protocol, field, fraction_bits)
     import_spu()
     graph_model = _with_graph(model)
     ids = _checked_ids(graph_model, np.zeros((batch, length), np.int64))
-    return _compile(graph_model, ids, protocol, field, fraction_bits, check_ranges=False)
+    return _compile(_optimized(graph_model, logits, optimize), ids, protocol, field, fraction_bits, check_ranges=False)
 
 
 def export(compiled: Compiled, directory: str | os.PathLike[str]) -> None:
@@ -155,6 +170,7 @@ def _compile(
             graph = scale_first_position(graph, model)
         graph = fold_slopes(fold_scales(graph, model), model)
         part = partition(model, graph, torch.from_numpy(ids).to(device), ranges)
+        defer_normalization(part)
     finally:
         model.train(was_training)
     live = lower(part)
@@ -179,6 +195,27 @@ def _with_graph(model: torch.nn.Module) -> torch.nn.Module:
     captured = transform(model, "baseline")
     assert isinstance(captured, torch.nn.Module)
     return captured
+
+
+def _optimized(model: torch.nn.Module, logits: str, optimize: bool) -> torch.nn.Module:
+    """The model after the inference passes; one that has been through them must give the logits asked for."""
+    if logits not in ("all", "last"):
+        raise InputError(f"logits must be 'all' or 'last', not {logits!r}")
+    given = getattr(model, "logits", None)
+    if given is not None:
+        if given != logits:
+            raise InputError(f"this model was optimized for logits={given!r}; ask for the same, not for {logits!r}")
+        return model
+    if not hasattr(model, "structure"):
+        optimize = False
+    if not optimize:
+        if logits == "last":
+            raise InputError("logits='last' is a rewrite of the model: leave optimize=True")
+        return model
+    rewrite: Any = importlib.import_module("aero_compile").optimize_for_inference
+    rewritten = rewrite(model, logits=logits)
+    assert isinstance(rewritten, torch.nn.Module)
+    return rewritten
 
 
 def _checked_ids(model: torch.nn.Module, input_ids: Any) -> npt.NDArray[np.int64]:

@@ -43,9 +43,10 @@ def parse_profile(text: str) -> dict[str, Any]:
 class Measurement:
     """The bill of one private inference.
 
-    ``bytes``, ``messages`` and ``seconds`` are those of the measured forward: the second one in the same
-    processes when ``warm`` is true (keys and oblivious transfers already set up), else the first. They
-    include the opening of the logits to the client and exclude ``setup``. Bytes are payload of both
+    ``bytes``, ``messages`` and ``seconds`` are those of the measured forward. ``warm_up`` says what went before it in
+    the same processes: "full", another forward; "setup", a short computation that makes keys and oblivious transfers;
+    "none", nothing, so that it pays for these. ``warm`` is true for the first two. The figures include the
+    opening of the logits to the client and exclude ``setup``. Bytes are payload of both
     directions, as SPU counts what it hands to the link; ``wire_bytes`` is what the kernel counted on the TCP
     connections in the same interval (framing included; None where the kernel does not tell). ``messages``
     counts the sends of both parties (parallel tiles count one each: not rounds). ``seconds`` is the slower
@@ -66,6 +67,7 @@ class Measurement:
     fraction_bits: int
     shape: tuple[int, int]
     warm: bool
+    warm_up: str
     bytes: int
     messages: int
     seconds: float
@@ -113,6 +115,7 @@ def combine(
     shape: tuple[int, int],
     versions: dict[str, str],
     command: list[str],
+    warm_up: str = "full",
 ) -> Measurement:
     """Build the Measurement from the two parties' ``stats.json`` (keys "server" and "client")."""
     server, client = stats["server"], stats["client"]
@@ -125,7 +128,8 @@ def combine(
         field=program.field,
         fraction_bits=program.fraction_bits,
         shape=shape,
-        warm=len(runs) > 1,
+        warm=warm_up != "none",
+        warm_up=warm_up,
         bytes=used.bytes,
         messages=used.messages,
         seconds=max(used.seconds.values()),

