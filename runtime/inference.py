@@ -24,6 +24,7 @@ from aero_compile.runtime.fold_norms import fold_norms
 from aero_compile.runtime.fold_slopes import fold_slopes
 from aero_compile.runtime.link import TLSConfig
 from aero_compile.runtime.measure import Measurement, combine
+from aero_compile.runtime.network_spec import Network, parse_network
 from aero_compile.runtime.parties import run_parties
 from aero_compile.runtime.partition import partition
 from aero_compile.runtime.program import Program
@@ -55,6 +56,7 @@ def private_inference(
     timeout: float = 3600.0,
     progress: bool | None = None,
     tls: TLSConfig | None = None,
+    network: str | Network | None = None,
 ) -> tuple[npt.NDArray[np.float32], Measurement]:
     """Run ``model`` on ``input_ids`` in two-party computation between two processes of this machine.
 
@@ -73,6 +75,8 @@ def private_inference(
         timeout: seconds for the computation.
         progress: show the running operator on standard error; None: only on a terminal.
         tls: certificates for an encrypted link.
+        network: what to emulate between the two processes: "lan", "wan", "MBPS:RTT_MS" or a ``Network``; None:
+            nothing.
 
     Returns:
         The client's logits, float32 [B, T, V] (or [B, 1, V]), and the Measurement.
@@ -89,6 +93,7 @@ def private_inference(
         raise InputError(f"timeout must be a positive number of seconds, not {timeout!r}")
     if tls is not None:
         tls.check()
+    emulated = parse_network("loopback" if network is None else network)
     import_spu()
     if warm not in (True, False, "setup"):
         raise InputError(f"warm must be True, False or 'setup', not {warm!r}")
@@ -107,6 +112,7 @@ def private_inference(
             timeout=timeout,
             tls=tls,
             on_event=shown.event,
+            network=emulated,
         )
     versions = {
         "aero_compile": str(importlib.import_module("aero_compile").__version__),
@@ -117,7 +123,8 @@ def private_inference(
     }
     shape = (int(ids.shape[0]), int(ids.shape[1]))
     warm_up = warm if isinstance(warm, str) else "full" if warm else "none"
-    return outcome.logits, combine(compiled.program, outcome.stats, shape, versions, list(sys.argv), warm_up)
+    bill = combine(compiled.program, outcome.stats, shape, versions, list(sys.argv), warm_up, str(emulated))
+    return outcome.logits, bill
 
 
 def compile_model(

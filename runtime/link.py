@@ -116,11 +116,22 @@ def watch_peer(address: str, lost: Callable[[], None]) -> threading.Event:
 
 
 def _listens(address: str, seconds: float) -> bool:
+    """Whether somebody is at ``address``, who then leaves a silent connection open for ``seconds``.
+
+    A forwarder on the way (a tunnel, a container's port, an emulated network) accepts even when nobody is behind it,
+    but closes at once.
+    """
     try:
-        with socket.create_connection(parse_address(address), timeout=seconds):
-            return True
+        connection = socket.create_connection(parse_address(address), timeout=seconds)
     except OSError:
         return False
+    with connection:
+        try:
+            return connection.recv(1) != b""
+        except TimeoutError:
+            return True
+        except OSError:
+            return False
 
 
 class WireCounter:

@@ -50,7 +50,8 @@ class Measurement:
     directions, as SPU counts what it hands to the link; ``wire_bytes`` is what the kernel counted on the TCP
     connections in the same interval (framing included; None where the kernel does not tell). ``messages``
     counts the sends of both parties (parallel tiles count one each: not rounds). ``seconds`` is the slower
-    party's wall time; ``party_seconds`` has both.
+    party's wall time; ``party_seconds`` has both. ``network`` is what was emulated between the parties, "loopback"
+    where that is nothing.
 
     ``cold_bytes`` (payload of the first forward plus the bytes of the set-up on the wire), ``cold_messages``
     and ``cold_seconds`` (set-up included) describe the first forward.
@@ -85,6 +86,7 @@ class Measurement:
     program: str
     versions: dict[str, str]
     command: list[str]
+    network: str = "loopback"
 
     def to_json(self) -> str:
         """Return everything as JSON text."""
@@ -95,7 +97,7 @@ class Measurement:
         state = "warm" if self.warm else "cold"
         lines = [
             f"{self.protocol}, {self.field}-bit ring, {self.fraction_bits} fraction bits, {batch}x{length} "
-            f"tokens, {state} forward",
+            f"tokens, {state} forward" + (f", {self.network}" if self.network != "loopback" else ""),
             f"  {_size(self.bytes)} both ways, {self.messages:,} messages, {self.seconds:.2f} s "
             f"(first forward: {_size(self.cold_bytes)}, {self.cold_seconds:.2f} s)",
             "",
@@ -116,6 +118,7 @@ def combine(
     versions: dict[str, str],
     command: list[str],
     warm_up: str = "full",
+    network: str = "loopback",
 ) -> Measurement:
     """Build the Measurement from the two parties' ``stats.json`` (keys "server" and "client")."""
     server, client = stats["server"], stats["client"]
@@ -147,6 +150,7 @@ def combine(
         program=program.digest,
         versions={**versions, **server["versions"]},
         command=command,
+        network=network,
     )
 
 

@@ -23,6 +23,8 @@ import aero_compile
 from aero_compile import errors
 from aero_compile.errors import AeroError, PartyError
 from aero_compile.runtime.link import PORT_TAKEN, TLSConfig, free_addresses
+from aero_compile.runtime.network import Relay
+from aero_compile.runtime.network_spec import Network
 from aero_compile.runtime.party import EVENT, ROLES
 from aero_compile.runtime.program import CLIENT, SERVER, Program
 
@@ -52,13 +54,17 @@ def run_parties(
     *,
     runs: int,
     timeout: float,
+    set_up: bool = False,
     tls: TLSConfig | None = None,
     on_event: OnEvent | None = None,
+    network: Network | None = None,
 ) -> Outcome:
     """Run ``program`` in two processes: one that gets only the weights, one that gets only the tokens.
 
     Each process has its own private directory (mode 0700, removed afterwards) with its own copy of the
-    program and its own inputs. ``on_event(role, event)`` is called with the parties' progress.
+    program and its own inputs. ``set_up`` lets them compute something short first, so that the first forward finds
+    keys and oblivious transfers ready. ``on_event(role, event)`` is called with the parties' progress. ``network``
+    is put between the two where it limits or delays anything (see `aero_compile.runtime.network.Relay`).
 
     Raises:
         PartyError: a party failed, disappeared, disagreed with the other, or took longer than ``timeout``
@@ -71,7 +77,7 @@ def run_parties(
         np.save(client / "tokens.npy", input_ids, allow_pickle=False)
         for attempt in range(START_ATTEMPTS):
             try:
-                return _attempt(server, client, runs, timeout, tls, on_event)
+                return _attempt(server, client, runs, set_up, timeout, tls, on_event, network)
             except _PortTaken as error:
                 if attempt == START_ATTEMPTS - 1:
                     raise PartyError(f"no free port on this machine: {error}") from error
@@ -89,25 +95,37 @@ def _directories(root: Path, program: Program) -> tuple[Path, Path]:
 
 
 def _attempt(
-    server: Path, client: Path, runs: int, timeout: float, tls: TLSConfig | None, on_event: OnEvent | None
+    server: Path,
+    client: Path,
+    runs: int,
+    set_up: bool,
+    timeout: float,
+    tls: TLSConfig | None,
+    on_event: OnEvent | None,
+    network: Network | None,
 ) -> Outcome:
     addresses = free_addresses(2)
     common = ["--runs", str(runs), "--timeout", str(timeout)]
     common += ["--connect-timeout", str(min(CONNECT_SECONDS, timeout)), "--with-parent"]
+    common += ["--set-up"] if set_up else []
     if tls is not None:
         common += ["--tls-cert", tls.certificate, "--tls-key", tls.private_key, "--tls-ca", tls.ca]
     inputs = {SERVER: ["--weights", "weights.npz"], CLIENT: ["--tokens", "tokens.npy"]}
     events: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
     parties: list[PartyProcess] = []
+    relay = Relay(network, addresses) if network not in (None, Network()) else None
+    ways = addresses if relay is None else relay.addresses
     try:
         for rank, directory in ((SERVER, server), (CLIENT, client)):
-            arguments = ["--rank", str(rank), "--address", addresses[rank], "--peer", addresses[1 - rank]]
+            arguments = ["--rank", str(rank), "--address", addresses[rank], "--peer", ways[1 - rank]]
             arguments += ["--program", "program.json", "--output", ".", *inputs[rank], *common]
             parties.append(PartyProcess(rank, directory, arguments, events))
         wait_for_parties(parties, events, timeout, on_event)
     finally:
         for party in parties:
             party.end()
+        if relay is not None:
+            relay.end()
     stats = {
         ROLES[rank]: json.loads((directory / "stats.json").read_bytes())
         for rank, directory in ((SERVER, server), (CLIENT, client))
