@@ -17,11 +17,10 @@ from torch import fx
 
 from aero_compile.runtime.attention import packing
 from aero_compile.runtime.masks import find_mask
-from aero_compile.runtime.partition import Domain, Partition
+from aero_compile.runtime.partition import SOFTMAXES, Domain, Partition
 
 aten = torch.ops.aten
 
-SOFTMAXES = frozenset({aten.softmax.int, aten._softmax.default, aten._safe_softmax.default})
 _PRODUCTS = frozenset({aten.matmul.default, aten.bmm.default})
 _RESHAPES = frozenset(
     {
@@ -97,6 +96,7 @@ def _split(part: Partition, softmax: fx.Node, product: fx.Node) -> None:
     for node, size, like in made:
         _declare(part, node, size, like)
     normalized.meta["normalizes"] = True
+    both.meta["softmax"] = softmax.name
 
 
 def _declare(part: Partition, node: fx.Node, shape: tuple[int, ...], like: fx.Node) -> None:

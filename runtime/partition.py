@@ -32,6 +32,11 @@ from aero_compile.graphs.rewriting import call_in_eval, source_path
 MASKED_BELOW = -9e3
 """A score of at most this value is masked: -1e4 is the mildest mask in use, and a score is added to it."""
 
+SOFTMAXES = frozenset(
+    {torch.ops.aten.softmax.int, torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default}
+)
+"""Every spelling of a softmax in a graph."""
+
 Observer = Callable[[fx.Node, tuple[Any, ...], dict[str, Any], Any], None]
 
 # Functions of a live tensor's shape alone: their result does not depend on the tokens.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import fx
 
 from aero_compile.errors import LoweringError
 from aero_compile.runtime import attention, operators, pointwise, products, views
+from aero_compile.runtime.blocks import Strip, blocked_scores, choose_strips
 from aero_compile.runtime.live import Call, LiveProgram, LiveStep, Ref, describe
 from aero_compile.runtime.masks import Masked, find_mask
 from aero_compile.runtime.partition import Domain, Partition, op_name, place_of
@@ -66,7 +67,9 @@ class _Lowering:
         self.weights: dict[str, npt.NDArray[Any]] = {}
         self._weight_names: dict[object, str] = {}
         self._carries_tokens: dict[fx.Node, bool] = {}
-        self.order = [n for n in part.graph.nodes if n in self._needed() and n is not part.tokens]
+        needed = self._needed()
+        self.order = [n for n in part.graph.nodes if n in needed and n is not part.tokens]
+        self.strips = dict(self._blocked_products())
         self.vocabulary = self._vocabulary()
 
     # --- which nodes, in which steps ------------------------------------------------------------------
@@ -93,6 +96,21 @@ class _Lowering:
             assert isinstance(first, fx.Node)
             return [first]
         return [used for used in node.all_input_nodes if self.part.is_live(used)]
+
+    def _blocked_products(self) -> Iterator[tuple[fx.Node, tuple[Strip, ...]]]:
+        """Score products that only a masked softmax reads, with the strips of them that it reads."""
+        readers: dict[fx.Node, set[fx.Node]] = {}
+        for node in self.order:
+            for used in self._live_dependencies(node):
+                readers.setdefault(used, set()).add(node)
+        for node, mask in self.masks.items():
+            product = mask.core
+            if op_name(product) in _PRODUCTS and mask.allowed is not None and readers[product] == {node}:
+                shape = self.part.shapes[product]
+                allowed = np.broadcast_to(mask.allowed, shape).any(axis=tuple(range(len(shape) - 2)))
+                left = product.args[0]
+                if isinstance(left, fx.Node) and left in self.part.shapes:
+                    yield product, choose_strips(allowed, self.part.shapes[left][-1])
 
     def _vocabulary(self) -> int:
         """Rows of the table that the tokens index; they must agree if there are several."""
@@ -215,6 +233,9 @@ class _Lowering:
             raise self._unsupported(node, "it turns secret numbers into integers")
         arguments = self._bind(node)
         live = {name: self._argument(slot, value) for name, value in arguments.items()}
+        if len(self.strips.get(node, ())) > 1:
+            queries, keys = live["x"], live.get("other", live.get("mat2"))
+            return Call(blocked_scores, {"queries": queries, "keys": keys}, {"strips": self.strips[node]})
         if op_name(node) == "getitem":
             return Call(_getitem, live, {})
         if op_name(node) == "dropout":
@@ -297,6 +318,7 @@ class _Lowering:
         )
 
 
+_PRODUCTS = frozenset({"aten.matmul", "aten.bmm"})
 _LENDERS = frozenset({"aten.type_as", "aten.expand_as"})  # their second argument lends its type or shape
 _LARGEST = 2.0**30
 _RESHAPING = frozenset(
