@@ -121,6 +121,11 @@ def _attempt(
             arguments += ["--program", "program.json", "--output", ".", *inputs[rank], *common]
             parties.append(PartyProcess(rank, directory, arguments, events))
         wait_for_parties(parties, events, timeout, on_event)
+    except PartyError as error:
+        if relay is not None and relay.process.poll() is not None:
+            code = relay.process.returncode
+            raise PartyError(f"the process that emulates the network ended with code {code}: {error}") from error
+        raise
     finally:
         for party in parties:
             party.end()

@@ -30,7 +30,7 @@ SMALLEST_CHUNK, LARGEST_CHUNK = 1448, 1 << 17
 QUEUE_SECONDS = 0.01
 """How far ahead the link's time is given away, so that a late wake-up of this process leaves no gap in it."""
 
-LEAST_BUFFER, LARGEST_BUFFER = 4 << 20, 1 << 28
+LEAST_BUFFER, LARGEST_BUFFER = 4 << 20, 64 << 20
 """Bounds on the bytes that one connection may have under way in one direction."""
 
 CONNECTIONS = 200
