@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from aero_compile.errors import InputError
 from aero_compile.graphs.trainable import TransformedModel, remove_dead_nodes
 from aero_compile.inference.change import Change
 
@@ -37,6 +38,22 @@ class InferenceModel(TransformedModel):
     def num_layers(self) -> int:
         """Number of attention layers of the source."""
         return self._num_layers
+
+    def prepare(self) -> TransformedModel:
+        """Make the function that calls will need; entropies are not among them."""
+        self._program((0,), False)
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the logits, float `[B, T, V]`, or `[B, 1, V]` after `logits="last"`.
+
+        Raises:
+            InputError: tokens or arguments that the model cannot take; entropies and losses are not computed here.
+        """
+        for name in ("output_entropies", "labels"):
+            if kwargs.get(name) is not None and kwargs[name] is not False:
+                raise InputError(f"a model for inference takes no {name}; call the model it was made from")
+        return super().forward(*args, **kwargs)
 
     def optimization(self) -> str:
         """The passes' report as text: what was folded, fused and removed, and what was left and why."""

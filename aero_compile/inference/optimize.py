@@ -9,6 +9,15 @@ from torch import nn
 from aero_compile.errors import InputError
 from aero_compile.graphs.trainable import TransformedModel
 from aero_compile.inference.change import Change
+from aero_compile.inference.eliminate_ffn import eliminate_ffn
+from aero_compile.inference.fold_expressions import fold_expressions
+from aero_compile.inference.fold_first_position import fold_first_position
+from aero_compile.inference.fold_norm_gains import fold_norm_gains
+from aero_compile.inference.fold_norms import fold_norms
+from aero_compile.inference.fold_scales import fold_scales
+from aero_compile.inference.fold_slopes import fold_slopes
+from aero_compile.inference.fuse_linear_ffn import fuse_linear_ffn
+from aero_compile.inference.last_token import last_token
 from aero_compile.inference.model import InferenceModel, inference_copy
 from aero_compile.pipeline import transform
 
@@ -46,5 +55,20 @@ def optimize_for_inference(model: nn.Module, *, logits: str = "all", eliminate: 
 
 
 def passes(logits: str, eliminate: bool) -> tuple[Pass, ...]:
-    """The passes in the order in which they run; each finds the graph as the one before it left it."""
-    return ()
+    """The passes in the order in which they run; each finds the graph as the one before it left it.
+
+    Weights come first, since every other pass reads them; then everything that makes a norm plain or a block linear;
+    blocks are removed while q, k and v are still apart; the last token comes last, when all graphs are final.
+    """
+    linear_blocks = eliminate_ffn if eliminate else fuse_linear_ffn
+    narrow = (last_token,) if logits == "last" else ()
+    return (
+        fold_expressions,
+        fold_slopes,
+        fold_norms,
+        fold_first_position,
+        fold_norm_gains,
+        linear_blocks,
+        fold_scales,
+        *narrow,
+    )
