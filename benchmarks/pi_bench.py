@@ -3,29 +3,28 @@
 Every row transforms the model, counts the nonlinear operations that remain, runs one private forward pass,
 and compares its logits with those of float32 PyTorch. Weights of named shapes are random (seeded): they
 change neither bytes nor messages. A perplexity is shown only where a trained model and held-out text are at
-hand.
+hand. With --estimate nothing is run: a cost model predicts bytes, messages and seconds.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script it would know its own folder alone
 
-import aero_compile
-from aero_compile.cookbook.recipe import recipe_names, resolve
-from aero_compile.errors import AeroError, InputError, OutputDirError, nearest
+from aero_compile.errors import AeroError, InputError, OutputDirError
+from aero_compile.files import write_atomically
 from aero_compile.progress import Progress
-from aero_compile.reporting.evaluate import private_row
+from aero_compile.reporting import paper as beside
 from aero_compile.reporting.report import (
     Row,
+    cells,
     document,
+    markdown_table,
     read_json,
     row_from_json,
     terminal_width,
@@ -33,51 +32,12 @@ from aero_compile.reporting.report import (
     write_json,
 )
 from aero_compile.reporting.report_html import write_html
+from aero_compile.runtime.network_spec import parse_network
+from benchmarks import pi_rows
+from benchmarks.paper import with_paper
+from benchmarks.pi_rows import DEFAULT_RECIPES, SHAPES, Task, check_lengths, row_key, tasks
 
-DEFAULT_RECIPES = "SM+LN+G,SM+LN+R,SM+R,softmax_only"
-TINY: dict[str, Any] = {"vocab_size": 256, "n_positions": 128, "n_embd": 64, "n_layer": 2, "n_head": 4}
-
-
-def tiny(layers: int | None) -> nn.Module:
-    """Return a GPT-2 block small enough that four recipes take minutes: d=64, 4 heads, 2 layers."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(GPT2Config(**{**TINY, "n_layer": layers or TINY["n_layer"]}))
-
-
-def gpt2(layers: int | None) -> nn.Module:
-    """Return GPT-2 small's shape: d=768, 12 heads, 12 layers, 50,257 tokens."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(GPT2Config(n_layer=layers or 12))
-
-
-def pythia_70m(layers: int | None) -> nn.Module:
-    """Return Pythia-70M's shape: d=512, 8 heads, 6 layers of attention beside FFN, 50,304 tokens."""
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
-
-    shape: dict[str, Any] = {
-        "hidden_size": 512,
-        "intermediate_size": 2048,
-        "num_attention_heads": 8,
-        "vocab_size": 50304,
-    }
-    return GPTNeoXForCausalLM(GPTNeoXConfig(**shape, num_hidden_layers=layers or 6))
-
-
-SHAPES: dict[str, Callable[[int | None], nn.Module]] = {"tiny": tiny, "gpt2": gpt2, "pythia-70m": pythia_70m}
-ARTIFACT_RECIPE = "saved"
-CALIBRATION_BATCH = 4
-"""Random sequences on which recipes that freeze norms measure them, as random as the weights."""
-
-
-@dataclass(frozen=True)
-class Task:
-    """One row to be measured; ``recipe`` is None for an artifact, which is run as it was saved."""
-
-    model: str
-    recipe: str | None
-    seq_len: int
+TITLE = "Cost of private inference"
 
 
 def positive(text: str) -> int:
@@ -104,157 +64,167 @@ def parser() -> argparse.ArgumentParser:
         help=f"recipe names, labels or pass lists, divided by commas; default: {DEFAULT_RECIPES}. "
         "An artifact carries its own recipe.",
     )
-    p.add_argument("--seq-len", nargs="+", type=positive, default=[32], metavar="T", help="tokens; default: 32")
-    p.add_argument("--layers", type=positive, metavar="N", help="use N layers of the shape instead of all")
+    text = "tokens; default: 32, or 128 with --compare paper"
+    p.add_argument("--seq-len", nargs="+", type=positive, metavar="T", help=text)
+    p.add_argument("--layers", type=positive, metavar="N", help="N layers of the shape instead of its own number")
     p.add_argument("--protocol", choices=["cheetah", "semi2k"], default="cheetah", help="default: cheetah")
     p.add_argument("--seed", type=int, default=0, help="of weights and tokens; default: 0")
-    p.add_argument("--cold-only", action="store_true", help="measure only the first pass, which pays the set-up")
-    p.add_argument("--json", type=Path, metavar="FILE", help="write rows here, each as soon as it is measured")
-    p.add_argument("--html", type=Path, metavar="FILE", help="write the report with its plots here")
-    found = p.add_mutually_exclusive_group()
+    how = p.add_argument_group("what is measured")
+    text = "logits of all positions or of the last one, for the next token; default: all, or last with --compare paper"
+    how.add_argument("--logits", choices=["last", "all"], help=text)
+    text = (
+        "before the measured forward: a whole one (full, the default), a short computation that sets up keys and "
+        "oblivious transfers (setup, for large models), or nothing (none: the set-up is part of what is measured)"
+    )
+    warm = how.add_mutually_exclusive_group()
+    warm.add_argument("--warm-up", choices=list(pi_rows.WARM_UPS), help=text)
+    text = "the same as --warm-up none"
+    warm.add_argument("--cold-only", dest="warm_up", action="store_const", const="none", help=text)
+    text = "what to emulate (or assume) between the parties: wan, lan or MBPS:RTT_MS; default: loopback, nothing"
+    how.add_argument("--network", default="loopback", metavar="NET", help=text)
+    how.add_argument("--estimate", action="store_true", help="run nothing: predict the costs of a warm Cheetah forward")
+    text = (
+        "print the figures of the AERO paper beside ours. With --estimate --model gpt2, the rows are all those of the "
+        "paper that --seq-len, --layers and --recipes leave"
+    )
+    how.add_argument("--compare", choices=["paper"], help=text)
+    out = p.add_argument_group("output")
+    out.add_argument("--per-op", action="store_true", help="print the table by operator of every row")
+    out.add_argument("--json", type=Path, metavar="FILE", help="write rows here, each as soon as it is made")
+    out.add_argument("--html", type=Path, metavar="FILE", help="write the report with its plots here")
+    out.add_argument("--markdown", type=Path, metavar="FILE", help="write the table here as Markdown")
+    found = out.add_mutually_exclusive_group()
     found.add_argument("--resume", action="store_true", help="keep the rows that --json FILE has, do the others")
-    found.add_argument("--overwrite", action="store_true", help="replace --json and --html files that exist")
+    found.add_argument("--overwrite", action="store_true", help="replace output files that exist")
     return p
 
 
-def is_artifact(model: str) -> bool:
-    """Tell whether a ``--model`` is a folder rather than the name of a shape; raises for neither."""
-    if model in SHAPES:
-        return False
-    if Path(model).is_dir():
-        return True
-    hint = "" if "/" in model else nearest(model, SHAPES)
-    raise InputError(f"--model {model!r} is neither a known shape nor the folder of a saved artifact{hint}")
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line, with defaults that depend on other options filled in."""
+    args = parser().parse_args(argv)
+    args.logits = args.logits or ("last" if args.compare else "all")
+    args.warm_up = args.warm_up or "full"
+    return args
 
 
-def tasks(args: argparse.Namespace) -> list[Task]:
-    """Return the rows to measure, in the table's order; raises before anything long has begun."""
-    names = recipe_names(args.recipes or DEFAULT_RECIPES)
-    found = []
-    for model in args.model:
-        if is_artifact(model):
-            if args.recipes or args.layers:
-                raise InputError(f"{model} is an artifact: it is run as saved, so leave --recipes and --layers out")
-            found += [Task(model, None, t) for t in args.seq_len]
-        else:
-            found += [Task(model, name, t) for t in args.seq_len for name in names]
-    return found
+def check(args: argparse.Namespace) -> None:
+    """Raise for options that contradict each other; put a `Network` in place of its name."""
+    if args.estimate and args.protocol != "cheetah":
+        raise InputError(f"--estimate knows the costs of cheetah alone, not of {args.protocol}")
+    if args.estimate and args.warm_up == "none":
+        raise InputError("--estimate is of a warm forward: leave --warm-up none and --cold-only out")
+    if args.resume and not args.json:
+        raise InputError("--resume needs --json FILE, the file with the rows of the earlier run")
+    args.network = parse_network(args.network)
+
+
+def outputs(args: argparse.Namespace) -> list[Path]:
+    """Return the files to be written."""
+    return [path for path in (args.json, args.html, args.markdown) if path is not None]
+
+
+def config(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings that rows of one file share."""
+    return {
+        "estimate": args.estimate,
+        "protocol": args.protocol,
+        "logits": args.logits,
+        "warm_up": args.warm_up,
+        "network": str(args.network),
+    }
 
 
 def start(args: argparse.Namespace, todo: list[Task]) -> tuple[list[Row], list[Task]]:
     """Return rows kept from an earlier run and the tasks left; refuses to overwrite what was not offered."""
-    if args.resume and not args.json:
-        raise InputError("--resume needs --json FILE, the file with the rows of the earlier run")
-    for path in (args.json, args.html):
-        if path is not None and path.is_dir():
+    for path in outputs(args):
+        if path.is_dir():
             raise OutputDirError(f"{path} is a folder, not a file")
     rows: list[Row] = []
     if args.resume and args.json.exists():
-        earlier = read_json(args.json)
-        if earlier.get("seed") != args.seed or earlier.get("config") != config(args):
-            raise InputError(f"{args.json} was made with another seed, --layers or --cold-only; not resumed")
-        rows = [row_from_json(data) for data in earlier["rows"]]
+        rows = earlier_rows(args)
     elif not args.overwrite:
-        for path in (args.json, args.html):
-            if path is not None and path.exists():
+        for path in outputs(args):
+            if path.exists():
                 hint = "--resume continues it, --overwrite replaces it" if args.json else "--overwrite replaces it"
                 raise OutputDirError(f"{path} exists; {hint}")
-    have = {(row.model, row.recipe, row.seq_len, row.protocol) for row in rows}
-    left = [t for t in todo if (t.model, recipe_key(t), t.seq_len, args.protocol) not in have]
-    return rows, left
+    have = {row_key(row) for row in rows}
+    return rows, [task for task in todo if task.key not in have]
 
 
-def config(args: argparse.Namespace) -> dict[str, object]:
-    """Return the settings that rows of one file share."""
-    return {"layers": args.layers, "protocol": args.protocol, "cold_only": args.cold_only}
-
-
-def recipe_key(task: Task) -> str:
-    """Return what a row's ``recipe`` field will be: the recipe's name, or an artifact's own text."""
-    return ARTIFACT_RECIPE if task.recipe is None else resolve(task.recipe).name
-
-
-def build(task: Task, args: argparse.Namespace) -> tuple[aero_compile.TransformedModel, str, str]:
-    """Return the model of a task ready to run, the recipe's name and its label for the table."""
-    if task.recipe is None:
-        model = aero_compile.load(task.model)
-        return model, ARTIFACT_RECIPE, f"{Path(task.model).name}: {model.recipe or 'as captured'}"
-    recipe = resolve(task.recipe)
-    torch.manual_seed(args.seed)
-    source: Any = SHAPES[task.model](args.layers).eval()
-    tokens = torch.randint(0, source.config.vocab_size, (CALIBRATION_BATCH, task.seq_len))
-    model = aero_compile.transform(source, recipe=recipe, calibration=tokens)
-    return model, recipe.name, recipe.label or recipe.name
-
-
-def check_lengths(todo: list[Task]) -> None:
-    """Raise `InputError` for a sequence longer than its model's positions, before any row is measured."""
-    limits: dict[str, int | None] = {}
-    for task in todo:
-        if task.model not in limits:
-            limits[task.model] = (
-                aero_compile.load(task.model).max_positions if task.recipe is None else positions(task.model)
-            )
-        limit = limits[task.model]
-        if limit is not None and task.seq_len > limit:
-            raise InputError(f"--seq-len {task.seq_len} is longer than the {limit} positions of {task.model}")
-
-
-def positions(shape: str) -> int:
-    """Return how many positions a named shape has; allocates nothing."""
-    with torch.device("meta"):
-        model: Any = SHAPES[shape](1)
-    return int(model.config.max_position_embeddings)
-
-
-def measure(task: Task, args: argparse.Namespace, progress: Progress) -> Row:
-    """Measure one row."""
-    name = f"{task.model} {task.recipe or ''} T={task.seq_len}".replace("  ", " ")
-    with progress.step(f"{name}: two processes, {args.protocol}", live=False):
-        model, recipe, label = build(task, args)
-        generator = torch.Generator().manual_seed(args.seed)
-        tokens = torch.randint(0, model.vocab_size, (1, task.seq_len), generator=generator)
-        return private_row(
-            model,
-            tokens,
-            recipe=recipe,
-            label=label,
-            model_name=task.model,
-            protocol=args.protocol,
-            warm=not args.cold_only,
-        )
+def earlier_rows(args: argparse.Namespace) -> list[Row]:
+    """Return the rows of ``--json``; raises `InputError` where they were made with other settings."""
+    earlier = read_json(args.json)
+    there = {"seed": earlier.get("seed"), **dict(earlier.get("config") or {})}
+    here = {"seed": args.seed, **config(args)}
+    other = [name for name in {**there, **here} if there.get(name) != here.get(name)]
+    if other:
+        told = "; ".join(f"{name}: {there.get(name)!r} there, {here.get(name)!r} here" for name in other)
+        raise InputError(f"{args.json} was made with other settings ({told}); not resumed")
+    return [row_from_json(data) for data in earlier["rows"]]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure all rows, writing what was asked for after each one."""
+    """Make all rows, writing what was asked for after each one."""
+    check(args)
     todo = tasks(args)
     rows, left = start(args, todo)
     check_lengths(left)
+    order = {task.key: place for place, task in enumerate(todo)}
+    if args.estimate:  # one captured model after the other
+        left = sorted(left, key=lambda task: (args.model.index(task.model), task.layers or 0))
     progress = Progress(len(left))
     for task in left:
-        rows.append(measure(task, args, progress))
-        result = document(rows, title="Cost of private inference", seed=args.seed, config=config(args))
-        if args.json:
-            write_json(args.json, result)
-        if args.html:
-            write_html(args.html, rows, result)
-    print(text_table(rows, terminal_width()))
-    for path in (args.json, args.html):
-        if path is not None:
-            print(f"wrote {path}")
+        how = "estimating" if args.estimate else f"two processes, {args.protocol}"
+        with progress.step(f"{task}: {how}", live=args.estimate):
+            rows.append(pi_rows.make(task, args))
+        rows.sort(key=lambda row: order.get(row_key(row), -1))
+        write(args, rows)
+    rows = write(args, rows)
+    show(args, rows)
     return 0
+
+
+def write(args: argparse.Namespace, rows: list[Row]) -> list[Row]:
+    """Write all files asked for; returns the rows with the paper's figures, if these were asked for."""
+    shown = [with_paper(row) for row in rows] if args.compare else rows
+    result = document(shown, title=TITLE, seed=args.seed, config=config(args))
+    if args.json:
+        write_json(args.json, result)
+    if args.html:
+        write_html(args.html, shown, result)
+    if args.markdown:
+        table = (*beside.cells(shown), beside.WORDS) if args.compare else (*cells(shown), {0, 1})
+        write_atomically(args.markdown, markdown_table(*table))
+    return shown
+
+
+def show(args: argparse.Namespace, rows: list[Row]) -> None:
+    """Print the tables, and which files were written."""
+    width = terminal_width()
+    if args.compare:
+        print(beside.text_table(rows, width))
+        print()
+    if not (args.compare and args.estimate):
+        print(text_table(rows, width))
+    if any(row.estimated for row in rows):
+        print("≈ estimated by the cost model, not run")
+    if args.per_op:
+        for row in rows:
+            print(f"\n{row.model} {row.label}, {row.layers} layers, T={row.seq_len}\n{row.bill}")
+    for path in outputs(args):
+        print(f"wrote {path}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code: 0, 2 for a mistake in the call, 130 when interrupted."""
-    args = parser().parse_args(argv)
+    args = parse(argv)
     try:
         return run(args)
     except AeroError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        kept = f"; {args.json} has the rows measured so far, --resume continues" if args.json else ""
+        kept = f"; {args.json} has the rows made so far, --resume continues" if args.json else ""
         print(f"\ninterrupted{kept}", file=sys.stderr)
         return 130
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import functools
 import json
 import subprocess
 import sys
@@ -19,28 +19,31 @@ from aero_compile.errors import PartyError, RuntimeUnavailableError
 
 pytest.importorskip("transformers")
 
+from benchmarks import pi_bench, pi_rows
+
+BUILD = pi_rows.build
 RECIPES = ["SM+LN+G", "SM+LN+R", "SM+R", "SM(t)+ScFFN"]
 
 
-@pytest.fixture(scope="module")
-def bench(root: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("pi_bench_under_test", root / "benchmarks" / "pi_bench.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    build, built = module.build, {}
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The benchmark; each model is transformed once: seconds each, and what these tests look at comes after it."""
+    monkeypatch.setattr(pi_rows, "build", cached)
+    return pi_bench
 
-    def cached(task: Any, args: Any) -> Any:
-        """Transform each model once: seconds each, and what these tests look at comes after it."""
-        key = (task.model, task.recipe, args.layers, args.seed)
-        if task.recipe is None or key not in built:
-            built[key] = build(task, args)
-        return built[key]
 
-    module.build = cached  # type: ignore[attr-defined]
-    return module
+@functools.cache
+def _built(task: pi_rows.Task, seed: int) -> Any:
+    return BUILD(task, seed)
+
+
+def cached(task: pi_rows.Task, seed: int) -> Any:
+    return BUILD(task, seed) if task.recipe is None else _built(task, seed)
+
+
+class Bill(SimpleNamespace):
+    def __str__(self) -> str:
+        return "a table by operator"
 
 
 class Runtime:
@@ -48,17 +51,21 @@ class Runtime:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[int, ...]]] = []
+        self.options: list[dict[str, Any]] = []
         self.fail_at: int | None = None
         self.error: Exception = PartyError("the server was lost")
 
-    def __call__(self, model: Any, input_ids: Any, protocol: str = "cheetah", **_: Any) -> tuple[Any, Any]:
+    def __call__(self, model: Any, input_ids: Any, protocol: str = "cheetah", **options: Any) -> tuple[Any, Any]:
         if self.fail_at == len(self.calls):
             raise self.error
         self.calls.append((model.recipe, tuple(input_ids.shape)))
+        self.options.append(options)
         with torch.no_grad():
             logits = model(torch.as_tensor(input_ids)).logits.numpy() + 1e-3
+        if options.get("logits") == "last":
+            logits = logits[:, -1:]
         cost = 1_000_000 // len(self.calls)
-        bill = SimpleNamespace(bytes=cost, messages=10, seconds=0.5, per_op=[{"op": "softmax", "bytes": cost}])
+        bill = Bill(bytes=cost, messages=10, seconds=0.5, per_op=[{"op": "softmax", "bytes": cost}])
         vars(bill).update(cold_bytes=cost + 5, cold_messages=12, cold_seconds=0.75, protocol=protocol)
         bill.to_json = lambda: json.dumps({"bytes": cost})
         return logits, bill
@@ -88,7 +95,11 @@ def test_rows_of_the_default_recipes(
     assert "[████████████████████████] 4/4" in printed.err
     result = json.loads(out.read_text())
     assert result["seed"] == 7
-    assert result["config"] == {"layers": 1, "protocol": "cheetah", "cold_only": False}
+    same = {"protocol": "cheetah", "logits": "all", "warm_up": "full", "network": "loopback"}
+    assert result["config"] == {"estimate": False, **same}
+    assert all(row["estimated"] is False and row["paper"] is None for row in result["rows"])
+    assert all(row["layers"] == 1 and row["heads"] == 4 and row["width"] == 64 for row in result["rows"])
+    assert all(row["origin"]["seed"] == 7 and row["origin"]["spent_seconds"] > 0 for row in result["rows"])
     assert {"python", "torch", "transformers", "aero_compile"} <= set(result["versions"])
     assert [row["label"] for row in result["rows"]] == RECIPES
     assert all(row["perplexity"] is None for row in result["rows"])
@@ -105,9 +116,58 @@ def test_cold_rows_hold_the_set_up(bench: ModuleType, runtime: Runtime, tmp_path
     assert row["per_op"] == {"softmax": 1_000_000, "set-up": 5}
 
 
+@pytest.mark.parametrize(("name", "warm"), [("full", True), ("setup", "setup"), ("none", False)])
+def test_settings_reach_the_runtime_and_the_row(
+    bench: ModuleType, runtime: Runtime, tmp_path: Path, name: str, warm: object
+) -> None:
+    out = tmp_path / "r.json"
+    asked = ["--logits", "last", "--warm-up", name, "--network", "200:20", "--protocol", "semi2k"]
+    assert bench.main(small("--recipes", "SM", "--json", str(out), *asked)) == 0
+    (options,) = runtime.options
+    assert options["logits"] == "last"
+    assert options["warm"] == warm
+    assert (options["network"].mbps, options["network"].rtt_ms) == (200, 20)
+    result = json.loads(out.read_text())
+    (row,) = result["rows"]
+    network = "200 Mbit/s, 20 ms round trip"
+    assert (row["logits"], row["warm_up"], row["network"], row["protocol"]) == ("last", name, network, "semi2k")
+    assert row["cold"] is (name == "none")
+    assert row["bytes"] == (1_000_005 if name == "none" else 1_000_000)
+    assert result["config"]["network"] == network
+
+
+def test_last_position_alone_is_compared_and_counted(
+    bench: ModuleType, runtime: Runtime, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "r.json"
+    assert bench.main(small("--recipes", "SM", "--logits", "last", "--json", str(out))) == 0
+    (row,) = json.loads(out.read_text())["rows"]
+    assert (row["compared"], row["argmax"]) == (1, 1.0)
+    assert "1 of 1" in capsys.readouterr().out
+
+
+def test_tables_by_operator_are_printed_for_kept_rows_too(
+    bench: ModuleType, runtime: Runtime, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "r.json"
+    assert bench.main(small("--recipes", "SM", "--json", str(out))) == 0
+    assert "a table by operator" not in capsys.readouterr().out
+    assert bench.main(small("--recipes", "SM,SM+R", "--json", str(out), "--per-op", "--resume")) == 0
+    assert len(runtime.calls) == 2
+    assert capsys.readouterr().out.count("a table by operator") == 2
+
+
+def test_markdown_has_the_table(bench: ModuleType, runtime: Runtime, tmp_path: Path) -> None:
+    out = tmp_path / "t.md"
+    assert bench.main(small("--recipes", "SM+R", "--markdown", str(out))) == 0
+    head, rule, line = out.read_text().splitlines()
+    assert head.count("|") == rule.count("|") == line.count("|") == 11
+    assert line.startswith("| SM+R | SM:4×R^{8×8} R:1×R^{8×256} | 8 | – | 1 MB |")
+    assert rule.startswith("| --- | --- | --: |")
+
+
 def test_same_seed_gives_the_same_source_weights(bench: ModuleType) -> None:
-    args = bench.parser().parse_args(small())
-    first, second = (bench.build(bench.Task("tiny", r, 8), args)[0] for r in ("SM+LN+G", "SM+R"))
+    first, second = (pi_rows.build(pi_rows.Task("tiny", r, 8, 1), 0) for r in ("SM+LN+G", "SM+R"))
     name = "transformer.h.0.attn.c_attn.weight"
     assert torch.equal(first.get_parameter(name), second.get_parameter(name))
 
@@ -123,9 +183,10 @@ def test_recipes_and_lengths_multiply(bench: ModuleType, runtime: Runtime) -> No
     ("shape", "layers", "softmax", "gelu"),
     [("gpt2", 12, "SM:12×R^{128×128}", "G:1×R^{128×3072}"), ("pythia-70m", 6, "SM:8×R^{128×128}", "G:1×R^{128×2048}")],
 )
-def test_named_shapes(bench: ModuleType, shape: str, layers: int, softmax: str, gelu: str) -> None:
+def test_named_shapes(shape: str, layers: int, softmax: str, gelu: str) -> None:
     with torch.device("meta"):
-        whole, one = bench.SHAPES[shape](None), bench.SHAPES[shape](1)
+        whole: Any = pi_rows.SHAPES[shape](pi_rows.LAYERS[shape])
+        one = pi_rows.SHAPES[shape](1)
     assert whole.config.num_hidden_layers == layers
     text = str(aero_compile.census(one, seq_len=128))
     assert softmax in text
@@ -149,15 +210,43 @@ def test_a_crash_loses_no_row_and_resume_does_the_others(
     assert after[:2] == before
 
 
-def test_resume_refuses_rows_of_another_seed(
-    bench: ModuleType, runtime: Runtime, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--seed", "1"], "seed: 0 there, 1 here"),
+        (["--logits", "last"], "logits: 'all' there, 'last' here"),
+        (["--compare", "paper"], "logits: 'all' there, 'last' here"),
+        (["--cold-only"], "warm_up: 'full' there, 'none' here"),
+        (["--network", "lan"], "network: 'loopback' there, '1000 Mbit/s, 1 ms round trip' here"),
+        (["--protocol", "semi2k"], "protocol: 'cheetah' there, 'semi2k' here"),
+        (["--estimate"], "estimate: False there, True here"),
+    ],
+)
+def test_resume_refuses_rows_of_other_settings(
+    bench: ModuleType,
+    runtime: Runtime,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    told: str,
 ) -> None:
     out = tmp_path / "r.json"
     assert bench.main(small("--json", str(out), "--recipes", "SM+R")) == 0
     text = out.read_text()
-    assert bench.main(small("--json", str(out), "--resume", "--seed", "1")) == 2
-    assert "another seed" in capsys.readouterr().err
+    assert bench.main(small("--json", str(out), "--recipes", "SM+R,SM", "--resume", *options)) == 2
+    assert told in capsys.readouterr().err
     assert out.read_text() == text
+    assert len(runtime.calls) == 1
+
+
+def test_resume_adds_other_layers_and_lengths(bench: ModuleType, runtime: Runtime, tmp_path: Path) -> None:
+    out = tmp_path / "r.json"
+    for layers, length in (("1", "8"), ("2", "8"), ("1", "4"), ("1", "8")):
+        command = ["--layers", layers, "--seq-len", length, "--recipes", "SM", "--json", str(out), "--resume"]
+        assert bench.main(command) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert sorted((row["layers"], row["seq_len"]) for row in rows) == [(1, 4), (1, 8), (2, 8)]
+    assert len(runtime.calls) == 3
 
 
 def test_nothing_is_overwritten_unless_offered(
@@ -185,6 +274,9 @@ def test_nothing_is_overwritten_unless_offered(
         (["--model", "gpt3"], "nearest: gpt2"),
         (["--model", "no/such/folder"], "neither a known shape nor"),
         (["--resume"], "--resume needs --json"),
+        (["--network", "wam"], "nearest: wan"),
+        (["--estimate", "--protocol", "semi2k"], "cheetah alone"),
+        (["--estimate", "--cold-only"], "warm forward"),
         (["--json", "/"], "is a folder"),
     ],
 )
@@ -203,8 +295,11 @@ def test_mistakes_are_named_before_anything_is_measured(
     assert runtime.calls == []
 
 
-@pytest.mark.parametrize("arguments", [["--seq-len", "0"], ["--layers", "x"], ["--protocol", "none"], ["--nope"]])
-def test_wrong_options_exit_with_2(bench: ModuleType, arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [["--seq-len", "0"], ["--layers", "x"], ["--protocol", "none"], ["--nope"], ["--cold-only", "--warm-up", "full"]],
+)
+def test_wrong_options_exit_with_2(bench: ModuleType, runtime: Runtime, arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         bench.main(arguments)
     assert caught.value.code == 2
@@ -213,7 +308,7 @@ def test_wrong_options_exit_with_2(bench: ModuleType, arguments: list[str]) -> N
 def test_artifacts_run_as_they_were_saved(
     bench: ModuleType, runtime: Runtime, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = aero_compile.transform(bench.SHAPES["tiny"](1), "SM+R")
+    model = aero_compile.transform(pi_rows.SHAPES["tiny"](1), "SM+R")
     aero_compile.save(model, tmp_path / "trained")
     folder = str(tmp_path / "trained")
     assert bench.main(["--model", folder, "--recipes", "SM", "--seq-len", "8"]) == 2

@@ -95,35 +95,38 @@ def private_row(
     label: str,
     model_name: str,
     protocol: str = "cheetah",
-    warm: bool = True,
+    logits: str = "all",
+    warm: bool | str = True,
+    network: Any = "loopback",
     perplexity: float | None = None,
     training: Training | None = None,
 ) -> Row:
     """Run ``model`` on ``tokens`` ``[B, T]`` in two processes and return the result row.
 
-    ``model`` is a transformed model; its own float32 logits are the reference. Raises what
-    `aero_compile.runtime.private_inference` raises. ``warm=True`` measures a second forward in the same processes;
-    ``warm=False`` the first one, with the set-up of keys and oblivious transfers.
+    ``model`` is a transformed model; its own float32 logits are the reference, of every position or, with
+    ``logits="last"``, of the last one. Raises what `aero_compile.runtime.private_inference` raises. ``warm=True``
+    measures a second forward in the same processes, ``"setup"`` a first one after keys and oblivious transfers were
+    set up by a short computation, ``False`` a first one together with that set-up. ``network``: what to emulate
+    between the parties, as `private_inference` takes it.
     """
     from aero_compile import runtime
-    from aero_compile.census import census
 
     model = model.eval()
     with torch.no_grad():
         reference = logits_of(model(tokens))
-    logits, bill = runtime.private_inference(model, tokens, protocol=protocol, warm=warm)
-    near = agreement(logits, reference)
+    if logits == "last":
+        reference = reference[:, -1:]
+    found, bill = runtime.private_inference(model, tokens, protocol=protocol, logits=logits, warm=warm, network=network)
+    near = agreement(found, reference)
     operators: dict[str, int] = {entry["op"]: entry["bytes"] for entry in bill.per_op}
     if not warm and bill.cold_bytes > sum(operators.values()):
         operators["set-up"] = bill.cold_bytes - sum(operators.values())
     return Row(
+        **_described(model, tokens.shape[1]),
         recipe=recipe,
         label=label,
         model=model_name,
-        layers=model.num_layers,
-        seq_len=tokens.shape[1],
         protocol=protocol,
-        nonlinear_ops=str(census(model, seq_len=tokens.shape[1])),
         bytes=bill.bytes if warm else bill.cold_bytes,
         messages=bill.messages if warm else bill.cold_messages,
         seconds=bill.seconds if warm else bill.cold_seconds,
@@ -133,8 +136,70 @@ def private_row(
         max_error=near.max_error,
         mean_error=near.mean_error,
         argmax=near.argmax,
+        compared=reference.shape[0] * reference.shape[1],
         perplexity=perplexity,
         per_op=operators,
         measurement=json.loads(bill.to_json()),
+        bill=str(bill),
+        logits=logits,
+        warm_up=warm if isinstance(warm, str) else "full" if warm else "none",
+        network=str(network),
         training=training,
     )
+
+
+def estimated_row(
+    model: Any,
+    seq_len: int,
+    *,
+    recipe: str,
+    label: str,
+    model_name: str,
+    logits: str = "all",
+    warm: bool | str = True,
+    network: Any = "loopback",
+) -> Row:
+    """Return the row that the cost model expects of a warm forward of one sequence with Cheetah; nothing is run.
+
+    Raises what `aero_compile.runtime.cost_model.estimate` raises. Errors and agreement are NaN.
+    """
+    from aero_compile.runtime.cost_model import estimate
+
+    bill = estimate(model, seq_len, batch=1, network=network, logits=logits, warm=warm)
+    return Row(
+        **_described(model, seq_len),
+        recipe=recipe,
+        label=label,
+        model=model_name,
+        protocol="cheetah",
+        bytes=bill.bytes,
+        messages=bill.messages,
+        seconds=bill.seconds,
+        cold=False,
+        cold_bytes=None,
+        cold_seconds=math.nan,
+        max_error=math.nan,
+        mean_error=math.nan,
+        argmax=math.nan,
+        per_op={entry["op"]: entry["bytes"] for entry in bill.per_op},
+        measurement=json.loads(bill.to_json()),
+        bill=str(bill),
+        estimated=True,
+        logits=logits,
+        warm_up=warm if isinstance(warm, str) else "full",
+        network=str(network),
+    )
+
+
+def _described(model: Any, seq_len: int) -> dict[str, Any]:
+    """Return what a row says of the model itself: its shape, and the nonlinear operations that remain."""
+    from aero_compile.census import census
+
+    structure = model.structure
+    return {
+        "layers": model.num_layers,
+        "heads": max(model.num_heads, default=None),
+        "width": int(structure.values[structure.embedding].shape[-1]),
+        "seq_len": seq_len,
+        "nonlinear_ops": str(census(model, seq_len=seq_len)),
+    }

@@ -1,7 +1,7 @@
 """Result rows of a benchmark: as a text table, as a JSON document, and back.
 
-A row is one recipe on one model at one sequence length, measured in real two-party computation. Nothing here
-is computed from expectations: a figure that was not measured is ``None`` and shown as "–".
+A row is one recipe on one model at one sequence length: measured in real two-party computation, or estimated by
+the cost model and then marked so. A figure that is not known is ``None`` or NaN and shown as "–".
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import platform
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,14 +44,20 @@ class Training:
 
 @dataclass(frozen=True)
 class Row:
-    """One measured line of the table.
+    """One line of the table.
 
     ``bytes`` counts both directions, ``seconds`` is the slower party's wall-clock time. They and ``messages``
     are those of a forward pass in processes that have run one before; if ``cold`` is true, those of the first
     pass with the set-up of keys and oblivious transfers, which ``cold_bytes`` and ``cold_seconds`` always tell.
     ``max_error`` and ``mean_error`` compare logits with float32 PyTorch, ``argmax`` is the share of positions
-    with the same most likely token. ``per_op`` maps an operator to its bytes. ``measurement`` is the runtime's
-    full record.
+    with the same most likely token, and ``compared`` how many positions those were. ``per_op`` maps an operator
+    to its bytes. ``measurement`` is the runtime's full record, ``bill`` the table by operator that it prints.
+
+    ``estimated``: nothing was run; the errors are NaN. ``logits``: "all" positions or the "last". ``warm_up``:
+    "full" (a whole forward before), "setup" (only keys and oblivious transfers) or "none". ``network``: what was
+    emulated or assumed between the parties, "loopback" where that is nothing. ``architecture`` (the paper's label,
+    where there is one), ``heads`` and ``width`` say which row of a paper this is; ``paper`` has that row's figures.
+    ``origin`` says where the row comes from: command, seed, versions, time, and the seconds spent on it in all.
     """
 
     recipe: str
@@ -65,7 +71,7 @@ class Row:
     messages: int
     seconds: float
     cold: bool
-    cold_bytes: int
+    cold_bytes: int | None
     cold_seconds: float
     max_error: float
     mean_error: float
@@ -74,6 +80,17 @@ class Row:
     per_op: dict[str, int] = field(default_factory=dict)
     measurement: dict[str, Any] = field(default_factory=dict)
     training: Training | None = None
+    estimated: bool = False
+    logits: str = "all"
+    warm_up: str = "full"
+    network: str = "loopback"
+    compared: int | None = None
+    architecture: str = ""
+    heads: int | None = None
+    width: int | None = None
+    bill: str = ""
+    paper: dict[str, Any] | None = None
+    origin: dict[str, Any] = field(default_factory=dict)
 
     @property
     def group(self) -> tuple[str, int, int, str]:
@@ -131,11 +148,26 @@ def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     for row, saving in zip(rows, savings(rows), strict=True):
         perplexity = "–" if row.perplexity is None else f"{row.perplexity:.4g}"
         lines.append(
-            [row.label, row.nonlinear_ops or "none", str(row.seq_len), perplexity, human_bytes(row.bytes)]
-            + [f"{saving:.2f}×", f"{row.messages:,}", f"{row.seconds:.1f}"]
-            + [f"{row.max_error:.1e}", f"{100 * row.argmax:.1f}%"]
+            [row.label, row.nonlinear_ops or "none", str(row.seq_len), perplexity]
+            + [about(row, human_bytes(row.bytes)), f"{saving:.2f}×"]
+            + [about(row, f"{row.messages:,}"), about(row, f"{row.seconds:.1f}")]
+            + ["–" if math.isnan(row.max_error) else f"{row.max_error:.1e}", _agreeing(row)]
         )
     return head, lines
+
+
+def about(row: Row, figure: str) -> str:
+    """Return a figure as the tables show it: with ``≈`` where it was not measured."""
+    return f"≈{figure}" if row.estimated else figure
+
+
+def _agreeing(row: Row) -> str:
+    """Return the share of positions with the same most likely token; counted out where there is but one a sequence."""
+    if math.isnan(row.argmax):
+        return "–"
+    if row.logits == "last" and row.compared:
+        return f"{round(row.argmax * row.compared)} of {row.compared}"
+    return f"{100 * row.argmax:.1f}%"
 
 
 def text_table(rows: Sequence[Row], width: int | None = None) -> str:
@@ -144,19 +176,26 @@ def text_table(rows: Sequence[Row], width: int | None = None) -> str:
     Where it would be wider than ``width`` characters, the nonlinear ops go below it, one line per recipe.
     """
     head, lines = cells(rows)
-    table = _aligned(head, lines, left=2)
+    table = aligned(head, lines, left={0, 1})
     if width is None or max(map(len, table)) <= width:
         return "\n".join(table)
     below = dict.fromkeys(f"  {line[0]} (T={line[2]}): {line[1]}" for line in lines)
-    narrow = _aligned([head[0], *head[2:]], [[line[0], *line[2:]] for line in lines], left=1)
+    narrow = aligned([head[0], *head[2:]], [[line[0], *line[2:]] for line in lines], left={0})
     return "\n".join([*narrow, "", "nonlinear ops that remain:", *below])
 
 
-def _aligned(head: Sequence[str], lines: Sequence[Sequence[str]], left: int) -> list[str]:
+def markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]], left: Collection[int]) -> str:
+    """Return a Markdown table: the columns ``left`` to the left, the others to the right; ends with a newline."""
+    rule = ["---" if i in left else "--:" for i in range(len(head))]
+    return "".join("| " + " | ".join(t.replace("|", "\\|") for t in line) + " |\n" for line in [head, rule, *lines])
+
+
+def aligned(head: Sequence[str], lines: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
+    """Return the lines of a table: the columns ``left`` to the left, the others to the right."""
     widths = [max(len(line[i]) for line in [head, *lines]) for i in range(len(head))]
 
     def show(line: Sequence[str]) -> str:
-        padded = (t.ljust(w) if i < left else t.rjust(w) for i, (t, w) in enumerate(zip(line, widths, strict=True)))
+        padded = (t.ljust(w) if i in left else t.rjust(w) for i, (t, w) in enumerate(zip(line, widths, strict=True)))
         return "  ".join(padded).rstrip()
 
     return [show(head), "  ".join("─" * w for w in widths), *map(show, lines)]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from aero_compile.files import write_atomically
+from aero_compile.reporting import paper
 from aero_compile.reporting.charts import heatmap, line_chart, stacked_bars
 from aero_compile.reporting.report import Row, cells, human_bytes, savings
 
@@ -118,6 +119,34 @@ def _training(rows: Sequence[Row]) -> str:
     return "".join(out)
 
 
+def _beside_paper(rows: Sequence[Row]) -> str:
+    """Return bars of the paper's bytes and ours, one figure for each depth and length; empty where there are none."""
+    groups: dict[tuple[int, int], dict[str, dict[str, float]]] = {}
+    for row in rows:
+        if row.paper is not None:
+            bars = groups.setdefault((row.layers, row.seq_len), {})
+            bars[f"{row.label}: paper"] = {"paper": float(row.paper["comm_gb"])}
+            bars[f"{row.label}: ours"] = {"ours": row.bytes / 1e9}
+    if not groups:
+        return ""
+    source = next(row.paper["source"] for row in rows if row.paper is not None)
+    kinds = {"estimated" if row.estimated else "measured" for row in rows if row.paper is not None}
+    out = ["<section><h2>Beside the paper</h2>", f"<p>{escape(source)}. Ours are {' and '.join(sorted(kinds))}.</p>"]
+    out.append('<div class="figures">')
+    for (layers, length), bars in groups.items():
+        name = f"{layers} layers, {length} tokens"
+        out.append(_figure(name, stacked_bars(bars, f"Bytes of the paper and ours, {name}", "GB")))
+    head, lines = paper.cells(rows)
+    out.append('</div><details><summary>The same as a table</summary><div class="scroll"><table><thead><tr>')
+    kind = ["left" if i in paper.WORDS else "" for i in range(len(head) - 2)] + ["left ops"] * 2
+    out += [f'<th scope="col" class="{k}">{escape(h)}</th>' for h, k in zip(head, kind, strict=True)]
+    out.append("</tr></thead><tbody>")
+    for line in lines:
+        shown = [_ops(cell) if "ops" in k else escape(cell) for cell, k in zip(line, kind, strict=True)]
+        out += ["<tr>", *(f'<td class="{k}">{cell}</td>' for cell, k in zip(shown, kind, strict=True)), "</tr>"]
+    return "".join([*out, "</tbody></table></div></details></section>"])
+
+
 def _operators(rows: Sequence[Row]) -> str:
     bars = {_name(r, rows): {op: n / 1e6 for op, n in r.per_op.items()} for r in rows if r.per_op}
     if not bars:
@@ -148,6 +177,7 @@ def html(rows: Sequence[Row], result: Mapping[str, Any]) -> str:
 <title>{escape(title)}</title><style>{_STYLE}</style></head><body>
 <header><h1>{escape(title)}</h1><p class="lead">{escape(_summary(rows))}</p></header>
 <main><section aria-label="Results">{_main_table(rows)}</section>
+{_beside_paper(rows)}
 {_operators(rows)}
 {_training(rows)}
 <section><h2>How this was made</h2>
