@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from aero_compile.runtime.inference import Compiled, compile_model, export, private_inference
     from aero_compile.runtime.link import TLSConfig
     from aero_compile.runtime.measure import Measurement
+    from aero_compile.runtime.network_spec import Network
     from aero_compile.runtime.program import Program
     from aero_compile.runtime.to_jax import supported_ops
 
@@ -22,6 +23,7 @@ _HOME = {
     "private_inference": "inference",
     "TLSConfig": "link",
     "Measurement": "measure",
+    "Network": "network_spec",
     "supported_ops": "to_jax",
     "Program": "program",
 }
@@ -30,6 +32,7 @@ __all__ = [
     "Approximation",
     "Compiled",
     "Measurement",
+    "Network",
     "Program",
     "TLSConfig",
     "approximations",
