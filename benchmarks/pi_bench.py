@@ -170,8 +170,8 @@ def run(args: argparse.Namespace) -> int:
     rows, left = start(args, todo)
     check_lengths(left)
     order = {task.key: place for place, task in enumerate(todo)}
-    if args.estimate:  # one captured model after the other
-        left = sorted(left, key=lambda task: (args.model.index(task.model), task.layers or 0))
+    if args.estimate:  # one model after the other
+        left = sorted(left, key=lambda task: (args.model.index(task.model), task.layers or 0, task.recipe or ""))
     progress = Progress(len(left))
     for task in left:
         how = "estimating" if args.estimate else f"two processes, {args.protocol}"
@@ -210,7 +210,7 @@ def show(args: argparse.Namespace, rows: list[Row]) -> None:
         print("≈ estimated by the cost model, not run")
     if args.per_op:
         for row in rows:
-            print(f"\n{row.model} {row.label}, {row.layers} layers, T={row.seq_len}\n{row.bill}")
+            print(f"\n{row.model} {row.label}, L={row.layers}, T={row.seq_len}\n{row.bill}")
     for path in outputs(args):
         print(f"wrote {path}")
 

@@ -23,7 +23,7 @@ from aero_compile.training.run_directory import versions
 from benchmarks import paper
 
 DEFAULT_RECIPES = "SM+LN+G,SM+LN+R,SM+R,softmax_only"
-TINY: dict[str, Any] = {"vocab_size": 256, "n_positions": 128, "n_embd": 64, "n_head": 4}
+TINY: dict[str, Any] = {"vocab_size": 256, "n_positions": 128, "n_embd": 64, "n_head": 4, "bos_token_id": 0}
 LAYERS = {"tiny": 2, "gpt2": 12, "pythia-70m": 6}
 IN_PAPER = "gpt2"
 """The shape that the paper's tables are of."""
@@ -31,6 +31,8 @@ PAPER_LENGTH = 128
 ARTIFACT_RECIPE = "saved"
 CALIBRATION_BATCH = 4
 """Random sequences on which recipes that freeze norms measure them, as random as the weights."""
+CALIBRATION_LENGTH = 128
+"""Their length for estimates, which do not depend on it."""
 WARM_UPS: dict[str, Any] = {"full": True, "setup": "setup", "none": False}
 """Names of ``--warm-up``, as `private_inference` takes them."""
 
@@ -39,7 +41,7 @@ def tiny(layers: int) -> nn.Module:
     """Return a GPT-2 block small enough that four recipes take minutes: d=64, 4 heads."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(**TINY, n_layer=layers))
+    return GPT2LMHeadModel(GPT2Config(**TINY, eos_token_id=0, n_layer=layers))
 
 
 def gpt2(layers: int) -> nn.Module:
@@ -81,7 +83,7 @@ class Task:
         return self.model, recipe, self.layers, self.seq_len
 
     def __str__(self) -> str:
-        recipe = "" if self.recipe is None else f" {self.recipe}, {self.layers} layers,"
+        recipe = "" if self.recipe is None else f" {self.recipe}, L={self.layers},"
         return f"{self.model}{recipe} T={self.seq_len}"
 
 
@@ -195,10 +197,9 @@ def _from_default(one: Any) -> Any:
 
 
 def make(task: Task, args: argparse.Namespace) -> Row:
-    """Measure or estimate one row, with the paper's figures and where it comes from."""
+    """Measure or estimate one row, and say where it comes from."""
     began = time.monotonic()
-    model = build(task, args.seed)
-    found = _estimate(model, task, args) if args.estimate else _measure(model, task, args)
+    found = _estimate(task, args) if args.estimate else _measure(task, args)
     origin = {
         "command": command_line(),
         "seed": args.seed,
@@ -206,11 +207,11 @@ def make(task: Task, args: argparse.Namespace) -> Row:
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "spent_seconds": round(time.monotonic() - began, 3),
     }
-    text = resolve(task.recipe).text if task.recipe else model.recipe
-    return dataclasses.replace(found, architecture=architecture(text), origin=origin)
+    return dataclasses.replace(found, origin=origin)
 
 
-def _measure(model: aero_compile.TransformedModel, task: Task, args: argparse.Namespace) -> Row:
+def _measure(task: Task, args: argparse.Namespace) -> Row:
+    model = build(task, args.seed)
     generator = torch.Generator().manual_seed(args.seed)
     tokens = torch.randint(0, model.vocab_size, (1, task.seq_len), generator=generator)
     return private_row(
@@ -224,10 +225,12 @@ def _measure(model: aero_compile.TransformedModel, task: Task, args: argparse.Na
     )
 
 
-def _estimate(model: aero_compile.TransformedModel, task: Task, args: argparse.Namespace) -> Row:
+def _estimate(task: Task, args: argparse.Namespace) -> Row:
+    model, rewritten = optimized(dataclasses.replace(task, seq_len=CALIBRATION_LENGTH), args.seed, args.logits)
     return estimated_row(
         model,
         task.seq_len,
+        rewritten=rewritten,
         **_names(model, task),
         logits=args.logits,
         warm=WARM_UPS[args.warm_up],
@@ -235,10 +238,18 @@ def _estimate(model: aero_compile.TransformedModel, task: Task, args: argparse.N
     )
 
 
+@functools.lru_cache(maxsize=1)
+def optimized(task: Task, seed: int, logits: str) -> tuple[aero_compile.TransformedModel, nn.Module]:
+    """Return the model of a task as it is and rewritten for inference, which is the same for every length."""
+    model = build(task, seed)
+    return model, aero_compile.optimize_for_inference(model, logits=logits)
+
+
 def _names(model: aero_compile.TransformedModel, task: Task) -> dict[str, Any]:
-    """A row's recipe, its label for the table, and the model's name."""
+    """A row's recipe, its label for the table, its architecture, and the model's name."""
     if task.recipe is None:
-        label = f"{Path(task.model).name}: {model.recipe or 'as captured'}"
-        return {"recipe": ARTIFACT_RECIPE, "label": label, "model_name": task.model}
-    recipe = resolve(task.recipe)
-    return {"recipe": recipe.name, "label": recipe.label or recipe.name, "model_name": task.model}
+        recipe, label, text = ARTIFACT_RECIPE, f"{Path(task.model).name}: {model.recipe or 'as captured'}", model.recipe
+    else:
+        known = resolve(task.recipe)
+        recipe, label, text = known.name, known.label or known.name, known.text
+    return {"recipe": recipe, "label": label, "architecture": architecture(text), "model_name": task.model}

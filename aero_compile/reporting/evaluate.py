@@ -94,6 +94,7 @@ def private_row(
     recipe: str,
     label: str,
     model_name: str,
+    architecture: str = "",
     protocol: str = "cheetah",
     logits: str = "all",
     warm: bool | str = True,
@@ -126,6 +127,7 @@ def private_row(
         recipe=recipe,
         label=label,
         model=model_name,
+        architecture=architecture,
         protocol=protocol,
         bytes=bill.bytes if warm else bill.cold_bytes,
         messages=bill.messages if warm else bill.cold_messages,
@@ -155,22 +157,27 @@ def estimated_row(
     recipe: str,
     label: str,
     model_name: str,
+    architecture: str = "",
+    rewritten: Any = None,
     logits: str = "all",
     warm: bool | str = True,
     network: Any = "loopback",
 ) -> Row:
     """Return the row that the cost model expects of a warm forward of one sequence with Cheetah; nothing is run.
 
-    Raises what `aero_compile.runtime.cost_model.estimate` raises. Errors and agreement are NaN.
+    ``rewritten``: what `aero_compile.optimize_for_inference` made of ``model`` for these ``logits``, where that is at
+    hand already. Raises what `aero_compile.runtime.cost_model.estimate` raises. Errors and agreement are NaN.
     """
     from aero_compile.runtime.cost_model import estimate
 
-    bill = estimate(model, seq_len, batch=1, network=network, logits=logits, warm=warm)
+    run = model if rewritten is None else rewritten
+    bill = estimate(run, seq_len, batch=1, network=network, logits=logits, warm=warm)
     return Row(
         **_described(model, seq_len),
         recipe=recipe,
         label=label,
         model=model_name,
+        architecture=architecture,
         protocol="cheetah",
         bytes=bill.bytes,
         messages=bill.messages,

@@ -50,6 +50,6 @@ def text_table(rows: Sequence[Row], width: int | None = None) -> str:
         return "\n".join(table)
     below = []
     for line in lines:
-        below += [f"  {line[0]} ({line[1]} layers, T={line[2]})", f"    paper {line[-2]}", f"    ours  {line[-1]}"]
+        below += [f"  {line[0]} (L={line[1]}, T={line[2]})", f"    paper {line[-2]}", f"    ours  {line[-1]}"]
     narrow = aligned(head[:-2], [line[:-2] for line in lines], WORDS)
     return "\n".join([*narrow, "", "nonlinear ops that remain:", *below])

@@ -79,7 +79,7 @@ def test_narrow_terminals_get_both_censuses_below_the_table() -> None:
     wide, narrow = paper.text_table(rows), paper.text_table(rows, 100)
     assert wide == paper.text_table(rows, 1000)
     assert max(map(len, narrow.split("\n"))) <= 100
-    assert "  SM(t)+ScFFN (12 layers, T=128)\n    paper SM:144×R^{128×128}\n    ours  SM:144×R^{128×128} LN:1" in narrow
+    assert "  SM(t)+ScFFN (L=12, T=128)\n    paper SM:144×R^{128×128}\n    ours  SM:144×R^{128×128} LN:1" in narrow
     head, rule, first, second, *_ = wide.split("\n")
     assert head.index("figures") == first.index("measured") == second.index("measured")
     assert first.index("6.43") + 4 == head.index("paper, GB") + len("paper, GB")
