@@ -25,7 +25,9 @@ from aero_compile.graphs.rewriting import (
     VIEWS,
     ancestors,
     insert_call,
+    node_values,
     replace_node,
+    sample_shape,
     tainted_nodes,
     weight_value,
 )
@@ -63,14 +65,23 @@ def fold_weights(model: TransformedModel) -> TransformedModel:
     return folded.prepare().eval()
 
 
-def fold_in_place(model: TransformedModel) -> None:
-    """As `fold_weights`, for a model that belongs to the caller; its mode stays as it is."""
+def fold_in_place(model: TransformedModel, *, in_double: bool = False) -> int:
+    """As `fold_weights`, for a model that belongs to the caller; its mode stays as it is.
+
+    Args:
+        model: the model, which is changed.
+        in_double: whether to compute with float64, and round once to the type of the result.
+
+    Returns:
+        How many expressions became weights.
+    """
     _move_late(model)
-    expressions = [each for each in _expressions(model) if each.is_foldable]
+    expressions = [each for each in _expressions(model, in_double) if each.is_foldable]
     names = list(_names(model, expressions))
     for expression, (name, transposed) in zip(expressions, names, strict=True):
         _replace(model, expression, name, transposed)
     model.graph_changed()
+    return len(expressions)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +101,7 @@ class _Expression:
         return self.value.is_floating_point() or any(isinstance(t, nn.Parameter) for t in self.weights.values())
 
 
-def _expressions(model: TransformedModel) -> Iterator[_Expression]:
+def _expressions(model: TransformedModel, in_double: bool) -> Iterator[_Expression]:
     constant = _constant_nodes(model.graph)
     order = {node: number for number, node in enumerate(model.graph.nodes)}
     known: dict[fx.Node, Any] = {}
@@ -99,7 +110,30 @@ def _expressions(model: TransformedModel) -> Iterator[_Expression]:
             nodes = ancestors([root], constant)
             read = sorted((node for node in nodes if node.op == "get_attr"), key=order.__getitem__)
             weights = {node: _stored(model, node) for node in read}
-            yield _Expression(root, nodes, weights, weight_value(model, root, known))
+            value = _double_value(model, root) if in_double else weight_value(model, root, known)
+            yield _Expression(root, nodes, weights, value)
+
+
+def _double_value(model: TransformedModel, root: fx.Node) -> Any:
+    """`weight_value` with every step in float64, rounded to the type that the graph gives the result."""
+    known: dict[fx.Node, Any] = {}
+
+    def value(node: fx.Node) -> Any:
+        if node in known:
+            return known[node]
+        if node.op == "call_function":
+            args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+            with torch.no_grad():
+                found = node.target(*args, **kwargs)  # type: ignore[operator]
+        else:  # modules know the type of their buffers only
+            found = weight_value(model, node)
+        known[node] = found.double() if isinstance(found, Tensor) and found.is_floating_point() else found
+        return known[node]
+
+    found = value(root)
+    if not isinstance(found, Tensor):
+        return found
+    return found.to(node_values(model, *sample_shape(model))[root].dtype)
 
 
 def _stored(model: TransformedModel, node: fx.Node) -> Tensor:

@@ -17,7 +17,7 @@ from torch import fx
 
 from aero_compile.anatomy.parts import NORMS
 from aero_compile.graphs.fold_weights import fold_in_place
-from aero_compile.graphs.rewriting import place, tainted_nodes, weight_value
+from aero_compile.graphs.rewriting import node_values, place, sample_shape, tainted_nodes, weight_value
 from aero_compile.graphs.trainable import TransformedModel
 from aero_compile.inference.change import Change
 from aero_compile.inference.readers import LARGEST, SMALLEST, linear_readers, move_shift, other_reader, scale_columns
@@ -28,12 +28,13 @@ aten = torch.ops.aten
 def fold_norm_gains(model: TransformedModel) -> Change:
     """Leave norms without gain and bias wherever linear layers are all that reads them."""
     live = tainted_nodes(model.graph, model.convention.tokens)
+    values = node_values(model, *sample_shape(model))
     done, left = 0, []
     for norm in [node for node in model.graph.nodes if node in live and node.target in NORMS]:
         gain, bias = _gain_and_bias(norm)
         if gain is None and bias is None:
             continue
-        linears = linear_readers(norm, int(norm.args[1][-1]))
+        linears = linear_readers(norm, values)
         reason = _reason(model, norm, gain, live, linears)
         if reason:
             left.append(f"the gain of {place(norm)}: {reason}")

@@ -70,10 +70,12 @@ class _Folding:
         if node not in self.live or node in self.seen or self._step(node) is None:
             return
         steps = self._chain(node)
-        linears = linear_readers(node, int(self.values[node].shape[-1]))
+        linears = linear_readers(node, self.values)
+        self.seen.update(step.node for step in steps)
         reason = self._reason(node, steps, linears)
         if reason:
-            self._report(node, steps, reason)
+            if any(step.kind == "center" for step in steps):  # other sums and products are no surprise
+                self.left.append(f"a frozen norm at {place(node)}: {reason}")
             return
         for linear in linears:
             for step in steps:
@@ -92,12 +94,6 @@ class _Folding:
                 gain = gain * value if step.kind == "mul" else gain / value
         largest = float(gain.max())
         return "" if SMALLEST <= largest <= LARGEST else f"its largest gain is {largest:.3g}"
-
-    def _report(self, node: fx.Node, steps: list[_Step], reason: str) -> None:
-        """Say once that a frozen norm stays; other sums and products are no surprise."""
-        self.seen.update(step.node for step in steps)
-        if any(step.kind == "center" for step in steps):
-            self.left.append(f"a frozen norm at {place(node)}: {reason}")
 
     def _chain(self, node: fx.Node) -> list[_Step]:
         """The affine maps that end in `node`, last first, as far as nothing else reads what is between them."""

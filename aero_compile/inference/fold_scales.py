@@ -155,8 +155,8 @@ class _Folding:
                 single = value.numel() == 1 and str(node.target) in self.parameters
                 self.known[node] = value if single else None
             elif node.op == "call_function" and node.all_input_nodes:
-                if all(self._value(parent) is not None for parent in node.all_input_nodes):
-                    self.known[node] = weight_value(self.model, node)
+                single = all(self._value(parent) is not None for parent in node.all_input_nodes)
+                self.known[node] = weight_value(self.model, node) if single else None
         return self.known[node]
 
     def _hoist(self, node: fx.Node) -> fx.Node:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from aero_compile.graphs.rewriting import SHAPE_ONLY, insert_call
+from aero_compile.graphs.rewriting import SHAPE_ONLY, VIEWS, insert_call
 
 aten = torch.ops.aten
 
@@ -15,32 +16,35 @@ LARGEST, SMALLEST = 64.0, 1 / 16
 """Largest gain that weights take up, and how small it may be: they lose the bits that a gain takes away."""
 
 
-def linear_readers(node: fx.Node, width: int) -> list[fx.Node]:
-    """The linear layers that read `node`, whose last dimension has `width` channels; none if anything else does.
+def linear_readers(node: fx.Node, values: Mapping[fx.Node, Any]) -> list[fx.Node]:
+    """The linear layers that read `node`, directly or through views that keep its last dimension; none if others do.
 
-    Between them there may be reshapes that keep the channels, and cuts along other dimensions.
+    Args:
+        node: a hidden value, `[..., d]`.
+        values: the fake value of every node.
     """
+    shape = values[node].shape
+    return _readers(node, torch.arange(shape[-1]).expand(shape), shape[-1], values)
+
+
+def _readers(node: fx.Node, numbers: Tensor, width: int, values: Mapping[fx.Node, Any]) -> list[fx.Node]:
+    """As `linear_readers`; `numbers` are the channels that the elements of `node` belong to."""
     found: list[fx.Node] = []
     for user in node.users:
         if user.target in SHAPE_ONLY:
             continue
+        inner: list[fx.Node] = []
         if user.target is aten.linear.default and user.args[0] is node:
-            inner = [user]
-        elif _keeps_channels(user, width):
-            inner = linear_readers(user, width)
-        else:
-            inner = []
+            in_order = numbers.shape[-1] == width and bool((numbers == torch.arange(width)).all())
+            inner = [user] if in_order and node not in user.args[1:] else []
+        elif user.target in VIEWS:
+            swap = {node: numbers}
+            args, kwargs = fx.map_arg((user.args, user.kwargs), lambda each: swap.get(each, values[each]))  # noqa: B023
+            inner = _readers(user, user.target(*args, **kwargs), width, values)  # type: ignore[operator]
         if not inner:
             return []
         found += inner
     return found
-
-
-def _keeps_channels(view: fx.Node, width: int) -> bool:
-    """Whether the last dimension is as it was, seen from the arguments; 1 would be no proof."""
-    if view.target is aten.reshape.default:
-        return view.args[1][-1] == width != 1  # type: ignore[index]
-    return view.target in (aten.alias.default, aten.clone.default, aten.contiguous.default)
 
 
 def other_reader(node: fx.Node) -> str:
@@ -48,7 +52,7 @@ def other_reader(node: fx.Node) -> str:
     for user in node.users:
         if user.target in SHAPE_ONLY or user.target is aten.linear.default:
             continue
-        if user.target is aten.reshape.default:
+        if user.target in VIEWS:
             deeper = other_reader(user)
             if deeper:
                 return deeper

@@ -1,0 +1,53 @@
+"""Carrying scalars of the server along the residual stream: the same function with fewer private products."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from aero_compile.inference.fold_expressions import fold_expressions
+from aero_compile.inference.fold_scales import LARGEST, fold_scales
+from tests import tiny_models
+from tests.inference.folding import check, count, secret_products, trained
+
+FAMILIES = ["gpt2-eager", "gpt_neox-sdpa", "llama-eager", "nanogpt", "encoder-pre"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("recipe", ["SM+ScFFN", "scaled-ffn"])
+def test_same_function_with_fewer_products(family: str, recipe: str) -> None:
+    model = trained(family, recipe)
+    before = len(secret_products(model))
+    check(fold_scales, model)
+    left = len(secret_products(model))
+    assert left < before
+    if recipe == "SM+ScFFN":  # no norm needs a product
+        assert left == 0
+
+
+def test_after_other_expressions_became_weights() -> None:
+    model = trained("nanogpt", "SM+ScFFN")
+    fold_expressions(model)
+    check(fold_scales, model)
+    assert not secret_products(model)
+
+
+def test_scalars_are_gone_from_the_parameters() -> None:
+    model = trained("nanogpt", "SM+ScFFN")
+    fold_scales(model)
+    assert not any(name.startswith("scaled_ffn") for name, _ in model.named_parameters())
+
+
+def test_a_model_without_scalars_is_left_alone() -> None:
+    check(fold_scales, trained("gpt2-eager", "SM+R"), modified=False)
+
+
+def test_a_scale_too_large_to_carry_is_applied() -> None:
+    model = trained("gpt2-eager", "SM+ScFFN")
+    with torch.no_grad():
+        for layer in range(tiny_models.LAYERS):
+            model.get_parameter(f"scaled_ffn.{layer}.beta").fill_(LARGEST * 4)
+    before = count(model, torch.ops.aten.mul.Tensor)
+    check(fold_scales, model)
+    assert len(secret_products(model)) == tiny_models.LAYERS
+    assert count(model, torch.ops.aten.mul.Tensor) < before
