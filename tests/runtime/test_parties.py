@@ -19,7 +19,7 @@ import pytest
 from aero_compile.errors import InputError, PartyError
 from aero_compile.runtime import Program, TLSConfig, parties
 from aero_compile.runtime.link import free_addresses
-from aero_compile.runtime.program import CLIENT, SERVER, one_hot
+from aero_compile.runtime.program import CLIENT, FORMAT, SERVER, one_hot
 from aero_compile.runtime.spu_config import runtime_config
 from tests.runtime.hosts import Wire, party
 from tests.runtime.tiny import IDS, Exported, exported, logits_of, tiny_model
@@ -281,7 +281,7 @@ def test_computation_longer_than_the_timeout(files: Exported) -> None:
 
 def test_wrong_files_are_refused(files: Exported, tmp_path: Path) -> None:
     here = _copy(files, tmp_path)
-    (here.server / "program.json").write_text('{"format": 1}')
+    (here.server / "program.json").write_text(json.dumps({"format": FORMAT}))
     np.save(here.client / "tokens.npy", IDS + 1000)
     for rank, folder, words in (
         (SERVER, here.server, "not a readable program"),
