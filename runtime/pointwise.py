@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from aero_compile.runtime.approximations import exponential, piecewise
+from aero_compile.runtime.approximations import activation
+from aero_compile.runtime.exponential import general_exponential
 from aero_compile.runtime.operators import jnp, operator
+from aero_compile.runtime.squares import square
 
 
 @operator("gelu")
@@ -17,26 +19,26 @@ def _gelu(x: Any, approximate: str = "none", exact: bool = False, **_: Any) -> A
 
     if exact:
         return jax.nn.gelu(x, approximate=approximate == "tanh")
-    return piecewise("gelu_tanh" if approximate == "tanh" else "gelu", x)
+    return activation("gelu_tanh" if approximate == "tanh" else "gelu", x)
 
 
 @operator("silu")
 def _silu(x: Any, exact: bool = False, **_: Any) -> Any:
     import jax
 
-    return jax.nn.silu(x) if exact else piecewise("silu", x)
+    return jax.nn.silu(x) if exact else activation("silu", x)
 
 
 @operator("sigmoid")
 def _sigmoid(x: Any, exact: bool = False, **_: Any) -> Any:
     import jax
 
-    return jax.nn.sigmoid(x) if exact else piecewise("sigmoid", x)
+    return jax.nn.sigmoid(x) if exact else activation("sigmoid", x)
 
 
 @operator("tanh")
 def _tanh(x: Any, exact: bool = False, **_: Any) -> Any:
-    return jnp().tanh(x) if exact else piecewise("tanh", x)
+    return jnp().tanh(x) if exact else activation("tanh", x)
 
 
 @operator("relu")
@@ -78,7 +80,7 @@ def _rsub(x: Any, other: Any, alpha: Any = 1, **_: Any) -> Any:
 
 @operator("mul")
 def _mul(x: Any, other: Any, **_: Any) -> Any:
-    return x * other
+    return square(x) if x is other else x * other
 
 
 @operator("div")
@@ -109,7 +111,7 @@ def _abs(x: Any, **_: Any) -> Any:
 
 @operator("square")
 def _square(x: Any, **_: Any) -> Any:
-    return x * x
+    return square(x)
 
 
 @operator("pow")
@@ -122,12 +124,12 @@ def _pow(x: Any, exponent: Any, **_: Any) -> Any:
         result, factor, left = None, x, int(exponent)
         while left:
             result = factor if left & 1 and result is None else result * factor if left & 1 else result
-            factor, left = (factor * factor if left > 1 else factor), left >> 1
+            factor, left = (square(factor) if left > 1 else factor), left >> 1
         return result
     if exponent in (0.5, -0.5):
         return jnp().sqrt(x) if exponent > 0 else jax.lax.rsqrt(x)
     if exponent in (-1, -2):
-        return 1.0 / (x if exponent == -1 else x * x)
+        return 1.0 / (x if exponent == -1 else square(x))
     raise NotImplementedError(f"the power {exponent}")
 
 
@@ -145,7 +147,7 @@ def _rsqrt(x: Any, **_: Any) -> Any:
 
 @operator("exp")
 def _exp(x: Any, exact: bool = False, **_: Any) -> Any:
-    return jnp().exp(x) if exact else exponential(x)
+    return jnp().exp(x) if exact else general_exponential(x)
 
 
 @operator("log")

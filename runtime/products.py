@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from aero_compile.runtime.operators import jnp, operator
+from aero_compile.runtime.squares import square
 
 
 @operator("linear")
@@ -55,7 +56,7 @@ def _scale_rows(centered: Any, shape: Sequence[int], eps: float, weight: Any, bi
 
     axes = tuple(range(-len(shape), 0))
     # The sum of squares is divided once, after the sum: one rounding instead of one an element.
-    variance = (centered * centered).sum(axis=axes, keepdims=True) * (NORM_GAIN / math.prod(shape))
+    variance = square(centered).sum(axis=axes, keepdims=True) * (NORM_GAIN / math.prod(shape))
     half = jax.lax.rsqrt(variance + NORM_GAIN * eps)
     out = centered * (half + half)
     out = out if weight is None else out * weight

@@ -11,6 +11,7 @@ from aero_compile.runtime import warm_up
 from aero_compile.runtime.live import LiveProgram, LiveStep
 from aero_compile.runtime.program import SET_UP, TOKENS, Program, Step, TensorSpec
 from aero_compile.runtime.spu_config import import_spu, plain_message
+from aero_compile.runtime.squares import squares_by_exp
 
 
 def compile_steps(live: LiveProgram, protocol: str, field: int, fraction_bits: int) -> Program:
@@ -62,15 +63,16 @@ def _compile(spu: Any, step: LiveStep) -> str:
         for shape, dtype in zip(step.shapes, step.dtypes, strict=True)
     ]
     try:
-        executable, _ = frontend.compile(
-            frontend.Kind.JAX,
-            step.function,
-            arguments,
-            {},
-            list(step.inputs),
-            [secret] * len(step.inputs),
-            lambda outputs: [f"out{i}" for i in range(len(outputs))],
-        )
+        with squares_by_exp():
+            executable, _ = frontend.compile(
+                frontend.Kind.JAX,
+                step.function,
+                arguments,
+                {},
+                list(step.inputs),
+                [secret] * len(step.inputs),
+                lambda outputs: [f"out{i}" for i in range(len(outputs))],
+            )
     except LoweringError:
         raise
     except Exception as error:
