@@ -82,6 +82,8 @@ def parser() -> argparse.ArgumentParser:
     warm.add_argument("--cold-only", dest="warm_up", action="store_const", const="none", help=text)
     text = "what to emulate (or assume) between the parties: wan, lan or MBPS:RTT_MS; default: loopback, nothing"
     how.add_argument("--network", default="loopback", metavar="NET", help=text)
+    text = "give a row up that takes longer; default: 6"
+    how.add_argument("--hours", type=float, default=6.0, metavar="H", help=text)
     how.add_argument("--estimate", action="store_true", help="run nothing: predict the costs of a warm Cheetah forward")
     text = (
         "print the figures of the AERO paper beside ours. With --estimate --model gpt2, the rows are all those of the "

@@ -222,6 +222,7 @@ def _measure(task: Task, args: argparse.Namespace) -> Row:
         logits=args.logits,
         warm=WARM_UPS[args.warm_up],
         network=args.network,
+        timeout=3600 * args.hours,
     )
 
 

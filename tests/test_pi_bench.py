@@ -121,11 +121,12 @@ def test_settings_reach_the_runtime_and_the_row(
     bench: ModuleType, runtime: Runtime, tmp_path: Path, name: str, warm: object
 ) -> None:
     out = tmp_path / "r.json"
-    asked = ["--logits", "last", "--warm-up", name, "--network", "200:20", "--protocol", "semi2k"]
+    asked = ["--logits", "last", "--warm-up", name, "--network", "200:20", "--protocol", "semi2k", "--hours", "0.5"]
     assert bench.main(small("--recipes", "SM", "--json", str(out), *asked)) == 0
     (options,) = runtime.options
     assert options["logits"] == "last"
     assert options["warm"] == warm
+    assert options["timeout"] == 1800
     assert (options["network"].mbps, options["network"].rtt_ms) == (200, 20)
     result = json.loads(out.read_text())
     (row,) = result["rows"]

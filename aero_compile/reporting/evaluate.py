@@ -99,6 +99,7 @@ def private_row(
     logits: str = "all",
     warm: bool | str = True,
     network: Any = "loopback",
+    timeout: float = 3600.0,
     perplexity: float | None = None,
     training: Training | None = None,
 ) -> Row:
@@ -108,7 +109,7 @@ def private_row(
     ``logits="last"``, of the last one. Raises what `aero_compile.runtime.private_inference` raises. ``warm=True``
     measures a second forward in the same processes, ``"setup"`` a first one after keys and oblivious transfers were
     set up by a short computation, ``False`` a first one together with that set-up. ``network``: what to emulate
-    between the parties, as `private_inference` takes it.
+    between the parties, as `private_inference` takes it; ``timeout``: seconds for the computation.
     """
     from aero_compile import runtime
 
@@ -117,7 +118,9 @@ def private_row(
         reference = logits_of(model(tokens))
     if logits == "last":
         reference = reference[:, -1:]
-    found, bill = runtime.private_inference(model, tokens, protocol=protocol, logits=logits, warm=warm, network=network)
+    found, bill = runtime.private_inference(
+        model, tokens, protocol=protocol, logits=logits, warm=warm, network=network, timeout=timeout
+    )
     near = agreement(found, reference)
     operators: dict[str, int] = {entry["op"]: entry["bytes"] for entry in bill.per_op}
     if not warm and bill.cold_bytes > sum(operators.values()):
