@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +19,24 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
+class Sample:
+    """One batch and length, both above 1, and the (fake) values that all nodes have there."""
+
+    batch: int
+    length: int
+    values: Mapping[fx.Node, Any]
+
+
+@dataclass(frozen=True)
 class Axis:
     """The dimension `dim` runs over positions: its index is `(o·T + t)·inner + i` at position t.
 
-    Mostly `inner` is 1 and there is one o. Products over shared keys fold heads into it, `[B, T·H, d]`, and linear
-    layers written for matrices the batch, `[B·T, d]`.
+    Mostly `inner` is 1 and there is one o. Products over shared keys fold heads into it, `[B, T·H, d]`, linear layers
+    written for matrices the batch, `[B·T, d]` or `[T·B, d]`. So `inner` is given for each sample.
     """
 
     dim: int
-    inner: int = 1
+    inner: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -40,58 +49,61 @@ class Cut:
 
 @dataclass(frozen=True)
 class Site:
-    """A node whose result is wanted at one position of `axis`, looked at where sequences have `length` positions."""
+    """A node whose result is wanted at one position of (`dim`, `inner`), looked at in one sample."""
 
     node: fx.Node
-    axis: Axis
-    values: Mapping[fx.Node, Any]
-    length: int
+    dim: int
+    inner: int
+    sample: Sample
 
     def arg(self, index: int, default: Any = None) -> Any:
         return self.node.args[index] if len(self.node.args) > index else default
 
     def shape(self, node: fx.Node | None = None) -> tuple[int, ...]:
-        value = self.values[self.node if node is None else node]
+        value = self.sample.values[self.node if node is None else node]
         return tuple((value if isinstance(value, Tensor) else value[0]).shape)
 
-    def moved(self, dim: int) -> Axis:
-        return Axis(dim, self.axis.inner)
+    def at(self, dim: int) -> Where:
+        return dim, self.inner
 
-    def aligned(self, node: fx.Node) -> Axis | None:
+    def aligned(self, node: fx.Node) -> Where | None:
         """The axis in an operand that is broadcast to the result; None if it is the same at all positions."""
         shape = self.shape(node)
-        dim = self.axis.dim - len(self.shape()) + len(shape)
-        return self.moved(dim) if dim >= 0 and shape[dim] != 1 else None
+        dim = self.dim - len(self.shape()) + len(shape)
+        return self.at(dim) if dim >= 0 and shape[dim] != 1 else None
 
     def outer(self) -> int:
-        return self.shape()[self.axis.dim] // (self.length * self.axis.inner)
+        return self.shape()[self.dim] // (self.sample.length * self.inner)
 
 
-Operands = list[tuple[Any, Axis | None]]
+Where = tuple[int, int]
+"""(dim, inner) of an axis in one sample."""
+Operands = list[tuple[Any, Where | None]]
 Rule = Callable[[Site], Operands | None]
 
 
-def find_cut(node: fx.Node, axis: Axis, values: Mapping[fx.Node, Any], length: int) -> Cut | None:
+def find_cut(node: fx.Node, axis: Axis, samples: Sequence[Sample]) -> Cut | None:
     """How to compute `node` at one position of `axis`, given its inputs at that position; None if that is unknown.
 
     Args:
         node: a node whose result is a tensor, or a list of tensors that are cut along the same axis.
         axis: of the result.
-        values: (fake) values of all nodes at a batch of more than 1 and a `length` of more than 1.
-        length: T.
+        samples: at least one; the cut is right in all of them.
     """
     rule = _pointwise if _is_pointwise(node) else _RULES.get(node.target)
-    site = Site(node, axis, values, length)
-    operands = rule(site) if rule is not None else None
-    if operands is None:
+    sites = [Site(node, axis.dim, inner, sample) for inner, sample in zip(axis.inner, samples, strict=True)]
+    found = [rule(site) for site in sites] if rule is not None else [None]
+    args = _resized(sites) if node.target in _SIZED else node.args
+    if args is None or not all(found):
         return None
     inputs: dict[fx.Node, Axis | None] = {}
-    for operand, where in operands:
-        if inputs.setdefault(operand, where) != where:
-            return None  # one value, needed both whole and at one position
-    args = _resized(site) if node.target in _SIZED else node.args
-    if args is None:
-        return None
+    for operands in zip(*(each or () for each in found), strict=True):
+        wheres = [where for _, where in operands]
+        dims = {where and where[0] for where in wheres}
+        merged = None if None in dims else Axis(wheres[0][0], tuple(inner for _, inner in wheres))
+        # a value that is needed both whole and at one position, or along other dimensions in other samples
+        if len(dims) > 1 or inputs.setdefault(operands[0][0], merged) != merged:
+            return None
     return Cut({operand: where for operand, where in inputs.items() if where is not None}, args)
 
 
@@ -123,14 +135,13 @@ def _is_pointwise(node: fx.Node) -> bool:
 
 
 def _pointwise(site: Site) -> Operands:
-    tensors = [each for each in site.node.all_input_nodes if isinstance(site.values[each], Tensor)]
+    tensors = [each for each in site.node.all_input_nodes if isinstance(site.sample.values[each], Tensor)]
     return [(each, site.aligned(each)) for each in tensors]
 
 
 def _prelu(site: Site) -> Operands | None:
-    x, slope = site.node.args
-    assert isinstance(slope, fx.Node)
-    return [(x, site.axis)] if math.prod(site.shape(slope)) == 1 else None
+    x, slope = site.arg(0), site.arg(1)
+    return [(x, site.at(site.dim)), (slope, None)] if math.prod(site.shape(slope)) == 1 else None
 
 
 # -- along other dimensions --------------------------------------------------------------------------------------
@@ -141,30 +152,30 @@ def _beside(index: int, default: Any = 0, *, operands: int = 1) -> Rule:
 
     def rule(site: Site) -> Operands | None:
         dim = site.arg(index, default)
-        if dim is None or dim % len(site.shape(site.node.all_input_nodes[0])) == site.axis.dim:
+        if dim is None or dim % len(site.shape(site.node.all_input_nodes[0])) == site.dim:
             return None
-        return [(site.arg(i), site.axis) for i in range(operands)]
+        return [(site.arg(i), site.at(site.dim)) for i in range(operands)]
 
     return rule
 
 
 def _cat(site: Site) -> Operands | None:
-    if site.arg(1, 0) % len(site.shape()) == site.axis.dim:
+    if site.arg(1, 0) % len(site.shape()) == site.dim:
         return None
-    return [(each, site.axis) for each in site.arg(0)]
+    return [(each, site.at(site.dim)) for each in site.arg(0)]
 
 
 def _stack(site: Site) -> Operands | None:
     dim = site.arg(1, 0) % len(site.shape())
-    if dim == site.axis.dim:
+    if dim == site.dim:
         return None
-    return [(each, site.moved(site.axis.dim - (dim < site.axis.dim))) for each in site.arg(0)]
+    return [(each, site.at(site.dim - (dim < site.dim))) for each in site.arg(0)]
 
 
 def _select(site: Site) -> Operands:
     """Also unbind: a dimension is gone."""
     dim = site.arg(1, 0) % len(site.shape(site.arg(0)))
-    return [(site.arg(0), site.moved(site.axis.dim + (dim <= site.axis.dim)))]
+    return [(site.arg(0), site.at(site.dim + (dim <= site.dim)))]
 
 
 def _reduce(site: Site) -> Operands | None:
@@ -174,16 +185,16 @@ def _reduce(site: Site) -> Operands | None:
         return None
     gone = {dim % rank for dim in ([dims] if isinstance(dims, int) else dims)}
     left = [dim for dim in range(rank) if keep or dim not in gone]
-    return None if left[site.axis.dim] in gone else [(inner, site.moved(left[site.axis.dim]))]
+    return None if left[site.dim] in gone else [(inner, site.at(left[site.dim]))]
 
 
 def _norm(site: Site) -> Operands | None:
-    return [(site.arg(0), site.axis)] if site.axis.dim < len(site.shape()) - len(site.arg(1)) else None
+    return [(site.arg(0), site.at(site.dim))] if site.dim < len(site.shape()) - len(site.arg(1)) else None
 
 
 def _pad(site: Site) -> Operands | None:
     padded = len(site.arg(1)) // 2
-    return [(site.arg(0), site.axis)] if site.axis.dim < len(site.shape()) - padded else None
+    return [(site.arg(0), site.at(site.dim))] if site.dim < len(site.shape()) - padded else None
 
 
 # -- products and lookups ----------------------------------------------------------------------------------------
@@ -191,36 +202,35 @@ def _pad(site: Site) -> Operands | None:
 
 def _linear(site: Site) -> Operands | None:
     """Also view_as_real: everything but the last dimension stays."""
-    return [(site.arg(0), site.axis)] if site.axis.dim < len(site.shape()) - 1 else None
+    return [(site.arg(0), site.at(site.dim))] if site.dim < len(site.shape()) - 1 else None
 
 
 def _matmul(site: Site) -> Operands | None:
-    left, right = site.node.args
-    assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
+    left, right = site.arg(0), site.arg(1)
     ranks = len(site.shape(left)), len(site.shape(right))
     rank = len(site.shape())
     if min(ranks) < 2:
         return None
-    if site.axis.dim == rank - 2:
-        return [(left, site.moved(ranks[0] - 2)), (right, None)]
-    if site.axis.dim == rank - 1:
-        return [(left, None), (right, site.moved(ranks[1] - 1))]
+    if site.dim == rank - 2:
+        return [(left, site.at(ranks[0] - 2)), (right, None)]
+    if site.dim == rank - 1:
+        return [(left, None), (right, site.at(ranks[1] - 1))]
     return [(left, site.aligned(left)), (right, site.aligned(right))]
 
 
 def _embedding(site: Site) -> Operands | None:
     table, ids = site.arg(0), site.arg(1)
-    return [(table, None), (ids, site.axis)] if site.axis.dim < len(site.shape(ids)) else None
+    return [(table, None), (ids, site.at(site.dim))] if site.dim < len(site.shape(ids)) else None
 
 
 def _index(site: Site) -> Operands | None:
     """Rows of a table, or entries along dimensions behind the axis."""
     table, indices = site.arg(0), site.arg(1)
     used = [i for i, each in enumerate(indices) if each is not None]
-    if len(used) == 1 and site.axis.dim < used[0]:
-        return [(table, site.axis)]
-    if used == [0] and site.axis.dim < len(site.shape(indices[0])):
-        return [(table, None), (indices[0], site.axis)]
+    if len(used) == 1 and site.dim < used[0]:
+        return [(table, site.at(site.dim))]
+    if used == [0] and site.dim < len(site.shape(indices[0])):
+        return [(table, None), (indices[0], site.at(site.dim))]
     return None
 
 
@@ -230,28 +240,28 @@ def _index(site: Site) -> Operands | None:
 def _transpose(site: Site) -> Operands:
     rank = len(site.shape())
     one, other = (site.arg(i) % rank for i in (1, 2))
-    return [(site.arg(0), site.moved({one: other, other: one}.get(site.axis.dim, site.axis.dim)))]
+    return [(site.arg(0), site.at({one: other, other: one}.get(site.dim, site.dim)))]
 
 
 def _permute(site: Site) -> Operands:
-    return [(site.arg(0), site.moved(site.arg(1)[site.axis.dim] % len(site.shape())))]
+    return [(site.arg(0), site.at(site.arg(1)[site.dim] % len(site.shape())))]
 
 
 def _reshape(site: Site) -> Operands | None:
     """Views that keep the order of elements: the axis is where a step of one position is as many elements wide."""
-    step = site.axis.inner * math.prod(site.shape()[site.axis.dim + 1 :])
+    step = site.inner * math.prod(site.shape()[site.dim + 1 :])
     shape = site.shape(site.arg(0))
     for dim, size in enumerate(shape):
         below = math.prod(shape[dim + 1 :])
         inner = step // below
-        if step % below == 0 and inner and size % (inner * site.length) == 0:
-            return [(site.arg(0), Axis(dim, inner))]
+        if step % below == 0 and inner and size % (inner * site.sample.length) == 0:
+            return [(site.arg(0), (dim, inner))]
     return None
 
 
 def _squeeze(site: Site) -> Operands | None:
     rank = len(site.shape(site.arg(0)))
-    stays = rank == len(site.shape()) and site.arg(1) % rank == site.axis.dim
+    stays = rank == len(site.shape()) and site.arg(1) % rank == site.dim
     return None if stays else _reshape(site)  # one position would be squeezed out
 
 
@@ -260,30 +270,32 @@ def _expand(site: Site) -> Operands:
 
 
 def _repeat(site: Site) -> Operands | None:
-    return [(site.arg(0), site.aligned(site.arg(0)))] if site.arg(1)[site.axis.dim] == 1 else None
+    return [(site.arg(0), site.aligned(site.arg(0)))] if site.arg(1)[site.dim] == 1 else None
 
 
 def _getitem(site: Site) -> Operands:
-    return [(site.arg(0), site.axis)]
+    return [(site.arg(0), site.at(site.dim))]
 
 
 _SIZED = frozenset({aten.view.default, aten.reshape.default, aten.expand.default, aten.unflatten.int})
 
 
-def _resized(site: Site) -> tuple[Any, ...] | None:
+def _resized(sites: Sequence[Site]) -> tuple[Any, ...] | None:
     """The arguments of a view whose result has one position."""
-    first = site.arg(1) % len(site.shape(site.arg(0))) if site.node.target is aten.unflatten.int else 0
-    at = site.axis.dim - first
-    *before, sizes = site.node.args
-    if site.node.target is aten.unflatten.int and not 0 <= at < len(sizes):
-        return site.node.args
+    node, at = sites[0].node, sites[0].dim
+    arguments: tuple[Any, ...] = node.args
+    *before, sizes = arguments
+    if node.target is aten.unflatten.int:
+        at -= before[1] % len(sites[0].shape(before[0]))
+        if not 0 <= at < len(sizes):
+            return node.args
     sizes = list(sizes)
-    broadcast = site.node.target is aten.expand.default
-    if broadcast and site.aligned(site.arg(0)) is not None:
+    single = all(site.outer() == 1 for site in sites) and len({site.inner for site in sites}) == 1
+    if node.target is aten.expand.default and sites[0].aligned(before[0]) is not None:
         sizes[at] = -1
-    elif site.outer() == 1:
-        sizes[at] = site.axis.inner
-    elif broadcast or (sizes[at] != -1 and -1 in sizes):
+    elif single:
+        sizes[at] = sites[0].inner
+    elif node.target is aten.expand.default or -1 in sizes[:at] + sizes[at + 1 :]:
         return None
     else:
         sizes[at] = -1
