@@ -148,12 +148,21 @@ def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     for row, saving in zip(rows, savings(rows), strict=True):
         perplexity = "–" if row.perplexity is None else f"{row.perplexity:.4g}"
         lines.append(
-            [row.label, row.nonlinear_ops or "none", str(row.seq_len), perplexity]
+            [row_name(row, rows), row.nonlinear_ops or "none", str(row.seq_len), perplexity]
             + [about(row, human_bytes(row.bytes)), f"{saving:.2f}×"]
             + [about(row, f"{row.messages:,}"), about(row, f"{row.seconds:.1f}")]
             + ["–" if math.isnan(row.max_error) else f"{row.max_error:.1e}", _agreeing(row)]
         )
     return head, lines
+
+
+def row_name(row: Row, rows: Sequence[Row]) -> str:
+    """Return the label of a row, with its model and layers where those of ``rows`` differ."""
+    model = Path(row.model).name + " "
+    if len({other.model for other in rows}) == 1 or row.label.startswith(model.strip()):
+        model = ""
+    layers = f", L={row.layers}" if len({other.layers for other in rows if other.model == row.model}) > 1 else ""
+    return f"{model}{row.label}{layers}"
 
 
 def about(row: Row, figure: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from aero_compile.files import write_atomically
 from aero_compile.reporting import paper
 from aero_compile.reporting.charts import heatmap, line_chart, stacked_bars
-from aero_compile.reporting.report import Row, cells, human_bytes, savings
+from aero_compile.reporting.report import Row, cells, human_bytes, row_name, savings
 
 _STYLE = """
 :root { color-scheme: light dark; --paper:#fdfdfc; --panel:#fff; --ink:#1d2126; --dim:#5b636d; --rule:#dfe3e8;
@@ -50,7 +50,7 @@ pre { overflow-x:auto; padding:.8rem; background:var(--panel); border:1px solid 
 def _name(row: Row, rows: Sequence[Row]) -> str:
     """Return a short name of a row that tells it from its neighbours."""
     several = len({r.seq_len for r in rows}) > 1
-    return f"{row.label}, T={row.seq_len}" if several else row.label
+    return row_name(row, rows) + (f", T={row.seq_len}" if several else "")
 
 
 def _ops(census: str) -> str:
@@ -81,7 +81,7 @@ def _summary(rows: Sequence[Row]) -> str:
     best = max(range(len(rows)), key=lambda i: savings(rows)[i])
     row, saving = rows[best], savings(rows)[best]
     if saving <= 1.0:
-        return f"{len(rows)} measured; none moves fewer bytes than the first."
+        return f"{len(rows)} rows; none moves fewer bytes than the first."
     first = next(r for r in rows if r.group == row.group)
     return (
         f"{row.label} moves {human_bytes(row.bytes)} where {first.label} moves {human_bytes(first.bytes)}: "

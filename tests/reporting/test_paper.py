@@ -98,6 +98,17 @@ def test_agreement_of_last_positions_is_counted(argmax: float, compared: int, sh
     assert text_table([replace(made, logits="all")]).endswith(f"{100 * argmax:.1f}%")
 
 
+def test_rows_of_other_models_and_depths_are_told_apart() -> None:
+    rows = [row(), row(layers=18), row(model="runs/mine", label="mine: SM"), row(seq_len=256), row(model="tiny")]
+    _, lines = cells(rows)
+    mine = ["gpt2 SM(t)+ScFFN, L=12", "gpt2 SM(t)+ScFFN, L=18", "mine: SM", "gpt2 SM(t)+ScFFN, L=12"]
+    assert [line[0] for line in lines] == [*mine, "tiny SM(t)+ScFFN"]
+    page = html([replace(made, per_op={"softmax": 10**6}) for made in rows], {})
+    for text in ("gpt2 SM(t)+ScFFN, L=12, T=128", "gpt2 SM(t)+ScFFN, L=18, T=128", "gpt2 SM(t)+ScFFN, L=12, T=256"):
+        assert f'<th scope="col">{text}</th>' in page
+    assert [line[0] for line in cells(rows[:1])[1]] == ["SM(t)+ScFFN"]
+
+
 def test_bars_of_the_paper_and_ours_by_size() -> None:
     rows = [row(), row(label="SM<R>"), row(layers=18), row(label="nowhere", paper=None)]
     page = html(rows, {})
