@@ -1,0 +1,86 @@
+"""Measure the table of costs that ``aero_compile.estimate`` reads, once per machine and version of SPU.
+
+Two processes of this machine run small computations with Cheetah over the loopback interface: bitwise protocols,
+element-wise and matrix products, functions that SPU composes of them. Bytes and messages are the same on every
+machine; seconds are this machine's, so nothing else should run. Takes a few minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script it would know its own folder alone
+
+from aero_compile.errors import AeroError, PartyError
+from aero_compile.progress import Progress
+from aero_compile.runtime.cost_table import SHIPPED, CostTable, settings_of
+from aero_compile.runtime.spu_config import import_spu
+from benchmarks.calibrate_cases import FIELD, FRACTION_BITS, PROTOCOL, cases, configuration, measure
+from benchmarks.calibrate_fit import table_of
+
+
+def calibrate(quick: bool = False) -> CostTable:
+    """Measure everything and return the table.
+
+    Raises:
+        PartyError: a process of the measurement failed.
+        RuntimeUnavailableError: SPU is not installed.
+    """
+    spu = import_spu()
+    begun = time.monotonic()
+    progress = Progress(sum(1 for _ in cases(quick)))
+
+    def say(what: str) -> None:
+        progress.done += 1
+        progress.say(f"[{progress.done}/{progress.total}] {what} ({time.monotonic() - begun:.0f} s)")
+
+    try:
+        records = measure(quick, say)
+        settings = settings_of(configuration(), PROTOCOL, FIELD, FRACTION_BITS)
+        return table_of(
+            records,
+            settings,
+            os.cpu_count() or 1,
+            {"processor": processor(), "platform": platform.platform()},
+            {"spu": str(spu.__version__)},
+            time.strftime("%Y-%m-%d", time.gmtime()),
+        )
+    except (RuntimeError, ValueError) as error:
+        raise PartyError(f"the calibration failed: {error}") from error
+
+
+def processor() -> str:
+    """Name of the processor, as the kernel tells it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=SHIPPED, help="file to write (default: the shipped table)")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and shapes: less accurate seconds")
+    options = parser.parse_args(argv)
+    try:
+        table = calibrate(options.quick)
+    except AeroError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    table.save(options.output)
+    print(f"wrote {options.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

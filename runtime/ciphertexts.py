@@ -1,0 +1,125 @@
+"""How many ciphertexts SPU's Cheetah exchanges for a product, from the block sizes that SPU itself chooses.
+
+Facts are those of SPU 0.9.5 for 64-bit rings: polynomials of degree 8192 (cheetah_dot.cc, cheetah_mul.cc), the
+cost that its matrix product minimizes (matmat_prot.cc), and how it packs answers (cheetah_dot.cc).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+DEGREE = 8192
+"""Coefficients of a polynomial, and values that one ciphertext of an element-wise product holds."""
+
+SPLIT_BYTES = 256 * 2**20
+"""Operands of a matrix product that are larger than this together are cut, and their blocks multiplied."""
+
+ELEMENT_BYTES = 8
+
+Dims = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class MatmulCount:
+    """One product of a matrix held by one party with a matrix held by the other, M x K times K x N.
+
+    ``encrypts_left`` says whose matrix travels encrypted; ``sent`` and ``answers`` count the ciphertexts there and
+    back (in bytes, ``answer_share`` full ones), ``plains`` the polynomials of the other matrix, ``products`` those of
+    a ciphertext with a polynomial, and ``packed`` the ciphertexts that go into the packing of the answers (0: they
+    are not packed).
+    """
+
+    encrypts_left: bool
+    sent: int
+    answers: int
+    plains: int
+    products: int
+    packed: int
+    answer_share: float
+
+
+def splits(count: int) -> int:
+    """Ciphertexts per modulus that hold ``count`` values of an element-wise product."""
+    return _up(count, DEGREE)
+
+
+@lru_cache(maxsize=4096)
+def matmul(m: int, k: int, n: int) -> MatmulCount:
+    """Count the ciphertexts of one cross term of an M x K times K x N product."""
+    block = _block(m, k, n, packing=True)
+    rows, _, columns = _counts((m, k, n), block)
+    packing = rows * columns > 1
+    few = packing and block[1] >= m * n  # fewer results than ciphertexts to interleave: packed one by one
+    if not packing:
+        block = _block(m, k, n, packing=False)
+    rows, inner, columns = _counts((m, k, n), block)
+    left, right, out = rows * inner, inner * columns, rows * columns
+    answers = out if not packing else _up(m * n, DEGREE) if few else _up(out, block[1])
+    return MatmulCount(
+        left <= right,
+        min(left, right),
+        answers,
+        max(left, right),
+        rows * inner * columns,
+        out if packing else 0,
+        # In an answer that is not packed only the results' coefficients of one of its two polynomials are not zero.
+        answers if packing else (out + m * n / DEGREE) / 2,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _block(m: int, k: int, n: int, *, packing: bool) -> Dims:
+    """Return the block shape with the least cost: 1000 a ciphertext exchanged, 1 a rotation, 1/10 a product.
+
+    Among equals the last one tried is taken, with rows in the outer loop and depth in the inner one.
+    """
+    best, least = (1, 1, 1), math.inf
+    for rows in range(1, min(DEGREE, m) + 1):
+        depth = 1
+        while depth <= k and rows * depth <= DEGREE:
+            columns = min(n, DEGREE // rows // depth)
+            over_m, over_k, over_n = _counts((m, k, n), (rows, depth, columns))
+            exchanged = min(over_m, over_n) * over_k + _up(over_m * over_n, depth)
+            rotations = _up(m * n, DEGREE) * depth if packing else 0
+            cost = exchanged * 1000.0 + rotations * 1.0 + over_m * over_k * over_n * 1.0 / 10.0
+            if cost <= least:
+                best, least = (rows, depth, columns), cost
+            depth = depth * 2 if packing else depth + 1
+    return best
+
+
+def tiles(m: int, k: int, n: int) -> list[Dims]:
+    """Cut an M x K times K x N product as SPU does when its operands exceed ``SPLIT_BYTES``."""
+    if (m * k + k * n) * ELEMENT_BYTES < SPLIT_BYTES:
+        return [(m, k, n)]
+    limit = SPLIT_BYTES / ELEMENT_BYTES
+    if k > (m + n) * 8:
+        both = m + n
+        depth = max(1, math.ceil(limit / both))
+    elif m + n > k * 8:
+        depth = k
+        both = max(1, math.ceil(limit / depth))
+    else:
+        wide = math.sqrt(limit / (k / (m + n)))
+        depth, both = max(1, math.ceil(limit / wide)), max(1, math.ceil(wide))
+    rows, columns = max(1, both * m // (m + n)), max(1, both * n // (m + n))
+    return [
+        (height, deep, width)
+        for height in _pieces(m, rows)
+        for width in _pieces(n, columns)
+        for deep in _pieces(k, depth)
+    ]
+
+
+def _pieces(length: int, step: int) -> list[int]:
+    return [min(step, length - start) for start in range(0, length, step)]
+
+
+def _counts(dims: Dims, block: Dims) -> Dims:
+    return _up(dims[0], block[0]), _up(dims[1], block[1]), _up(dims[2], block[2])
+
+
+def _up(a: int, b: int) -> int:
+    return -(-a // b)
