@@ -64,11 +64,11 @@ def origins(graph: fx.Graph, live: set[fx.Node]) -> dict[fx.Node, fx.Node]:
         found[node] = node
         if node.target is aten.matmul.default:
             left, right = node.args
-            first = found.get(left)  # type: ignore[arg-type]
+            first = found.get(left)
             if first is not None and (first.target is aten.linear.default or right not in live):
                 found[node] = first
             elif right in live:
-                found[node] = found[right]  # type: ignore[index]
+                found[node] = found[right]
         elif len(behind) == 1 and _is_followed(node, live):
             found[node] = behind.pop()
     return found
@@ -123,7 +123,7 @@ class Channels:
 
     def leaves(self, classes: Tensor) -> bool:
         """Whether a channel of these classes goes elsewhere, too."""
-        return not {self._find(label) for label in self.leaving}.isdisjoint(classes.unique().tolist())
+        return not {self._find(label) for label in self.leaving}.isdisjoint(classes.flatten().tolist())
 
     def between(self, node: fx.Node) -> list[fx.Node]:
         """The nodes from the origin, which is left out, to `node`, in graph order."""
@@ -163,7 +163,8 @@ class Channels:
             self._leave(right)
         first = factor.narrow(axis, 0, 1)
         self._merge(first.expand(factor.shape), factor)
-        return first.expand(shape)
+        spread: Tensor = first.expand(shape)
+        return spread
 
     def _moved(self, node: fx.Node) -> Any:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.labels.get(n, self.values[n]))
@@ -171,10 +172,10 @@ class Channels:
 
     def _leave(self, labels: Any) -> None:
         for part in labels if isinstance(labels, tuple | list) else [labels]:
-            self.leaving.update(part.unique().tolist())
+            self.leaving.update(part.flatten().tolist())
 
     def _merge(self, left: Tensor, right: Tensor) -> None:
-        for one, other in torch.stack([left.flatten(), right.flatten()], 1).unique(dim=0).tolist():
+        for one, other in set(zip(left.flatten().tolist(), right.flatten().tolist(), strict=True)):
             self._class[self._find(one)] = self._find(other)
 
     def _find(self, label: int) -> int:

@@ -99,7 +99,7 @@ class _Folding:
             self._leave(product, weights, f"is as large as {largest:.3g}, too far from 1 for the fixed point")
             return
         members = channels.members(classes)
-        if not is_linear and len(members) == values[origin].shape[-1] and gain.unique().numel() == 1:
+        if not is_linear and len(members) == values[origin].shape[-1] and bool((gain == gain.flatten()[0]).all()):
             return  # a scalar on the residual stream: `fold_scales` carries it on
         rows = table[channels.class_of(members)]
         if is_linear and not channels.leaves(classes):
@@ -204,13 +204,13 @@ def _by_class(classes: Tensor, gain: Tensor) -> Tensor | None:
     return table if bool((table[classes] == gain).all()) else None
 
 
-def _pick(call: Any, tensor: fx.Node, members: Tensor, size: int) -> fx.Node:
+def _pick(call: Any, tensor: Any, members: Tensor, size: int) -> Any:
     """The rows `members` of a weight or bias of `size` rows."""
     runs = _runs(members)
     if runs == [(0, size)]:
         return tensor
     pieces = [call(aten.slice.Tensor, tensor, 0, start, stop) for start, stop in runs]
-    return pieces[0] if len(pieces) == 1 else call(aten.cat.default, pieces, 0)  # type: ignore[no-any-return]
+    return pieces[0] if len(pieces) == 1 else call(aten.cat.default, pieces, 0)
 
 
 def _lay_out(call: Any, result: fx.Node, members: Tensor, size: int) -> fx.Node:
@@ -222,7 +222,8 @@ def _lay_out(call: Any, result: fx.Node, members: Tensor, size: int) -> fx.Node:
         if stop > start:
             pieces.append(call(aten.slice.Tensor, result, -1, taken, taken + stop - start))
         taken, end = taken + stop - start, stop
-    return result if len(members) == size else call(aten.cat.default, pieces, -1)  # type: ignore[no-any-return]
+    whole: fx.Node = result if len(members) == size else call(aten.cat.default, pieces, -1)
+    return whole
 
 
 def _cuts(width: int, most: int) -> list[int]:

@@ -161,9 +161,9 @@ class _Folding:
 
     def _hoist(self, node: fx.Node) -> fx.Node:
         """The same expression at the head of the graph, where every linear layer can read it."""
-        if node.op == "get_attr":
+        if node.op == "get_attr" and node not in self.hoisted:
             self.head.prepend(node)
-            return node
+            self.hoisted[node] = node
         if node not in self.hoisted:
             args, kwargs = fx.map_arg((node.args, node.kwargs), self._hoist)
             with self.graph.inserting_before(self.head):

@@ -40,7 +40,7 @@ def _readers(node: fx.Node, numbers: Tensor, width: int, values: Mapping[fx.Node
         elif user.target in VIEWS:
             swap = {node: numbers}
             args, kwargs = fx.map_arg((user.args, user.kwargs), lambda each: swap.get(each, values[each]))  # noqa: B023
-            inner = _readers(user, user.target(*args, **kwargs), width, values)  # type: ignore[operator]
+            inner = _readers(user, user.target(*args, **kwargs), width, values)
         if not inner:
             return []
         found += inner
