@@ -83,11 +83,13 @@ def parser() -> argparse.ArgumentParser:
         "--peer", nargs="+", default=list(VARIANTS), metavar="V", help=f"variants; default: {' '.join(VARIANTS)}"
     )
     p.add_argument(
-        "--skip-peer", action="store_true", help="measure ours alone, beside the peer's lines in --json FILE"
+        "--skip-peer", action="store_true", help="measure ours alone; with --keep, beside the peer's lines in FILE"
     )
     p.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="seconds for one line; default: 3600")
     p.add_argument("--json", type=Path, metavar="FILE", help="write the lines here, each as soon as it is measured")
-    p.add_argument("--overwrite", action="store_true", help="replace --json FILE if it exists")
+    there = p.add_mutually_exclusive_group()
+    there.add_argument("--overwrite", action="store_true", help="replace --json FILE if it exists")
+    there.add_argument("--keep", action="store_true", help="keep the lines of FILE that this run does not measure")
     return p
 
 
@@ -199,7 +201,7 @@ def timed(measure: Callable[[], Line]) -> Line:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    return replace(line, processor_seconds=spent, load=os.getloadavg()[0], measured=when)
+    return replace(line, processor_seconds=spent, load=os.getloadavg()[0], measured=when, command=command_line())
 
 
 def document(lines: Sequence[Line], args: argparse.Namespace, start: float) -> dict[str, Any]:
@@ -223,8 +225,8 @@ def document(lines: Sequence[Line], args: argparse.Namespace, start: float) -> d
 
 
 def earlier_lines(args: argparse.Namespace) -> list[Line]:
-    """Return the peer's lines of --json FILE, for --skip-peer; raises `InputError` for those of another model."""
-    if not (args.skip_peer and args.json and args.json.is_file()):
+    """Return the lines of --json FILE, for --keep; raises `InputError` for those of another model."""
+    if not (args.keep and args.json and args.json.is_file()):
         return []
     try:
         found = json.loads(args.json.read_text(encoding="utf-8"))
@@ -234,7 +236,7 @@ def earlier_lines(args: argparse.Namespace) -> list[Line]:
             raise InputError(f"{args.json} has lines of another model or seed; name another file, or leave it out")
         rows = [{k: v for k, v in row.items() if k not in RATIOS} for row in found["lines"]]
         rows = [{**row, **{k: float("nan") for k in ("max_error", "argmax") if row[k] is None}} for row in rows]
-        return [Line(**row) for row in rows if row["peer"] and row["seq_len"] in args.seq_len]
+        return [Line(**row) for row in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"cannot read earlier lines from {args.json}: {error!r}") from error
 
@@ -253,11 +255,22 @@ def checked(args: argparse.Namespace) -> list[str]:
         resolve(name)
     if args.json and args.json.is_dir():
         raise OutputDirError(f"{args.json} is a folder, not a file")
-    if args.json and args.json.exists() and not (args.overwrite or args.skip_peer):
-        raise OutputDirError(f"{args.json} exists; --overwrite replaces it, --skip-peer keeps the peer's lines in it")
+    if args.json and args.json.exists() and not (args.overwrite or args.keep):
+        raise OutputDirError(f"{args.json} exists; --overwrite replaces it, --keep adds to it")
     if not args.skip_peer:
         check_environment(args.environment)
     return list(names)
+
+
+def in_order(lines: Sequence[Line], names: Sequence[str]) -> list[Line]:
+    """Sort lines: shorter sequences first, the peer before us, and both as this run names them."""
+    order = [*VARIANTS, *(resolve(name).name for name in names)]
+
+    def place(line: Line) -> tuple[int, bool, int, str]:
+        number = order.index(line.recipe) if line.recipe in order else len(order)
+        return line.seq_len, not line.peer, number, line.logits
+
+    return sorted(lines, key=place)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -267,18 +280,22 @@ def run(args: argparse.Namespace) -> int:
         print(f"the peer's environment is ready in {args.environment}")
         return 0
     names, load = checked(args), os.getloadavg()[0]
-    lines = earlier_lines(args)
+    earlier_lines(args)  # raises for a file that cannot be added to
+    lines: list[Line] = []
     variants = [] if args.skip_peer else args.peer
     progress = Progress(len(args.seq_len) * (len(variants) + len(names) * len(args.logits)))
 
     def say(text: str) -> None:
         progress.say(f"    {text}")
 
+    def together() -> list[Line]:
+        measured = {line.key for line in lines}
+        return in_order([line for line in earlier_lines(args) if line.key not in measured] + lines, names)
+
     def add(line: Line) -> None:
         lines.append(line)
-        lines.sort(key=lambda each: args.seq_len.index(each.seq_len))  # stable: the peer stays first
         if args.json:
-            text = json.dumps(document(lines, args, load), indent=1, ensure_ascii=False, allow_nan=False)
+            text = json.dumps(document(together(), args, load), indent=1, ensure_ascii=False, allow_nan=False)
             write_atomically(args.json, text + "\n")
 
     for length in args.seq_len:
@@ -289,8 +306,8 @@ def run(args: argparse.Namespace) -> int:
             for logits in args.logits:
                 with progress.step(f"ours, {name}, T={length}, logits={logits}", live=False):
                     add(timed(partial(our_line, args, name, length, logits)))
-    print(table(lines))
-    print(verdict(lines))
+    print(table(together()))
+    print(verdict(together()))
     if args.json:
         print(f"wrote {args.json}")
     return 0

@@ -19,7 +19,8 @@ TARGET = 5.0
 class Line:
     """One line of the table. ``recipe`` is the peer's variant or our recipe.
 
-    ``processor_seconds`` are of both parties from start to end: imports, set-up and two forwards. Where other work
+    ``processor_seconds`` are of both parties from start to end: imports, set-up, two forwards (and the peer's
+    compilation, a few seconds; ours is done before they start). Where other work
     shares the machine they say more than ``seconds``; ``load`` is the machine's load average at the end.
     """
 
@@ -40,6 +41,12 @@ class Line:
     more: dict[str, Any] = field(default_factory=dict)
     load: float = 0.0
     measured: str = ""
+    command: str = ""
+
+    @property
+    def key(self) -> tuple[bool, str, str, int]:
+        """What tells a line from the others of a file."""
+        return self.peer, self.recipe, self.logits, self.seq_len
 
 
 def reference_line(lines: Sequence[Line], length: int) -> Line | None:

@@ -335,19 +335,19 @@ def test_ours_again_beside_the_peer_of_before(
     assert peer_flax.main([*command, "--peer", "tuned"]) == 0
     before = json.loads(out.read_text())
     assert peer_flax.main(command) == 2
-    assert "--overwrite replaces it" in capsys.readouterr().err
+    assert "--overwrite replaces it, --keep adds to it" in capsys.readouterr().err
     assert json.loads(out.read_text()) == before
     fakes.clear()
-    assert peer_flax.main([*command, "--skip-peer"]) == 0
+    assert peer_flax.main([*command, "--skip-peer", "--keep"]) == 0
     assert fakes == [" all"]  # ours alone, and the baseline does nothing to the model
     after = json.loads(out.read_text())
     assert after["lines"][0] == before["lines"][0]
     assert len(after["lines"]) == 2
     assert after["lines"][1]["times_fewer_bytes"] == 10.0
-    assert peer_flax.main([*command, "--skip-peer", "--seed", "1"]) == 2
+    assert peer_flax.main([*command, "--skip-peer", "--keep", "--seed", "1"]) == 2
     assert "another model or seed" in capsys.readouterr().err
     out.write_text("{}")
-    assert peer_flax.main([*command, "--skip-peer"]) == 2
+    assert peer_flax.main([*command, "--skip-peer", "--keep"]) == 2
     assert "cannot read earlier lines" in capsys.readouterr().err
 
 
