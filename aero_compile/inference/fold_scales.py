@@ -2,7 +2,7 @@
 
 Before → after (α, β one-element values of the server; the function is unchanged up to rounding):
     linear(β·x, W, b)            → linear(x, β·W, b)
-    β·x + (1/α)·linear(y, W, b)  → β·(x + linear(y, W/(αβ), b/(αβ))), with β carried on
+    β·x + (1/α)·linear(y, W, b)  → β·(x + linear(y, W/(αβ), b/(αβ))), with β carried on; also for sums of linear layers
 
 A product with β is thus put off along the residual stream until a weight takes it up. Without norms that is always
 possible; a norm needs the product itself. Where carrying would not save products, the graph stays as it is.
@@ -106,27 +106,31 @@ class _Folding:
         if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
             return False
         for kept, other in ((left, right), (right, left)):
-            linear = self._only_linear(other) if kept in self.owed else None
-            if linear is None or kept not in self.live:
+            linears = self._only_linears(other) if kept in self.owed else []
+            if not linears or kept not in self.live:
                 continue
             scale, size = self.owed[kept]
             factor = self._call(aten.reciprocal.default, scale)
             if other in self.owed:
                 factor = self._call(aten.mul.Tensor, factor, self.owed[other][0])
-            self._scale_weight(linear, factor, 1.0, bias=True)
+            for linear in linears:
+                self._scale_weight(linear, factor, 1.0, bias=True)
             self.owed[node] = (scale, size)
             return True
         return False
 
-    def _only_linear(self, node: fx.Node) -> fx.Node | None:
-        """The linear layer whose result ``node`` is, if nothing else reads it."""
+    def _only_linears(self, node: fx.Node) -> list[fx.Node]:
+        """The linear layers whose result, or sum of results, ``node`` is, if nothing else reads them; else none."""
         while len(node.users) == 1:
             if node.target is aten.linear.default:
-                return node
+                return [node]
+            if node.target is aten.add.Tensor and not node.kwargs and all(each in self.live for each in node.args):
+                left, right = (self._only_linears(each) for each in node.args)  # type: ignore[arg-type]
+                return left + right if left and right else []
             if node.op != "call_module" and node.target not in VIEWS:
-                return None
+                return []
             node = next(parent for parent in node.all_input_nodes if parent in self.live)
-        return None
+        return []
 
     def _scale_weight(self, linear: fx.Node, scale: fx.Node, _size: float, *, bias: bool) -> None:
         value, weight, *rest = linear.args

@@ -29,7 +29,6 @@ def test_same_function_and_no_two_layers_read_one_value(family: str) -> None:
         ("opt-eager", [3 * D, D, H, D]),
         ("llama-sdpa", [2 * D, D, 2 * H, D]),  # grouped keys; gate and up
         ("lecture", [3 * D, D, 4 * D, D]),  # heads in a list
-        ("functional", [3 * D, D, H, D]),
     ],
 )
 def test_widths_of_the_fused_layers(family: str, widths: list[int]) -> None:
