@@ -35,7 +35,6 @@ from aero_compile.runtime.exponential import (
     exponential,
     general_exponential,
 )
-from aero_compile.runtime.squares import Squares
 
 __all__ = [
     "EXP_ITERATIONS",
@@ -52,6 +51,7 @@ __all__ = [
 
 Array = npt.NDArray[np.float64]
 Precision = Literal["low", "default", "high"]
+_PRECISIONS: dict[Precision, float] = {"low": 2.5e-3, "default": 1e-3, "high": 2e-4}
 
 
 @dataclass(frozen=True)
@@ -109,12 +109,14 @@ _MIRRORED = {
 def activation(name: str, x: Any, precision: Precision = "default") -> Any:
     """Evaluate ``gelu``, ``gelu_tanh``, ``silu``, ``sigmoid`` or ``tanh`` on a JAX array of any shape.
 
+    ``precision``: the cheapest form is taken that errs by at most 2.5e-3 ("low"), 1e-3 ("default") or 2e-4 ("high").
+
     Raises:
-        InputError: ``precision`` is neither "default" nor "high".
+        InputError: another precision.
     """
     import jax.numpy as jnp
 
-    limit, chain = _chain(name, precision)
+    limit, chain = ACTIVATIONS[name, squares_for(name, precision)]
     positive = x > 0
     above = jnp.where(positive, x, 0.0)  # relu(x) and |x| from one bit
     size = above + above - x
@@ -123,39 +125,42 @@ def activation(name: str, x: Any, precision: Precision = "default") -> Any:
     return above - left if low is None else jnp.where(positive, 1.0 - left, low + left)
 
 
-def _chain(name: str, precision: Precision) -> tuple[float, Squares]:
-    if (name, precision) not in ACTIVATIONS:
-        raise InputError(f"no precision {precision!r} of {name} (known: default, high)")
-    return ACTIVATIONS[name, precision]
+def squares_for(name: str, precision: Precision) -> int:
+    """Return the number of squares with which an activation is computed.
+
+    Raises:
+        InputError: an unknown precision.
+    """
+    if precision not in _PRECISIONS:
+        raise InputError(f"unknown precision {precision!r} (known: {', '.join(_PRECISIONS)})")
+    return min(m for (n, m), error in _ACTIVATION_ERRORS.items() if n == name and error <= _PRECISIONS[precision])
 
 
-def _activation_error(name: str, precision: Precision) -> float:
+def _formula_error(name: str, squares: int) -> float:
     """Largest error of an activation in exact arithmetic, tails included."""
-    limit, chain = _chain(name, precision)
+    limit, chain = ACTIVATIONS[name, squares]
     size, exact, low = np.linspace(0, 4 * limit, 40_001), _MIRRORED[name].exact, _MIRRORED[name].low
     left = np.where(size > limit, 0.0, chain.exact(np.minimum(size, limit)))
     positive, negative = (size - left, -left) if low is None else (1 - left, low + left)
     return float(max(np.abs(positive - exact(size)).max(), np.abs(negative - exact(-size)).max()))
 
 
-def _activation_bytes(name: str, precision: Precision) -> int:
-    selections = 2 if _MIRRORED[name].low is None else 3
-    return 2 * COMPARISON_BYTES + selections * SELECT_BYTES + _chain(name, precision)[1].bytes_per_element
-
-
 # Measured in Cheetah and SEMI2K with 64-bit rings and 18 fraction bits, rounded up; held by the tests.
 _ACTIVATION_ERRORS = {
-    ("gelu", "default"): 3e-4,
-    ("gelu", "high"): 6e-5,
-    ("gelu", "low"): 2.2e-3,
-    ("gelu_tanh", "default"): 2e-4,
-    ("silu", "default"): 3e-4,
-    ("silu", "low"): 2e-3,
-    ("sigmoid", "default"): 3e-4,
-    ("tanh", "default"): 6e-4,
+    ("gelu", 2): 2.2e-3,
+    ("gelu", 3): 3e-4,
+    ("gelu", 4): 6e-5,
+    ("gelu_tanh", 2): 2.2e-3,
+    ("gelu_tanh", 3): 2e-4,
+    ("silu", 3): 2e-3,
+    ("silu", 4): 2e-4,
+    ("sigmoid", 3): 3e-4,
+    ("sigmoid", 4): 2e-4,
+    ("tanh", 3): 5e-4,
+    ("tanh", 4): 2e-4,
 }
 _EXP_ERROR, _RECIPROCAL_ERROR, _RSQRT_ERROR = 2e-3, 2e-3, 1e-3
-_EXP_BYTES, _RECIPROCAL_BYTES, _RSQRT_BYTES = 900, 3400, 2300
+_EXP_BYTES, _RECIPROCAL_BYTES, _RSQRT_BYTES = 885, 2240, 2300
 
 
 def _exp_error() -> float:
@@ -169,7 +174,7 @@ def approximations(precision: Precision = "default") -> dict[str, Approximation]
 
     Anything not listed is exact up to fixed-point rounding: about 2^-18 a multiplication.
     """
-    found = [_activation(name, precision) for name in _MIRRORED]
+    found = [_activation(name, squares_for(name, precision)) for name in _MIRRORED]
     found += [
         Approximation(
             "exp",
@@ -209,13 +214,14 @@ def approximations(precision: Precision = "default") -> dict[str, Approximation]
     return {each.name: each for each in found}
 
 
-def _activation(name: str, precision: Precision) -> Approximation:
-    limit, chain = _chain(name, precision)
+def _activation(name: str, squares: int) -> Approximation:
+    limit, chain = ACTIVATIONS[name, squares]
+    selections = 2 if _MIRRORED[name].low is None else 3
     return Approximation(
         name,
-        f"{len(chain.sums)} squares on |x| ≤ {limit:g}, limits outside",
+        f"{squares} squares on |x| ≤ {limit:g}, limits outside",
         (-4 * limit, 4 * limit),
-        _activation_error(name, precision),
-        _ACTIVATION_ERRORS[name, precision],
-        _activation_bytes(name, precision),
+        _formula_error(name, squares),
+        _ACTIVATION_ERRORS[name, squares],
+        2 * COMPARISON_BYTES + selections * SELECT_BYTES + chain.bytes_per_element,
     )
