@@ -84,7 +84,7 @@ def estimator(monkeypatch: pytest.MonkeyPatch) -> Estimator:
     monkeypatch.setitem(pi_rows.SHAPES, "gpt2", weightless)
     monkeypatch.setitem(vars(aero_compile), "optimize_for_inference", untouched)
     pi_rows.captured.cache_clear()
-    pi_rows.optimized.cache_clear()
+    pi_rows._optimized.clear()
     return fake
 
 
@@ -237,6 +237,20 @@ def test_a_model_that_the_paper_does_not_have(estimator: Estimator, capsys: pyte
     assert "≈ estimated by the cost model, not run" in printed
 
 
+def test_a_model_is_rewritten_once_for_all_lengths(estimator: Estimator, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[str | None] = []
+    build = pi_rows.build
+
+    def counted(task: pi_rows.Task, seed: int) -> Any:
+        built.append(task.recipe)
+        return build(task, seed)
+
+    monkeypatch.setattr(pi_rows, "build", counted)
+    assert pi_bench.main(["--estimate", "--layers", "1", "--recipes", "SM,SM+R", "--seq-len", "4", "8", "16"]) == 0
+    assert built == ["SM", "SM+R"]
+    assert len(estimator.calls) == 6
+
+
 def test_estimates_are_resumed_in_the_tables_order(
     estimator: Estimator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -265,6 +279,24 @@ def test_rows_made_without_the_paper_are_compared_later(
     assert pi_bench.main([*command, "--json", str(out), "--resume", "--compare", "paper"]) == 0
     assert len(estimator.calls) == 1
     assert json.loads(out.read_text())["rows"][0]["paper"]["comm_gb"] == 25.32
+
+
+def test_a_real_estimate(tmp_path: Path) -> None:
+    pytest.importorskip("spu")
+    pi_rows._optimized.clear()  # the stand-in leaves models as they are
+    out = tmp_path / "r.json"
+    command = ["--estimate", "--layers", "1", "--recipes", "SM+LN+G,softmax_only", "--seq-len", "8", "16"]
+    assert pi_bench.main([*command, "--json", str(out), "--compare", "paper"]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [r["seq_len"] for r in rows] == [8, 8, 16, 16]
+    sizes = [r["bytes"] for r in rows]
+    assert sizes[0] > sizes[1] > 0
+    assert sizes[2] > sizes[0]
+    assert sizes[3] > sizes[1]
+    for made in rows:
+        assert sum(made["per_op"].values()) == pytest.approx(made["bytes"], rel=0.01)
+        assert made["messages"] > 0
+        assert made["seconds"] > 0
 
 
 def test_saved_models_are_compared_too(estimator: Estimator, tmp_path: Path) -> None:
