@@ -32,7 +32,7 @@ def fuse_linear_ffn(model: TransformedModel) -> Change:
     stream, ffns = ResidualStream(model), model.structure.ffns
     smaller = [hub for hub in stream.hubs.values() if _fuses(stream, hub)]
     done = tuple(_described(stream, hub, ffns) for hub in smaller)
-    left = tuple(_kept(ffns, smaller))
+    left = tuple(_kept(stream, ffns, smaller))
     if smaller:
         rewriting = StreamRewriting(stream, "fuse_linear_ffn", {})
         for hub in smaller:
@@ -63,9 +63,12 @@ def _described(stream: ResidualStream, hub: Hub, ffns: Sequence[FeedForward]) ->
     return f"{names}: {stream.cost(hub):,} weights multiplied before, {stream.new_cost(hub, {}, None):,} now"
 
 
-def _kept(ffns: Sequence[FeedForward], fused: Sequence[Hub]) -> Iterator[str]:
+def _kept(stream: ResidualStream, ffns: Sequence[FeedForward], fused: Sequence[Hub]) -> Iterator[str]:
     for ffn in ffns:
+        parts = {ffn.output, *ffn.inputs}
         if ffn.activations:
             yield why_not_linear(ffn)
+        elif not any(parts <= set(hub.region) for hub in stream.hubs.values()):
+            yield f"{name_of(ffn)}: its features change places between its linear layers"
         elif not any(ffn.output in hub.region for hub in fused):
             yield f"{name_of(ffn)}: not smaller as one matrix"
