@@ -174,4 +174,6 @@ def _layer(node: fx.Node, structure: Structure, values: Any) -> int | None:
 
 def _entry(kind: str, value: Tensor, batch: int, seq_len: int, layer: int | None, name: str) -> NonlinearOp:
     width = int(value.shape[-1])
-    return NonlinearOp(kind, value.numel() // (batch * seq_len * width), (seq_len, width), layer, name)
+    count = value.numel() // (batch * width)
+    rows = 1 if count % seq_len else seq_len  # 1: computed for the last position alone
+    return NonlinearOp(kind, count // rows, (rows, width), layer, name)

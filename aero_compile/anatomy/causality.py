@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,15 +16,24 @@ from aero_compile.graphs.trainable import TransformedModel
 aten = torch.ops.aten
 
 
-def require_causal(model: TransformedModel, found: Sequence[Attention], live: set[fx.Node]) -> None:
-    """Evaluate the masks, which depend on shapes alone, and refuse attention that sees later positions."""
+def require_causal(
+    model: TransformedModel, found: Sequence[Attention], live: set[fx.Node], values: Mapping[fx.Node, Any]
+) -> None:
+    """Evaluate the masks, which depend on shapes alone, and refuse attention that sees later positions.
+
+    Where a model gives the logits of the last position alone, that position is the one query of its last attention.
+    """
     length = 5 if model.max_positions is None else max(2, min(5, model.max_positions))
     if model.fixed_shape is not None:
         length = model.fixed_shape[1]
     constants: dict[fx.Node, Any] = {}
     ahead = torch.ones(length, length, dtype=torch.bool).triu(1)
+    output = next(node for node in reversed(model.graph.nodes) if node.op == "output")
+    only_last = values[output][0].shape[1] == 1
     for attention in found:
         for heads in attention.groups:
+            if only_last and values[heads.scores].shape[-2] == 1:
+                continue
             hidden = torch.zeros(length, length, dtype=torch.bool)
             unknown, masked = False, False
             for node, mask in _masks(heads, live):

@@ -132,7 +132,7 @@ def _attentions(
     found = tuple(
         Attention(layer, tuple(groups), source_path(groups[0].softmax)) for layer, groups in enumerate(layers)
     )
-    require_causal(model, found, live)
+    require_causal(model, found, live, values)
     return found, depth
 
 

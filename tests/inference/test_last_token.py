@@ -23,7 +23,7 @@ from tests import tiny_models
 from tests.inference.folding import logits, trained
 from tests.random_decoders import Config, build, configs
 from tests.test_properties import MANY, few, many
-from tests.tiny_models import HIDDEN, LAYERS, WIDTH, tokens
+from tests.tiny_models import HEADS, HIDDEN, LAYERS, WIDTH, tokens
 
 aten = torch.ops.aten
 SHAPES = ((2, 13), (1, 1), (3, 2), (1, 29))
@@ -228,6 +228,27 @@ def _one_layer(name: str, wanted: str) -> TransformedModel:
         assert_last(model, inference_copy(captured))
         assert_narrow(model)
     return model
+
+
+@pytest.mark.parametrize("name", ["nanogpt", "gpt_neox-sdpa"])
+def test_parts_are_found_afterwards(name: str) -> None:
+    """Anatomy and census know that the last query may see everything, and count what is computed."""
+    model = inference_copy(tiny_models.captured(name))
+    whole, width = aero_compile.census(model, 13), 4 * WIDTH if name == "nanogpt" else HIDDEN
+    assert str(whole) == f"SM:8×R^{{13×13}} LN:4(+1 final)×R^{{13×{WIDTH}}} G:2×R^{{13×{width}}}"
+    last_token(model)
+    counts = {(op.kind, op.shape): 0 for op in aero_compile.census(model, 13).ops}
+    for op in aero_compile.census(model, 13).ops:
+        counts[op.kind, op.shape] += op.count
+    assert counts == {
+        ("softmax", (13, 13)): HEADS,
+        ("softmax", (1, 13)): HEADS,
+        ("layernorm", (13, WIDTH)): 3,
+        ("layernorm", (1, WIDTH)): 2,
+        ("gelu", (13, width)): 1,
+        ("gelu", (1, width)): 1,
+    }
+    assert [len(model.structure.attentions), len(model.structure.ffns)] == [LAYERS, LAYERS]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
