@@ -171,7 +171,22 @@ def build(task: Task, seed: int) -> aero_compile.TransformedModel:
     source = captured(task.model, task.layers, seed)
     generator = torch.Generator().manual_seed(seed + 1)  # other tokens than the row is measured on
     tokens = torch.randint(0, source.vocab_size, (CALIBRATION_BATCH, task.seq_len), generator=generator)
-    return aero_compile.transform(source, recipe=resolve(task.recipe), calibration=tokens)
+    model = aero_compile.transform(source, recipe=resolve(task.recipe), calibration=tokens)
+    unsettle(model, set(dict(source.named_parameters())), generator)
+    return model
+
+
+@torch.no_grad()
+def unsettle(model: nn.Module, matrices: set[str], generator: torch.Generator) -> None:
+    """Move gains, biases, scales and temperatures off the round values they start from, as training does.
+
+    Where all of them are 1 or 0 a compiler could leave out operators that a trained model needs. The names in
+    ``matrices`` are left alone if they are matrices: these are random already.
+    """
+    for name, parameter in model.named_parameters():
+        if name not in matrices or parameter.dim() == 1:
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+            parameter.add_(0.05 * noise * torch.where(parameter == 0, 1.0, parameter.abs()))
 
 
 @functools.lru_cache(maxsize=1)

@@ -6,7 +6,7 @@ Before → after:
                          → prelu(x, a)        learn=global: `leaky_relu.slope`, shape [1], of all layers
 
 Both compute max(x, 0) + a·min(x, 0) = (1 − a)·relu(x) + a·x: one ReLU for two parties, and linear parts, which a
-private run puts into weights where a is learned (`runtime/fold_slopes.py`; not in gated blocks). The paper (fig.
+private run puts into weights where a is learned (`fold-slopes`; not in gated blocks). The paper (fig.
 LearnableNegSlope) lets the slope be of any sign and does not say where it starts; 0.01 is the default of
 `torch.nn.LeakyReLU`, close to the ReLU that it finds to be learned.
 """

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aero_compile.runtime.approximations import exponential
+from aero_compile.runtime.exponential import SAFE, Exponential
 from aero_compile.runtime.masks import Masked
 from aero_compile.runtime.operators import jnp
 
@@ -37,8 +37,8 @@ class Packing:
     @cached_property
     def lengths(self) -> Indices:
         """Number of entries of each row that has any."""
-        counts = self.allowed.sum(axis=1)
-        return counts[counts > 0]
+        counts: Indices = self.allowed.sum(axis=1)
+        return np.asarray(counts[counts > 0])
 
     @cached_property
     def row_of(self) -> Indices:
@@ -89,22 +89,25 @@ def packing(shape: tuple[int, ...], allowed: npt.NDArray[np.bool_] | None) -> Pa
     return Packing(math.prod(shape[:shared]), np.ascontiguousarray(rows))
 
 
-def masked_softmax(x: Any, mask: Masked, dim: int, exact: bool = False) -> Any:
+def masked_softmax(x: Any, mask: Masked, dim: int, exact: bool = False, exponential: Exponential = SAFE) -> Any:
     """Softmax of ``mask.scale * x + mask.bias`` along ``dim``, over the allowed entries; others are 0.
 
-    A row with nothing allowed gives zeros (PyTorch: NaN).
+    ``exponential`` says how to compute exponentials, ``exact`` that they are textbook ones. A row with nothing allowed
+    gives zeros (PyTorch: NaN).
     """
     last = jnp().moveaxis(x, dim, -1)
-    packed, rows = _exponentials(last, _moved(mask, dim, x.ndim), exact)
+    packed, rows = _exponentials(last, _moved(mask, dim, x.ndim), exact, exponential)
     inverse = 1.0 / rows.sums
     return jnp().moveaxis(rows.layout.unpack(packed * inverse[:, rows.layout.row_of], last.shape), -1, dim)
 
 
-def unnormalized_softmax(x: Any, mask: Masked, dim: int, exact: bool = False) -> tuple[Any, Any]:
+def unnormalized_softmax(
+    x: Any, mask: Masked, dim: int, exact: bool = False, exponential: Exponential = SAFE
+) -> tuple[Any, Any]:
     """The softmax along the last axis in two factors: exponentials [..., K] and inverse row sums [..., 1]."""
     if dim != x.ndim - 1:
         raise NotImplementedError("a softmax along another axis than the last cannot be split")
-    packed, rows = _exponentials(x, mask, exact)
+    packed, rows = _exponentials(x, mask, exact, exponential)
     inverse = rows.layout.spread(1.0 / rows.sums, (*x.shape[:-1], 1))
     return rows.layout.unpack(packed, x.shape), inverse
 
@@ -115,7 +118,7 @@ class _Rows:
     sums: Any
 
 
-def _exponentials(x: Any, mask: Masked, exact: bool) -> tuple[Any, _Rows]:
+def _exponentials(x: Any, mask: Masked, exact: bool, exponential: Exponential) -> tuple[Any, _Rows]:
     """Packed exponentials of the scores less their row's maximum, and the sums of the rows that have entries."""
     layout = packing(x.shape, mask.allowed)
     scores = x if mask.scale is None else x * mask.scale.astype(x.dtype)

@@ -9,17 +9,14 @@ sent several times.)
 
 from __future__ import annotations
 
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from aero_compile.runtime.ciphertexts import matmul
 from aero_compile.runtime.operators import jnp
-
-SLOTS = 8192
-"""Coefficients of a ciphertext for a 64-bit ring."""
 
 REQUEST_BYTES, RESPONSE_BYTES = 186_000, 255_000
 """Measured size of a ciphertext on its way to the evaluator (its random half is sent as a seed) and back."""
@@ -28,26 +25,6 @@ MOST_STRIPS = 16
 
 Strip = tuple[int, int, int, int]
 """First query, end of queries, first key, end of keys."""
-
-
-@cache
-def ciphertexts(rows: int, inner: int, columns: int) -> tuple[int, int]:
-    """Ciphertexts sent and returned for one cross term of a product [rows, inner] × [inner, columns] in Cheetah.
-
-    SPU cuts the product into sub-matrices d0 × d1 × d2 of at most 8192 coefficients, d1 a power of two, such that the
-    sum of both counts is least, and packs d1 results into one ciphertext.
-    """
-    best: tuple[float, int, int] = (float("inf"), 0, 0)
-    for d0 in range(1, min(SLOTS, rows) + 1):
-        d1 = 1
-        while d1 <= inner and d0 * d1 <= SLOTS:
-            d2 = min(columns, SLOTS // (d0 * d1))
-            by_rows, by_inner, by_columns = -(-rows // d0), -(-inner // d1), -(-columns // d2)
-            sent, returned = min(by_rows, by_columns) * by_inner, -(-by_rows * by_columns // d1)
-            work = -(-rows * columns // SLOTS) * d1 / 1000 + by_rows * by_inner * by_columns / 10_000
-            best = min(best, (sent + returned + work, sent, returned))
-            d1 *= 2
-    return best[1], best[2]
 
 
 def choose_strips(allowed: npt.NDArray[np.bool_], width: int) -> tuple[Strip, ...]:
@@ -70,8 +47,8 @@ def _strips(allowed: npt.NDArray[np.bool_], count: int) -> tuple[Strip, ...]:
 def _bytes(strips: tuple[Strip, ...], width: int) -> int:
     total = 0
     for first, end, low, high in strips:
-        sent, returned = ciphertexts(end - first, width, high - low)
-        total += sent * REQUEST_BYTES + returned * RESPONSE_BYTES
+        count = matmul(end - first, width, high - low)
+        total += count.sent * REQUEST_BYTES + count.answers * RESPONSE_BYTES
     return total
 
 

@@ -105,6 +105,14 @@ def choose_exponential(spread: float = math.inf, tolerance: float = 1e-3, entrie
     return min(good, key=lambda each: (each.bytes_per_element, each.error_in(entries)))
 
 
+def cheapest_exponential(spread: float = math.inf, entries: int = 1024) -> Exponential:
+    """As `choose_exponential` with its own tolerance, or ``SAFE`` where rows are too long for that."""
+    try:
+        return choose_exponential(spread, entries=entries)
+    except InputError:
+        return SAFE
+
+
 def exponential(x: Any, options: Exponential = SAFE) -> Any:
     """exp(x) for a JAX array of scores less their row's maximum."""
     return options(x)

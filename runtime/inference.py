@@ -17,16 +17,13 @@ import numpy.typing as npt
 import torch
 
 from aero_compile.errors import InputError
+from aero_compile.graphs.calibration import token_batches
 from aero_compile.runtime.defer import defer_normalization
-from aero_compile.runtime.fold import fold_scales
-from aero_compile.runtime.fold_first_position import scale_first_position
-from aero_compile.runtime.fold_norms import fold_norms
-from aero_compile.runtime.fold_slopes import fold_slopes
 from aero_compile.runtime.link import TLSConfig
 from aero_compile.runtime.measure import Measurement, combine
 from aero_compile.runtime.network_spec import Network, parse_network
 from aero_compile.runtime.parties import run_parties
-from aero_compile.runtime.partition import partition
+from aero_compile.runtime.partition import Partition, partition
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.progress import Progress
 from aero_compile.runtime.ranges import RangeCheck
@@ -50,6 +47,8 @@ def private_inference(
     *,
     logits: str = "all",
     optimize: bool = True,
+    calibration: Any = None,
+    softmax_error: float | None = None,
     field: int = 64,
     fraction_bits: int = 18,
     warm: bool | str = True,
@@ -68,6 +67,11 @@ def private_inference(
         logits: "all" positions, or the "last" alone, which is all that the next token needs and much cheaper.
         optimize: rewrite the model with `aero_compile.optimize_for_inference` first (a model that this function
             returned is run as it is).
+        calibration: batches of token ids [B, T] of typical text, on which the ranges of all values are checked and the
+            cheapest exponentials are chosen. The program depends on what it shows of the weights, never on
+            ``input_ids``. None: exponentials that hold for any scores.
+        softmax_error: largest error of an attention weight that the exponential may cause; None: 1e-3, or the least
+            there is for rows of more than 1024 scores.
         field: ring size in bits; fraction_bits: fixed-point fraction bits.
         warm: True runs twice in the same processes and measures the second forward, without one-time set-up;
             "setup" sets the parties up by a short computation and measures the first forward; False measures the
@@ -102,7 +106,7 @@ def private_inference(
     with Progress(progress) as shown:
         shown.say("compiling")
         graph_model = _optimized(graph_model, logits, optimize)
-        compiled = _compile(graph_model, ids, protocol, field, fraction_bits)
+        compiled = _compile(graph_model, ids, protocol, field, fraction_bits, calibration, softmax_error)
         outcome = run_parties(
             compiled.program,
             compiled.weights,
@@ -135,18 +139,22 @@ def compile_model(
     *,
     logits: str = "all",
     optimize: bool = True,
+    calibration: Any = None,
+    softmax_error: float | None = None,
     field: int = 64,
     fraction_bits: int = 18,
 ) -> Compiled:
     """Compile ``model`` for token ids [batch, length], without any tokens.
 
-    Options and errors are those of :func:`private_inference`. Ranges are not checked against real inputs here.
+    Options and errors are those of :func:`private_inference`. There are no real inputs here to check ranges against:
+    give typical text as ``calibration`` before a model is used between two hosts.
     """
     check_config(protocol, field, fraction_bits)
     import_spu()
     graph_model = _with_graph(model)
     ids = _checked_ids(graph_model, np.zeros((batch, length), np.int64))
-    return _compile(_optimized(graph_model, logits, optimize), ids, protocol, field, fraction_bits, check_ranges=False)
+    graph_model = _optimized(graph_model, logits, optimize)
+    return _compile(graph_model, ids, protocol, field, fraction_bits, calibration, softmax_error, check_ranges=False)
 
 
 def export(compiled: Compiled, directory: str | os.PathLike[str]) -> None:
@@ -159,31 +167,47 @@ def export(compiled: Compiled, directory: str | os.PathLike[str]) -> None:
     os.replace(partial, target / "weights.npz")
 
 
+MARGIN = 1.25
+"""Scores may spread this much further than on the calibration text."""
+
+
+def _calibrated(model: torch.nn.Module, calibration: Any, ranges: RangeCheck) -> dict[str, float]:
+    """Run calibration text past the check; returns how far the scores of each softmax may spread."""
+    if calibration is None:
+        return {}
+    for batch in token_batches(calibration):
+        _partition(model, _checked_ids(model, batch), ranges)
+    return {name: MARGIN * spread for name, spread in ranges.spreads.items()}
+
+
 def _compile(
     model: torch.nn.Module,
     ids: npt.NDArray[np.int64],
     protocol: str,
     field: int,
     fraction_bits: int,
+    calibration: Any,
+    softmax_error: float | None,
     check_ranges: bool = True,
 ) -> Compiled:
-    ranges = RangeCheck(field, fraction_bits) if check_ranges else None
+    ranges = RangeCheck(field, fraction_bits)
+    spreads = _calibrated(model, calibration, ranges)
+    part = _partition(model, ids, ranges if check_ranges else None)
+    defer_normalization(part)
+    live = lower(part, spreads=spreads, softmax_error=softmax_error)
+    ranges.raise_first(live.executed, live.weights, live.exponentials)
+    return Compiled(compile_steps(live, protocol, field, fraction_bits), live.weights)
+
+
+def _partition(model: torch.nn.Module, ids: npt.NDArray[np.int64], ranges: RangeCheck | None) -> Partition:
+    """Evaluate the model in the clear, in this process, and sort its values by who may know them."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     was_training = model.training
     model.eval()
     try:
-        graph = fold_norms(_graph(model), model)
-        if ids.shape[1] > 1:
-            graph = scale_first_position(graph, model)
-        graph = fold_slopes(fold_scales(graph, model), model)
-        part = partition(model, graph, torch.from_numpy(ids).to(device), ranges)
-        defer_normalization(part)
+        return partition(model, _graph(model), torch.from_numpy(ids).to(device), ranges)
     finally:
         model.train(was_training)
-    live = lower(part)
-    if ranges is not None:
-        ranges.raise_first(live.executed, live.weights)
-    return Compiled(compile_steps(live, protocol, field, fraction_bits), live.weights)
 
 
 def _graph(model: torch.nn.Module) -> torch.fx.Graph:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from torch import fx
 
+from aero_compile.runtime.exponential import Exponential
 from aero_compile.runtime.masks import Masked
 from aero_compile.runtime.program import TOKENS
 
@@ -36,7 +37,8 @@ class LiveStep:
 class LiveProgram:
     """The token-dependent part of a model: steps from ``TOKENS`` and the server's weights to ``result``.
 
-    ``executed`` names the graph's nodes that the steps compute.
+    ``executed`` names the graph's nodes that the steps compute, ``exponentials`` how each softmax, by its node's name,
+    computes its exponential.
     """
 
     steps: tuple[LiveStep, ...]
@@ -45,6 +47,7 @@ class LiveProgram:
     result: str
     result_shape: tuple[int, ...]
     executed: frozenset[str]
+    exponentials: Mapping[str, Exponential] = field(default_factory=dict)
 
     def run(self, one_hot: Any, weights: Mapping[str, Any] | None = None) -> Any:
         """Compute the logits in plain JAX (for tests and debugging; nothing is private here)."""

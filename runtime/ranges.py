@@ -1,10 +1,10 @@
-"""Refuse values that do not fit: fixed-point products wrap silently beyond their range.
+"""Measure what values reach, and refuse those that do not fit: fixed-point products wrap silently beyond their range.
 
 In a k-bit ring with f fraction bits a product holds 2f fraction bits before it is truncated, so what is
 multiplied, and every sum of products, must stay below about 2^(k - 2f - 3) (2^25 for k = 64, f = 18).
 ``private_inference`` has weights and tokens in one process, so it evaluates the model in plaintext first
-and looks at every live value. Where the parties run on two machines nobody can do that: check with
-representative inputs beforehand.
+and looks at every live value. Where the parties run on two machines nobody can do that: give
+``compile_model`` representative text as ``calibration``.
 """
 
 from __future__ import annotations
@@ -20,18 +20,22 @@ import torch
 from torch import fx
 
 from aero_compile.errors import LoweringError
-from aero_compile.runtime.approximations import EXP_LOWEST
-from aero_compile.runtime.partition import MASKED_BELOW, op_name, place_of
+from aero_compile.runtime.exponential import EXP_LOWEST, Exponential
+from aero_compile.runtime.partition import MASKED_BELOW, SOFTMAXES, op_name, place_of
 from aero_compile.runtime.products import NORM_GAIN
 
 
 @dataclass
 class RangeCheck:
-    """An observer for ``partition`` that remembers the values too large for the fixed-point format."""
+    """An observer for ``partition``: the values too large for the fixed-point format, and how far scores spread.
+
+    ``spreads`` has, for each softmax, the largest difference of two allowed scores of a row seen so far.
+    """
 
     ring_bits: int
     fraction_bits: int
     found: list[tuple[str, str]] = field(default_factory=list)
+    spreads: dict[str, float] = field(default_factory=dict)
 
     @property
     def limit(self) -> float:
@@ -48,6 +52,8 @@ class RangeCheck:
         if inner is not None:
             for what, size, limit in inner(self, args, kwargs):
                 self._compare(node, what, size, limit)
+        if node.target in SOFTMAXES:
+            self.spreads[node.name] = max(self.spreads.get(node.name, 0.0), _spread(args, kwargs))
         if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel():
             self._compare(node, "result", float(value.abs().max()), self.limit)
 
@@ -60,12 +66,24 @@ class RangeCheck:
             )
             self.found.append((node.name, message))
 
-    def raise_first(self, executed: Collection[str], weights: Mapping[str, npt.NDArray[Any]]) -> None:
+    def raise_first(
+        self,
+        executed: Collection[str],
+        weights: Mapping[str, npt.NDArray[Any]],
+        exponentials: Mapping[str, Exponential] | None = None,
+    ) -> None:
         """Raise LoweringError if a weight, or a value of one of the ``executed`` nodes, was too large.
 
-        Nodes that are not executed (masked scores, for one) may hold anything.
+        Nodes that are not executed (masked scores, for one) may hold anything. ``exponentials`` tells how each
+        softmax computes its exponential, and so how far its scores may spread.
         """
         messages = [message for name, message in self.found if name in executed]
+        for name, chosen in (exponentials or {}).items():
+            if self.spreads.get(name, 0.0) > chosen.widest:
+                messages.append(
+                    f"the scores of softmax {name} spread over {self.spreads[name]:.4g}; the exponential that "
+                    f"calibration chose holds up to {chosen.widest:.4g}: calibrate on more text"
+                )
         for name, array in weights.items():
             if array.size and not float(np.abs(array).max()) <= self.limit:
                 largest = float(np.abs(array).max())
@@ -90,14 +108,14 @@ def _norm(check: RangeCheck, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _
     ]
 
 
-def _softmax(check: RangeCheck, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Findings:
+def _spread(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """Largest difference between two allowed scores of one row."""
     scores = args[0].double()
     dim = args[1] if len(args) > 1 else kwargs["dim"]
     allowed = scores > MASKED_BELOW
     low = torch.where(allowed, scores, math.inf).amin(dim)
     high = torch.where(allowed, scores, -math.inf).amax(dim)
-    spread = torch.nan_to_num(high - low, nan=0.0, neginf=0.0)
-    return [("spread of a row of scores", float(spread.max()), -EXP_LOWEST)]
+    return float(torch.nan_to_num(high - low, nan=0.0, neginf=0.0).max())
 
 
 def _exp(check: RangeCheck, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Findings:
@@ -121,9 +139,6 @@ def _root(check: RangeCheck, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _
 _INNER: dict[str, Callable[[RangeCheck, tuple[Any, ...], dict[str, Any]], _Findings]] = {
     "layer_norm": _norm,
     "rms_norm": _norm,
-    "softmax": _softmax,
-    "_softmax": _softmax,
-    "_safe_softmax": _softmax,
     "exp": _exp,
     "div": _divisor,
     "reciprocal": _divisor,

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import fx
 from aero_compile.errors import LoweringError
 from aero_compile.runtime import attention, operators, pointwise, products, views
 from aero_compile.runtime.blocks import Strip, blocked_scores, choose_strips
+from aero_compile.runtime.exponential import Exponential, cheapest_exponential, choose_exponential
 from aero_compile.runtime.live import Call, LiveProgram, LiveStep, Ref, describe
 from aero_compile.runtime.masks import Masked, find_mask
 from aero_compile.runtime.partition import Domain, Partition, op_name, place_of
@@ -38,16 +40,25 @@ def supported_ops() -> tuple[str, ...]:
     return operators.supported_ops()
 
 
-def lower(part: Partition, *, exact: bool = False, dtype: Any = np.float32) -> LiveProgram:
+def lower(
+    part: Partition,
+    *,
+    exact: bool = False,
+    dtype: Any = np.float32,
+    spreads: Mapping[str, float] | None = None,
+    softmax_error: float | None = None,
+) -> LiveProgram:
     """Lower every live node of ``part`` that the logits need.
 
-    ``exact=True`` uses textbook functions instead of fixed-point approximations (for comparison with
-    PyTorch in plain JAX); ``dtype`` is that of the weights.
+    ``exact=True`` uses textbook functions instead of fixed-point approximations (for comparison with PyTorch in plain
+    JAX); ``dtype`` is that of the weights. ``spreads``: for softmaxes, by the name of their node, the largest
+    difference of two scores of a row that will come; any may come where it says nothing. ``softmax_error``: largest
+    error of a weight that an exponential may cause; None: 1e-3, or the least there is for rows so long.
 
     Raises:
         LoweringError: an operator cannot be lowered; the message names it and its place in the model.
     """
-    return _Lowering(part, exact, dtype).program()
+    return _Lowering(part, exact, dtype, spreads or {}, softmax_error).program()
 
 
 @dataclass
@@ -59,8 +70,13 @@ class _Slot:
 
 
 class _Lowering:
-    def __init__(self, part: Partition, exact: bool, dtype: Any) -> None:
+    def __init__(
+        self, part: Partition, exact: bool, dtype: Any, spreads: Mapping[str, float], softmax_error: float | None
+    ) -> None:
         self.part = part
+        self.spreads = spreads
+        self.softmax_error = softmax_error
+        self.exponentials: dict[str, Exponential] = {}
         self.exact = exact
         self.dtype = dtype
         self.masks: dict[fx.Node, Masked] = {}
@@ -161,6 +177,7 @@ class _Lowering:
             self.part.output.name,
             self.part.shapes[self.part.output],
             frozenset(node.name for node in self.order),
+            self.exponentials,
         )
 
     def _ends_step(self, node: fx.Node) -> bool:
@@ -222,7 +239,12 @@ class _Lowering:
             return Call(
                 attention.unnormalized_softmax if split else attention.masked_softmax,
                 {"x": self._argument(slot, mask.core)},
-                {"mask": mask, "dim": dim % len(self.part.shapes[node]), "exact": self.exact},
+                {
+                    "mask": mask,
+                    "dim": dim % len(self.part.shapes[node]),
+                    "exact": self.exact,
+                    "exponential": self._exponential(node),
+                },
             )
         function = operators.find(op_name(node))
         if function is None and op_name(node) not in ("getitem", "dropout"):
@@ -242,6 +264,18 @@ class _Lowering:
             return Call(_first, {"x": next(iter(live.values()))}, {})
         assert function is not None
         return Call(_guarded(function, self._unsupported, node), live, {"exact": self.exact})
+
+    def _exponential(self, node: fx.Node) -> Exponential:
+        """The cheapest exponential for the scores that may come to a softmax."""
+        name = node.meta.get("softmax", node.name)
+        scores, spread = self.part.shapes[node], self.spreads.get(name, math.inf)
+        dim = node.args[1] if len(node.args) > 1 else node.kwargs["dim"]
+        assert isinstance(dim, int)
+        if self.softmax_error is None:
+            self.exponentials[name] = cheapest_exponential(spread, scores[dim])
+        else:
+            self.exponentials[name] = choose_exponential(spread, self.softmax_error, scores[dim])
+        return self.exponentials[name]
 
     def _bind(self, node: fx.Node) -> dict[str, Any]:
         """Match arguments to the names of the ATen schema (``self`` becomes ``x``)."""

@@ -524,9 +524,6 @@ def check_lowering(config: Config, passes: list[GraphPass]) -> None:
     """What two parties would compute, evaluated in float64 without them, is what the model computes."""
     import jax
 
-    from aero_compile.runtime.fold import fold_scales
-    from aero_compile.runtime.fold_norms import fold_norms
-    from aero_compile.runtime.fold_slopes import fold_slopes
     from aero_compile.runtime.partition import partition
     from aero_compile.runtime.program import one_hot
     from aero_compile.runtime.to_jax import lower
@@ -539,10 +536,10 @@ def check_lowering(config: Config, passes: list[GraphPass]) -> None:
         expected = logits_of(model(ids))
     if not torch.isfinite(expected).all():
         return
-    graph = fold_slopes(fold_scales(fold_norms(model.logits_graph(), model), model), model)
+    fast = aero_compile.optimize_for_inference(model)
     try:
         with jax.experimental.enable_x64():  # type: ignore[no-untyped-call, unused-ignore]
-            live = lower(partition(model, graph, ids), exact=True, dtype="float64")
+            live = lower(partition(fast, fast.logits_graph(), ids), exact=True, dtype="float64")
             got = live.run(one_hot(ids.numpy(), live.token_shape[2]).astype("float64"))
     except LoweringError as error:
         note(str(error))

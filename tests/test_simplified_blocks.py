@@ -244,7 +244,6 @@ def test_lowered_to_jax(family: str, name: str) -> None:
     import jax
     import numpy as np
 
-    from aero_compile.runtime.fold import fold_scales
     from aero_compile.runtime.partition import partition
     from aero_compile.runtime.program import one_hot
     from aero_compile.runtime.to_jax import lower
@@ -252,8 +251,8 @@ def test_lowered_to_jax(family: str, name: str) -> None:
     model = _simplified(family, name)
     ids = tokens(1, 7)
     with jax.experimental.enable_x64():  # type: ignore[no-untyped-call, unused-ignore]
-        graph = fold_scales(model.logits_graph(), model)
-        live = lower(partition(model, graph, ids), exact=True, dtype=np.float64)
+        fast = aero_compile.optimize_for_inference(model)
+        live = lower(partition(fast, fast.logits_graph(), ids), exact=True, dtype=np.float64)
         got = np.asarray(live.run(one_hot(ids.numpy(), VOCAB).astype(np.float64)))
     with torch.no_grad():
         np.testing.assert_allclose(got, model(ids).logits.numpy(), rtol=0, atol=1e-9)

@@ -12,11 +12,13 @@ from aero_compile.inference.change import Change
 from aero_compile.inference.eliminate_ffn import eliminate_ffn
 from aero_compile.inference.fold_expressions import fold_expressions
 from aero_compile.inference.fold_first_position import fold_first_position
+from aero_compile.inference.fold_gains import fold_gains
 from aero_compile.inference.fold_norm_gains import fold_norm_gains
 from aero_compile.inference.fold_norms import fold_norms
 from aero_compile.inference.fold_scales import fold_scales
 from aero_compile.inference.fold_slopes import fold_slopes
 from aero_compile.inference.fuse_linear_ffn import fuse_linear_ffn
+from aero_compile.inference.fuse_projections import fuse_projections
 from aero_compile.inference.last_token import last_token
 from aero_compile.inference.model import InferenceModel, inference_copy
 from aero_compile.pipeline import transform
@@ -57,8 +59,9 @@ def optimize_for_inference(model: nn.Module, *, logits: str = "all", eliminate: 
 def passes(logits: str, eliminate: bool) -> tuple[Pass, ...]:
     """The passes in the order in which they run; each finds the graph as the one before it left it.
 
-    Weights come first, since every other pass reads them; then everything that makes a norm plain or a block linear;
-    blocks are removed while q, k and v are still apart; the last token comes last, when all graphs are final.
+    Weights come first, since every other pass reads them; then everything that makes a norm plain or a block linear.
+    The basis is changed before scalars are carried about; layers are joined last, when it is known which of them run
+    for one position only.
     """
     linear_blocks = eliminate_ffn if eliminate else fuse_linear_ffn
     narrow = (last_token,) if logits == "last" else ()
@@ -70,5 +73,7 @@ def passes(logits: str, eliminate: bool) -> tuple[Pass, ...]:
         fold_norm_gains,
         linear_blocks,
         fold_scales,
+        fold_gains,
         *narrow,
+        fuse_projections,
     )

@@ -286,7 +286,6 @@ def test_a_private_run_evaluates_the_kept_neurons_alone(name: str) -> None:
     pytest.importorskip("jax")
     import jax
 
-    from aero_compile.runtime.fold import fold_scales
     from aero_compile.runtime.partition import partition
     from aero_compile.runtime.program import one_hot
     from aero_compile.runtime.to_jax import lower
@@ -294,7 +293,7 @@ def test_a_private_run_evaluates_the_kept_neurons_alone(name: str) -> None:
     model = transformed(name, "gelu-to-identity{keep=0,keep_fraction=0.25},scaled-ffn{init_beta=0.5}").eval()
     ids = tokens(1, 9)
     with jax.experimental.enable_x64():  # type: ignore[no-untyped-call, unused-ignore]
-        live = lower(partition(model, fold_scales(model.logits_graph(), model), ids), exact=True, dtype=np.float64)
+        live = lower(partition(model, model.logits_graph(), ids), exact=True, dtype=np.float64)
         got = live.run(one_hot(ids.numpy(), live.token_shape[2]).astype(np.float64))
         outputs = [
             jax.eval_shape(step.function, *(np.zeros(shape) for shape in step.shapes))

@@ -241,7 +241,6 @@ def test_the_private_program_computes_the_same(name: str, learn: str) -> None:
     pytest.importorskip("jax")
     import jax
 
-    from aero_compile.runtime.fold import fold_scales
     from aero_compile.runtime.partition import partition
     from aero_compile.runtime.program import one_hot
     from aero_compile.runtime.to_jax import lower
@@ -249,7 +248,7 @@ def test_the_private_program_computes_the_same(name: str, learn: str) -> None:
     model = transformed(name, f"strip-layer-norm,leaky-relu{{slope=0.3,learn={learn}}},scaled-ffn").eval()
     ids = tokens(1, 9)
     with jax.experimental.enable_x64():  # type: ignore[no-untyped-call, unused-ignore]
-        live = lower(partition(model, fold_scales(model.logits_graph(), model), ids), exact=True, dtype=np.float64)
+        live = lower(partition(model, model.logits_graph(), ids), exact=True, dtype=np.float64)
         got = live.run(one_hot(ids.numpy(), live.token_shape[2]).astype(np.float64))
     expected = model(ids).logits.detach().numpy()
     assert np.abs(got - expected).max() / np.abs(expected).max() < 1e-6
