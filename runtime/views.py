@@ -100,7 +100,8 @@ def _index(x: Any, indices: Sequence[Any], **_: Any) -> Any:
 
 @operator("cat")
 def _cat(tensors: Sequence[Any], dim: int = 0, **_: Any) -> Any:
-    return jnp().concatenate(tensors, axis=dim)
+    filled = [each for each in tensors if each.shape[dim]] or tensors[:1]  # SPU knows no empty arrays
+    return jnp().concatenate(filled, axis=dim)
 
 
 @operator("stack")

@@ -46,8 +46,8 @@ def _cut(model: TransformedModel, product: fx.Node) -> bool:
         return insert_call(model.graph, product, target, *args)
 
     first = call(aten.slice.Tensor, product.args[0], position, 0, 1)
-    others = call(aten.slice.Tensor, product.args[0], position, 1, 2**63 - 1)
     scaled = call(aten.mul.Tensor, first, call(aten.slice.Tensor, ratio, 0, 0, 1))
+    others = call(aten.slice.Tensor, product.args[0], position, 1, 2**63 - 1)
     replace_node(product, call(aten.cat.default, [scaled, others], position))
     return True
 

@@ -92,6 +92,4 @@ def check(run: Pass, model: TransformedModel, *, modified: bool = True) -> Chang
     return change
 
 
-def every_family(function: Callable[..., None]) -> Callable[..., None]:
-    """Parametrize a test by the families."""
-    return pytest.mark.parametrize("family", tiny_models.EVERY)(function)
+every_family = pytest.mark.parametrize("family", tiny_models.EVERY)

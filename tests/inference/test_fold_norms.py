@@ -100,3 +100,16 @@ def test_weights_keep_their_type() -> None:
     assert fold_norms(model).modified
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert_same(model, reference, tolerance=1e-4)
+
+
+def test_one_token_is_lowered_without_empty_arrays() -> None:
+    """With one token, what follows the first position is empty: no step of the private run reads or returns it."""
+    pytest.importorskip("jax")
+    from aero_compile.runtime.partition import partition
+    from aero_compile.runtime.to_jax import lower
+
+    model = trained("nanogpt", "freeze-layer-norm{first_token=True}")
+    for run in (fold_norms, fold_first_position):
+        assert run(model).modified
+    live = lower(partition(model, model.logits_graph(), tiny_models.tokens(1, 1)))
+    assert all(0 not in shape for step in live.steps for shape in step.shapes)
