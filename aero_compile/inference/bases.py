@@ -55,10 +55,9 @@ def invert(matrix: Tensor) -> Tensor:
 
 
 def size(matrix: Tensor) -> float:
-    """Root mean square of the factors by which a matrix changes lengths: ‖·‖_F/√d."""
-    return (
-        float(matrix.abs()) if matrix.dim() == 0 else float(torch.linalg.matrix_norm(matrix)) / math.sqrt(len(matrix))
-    )
+    """Root mean square of the factors by which a matrix changes lengths: ‖·‖_F/√d; infinite if it is no number."""
+    found = float(torch.linalg.vector_norm(matrix)) / (math.sqrt(len(matrix)) if matrix.dim() else 1.0)
+    return found if math.isfinite(found) else math.inf
 
 
 def find_segments(steps: Sequence[Tensor], fixed: Sequence[bool], largest: float) -> list[Segment]:
@@ -85,7 +84,7 @@ def _longest(steps: Sequence[Tensor], fixed: Sequence[bool], start: int, largest
     for last in range(start + 1, len(fixed)):
         pairs.extend(steps[last - 1])
         longer = pairs.best_anchor(fixed)
-        if longer is None or not longer.condition <= largest:
+        if longer is None or not (longer.condition <= largest and math.isfinite(longer.condition)):
             break
         best.append(longer)
     else:

@@ -79,7 +79,8 @@ class _Plan:
             for segment in find_segments(steps, [hub.fixed for hub in hubs], largest):
                 if any(step.dim() for step in steps[segment.first : segment.last]):
                     self._take(segment, hubs[segment.first : segment.last + 1], steps)
-        changed = set(self.bases)
+        self.looked_up = [hub for hub in stream.hubs.values() if self._goes_into_table(hub)]
+        changed = {*self.bases, *(hub.node for hub in self.looked_up)}
         self.rewritten = [
             hub for hub in stream.hubs.values() if changed & {hub.node, *(leaf for leaf, _ in hub.leaves)}
         ]
@@ -92,6 +93,11 @@ class _Plan:
         for before, hub in itertools.pairwise(hubs):
             self.parents[hub] = before.node
 
+    def _goes_into_table(self, hub: Hub) -> bool:
+        """Whether linear layers take token vectors alone, so that the table can hold their results."""
+        dense = any(self.stream.is_looked_up(leaf, hub) and shape for leaf, shape in hub.leaves)
+        return dense and self.stream.new_cost(hub, {}, None) < self.stream.cost(hub)
+
     def saved(self) -> int:
         """How many fewer weights are multiplied."""
         costs = [self.stream.new_cost(hub, self.bases, self.parents.get(hub)) for hub in self.rewritten]
@@ -103,6 +109,9 @@ class _Plan:
             inside = [str(ffn.layer) for ffn in ffns if any(ffn.output in hub.region for hub in hubs[1:])]
             places = f"FFN of layer {', '.join(inside)}" if inside else "linear layers of the residual stream"
             yield f"{places}: no product left, in a basis of condition {segment.condition:.3g}"
+        for hub in self.looked_up:
+            names = ", ".join(name_of(ffn) for ffn in ffns if ffn.output in hub.region)
+            yield f"{names or 'linear layers'}: no product left, in the table of token vectors"
 
     def left(self, ffns: Sequence[FeedForward]) -> Iterator[str]:
         """A sentence for each FFN that did not vanish."""
@@ -110,7 +119,7 @@ class _Plan:
             hub = next((hub for hub in self.stream.hubs.values() if ffn.output in hub.region), None)
             if ffn.activations:
                 yield why_not_linear(ffn)
-            elif hub is None or hub not in self.parents or not hub.skips[0][1].dim():
+            elif hub not in self.looked_up and (hub not in self.parents or not hub.skips[0][1].dim()):
                 yield f"{name_of(ffn)}: {self._reason(hub)}"
 
     def _reason(self, hub: Hub | None) -> str:
