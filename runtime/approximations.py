@@ -136,6 +136,12 @@ def squares_for(name: str, precision: Precision) -> int:
     return min(m for (n, m), error in _ACTIVATION_ERRORS.items() if n == name and error <= _PRECISIONS[precision])
 
 
+def left_over(name: str, t: Array) -> Array:
+    """f(t) for t ≥ 0: what is left of relu(x), or of the limit 1, at x = t (float64)."""
+    exact, low = _MIRRORED[name].exact, _MIRRORED[name].low
+    return np.asarray((t if low is None else 1.0) - exact(t))
+
+
 def _formula_error(name: str, squares: int) -> float:
     """Largest error of an activation in exact arithmetic, tails included."""
     limit, chain = ACTIVATIONS[name, squares]
@@ -186,7 +192,7 @@ def approximations(precision: Precision = "default") -> dict[str, Approximation]
         ),
         Approximation(
             "softmax",
-            f"{SAFE.squares} squares on [-{SAFE.reach:g}, 0], 0 below, times the Goldschmidt reciprocal of the row sum",
+            f"chain of {SAFE.squares} squares on [-{SAFE.reach:g}, 0], 0 below, times the reciprocal of the row sum",
             (-16.0, 16.0),
             None,
             SAFE.error,
@@ -219,7 +225,7 @@ def _activation(name: str, squares: int) -> Approximation:
     selections = 2 if _MIRRORED[name].low is None else 3
     return Approximation(
         name,
-        f"{squares} squares on |x| ≤ {limit:g}, limits outside",
+        f"chain of {squares} squares on [-{limit:g}, {limit:g}], limits outside",
         (-4 * limit, 4 * limit),
         _formula_error(name, squares),
         _ACTIVATION_ERRORS[name, squares],

@@ -77,14 +77,14 @@ SAFE = Exponential(5, 16.0, clamped=True)
 """For scores of which nothing is known."""
 
 ERRORS = {
-    Exponential(3, 4.0, clamped=False): (8e-4, 8e-4),
-    Exponential(4, 8.0, clamped=False): (3e-4, 6e-4),
-    Exponential(4, 12.5, clamped=False): (8e-4, 8e-3),
-    Exponential(4, 12.5, clamped=True): (8e-4, 8e-3),
-    Exponential(5, 16.0, clamped=False): (4e-4, 6e-4),
-    SAFE: (4e-4, 6e-4),
-    Exponential(5, 32.0, clamped=False): (5e-4, 1e-3),
-    Exponential(6, 64.0, clamped=False): (8e-4, 3e-3),
+    Exponential(3, 4.0, clamped=False): (6e-4, 6e-4),
+    Exponential(4, 8.0, clamped=False): (4e-4, 5e-4),
+    Exponential(4, 12.5, clamped=False): (8e-4, 6e-3),
+    Exponential(4, 12.5, clamped=True): (8e-4, 6e-3),
+    Exponential(5, 16.0, clamped=False): (4e-4, 5e-4),
+    SAFE: (4e-4, 5e-4),
+    Exponential(5, 32.0, clamped=False): (8e-4, 9e-4),
+    Exponential(6, 64.0, clamped=False): (6e-4, 3e-3),
 }
 """Of a weight of a softmax, in rows of up to 128 and up to 1024 entries, measured in Cheetah and rounded up."""
 

@@ -73,11 +73,11 @@ ELEMENTWISE = {
 }
 
 APPROXIMATED = {
-    "gelu": Case(lambda x, m: aten.gelu.default(x), low=-9.0, high=9.0, tolerance=2e-4),
+    "gelu": Case(lambda x, m: aten.gelu.default(x), low=-9.0, high=9.0, tolerance=3e-4),
     "gelu_tanh": Case(lambda x, m: aten.gelu.default(x, approximate="tanh"), low=-9.0, high=9.0, tolerance=2e-4),
     "silu": Case(lambda x, m: aten.silu.default(x), low=-20.0, high=20.0, tolerance=6e-4),
     "sigmoid": Case(lambda x, m: aten.sigmoid.default(x), low=-20.0, high=20.0, tolerance=4e-4),
-    "tanh": Case(lambda x, m: aten.tanh.default(x), low=-9.0, high=9.0, tolerance=4e-4),
+    "tanh": Case(lambda x, m: aten.tanh.default(x), low=-9.0, high=9.0, tolerance=5e-4),
 }
 
 CONTRACTIONS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from aero_compile.runtime.approximations import approximations
+from aero_compile.runtime.exponential import ERRORS
 
 
 def rows() -> list[str]:
@@ -14,12 +15,22 @@ def rows() -> list[str]:
         low, high = each.domain
         exact = "measured only" if each.formula_error is None else f"{each.formula_error:.1e}"
         found.append(
-            f"| `{each.name}` | {each.method} | [{low:g}, {high:g}] | {exact} | {each.fixed_point_error:.0e} |"
+            f"| `{each.name}` | {each.method} | [{low:g}, {high:g}] | {exact} | {each.fixed_point_error:.0e} "
+            f"| {each.bytes_per_element:,} |"
         )
     return found
 
 
+def exponential_rows() -> list[str]:
+    """The rows of the table of softmax exponentials."""
+    return [
+        f"| {each.squares} | {each.reach:g} | {'yes' if each.clamped else 'no'} | {short:.0e} | {long:.0e} "
+        f"| {each.bytes_per_element} |"
+        for each, (short, long) in ERRORS.items()
+    ]
+
+
 def test_every_approximation_is_documented_with_its_errors(root: Path) -> None:
     text = (root / "docs" / "runtime.md").read_text(encoding="utf-8")
-    for row in rows():
+    for row in [*rows(), *exponential_rows()]:
         assert row in text

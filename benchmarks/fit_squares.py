@@ -1,0 +1,141 @@
+"""Fit chains of squares to exp and the activations: how the weights of runtime/coefficients.py are found.
+
+    python benchmarks/fit_squares.py exp SQUARES REACH [ENTRIES]
+    python benchmarks/fit_squares.py gelu SQUARES LIMIT
+
+From several random starts: nonlinear least squares, then steps of linear programming towards the smallest largest
+error, then the weights are rounded to 2^-18 sum by sum, the later ones making up for what the earlier ones lost.
+Prints the error and the weights in units of 2^-18. Minutes for long chains.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from aero_compile.runtime.approximations import left_over
+
+Array = npt.NDArray[np.float64]
+
+UNIT = 2.0**-18
+TRIES = 12
+
+
+def points(end: float) -> Array:
+    """Places to fit at: between 0 and ``end``, denser at both ends, and near 0."""
+    ends = end * (1 - np.cos(np.linspace(0, np.pi, 240))) / 2
+    return np.unique(np.concatenate([ends, np.linspace(0, np.sign(end) * min(abs(end), 8), 120)]))
+
+
+def softmax_weight(x: Array, entries: int) -> Array:
+    """How much an error of exp(x) can change a softmax with one 0 and up to ``entries`` scores x."""
+    count = np.clip(np.exp(-x), 1, entries)
+    return np.asarray(count / (1 + count * np.exp(x)) ** 2)
+
+
+class Fit:
+    """A chain with ``squares`` squares on its way to ``target`` at ``x``; ``free_output``: weights after the last."""
+
+    def __init__(self, x: Array, target: Array, weight: Array, squares: int, free_output: bool) -> None:
+        import jax
+
+        jax.config.update("jax_enable_x64", True)
+        self.x, self.target, self.weight = x, target, weight
+        self.sizes = [k + 2 for k in range(squares)] + ([squares + 2] if free_output else [])
+        self.free_output = free_output
+        self._residual = jax.jit(self._errors)
+        self._slope = jax.jit(jax.jacfwd(self._errors))
+
+    def split(self, flat: Any) -> list[Any]:
+        """The weights of each sum."""
+        ends = np.cumsum(self.sizes)
+        return [flat[end - size : end] for size, end in zip(self.sizes, ends, strict=True)]
+
+    def _errors(self, flat: Any) -> Any:
+        values: list[Any] = [np.ones_like(self.x), self.x]
+        for row in self.split(flat):
+            last = sum(row[i] * value for i, value in enumerate(values))
+            values.append(last**2)
+        return ((last if self.free_output else values[-1]) - self.target) * self.weight
+
+    def error(self, flat: Array) -> float:
+        """Largest weighted error."""
+        return float(np.abs(self._residual(flat)).max())
+
+    def least_squares(self, flat: Array) -> Array:
+        """A nonlinear least-squares fit from ``flat``."""
+        from scipy.optimize import least_squares
+
+        def bounded(function: Callable[[Array], Any]) -> Callable[[Array], Array]:
+            return lambda w: np.nan_to_num(np.asarray(function(w)), nan=1e3, posinf=1e3, neginf=-1e3)
+
+        scale = np.maximum(np.abs(flat), 0.05)
+        found = least_squares(bounded(self._residual), flat, bounded(self._slope), x_scale=scale, max_nfev=200)
+        return np.asarray(found.x)
+
+    def minimax(self, flat: Array, fixed: int = 0, steps: int = 60) -> Array:
+        """Linear programs within a trust region; the first ``fixed`` weights stay."""
+        from scipy.optimize import linprog
+
+        region, best = 0.1, self.error(flat)
+        for _ in range(steps):
+            residual, size = np.asarray(self._residual(flat)), np.maximum(np.abs(flat[fixed:]), 1e-3)
+            slope, one = np.asarray(self._slope(flat))[:, fixed:] * size, np.ones((len(self.x), 1))
+            step = linprog(
+                np.append(np.zeros(len(size)), 1.0),
+                A_ub=np.block([[slope, -one], [-slope, -one]]) / best,
+                b_ub=np.concatenate([-residual, residual]) / best,
+                bounds=[(-region, region)] * len(size) + [(0, None)],
+            )
+            trial = flat if step.x is None else np.append(flat[:fixed], flat[fixed:] + step.x[:-1] * size)
+            if self.error(trial) < best * (1 - 1e-6):
+                flat, best, region = trial, self.error(trial), min(2 * region, 0.5)
+            elif region < 1e-7:
+                break
+            else:
+                region /= 4
+        return flat
+
+    def rounded(self, flat: Array) -> Array:
+        """Round to multiples of ``UNIT``, sum by sum, fitting the rest again after each."""
+        for end in np.cumsum(self.sizes):
+            flat = np.append(np.round(flat[:end] / UNIT) * UNIT, flat[end:])
+            flat = self.minimax(flat, int(end), 25) if end < len(flat) else flat
+        return flat
+
+
+def start(squares: int, end: float, free_output: bool, random: np.random.Generator, spread: float) -> Array:
+    """(1 + z + z²/2)^n for exp; for others squares of random sums; ``spread`` of random changes."""
+    rows = [np.zeros(k + 2) for k in range(squares + free_output)]
+    rows[0][:] = (-1.0, 2 / end) if free_output else (0.5**0.5, 0.5**0.5 / 2 ** (squares - 1))
+    for k, row in enumerate(rows[1:squares], start=1):
+        row[0], row[-1] = (0.0 if free_output else 0.5 * (k == 1)), 1.0
+    flat = np.concatenate(rows)
+    return np.asarray(flat + spread * random.standard_normal(len(flat)) * np.maximum(np.abs(flat), 0.3))
+
+
+def main(arguments: list[str]) -> None:
+    """Fit one chain and print it."""
+    name, squares, end = arguments[0], int(arguments[1]), float(arguments[2])
+    is_exp = name == "exp"
+    x = points(-end if is_exp else end)
+    entries = int(arguments[3]) if len(arguments) > 3 else 1024
+    target = np.exp(x) + UNIT / 2 if is_exp else left_over(name, x)
+    fit = Fit(x, target, softmax_weight(x, entries) if is_exp else np.ones_like(x), squares, not is_exp)
+    random = np.random.default_rng(0)
+    found: list[Array] = []
+    for attempt in range(TRIES):
+        spread = 0.03 * attempt if is_exp else 0.5
+        found.append(fit.minimax(fit.least_squares(start(squares, end, not is_exp, random, spread))))
+    best = fit.rounded(min(found, key=fit.error))
+    print(f"largest weighted error {fit.error(best):.2e}")
+    for row in fit.split(best):
+        print(tuple(round(float(w) / UNIT) for w in row))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,71 @@
+"""Squares and chains of squares: the same function in NumPy, plain JAX and SPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aero_compile.runtime.squares import SQUARE_BYTES, SUM_BYTES, Squares, square, squares_by_exp
+from tests.runtime.graphs import TokenRows, aten, expected, in_spu
+
+pytest.importorskip("jax")
+
+CHAIN = Squares(((0.5, 0.25), (-1.0, 0.5, 2.0), (0.25, -0.5, 0.0, 1.0)), output=(1.0, 2.0, -3.0, 0.5, 0.25))
+
+
+def by_hand(x: float) -> float:
+    """CHAIN, written out."""
+    first = (0.5 + 0.25 * x) ** 2
+    second = (-1.0 + 0.5 * x + 2.0 * first) ** 2
+    third = (0.25 - 0.5 * x + second) ** 2
+    return 1.0 + 2.0 * x - 3.0 * first + 0.5 * second + 0.25 * third
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.floats(-3, 3), min_size=1, max_size=8))
+def test_chain_is_what_its_weights_say(values: list[float]) -> None:
+    import jax
+
+    wanted = [by_hand(x) for x in values]
+    np.testing.assert_allclose(CHAIN.exact(np.array(values)), wanted, rtol=0, atol=1e-12)
+    with jax.experimental.enable_x64():  # type: ignore[no-untyped-call, unused-ignore]
+        found = np.asarray(CHAIN(jax.numpy.asarray(values).reshape(1, -1, 1)))
+    np.testing.assert_allclose(found.ravel(), wanted, rtol=0, atol=1e-12)
+
+
+def test_without_output_weights_the_last_square_is_the_result() -> None:
+    chain = Squares(((0.0, 1.0), (1.0, 0.0, -1.0)))
+    np.testing.assert_allclose(chain.exact(np.array([0.5, 2.0])), [0.75**2, 9.0])
+
+
+def test_bytes_count_squares_and_sums() -> None:
+    assert CHAIN.bytes_per_element == 3 * SQUARE_BYTES + 4 * SUM_BYTES
+    assert Squares(CHAIN.sums).bytes_per_element == 3 * SQUARE_BYTES + 3 * SUM_BYTES
+
+
+def test_squares_are_exponentials_only_while_spu_code_is_traced() -> None:
+    import jax
+
+    def names() -> set[str]:
+        # a new function each time: traces are remembered
+        return {str(each.primitive) for each in jax.make_jaxpr(lambda x: square(x))(np.float32(1.0)).eqns}
+
+    assert "exp" not in names()
+    with squares_by_exp():
+        assert "exp" in names()
+        assert bool(square(jax.numpy.array([True]))[0])  # only numbers
+    assert "exp" not in names()
+
+
+@pytest.mark.parametrize("protocol", ["semi2k", "cheetah"])
+def test_square_in_spu(protocol: str) -> None:
+    """Large and small values, negative ones too: wrong by what rounding the argument makes of it."""
+    import torch
+
+    pytest.importorskip("spu")
+    values = torch.cat([torch.linspace(-3, 3, 61), torch.tensor([-4000.0, -300.25, 300.25, 4000.0, 0.0])])
+    model = TokenRows(values[None].double().float(), lambda x, m: aten.square.default(x))
+    error = np.abs(in_spu(model, protocol) - expected(model))
+    assert (error <= 2.0**-18 * (3 + 6 * np.abs(values.numpy()))).all()
