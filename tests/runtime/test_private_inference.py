@@ -72,6 +72,44 @@ def test_families_in_semi2k(build: Callable[[], torch.nn.Module]) -> None:
     assert bill.cold_seconds >= bill.seconds
 
 
+def test_last_logits_cost_less_and_are_the_same() -> None:
+    model = aero_compile.transform(_gpt2(), "softmax_only").eval()
+    ids = torch.randint(0, 64, (2, 9))
+    everything = _compare(model, ids, "semi2k", 1e-2, warm=False)
+    with torch.no_grad():
+        wanted = model(input_ids=ids).logits.numpy()[:, -1:]
+    got, last = private_inference(model, ids, "semi2k", warm=False, logits="last")
+    assert got.shape == wanted.shape
+    assert np.abs(got - wanted).max() < 1e-2
+    assert last.bytes < 0.8 * everything.bytes
+    fast = aero_compile.optimize_for_inference(model, logits="last")
+    again, bill = private_inference(fast, ids, "semi2k", warm=False, logits="last")
+    assert bill.program == last.program
+    assert np.abs(got - again).max() < 1e-2
+    with pytest.raises(InputError, match="optimized for logits='last'"):
+        private_inference(fast, ids, "semi2k")
+
+
+def test_without_optimization_the_graph_is_run_as_it_is() -> None:
+    model = aero_compile.transform(_gpt2(), "softmax_only").eval()
+    ids = torch.randint(0, 64, (1, 8))
+    plain = _compare(model, ids, "semi2k", 1e-2, warm=False, optimize=False)
+    fast = _compare(model, ids, "semi2k", 1e-2, warm=False)
+    assert {row["op"]: row["count"] for row in plain.per_op}["linear"] == 9
+    assert {row["op"]: row["count"] for row in fast.per_op}["linear"] == 5  # no FFN is left
+    with pytest.raises(InputError, match="leave optimize=True"):
+        private_inference(model, ids, "semi2k", optimize=False, logits="last")
+
+
+def test_calibrated_exponentials_are_cheaper() -> None:
+    model = aero_compile.transform(_gpt2(), "SM+R").eval()
+    text, ids = torch.randint(0, 64, (8, 12)), torch.randint(0, 64, (1, 12))
+    safe = _compare(model, ids, "semi2k", 1e-2, warm=False)
+    bill = _compare(model, ids, "semi2k", 1e-2, warm=False, calibration=text)
+    costs = [{row["op"]: row["bytes"] for row in each.per_op}["softmax"] for each in (safe, bill)]
+    assert costs[1] < costs[0]
+
+
 def test_gpt2_in_cheetah() -> None:
     model = aero_compile.transform(_gpt2(), "baseline").eval()
     bill = _compare(model, torch.randint(0, 64, (1, 12)), "cheetah", 2e-2)
@@ -88,6 +126,17 @@ def test_gpt2_in_cheetah() -> None:
     assert "transformer.h.1.ln_2" in places
     kinds = {row["op"] for row in bill.per_pphlo_op}
     assert {"pphlo.dot", "pphlo.exponential", "pphlo.reciprocal"} & kinds
+
+
+def test_a_short_set_up_stands_for_a_first_forward() -> None:
+    model, ids = aero_compile.transform(_gpt2(), "SM+LN+R").eval(), torch.randint(0, 64, (1, 12))
+    full = _compare(model, ids, "cheetah", 2e-2, logits="all")
+    quick = _compare(model, ids, "cheetah", 2e-2, warm="setup")
+    assert (full.warm_up, quick.warm_up) == ("full", "setup")
+    assert quick.warm
+    assert abs(quick.bytes / full.bytes - 1) < 0.02
+    with pytest.raises(InputError, match="warm must be True, False or 'setup'"):
+        private_inference(model, ids, warm="half")
 
 
 @pytest.mark.slow
