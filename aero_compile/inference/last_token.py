@@ -214,7 +214,7 @@ def _names(model: TransformedModel, cuts: Mapping[fx.Node, Cut]) -> str:
     """What is cut, in the terms of the model."""
     structure: Structure = model.structure
     layer = len(structure.attentions) - 1
-    head = next(node for node in reversed(model.graph.nodes) if node.target is aten.linear.default)
+    head = next((node for node in reversed(model.graph.nodes) if node.target is aten.linear.default), None)
     final = {norm.node for norm in structure.norms if norm.layer is None}
     feed_forward = {node for ffn in structure.ffns for node in (*ffn.inputs, ffn.output)}
     softmaxes = {group.softmax for group in structure.attentions[-1].groups}
