@@ -8,14 +8,38 @@ from typing import Any
 
 import numpy as np
 
+from aero_compile.runtime.ciphertexts import matmul
 from aero_compile.runtime.operators import jnp, operator
 from aero_compile.runtime.squares import square
+
+
+MOST_POLYNOMIALS = 20_000
+"""Polynomials that one product may hold at once in Cheetah, of 0.2 MB each: 4 GB."""
+
+
+def rows_at_once(rows: int, inner: int, columns: int) -> int:
+    """How many rows of [rows, inner] × [inner, columns] to multiply at once so that memory lasts.
+
+    Cheetah encodes the matrix that is not encrypted once for each group of rows that share a ciphertext, and holds all
+    of it: about rows·inner·columns / 8192 polynomials. Products of fewer rows one after the other exchange nearly the
+    same ciphertexts.
+    """
+    while rows > 1 and matmul(rows, inner, columns).plains > MOST_POLYNOMIALS:
+        rows = -(-rows // 2)
+    return rows
+
+
+def matrix_product(left: Any, right: Any) -> Any:
+    """[rows, inner] × [inner, columns], in as many pieces as memory asks for."""
+    step = rows_at_once(*left.shape, right.shape[1])
+    pieces = [jnp().matmul(left[start : start + step], right) for start in range(0, left.shape[0], step)]
+    return pieces[0] if len(pieces) == 1 else jnp().concatenate(pieces, axis=0)
 
 
 @operator("linear")
 def _linear(input: Any, weight: Any, bias: Any = None, **_: Any) -> Any:
     flat = input.reshape((-1, input.shape[-1]))  # one matrix product, whatever the batch dimensions
-    out = jnp().matmul(flat, weight.T).reshape((*input.shape[:-1], weight.shape[0]))
+    out = matrix_product(flat, weight.T).reshape((*input.shape[:-1], weight.shape[0]))
     return out if bias is None else out + bias
 
 

@@ -393,7 +393,7 @@ def _to_numpy(tensor: torch.Tensor, dtype: Any) -> npt.NDArray[Any]:
 
 def _embed(ids: Any, table: Any) -> Any:
     flat = ids.reshape((-1, ids.shape[-1]))
-    return operators.jnp().matmul(flat, table).reshape((*ids.shape[:-1], *table.shape[1:]))
+    return products.matrix_product(flat, table).reshape((*ids.shape[:-1], *table.shape[1:]))
 
 
 def _reshaped(x: Any, shape: tuple[int, ...]) -> Any:
