@@ -28,7 +28,7 @@ TRIES = 12
 def points(end: float) -> Array:
     """Places to fit at: between 0 and ``end``, denser at both ends, and near 0."""
     ends = end * (1 - np.cos(np.linspace(0, np.pi, 240))) / 2
-    return np.unique(np.concatenate([ends, np.linspace(0, np.sign(end) * min(abs(end), 8), 120)]))
+    return np.asarray(np.unique(np.concatenate([ends, np.linspace(0, np.sign(end) * min(abs(end), 8), 120)])))
 
 
 def softmax_weight(x: Array, entries: int) -> Array:
@@ -43,7 +43,7 @@ class Fit:
     def __init__(self, x: Array, target: Array, weight: Array, squares: int, free_output: bool) -> None:
         import jax
 
-        jax.config.update("jax_enable_x64", True)
+        jax.config.update("jax_enable_x64", True)  # type: ignore[no-untyped-call, unused-ignore]
         self.x, self.target, self.weight = x, target, weight
         self.sizes = [k + 2 for k in range(squares)] + ([squares + 2] if free_output else [])
         self.free_output = free_output
@@ -68,7 +68,7 @@ class Fit:
 
     def least_squares(self, flat: Array) -> Array:
         """A nonlinear least-squares fit from ``flat``."""
-        from scipy.optimize import least_squares
+        from scipy.optimize import least_squares  # type: ignore[import-untyped, unused-ignore]
 
         def bounded(function: Callable[[Array], Any]) -> Callable[[Array], Array]:
             return lambda w: np.nan_to_num(np.asarray(function(w)), nan=1e3, posinf=1e3, neginf=-1e3)

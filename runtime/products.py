@@ -12,7 +12,6 @@ from aero_compile.runtime.ciphertexts import matmul
 from aero_compile.runtime.operators import jnp, operator
 from aero_compile.runtime.squares import square
 
-
 MOST_POLYNOMIALS = 20_000
 """Polynomials that one product may hold at once in Cheetah, of 0.2 MB each: 4 GB."""
 
@@ -31,8 +30,9 @@ def rows_at_once(rows: int, inner: int, columns: int) -> int:
 
 def matrix_product(left: Any, right: Any) -> Any:
     """[rows, inner] × [inner, columns], in as many pieces as memory asks for."""
-    step = rows_at_once(*left.shape, right.shape[1])
-    pieces = [jnp().matmul(left[start : start + step], right) for start in range(0, left.shape[0], step)]
+    rows, inner = left.shape
+    step = rows_at_once(rows, inner, right.shape[1])
+    pieces = [jnp().matmul(left[start : start + step], right) for start in range(0, rows, step)]
     return pieces[0] if len(pieces) == 1 else jnp().concatenate(pieces, axis=0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,12 @@ def reference(name: str, x: Any) -> Any:
     value = torch.tensor(x, dtype=torch.float64)
     if name.startswith("gelu"):
         return torch.nn.functional.gelu(value, approximate="tanh" if name == "gelu_tanh" else "none").numpy()
-    return {"silu": torch.nn.functional.silu, "sigmoid": torch.sigmoid, "tanh": torch.tanh}[name](value).numpy()
+    functions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "silu": torch.nn.functional.silu,
+        "sigmoid": torch.sigmoid,
+        "tanh": torch.tanh,
+    }
+    return functions[name](value).numpy()
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
