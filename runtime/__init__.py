@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from aero_compile.runtime.approximations import Approximation, approximations
+    from aero_compile.runtime.cost_model import Estimate, estimate
     from aero_compile.runtime.inference import Compiled, compile_model, export, private_inference
     from aero_compile.runtime.link import TLSConfig
     from aero_compile.runtime.measure import Measurement
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 _HOME = {
     "Approximation": "approximations",
     "approximations": "approximations",
+    "Estimate": "cost_model",
+    "estimate": "cost_model",
     "Compiled": "inference",
     "compile_model": "inference",
     "export": "inference",
@@ -31,12 +34,14 @@ _HOME = {
 __all__ = [
     "Approximation",
     "Compiled",
+    "Estimate",
     "Measurement",
     "Network",
     "Program",
     "TLSConfig",
     "approximations",
     "compile_model",
+    "estimate",
     "export",
     "private_inference",
     "supported_ops",
