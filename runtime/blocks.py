@@ -15,11 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aero_compile.runtime.ciphertexts import matmul
+from aero_compile.runtime.ciphertexts import REQUEST_BYTES, RESPONSE_BYTES, matmul
 from aero_compile.runtime.operators import jnp
-
-REQUEST_BYTES, RESPONSE_BYTES = 186_000, 255_000
-"""Measured size of a ciphertext on its way to the evaluator (its random half is sent as a seed) and back."""
+from aero_compile.runtime.products import batched_product
 
 MOST_STRIPS = 16
 
@@ -55,10 +53,10 @@ def _bytes(strips: tuple[Strip, ...], width: int) -> int:
 def blocked_scores(queries: Any, keys: Any, strips: tuple[Strip, ...]) -> Any:
     """``queries`` [..., Q, D] times ``keys`` [..., D, K] inside the strips, zero outside."""
     if len(strips) == 1 and strips[0] == (0, queries.shape[-2], 0, keys.shape[-1]):
-        return jnp().matmul(queries, keys)
+        return batched_product(queries, keys)
     made, at = [], 0
     for first, end, low, high in strips:
-        block = jnp().matmul(queries[..., first:end, :], keys[..., low:high])
+        block = batched_product(queries[..., first:end, :], keys[..., low:high])
         before, after = (low, keys.shape[-1] - high), first - at
         padding = [(0, 0)] * (block.ndim - 2)
         made.append(jnp().pad(block, [*padding, (after, 0), before]))

@@ -18,6 +18,9 @@ SPLIT_BYTES = 256 * 2**20
 
 ELEMENT_BYTES = 8
 
+REQUEST_BYTES, RESPONSE_BYTES = 186_000, 255_000
+"""Measured size of a ciphertext on its way to the evaluator (its random half is sent as a seed) and back."""
+
 Dims = tuple[int, int, int]
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 
-from aero_compile.runtime.ciphertexts import matmul
+from aero_compile.runtime.ciphertexts import REQUEST_BYTES, RESPONSE_BYTES, matmul
 from aero_compile.runtime.operators import jnp, operator
 from aero_compile.runtime.squares import square
 
@@ -36,6 +37,49 @@ def matrix_product(left: Any, right: Any) -> Any:
     return pieces[0] if len(pieces) == 1 else jnp().concatenate(pieces, axis=0)
 
 
+@cache
+def heads_at_once(heads: int, rows: int, inner: int, columns: int) -> int:
+    """How many of ``heads`` products [rows, inner] × [inner, columns] to join into one that sends fewest bytes.
+
+    Products side by side are one product with a block-diagonal matrix, [rows, h·inner] × [h·inner, h·columns]: more
+    work, but small products leave most of their ciphertexts empty, joined ones fill them.
+    """
+
+    def sent(joined: int) -> float:
+        found = 0.0
+        for size, times in ((joined, heads // joined), (heads % joined, 1)):
+            if size:
+                count = matmul(rows, size * inner, size * columns)
+                fits = count.plains <= MOST_POLYNOMIALS or size == 1
+                found += times * (count.sent * REQUEST_BYTES + count.answers * RESPONSE_BYTES) if fits else math.inf
+        return found
+
+    return min(range(1, heads + 1), key=sent)
+
+
+def batched_product(left: Any, right: Any) -> Any:
+    """[..., rows, inner] × [..., inner, columns] of equal leading sizes, several at once where that sends less."""
+    (*lead, rows, inner), columns = left.shape, right.shape[-1]
+    heads = math.prod(lead)
+    step = heads_at_once(heads, rows, inner, columns)
+    public = isinstance(left, np.ndarray) or isinstance(right, np.ndarray)
+    if step == 1 or public or tuple(lead) != tuple(right.shape[:-2]):
+        return jnp().matmul(left, right)
+    left, right = left.reshape((heads, rows, inner)), right.reshape((heads, inner, columns))
+    pieces = [_joined(left[at : at + step], right[at : at + step]) for at in range(0, heads, step)]
+    return jnp().concatenate(pieces, axis=0).reshape((*lead, rows, columns))
+
+
+def _joined(left: Any, right: Any) -> Any:
+    """[h, rows, inner] × [h, inner, columns] as one product with a block-diagonal matrix."""
+    heads, rows, inner = left.shape
+    columns = right.shape[2]
+    blocks = [jnp().pad(right[i], ((0, 0), (i * columns, (heads - 1 - i) * columns))) for i in range(heads)]
+    wide = jnp().swapaxes(left, 0, 1).reshape((rows, heads * inner))
+    product = jnp().matmul(wide, jnp().concatenate(blocks, axis=0))
+    return jnp().swapaxes(product.reshape((rows, heads, columns)), 0, 1)
+
+
 @operator("linear")
 def _linear(input: Any, weight: Any, bias: Any = None, **_: Any) -> Any:
     flat = input.reshape((-1, input.shape[-1]))  # one matrix product, whatever the batch dimensions
@@ -48,7 +92,7 @@ def _matmul(x: Any, other: Any = None, mat2: Any = None, **_: Any) -> Any:
     right = other if other is not None else mat2
     if right.ndim == 2 and x.ndim > 2:
         return _linear(x, right.T)
-    return jnp().matmul(x, right)
+    return batched_product(x, right) if x.ndim > 2 else jnp().matmul(x, right)
 
 
 @operator("einsum")

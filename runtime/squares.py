@@ -40,11 +40,15 @@ def squares_by_exp() -> Iterator[None]:
         _BY_EXP.reset(token)
 
 
+SMALLEST = 3500
+"""Fewer elements than this leave the ciphertexts of a square empty; as products they take stored triples, 315 bytes."""
+
+
 def square(y: Any) -> Any:
-    """y² for a JAX array; while SPU code is traced (``squares_by_exp``), the cheaper form that SPU knows."""
+    """y² for a JAX array; while SPU code is traced (``squares_by_exp``), in the form that is cheaper there."""
     import jax.numpy as jnp
 
-    by_exp = _BY_EXP.get() and jnp.issubdtype(y.dtype, jnp.floating)
+    by_exp = _BY_EXP.get() and y.size >= SMALLEST and jnp.issubdtype(y.dtype, jnp.floating)
     return jnp.exp(y + y - 2.0) if by_exp else y * y
 
 

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aero_compile.errors import LoweringError
-from aero_compile.runtime import ciphertexts, products
 from aero_compile.runtime.approximations import approximations
 from aero_compile.runtime.partition import partition
 from aero_compile.runtime.to_jax import lower, supported_ops
@@ -181,19 +180,3 @@ def test_power_that_is_no_product_or_root_is_refused() -> None:
     model = TokenRows(torch.rand(4, 4), lambda x, m: aten.pow.Tensor_Scalar(x, 1.7))
     with pytest.raises(LoweringError, match=r"the power 1\.7"):
         in_jax(model)
-
-
-@pytest.mark.parametrize(("rows", "limit"), [(7, 3), (8, 1), (5, 100)])
-def test_large_products_are_made_in_pieces(rows: int, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "MOST_POLYNOMIALS", limit)
-    left, right = np.random.default_rng(0).standard_normal((2, rows, rows)).astype(np.float32)
-    np.testing.assert_allclose(np.asarray(products.matrix_product(left, right)), left @ right, rtol=1e-5, atol=1e-5)
-
-
-def test_a_product_of_gpt2_fits_into_memory() -> None:
-    for inner, columns in ((50257, 768), (768, 3072), (3072, 768), (768, 50257)):
-        step = products.rows_at_once(128, inner, columns)
-        whole, piece = ciphertexts.matmul(128, inner, columns), ciphertexts.matmul(step, inner, columns)
-        assert piece.plains <= products.MOST_POLYNOMIALS < whole.plains
-        assert -(-128 // step) * (piece.sent + piece.answers) < 1.1 * (whole.sent + whole.answers)
-    assert products.rows_at_once(128, 768, 64) == 128

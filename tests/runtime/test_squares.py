@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aero_compile.runtime.squares import SQUARE_BYTES, SUM_BYTES, Squares, square, squares_by_exp
+from aero_compile.runtime.squares import SMALLEST, SQUARE_BYTES, SUM_BYTES, Squares, square, squares_by_exp
 from tests.runtime.graphs import TokenRows, aten, expected, in_spu
 
 pytest.importorskip("jax")
@@ -48,14 +48,15 @@ def test_bytes_count_squares_and_sums() -> None:
 def test_squares_are_exponentials_only_while_spu_code_is_traced() -> None:
     import jax
 
-    def names() -> set[str]:
+    def names(size: int = SMALLEST) -> set[str]:
         # a new function each time: traces are remembered
-        return {str(each.primitive) for each in jax.make_jaxpr(lambda x: square(x))(np.float32(1.0)).eqns}
+        return {str(each.primitive) for each in jax.make_jaxpr(lambda x: square(x))(np.ones(size, np.float32)).eqns}
 
     assert "exp" not in names()
     with squares_by_exp():
         assert "exp" in names()
-        assert bool(square(jax.numpy.array([True]))[0])  # only numbers
+        assert "exp" not in names(SMALLEST - 1)  # cheaper as a product
+        assert bool(square(jax.numpy.ones(SMALLEST, bool))[0])  # only numbers
     assert "exp" not in names()
 
 
