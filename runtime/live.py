@@ -11,8 +11,10 @@ import numpy as np
 import numpy.typing as npt
 from torch import fx
 
+from aero_compile.runtime import operators
 from aero_compile.runtime.exponential import Exponential
 from aero_compile.runtime.masks import Masked
+from aero_compile.runtime.partition import op_name
 from aero_compile.runtime.program import TOKENS
 
 
@@ -100,3 +102,21 @@ def describe(call: Call, group: list[fx.Node], inputs: tuple[str, ...]) -> Any:
         return repr(value)
 
     return [[[name, text(value)] for name, value in part.items()] for part in (call.arguments, call.options)]
+
+
+_LABELS = {"addmm": "linear", "baddbmm": "matmul", "bmm": "matmul", "mm": "matmul"}
+
+
+def is_part(node: fx.Node) -> bool:
+    """Whether a node takes one part of an unnormalized softmax."""
+    source = node.args[0] if op_name(node) == "getitem" else None
+    return isinstance(source, fx.Node) and op_name(source) == "unnormalized_softmax"
+
+
+def label(node: fx.Node, looks_up: bool) -> str:
+    """Name an operator in the user's terms."""
+    if is_part(node) or node.meta.get("normalizes"):
+        return "softmax"
+    name = "aten.embedding" if looks_up else op_name(node)
+    short = name.rpartition(".")[2].removeprefix("_").removeprefix("safe_").removeprefix("native_")
+    return "reshape" if name in operators.VIEWS else _LABELS.get(short, short)

@@ -37,6 +37,12 @@ def matrix_product(left: Any, right: Any) -> Any:
     return pieces[0] if len(pieces) == 1 else jnp().concatenate(pieces, axis=0)
 
 
+def embed(ids: Any, table: Any) -> Any:
+    """Look rows of ``table`` [V, d] up by one-hot ``ids`` [..., V]."""
+    flat = ids.reshape((-1, ids.shape[-1]))
+    return matrix_product(flat, table).reshape((*ids.shape[:-1], *table.shape[1:]))
+
+
 @cache
 def heads_at_once(heads: int, rows: int, inner: int, columns: int) -> int:
     """How many of ``heads`` products [rows, inner] × [inner, columns] to join into one that sends fewest bytes.

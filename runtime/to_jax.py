@@ -23,7 +23,7 @@ from aero_compile.errors import LoweringError
 from aero_compile.runtime import attention, operators, pointwise, products, views
 from aero_compile.runtime.blocks import Strip, blocked_scores, choose_strips
 from aero_compile.runtime.exponential import Exponential, cheapest_exponential, choose_exponential
-from aero_compile.runtime.live import Call, LiveProgram, LiveStep, Ref, describe
+from aero_compile.runtime.live import Call, LiveProgram, LiveStep, Ref, describe, is_part, label
 from aero_compile.runtime.masks import Masked, find_mask
 from aero_compile.runtime.partition import Domain, Partition, op_name, place_of
 from aero_compile.runtime.program import TOKENS
@@ -183,7 +183,7 @@ class _Lowering:
     def _ends_step(self, node: fx.Node) -> bool:
         if op_name(node) == "unnormalized_softmax":
             return False  # a pair: the step goes on until both its parts are taken
-        if _is_part(node):
+        if is_part(node):
             source = node.args[0]
             return isinstance(source, fx.Node) and node is next(n for n in reversed(self.order) if n in source.users)
         computes = op_name(node) not in operators.VIEWS and not self._is_tokens(node)
@@ -213,7 +213,7 @@ class _Lowering:
             return tuple(environment[node.name] for node in outputs)
 
         return LiveStep(
-            _label(main, self._lookup(main)[0] is not None),
+            label(main, self._lookup(main)[0] is not None),
             place_of(main),
             hashlib.sha256(text.encode()).hexdigest()[:16],
             names,
@@ -228,7 +228,7 @@ class _Lowering:
     def _resolve(self, slot: _Slot, node: fx.Node) -> Call:
         table, ids = self._lookup(node)
         if table is not None and ids is not None:
-            return Call(_embed, {"ids": self._argument(slot, ids), "table": self._argument(slot, table)}, {})
+            return Call(products.embed, {"ids": self._argument(slot, ids), "table": self._argument(slot, table)}, {})
         if self._is_tokens(node):
             return self._token_view(slot, node)
         if op_name(node) in _SOFTMAX:
@@ -259,9 +259,9 @@ class _Lowering:
             queries, keys = live["x"], live.get("other", live.get("mat2"))
             return Call(blocked_scores, {"queries": queries, "keys": keys}, {"strips": self.strips[node]})
         if op_name(node) == "getitem":
-            return Call(_getitem, live, {})
+            return Call(views.getitem, live, {})
         if op_name(node) == "dropout":
-            return Call(_first, {"x": next(iter(live.values()))}, {})
+            return Call(views.first, {"x": next(iter(live.values()))}, {})
         assert function is not None
         return Call(_guarded(function, self._unsupported, node), live, {"exact": self.exact})
 
@@ -300,7 +300,7 @@ class _Lowering:
         if op_name(node) in operators.VIEWS and len(live) == 1 and self._is_tokens(live[0]):
             shape = (*self.part.shapes[node], self.vocabulary)
             if op_name(node) in _RESHAPING:
-                return Call(_reshaped, {"x": self._argument(slot, live[0])}, {"shape": shape})
+                return Call(views.reshaped, {"x": self._argument(slot, live[0])}, {"shape": shape})
         raise self._unsupported(
             node, "it computes integers or booleans from the token ids; only embedding lookups may read them"
         )
@@ -389,38 +389,3 @@ def _to_numpy(tensor: torch.Tensor, dtype: Any) -> npt.NDArray[Any]:
     if found.is_floating_point():
         return np.ascontiguousarray(found.to(torch.float64).numpy().astype(dtype))
     return np.ascontiguousarray(found.numpy())
-
-
-def _embed(ids: Any, table: Any) -> Any:
-    flat = ids.reshape((-1, ids.shape[-1]))
-    return products.matrix_product(flat, table).reshape((*ids.shape[:-1], *table.shape[1:]))
-
-
-def _reshaped(x: Any, shape: tuple[int, ...]) -> Any:
-    return x.reshape(shape)
-
-
-def _getitem(x: Any, other: Any) -> Any:
-    return x[other]
-
-
-def _first(x: Any) -> Any:
-    return x
-
-
-_LABELS = {"addmm": "linear", "baddbmm": "matmul", "bmm": "matmul", "mm": "matmul"}
-
-
-def _is_part(node: fx.Node) -> bool:
-    """Whether a node takes one part of an unnormalized softmax."""
-    source = node.args[0] if op_name(node) == "getitem" else None
-    return isinstance(source, fx.Node) and op_name(source) == "unnormalized_softmax"
-
-
-def _label(node: fx.Node, looks_up: bool) -> str:
-    """Name an operator in the user's terms."""
-    if _is_part(node) or node.meta.get("normalizes"):
-        return "softmax"
-    name = "aten.embedding" if looks_up else op_name(node)
-    short = name.rpartition(".")[2].removeprefix("_").removeprefix("safe_").removeprefix("native_")
-    return "reshape" if name in operators.VIEWS else _LABELS.get(short, short)

@@ -141,3 +141,18 @@ def _dropout(input: Any, **_: Any) -> Any:
 @operator("native_dropout")
 def _native_dropout(input: Any, **_: Any) -> Any:
     return (input, None)
+
+
+def getitem(x: Any, other: Any) -> Any:
+    """One part of a sequence of values."""
+    return x[other]
+
+
+def first(x: Any) -> Any:
+    """The value itself."""
+    return x
+
+
+def reshaped(x: Any, shape: tuple[int, ...]) -> Any:
+    """The value in another shape."""
+    return x.reshape(shape)
