@@ -16,25 +16,52 @@ from aero_compile.runtime.squares import square
 MOST_POLYNOMIALS = 20_000
 """Polynomials that one product may hold at once in Cheetah, of 0.2 MB each: 4 GB."""
 
+PACKING_BYTES = 1000
+"""What packing one ciphertext into an answer, some 5 ms, may cost in bytes."""
 
-def rows_at_once(rows: int, inner: int, columns: int) -> int:
-    """How many rows of [rows, inner] × [inner, columns] to multiply at once so that memory lasts.
+
+@cache
+def piece_size(rows: int, inner: int, columns: int) -> tuple[int, int]:
+    """How many rows, and how much of the inner dimension, of [rows, inner] × [inner, columns] to multiply at once.
 
     Cheetah encodes the matrix that is not encrypted once for each group of rows that share a ciphertext, and holds all
-    of it: about rows·inner·columns / 8192 polynomials. Products of fewer rows one after the other exchange nearly the
-    same ciphertexts.
+    of it: about rows·inner·columns / 8192 polynomials. Each piece packs its answers anew; pieces of few rows or of
+    little depth leave ciphertexts empty.
     """
-    while rows > 1 and matmul(rows, inner, columns).plains > MOST_POLYNOMIALS:
-        rows = -(-rows // 2)
-    return rows
+    found: dict[tuple[int, int], float] = {}
+    height = rows
+    while True:
+        depth = inner
+        while depth > 1 and matmul(height, depth, columns).plains > MOST_POLYNOMIALS:
+            depth = depth * MOST_POLYNOMIALS // matmul(height, depth, columns).plains
+        depth = -(-inner // -(-inner // depth))
+        found[height, depth] = sum(
+            _price(min(height, rows - top), min(depth, inner - left), columns)
+            for top in range(0, rows, height)
+            for left in range(0, inner, depth)
+        )
+        if height == 1:
+            return min(found, key=found.__getitem__)
+        height = -(-height // 2)
+
+
+def _price(rows: int, inner: int, columns: int) -> float:
+    count = matmul(rows, inner, columns)
+    return count.sent * REQUEST_BYTES + count.answers * RESPONSE_BYTES + count.packed * PACKING_BYTES
 
 
 def matrix_product(left: Any, right: Any) -> Any:
     """[rows, inner] × [inner, columns], in as many pieces as memory asks for."""
     rows, inner = left.shape
-    step = rows_at_once(rows, inner, right.shape[1])
-    pieces = [jnp().matmul(left[start : start + step], right) for start in range(0, rows, step)]
-    return pieces[0] if len(pieces) == 1 else jnp().concatenate(pieces, axis=0)
+    height, depth = piece_size(rows, inner, right.shape[1])
+    strips = []
+    for top in range(0, rows, height):
+        strip = None
+        for at in range(0, inner, depth):
+            part = jnp().matmul(left[top : top + height, at : at + depth], right[at : at + depth])
+            strip = part if strip is None else strip + part
+        strips.append(strip)
+    return strips[0] if len(strips) == 1 else jnp().concatenate(strips, axis=0)
 
 
 def embed(ids: Any, table: Any) -> Any:
