@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,6 +39,20 @@ def party(
         if process.poll() is None:
             process.kill()
         process.communicate()
+
+
+def end_server_in_the_middle(server: subprocess.Popen[str], client: subprocess.Popen[str]) -> str:
+    """Kill the server while both compute; the client must end by itself, soon and with code 2. Returns its output."""
+    assert client.stdout is not None
+    for line in client.stdout:
+        if '"step"' in line:
+            break
+    server.kill()
+    started = time.monotonic()
+    output = client.communicate(timeout=40)[0]
+    assert time.monotonic() - started < 30
+    assert client.returncode == 2
+    return output
 
 
 class Wire:

@@ -29,7 +29,7 @@ from aero_compile.runtime import link, parties, private_inference
 from aero_compile.runtime.network import Relay
 from aero_compile.runtime.network_spec import Network, parse_network
 from aero_compile.runtime.program import CLIENT, SERVER
-from tests.runtime.hosts import party
+from tests.runtime.hosts import end_server_in_the_middle, party
 from tests.runtime.tiny import IDS, exported, tiny_model
 
 ATTEMPTS = 6
@@ -397,15 +397,7 @@ def test_a_party_that_dies_behind_the_network(tmp_path: Path) -> None:
         party(SERVER, here.server, addresses[SERVER], relay.addresses[CLIENT]) as server,
         party(CLIENT, here.client, addresses[CLIENT], relay.addresses[SERVER]) as client,
     ):
-        assert client.stdout is not None
-        for line in client.stdout:
-            if '"step"' in line:
-                break
-        server.kill()
-        started = time.monotonic()
-        output = client.communicate(timeout=40)[0]
-        assert time.monotonic() - started < 30
-        assert client.returncode == 2
+        output = end_server_in_the_middle(server, client)
     assert "error: client:" in output
     assert not (here.client / "out" / "logits.npy").exists()
 

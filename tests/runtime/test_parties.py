@@ -21,7 +21,7 @@ from aero_compile.runtime import Program, TLSConfig, parties
 from aero_compile.runtime.link import free_addresses
 from aero_compile.runtime.program import CLIENT, FORMAT, SERVER, one_hot
 from aero_compile.runtime.spu_config import runtime_config
-from tests.runtime.hosts import Wire, party
+from tests.runtime.hosts import Wire, end_server_in_the_middle, party
 from tests.runtime.tiny import IDS, Exported, exported, logits_of, tiny_model
 
 spu = pytest.importorskip("spu")
@@ -204,15 +204,7 @@ def test_the_other_host_dies(files: Exported, tmp_path: Path) -> None:
         party(SERVER, here.server, server_at, client_at) as server,
         party(CLIENT, here.client, client_at, server_at) as client,
     ):
-        assert client.stdout is not None
-        for line in client.stdout:
-            if '"step"' in line:
-                break
-        server.kill()
-        started = time.monotonic()
-        output = client.communicate(timeout=40)[0]
-        assert time.monotonic() - started < 30
-        assert client.returncode == 2
+        output = end_server_in_the_middle(server, client)
     assert "lost the other party" in _error(output) or "client:" in _error(output)
     assert not (here.client / "out" / "logits.npy").exists()
 
