@@ -232,7 +232,7 @@ def _optimized(model: torch.nn.Module, logits: str, optimize: bool) -> torch.nn.
     """The model after the inference passes; one that has been through them must give the logits asked for."""
     if logits not in ("all", "last"):
         raise InputError(f"logits must be 'all' or 'last', not {logits!r}")
-    given = getattr(model, "logits", None)
+    given = getattr(model, "positions_kept", None)
     if given is not None:
         if given != logits:
             raise InputError(f"this model was optimized for logits={given!r}; ask for the same, not for {logits!r}")

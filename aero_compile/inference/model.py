@@ -20,12 +20,12 @@ class InferenceModel(TransformedModel):
     """A decoder for inference: `model(input_ids, attention_mask=None)` returns the logits, `[B, T, V]` or `[B, 1, V]`.
 
     Attributes:
-        changes: what each inference pass did, in order.
-        logits: "all" if there are logits for every position, "last" if only for the last one.
+        passes_run: what each inference pass did, in order.
+        positions_kept: "all" if there are logits for every position, "last" if only for the last one.
     """
 
-    changes: tuple[Change, ...] = ()
-    logits: str = "all"
+    passes_run: tuple[Change, ...] = ()
+    positions_kept: str = "all"
     _vocab_size: int = 0
     _num_layers: int = 0
 
@@ -58,7 +58,7 @@ class InferenceModel(TransformedModel):
     def optimization(self) -> str:
         """The passes' report as text: what was folded, fused and removed, and what was left and why."""
         lines = []
-        for change in self.changes:
+        for change in self.passes_run:
             lines.append(f"{change.name}: {'; '.join(change.done) if change.modified else 'nothing to do'}")
             lines += [f"  left: {text}" for text in change.left]
         return "\n".join(lines)

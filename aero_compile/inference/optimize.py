@@ -50,8 +50,8 @@ def optimize_for_inference(model: nn.Module, *, logits: str = "all", eliminate: 
     captured = model if isinstance(model, TransformedModel) else transform(model, "baseline")
     twin = inference_copy(captured)
     for run in passes(logits, eliminate):
-        twin.changes = (*twin.changes, run(twin))
-    twin.logits = logits
+        twin.passes_run = (*twin.passes_run, run(twin))
+    twin.positions_kept = logits
     twin.prepare()
     return twin
 
