@@ -1,7 +1,8 @@
-"""Fit chains of squares to exp and the activations: how the weights of runtime/coefficients.py are found.
+"""Fit chains of squares to exp, 1/x and the activations: how the weights of runtime/coefficients.py are found.
 
     python benchmarks/fit_squares.py exp SQUARES REACH [ENTRIES]
     python benchmarks/fit_squares.py gelu SQUARES LIMIT
+    python benchmarks/fit_squares.py reciprocal SQUARES LARGEST
 
 From several random starts: nonlinear least squares, then steps of linear programming towards the smallest largest
 error, then the weights are rounded to 2^-18 sum by sum, the later ones making up for what the earlier ones lost.
@@ -24,9 +25,12 @@ Array = npt.NDArray[np.float64]
 UNIT = 2.0**-18
 TRIES = 12
 
+LEAST_SUM = 0.98
+"""The sum of a row of exponentials, of which one is 1, less their errors."""
+
 
 def points(end: float) -> Array:
-    """Places to fit at: between 0 and ``end``, denser at both ends, and near 0."""
+    """Places between 0 and ``end``, denser at both ends, and near 0."""
     ends = end * (1 - np.cos(np.linspace(0, np.pi, 240))) / 2
     return np.asarray(np.unique(np.concatenate([ends, np.linspace(0, np.sign(end) * min(abs(end), 8), 120)])))
 
@@ -108,29 +112,40 @@ class Fit:
         return flat
 
 
-def start(squares: int, end: float, free_output: bool, random: np.random.Generator, spread: float) -> Array:
+def start(squares: int, x: Array, free_output: bool, random: np.random.Generator, spread: float) -> Array:
     """(1 + z + z²/2)^n for exp; for others squares of random sums; ``spread`` of random changes."""
     rows = [np.zeros(k + 2) for k in range(squares + free_output)]
-    rows[0][:] = (-1.0, 2 / end) if free_output else (0.5**0.5, 0.5**0.5 / 2 ** (squares - 1))
+    middle, half = (x.max() + x.min()) / 2, (x.max() - x.min()) / 2
+    rows[0][:] = (-middle / half, 1 / half) if free_output else (0.5**0.5, 0.5**0.5 / 2 ** (squares - 1))
     for k, row in enumerate(rows[1:squares], start=1):
         row[0], row[-1] = (0.0 if free_output else 0.5 * (k == 1)), 1.0
     flat = np.concatenate(rows)
     return np.asarray(flat + spread * random.standard_normal(len(flat)) * np.maximum(np.abs(flat), 0.3))
 
 
+def problem(name: str, end: float, entries: int) -> tuple[Array, Array, Array]:
+    """Where to fit, what to hit there, and how much an error weighs."""
+    if name == "exp":
+        x = points(-end)
+        return x, np.exp(x) + UNIT / 2, softmax_weight(x, entries)
+    if name == "reciprocal":
+        x = np.unique(LEAST_SUM + points(end - LEAST_SUM))
+        return x, 1 / x, x
+    x = points(end)
+    return x, left_over(name, x), np.ones_like(x)
+
+
 def main(arguments: list[str]) -> None:
     """Fit one chain and print it."""
-    name, squares, end = arguments[0], int(arguments[1]), float(arguments[2])
+    name, squares = arguments[0], int(arguments[1])
     is_exp = name == "exp"
-    x = points(-end if is_exp else end)
-    entries = int(arguments[3]) if len(arguments) > 3 else 1024
-    target = np.exp(x) + UNIT / 2 if is_exp else left_over(name, x)
-    fit = Fit(x, target, softmax_weight(x, entries) if is_exp else np.ones_like(x), squares, not is_exp)
+    x, target, weight = problem(name, float(arguments[2]), int(arguments[3]) if len(arguments) > 3 else 1024)
+    fit = Fit(x, target, weight, squares, not is_exp)
     random = np.random.default_rng(0)
     found: list[Array] = []
     for attempt in range(TRIES):
         spread = 0.03 * attempt if is_exp else 0.5
-        found.append(fit.minimax(fit.least_squares(start(squares, end, not is_exp, random, spread))))
+        found.append(fit.minimax(fit.least_squares(start(squares, x, not is_exp, random, spread))))
     best = fit.rounded(min(found, key=fit.error))
     print(f"largest weighted error {fit.error(best):.2e}")
     for row in fit.split(best):

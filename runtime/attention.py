@@ -16,8 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.runtime.exponential import SAFE, Exponential
+from aero_compile.runtime.filling import multiply
 from aero_compile.runtime.masks import Masked
 from aero_compile.runtime.operators import jnp
+from aero_compile.runtime.reciprocal import reciprocal_of_sums
 
 Indices = npt.NDArray[np.int64]
 
@@ -97,8 +99,8 @@ def masked_softmax(x: Any, mask: Masked, dim: int, exact: bool = False, exponent
     """
     last = jnp().moveaxis(x, dim, -1)
     packed, rows = _exponentials(last, _moved(mask, dim, x.ndim), exact, exponential)
-    inverse = 1.0 / rows.sums
-    return jnp().moveaxis(rows.layout.unpack(packed * inverse[:, rows.layout.row_of], last.shape), -1, dim)
+    inverse = _inverse(rows, exact)
+    return jnp().moveaxis(rows.layout.unpack(multiply(packed, inverse[:, rows.layout.row_of]), last.shape), -1, dim)
 
 
 def unnormalized_softmax(
@@ -108,7 +110,7 @@ def unnormalized_softmax(
     if dim != x.ndim - 1:
         raise NotImplementedError("a softmax along another axis than the last cannot be split")
     packed, rows = _exponentials(x, mask, exact, exponential)
-    inverse = rows.layout.spread(1.0 / rows.sums, (*x.shape[:-1], 1))
+    inverse = rows.layout.spread(_inverse(rows, exact), (*x.shape[:-1], 1))
     return rows.layout.unpack(packed, x.shape), inverse
 
 
@@ -116,6 +118,10 @@ def unnormalized_softmax(
 class _Rows:
     layout: Packing
     sums: Any
+
+
+def _inverse(rows: _Rows, exact: bool) -> Any:
+    return 1.0 / rows.sums if exact else reciprocal_of_sums(rows.sums, int(rows.layout.lengths.max()))
 
 
 def _exponentials(x: Any, mask: Masked, exact: bool, exponential: Exponential) -> tuple[Any, _Rows]:

@@ -165,3 +165,11 @@ ACTIVATIONS: dict[tuple[str, int], tuple[float, Squares]] = {
     ),
 }
 """By (function, squares): (limit, chain on [0, limit])."""
+
+RECIPROCAL = _squares(
+    (-411505, 165477),
+    (-38775, 28130, 199262),
+    (14311, 19626, -58830, 335837),
+    output=(213488, -45776, 43420, 108806, 68370),
+)
+"""1/x on [0.98, 2.04]."""

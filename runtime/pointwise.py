@@ -9,6 +9,7 @@ import numpy as np
 
 from aero_compile.runtime.approximations import activation
 from aero_compile.runtime.exponential import general_exponential
+from aero_compile.runtime.filling import multiply
 from aero_compile.runtime.operators import jnp, operator
 from aero_compile.runtime.squares import square
 
@@ -80,7 +81,12 @@ def _rsub(x: Any, other: Any, alpha: Any = 1, **_: Any) -> Any:
 
 @operator("mul")
 def _mul(x: Any, other: Any, **_: Any) -> Any:
-    return square(x) if x is other else x * other
+    import jax
+
+    if x is other:
+        return square(x)
+    secret = all(isinstance(each, jax.Array) and jnp().issubdtype(each.dtype, jnp().floating) for each in (x, other))
+    return multiply(x, other) if secret else x * other
 
 
 @operator("div")

@@ -11,7 +11,7 @@ import numpy as np
 
 from aero_compile.runtime.ciphertexts import REQUEST_BYTES, RESPONSE_BYTES, matmul
 from aero_compile.runtime.operators import jnp, operator
-from aero_compile.runtime.squares import square
+from aero_compile.runtime.squares import square, twice_product
 
 MOST_POLYNOMIALS = 20_000
 """Polynomials that one product may hold at once in Cheetah, of 0.2 MB each: 4 GB."""
@@ -157,9 +157,9 @@ def _scale_rows(centered: Any, shape: Sequence[int], eps: float, weight: Any, bi
 
     axes = tuple(range(-len(shape), 0))
     # The sum of squares is divided once, after the sum: one rounding instead of one an element.
-    variance = square(centered).sum(axis=axes, keepdims=True) * (NORM_GAIN / math.prod(shape))
-    half = jax.lax.rsqrt(variance + NORM_GAIN * eps)
-    out = centered * (half + half)
+    squares = square(centered)
+    variance = squares.sum(axis=axes, keepdims=True) * (NORM_GAIN / math.prod(shape))
+    out = twice_product(centered, jax.lax.rsqrt(variance + NORM_GAIN * eps), squares)
     out = out if weight is None else out * weight
     return out if bias is None else out + bias
 

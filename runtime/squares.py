@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from aero_compile.runtime.filling import FEW_SQUARES, by_parts, square_parts
+
 Array = npt.NDArray[np.float64]
 
 _BY_EXP: ContextVar[bool] = ContextVar("squares_by_exp", default=False)
@@ -40,16 +42,31 @@ def squares_by_exp() -> Iterator[None]:
         _BY_EXP.reset(token)
 
 
-SMALLEST = 3500
-"""Fewer elements than this leave the ciphertexts of a square empty; as products they take stored triples, 315 bytes."""
-
-
 def square(y: Any) -> Any:
     """y² for a JAX array; while SPU code is traced (``squares_by_exp``), in the form that is cheaper there."""
+    if not _pays(y):
+        return y * y
+    parts = square_parts(y.size)
+    if parts == [y.size, 0]:
+        return _by_exp(y)
+    return by_parts([y], parts, [_by_exp] * (len(parts) - 1) + [lambda each: each * each])
+
+
+def _by_exp(y: Any) -> Any:
     import jax.numpy as jnp
 
-    by_exp = _BY_EXP.get() and y.size >= SMALLEST and jnp.issubdtype(y.dtype, jnp.floating)
-    return jnp.exp(y + y - 2.0) if by_exp else y * y
+    return jnp.exp(y + y - 2.0)
+
+
+def twice_product(x: Any, y: Any, squared: Any) -> Any:
+    """2·x·y for a JAX array x, a y that broadcasts to it and x² = ``squared``: one more square, not a product."""
+    return square(x + y) - squared - y * y if _pays(x) else x * (y + y)
+
+
+def _pays(y: Any) -> bool:
+    import jax.numpy as jnp
+
+    return _BY_EXP.get() and y.size >= FEW_SQUARES and bool(jnp.issubdtype(y.dtype, jnp.floating))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aero_compile.runtime.squares import SMALLEST, SQUARE_BYTES, SUM_BYTES, Squares, square, squares_by_exp
+from aero_compile.runtime.squares import FEW_SQUARES, SQUARE_BYTES, SUM_BYTES, Squares, square, squares_by_exp
 from tests.runtime.graphs import TokenRows, aten, expected, in_spu
 
 pytest.importorskip("jax")
@@ -48,15 +48,15 @@ def test_bytes_count_squares_and_sums() -> None:
 def test_squares_are_exponentials_only_while_spu_code_is_traced() -> None:
     import jax
 
-    def names(size: int = SMALLEST) -> set[str]:
+    def names(size: int = FEW_SQUARES) -> set[str]:
         # a new function each time: traces are remembered
         return {str(each.primitive) for each in jax.make_jaxpr(lambda x: square(x))(np.ones(size, np.float32)).eqns}
 
     assert "exp" not in names()
     with squares_by_exp():
         assert "exp" in names()
-        assert "exp" not in names(SMALLEST - 1)  # cheaper as a product
-        assert bool(square(jax.numpy.ones(SMALLEST, bool))[0])  # only numbers
+        assert "exp" not in names(FEW_SQUARES - 1)  # cheaper as a product
+        assert bool(square(jax.numpy.ones(FEW_SQUARES, bool))[0])  # only numbers
     assert "exp" not in names()
 
 
