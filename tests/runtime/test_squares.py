@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aero_compile.runtime.squares import FEW_SQUARES, SQUARE_BYTES, SUM_BYTES, Squares, square, squares_by_exp
+from aero_compile.runtime.filling import FEW_SQUARES
+from aero_compile.runtime.squares import SQUARE_BYTES, SUM_BYTES, Squares, square, squares_by_exp, twice_product
 from tests.runtime.graphs import TokenRows, aten, expected, in_spu
+from tests.runtime.two_parties import bytes_of, in_two_parties
 
 pytest.importorskip("jax")
 
@@ -70,3 +72,18 @@ def test_square_in_spu(protocol: str) -> None:
     model = TokenRows(values[None].double().float(), lambda x, m: aten.square.default(x))
     error = np.abs(in_spu(model, protocol) - expected(model))
     assert (error <= 2.0**-18 * (3 + 6 * np.abs(values.numpy()))).all()
+
+
+@pytest.mark.parametrize("rows", [1, FEW_SQUARES // 8 + 1])
+def test_twice_a_product_by_one_more_square(rows: int) -> None:
+    """As exact as the product, whether it pays or not."""
+    pytest.importorskip("spu")
+    values = np.random.default_rng(0).uniform(-8, 8, (rows, 8))
+    found = in_two_parties(lambda x: twice_product(x, x[:, :1], square(x)), values, "cheetah")
+    np.testing.assert_allclose(found, 2 * values * values[:, :1], rtol=0, atol=5e-4)
+
+
+def test_a_norm_sends_less_by_squares_than_by_a_product() -> None:
+    pytest.importorskip("spu")
+    by_product = bytes_of(lambda x: square(x) + x * x[:, :1], 128, 128)
+    assert bytes_of(lambda x: twice_product(x, x[:, :1], square(x)), 128, 128) < 0.85 * by_product

@@ -1,0 +1,34 @@
+"""The table of what each inference pass saves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import aero_compile
+from benchmarks import pass_bytes
+from benchmarks.pi_rows import Task, build
+
+pytest.importorskip("spu")
+
+
+def test_stages_follow_each_other_and_end_where_the_compiler_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "stages.json"
+    arguments = ["--recipes", "SM+LN+G,softmax_only", "--layers", "1", "--seq-len", "8", "--json", str(path)]
+    assert pass_bytes.main(arguments) == 0
+    found = json.loads(path.read_text())["stages"]
+    for recipe in ("SM+LN+G", "softmax_only"):
+        rows = [row for row in found if row["recipe"] == recipe]
+        assert [row["after"] for row in rows[:-1]] == [row["before"] for row in rows[1:]]
+        model = build(Task("tiny", recipe, 8, 1), 0)
+        assert rows[-1]["after"] == aero_compile.estimate(model, 8, logits="last").bytes
+    changed = {(row["recipe"], row["name"]) for row in found if row["after"] < row["before"]}
+    assert {("SM+LN+G", "fold-norm-gains"), ("SM+LN+G", "last-token"), ("softmax_only", "last-token")} <= changed
+    table = capsys.readouterr().out
+    assert "| pass | SM+LN+G | softmax_only |" in table
+    assert pass_bytes.main(arguments) == 2
+    assert "--overwrite" in capsys.readouterr().err
