@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from aero_compile.onnx.census import onnx_census
     from aero_compile.onnx.export import export_onnx
     from aero_compile.runtime import private_inference
-    from aero_compile.runtime.cost_model import estimate
+    from aero_compile.runtime.costs.model import estimate
 
 __all__ = [
     "AeroError",
@@ -40,7 +40,7 @@ __all__ = [
 
 
 _LAZY = {
-    "estimate": "aero_compile.runtime.cost_model",
+    "estimate": "aero_compile.runtime.costs.model",
     "export_onnx": "aero_compile.onnx.export",
     "onnx_census": "aero_compile.onnx.census",
     "optimize_for_inference": "aero_compile.inference.optimize",

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script i
 
 from aero_compile.errors import AeroError, PartyError
 from aero_compile.progress import Progress
-from aero_compile.runtime.cost_table import SHIPPED, CostTable, settings_of
+from aero_compile.runtime.costs.table import SHIPPED, CostTable, settings_of
 from aero_compile.runtime.spu_config import import_spu
 from benchmarks.calibrate_cases import FIELD, FRACTION_BITS, PROTOCOL, cases, configuration, measure
 from benchmarks.calibrate_fit import table_of

@@ -25,7 +25,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the measuring processes start here
 
-from aero_compile.runtime.cost_session import TILE
+from aero_compile.runtime.costs.session import TILE
 
 SHARED, SERVERS = None, 0
 PROTOCOL, FIELD, FRACTION_BITS = "cheetah", 64, 18
@@ -146,7 +146,7 @@ def configuration() -> Any:
 
 def measure(quick: bool, say: Callable[[str], None]) -> list[dict[str, Any]]:
     """Run all cases between two new processes; returns the server's records, one a run, in order."""
-    from aero_compile.runtime.link import free_addresses
+    from aero_compile.runtime.hosts.link import free_addresses
 
     start = multiprocessing.get_context("spawn")
     here, there = start.Pipe(duplex=False)
@@ -177,7 +177,7 @@ def _party(rank: int, addresses: list[str], quick: bool, out: Any) -> None:
     import spu
     import spu.utils.frontend as frontend
 
-    from aero_compile.runtime.link import connect
+    from aero_compile.runtime.hosts.link import connect
 
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())

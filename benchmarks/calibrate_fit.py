@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from aero_compile.runtime import ciphertexts
-from aero_compile.runtime.cost_session import MUTUAL, OPEN, TILE, TRANSFER, matmul_work
-from aero_compile.runtime.cost_table import CostTable, Kernel
+from aero_compile.runtime.arithmetic import ciphertexts
+from aero_compile.runtime.costs.session import MUTUAL, OPEN, TILE, TRANSFER, matmul_work
+from aero_compile.runtime.costs.table import CostTable, Kernel
 from benchmarks.calibrate_cases import MOVED
 
 Record = dict[str, Any]

@@ -1,4 +1,4 @@
-"""Fit chains of squares to exp, 1/x and the activations: how the weights of runtime/coefficients.py are found.
+"""Fit chains of squares to exp, 1/x and the activations, for runtime/arithmetic/coefficients.py.
 
     python benchmarks/fit_squares.py exp SQUARES REACH [ENTRIES]
     python benchmarks/fit_squares.py gelu SQUARES LIMIT
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aero_compile.runtime.approximations import left_over
+from aero_compile.runtime.arithmetic.approximations import left_over
 
 Array = npt.NDArray[np.float64]
 

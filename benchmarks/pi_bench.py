@@ -32,7 +32,7 @@ from aero_compile.reporting.report import (
     write_json,
 )
 from aero_compile.reporting.report_html import write_html
-from aero_compile.runtime.network_spec import parse_network
+from aero_compile.runtime.hosts.network_spec import parse_network
 from benchmarks import pi_rows
 from benchmarks.paper import with_paper
 from benchmarks.pi_rows import DEFAULT_RECIPES, SHAPES, Task, check_lengths, row_key, tasks

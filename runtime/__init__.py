@@ -6,28 +6,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from aero_compile.runtime.approximations import Approximation, approximations
-    from aero_compile.runtime.cost_model import Estimate, estimate
+    from aero_compile.runtime.arithmetic.approximations import Approximation, approximations
+    from aero_compile.runtime.costs.model import Estimate, estimate
+    from aero_compile.runtime.hosts.link import TLSConfig
+    from aero_compile.runtime.hosts.measure import Measurement
+    from aero_compile.runtime.hosts.network_spec import Network
     from aero_compile.runtime.inference import Compiled, compile_model, export, private_inference
-    from aero_compile.runtime.link import TLSConfig
-    from aero_compile.runtime.measure import Measurement
-    from aero_compile.runtime.network_spec import Network
+    from aero_compile.runtime.lowering.to_jax import supported_ops
     from aero_compile.runtime.program import Program
-    from aero_compile.runtime.to_jax import supported_ops
 
 _HOME = {
-    "Approximation": "approximations",
-    "approximations": "approximations",
-    "Estimate": "cost_model",
-    "estimate": "cost_model",
+    "Approximation": "arithmetic.approximations",
+    "approximations": "arithmetic.approximations",
+    "Estimate": "costs.model",
+    "estimate": "costs.model",
     "Compiled": "inference",
     "compile_model": "inference",
     "export": "inference",
     "private_inference": "inference",
-    "TLSConfig": "link",
-    "Measurement": "measure",
-    "Network": "network_spec",
-    "supported_ops": "to_jax",
+    "TLSConfig": "hosts.link",
+    "Measurement": "hosts.measure",
+    "Network": "hosts.network_spec",
+    "supported_ops": "lowering.to_jax",
     "Program": "program",
 }
 

@@ -18,18 +18,18 @@ import torch
 
 from aero_compile.errors import InputError
 from aero_compile.graphs.calibration import token_batches
-from aero_compile.runtime.defer import defer_normalization
-from aero_compile.runtime.link import TLSConfig
-from aero_compile.runtime.measure import Measurement, combine
-from aero_compile.runtime.network_spec import Network, parse_network
-from aero_compile.runtime.parties import run_parties
-from aero_compile.runtime.partition import Partition, partition
+from aero_compile.runtime.hosts.link import TLSConfig
+from aero_compile.runtime.hosts.measure import Measurement, combine
+from aero_compile.runtime.hosts.network_spec import Network, parse_network
+from aero_compile.runtime.hosts.parties import run_parties
+from aero_compile.runtime.hosts.progress import Progress
+from aero_compile.runtime.lowering.defer import defer_normalization
+from aero_compile.runtime.lowering.partition import Partition, partition
+from aero_compile.runtime.lowering.ranges import RangeCheck
+from aero_compile.runtime.lowering.spu_compile import compile_steps
+from aero_compile.runtime.lowering.to_jax import lower
 from aero_compile.runtime.program import Program
-from aero_compile.runtime.progress import Progress
-from aero_compile.runtime.ranges import RangeCheck
-from aero_compile.runtime.spu_compile import compile_steps
 from aero_compile.runtime.spu_config import check_config, import_spu
-from aero_compile.runtime.to_jax import lower
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.errors import AeroError, InputError, PartyError
-from aero_compile.runtime.link import (
+from aero_compile.runtime.hosts.link import (
     TLSConfig,
     WireCounter,
     connect,

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from aero_compile.errors import InputError, RuntimeUnavailableError
-from aero_compile.runtime.exponential import EXP_ITERATIONS
-from aero_compile.runtime.measure import parse_profile
+from aero_compile.runtime.arithmetic.exponential import EXP_ITERATIONS
+from aero_compile.runtime.hosts.measure import parse_profile
 
 PROTOCOLS = ("cheetah", "semi2k")
 FIELDS = (32, 64, 128)

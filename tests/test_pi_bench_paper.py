@@ -22,7 +22,7 @@ pytest.importorskip("transformers")
 from benchmarks import paper, pi_bench, pi_rows
 
 LONGER = {(12, 256): 1, (12, 512): 1}
-COST_MODEL = "aero_compile.runtime.cost_model"
+COST_MODEL = "aero_compile.runtime.costs.model"
 
 
 def row(architecture: str = "SM+R", layers: int = 12, seq_len: int = 128, **other: Any) -> Row:

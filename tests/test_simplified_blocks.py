@@ -244,9 +244,9 @@ def test_lowered_to_jax(family: str, name: str) -> None:
     import jax
     import numpy as np
 
-    from aero_compile.runtime.partition import partition
+    from aero_compile.runtime.lowering.partition import partition
+    from aero_compile.runtime.lowering.to_jax import lower
     from aero_compile.runtime.program import one_hot
-    from aero_compile.runtime.to_jax import lower
 
     model = _simplified(family, name)
     ids = tokens(1, 7)

@@ -169,9 +169,9 @@ def estimated_row(
     """Return the row that the cost model expects of a warm forward of one sequence with Cheetah; nothing is run.
 
     ``rewritten``: what `aero_compile.optimize_for_inference` made of ``model`` for these ``logits``, where that is at
-    hand already. Raises what `aero_compile.runtime.cost_model.estimate` raises. Errors and agreement are NaN.
+    hand already. Raises what `aero_compile.runtime.costs.model.estimate` raises. Errors and agreement are NaN.
     """
-    from aero_compile.runtime.cost_model import estimate
+    from aero_compile.runtime.costs.model import estimate
 
     run = model if rewritten is None else rewritten
     bill = estimate(run, seq_len, batch=1, network=network, logits=logits, warm=warm)

@@ -105,8 +105,8 @@ def test_weights_keep_their_type() -> None:
 def test_one_token_is_lowered_without_empty_arrays() -> None:
     """With one token, what follows the first position is empty: no step of the private run reads or returns it."""
     pytest.importorskip("jax")
-    from aero_compile.runtime.partition import partition
-    from aero_compile.runtime.to_jax import lower
+    from aero_compile.runtime.lowering.partition import partition
+    from aero_compile.runtime.lowering.to_jax import lower
 
     model = trained("nanogpt", "freeze-layer-norm{first_token=True}")
     for run in (fold_norms, fold_first_position):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import aero_compile
 from aero_compile.anatomy.norm_sites import removal_schedule
 from aero_compile.errors import InputError, UnsupportedGraphError
-from aero_compile.runtime.partition import Domain, partition
+from aero_compile.runtime.lowering.partition import Domain, partition
 from tests import tiny_models
 from tests.passes import norm_references as references
 from tests.tiny_models import LAYERS, VOCAB, all_logits, captured, source, tokens

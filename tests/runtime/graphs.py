@@ -11,11 +11,11 @@ import numpy.typing as npt
 import torch
 from torch import fx
 
-from aero_compile.runtime.defer import defer_normalization
-from aero_compile.runtime.partition import partition
+from aero_compile.runtime.lowering.defer import defer_normalization
+from aero_compile.runtime.lowering.partition import partition
+from aero_compile.runtime.lowering.to_jax import lower
 from aero_compile.runtime.program import CLIENT, SERVER, Program, one_hot
 from aero_compile.runtime.spu_config import runtime_config
-from aero_compile.runtime.to_jax import lower
 
 aten = torch.ops.aten
 Body = Callable[..., Any]
@@ -68,7 +68,7 @@ def in_jax(model: TokenRows, *, exact: bool = True) -> npt.NDArray[np.float64]:
 
 def in_spu(model: TokenRows, protocol: str = "semi2k", *, defer: bool = False) -> npt.NDArray[np.float64]:
     """Lower ``model``, compile it, and run both parties as threads of this process."""
-    from aero_compile.runtime.spu_compile import compile_steps
+    from aero_compile.runtime.lowering.spu_compile import compile_steps
 
     part = partition(model, model.logits_graph(), model.ids)
     if defer:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from aero_compile.runtime.approximations import approximations
-from aero_compile.runtime.exponential import ERRORS
+from aero_compile.runtime.arithmetic.approximations import approximations
+from aero_compile.runtime.arithmetic.exponential import ERRORS
 
 
 def rows() -> list[str]:

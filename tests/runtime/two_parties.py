@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aero_compile.runtime.cost_model import estimate_program
-from aero_compile.runtime.live import LiveProgram, LiveStep
+from aero_compile.runtime.costs.model import estimate_program
+from aero_compile.runtime.lowering.live import LiveProgram, LiveStep
+from aero_compile.runtime.lowering.spu_compile import compile_steps
 from aero_compile.runtime.program import TOKENS
-from aero_compile.runtime.spu_compile import compile_steps
 from tests.runtime.graphs import simulate
 
 Array = npt.NDArray[np.float64]
@@ -27,7 +27,7 @@ def in_two_parties(function: Callable[[Any], Any], x: Array, protocol: str = "se
 def bytes_of(function: Callable[[Any], Any], rows: int, entries: int) -> float:
     """What ``function`` of a secret [rows, entries] sends in Cheetah, both ways, by the cost model."""
     live = _program(function, np.zeros((rows, entries), np.float32))
-    return estimate_program(compile_steps(live, "cheetah", 64, 18)).per_step[0]["bytes"]
+    return float(estimate_program(compile_steps(live, "cheetah", 64, 18)).per_step[0]["bytes"])
 
 
 def _program(function: Callable[[Any], Any], servers: npt.NDArray[np.float32]) -> LiveProgram:
@@ -35,4 +35,5 @@ def _program(function: Callable[[Any], Any], servers: npt.NDArray[np.float32]) -
         *("softmax", "here", "softmax", ("server", TOKENS), ("result",), (servers.shape,) * 2, ("float32",) * 2),
         lambda server, client: (function(server + client),),
     )
-    return LiveProgram((step,), {"server": servers}, (1, *servers.shape), "result", servers.shape, frozenset())
+    rows, entries = servers.shape
+    return LiveProgram((step,), {"server": servers}, (1, rows, entries), "result", servers.shape, frozenset())

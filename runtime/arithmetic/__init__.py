@@ -1,0 +1,1 @@
+"""Functions that Cheetah computes cheaply: squares, exponentials, reciprocals, activations, full ciphertexts."""

@@ -1,0 +1,233 @@
+"""Functions that fixed-point 2PC cannot compute exactly, and how far off each one is.
+
+GELU, SiLU, sigmoid and tanh follow their limits at both ends, and mirror themselves at 0:
+
+    gelu(x), silu(x) = relu(x) − f(|x|)        sigmoid(x), tanh(x) = 1 − f(|x|) for x > 0, low + f(|x|) for x < 0
+
+with an f of its own that vanishes at infinity. On [0, limit] these are chains of squares (``squares.py``), fitted by
+``benchmarks/fit_squares.py``; beyond, their limit. Cost per element: two comparisons (the sign, and |x| against the
+limit), two or three selections, the squares, and a truncation for each weighted sum.
+
+``approximations()`` reports the error of every function.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from aero_compile.errors import InputError
+from aero_compile.runtime.arithmetic.coefficients import ACTIVATIONS
+from aero_compile.runtime.arithmetic.exponential import (
+    COMPARISON_BYTES,
+    EXP_ITERATIONS,
+    EXP_LOWEST,
+    EXP_N,
+    SAFE,
+    SELECT_BYTES,
+    Exponential,
+    choose_exponential,
+    exponential,
+    general_exponential,
+)
+
+__all__ = [
+    "EXP_ITERATIONS",
+    "EXP_LOWEST",
+    "Approximation",
+    "Exponential",
+    "Precision",
+    "activation",
+    "approximations",
+    "choose_exponential",
+    "exponential",
+    "general_exponential",
+]
+
+Array = npt.NDArray[np.float64]
+Precision = Literal["low", "default", "high"]
+_PRECISIONS: dict[Precision, float] = {"low": 2.5e-3, "default": 1e-3, "high": 2e-4}
+
+
+@dataclass(frozen=True)
+class Approximation:
+    """How one function of the model is computed, what it costs, and its worst error.
+
+    ``formula_error``: largest |approximation - function| on ``domain`` in exact arithmetic, computed here
+    (None for SPU's own algorithms, which are only measured).
+    ``fixed_point_error``: a bound that the measured error in 2PC (64-bit ring, 18 fraction bits) stays
+    under on ``domain``; the test suite measures it. ``relative`` says that both are relative errors.
+    ``bytes_per_element``: measured in Cheetah with the same settings, both ways.
+    """
+
+    name: str
+    method: str
+    domain: tuple[float, float]
+    formula_error: float | None
+    fixed_point_error: float
+    bytes_per_element: int
+    relative: bool = False
+
+
+@dataclass(frozen=True)
+class _Mirrored:
+    """A function given by f(t) on t = |x|, which vanishes at infinity.
+
+    ``low`` None: relu(x) − f. Otherwise the limits are ``low`` and 1, approached as low + f and 1 − f.
+    """
+
+    exact: Callable[[Array], Array]
+    low: float | None = None
+
+
+def _gelu(x: Array) -> Array:
+    return np.asarray(x * 0.5 * np.vectorize(math.erfc)(-x / math.sqrt(2)))
+
+
+def _gelu_tanh(x: Array) -> Array:
+    return np.asarray(0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))))
+
+
+def _sigmoid(x: Array) -> Array:
+    return np.asarray(0.5 * (1 + np.tanh(x / 2)))
+
+
+_MIRRORED = {
+    "gelu": _Mirrored(_gelu),
+    "gelu_tanh": _Mirrored(_gelu_tanh),
+    "silu": _Mirrored(lambda x: x * _sigmoid(x)),
+    "sigmoid": _Mirrored(_sigmoid, low=0.0),
+    "tanh": _Mirrored(np.tanh, low=-1.0),
+}
+
+
+def activation(name: str, x: Any, precision: Precision = "default") -> Any:
+    """Evaluate ``gelu``, ``gelu_tanh``, ``silu``, ``sigmoid`` or ``tanh`` on a JAX array of any shape.
+
+    ``precision``: the cheapest form is taken that errs by at most 2.5e-3 ("low"), 1e-3 ("default") or 2e-4 ("high").
+
+    Raises:
+        InputError: another precision.
+    """
+    import jax.numpy as jnp
+
+    limit, chain = ACTIVATIONS[name, squares_for(name, precision)]
+    positive = x > 0
+    above = jnp.where(positive, x, 0.0)  # relu(x) and |x| from one bit
+    size = above + above - x
+    left = jnp.where(size > limit, 0.0, chain(size))
+    low = _MIRRORED[name].low
+    return above - left if low is None else jnp.where(positive, 1.0 - left, low + left)
+
+
+def squares_for(name: str, precision: Precision) -> int:
+    """Return the number of squares with which an activation is computed.
+
+    Raises:
+        InputError: an unknown precision.
+    """
+    if precision not in _PRECISIONS:
+        raise InputError(f"unknown precision {precision!r} (known: {', '.join(_PRECISIONS)})")
+    return min(m for (n, m), error in _ACTIVATION_ERRORS.items() if n == name and error <= _PRECISIONS[precision])
+
+
+def left_over(name: str, t: Array) -> Array:
+    """f(t) for t ≥ 0: what is left of relu(x), or of the limit 1, at x = t (float64)."""
+    exact, low = _MIRRORED[name].exact, _MIRRORED[name].low
+    return np.asarray((t if low is None else 1.0) - exact(t))
+
+
+def _formula_error(name: str, squares: int) -> float:
+    """Largest error of an activation in exact arithmetic, tails included."""
+    limit, chain = ACTIVATIONS[name, squares]
+    size, exact, low = np.linspace(0, 4 * limit, 40_001), _MIRRORED[name].exact, _MIRRORED[name].low
+    left = np.where(size > limit, 0.0, chain.exact(np.minimum(size, limit)))
+    positive, negative = (size - left, -left) if low is None else (1 - left, low + left)
+    return float(max(np.abs(positive - exact(size)).max(), np.abs(negative - exact(-size)).max()))
+
+
+# Measured in Cheetah and SEMI2K with 64-bit rings and 18 fraction bits, rounded up; held by the tests.
+_ACTIVATION_ERRORS = {
+    ("gelu", 2): 2.2e-3,
+    ("gelu", 3): 3e-4,
+    ("gelu", 4): 6e-5,
+    ("gelu_tanh", 2): 2.2e-3,
+    ("gelu_tanh", 3): 2e-4,
+    ("silu", 3): 2e-3,
+    ("silu", 4): 2e-4,
+    ("sigmoid", 3): 3e-4,
+    ("sigmoid", 4): 2e-4,
+    ("tanh", 3): 5e-4,
+    ("tanh", 4): 2e-4,
+}
+_EXP_ERROR, _RECIPROCAL_ERROR, _RSQRT_ERROR = 2e-3, 2e-3, 1e-3
+_EXP_BYTES, _RECIPROCAL_BYTES, _RSQRT_BYTES = 885, 2240, 2020
+
+
+def _exp_error() -> float:
+    x = np.linspace(EXP_LOWEST, 0, 400_001)
+    z = x / EXP_N
+    return float(np.abs((1 + z + z * z / 2) ** EXP_N - np.exp(x)).max())
+
+
+def approximations(precision: Precision = "default") -> dict[str, Approximation]:
+    """Return every approximated function with its method, domain, cost and worst errors (64-bit ring, 18 bits).
+
+    Anything not listed is exact up to fixed-point rounding: about 2^-18 a multiplication.
+    """
+    found = [_activation(name, squares_for(name, precision)) for name in _MIRRORED]
+    found += [
+        Approximation(
+            "exp",
+            f"(1 + z + z²/2)^{EXP_N:g} with z = x/{EXP_N:g}",
+            (EXP_LOWEST, 0.0),
+            _exp_error(),
+            _EXP_ERROR,
+            _EXP_BYTES,
+        ),
+        Approximation(
+            "softmax",
+            f"chain of {SAFE.squares} squares on [-{SAFE.reach:g}, 0], 0 below, times the reciprocal of the row sum",
+            (-16.0, 16.0),
+            None,
+            SAFE.error,
+            SAFE.bytes_per_element,
+        ),
+        Approximation(
+            "reciprocal",
+            "two Goldschmidt iterations from a linear guess",
+            (2.0**-6, 2.0**8),
+            None,
+            _RECIPROCAL_ERROR,
+            _RECIPROCAL_BYTES,
+            relative=True,
+        ),
+        Approximation(
+            "rsqrt",
+            "quartic on the mantissa",
+            (2.0**-6, 2.0**8),
+            None,
+            _RSQRT_ERROR,
+            _RSQRT_BYTES,
+            relative=True,
+        ),
+    ]
+    return {each.name: each for each in found}
+
+
+def _activation(name: str, squares: int) -> Approximation:
+    limit, chain = ACTIVATIONS[name, squares]
+    selections = 2 if _MIRRORED[name].low is None else 3
+    return Approximation(
+        name,
+        f"chain of {squares} squares on [-{limit:g}, {limit:g}], limits outside",
+        (-4 * limit, 4 * limit),
+        _formula_error(name, squares),
+        _ACTIVATION_ERRORS[name, squares],
+        2 * COMPARISON_BYTES + selections * SELECT_BYTES + chain.bytes_per_element,
+    )

@@ -1,0 +1,129 @@
+"""exp(x), in two forms: for the rows of a softmax (x ≤ 0), by as few squares as their spread needs, and for any x.
+
+A softmax subtracts the maximum first, so every row has an entry 0 and all are ≤ 0. ``Exponential`` is a chain of
+squares (``squares.py``) fitted to exp on [-reach, 0] such that the softmax of any row of up to 1024 entries errs
+least: relatively near 0, and far below 1/1024 of that in the tail, of which a row may hold many entries. Below -reach
+the chain is wrong, by any amount: where that may be asked for, one comparison puts an exact 0 there.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from aero_compile.errors import InputError
+from aero_compile.runtime.arithmetic.coefficients import EXPONENTIALS
+from aero_compile.runtime.arithmetic.squares import Squares, square
+
+COMPARISON_BYTES, SELECT_BYTES = 82, 16
+"""Bytes an element, both ways, in Cheetah (64-bit ring)."""
+
+EXP_ITERATIONS = 1
+"""Squarings in SPU's own exp: one makes it the square that ``squares.square`` asks for."""
+
+EXP_N = 128.0
+
+EXP_LOWEST = -1.8 * EXP_N
+"""Smallest argument for which ``general_exponential`` holds (towards -2n it returns to 1)."""
+
+
+@dataclass(frozen=True)
+class Exponential:
+    """How the exponential of a softmax is computed, for scores less their row's maximum.
+
+    ``squares``: length of the chain. ``reach``: it holds on [-reach, 0.01]. ``clamped``: one comparison gives exact
+    zeros below that, so that any score may come; else rows must not spread further than ``reach``.
+    """
+
+    squares: int
+    reach: float
+    clamped: bool
+
+    @property
+    def widest(self) -> float:
+        """Largest difference of two scores of a row for which this holds."""
+        return math.inf if self.clamped else self.reach
+
+    @property
+    def bytes_per_element(self) -> int:
+        """Bytes in Cheetah, both ways (64-bit ring, 18 fraction bits)."""
+        return self.chain.bytes_per_element + self.clamped * (COMPARISON_BYTES + SELECT_BYTES)
+
+    @property
+    def chain(self) -> Squares:
+        """The chain of squares."""
+        return EXPONENTIALS[self.squares, self.reach]
+
+    @property
+    def error(self) -> float:
+        """Largest error of a weight of a softmax with rows of up to 1024 entries, in Cheetah (as above)."""
+        return ERRORS[self][1]
+
+    def error_in(self, entries: int) -> float:
+        """The same for rows of up to ``entries``; beyond 1024 it is taken to grow in proportion."""
+        short, long = ERRORS[self]
+        return short if entries <= 128 else long * max(1.0, entries / 1024)
+
+    def __call__(self, x: Any) -> Any:
+        """Evaluate on a JAX array of scores less their row's maximum."""
+        import jax.numpy as jnp
+
+        value = self.chain(x)
+        return jnp.where(x < -self.reach, 0.0, value) if self.clamped else value
+
+
+SAFE = Exponential(5, 16.0, clamped=True)
+"""For scores of which nothing is known."""
+
+ERRORS = {
+    Exponential(3, 4.0, clamped=False): (6e-4, 6e-4),
+    Exponential(4, 8.0, clamped=False): (4e-4, 5e-4),
+    Exponential(4, 12.5, clamped=False): (8e-4, 6e-3),
+    Exponential(4, 12.5, clamped=True): (8e-4, 6e-3),
+    Exponential(5, 16.0, clamped=False): (4e-4, 5e-4),
+    SAFE: (4e-4, 5e-4),
+    Exponential(5, 32.0, clamped=False): (8e-4, 9e-4),
+    Exponential(6, 64.0, clamped=False): (6e-4, 3e-3),
+}
+"""Of a weight of a softmax, in rows of up to 128 and up to 1024 entries, measured in Cheetah and rounded up."""
+
+
+def choose_exponential(spread: float = math.inf, tolerance: float = 1e-3, entries: int = 1024) -> Exponential:
+    """Return the cheapest exponential for rows of up to ``entries`` scores that differ by ``spread`` at most.
+
+    Raises:
+        InputError: none errs by ``tolerance`` or less.
+    """
+    wide = [each for each in ERRORS if each.widest >= spread]
+    good = [each for each in wide if each.error_in(entries) <= tolerance]
+    if not good:
+        least = min(each.error_in(entries) for each in wide)
+        raise InputError(
+            f"no exponential errs by {tolerance:g} or less in a softmax of {entries} entries: {least:g} is the least"
+        )
+    return min(good, key=lambda each: (each.bytes_per_element, each.error_in(entries)))
+
+
+def cheapest_exponential(spread: float = math.inf, entries: int = 1024) -> Exponential:
+    """As `choose_exponential` with its own tolerance, or ``SAFE`` where rows are too long for that."""
+    try:
+        return choose_exponential(spread, entries=entries)
+    except InputError:
+        return SAFE
+
+
+def exponential(x: Any, options: Exponential = SAFE) -> Any:
+    """exp(x) for a JAX array of scores less their row's maximum."""
+    return options(x)
+
+
+def general_exponential(x: Any) -> Any:
+    """exp(x) for a JAX array, x between ``EXP_LOWEST`` and about 15.
+
+    ((1 + z + z²/2)^n with z = x/n; the bracket is half of (z + 1)² + 1, here computed from 8(z + 1): three more bits.)
+    """
+    value = (square(x * (8.0 / EXP_N) + 8.0) + 64.0) * (1.0 / 128.0)
+    for _ in range(int(math.log2(EXP_N))):
+        value = square(value)
+    return value

@@ -1,0 +1,109 @@
+"""Functions made of squares: what fixed-point 2PC computes most cheaply apart from sums.
+
+In Cheetah a square costs two thirds of a product, and a weighted sum of any number of values with public weights one
+truncation. A chain of m squares, each of a weighted sum of the argument and all squares before it, is a polynomial of
+degree 2^m with more free coefficients than the m squares cost, so few squares approximate a smooth function well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from aero_compile.runtime.arithmetic.filling import FEW_SQUARES, by_parts, square_parts
+
+Array = npt.NDArray[np.float64]
+
+_BY_EXP: ContextVar[bool] = ContextVar("squares_by_exp", default=False)
+
+SQUARE_BYTES = 110
+"""Bytes an element, both ways, of one square in Cheetah (64-bit ring, 18 fraction bits), its truncation included."""
+
+SUM_BYTES = 3
+"""Bytes an element of one weighted sum with public weights: a truncation."""
+
+
+@contextmanager
+def squares_by_exp() -> Iterator[None]:
+    """Within this context ``square`` is traced for SPU, set to one iteration of its exp: exp(z) means (1 + z/2)^2.
+
+    SPU has a protocol for squares, reached by its exp alone: ``x * x`` becomes a product of two secrets.
+    """
+    token = _BY_EXP.set(True)
+    try:
+        yield
+    finally:
+        _BY_EXP.reset(token)
+
+
+def square(y: Any) -> Any:
+    """y² for a JAX array; while SPU code is traced (``squares_by_exp``), in the form that is cheaper there."""
+    if not _pays(y):
+        return y * y
+    parts = square_parts(y.size)
+    if parts == [y.size, 0]:
+        return _by_exp(y)
+    return by_parts([y], parts, [_by_exp] * (len(parts) - 1) + [lambda each: each * each])
+
+
+def _by_exp(y: Any) -> Any:
+    import jax.numpy as jnp
+
+    return jnp.exp(y + y - 2.0)
+
+
+def twice_product(x: Any, y: Any, squared: Any) -> Any:
+    """2·x·y for a JAX array x, a y that broadcasts to it and x² = ``squared``: one more square, not a product."""
+    return square(x + y) - squared - y * y if _pays(x) else x * (y + y)
+
+
+def _pays(y: Any) -> bool:
+    import jax.numpy as jnp
+
+    return _BY_EXP.get() and y.size >= FEW_SQUARES and bool(jnp.issubdtype(y.dtype, jnp.floating))
+
+
+@dataclass(frozen=True)
+class Squares:
+    """A chain of squares: u_k = weighted sum of (1, x, s_1 … s_k), s_{k+1} = u_k².
+
+    ``sums[k]`` are the k + 2 weights of u_k; ``output`` are the weights of (1, x, s_1 … s_m) in the result, or None
+    where the result is the last square itself (and so never negative, but for rounding).
+    """
+
+    sums: tuple[tuple[float, ...], ...]
+    output: tuple[float, ...] | None = None
+
+    @property
+    def bytes_per_element(self) -> int:
+        """Bytes in Cheetah, both ways."""
+        return len(self.sums) * (SQUARE_BYTES + SUM_BYTES) + (0 if self.output is None else SUM_BYTES)
+
+    def __call__(self, x: Any) -> Any:
+        """Evaluate on a JAX array of any shape."""
+        values = [x]
+        for weights in self.sums:
+            values.append(square(_weighted(values, weights)))
+        return values[-1] if self.output is None else _weighted(values, self.output)
+
+    def exact(self, x: Array) -> Array:
+        """Evaluate on a NumPy array in float64."""
+        values = [np.ones_like(x), x]
+        for weights in self.sums:
+            values.append(np.square(np.tensordot(weights, np.stack(values), 1)))
+        return values[-1] if self.output is None else np.asarray(np.tensordot(self.output, np.stack(values), 1))
+
+
+def _weighted(values: list[Any], weights: tuple[float, ...]) -> Any:
+    """weights[0] + Σ weights[i + 1] · values[i], as one contraction: one truncation instead of one a term."""
+    import jax.numpy as jnp
+
+    if len(values) == 1:
+        return values[0] * weights[1] + weights[0]
+    return jnp.stack(values, axis=-1) @ jnp.asarray(weights[1:], dtype=values[0].dtype) + weights[0]

@@ -1,0 +1,1 @@
+"""What a compiled program would cost, operation by operator, without running it."""

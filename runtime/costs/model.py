@@ -1,0 +1,280 @@
+"""What a private inference would cost, without running it: bytes, messages, round trips and seconds.
+
+The model is lowered and compiled exactly as for :func:`aero_compile.private_inference`; nothing is executed. Each
+PPHLO operation is then billed from its kind, its shapes and who knows its operands (``operations``), with
+ciphertexts counted as SPU chooses its blocks (``ciphertexts``) and with building blocks measured once per machine
+(``table``). Two parties' stores of correlated randomness are followed through the whole program.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from aero_compile.errors import InputError
+from aero_compile.runtime.costs import operations, pphlo
+from aero_compile.runtime.costs.operations import CLIENTS, SERVERS
+from aero_compile.runtime.costs.session import Cost, Session
+from aero_compile.runtime.costs.table import CostTable, settings_of
+from aero_compile.runtime.hosts.network_spec import Network, parse_network
+from aero_compile.runtime.inference import compile_model
+from aero_compile.runtime.program import SET_UP, TOKENS, Program
+from aero_compile.runtime.spu_config import import_spu, runtime_config
+
+PROTOCOL = "cheetah"
+"""The protocol whose costs are modelled."""
+
+_SHARE_BYTES = 8
+_REVEAL_MESSAGES = 1
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The predicted bill of one private forward.
+
+    ``bytes`` (both directions, payload), ``messages`` and ``seconds`` mean what they mean in a ``Measurement``,
+    and ``per_op`` and ``per_step`` have its rows, each with ``rounds`` besides: round trips that follow each other.
+    ``seconds`` is ``computing`` (on the machine of the table, between two processes) plus the time on ``network``.
+    ``table`` tells where the measured part comes from. Everything includes the opening of the logits and, for
+    ``warm_up`` "full" or "setup", excludes the set-up of keys and stores.
+    """
+
+    protocol: str
+    field: int
+    fraction_bits: int
+    shape: tuple[int, int]
+    warm_up: str
+    network: str
+    bytes: int
+    messages: int
+    rounds: float
+    seconds: float
+    computing: float
+    party_sent_bytes: dict[str, int]
+    per_op: list[dict[str, Any]]
+    per_step: list[dict[str, Any]]
+    program: str
+    table: dict[str, Any]
+
+    def to_json(self) -> str:
+        """Return everything as JSON text."""
+        return json.dumps(asdict(self), indent=1)
+
+    def __str__(self) -> str:
+        batch, length = self.shape
+        lines = [
+            f"estimate for {self.protocol}, {self.field}-bit ring, {self.fraction_bits} fraction bits, "
+            f"{batch}x{length} tokens, on {self.network}",
+            f"  {_size(self.bytes)} both ways, {self.messages:,} messages, {self.rounds:,.0f} round trips, "
+            f"{self.seconds:.2f} s ({self.computing:.2f} s of it computing)",
+            f"  costs of SPU {self.table['spu']} measured on {self.table['processor']}, "
+            f"{self.table['cores']} cores, {self.table['measured']}",
+            "",
+            f"  {'operator':<16}{'count':>6}{'bytes':>12}{'share':>8}{'messages':>10}{'rounds':>8}{'seconds':>9}",
+        ]
+        lines += [
+            f"  {row['op']:<16}{row['count']:>6}{_size(row['bytes']):>12}{row['bytes'] / max(1, self.bytes):>8.1%}"
+            f"{row['messages']:>10,}{row['rounds']:>8,.0f}{row['seconds']:>9.2f}"
+            for row in self.per_op
+        ]
+        return "\n".join(lines)
+
+
+def estimate(
+    model: torch.nn.Module,
+    seq_len: int,
+    *,
+    batch: int = 1,
+    network: str | Network = "loopback",
+    logits: str = "all",
+    optimize: bool = True,
+    warm: bool | str = True,
+    table: CostTable | str | os.PathLike[str] | None = None,
+) -> Estimate:
+    """Predict what ``private_inference`` of ``model`` on token ids [batch, seq_len] costs with Cheetah.
+
+    Args:
+        model: as for ``private_inference``; on the meta device, the weights count as unknown.
+        seq_len: tokens per sequence.
+        batch: sequences.
+        network: between the parties: "loopback" (costs nothing), "lan" (1 Gbit/s, 1 ms round trip), "wan"
+            (100 Mbit/s, 80 ms), "MBPS:RTT_MS" or a ``Network``.
+        logits: "all" positions or the "last".
+        optimize: rewrite the model first, as ``private_inference`` does.
+        warm: what came before, as for ``private_inference``: True, a whole forward; "setup", the set-up alone.
+        table: measured costs (``benchmarks/calibrate.py`` writes them); None: those shipped with the package.
+
+    Raises:
+        InputError: options out of range, or a table that does not fit the version or settings of SPU.
+        LoweringError: the model cannot be lowered, or holds an operation without a known cost.
+        RuntimeUnavailableError: SPU is not installed; its compiler is needed.
+    """
+    for name, value in (("seq_len", seq_len), ("batch", batch)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InputError(f"{name} must be a whole number, at least 1, not {value!r}")
+    if warm not in (True, "setup"):
+        raise InputError(f"an estimate is that of a warm forward: warm must be True or 'setup', not {warm!r}")
+    emulated = parse_network(network)
+    costs = table if isinstance(table, CostTable) else CostTable.load(table)
+    version = str(import_spu().__version__)
+    field, bits = int(costs.settings["field"]), int(costs.settings["fraction_bits"])
+    costs.check(settings_of(runtime_config(PROTOCOL, field, bits), PROTOCOL, field, bits), version)
+    compiled = compile_model(
+        _materialized(model),
+        batch,
+        seq_len,
+        PROTOCOL,
+        logits=logits,
+        optimize=optimize,
+        field=field,
+        fraction_bits=bits,
+    )
+    return estimate_program(compiled.program, network=emulated, warm=warm, table=costs)
+
+
+def estimate_program(
+    program: Program,
+    *,
+    network: str | Network = "loopback",
+    warm: bool | str = True,
+    table: CostTable | None = None,
+) -> Estimate:
+    """Predict what running a compiled program costs; the arguments are those of :func:`estimate`.
+
+    Raises:
+        InputError: a program for another protocol or with other settings than those of the table.
+        LoweringError: an operation without a known cost.
+    """
+    costs = table if table is not None else CostTable.load()
+    theirs = {"protocol": program.protocol, "field": program.field, "fraction_bits": program.fraction_bits}
+    costs.check(theirs, str(program.versions.get("spu")))
+    emulated = parse_network(network)
+    functions = {key: pphlo.parse(code) for key, code in program.codes.items()}
+    session = Session(costs)
+    if warm == "setup":
+        operations.run(session, functions[SET_UP], (SERVERS, CLIENTS))
+        session.bill()
+    else:
+        _forward(session, program, functions, emulated)
+    rows, total = _forward(session, program, functions, emulated)
+    return _estimate(program, emulated, "setup" if warm == "setup" else "full", rows, total, costs)
+
+
+def _forward(
+    session: Session, program: Program, functions: Mapping[str, pphlo.Function], network: Network
+) -> tuple[list[dict[str, Any]], Cost]:
+    """Bill every step; returns the rows of all steps, the opening of the logits last, and their sum."""
+    knows = {TOKENS: CLIENTS, **{spec.name: SERVERS for spec in program.weights}}
+    total = Cost()
+    rows = []
+    for step in program.steps:
+        session.step(len(program.codes[step.code]))
+        found = operations.run(session, functions[step.code], [knows[name] for name in step.inputs])
+        knows.update(zip(step.outputs, found, strict=True))
+        spent = session.bill()
+        total.add(spent)
+        rows.append(_row(step.label, step.place, spent, network))
+    opened = _SHARE_BYTES * _elements(program.logits.shape)
+    reveal = Cost(opened, 0.0, _REVEAL_MESSAGES, 0.5, 0.0, opened)
+    total.add(reveal)
+    rows.append(_row("reveal", "the client's logits", reveal, network))
+    return rows, total
+
+
+def _elements(shape: Iterable[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _row(label: str, place: str, spent: Cost, network: Network) -> dict[str, Any]:
+    return {
+        "op": label,
+        "place": place,
+        "seconds": spent.seconds(network),
+        "bytes": round(spent.bytes),
+        "send_bytes": round(spent.server_bytes),
+        "recv_bytes": round(spent.client_bytes),
+        "messages": spent.messages,
+        "rounds": spent.rounds,
+    }
+
+
+def _estimate(
+    program: Program, network: Network, warm_up: str, rows: list[dict[str, Any]], total: Cost, table: CostTable
+) -> Estimate:
+    *steps, reveal = rows
+    batch, length, _ = program.tokens.shape
+    return Estimate(
+        protocol=program.protocol,
+        field=program.field,
+        fraction_bits=program.fraction_bits,
+        shape=(batch, length),
+        warm_up=warm_up,
+        network=str(network),
+        bytes=round(total.bytes),
+        messages=total.messages,
+        rounds=total.rounds,
+        seconds=total.seconds(network),
+        computing=total.computing,
+        party_sent_bytes={"server": round(total.server_bytes), "client": round(total.client_bytes)},
+        per_op=[*_by_operator(steps), {"count": 1, **{k: v for k, v in reveal.items() if k != "place"}}],
+        per_step=steps,
+        program=program.digest,
+        table={**table.machine, "cores": table.cores, "measured": table.measured, **table.versions, **table.settings},
+    )
+
+
+def _by_operator(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    columns = ("seconds", "bytes", "send_bytes", "recv_bytes", "messages", "rounds")
+    found: dict[str, dict[str, Any]] = {}
+    for row in steps:
+        total = found.setdefault(row["op"], {"op": row["op"], "count": 0, **dict.fromkeys(columns, 0)})
+        total["count"] += 1
+        for column in columns:
+            total[column] += row[column]
+    return sorted(found.values(), key=lambda row: (-row["bytes"], -row["seconds"]))
+
+
+def _materialized(model: torch.nn.Module) -> torch.nn.Module:
+    """The model itself, or a copy with weights like those of a trained model in place of those on the meta device."""
+    if not isinstance(model, torch.nn.Module):
+        raise InputError(f"an estimate takes a torch.nn.Module, not {type(model).__name__}")
+    tensors = [*model.parameters(), *model.buffers()]
+    if not any(tensor.is_meta for tensor in tensors):
+        return model
+    if any(buffer.is_meta for buffer in model.buffers()):
+        raise InputError(
+            "a buffer of the model is on the meta device, and what it masks or rotates is not known; build the model "
+            "under torch.device('cpu'), or move only its parameters to the meta device"
+        )
+    filled: dict[int, torch.nn.Parameter] = {}  # one for each parameter: what is tied stays tied
+    empty = copy.deepcopy(model)
+    for module in empty.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None and weight.is_meta:
+                if id(weight) not in filled:
+                    filled[id(weight)] = torch.nn.Parameter(_like_trained(weight, name))
+                module._parameters[name] = filled[id(weight)]
+    return empty
+
+
+def _like_trained(weight: torch.nn.Parameter, name: str) -> torch.Tensor:
+    """Small numbers, none equal, around 1 for a gain: a rewriting that needs special weights finds none."""
+    generator = torch.Generator().manual_seed(weight.numel())
+    center = 1.0 if weight.dim() == 1 and name == "weight" else 0.0
+    return torch.normal(center, 0.02, weight.shape, generator=generator).to(weight.dtype)
+
+
+def _size(count: float) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.2f} {unit}"
+    return f"{count:.0f} B"

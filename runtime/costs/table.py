@@ -1,0 +1,141 @@
+"""The measured part of the cost model: what SPU's building blocks cost, on which machine, with which settings.
+
+``benchmarks/calibrate.py`` writes the table; one is shipped with the package. It is data only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from bisect import bisect_left
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from aero_compile.errors import InputError
+from aero_compile.files import write_atomically
+
+FORMAT = 1
+"""Version of the table's file; a reader accepts only its own."""
+
+SHIPPED = Path(__file__).with_name("table.json")
+"""The table that comes with the package."""
+
+CALIBRATE = "measure one with: python benchmarks/calibrate.py"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A protocol made of oblivious transfers, on n elements.
+
+    ``points``: rows (n, bytes sent by the server, bytes sent by the client, seconds), n rising. ``messages`` that
+    each party sends in one tile, about n elements and about 2n. ``transfers``: correlated oblivious transfers per
+    element with the server as the sender, and with the client. ``exchanges``: the one-sided transfers and mutual
+    openings that follow each other.
+    """
+
+    points: tuple[tuple[int, float, float, float], ...]
+    messages: tuple[int, int]
+    transfers: tuple[int, int]
+    exchanges: tuple[str, ...]
+
+    def at(self, n: int) -> tuple[float, float, float]:
+        """Return (bytes of the server, bytes of the client, seconds) for n elements, between measured points."""
+        rows = self.points
+        place = min(max(1, bisect_left([row[0] for row in rows], n)), len(rows) - 1)
+        low, high = rows[place - 1], rows[place]
+        part = (n - low[0]) / (high[0] - low[0])
+        server, client, seconds = (max(0.0, low[i] + part * (high[i] - low[i])) for i in (1, 2, 3))
+        return server, client, seconds
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Everything measured.
+
+    ``settings``: protocol, field, fraction_bits and the options of the configuration that change costs.
+    ``ciphertext_bytes``: "product_sent", "product_answer", "matmul_sent", "matmul_answer".
+    ``moduli``: ciphertexts for each 8192 values of an element-wise product.
+    ``kernels``: "trunc" by the fraction bits, "halve" by those that an exponential takes off its argument, "less",
+    "select", "b2a" of a bit, "widen" of a bit in front of a fraction, "and", and the bitwise parts of "reciprocal",
+    "rsqrt", "sqrt" and "divide".
+    ``expansions``: for these, the element-wise "product", "square" and "trunc" that come on top, each as a list of
+    their sizes in multiples of n.
+    ``refill``: of an empty store of oblivious transfers: "bytes", "messages", "seconds", and "count" it yields.
+    ``seconds``: coefficients, see ``session``; ``local``: seconds per element of operations without messages.
+    ``machine`` and ``versions`` say where this comes from; ``cores`` limits how many tiles run side by side.
+    """
+
+    settings: dict[str, Any]
+    ciphertext_bytes: dict[str, float]
+    moduli: int
+    kernels: dict[str, Kernel]
+    expansions: dict[str, dict[str, list[int]]]
+    refill: dict[str, float]
+    seconds: dict[str, float]
+    local: dict[str, float]
+    cores: int
+    machine: dict[str, str]
+    versions: dict[str, str]
+    measured: str
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the table to ``path`` (beside it first, then renamed)."""
+        write_atomically(Path(path), json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str] | None = None) -> CostTable:
+        """Read a table; None: the one shipped with the package.
+
+        Raises:
+            InputError: the file is missing, damaged or of another format version.
+        """
+        source = SHIPPED if path is None else Path(path)
+        try:
+            content = json.loads(source.read_text(encoding="utf-8"))
+            if content.pop("format") != FORMAT:
+                raise InputError(f"{source} is a cost table of another version of aero_compile; {CALIBRATE}")
+            kernels = {name: _kernel(raw) for name, raw in content.pop("kernels").items()}
+            return cls(kernels=kernels, **content)
+        except FileNotFoundError as error:
+            raise InputError(f"there is no cost table at {source}; {CALIBRATE}") from error
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"{source} is not a readable cost table: {error}; {CALIBRATE}") from error
+
+    def check(self, settings: dict[str, Any], spu_version: str) -> None:
+        """Check that the table was measured with these settings and this version of SPU.
+
+        Raises:
+            InputError: it was not; the message says what differs.
+        """
+        measured = {**self.settings, "spu": self.versions.get("spu")}
+        wanted = {**settings, "spu": spu_version}
+        wrong = [
+            f"{name} is {value!r}, the table has {measured.get(name)!r}"
+            for name, value in wanted.items()
+            if measured.get(name) != value
+        ]
+        if wrong:
+            raise InputError(f"the cost table was measured with other settings: {'; '.join(wrong)}; {CALIBRATE}")
+
+
+def settings_of(config: Any, protocol: str, field: int, fraction_bits: int) -> dict[str, Any]:
+    """Return those settings of a ``spu.RuntimeConfig`` that change costs."""
+    return {
+        "protocol": protocol,
+        "field": field,
+        "fraction_bits": fraction_bits,
+        "fxp_exp_iters": int(config.fxp_exp_iters),
+        "fxp_div_goldschmidt_iters": int(config.fxp_div_goldschmidt_iters),
+        "enable_mul_lsb_error": bool(config.cheetah_2pc_config.enable_mul_lsb_error),
+    }
+
+
+def _kernel(raw: dict[str, Any]) -> Kernel:
+    first, second = raw["transfers"]
+    single, double = raw["messages"]
+    points = tuple((int(n), float(a), float(b), float(s)) for n, a, b, s in raw["points"])
+    if len(points) < 2 or any(low[0] >= high[0] for low, high in pairwise(points)):
+        raise ValueError("a kernel needs two points or more, with rising numbers of elements")
+    return Kernel(points, (int(single), int(double)), (int(first), int(second)), tuple(raw["exchanges"]))

@@ -1,0 +1,1 @@
+"""Two processes: how they are started, linked, slowed down and measured."""

@@ -1,0 +1,49 @@
+"""Measuring under a network: the processes of this machine talk through one that limits and delays them."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+
+from aero_compile.runtime.hosts import relay
+from aero_compile.runtime.hosts.network_spec import Network
+
+BACKLOG = 128
+
+
+class Relay:
+    """A process that carries connections to two addresses over an emulated network, while the context is open.
+
+    A connection to ``addresses[i]`` reaches ``targets[i]`` ("host:port"); the network lies between the hosts of
+    the two targets. In each direction by itself (full duplex), bytes leave at ``network.mbps`` at most, shared by
+    all connections in turns, and arrive ``network.rtt_ms / 2`` after they left, in order. Connecting takes a round
+    trip, and is refused as the target refuses. The bandwidth counts what TCP carries, not its headers; losses and
+    TCP's slow start are not emulated. The process ends with its launcher.
+    """
+
+    def __init__(self, network: Network, targets: Sequence[str]) -> None:
+        listeners = [socket.create_server(("127.0.0.1", 0), backlog=BACKLOG) for _ in targets]
+        self.addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in listeners]
+        routes = [f"{each.fileno()}={target}" for each, target in zip(listeners, targets, strict=True)]
+        # -I -S: only the standard library, hence up within a tenth of a second, and nobody's site packages.
+        command = [sys.executable, "-I", "-S", relay.__file__, *routes]
+        command += ["--mbps", repr(network.mbps), "--rtt-ms", repr(network.rtt_ms)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=[each.fileno() for each in listeners]
+        )
+        for each in listeners:
+            each.close()
+
+    def end(self) -> None:
+        """End the process and with it every connection."""
+        self.process.kill()
+        self.process.communicate()
+
+    def __enter__(self) -> Relay:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.end()

@@ -1,0 +1,182 @@
+"""The process that plays the network between two parties: TCP forwarders with a bandwidth and a delay.
+
+Started by :class:`aero_compile.runtime.hosts.network.Relay` as a script of its own, so that no other work holds up
+its clock. It knows the standard library only and takes bytes as they come: an encrypted link passes as well.
+
+``relay.py --mbps M --rtt-ms R FD=HOST:PORT FD=HOST:PORT``: FD is an inherited listening socket, and HOST:PORT
+where its connections lead. What connections through the first send and what those through the second receive
+goes in one direction and shares its bandwidth; the rest goes in the other. Ends when standard input does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import selectors
+import socket
+import struct
+import sys
+from collections import deque
+from collections.abc import Callable
+
+CHUNK_SECONDS = 1e-3
+"""Most of a link's time that one piece may take, so that connections alternate and short messages slip in."""
+
+SMALLEST_CHUNK, LARGEST_CHUNK = 1448, 1 << 17
+"""Bytes of a piece: from the payload of an Ethernet frame to what is worth copying at once."""
+
+QUEUE_SECONDS = 0.01
+"""How far ahead the link's time is given away, so that a late wake-up of this process leaves no gap in it."""
+
+LEAST_BUFFER, LARGEST_BUFFER = 4 << 20, 64 << 20
+"""Bounds on the bytes that one connection may have under way in one direction."""
+
+CONNECTIONS = 200
+"""Connections at once through each address (``select`` sees 1024 descriptors); further ones wait."""
+
+
+class Direction:
+    """One direction of the link: all connections share its bandwidth, in turns."""
+
+    def __init__(self, mbps: float, rtt_ms: float) -> None:
+        bytes_per_second = mbps * 1e6 / 8
+        self.seconds_per_byte = 1 / bytes_per_second
+        self.delay = rtt_ms / 2e3
+        self.chunk = int(min(max(bytes_per_second * CHUNK_SECONDS, SMALLEST_CHUNK), LARGEST_CHUNK))
+        product = bytes_per_second * 2 * self.delay if self.delay else 0.0
+        self.buffer = int(min(max(2 * product, LEAST_BUFFER), LARGEST_BUFFER))
+        self._free_at = 0.0
+        self._turn = asyncio.Lock()
+
+    async def send(self, count: int) -> float:
+        """Take ``count`` bytes onto the link when it is their turn; returns when the last of them arrives."""
+        now = asyncio.get_running_loop().time
+        async with self._turn:
+            await asyncio.sleep(self._free_at - QUEUE_SECONDS - now())
+            self._free_at = max(self._free_at, now()) + count * self.seconds_per_byte
+            return self._free_at + self.delay
+
+
+class Flow:
+    """One direction of one connection: from ``source`` over the link to ``sink``, in order."""
+
+    def __init__(self, source: socket.socket, sink: socket.socket, there: Direction, back: Direction) -> None:
+        self.source, self.sink, self.there, self.back = source, sink, there, back
+        self._under_way: deque[tuple[float, bytes | OSError]] = deque()
+        self._bytes = 0
+        self._changed = asyncio.Event()
+
+    async def read(self) -> None:
+        """Put onto the link what the source sends, as long as the sink takes it."""
+        piece: bytes | OSError = b"-"
+        while piece and not isinstance(piece, OSError):
+            await self._until(lambda: self._bytes < self.there.buffer)
+            try:
+                piece = await asyncio.get_running_loop().sock_recv(self.source, self.there.chunk)
+            except OSError as error:
+                piece = error  # a reset travels like data, behind what was sent before it
+            size = len(piece) if isinstance(piece, bytes) else 0
+            arrival = await self.there.send(size)
+            self._bytes += size
+            self._under_way.append((arrival, piece))
+            self._changed.set()
+
+    async def write(self) -> None:
+        """Hand over each piece when it arrives; end as the source did."""
+        while True:
+            await self._until(lambda: bool(self._under_way))
+            arrival, piece = self._under_way.popleft()
+            await wait_until(arrival)
+            if isinstance(piece, OSError):
+                raise piece
+            if not piece:
+                self.sink.shutdown(socket.SHUT_WR)
+                return
+            try:
+                await asyncio.get_running_loop().sock_sendall(self.sink, piece)
+            except OSError:
+                await wait_until(await self.back.send(0))  # that the sink is gone is news, which travels too
+                raise
+            self._bytes -= len(piece)
+            self._changed.set()
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
+
+
+async def wait_until(when: float) -> None:
+    """Sleep until ``when``, a time of the loop's (monotonic) clock; lets others run even if that is past."""
+    await asyncio.sleep(when - asyncio.get_running_loop().time())
+
+
+async def carry(near: socket.socket, target: tuple[str, int], there: Direction, back: Direction) -> None:
+    """Carry one connection until both directions have ended, or refuse it if nothing listens at ``target``."""
+    loop = asyncio.get_running_loop()
+    far = socket.socket()
+    with near, far:
+        for end in (near, far):
+            end.setblocking(False)
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            await asyncio.sleep(there.delay)
+            try:
+                await loop.sock_connect(far, target)
+            finally:
+                await asyncio.sleep(back.delay)
+            async with asyncio.TaskGroup() as group:
+                for flow in (Flow(near, far, there, back), Flow(far, near, back, there)):
+                    group.create_task(flow.read())
+                    group.create_task(flow.write())
+        except* OSError:
+            for end in (near, far):  # the next close resets the connection instead of ending it in order
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+async def listen(listener: socket.socket, target: tuple[str, int], there: Direction, back: Direction) -> None:
+    """Carry every connection made to ``listener``."""
+    listener.setblocking(False)
+    places = asyncio.Semaphore(CONNECTIONS)
+    async with asyncio.TaskGroup() as group:
+        while True:
+            await places.acquire()
+            near, _ = await asyncio.get_running_loop().sock_accept(listener)
+            group.create_task(carry(near, target, there, back)).add_done_callback(lambda _: places.release())
+
+
+async def run(mbps: float, rtt_ms: float, routes: list[tuple[socket.socket, tuple[str, int]]]) -> None:
+    """Forward until standard input is closed, that is until the launcher is gone."""
+    first, second = Direction(mbps, rtt_ms), Direction(mbps, rtt_ms)
+    asyncio.get_running_loop().add_reader(sys.stdin, lambda: os.read(sys.stdin.fileno(), 4096) or os._exit(0))
+    async with asyncio.TaskGroup() as group:
+        for (listener, target), (there, back) in zip(routes, ((first, second), (second, first)), strict=True):
+            group.create_task(listen(listener, target, there, back))
+
+
+def route(text: str) -> tuple[socket.socket, tuple[str, int]]:
+    """Parse ``FD=HOST:PORT`` into the inherited listening socket and where its connections lead."""
+    descriptor, _, address = text.partition("=")
+    host, _, port = address.rpartition(":")
+    return socket.socket(fileno=int(descriptor)), (host, int(port))
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the relay."""
+    parser = argparse.ArgumentParser(prog="relay.py", description=__doc__.splitlines()[0])
+    parser.add_argument("--mbps", type=float, required=True, help="10^6 bits per second and direction, or inf")
+    parser.add_argument("--rtt-ms", type=float, required=True, help="round trip in milliseconds")
+    parser.add_argument("routes", type=route, nargs=2, metavar="FD=HOST:PORT")
+    arguments = parser.parse_args(argv)
+    with contextlib.suppress(OSError, AttributeError):  # a network does not wait for busy hosts; needs privileges
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    # epoll rounds waiting times up to whole milliseconds; select does not.
+    loop = asyncio.SelectorEventLoop(selectors.SelectSelector())
+    with contextlib.suppress(KeyboardInterrupt):  # the launcher, which got it too, says so
+        loop.run_until_complete(run(arguments.mbps, arguments.rtt_ms, arguments.routes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""FX → JAX → PPHLO: what is public, masked, deferred, checked and compiled."""

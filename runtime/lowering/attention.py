@@ -1,0 +1,165 @@
+"""Softmax of attention scores, computed on the entries that a public mask allows and on no others.
+
+The allowed entries of all rows are gathered into one array (indices are public, so this is free); maximum,
+exponential and normalization run on that array, and zeros are put back around it at the end. Half of a causal
+[T, T] matrix is never touched. The division is one reciprocal a row, never one an entry.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from aero_compile.runtime.arithmetic.exponential import SAFE, Exponential
+from aero_compile.runtime.arithmetic.filling import multiply
+from aero_compile.runtime.arithmetic.reciprocal import reciprocal_of_sums
+from aero_compile.runtime.lazy_jax import jnp
+from aero_compile.runtime.lowering.masks import Masked
+
+Indices = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Allowed entries of scores [..., K], seen as ``groups`` times the same ``allowed`` rows, bool [R, K]."""
+
+    groups: int
+    allowed: npt.NDArray[np.bool_]
+
+    @cached_property
+    def columns(self) -> Indices:
+        """Positions of the allowed entries in a flattened group, row by row."""
+        return np.flatnonzero(self.allowed)
+
+    @cached_property
+    def lengths(self) -> Indices:
+        """Number of entries of each row that has any."""
+        counts: Indices = self.allowed.sum(axis=1)
+        return np.asarray(counts[counts > 0])
+
+    @cached_property
+    def row_of(self) -> Indices:
+        """For each entry the number of its row, rows without entries not counted."""
+        return np.repeat(np.arange(len(self.lengths)), self.lengths)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every entry is allowed: nothing to gather."""
+        return bool(self.allowed.all())
+
+    @property
+    def entries(self) -> int:
+        """Number of allowed entries in all groups."""
+        return self.groups * len(self.columns)
+
+    def pack(self, scores: Any) -> Any:
+        """[..., K] → [groups, entries of one group]."""
+        flat = scores.reshape((self.groups, self.allowed.size))
+        return flat if self.is_full else flat[:, self.columns]
+
+    def unpack(self, packed: Any, shape: tuple[int, ...]) -> Any:
+        """[groups, entries of one group] → ``shape``, zero where nothing is allowed."""
+        if not self.is_full:
+            source = np.full(self.allowed.size, len(self.columns))
+            source[self.columns] = np.arange(len(self.columns))
+            packed = jnp().concatenate([packed, jnp().zeros((self.groups, 1), packed.dtype)], axis=1)[:, source]
+        return packed.reshape(shape)
+
+    def spread(self, rows: Any, shape: tuple[int, ...]) -> Any:
+        """[groups, rows with entries] → ``shape``, zero for rows without."""
+        filled = self.allowed.any(axis=1)
+        if not filled.all():
+            source = np.where(filled, np.cumsum(filled) - 1, len(self.lengths))
+            rows = jnp().concatenate([rows, jnp().zeros((self.groups, 1), rows.dtype)], axis=1)[:, source]
+        return rows.reshape(shape)
+
+
+def packing(shape: tuple[int, ...], allowed: npt.NDArray[np.bool_] | None) -> Packing:
+    """Return how scores of ``shape``, normalized along the last axis, are packed under a broadcast mask."""
+    mask = np.ones((1,) * len(shape), np.bool_) if allowed is None else allowed
+    mask = mask.reshape((1,) * (len(shape) - mask.ndim) + mask.shape)
+    shared = 0  # leading axes along which the mask is the same
+    while shared < len(shape) - 1 and mask.shape[shared] == 1:
+        shared += 1
+    shared = min(shared, max(len(shape) - 2, 0))
+    rows = np.broadcast_to(mask[(0,) * shared], shape[shared:]).reshape(-1, shape[-1])
+    return Packing(math.prod(shape[:shared]), np.ascontiguousarray(rows))
+
+
+def masked_softmax(x: Any, mask: Masked, dim: int, exact: bool = False, exponential: Exponential = SAFE) -> Any:
+    """Softmax of ``mask.scale * x + mask.bias`` along ``dim``, over the allowed entries; others are 0.
+
+    ``exponential`` says how to compute exponentials, ``exact`` that they are textbook ones. A row with nothing allowed
+    gives zeros (PyTorch: NaN).
+    """
+    last = jnp().moveaxis(x, dim, -1)
+    packed, rows = _exponentials(last, _moved(mask, dim, x.ndim), exact, exponential)
+    inverse = _inverse(rows, exact)
+    return jnp().moveaxis(rows.layout.unpack(multiply(packed, inverse[:, rows.layout.row_of]), last.shape), -1, dim)
+
+
+def unnormalized_softmax(
+    x: Any, mask: Masked, dim: int, exact: bool = False, exponential: Exponential = SAFE
+) -> tuple[Any, Any]:
+    """The softmax along the last axis in two factors: exponentials [..., K] and inverse row sums [..., 1]."""
+    if dim != x.ndim - 1:
+        raise NotImplementedError("a softmax along another axis than the last cannot be split")
+    packed, rows = _exponentials(x, mask, exact, exponential)
+    inverse = rows.layout.spread(_inverse(rows, exact), (*x.shape[:-1], 1))
+    return rows.layout.unpack(packed, x.shape), inverse
+
+
+@dataclass(frozen=True)
+class _Rows:
+    layout: Packing
+    sums: Any
+
+
+def _inverse(rows: _Rows, exact: bool) -> Any:
+    return 1.0 / rows.sums if exact else reciprocal_of_sums(rows.sums, int(rows.layout.lengths.max()))
+
+
+def _exponentials(x: Any, mask: Masked, exact: bool, exponential: Exponential) -> tuple[Any, _Rows]:
+    """Packed exponentials of the scores less their row's maximum, and the sums of the rows that have entries."""
+    layout = packing(x.shape, mask.allowed)
+    scores = x if mask.scale is None else x * mask.scale.astype(x.dtype)
+    scores = scores if mask.bias is None else scores + mask.bias.astype(x.dtype)
+    packed = layout.pack(scores)
+    shifted = packed - row_maximum(packed, layout.lengths)[:, layout.row_of]
+    found = jnp().exp(shifted) if exact else exponential(shifted)
+    rectangle = layout.unpack(found, (layout.groups, *layout.allowed.shape))
+    return found, _Rows(layout, rectangle.sum(axis=-1)[:, layout.allowed.any(axis=1)])
+
+
+def row_maximum(packed: Any, lengths: Indices) -> Any:
+    """Maximum of each row of ``packed`` [G, sum of lengths] → [G, rows], by rounds of pairwise maxima."""
+    current, sizes = packed, lengths
+    while sizes.max() > 1:
+        starts, half = np.cumsum(sizes) - sizes, sizes // 2
+        left = np.concatenate([start + np.arange(count) for start, count in zip(starts, half, strict=True)])
+        right = left + np.repeat(half, half)
+        odd = sizes % 2 == 1
+        single = (starts + 2 * half)[odd]
+        rows = np.concatenate([np.repeat(np.arange(len(sizes)), half), np.flatnonzero(odd)])
+        larger = jnp().maximum(current[:, left], current[:, right])
+        current = jnp().concatenate([larger, current[:, single]], axis=1)[:, np.argsort(rows, kind="stable")]
+        sizes = half + odd
+    return current
+
+
+def _moved(mask: Masked, dim: int, ndim: int) -> Masked:
+    """The mask for scores whose axis ``dim`` was moved to the end."""
+    if dim == ndim - 1:
+        return mask
+
+    def move(table: npt.NDArray[Any] | None) -> npt.NDArray[Any] | None:
+        if table is None:
+            return None
+        return np.moveaxis(table.reshape((1,) * (ndim - table.ndim) + table.shape), dim, -1)
+
+    return Masked(mask.core, move(mask.scale), move(mask.bias), move(mask.allowed))

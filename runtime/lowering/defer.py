@@ -1,0 +1,106 @@
+"""Put off the normalization of a softmax until after its product with the values, where that is cheaper.
+
+Before → after (s scores [..., Q, K], v values [..., K, D]; the function is unchanged up to rounding):
+    matmul(softmax(s), v) → matmul(e, v) · r        e = exp(s − max s), r = 1 / Σ e, one a row
+
+Normalizing costs one product for each allowed entry of s, putting it off one for each of the Q·D results: less as soon
+as rows have more entries than D.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+
+import torch
+from torch import fx
+
+from aero_compile.runtime.lowering.attention import packing
+from aero_compile.runtime.lowering.masks import find_mask
+from aero_compile.runtime.lowering.partition import SOFTMAXES, Domain, Partition
+
+aten = torch.ops.aten
+
+_PRODUCTS = frozenset({aten.matmul.default, aten.bmm.default})
+_RESHAPES = frozenset(
+    {
+        *(aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default),
+        *(aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default),
+        *(aten._to_copy.default, aten.type_as.default),
+    }
+)
+
+
+def unnormalized_softmax(scores: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax of ``scores`` [..., K] along the last axis as exponentials [..., K] and inverse row sums [..., 1]."""
+    exponentials = torch.exp(scores - scores.amax(dim, keepdim=True))
+    return exponentials, 1 / exponentials.sum(dim, keepdim=True)
+
+
+def defer_normalization(part: Partition) -> None:
+    """Rewrite the softmaxes of ``part.graph``, in place, whose normalization is cheaper after the product."""
+    for softmax in [node for node in part.graph.nodes if node.target in SOFTMAXES and part.is_live(node)]:
+        product = _product_with_values(part, softmax)
+        if product not in (None, part.output) and math.prod(part.shapes[product]) < _entries(part, softmax):
+            _split(part, softmax, product)
+
+
+def _product_with_values(part: Partition, softmax: fx.Node) -> fx.Node | None:
+    """The product whose left factor is the softmax, or a reshaped form with the same rows; None for other uses."""
+    shape = part.shapes[softmax]
+    dim = softmax.args[1] if len(softmax.args) > 1 else softmax.kwargs["dim"]
+    if dim not in (-1, len(shape) - 1):
+        return None
+    node = softmax
+    while len(node.users) == 1:
+        (user,) = node.users
+        if user.target in _PRODUCTS and user.args[0] is node and user.args[1] is not node:
+            rows = part.shapes[user][:-1]
+            return user if math.prod(rows) == math.prod(shape[:-1]) else None
+        same_rows = part.shapes.get(user, ())[-2:] == shape[-2:] and math.prod(part.shapes[user]) == math.prod(shape)
+        if user.target not in _RESHAPES or user.args[0] is not node or not same_rows:
+            return None
+        node = user
+    return None
+
+
+def _entries(part: Partition, softmax: fx.Node) -> int:
+    scores = softmax.args[0]
+    assert isinstance(scores, fx.Node)
+    return packing(part.shapes[softmax], find_mask(part, scores).allowed).entries
+
+
+def _split(part: Partition, softmax: fx.Node, product: fx.Node) -> None:
+    graph, shape = part.graph, part.shapes[softmax]
+    with graph.inserting_after(softmax):
+        both = graph.call_function(unnormalized_softmax, (softmax.args[0], -1))
+    with graph.inserting_after(both):
+        exponentials = graph.call_function(operator.getitem, (both, 0))
+    with graph.inserting_after(exponentials):
+        inverse = graph.call_function(operator.getitem, (both, 1))
+    softmax.replace_all_uses_with(exponentials)
+    rows = part.shapes[product][:-1]
+    with graph.inserting_after(product):
+        column = graph.call_function(aten.reshape.default, (inverse, [*rows, 1]))
+    with graph.inserting_after(column):
+        normalized = graph.call_function(aten.mul.Tensor, (product, column))
+    product.replace_all_uses_with(normalized, delete_user_cb=lambda user: user is not normalized)
+    graph.erase_node(softmax)
+    made: list[tuple[fx.Node, tuple[int, ...], fx.Node]] = [
+        (both, shape, softmax),
+        (exponentials, shape, softmax),
+        (inverse, (*shape[:-1], 1), softmax),
+        (column, (*rows, 1), softmax),
+        (normalized, part.shapes[product], softmax),
+    ]
+    for node, size, like in made:
+        _declare(part, node, size, like)
+    normalized.meta["normalizes"] = True
+    both.meta["softmax"] = softmax.name
+
+
+def _declare(part: Partition, node: fx.Node, shape: tuple[int, ...], like: fx.Node) -> None:
+    node.meta = dict(like.meta)
+    part.domains[node] = Domain.LIVE
+    part.shapes[node] = shape
+    part.is_float[node] = True

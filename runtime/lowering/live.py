@@ -1,0 +1,122 @@
+"""The live part of a model as a chain of JAX functions: what ``to_jax`` builds and ``spu_compile`` reads."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import fx
+
+from aero_compile.runtime.arithmetic.exponential import Exponential
+from aero_compile.runtime.lowering.masks import Masked
+from aero_compile.runtime.lowering.partition import op_name
+from aero_compile.runtime.operators import registry
+from aero_compile.runtime.program import TOKENS
+
+
+@dataclass(frozen=True)
+class LiveStep:
+    """One operator: ``function(*inputs)`` returns the tuple of ``outputs`` (JAX arrays).
+
+    ``key`` is equal for two steps that compute the same function of inputs of the same shapes.
+    """
+
+    label: str
+    place: str
+    key: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    function: Callable[..., tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class LiveProgram:
+    """The token-dependent part of a model: steps from ``TOKENS`` and the server's weights to ``result``.
+
+    ``executed`` names the graph's nodes that the steps compute, ``exponentials`` how each softmax, by its node's name,
+    computes its exponential.
+    """
+
+    steps: tuple[LiveStep, ...]
+    weights: dict[str, npt.NDArray[np.float32] | npt.NDArray[np.float64]]
+    token_shape: tuple[int, int, int]
+    result: str
+    result_shape: tuple[int, ...]
+    executed: frozenset[str]
+    exponentials: Mapping[str, Exponential] = field(default_factory=dict)
+
+    def run(self, one_hot: Any, weights: Mapping[str, Any] | None = None) -> Any:
+        """Compute the logits in plain JAX (for tests and debugging; nothing is private here)."""
+        values: dict[str, Any] = {TOKENS: one_hot, **(weights if weights is not None else self.weights)}
+        for step in self.steps:
+            found = step.function(*(values[name] for name in step.inputs))
+            values.update(zip(step.outputs, found, strict=True))
+        return values[self.result]
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A reference to a named value of the step."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function with its arguments bound to values of the step, constants and options."""
+
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+    def __call__(self, environment: Mapping[str, Any]) -> Any:
+        def fill(value: Any) -> Any:
+            if isinstance(value, Ref):
+                return environment[value.name]
+            return [fill(each) for each in value] if isinstance(value, list) else value
+
+        return self.function(**{k: fill(v) for k, v in self.arguments.items()}, **self.options)
+
+
+def describe(call: Call, group: list[fx.Node], inputs: tuple[str, ...]) -> Any:
+    """Describe a call so that equal descriptions compute equal functions, whatever the names."""
+    internal = {node.name: i for i, node in enumerate(group)}
+
+    def text(value: Any) -> Any:
+        if isinstance(value, Ref):
+            found = inputs.index(value.name) if value.name in inputs else None
+            return f"in{found}" if found is not None else f"step{internal[value.name]}"
+        if isinstance(value, (list, tuple)):
+            return [text(each) for each in value]
+        if isinstance(value, np.ndarray):
+            digest = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
+            return f"{value.dtype}{value.shape}{digest}"
+        if isinstance(value, Masked):
+            return [text(value.scale), text(value.bias), text(value.allowed)]
+        return repr(value)
+
+    return [[[name, text(value)] for name, value in part.items()] for part in (call.arguments, call.options)]
+
+
+_LABELS = {"addmm": "linear", "baddbmm": "matmul", "bmm": "matmul", "mm": "matmul"}
+
+
+def is_part(node: fx.Node) -> bool:
+    """Whether a node takes one part of an unnormalized softmax."""
+    source = node.args[0] if op_name(node) == "getitem" else None
+    return isinstance(source, fx.Node) and op_name(source) == "unnormalized_softmax"
+
+
+def label(node: fx.Node, looks_up: bool) -> str:
+    """Name an operator in the user's terms."""
+    if is_part(node) or node.meta.get("normalizes"):
+        return "softmax"
+    name = "aten.embedding" if looks_up else op_name(node)
+    short = name.rpartition(".")[2].removeprefix("_").removeprefix("safe_").removeprefix("native_")
+    return "reshape" if name in registry.VIEWS else _LABELS.get(short, short)

@@ -1,0 +1,392 @@
+"""Lower the live part of a logits graph to JAX functions, one for each operator of the model.
+
+Each step computes one operator (with the views in front of it). The steps run one after the other on
+secret shares, so bytes, messages and seconds are known for every operator of every layer, and steps that
+compute the same thing (the layers of a transformer) share one compiled program.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import fx
+
+from aero_compile.errors import LoweringError
+from aero_compile.runtime.arithmetic.exponential import Exponential, cheapest_exponential, choose_exponential
+from aero_compile.runtime.lowering import attention
+from aero_compile.runtime.lowering.blocks import Strip, blocked_scores, choose_strips
+from aero_compile.runtime.lowering.live import Call, LiveProgram, LiveStep, Ref, describe, is_part, label
+from aero_compile.runtime.lowering.masks import Masked, find_mask
+from aero_compile.runtime.lowering.partition import Domain, Partition, op_name, place_of
+from aero_compile.runtime.operators import pointwise, products, registry, views
+from aero_compile.runtime.program import TOKENS
+
+OPERATOR_MODULES = (pointwise, products, views)
+"""Importing these fills the table of operators."""
+
+_SOFTMAX = frozenset({"aten.softmax", "aten._softmax", "aten._safe_softmax", "unnormalized_softmax"})
+_CASTS = frozenset({"aten.to", "aten._to_copy", "aten.type_as"})
+
+
+def supported_ops() -> tuple[str, ...]:
+    """Return the names of all live operators that can be lowered, sorted."""
+    return registry.supported_ops()
+
+
+def lower(
+    part: Partition,
+    *,
+    exact: bool = False,
+    dtype: Any = np.float32,
+    spreads: Mapping[str, float] | None = None,
+    softmax_error: float | None = None,
+) -> LiveProgram:
+    """Lower every live node of ``part`` that the logits need.
+
+    ``exact=True`` uses textbook functions instead of fixed-point approximations (for comparison with PyTorch in plain
+    JAX); ``dtype`` is that of the weights. ``spreads``: for softmaxes, by the name of their node, the largest
+    difference of two scores of a row that will come; any may come where it says nothing. ``softmax_error``: largest
+    error of a weight that an exponential may cause; None: 1e-3, or the least there is for rows so long.
+
+    Raises:
+        LoweringError: an operator cannot be lowered; the message names it and its place in the model.
+    """
+    return _Lowering(part, exact, dtype, spreads or {}, softmax_error).program()
+
+
+@dataclass
+class _Slot:
+    """What one step knows about its inputs while it is being assembled."""
+
+    nodes: list[fx.Node] = field(default_factory=list)
+    inputs: dict[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
+
+
+class _Lowering:
+    def __init__(
+        self, part: Partition, exact: bool, dtype: Any, spreads: Mapping[str, float], softmax_error: float | None
+    ) -> None:
+        self.part = part
+        self.spreads = spreads
+        self.softmax_error = softmax_error
+        self.exponentials: dict[str, Exponential] = {}
+        self.exact = exact
+        self.dtype = dtype
+        self.masks: dict[fx.Node, Masked] = {}
+        self.weights: dict[str, npt.NDArray[Any]] = {}
+        self._weight_names: dict[object, str] = {}
+        self._carries_tokens: dict[fx.Node, bool] = {}
+        needed = self._needed()
+        self.order = [n for n in part.graph.nodes if n in needed and n is not part.tokens]
+        self.strips = dict(self._blocked_products())
+        self.vocabulary = self._vocabulary()
+
+    # --- which nodes, in which steps ------------------------------------------------------------------
+
+    def _needed(self) -> set[fx.Node]:
+        needed: set[fx.Node] = set()
+        waiting = [self.part.output]
+        while waiting:
+            node = waiting.pop()
+            if node not in needed:
+                needed.add(node)
+                waiting.extend(self._live_dependencies(node))
+        return needed
+
+    def _live_dependencies(self, node: fx.Node) -> list[fx.Node]:
+        if op_name(node) in _SOFTMAX:
+            if node not in self.masks:
+                scores = node.args[0]
+                assert isinstance(scores, fx.Node)
+                self.masks[node] = find_mask(self.part, scores)
+            return [self.masks[node].core]
+        if op_name(node) in _LENDERS:
+            first = node.args[0]
+            assert isinstance(first, fx.Node)
+            return [first]
+        return [used for used in node.all_input_nodes if self.part.is_live(used)]
+
+    def _blocked_products(self) -> Iterator[tuple[fx.Node, tuple[Strip, ...]]]:
+        """Score products that only a masked softmax reads, with the strips of them that it reads."""
+        readers: dict[fx.Node, set[fx.Node]] = {}
+        for node in self.order:
+            for used in self._live_dependencies(node):
+                readers.setdefault(used, set()).add(node)
+        for node, mask in self.masks.items():
+            product = mask.core
+            if op_name(product) in _PRODUCTS and mask.allowed is not None and readers[product] == {node}:
+                shape = self.part.shapes[product]
+                allowed = np.broadcast_to(mask.allowed, shape).any(axis=tuple(range(len(shape) - 2)))
+                left = product.args[0]
+                if isinstance(left, fx.Node) and left in self.part.shapes:
+                    yield product, choose_strips(allowed, self.part.shapes[left][-1])
+
+    def _vocabulary(self) -> int:
+        """Rows of the table that the tokens index; they must agree if there are several."""
+        rows: dict[int, str] = {}
+        for node in self.order:
+            table, _ = self._lookup(node)
+            if table is not None:
+                rows[int(self.part.known[table].shape[0])] = node.name
+        if len(rows) != 1:
+            raise LoweringError(f"the tokens index tables of {sorted(rows)} rows; exactly one vocabulary is supported")
+        return next(iter(rows))
+
+    def _lookup(self, node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
+        """Return (table, tokens) if ``node`` looks rows of a table up by the tokens, else (None, None)."""
+        table: object = None
+        ids: object = None
+        if op_name(node) == "aten.embedding":
+            table, ids = node.args[0], node.args[1]
+        elif op_name(node) == "aten.index":
+            indices = node.args[1]
+            if isinstance(indices, (list, tuple)) and len(indices) == 1:
+                table, ids = node.args[0], indices[0]
+        if isinstance(table, fx.Node) and not self.part.is_live(table) and self.part.is_live(ids):
+            assert isinstance(ids, fx.Node)
+            return table, ids
+        return None, None
+
+    def program(self) -> LiveProgram:
+        groups: list[list[fx.Node]] = [[]]
+        for node in self.order:
+            groups[-1].append(node)
+            if self._ends_step(node):
+                groups.append([])
+        groups = [group for group in groups if group]
+        last_reader: dict[fx.Node, int] = {self.part.output: len(groups)}
+        for at, group in enumerate(groups):
+            for node in group:
+                for used in self._live_dependencies(node):
+                    last_reader[used] = max(last_reader.get(used, 0), at)
+        steps = [
+            self._step(group, [n for n in group if last_reader.get(n, -1) > at]) for at, group in enumerate(groups)
+        ]
+        batch, length = self.part.shapes[self.part.tokens]
+        return LiveProgram(
+            tuple(steps),
+            self.weights,
+            (batch, length, self.vocabulary),
+            self.part.output.name,
+            self.part.shapes[self.part.output],
+            frozenset(node.name for node in self.order),
+            self.exponentials,
+        )
+
+    def _ends_step(self, node: fx.Node) -> bool:
+        if op_name(node) == "unnormalized_softmax":
+            return False  # a pair: the step goes on until both its parts are taken
+        if is_part(node):
+            source = node.args[0]
+            return isinstance(source, fx.Node) and node is next(n for n in reversed(self.order) if n in source.users)
+        computes = op_name(node) not in registry.VIEWS and not self._is_tokens(node)
+        return computes or self._lookup(node)[0] is not None
+
+    def _is_tokens(self, node: fx.Node) -> bool:
+        """Whether a node carries token ids (represented by one-hot rows) or integers made of them."""
+        if node is self.part.tokens:
+            return True
+        if node not in self._carries_tokens:
+            live = [] if self._lookup(node)[0] is not None else self._live_dependencies(node)
+            self._carries_tokens[node] = bool(live) and all(self._is_tokens(used) for used in live)
+        return self._carries_tokens[node]
+
+    def _step(self, group: list[fx.Node], outputs: list[fx.Node]) -> LiveStep:
+        slot = _Slot(group)
+        resolved = [(node, self._resolve(slot, node)) for node in group]
+        names = tuple(slot.inputs)
+        spec = [[f"{i}", op_name(node), describe(call, group, names)] for i, (node, call) in enumerate(resolved)]
+        text = json.dumps([spec, list(slot.inputs.values()), [group.index(n) for n in outputs], self.exact])
+        main = group[-1]
+
+        def function(*values: Any) -> tuple[Any, ...]:
+            environment: dict[str, Any] = dict(zip(names, values, strict=True))
+            for node, call in resolved:
+                environment[node.name] = call(environment)
+            return tuple(environment[node.name] for node in outputs)
+
+        return LiveStep(
+            label(main, self._lookup(main)[0] is not None),
+            place_of(main),
+            hashlib.sha256(text.encode()).hexdigest()[:16],
+            names,
+            tuple(node.name for node in outputs),
+            tuple(shape for shape, _ in slot.inputs.values()),
+            tuple(dtype for _, dtype in slot.inputs.values()),
+            function,
+        )
+
+    # --- one node -------------------------------------------------------------------------------------
+
+    def _resolve(self, slot: _Slot, node: fx.Node) -> Call:
+        table, ids = self._lookup(node)
+        if table is not None and ids is not None:
+            return Call(products.embed, {"ids": self._argument(slot, ids), "table": self._argument(slot, table)}, {})
+        if self._is_tokens(node):
+            return self._token_view(slot, node)
+        if op_name(node) in _SOFTMAX:
+            mask = self.masks[node]
+            split = op_name(node) == "unnormalized_softmax"
+            dim = node.args[1] if len(node.args) > 1 else node.kwargs["dim"]
+            assert isinstance(dim, int)
+            return Call(
+                attention.unnormalized_softmax if split else attention.masked_softmax,
+                {"x": self._argument(slot, mask.core)},
+                {
+                    "mask": mask,
+                    "dim": dim % len(self.part.shapes[node]),
+                    "exact": self.exact,
+                    "exponential": self._exponential(node),
+                },
+            )
+        function = registry.find(op_name(node))
+        if function is None and op_name(node) not in ("getitem", "dropout"):
+            raise self._unsupported(node, "this operator is not supported")
+        if any(self._is_tokens(used) for used in self._live_dependencies(node)):
+            raise self._unsupported(node, "token ids can only be looked up in an embedding table")
+        if op_name(node) in _CASTS and not self._keeps_kind(node):
+            raise self._unsupported(node, "it turns secret numbers into integers")
+        arguments = self._bind(node)
+        live = {name: self._argument(slot, value) for name, value in arguments.items()}
+        if len(self.strips.get(node, ())) > 1:
+            queries, keys = live["x"], live.get("other", live.get("mat2"))
+            return Call(blocked_scores, {"queries": queries, "keys": keys}, {"strips": self.strips[node]})
+        if op_name(node) == "getitem":
+            return Call(views.getitem, live, {})
+        if op_name(node) == "dropout":
+            return Call(views.first, {"x": next(iter(live.values()))}, {})
+        assert function is not None
+        return Call(_guarded(function, self._unsupported, node), live, {"exact": self.exact})
+
+    def _exponential(self, node: fx.Node) -> Exponential:
+        """The cheapest exponential for the scores that may come to a softmax."""
+        name = node.meta.get("softmax", node.name)
+        scores, spread = self.part.shapes[node], self.spreads.get(name, math.inf)
+        dim = node.args[1] if len(node.args) > 1 else node.kwargs["dim"]
+        assert isinstance(dim, int)
+        if self.softmax_error is None:
+            self.exponentials[name] = cheapest_exponential(spread, scores[dim])
+        else:
+            self.exponentials[name] = choose_exponential(spread, self.softmax_error, scores[dim])
+        return self.exponentials[name]
+
+    def _bind(self, node: fx.Node) -> dict[str, Any]:
+        """Match arguments to the names of the ATen schema (``self`` becomes ``x``)."""
+        schema = getattr(node.target, "_schema", None)
+        if schema is None:
+            names = ["x", "other"]
+            return dict(zip(names, node.args, strict=False))
+        names = ["x" if a.name == "self" else a.name for a in schema.arguments]
+        bound = dict(zip(names, node.args, strict=False))
+        if op_name(node) in _LENDERS:
+            bound["other"] = None
+        if op_name(node) == "aten.expand_as":
+            bound["size"] = list(self.part.shapes[node])
+        return bound | {"x" if k == "self" else k: v for k, v in node.kwargs.items()}
+
+    def _keeps_kind(self, node: fx.Node) -> bool:
+        source = self._live_dependencies(node)[0]
+        return self.part.is_float[node] or not self.part.is_float[source]
+
+    def _token_view(self, slot: _Slot, node: fx.Node) -> Call:
+        live = self._live_dependencies(node)
+        if op_name(node) in registry.VIEWS and len(live) == 1 and self._is_tokens(live[0]):
+            shape = (*self.part.shapes[node], self.vocabulary)
+            if op_name(node) in _RESHAPING:
+                return Call(views.reshaped, {"x": self._argument(slot, live[0])}, {"shape": shape})
+        raise self._unsupported(
+            node, "it computes integers or booleans from the token ids; only embedding lookups may read them"
+        )
+
+    def _argument(self, slot: _Slot, value: Any) -> Any:
+        """Turn a node argument into a reference to a value of the step, a constant, or a literal."""
+        if isinstance(value, (list, tuple)):
+            return [self._argument(slot, each) for each in value]
+        if not isinstance(value, fx.Node):
+            return _checked_literal(value)
+        if self.part.is_live(value):
+            if value not in slot.nodes:
+                tokens = value is self.part.tokens
+                shape = self.part.shapes[value] + ((self.vocabulary,) if self._is_tokens(value) else ())
+                kind = np.dtype(self.dtype).name if self.part.is_float[value] else "bool"
+                kind = "int32" if tokens or self._is_tokens(value) else kind
+                slot.inputs.setdefault(TOKENS if tokens else value.name, (shape, kind))
+            return Ref(TOKENS if value is self.part.tokens else value.name)
+        known = self.part.known[value]
+        if not isinstance(known, torch.Tensor):
+            return self._argument(slot, known) if isinstance(known, (list, tuple)) else known
+        array = _to_numpy(known, self.dtype)
+        if self.part.domains[value] is Domain.SERVER:
+            name = self._weight(value, known, array)
+            slot.inputs.setdefault(name, (array.shape, array.dtype.name))
+            return Ref(name)
+        if array.dtype.kind == "f" and not np.all(np.abs(array) <= _LARGEST):
+            raise LoweringError(
+                f"{value.name} (in {place_of(value)}) is a public table with infinite or huge entries that "
+                "is not a softmax mask; fixed-point computation cannot hold them"
+            )
+        return array
+
+    def _weight(self, node: fx.Node, tensor: torch.Tensor, array: npt.NDArray[Any]) -> str:
+        if not np.all(np.abs(array) <= _LARGEST):
+            raise LoweringError(
+                f"the server's tensor {node.name} ({node.target}) has infinite, NaN or huge entries; an "
+                "attention mask must be a boolean or non-persistent buffer to count as public"
+            )
+        key = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype))
+        name = self._weight_names.setdefault(key, f"w:{node.target}" if node.op == "get_attr" else f"w:{node.name}")
+        self.weights[name] = array
+        return name
+
+    def _unsupported(self, node: fx.Node, reason: str) -> LoweringError:
+        return LoweringError(
+            f"cannot run {op_name(node)} (node {node.name}, in {place_of(node)}) privately: {reason}. "
+            f"Supported: {', '.join(registry.supported_ops())}"
+        )
+
+
+_PRODUCTS = frozenset({"aten.matmul", "aten.bmm"})
+_LENDERS = frozenset({"aten.type_as", "aten.expand_as"})  # their second argument lends its type or shape
+_LARGEST = 2.0**30
+_RESHAPING = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("view", "reshape", "_unsafe_view", "flatten", "unsqueeze", "squeeze", "clone", "alias"),
+        *("contiguous", "detach", "to", "_to_copy", "lift_fresh_copy"),
+    )
+)
+
+
+def _checked_literal(value: Any) -> Any:
+    if isinstance(value, float) and not abs(value) <= _LARGEST:
+        raise LoweringError(
+            f"the literal {value} does not fit fixed-point numbers; only masks in front of a softmax may be infinite"
+        )
+    return None if isinstance(value, (torch.dtype, torch.device, torch.memory_format)) else value
+
+
+def _guarded(
+    function: registry.Operator, unsupported: Callable[[fx.Node, str], LoweringError], node: fx.Node
+) -> registry.Operator:
+    def call(**arguments: Any) -> Any:
+        try:
+            return function(**arguments)
+        except NotImplementedError as error:
+            raise unsupported(node, str(error)) from error
+
+    return call
+
+
+def _to_numpy(tensor: torch.Tensor, dtype: Any) -> npt.NDArray[Any]:
+    found = tensor.detach().cpu()
+    if found.is_floating_point():
+        return np.ascontiguousarray(found.to(torch.float64).numpy().astype(dtype))
+    return np.ascontiguousarray(found.numpy())

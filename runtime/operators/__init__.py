@@ -1,0 +1,1 @@
+"""The live operators that can run privately: ATen name → JAX function."""

@@ -1,0 +1,235 @@
+"""Live operators that work element by element (activations, arithmetic), and reductions."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from aero_compile.runtime.arithmetic.approximations import activation
+from aero_compile.runtime.arithmetic.exponential import general_exponential
+from aero_compile.runtime.arithmetic.filling import multiply
+from aero_compile.runtime.arithmetic.squares import square
+from aero_compile.runtime.lazy_jax import jnp
+from aero_compile.runtime.operators.registry import operator
+
+
+@operator("gelu")
+def _gelu(x: Any, approximate: str = "none", exact: bool = False, **_: Any) -> Any:
+    import jax
+
+    if exact:
+        return jax.nn.gelu(x, approximate=approximate == "tanh")
+    return activation("gelu_tanh" if approximate == "tanh" else "gelu", x)
+
+
+@operator("silu")
+def _silu(x: Any, exact: bool = False, **_: Any) -> Any:
+    import jax
+
+    return jax.nn.silu(x) if exact else activation("silu", x)
+
+
+@operator("sigmoid")
+def _sigmoid(x: Any, exact: bool = False, **_: Any) -> Any:
+    import jax
+
+    return jax.nn.sigmoid(x) if exact else activation("sigmoid", x)
+
+
+@operator("tanh")
+def _tanh(x: Any, exact: bool = False, **_: Any) -> Any:
+    return jnp().tanh(x) if exact else activation("tanh", x)
+
+
+@operator("relu")
+def _relu(x: Any, **_: Any) -> Any:
+    return jnp().maximum(x, 0.0)
+
+
+@operator("leaky_relu")
+def _leaky_relu(x: Any, negative_slope: Any = 0.01, **_: Any) -> Any:
+    return jnp().where(x > 0, x, x * negative_slope)
+
+
+@operator("prelu")
+def _prelu(x: Any, weight: Any, **_: Any) -> Any:
+    shape = [1] * x.ndim
+    if weight.size > 1:
+        shape[1] = weight.size
+    return jnp().where(x > 0, x, x * weight.reshape(shape))
+
+
+def _scaled(value: Any, alpha: Any) -> Any:
+    return value if alpha == 1 else value * alpha
+
+
+@operator("add", "_operator.add")
+def _add(x: Any, other: Any, alpha: Any = 1, **_: Any) -> Any:
+    return x + _scaled(other, alpha)
+
+
+@operator("sub", "_operator.sub")
+def _sub(x: Any, other: Any, alpha: Any = 1, **_: Any) -> Any:
+    return x - _scaled(other, alpha)
+
+
+@operator("rsub")
+def _rsub(x: Any, other: Any, alpha: Any = 1, **_: Any) -> Any:
+    return other - _scaled(x, alpha)
+
+
+@operator("mul")
+def _mul(x: Any, other: Any, **_: Any) -> Any:
+    import jax
+
+    if x is other:
+        return square(x)
+    secret = all(isinstance(each, jax.Array) and jnp().issubdtype(each.dtype, jnp().floating) for each in (x, other))
+    return multiply(x, other) if secret else x * other
+
+
+@operator("div")
+def _div(x: Any, other: Any, rounding_mode: str | None = None, **_: Any) -> Any:
+    if rounding_mode is not None:
+        raise NotImplementedError(f"division rounded by {rounding_mode!r}")
+    if isinstance(other, (int, float)) or type(other) is np.ndarray:
+        return x * (1.0 / other)  # a product with a public number, not a division
+    shape = jnp().shape(other)
+    # One reciprocal an element of the divisor: fewer than quotients when it broadcasts.
+    return x * (1.0 / other) if math.prod(shape) < math.prod(jnp().shape(x)) else x / other
+
+
+@operator("reciprocal")
+def _reciprocal(x: Any, **_: Any) -> Any:
+    return 1.0 / x
+
+
+@operator("neg")
+def _neg(x: Any, **_: Any) -> Any:
+    return -x
+
+
+@operator("abs")
+def _abs(x: Any, **_: Any) -> Any:
+    return jnp().abs(x)
+
+
+@operator("square")
+def _square(x: Any, **_: Any) -> Any:
+    return square(x)
+
+
+@operator("pow")
+def _pow(x: Any, exponent: Any, **_: Any) -> Any:
+    import jax
+
+    if not isinstance(exponent, (int, float)):
+        raise NotImplementedError("a power with a tensor exponent")
+    if float(exponent).is_integer() and 1 <= exponent <= 64:
+        result, factor, left = None, x, int(exponent)
+        while left:
+            result = factor if left & 1 and result is None else result * factor if left & 1 else result
+            factor, left = (square(factor) if left > 1 else factor), left >> 1
+        return result
+    if exponent in (0.5, -0.5):
+        return jnp().sqrt(x) if exponent > 0 else jax.lax.rsqrt(x)
+    if exponent in (-1, -2):
+        return 1.0 / (x if exponent == -1 else square(x))
+    raise NotImplementedError(f"the power {exponent}")
+
+
+@operator("sqrt")
+def _sqrt(x: Any, **_: Any) -> Any:
+    return jnp().sqrt(x)
+
+
+@operator("rsqrt")
+def _rsqrt(x: Any, **_: Any) -> Any:
+    import jax
+
+    return jax.lax.rsqrt(x)
+
+
+@operator("exp")
+def _exp(x: Any, exact: bool = False, **_: Any) -> Any:
+    return jnp().exp(x) if exact else general_exponential(x)
+
+
+@operator("log")
+def _log(x: Any, **_: Any) -> Any:
+    return jnp().log(x)
+
+
+@operator("maximum")
+def _maximum(x: Any, other: Any, **_: Any) -> Any:
+    return jnp().maximum(x, other)
+
+
+@operator("minimum")
+def _minimum(x: Any, other: Any, **_: Any) -> Any:
+    return jnp().minimum(x, other)
+
+
+@operator("clamp", "clamp_min", "clamp_max", "hardtanh")
+def _clamp(x: Any, min: Any = None, max: Any = None, min_val: Any = None, max_val: Any = None, **_: Any) -> Any:
+    low = min if min is not None else min_val
+    high = max if max is not None else max_val
+    x = x if low is None else jnp().maximum(x, low)
+    return x if high is None else jnp().minimum(x, high)
+
+
+@operator("masked_fill")
+def _masked_fill(x: Any, mask: Any, value: Any, **_: Any) -> Any:
+    return jnp().where(mask, value, x)
+
+
+@operator("where")
+def _where(condition: Any, x: Any = None, other: Any = None, **_: Any) -> Any:
+    return jnp().where(condition, x, other)
+
+
+def _axes(dim: Any) -> Any:
+    return tuple(dim) if isinstance(dim, (list, tuple)) and dim else dim if isinstance(dim, int) else None
+
+
+@operator("sum")
+def _sum(x: Any, dim: Any = None, keepdim: bool = False, **_: Any) -> Any:
+    return x.sum(axis=_axes(dim), keepdims=keepdim)
+
+
+@operator("mean")
+def _mean(x: Any, dim: Any = None, keepdim: bool = False, **_: Any) -> Any:
+    total = x.sum(axis=_axes(dim), keepdims=keepdim)
+    return total * (math.prod(total.shape) / math.prod(x.shape))
+
+
+@operator("amax")
+def _amax(x: Any, dim: Any = (), keepdim: bool = False, **_: Any) -> Any:
+    return x.max(axis=_axes(dim), keepdims=keepdim)
+
+
+@operator("amin")
+def _amin(x: Any, dim: Any = (), keepdim: bool = False, **_: Any) -> Any:
+    return x.min(axis=_axes(dim), keepdims=keepdim)
+
+
+@operator("gt")
+def _gt(x: Any, other: Any, **_: Any) -> Any:
+    return x > other
+
+
+@operator("lt")
+def _lt(x: Any, other: Any, **_: Any) -> Any:
+    return x < other
+
+
+@operator("ge")
+def _ge(x: Any, other: Any, **_: Any) -> Any:
+    return x >= other
+
+
+@operator("le")
+def _le(x: Any, other: Any, **_: Any) -> Any:
+    return x <= other

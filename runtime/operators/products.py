@@ -1,0 +1,187 @@
+"""Live operators that contract: matrix products and normalizations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from aero_compile.runtime.arithmetic.ciphertexts import REQUEST_BYTES, RESPONSE_BYTES, matmul
+from aero_compile.runtime.arithmetic.squares import square, twice_product
+from aero_compile.runtime.lazy_jax import jnp
+from aero_compile.runtime.operators.registry import operator
+
+MOST_POLYNOMIALS = 20_000
+"""Polynomials that one product may hold at once in Cheetah, of 0.2 MB each: 4 GB."""
+
+PACKING_BYTES = 1000
+"""What packing one ciphertext into an answer, some 5 ms, may cost in bytes."""
+
+
+@cache
+def piece_size(rows: int, inner: int, columns: int) -> tuple[int, int]:
+    """How many rows, and how much of the inner dimension, of [rows, inner] × [inner, columns] to multiply at once.
+
+    Cheetah encodes the matrix that is not encrypted once for each group of rows that share a ciphertext, and holds all
+    of it: about rows·inner·columns / 8192 polynomials. Each piece packs its answers anew; pieces of few rows or of
+    little depth leave ciphertexts empty.
+    """
+    found: dict[tuple[int, int], float] = {}
+    height = rows
+    while True:
+        depth = inner
+        while depth > 1 and matmul(height, depth, columns).plains > MOST_POLYNOMIALS:
+            depth = depth * MOST_POLYNOMIALS // matmul(height, depth, columns).plains
+        depth = -(-inner // -(-inner // depth))
+        found[height, depth] = sum(
+            _price(min(height, rows - top), min(depth, inner - left), columns)
+            for top in range(0, rows, height)
+            for left in range(0, inner, depth)
+        )
+        if height == 1:
+            return min(found, key=found.__getitem__)
+        height = -(-height // 2)
+
+
+def _price(rows: int, inner: int, columns: int) -> float:
+    count = matmul(rows, inner, columns)
+    return count.sent * REQUEST_BYTES + count.answers * RESPONSE_BYTES + count.packed * PACKING_BYTES
+
+
+def matrix_product(left: Any, right: Any) -> Any:
+    """[rows, inner] × [inner, columns], in as many pieces as memory asks for."""
+    rows, inner = left.shape
+    height, depth = piece_size(rows, inner, right.shape[1])
+    strips = []
+    for top in range(0, rows, height):
+        strip = None
+        for at in range(0, inner, depth):
+            part = jnp().matmul(left[top : top + height, at : at + depth], right[at : at + depth])
+            strip = part if strip is None else strip + part
+        strips.append(strip)
+    return strips[0] if len(strips) == 1 else jnp().concatenate(strips, axis=0)
+
+
+def embed(ids: Any, table: Any) -> Any:
+    """Look rows of ``table`` [V, d] up by one-hot ``ids`` [..., V]."""
+    flat = ids.reshape((-1, ids.shape[-1]))
+    return matrix_product(flat, table).reshape((*ids.shape[:-1], *table.shape[1:]))
+
+
+@cache
+def heads_at_once(heads: int, rows: int, inner: int, columns: int) -> int:
+    """How many of ``heads`` products [rows, inner] × [inner, columns] to join into one that sends fewest bytes.
+
+    Products side by side are one product with a block-diagonal matrix, [rows, h·inner] × [h·inner, h·columns]: more
+    work, but small products leave most of their ciphertexts empty, joined ones fill them.
+    """
+
+    def sent(joined: int) -> float:
+        found = 0.0
+        for size, times in ((joined, heads // joined), (heads % joined, 1)):
+            if size:
+                count = matmul(rows, size * inner, size * columns)
+                fits = count.plains <= MOST_POLYNOMIALS or size == 1
+                found += times * (count.sent * REQUEST_BYTES + count.answers * RESPONSE_BYTES) if fits else math.inf
+        return found
+
+    return min(range(1, heads + 1), key=sent)
+
+
+def batched_product(left: Any, right: Any) -> Any:
+    """[..., rows, inner] × [..., inner, columns] of equal leading sizes, several at once where that sends less."""
+    (*lead, rows, inner), columns = left.shape, right.shape[-1]
+    heads = math.prod(lead)
+    step = heads_at_once(heads, rows, inner, columns)
+    public = isinstance(left, np.ndarray) or isinstance(right, np.ndarray)
+    if step == 1 or public or tuple(lead) != tuple(right.shape[:-2]):
+        return jnp().matmul(left, right)
+    left, right = left.reshape((heads, rows, inner)), right.reshape((heads, inner, columns))
+    pieces = [_joined(left[at : at + step], right[at : at + step]) for at in range(0, heads, step)]
+    return jnp().concatenate(pieces, axis=0).reshape((*lead, rows, columns))
+
+
+def _joined(left: Any, right: Any) -> Any:
+    """[h, rows, inner] × [h, inner, columns] as one product with a block-diagonal matrix."""
+    heads, rows, inner = left.shape
+    columns = right.shape[2]
+    blocks = [jnp().pad(right[i], ((0, 0), (i * columns, (heads - 1 - i) * columns))) for i in range(heads)]
+    wide = jnp().swapaxes(left, 0, 1).reshape((rows, heads * inner))
+    product = jnp().matmul(wide, jnp().concatenate(blocks, axis=0))
+    return jnp().swapaxes(product.reshape((rows, heads, columns)), 0, 1)
+
+
+@operator("linear")
+def _linear(input: Any, weight: Any, bias: Any = None, **_: Any) -> Any:
+    flat = input.reshape((-1, input.shape[-1]))  # one matrix product, whatever the batch dimensions
+    out = matrix_product(flat, weight.T).reshape((*input.shape[:-1], weight.shape[0]))
+    return out if bias is None else out + bias
+
+
+@operator("matmul", "mm", "bmm")
+def _matmul(x: Any, other: Any = None, mat2: Any = None, **_: Any) -> Any:
+    right = other if other is not None else mat2
+    if right.ndim == 2 and x.ndim > 2:
+        return _linear(x, right.T)
+    return batched_product(x, right) if x.ndim > 2 else jnp().matmul(x, right)
+
+
+@operator("einsum")
+def _einsum(equation: str, tensors: Sequence[Any], **_: Any) -> Any:
+    return jnp().einsum(equation, *tensors)
+
+
+@operator("addmm", "baddbmm")
+def _addmm(
+    x: Any,
+    mat1: Any = None,
+    mat2: Any = None,
+    batch1: Any = None,
+    batch2: Any = None,
+    beta: Any = 1,
+    alpha: Any = 1,
+    **_: Any,
+) -> Any:
+    product = _matmul(mat1, mat2) if mat1 is not None else _matmul(batch1, batch2)
+    return (product if alpha == 1 else product * alpha) + (x if beta == 1 else x * beta)
+
+
+NORM_GAIN = 4.0
+"""Norms take the root of 4 times the variance: two more bits of it survive the fixed point."""
+
+
+def _scale_rows(centered: Any, shape: Sequence[int], eps: float, weight: Any, bias: Any) -> Any:
+    import jax
+
+    axes = tuple(range(-len(shape), 0))
+    # The sum of squares is divided once, after the sum: one rounding instead of one an element.
+    squares = square(centered)
+    variance = squares.sum(axis=axes, keepdims=True) * (NORM_GAIN / math.prod(shape))
+    out = twice_product(centered, jax.lax.rsqrt(variance + NORM_GAIN * eps), squares)
+    out = out if weight is None else out * weight
+    return out if bias is None else out + bias
+
+
+@operator("layer_norm", "native_layer_norm")
+def _layer_norm(
+    input: Any,
+    normalized_shape: Sequence[int],
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    **_: Any,
+) -> Any:
+    axes = tuple(range(-len(normalized_shape), 0))
+    mean = input.sum(axis=axes, keepdims=True) * (1.0 / math.prod(normalized_shape))
+    return _scale_rows(input - mean, normalized_shape, eps, weight, bias)
+
+
+@operator("rms_norm")
+def _rms_norm(
+    input: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None, **_: Any
+) -> Any:
+    tiny = float(np.finfo(input.dtype).eps) if eps is None else eps
+    return _scale_rows(input, normalized_shape, tiny, weight, None)

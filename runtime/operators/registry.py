@@ -1,0 +1,52 @@
+"""The table of live operators that the runtime can execute: ATen name -> JAX function.
+
+A function takes the arguments of the ATen schema by name (``self`` is called ``x``), with live tensors as
+JAX arrays, server tensors as JAX arrays (inputs of the program) and public tensors as NumPy arrays.
+``exact=True`` selects the textbook function instead of the fixed-point form where the two differ; the
+structure of the computation is the same. The functions are in ``products``, ``pointwise`` and ``views``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Operator = Callable[..., Any]
+_OPS: dict[str, Operator] = {}
+
+_MOVES = """
+view reshape _unsafe_view flatten unflatten unsqueeze squeeze expand expand_as repeat transpose t permute
+movedim slice select narrow index cat stack split split_with_sizes chunk unbind
+clone alias contiguous detach lift_fresh_copy to _to_copy type_as dropout native_dropout feature_dropout
+"""
+
+VIEWS = frozenset({*(f"aten.{name}" for name in _MOVES.split()), "getitem", "dropout"})
+"""Operators that move or copy values without computing: free in 2PC."""
+
+
+def supported_ops() -> tuple[str, ...]:
+    """Return the names of all live operators that can be lowered, sorted."""
+    return tuple(sorted({*_OPS, "aten.embedding", "aten.softmax", "dropout", "getitem"}))
+
+
+def find(name: str) -> Operator | None:
+    """Return the JAX function of an operator (``aten.add``), or None."""
+    return _OPS.get(name)
+
+
+def operator(*names: str) -> Callable[[Operator], Operator]:
+    """Register a function under ATen names (without the prefix) or other dotted names."""
+
+    def register(function: Operator) -> Operator:
+        for name in names:
+            _OPS[name if "." in name else f"aten.{name}"] = function
+        return function
+
+    return register
+
+
+def cut(x: Any, dim: int, start: int, end: int, step: int = 1) -> Any:
+    """Return ``x[start:end:step]`` along ``dim``."""
+    index: list[Any] = [slice(None)] * x.ndim
+    index[dim] = slice(start, end, step)
+    return x[tuple(index)]

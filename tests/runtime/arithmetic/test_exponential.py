@@ -1,0 +1,135 @@
+"""The exponential of a softmax: what it promises holds for the rows on which it errs most."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from aero_compile.errors import InputError
+from aero_compile.runtime.arithmetic.exponential import (
+    ERRORS,
+    SAFE,
+    Exponential,
+    choose_exponential,
+    general_exponential,
+)
+from tests.runtime.two_parties import in_two_parties
+
+pytest.importorskip("jax")
+
+Array = npt.NDArray[np.float64]
+
+
+def value(exponential: Exponential, x: Array) -> Array:
+    inside = exponential.chain.exact(np.maximum(x, -exponential.reach))
+    return np.where(x < -exponential.reach, 0.0, inside) if exponential.clamped else inside
+
+
+def softmax_errors(exponential: Exponential, entries: int) -> list[tuple[float, Array]]:
+    """Rows of one 0, n equal scores a and the rest equal scores b, worst first, in exact arithmetic."""
+    low = min(exponential.reach, 40.0)
+    scores = np.unique(np.concatenate([np.linspace(-min(low, 9.0), 0, 46), np.linspace(-low, 0, 26)]))
+    if exponential.clamped:
+        scores = np.append(scores, [-low - 1e-3, -100.0])
+    a, b = (each.ravel() for each in np.meshgrid(scores, scores))
+    found: list[tuple[float, Array]] = []
+    for n in (0, 1, 3, 8, entries // 8, entries // 2, entries - 1):
+        m = entries - 1 - n
+        if m < 0:
+            continue
+        pieces = [(1, np.zeros(1)), (n, a), (m, b)]
+        true = sum(count * np.exp(x) for count, x in pieces)
+        total = sum(count * value(exponential, x) for count, x in pieces)
+        errors = [np.abs(np.exp(x) / true - value(exponential, x) / total) for count, x in pieces if count]
+        worst = np.max(np.stack(np.broadcast_arrays(*errors)), axis=0)
+        for at in np.argsort(-worst)[:2]:
+            found.append((float(worst[at]), np.repeat([0.0, a[at], b[at]], [1, n, m])))
+    return sorted(found, key=lambda each: -each[0])
+
+
+@pytest.mark.parametrize("entries", [2, 128, 1024])
+@pytest.mark.parametrize("exponential", ERRORS, ids=str)
+def test_published_softmax_error_holds_in_exact_arithmetic(exponential: Exponential, entries: int) -> None:
+    """Fits aim half a unit of the last place high, because Cheetah rounds down: taken off here."""
+    half = (entries - 1) * 2.0**-19
+    assert softmax_errors(exponential, entries)[0][0] <= exponential.error_in(entries) + half
+
+
+def check_softmax(exponential: Exponential, entries: int, protocol: str) -> None:
+    rows = np.stack([row for _, row in softmax_errors(exponential, entries)[:8]])
+
+    def softmax(x: Any) -> Any:
+        found = exponential(x)
+        return found * (1.0 / found.sum(axis=-1, keepdims=True))
+
+    exact = np.exp(rows) / np.exp(rows).sum(axis=-1, keepdims=True)
+    half = (entries - 1) * 2.0**-19 if protocol == "semi2k" else 0.0  # Cheetah rounds down, the fit makes up for it
+    assert np.abs(in_two_parties(softmax, rows, protocol) - exact).max() <= exponential.error_in(entries) + half
+
+
+@pytest.mark.parametrize("entries", [128, 1024])
+@pytest.mark.parametrize("exponential", ERRORS, ids=str)
+def test_published_softmax_error_holds_in_semi2k(exponential: Exponential, entries: int) -> None:
+    pytest.importorskip("spu")
+    check_softmax(exponential, entries, "semi2k")
+
+
+@pytest.mark.parametrize("entries", [128, pytest.param(1024, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "exponential", [each if each is SAFE else pytest.param(each, marks=pytest.mark.slow) for each in ERRORS], ids=str
+)
+def test_published_softmax_error_holds_in_cheetah(exponential: Exponential, entries: int) -> None:
+    pytest.importorskip("spu")
+    check_softmax(exponential, entries, "cheetah")
+
+
+def test_choice_is_the_cheapest_that_holds() -> None:
+    for spread, tolerance, entries in product((3.0, 9.0, 20.0, 60.0, math.inf), (6e-4, 1e-3, 5e-3), (64, 1024)):
+        fits = [e for e in ERRORS if e.widest >= spread and e.error_in(entries) <= tolerance]
+        if not fits:
+            with pytest.raises(InputError, match="is the least"):
+                choose_exponential(spread, tolerance, entries)
+            continue
+        chosen = choose_exponential(spread, tolerance, entries)
+        assert chosen in fits
+        assert chosen.bytes_per_element == min(each.bytes_per_element for each in fits)
+
+
+def test_narrower_rows_and_looser_tolerances_never_cost_more() -> None:
+    spreads = (math.inf, 60.0, 30.0, 15.0, 12.0, 8.0, 4.0)
+    costs = [choose_exponential(spread, 1e-3, 128).bytes_per_element for spread in spreads]
+    assert costs == sorted(costs, reverse=True)
+    assert len(set(costs)) > 2
+
+
+def test_default_takes_any_row() -> None:
+    assert SAFE.widest == math.inf
+    assert choose_exponential(math.inf, SAFE.error) is not None
+    assert SAFE.error <= 1e-3
+
+
+def test_impossible_tolerance_is_named() -> None:
+    with pytest.raises(InputError, match="1e-09"):
+        choose_exponential(5.0, 1e-9)
+
+
+def test_slightly_positive_scores_are_fine() -> None:
+    """A maximum that was rounded may leave a score a little above 0."""
+    x = np.linspace(-0.01, 0.01, 21)
+    for exponential in ERRORS:
+        np.testing.assert_allclose(value(exponential, x), np.exp(x), rtol=3e-3)
+
+
+def test_general_exponential_also_grows() -> None:
+    import jax
+
+    with jax.experimental.enable_x64():  # type: ignore[no-untyped-call, unused-ignore]
+        x = np.array([-200.0, -30.0, -1.0, 0.0, 1.0, 10.0])
+        np.testing.assert_allclose(
+            np.asarray(general_exponential(jax.numpy.asarray(x))), np.exp(x), rtol=2e-2, atol=1e-9
+        )

@@ -1,0 +1,186 @@
+"""The cost model: what it predicts without running, against measured runs and by its own rules."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aero_compile.errors import InputError
+from aero_compile.runtime.costs import model as costs
+from aero_compile.runtime.costs.session import Cost
+from aero_compile.runtime.costs.table import CostTable
+from aero_compile.runtime.hosts.network_spec import Network, parse_network
+from aero_compile.runtime.inference import compile_model
+from tests.runtime.tiny import IDS, tiny_model
+
+# --- the network ----------------------------------------------------------------------------------------
+
+
+def test_network_arithmetic() -> None:
+    cost = Cost(server_bytes=3e6, client_bytes=2e6, messages=7, rounds=12.5, computing=0.25, passing=4e6)
+    assert cost.seconds(Network()) == 0.25
+    assert cost.seconds(Network(100, 80)) == pytest.approx(0.25 + 4e6 * 8 / 100e6 + 12.5 * 0.08, rel=1e-12)
+    assert cost.seconds(Network(rtt_ms=10)) == pytest.approx(0.25 + 0.125, rel=1e-12)
+    assert parse_network("lan") == Network(1000, 1)
+    assert parse_network("WAN") == Network(100, 80)
+    assert parse_network("7.5:3") == Network(7.5, 3)
+    assert parse_network(Network(5, 6)) == Network(5, 6)
+
+
+@pytest.mark.parametrize("spec", ["wam", "10", "a:b", "0:5", "-1:5", "10:-2", "nan:1", "10:inf", 3])
+def test_networks_that_do_not_exist(spec: Any) -> None:
+    with pytest.raises(InputError):
+        parse_network(spec)
+
+
+# --- the table ------------------------------------------------------------------------------------------
+
+
+def test_the_table_comes_back_from_its_file(tmp_path: Path) -> None:
+    table = CostTable.load()
+    table.save(tmp_path / "table.json")
+    assert CostTable.load(tmp_path / "table.json") == table
+
+
+@pytest.mark.parametrize("content", [None, "", "{}", '{"format": 0}', '{"format": 1, "kernels": {"less": {}}}'])
+def test_tables_that_cannot_be_read(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "table.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(InputError, match="calibrate"):
+        CostTable.load(path)
+
+
+def test_a_table_of_another_version_or_setting() -> None:
+    table = CostTable.load()
+    table.check(table.settings, table.versions["spu"])
+    with pytest.raises(InputError, match=r"spu is '0\.0\.1'.*calibrate"):
+        table.check(table.settings, "0.0.1")
+    with pytest.raises(InputError, match="enable_mul_lsb_error is False"):
+        table.check({**table.settings, "enable_mul_lsb_error": False}, table.versions["spu"])
+
+
+def test_between_measured_sizes_costs_grow() -> None:
+    table = CostTable.load()
+    for kernel in table.kernels.values():
+        previous = 0.0
+        for n in (1, 7, 100, 2048, 3000, 9000, 10**6):
+            server, client, seconds = kernel.at(n)
+            assert server + client > previous
+            assert seconds >= 0
+            previous = server + client
+
+
+# --- whole models ---------------------------------------------------------------------------------------
+
+
+def estimate(model: torch.nn.Module, length: int, **options: Any) -> costs.Estimate:
+    pytest.importorskip("spu")
+    return costs.estimate(model, length, **options)
+
+
+def small_gpt2(**sizes: int) -> torch.nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    shape: dict[str, Any] = {"n_layer": 2, "n_head": 4, "n_embd": 32, "vocab_size": 64, "n_positions": 64}
+    torch.manual_seed(0)
+    model: torch.nn.Module = GPT2LMHeadModel(GPT2Config(**(shape | sizes)))
+    return model.train(False)
+
+
+def test_against_a_measured_run() -> None:
+    pytest.importorskip("spu")
+    model = tiny_model()
+    _, bill = measured_run(model, torch.from_numpy(IDS))
+    expected = estimate(model, IDS.shape[1])
+    compare(expected, bill)
+
+
+def measured_run(model: torch.nn.Module, ids: torch.Tensor, **options: Any) -> Any:
+    from aero_compile.runtime import private_inference
+
+    return private_inference(model, ids, **options)
+
+
+def compare(expected: costs.Estimate, bill: Any, least: float = 1e5) -> None:
+    """Bytes within 5 %: of the whole, of what each party sends, of each kind of operator that sends enough."""
+    assert expected.bytes == pytest.approx(bill.bytes, rel=0.05)
+    assert expected.messages == pytest.approx(bill.messages, rel=0.05)
+    for name, sent in bill.party_sent_bytes.items():
+        assert expected.party_sent_bytes[name] == pytest.approx(sent, rel=0.05)
+    assert [(row["op"], row["place"]) for row in expected.per_step] == [(r["op"], r["place"]) for r in bill.per_step]
+    measured = {row["op"]: row for row in bill.per_op}
+    for row in expected.per_op:
+        if measured[row["op"]]["bytes"] > least:
+            assert row["bytes"] == pytest.approx(measured[row["op"]]["bytes"], rel=0.05), row["op"]
+
+
+@pytest.mark.slow
+def test_against_a_measured_run_of_a_wider_model() -> None:
+    model = small_gpt2(n_embd=96, n_head=3, vocab_size=500)
+    ids = torch.randint(0, 500, (1, 48), generator=torch.Generator().manual_seed(3))
+    _, bill = measured_run(model, ids, warm="setup")
+    compare(estimate(model, 48, warm="setup"), bill)
+
+
+def test_longer_sequences_cost_more_and_networks_add_time() -> None:
+    pytest.importorskip("spu")
+    model = small_gpt2(n_layer=1)
+    program = compile_model(model, 1, 6).program
+    short, wan = (costs.estimate_program(program, network=name) for name in ("loopback", "wan"))
+    long = estimate(model, 24)
+    assert long.bytes > short.bytes
+    assert long.seconds > short.seconds
+    assert (wan.bytes, wan.messages, wan.rounds) == (short.bytes, short.messages, short.rounds)
+    assert wan.seconds > short.seconds + wan.rounds * 0.08
+    assert wan.seconds < short.seconds + wan.rounds * 0.08 + wan.bytes * 8 / 100e6 + 1e-6
+    last = estimate(model, 6, logits="last")
+    assert last.bytes < short.bytes
+
+
+def test_rows_add_up_and_print() -> None:
+    found = estimate(tiny_model(), IDS.shape[1], network="50:10")
+    for column in ("bytes", "messages", "rounds", "seconds"):
+        total = getattr(found, column)
+        assert sum(row[column] for row in found.per_op) == pytest.approx(total, rel=1e-3)
+    assert found.per_op[-1]["op"] == "reveal"
+    assert {"op", "count", "seconds", "bytes", "send_bytes", "recv_bytes", "messages"} <= set(found.per_op[0])
+    assert json.loads(found.to_json())["bytes"] == found.bytes
+    text = str(found)
+    assert "50 Mbit/s" in text
+    assert "softmax" in text
+    assert found.table["processor"] in text
+    assert math.isfinite(found.seconds)
+
+
+def test_a_model_without_weights() -> None:
+    model = small_gpt2()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for each in model.parameters():  # nothing special about any
+            each.add_(torch.normal(0.0, 0.02, each.shape, generator=generator))
+    known = estimate(model, 6)
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                module._parameters[name] = torch.nn.Parameter(weight.to("meta"))
+    model.tie_weights()  # type: ignore[operator]
+    unknown = estimate(model, 6)
+    assert unknown.bytes == known.bytes
+    assert all(weight.is_meta for weight in model.parameters())  # the caller's model is left alone
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"seq_len": 0}, {"seq_len": 2.5}, {"batch": 0}, {"warm": False}, {"network": "moon"}, {"table": "/none"}],
+)
+def test_wrong_options(options: dict[str, Any]) -> None:
+    with pytest.raises(InputError):
+        costs.estimate(tiny_model(), **({"seq_len": 6} | options))
+    with pytest.raises(InputError, match="not str"):
+        costs.estimate("gpt2", 6)  # type: ignore[arg-type]

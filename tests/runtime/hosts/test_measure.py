@@ -1,0 +1,72 @@
+"""SPU's log is read right, and sums add up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from aero_compile.runtime.hosts.measure import combine, parse_profile
+from aero_compile.runtime.program import Program, TensorSpec
+
+LOG = """
+2026-01-01 00:00:00.000 [info] [api.cc:printProfilingData:177] [Profiling] SPU execution softmax completed, \
+input processing took 1e-06s, execution took 0.05s, output processing took 2e-06s, total time 0.05s.
+2026-01-01 00:00:00.000 [info] [api.cc:printProfilingData:213] HLO profiling: total time 0.049
+2026-01-01 00:00:00.000 [info] [api.cc:printProfilingData:217] - pphlo.exponential, executed 1 times, \
+duration 3.5e-02s, send bytes 100 recv bytes 90, send actions 7, recv actions 6
+2026-01-01 00:00:00.000 [info] [api.cc:printProfilingData:217] - pphlo.custom_call: spu.x, executed 2 times, \
+duration 0.01s, send bytes 20 recv bytes 30, send actions 1, recv actions 2
+2026-01-01 00:00:00.000 [info] [api.cc:printProfilingData:228] Link details: total send bytes 120, \
+recv bytes 120, send actions 8, recv actions 8
+"""
+
+
+def test_profile() -> None:
+    found = parse_profile(LOG)
+    assert found["send_bytes"] == found["recv_bytes"] == 120
+    assert found["send_actions"] == 8
+    assert [kind["op"] for kind in found["kinds"]] == ["pphlo.exponential", "pphlo.custom_call: spu.x"]
+    assert found["kinds"][0]["seconds"] == pytest.approx(0.035)
+    assert found["kinds"][1]["count"] == 2
+    assert parse_profile("") == {
+        "send_bytes": 0,
+        "recv_bytes": 0,
+        "send_actions": 0,
+        "recv_actions": 0,
+        "kinds": [],
+    }
+
+
+def _party(sent: int, received: int, seconds: float, revealed: int) -> dict[str, Any]:
+    step = {"place": "h.0", "seconds": seconds, "send_actions": 2, "recv_actions": 2, "kinds": []}
+    steps = [
+        {"op": "softmax", "send_bytes": sent, "recv_bytes": received, **step},
+        {"op": "linear", "send_bytes": 1, "recv_bytes": 2, **step},
+        {"op": "softmax", "send_bytes": sent, "recv_bytes": received, **step},
+    ]
+    run = {"seconds": seconds, "steps": steps, "revealed_bytes": revealed, "wire": [0, 500]}
+    cold = {**run, "seconds": seconds * 3}
+    return {"setup": {"seconds": 0.5, "wire": [0, 50]}, "runs": [cold, run], "versions": {"spu": "x"}}
+
+
+def test_combining_two_parties() -> None:
+    program = Program(
+        *("cheetah", 64, 18, (), TensorSpec("tokens", (1, 2, 3), "int32")),
+        *(TensorSpec("out", (1, 2, 3), "float32"), (), {}, {}),
+    )
+    stats = {"server": _party(10, 20, 1.0, 7), "client": _party(20, 10, 1.5, 0)}
+    bill = combine(program, stats, (1, 2), {"torch": "y"}, ["prog"])
+    assert bill.warm
+    assert bill.party_sent_bytes == {"server": 10 + 1 + 10 + 7, "client": 20 + 1 + 20}
+    assert bill.bytes == 28 + 41
+    assert bill.messages == 3 * 4 + 1
+    assert bill.seconds == 1.5
+    assert bill.wire_bytes == 1000
+    assert bill.cold_seconds == 4.5 + 0.5
+    assert bill.cold_bytes == bill.bytes + 100
+    assert [row["op"] for row in bill.per_op] == ["softmax", "linear", "reveal"]
+    assert bill.per_op[0]["count"] == 2
+    assert sum(row["bytes"] for row in bill.per_op) == bill.bytes
+    assert bill.versions == {"torch": "y", "spu": "x"}
+    assert "1x2 tokens, warm forward" in str(bill)

@@ -1,0 +1,404 @@
+"""Two real processes: what each holds, what passes between them, and what happens when one fails."""
+
+from __future__ import annotations
+
+import json
+import queue
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aero_compile.errors import InputError, PartyError
+from aero_compile.runtime import Program, TLSConfig
+from aero_compile.runtime.hosts import parties
+from aero_compile.runtime.hosts.link import free_addresses
+from aero_compile.runtime.program import CLIENT, FORMAT, SERVER, one_hot
+from aero_compile.runtime.spu_config import runtime_config
+from tests.runtime.tiny import IDS, Exported, exported, logits_of, tiny_model
+from tests.runtime.two_hosts import Wire, end_server_in_the_middle, party
+
+spu = pytest.importorskip("spu")
+
+
+PLAIN_MESSAGE = b"PRPC"
+"""Start of every message of the link's protocol, when it is not encrypted."""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    return exported(tmp_path_factory.mktemp("parties"))
+
+
+def _copy(files: Exported, root: Path) -> Exported:
+    shutil.copytree(files.server, root / "server")
+    shutil.copytree(files.client, root / "client")
+    return Exported(files.compiled, root / "server", root / "client")
+
+
+def _error(output: str) -> str:
+    lines = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert lines, output
+    assert "Traceback" not in output
+    return lines[-1]
+
+
+# --- who holds what ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("protocol", ["cheetah", "semi2k"])
+@pytest.mark.parametrize("owner", [SERVER, CLIENT])
+def test_the_peers_piece_of_an_owned_input_says_nothing_about_it(protocol: str, owner: int) -> None:
+    io = spu.Io(2, runtime_config(protocol, 64, 18))
+
+    def peers_piece(array: Any) -> Any:
+        piece = io.make_shares(array, spu.Visibility.VIS_SECRET, owner)[1 - owner]
+        return bytes(piece.meta), [bytes(chunk) for chunk in piece.share_chunks]
+
+    zeros = np.zeros((3, 4), np.float32)
+    assert peers_piece(zeros) == peers_piece(np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32))
+
+
+def _holds(wire: bytes, values: Any) -> bool:
+    """Whether ``wire`` has three consecutive fixed-point numbers that are among ``values``, at any offset."""
+    wanted = np.rint(np.asarray(values, np.float64).ravel() * 2.0**18).astype(np.int64)
+    wanted = np.unique(wanted[np.abs(wanted) > 10_000])  # a small number may be a length or a counter
+    near = np.unique((wanted[:, None] + np.arange(-300, 301)).ravel())
+    for shift in range(8):
+        found = np.frombuffer(wire[shift : shift + (len(wire) - shift) // 8 * 8], "<i8")
+        at = np.isin(found, near)
+        if (at[:-2] & at[1:-1] & at[2:]).any():
+            return True
+    return False
+
+
+def test_the_search_for_secrets_finds_them() -> None:
+    values = np.linspace(1.0, 3.0, 9, dtype=np.float32)
+    encoded = np.rint(values.astype(np.float64) * 2.0**18).astype(np.int64).tobytes()
+    noise = np.random.default_rng(0).bytes(100_000)
+    assert _holds(noise[:333] + encoded + noise, values)
+    assert not _holds(noise, values)
+
+
+@pytest.mark.parametrize("protocol", ["cheetah", "semi2k"])
+def test_neither_files_nor_wire_hold_the_other_partys_secrets(protocol: str, tmp_path: Path) -> None:
+    """Parties as on two hosts, every byte between them recorded by a forwarder in the middle."""
+    here = exported(tmp_path, protocol)
+    server_at, client_at = free_addresses(2)
+    to_server, to_client = Wire(server_at), Wire(client_at)
+    with (
+        party(SERVER, here.server, server_at, to_client.address) as server,
+        party(CLIENT, here.client, client_at, to_server.address) as client,
+    ):
+        outputs = [process.communicate(timeout=60)[0] for process in (server, client)]
+        assert (server.returncode, client.returncode) == (0, 0), outputs
+    logits = np.load(here.client / "out" / "logits.npy")
+    np.testing.assert_allclose(logits, logits_of(tiny_model()), rtol=0, atol=5e-3)
+
+    stats = [json.loads((at / "out" / "stats.json").read_text()) for at in (here.server, here.client)]
+    for a, b in zip(*(each["runs"][0]["steps"] for each in stats), strict=True):
+        assert (a["send_bytes"], a["recv_bytes"]) == (b["recv_bytes"], b["send_bytes"])
+
+    names = {path.name for path in here.server.rglob("*")}
+    assert "logits.npy" not in names
+    assert "tokens.npy" not in names
+    assert "weights.npz" not in {path.name for path in here.client.rglob("*")}
+    at_server = b"".join(path.read_bytes() for path in here.server.rglob("*") if path.is_file())
+    at_client = b"".join(path.read_bytes() for path in here.client.rglob("*") if path.is_file())
+    weights = [array.tobytes() for array in here.compiled.weights.values()]
+    assert all(raw in at_server and raw not in at_client for raw in weights)
+    for secret in (IDS.tobytes(), logits.tobytes()):
+        assert secret in at_client
+        assert secret not in at_server
+
+    wire = bytes(to_server.seen), bytes(to_client.seen)
+    assert min(map(len, wire)) > 10_000
+    assert all(PLAIN_MESSAGE in each for each in wire)  # the recording holds what was sent, unencrypted
+    for recorded in wire:
+        assert not _holds(recorded, logits)
+        assert not any(_holds(recorded, array) for array in here.compiled.weights.values())
+    hot = one_hot(IDS, 64)
+    for raw in (IDS.tobytes(), hot.tobytes(), hot.astype(np.int64).tobytes()):
+        assert raw not in wire[0]
+        assert raw not in wire[1]
+
+
+def test_the_launchers_folders_are_private_separate_and_removed(
+    files: Exported, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    commands: list[list[str]] = []
+    real = subprocess.Popen
+
+    def spy(command: list[str], **options: Any) -> Any:
+        commands.append(command)
+        return real(command, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", spy)
+    found: dict[str, set[str]] = {}
+
+    def look(role: str, event: dict[str, Any]) -> None:
+        for folder in tmp_path.glob("*/*"):
+            assert folder.stat().st_mode & 0o077 == 0
+            found.setdefault(folder.name, set()).update(path.name for path in folder.iterdir())
+
+    _run(files, on_event=look)
+    assert "weights.npz" in found["server"]
+    assert "tokens.npy" not in found["server"]
+    assert "tokens.npy" in found["client"]
+    assert "weights.npz" not in found["client"]
+    assert list(tmp_path.iterdir()) == []
+    assert len(commands) == 2
+    assert not any(str(token) in command for command in commands for token in IDS.ravel())
+
+
+# --- failures ------------------------------------------------------------------------------------------
+
+
+def _run(files: Exported, timeout: float = 60, on_event: Any = None, tls: TLSConfig | None = None) -> Any:
+    return parties.run_parties(
+        files.compiled.program,
+        files.compiled.weights,
+        IDS,
+        runs=1,
+        timeout=timeout,
+        on_event=on_event,
+        tls=tls,
+    )
+
+
+@pytest.mark.parametrize("victim", [SERVER, pytest.param(CLIENT, marks=pytest.mark.slow)])
+def test_a_party_killed_in_the_middle(files: Exported, victim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[parties.PartyProcess] = []
+    original = parties.PartyProcess.__init__
+
+    def remember(self: parties.PartyProcess, *arguments: Any) -> None:
+        original(self, *arguments)
+        started.append(self)
+
+    monkeypatch.setattr(parties.PartyProcess, "__init__", remember)
+    killed: list[float] = []
+
+    def kill(role: str, event: dict[str, Any]) -> None:
+        if event["event"] == "step" and not killed:
+            killed.append(time.monotonic())
+            started[victim].process.send_signal(signal.SIGKILL)
+
+    with pytest.raises(PartyError, match=r"killed by signal 9; no result"):
+        _run(files, on_event=kill)
+    assert time.monotonic() - killed[0] < 10
+    assert all(each.process.poll() is not None for each in started)
+
+
+def test_the_other_host_dies(files: Exported, tmp_path: Path) -> None:
+    """Without a launcher to notice: the surviving party ends by itself, with a reason and no logits."""
+    here = _copy(exported_slow(tmp_path), tmp_path / "copy")
+    server_at, client_at = free_addresses(2)
+    with (
+        party(SERVER, here.server, server_at, client_at) as server,
+        party(CLIENT, here.client, client_at, server_at) as client,
+    ):
+        output = end_server_in_the_middle(server, client)
+    assert "lost the other party" in _error(output) or "client:" in _error(output)
+    assert not (here.client / "out" / "logits.npy").exists()
+
+
+def exported_slow(root: Path) -> Exported:
+    """A program with many steps, so that there is a middle to die in."""
+    (root / "slow").mkdir()
+    return exported(root / "slow", steps=40)
+
+
+@pytest.mark.slow
+def test_the_network_is_cut(tmp_path: Path) -> None:
+    here = _copy(exported_slow(tmp_path), tmp_path / "copy")
+    server_at, client_at = free_addresses(2)
+    to_server, to_client = Wire(server_at), Wire(client_at)
+    with (
+        party(SERVER, here.server, server_at, to_client.address) as server,
+        party(CLIENT, here.client, client_at, to_server.address) as client,
+    ):
+        assert client.stdout is not None
+        for line in client.stdout:
+            if '"step"' in line:
+                break
+        to_server.cut()
+        to_client.cut()
+        outputs = [process.communicate(timeout=60)[0] for process in (server, client)]
+        assert (server.returncode, client.returncode) == (2, 2)
+    for output in outputs:
+        _error(output)
+    assert not (here.client / "out" / "logits.npy").exists()
+
+
+@pytest.mark.parametrize("rank", [CLIENT, pytest.param(SERVER, marks=pytest.mark.slow)])
+def test_a_peer_that_never_starts(files: Exported, rank: int, tmp_path: Path) -> None:
+    here = _copy(files, tmp_path)
+    own, other = free_addresses(2)
+    started = time.monotonic()
+    folder = here.server if rank == SERVER else here.client
+    with party(rank, folder, own, other, connect_timeout=2) as process:
+        output = process.communicate(timeout=45)[0]
+        assert process.returncode == 2
+    assert time.monotonic() - started < 30
+    assert f"did not appear at {other} within 2 s" in _error(output)
+
+
+def test_different_programs_are_noticed_before_anything_is_shared(files: Exported, tmp_path: Path) -> None:
+    here = _copy(files, tmp_path)
+    replace(files.compiled.program, fraction_bits=16).save(here.client / "program.json")
+    server_at, client_at = free_addresses(2)
+    with (
+        party(SERVER, here.server, server_at, client_at) as server,
+        party(CLIENT, here.client, client_at, server_at) as client,
+    ):
+        outputs = [process.communicate(timeout=60)[0] for process in (server, client)]
+        assert 2 in (server.returncode, client.returncode)
+    assert any("a different program" in output for output in outputs)
+    assert not any('"step"' in output for output in outputs)
+
+
+def test_computation_longer_than_the_timeout(files: Exported) -> None:
+    started = time.monotonic()
+    with pytest.raises(PartyError, match=r"longer than 1 s|within 1 s"):
+        _run(files, timeout=1.0)
+    assert time.monotonic() - started < 20
+
+
+def test_wrong_files_are_refused(files: Exported, tmp_path: Path) -> None:
+    here = _copy(files, tmp_path)
+    (here.server / "program.json").write_text(json.dumps({"format": FORMAT}))
+    np.save(here.client / "tokens.npy", IDS + 1000)
+    for rank, folder, words in (
+        (SERVER, here.server, "not a readable program"),
+        (CLIENT, here.client, "token ids must lie between 0 and 63"),
+    ):
+        with party(rank, folder, *free_addresses(2)) as process:
+            output = process.communicate(timeout=30)[0]
+            assert process.returncode == 2
+        assert words in _error(output)
+    newer = tmp_path / "newer.json"
+    newer.write_text('{"format": 99}')
+    with pytest.raises(InputError, match="another version"):
+        Program.load(newer)
+
+
+def test_a_program_survives_its_file(files: Exported, tmp_path: Path) -> None:
+    files.compiled.program.save(tmp_path / "p.json")
+    again = Program.load(tmp_path / "p.json")
+    assert again == files.compiled.program
+    assert again.digest == files.compiled.program.digest
+
+
+@pytest.mark.slow
+def test_a_taken_port_is_tried_again(files: Exported, monkeypatch: pytest.MonkeyPatch) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        busy = f"127.0.0.1:{taken.getsockname()[1]}"
+        calls: list[int] = []
+
+        def addresses(count: int) -> list[str]:
+            calls.append(count)
+            return [busy, free_addresses(1)[0]] if len(calls) == 1 else free_addresses(count)
+
+        monkeypatch.setattr(parties, "free_addresses", addresses)
+        outcome = _run(files)
+    assert len(calls) == 2
+    np.testing.assert_allclose(outcome.logits, logits_of(tiny_model()), rtol=0, atol=5e-3)
+
+
+def test_a_party_ends_when_its_launcher_is_gone(files: Exported, tmp_path: Path) -> None:
+    here = _copy(files, tmp_path)
+    events: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
+    own, other = free_addresses(2)
+    arguments = ["--rank", "0", "--address", own, "--peer", other, "--program", "program.json"]
+    arguments += ["--weights", "weights.npz", "--output", ".", "--with-parent", "--connect-timeout", "50"]
+    process = parties.PartyProcess(SERVER, here.server, arguments, events)
+    try:
+        assert process.process.stdin is not None
+        process.process.stdin.close()
+        assert process.process.wait(timeout=20) == 4
+    finally:
+        process.process.stdin = None
+        process.end()
+
+
+# --- TLS -----------------------------------------------------------------------------------------------
+
+
+def _openssl(*arguments: str, folder: Path) -> None:
+    subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+
+
+def _certificate(folder: Path, name: str, authority: str) -> TLSConfig:
+    if not (folder / f"{authority}.pem").exists():
+        _openssl(
+            *("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", f"/CN={authority}"),
+            *("-keyout", f"{authority}.key", "-out", f"{authority}.pem"),
+            folder=folder,
+        )
+    _openssl(
+        *("req", "-newkey", "rsa:2048", "-nodes", "-subj", f"/CN={name}"),
+        *("-keyout", f"{name}.key", "-out", f"{name}.csr"),
+        folder=folder,
+    )
+    _openssl(
+        *("x509", "-req", "-in", f"{name}.csr", "-days", "2", "-CAcreateserial"),
+        *("-CA", f"{authority}.pem", "-CAkey", f"{authority}.key", "-out", f"{name}.pem"),
+        folder=folder,
+    )
+    return TLSConfig(*(str(folder / file) for file in (f"{name}.pem", f"{name}.key", f"{authority}.pem")))
+
+
+def _tls_arguments(tls: TLSConfig) -> list[str]:
+    return ["--tls-cert", tls.certificate, "--tls-key", tls.private_key, "--tls-ca", tls.ca]
+
+
+needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
+
+
+@needs_openssl
+def test_tls_encrypts_the_link(files: Exported, tmp_path: Path) -> None:
+    here = _copy(files, tmp_path)
+    server_at, client_at = free_addresses(2)
+    to_server, to_client = Wire(server_at), Wire(client_at)
+    for_server = _tls_arguments(_certificate(tmp_path, "host0", "authority"))
+    for_client = _tls_arguments(_certificate(tmp_path, "host1", "authority"))
+    with (
+        party(SERVER, here.server, server_at, to_client.address, *for_server) as server,
+        party(CLIENT, here.client, client_at, to_server.address, *for_client) as client,
+    ):
+        outputs = [process.communicate(timeout=60)[0] for process in (server, client)]
+        assert (server.returncode, client.returncode) == (0, 0), outputs
+    logits = np.load(here.client / "out" / "logits.npy")
+    np.testing.assert_allclose(logits, logits_of(tiny_model()), rtol=0, atol=5e-3)
+    assert min(len(to_server.seen), len(to_client.seen)) > 10_000
+    assert PLAIN_MESSAGE not in to_server.seen + to_client.seen
+
+
+@needs_openssl
+def test_a_certificate_of_another_authority_is_refused(files: Exported, tmp_path: Path) -> None:
+    here = _copy(files, tmp_path)
+    server_at, client_at = free_addresses(2)
+    trusted = _tls_arguments(_certificate(tmp_path, "host0", "authority"))
+    foreign = _tls_arguments(_certificate(tmp_path, "stranger", "elsewhere"))
+    with (
+        party(SERVER, here.server, server_at, client_at, *trusted, connect_timeout=3) as server,
+        party(CLIENT, here.client, client_at, server_at, *foreign, connect_timeout=3) as client,
+    ):
+        outputs = [process.communicate(timeout=60)[0] for process in (server, client)]
+        assert (server.returncode, client.returncode) == (2, 2)
+    assert all("could not connect" in _error(output) for output in outputs)
+
+
+def test_tls_files_must_exist(files: Exported) -> None:
+    with pytest.raises(InputError, match="TLS file not found: nowhere"):
+        TLSConfig("nowhere.pem", "nowhere.key", "nowhere.pem").check()

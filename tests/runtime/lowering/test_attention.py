@@ -1,0 +1,127 @@
+"""Packed softmax: any public mask, any axis, against PyTorch; the tournament of maxima; deferred normalization."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aero_compile.runtime.lowering.attention import packing, row_maximum
+from aero_compile.runtime.lowering.defer import defer_normalization
+from aero_compile.runtime.lowering.partition import op_name, partition
+from aero_compile.runtime.lowering.to_jax import lower
+from tests.runtime.graphs import TokenRows, aten, expected, in_jax, in_spu
+
+pytest.importorskip("jax")
+
+
+@settings(deadline=None, max_examples=25)
+@given(lengths=st.lists(st.integers(1, 17), min_size=1, max_size=9), groups=st.integers(1, 3), seed=st.integers(0, 99))
+def test_tournament_finds_the_maximum_of_every_row(lengths: list[int], groups: int, seed: int) -> None:
+    rows = np.random.default_rng(seed).standard_normal((groups, sum(lengths))).astype(np.float32)
+    ends = np.cumsum(lengths)
+    wanted = np.stack([rows[:, end - n : end].max(axis=1) for end, n in zip(ends, lengths, strict=True)], axis=1)
+    np.testing.assert_array_equal(np.asarray(row_maximum(rows, np.asarray(lengths))), wanted)
+
+
+def _masks(batch: int, queries: int, keys: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    some = torch.rand(batch, 1, queries, keys, generator=generator) < 0.4
+    empty_row = torch.ones(queries, keys, dtype=torch.bool)
+    empty_row[1] = False
+    return {
+        "none": torch.ones(queries, keys, dtype=torch.bool),
+        "causal": torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries),
+        "window": torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries).triu(-2),
+        "by_sequence": some | torch.eye(queries, keys, dtype=torch.bool),
+        "row_without_entries": empty_row,
+    }
+
+
+def _attention(mask: torch.Tensor, fill: float = -1e9) -> Any:
+    def body(x: Any, module: TokenRows) -> Any:
+        scores = aten.masked_fill.Scalar(aten.mul.Tensor(x, 0.5), module.hidden, fill)
+        return aten.softmax.int(scores, -1)
+
+    return body, {"hidden": ~mask}
+
+
+@pytest.mark.parametrize("name", _masks(1, 2, 2))
+@pytest.mark.parametrize("shape", [(2, 3, 5, 5), (2, 1, 4, 7), (1, 2, 3, 3)])
+def test_packed_softmax_agrees_with_pytorch(name: str, shape: tuple[int, ...]) -> None:
+    mask = _masks(shape[0], *shape[2:])[name]
+    body, buffers = _attention(mask)
+    model = TokenRows(torch.randn(shape, dtype=torch.float64) * 3, body, buffers=buffers)
+    wanted = expected(model)
+    if name == "row_without_entries":
+        wanted = wanted.copy()
+        wanted[..., 1, :] = 0
+    np.testing.assert_allclose(in_jax(model), wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -2])
+def test_softmax_along_any_axis(dim: int) -> None:
+    model = TokenRows(torch.randn(3, 4, 5, dtype=torch.float64), lambda x, m: aten.softmax.int(x, dim))
+    np.testing.assert_allclose(in_jax(model), expected(model), rtol=0, atol=1e-12)
+
+
+def test_only_allowed_entries_are_computed() -> None:
+    layout = packing((2, 3, 6, 6), np.tril(np.ones((6, 6), bool))[None, None])
+    assert layout.entries == 2 * 3 * 21
+    by_sequence = packing((2, 3, 2, 2), np.array([True, True, False, True] * 2).reshape(2, 1, 2, 2))
+    assert by_sequence.entries == 2 * 3 * 3
+    assert packing((4, 5), None).entries == 20
+
+
+def _weighted(queries: int, keys: int, width: int, reshaped: bool) -> TokenRows:
+    hidden = ~torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+
+    def body(x: Any, module: TokenRows) -> Any:
+        scores, values = aten.slice.Tensor(x, 2, 0, queries), aten.slice.Tensor(x, 3, 0, width)
+        weights = aten.softmax.int(aten.masked_fill.Scalar(scores, module.hidden, float("-inf")), -1)
+        if reshaped:
+            flat = aten.reshape.default(weights, [6, queries, keys])
+            return aten.add.Tensor(aten.bmm.default(flat, aten.reshape.default(values, [6, keys, width])), 1.0)
+        return aten.add.Tensor(aten.matmul.default(weights, values), 1.0)
+
+    rows = torch.randn(2, 3, keys, keys, dtype=torch.float64)
+    return TokenRows(rows, body, buffers={"hidden": hidden})
+
+
+@pytest.mark.parametrize("reshaped", [False, True])
+@pytest.mark.parametrize(("queries", "keys", "width", "deferred"), [(7, 7, 2, True), (7, 7, 6, False), (1, 7, 3, True)])
+def test_normalization_is_deferred_where_that_is_cheaper(
+    queries: int, keys: int, width: int, deferred: bool, reshaped: bool
+) -> None:
+    import jax
+
+    model = _weighted(queries, keys, width, reshaped)
+    with jax.experimental.enable_x64():  # type: ignore[no-untyped-call, unused-ignore]
+        part = partition(model, model.logits_graph(), model.ids)
+        defer_normalization(part)
+        names = {op_name(node) for node in part.graph.nodes}
+        assert ("unnormalized_softmax" in names) is deferred
+        live = lower(part, exact=True, dtype=np.float64)
+        one_hot = np.eye(live.token_shape[2])[model.ids.numpy()]
+        np.testing.assert_allclose(np.asarray(live.run(one_hot)), expected(model), rtol=0, atol=1e-12)
+    assert [step.label for step in live.steps].count("softmax") == (2 if deferred else 1)
+
+
+def test_weights_that_are_read_twice_are_normalized_at_once() -> None:
+    def body(x: Any, module: TokenRows) -> Any:
+        weights = aten.softmax.int(x, -1)
+        return aten.add.Tensor(aten.matmul.default(weights, x), weights)
+
+    model = TokenRows(torch.randn(6, 6, dtype=torch.float64), body)
+    part = partition(model, model.logits_graph(), model.ids)
+    defer_normalization(part)
+    assert "unnormalized_softmax" not in {op_name(node) for node in part.graph.nodes}
+
+
+def test_deferred_softmax_on_spu() -> None:
+    model = _weighted(9, 9, 2, False).float()
+    np.testing.assert_allclose(in_spu(model, defer=True), expected(model), rtol=0, atol=5e-3)

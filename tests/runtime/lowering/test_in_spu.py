@@ -1,0 +1,98 @@
+"""The lowered operators on SPU: errors of the fixed point and of the approximations stay within bounds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from aero_compile.runtime.arithmetic.approximations import approximations
+from tests.runtime import cases
+from tests.runtime.graphs import TokenRows, aten, expected, in_spu
+
+pytest.importorskip("spu")
+
+
+@pytest.mark.parametrize("name", cases.ALL)
+def test_operator_in_semi2k(name: str) -> None:
+    case = cases.ALL[name]
+    model = case.build(dtype=torch.float32)
+    np.testing.assert_allclose(in_spu(model), expected(model), rtol=0, atol=case.tolerance)
+
+
+def _grid(name: str) -> torch.Tensor:
+    low, high = approximations()[name].domain
+    if approximations()[name].relative:
+        return torch.logspace(np.log2(low), np.log2(high), 512, base=2).reshape(8, 64)
+    return torch.linspace(low, high, 2048).reshape(8, 256)
+
+
+_FUNCTIONS = {
+    "gelu": lambda x, m: aten.gelu.default(x),
+    "gelu_tanh": lambda x, m: aten.gelu.default(x, approximate="tanh"),
+    "silu": lambda x, m: aten.silu.default(x),
+    "sigmoid": lambda x, m: aten.sigmoid.default(x),
+    "tanh": lambda x, m: aten.tanh.default(x),
+    "exp": lambda x, m: aten.exp.default(x),
+    "reciprocal": lambda x, m: aten.reciprocal.default(x),
+    "rsqrt": lambda x, m: aten.rsqrt.default(x),
+    "softmax": lambda x, m: aten.softmax.int(x, -1),
+}
+
+
+_QUICK_IN_CHEETAH = ("gelu", "softmax", "rsqrt")
+
+
+@pytest.mark.parametrize(
+    ("name", "protocol"),
+    [
+        *((name, "semi2k") for name in _FUNCTIONS),
+        *(
+            pytest.param(name, "cheetah", marks=[] if name in _QUICK_IN_CHEETAH else pytest.mark.slow)
+            for name in _FUNCTIONS
+        ),
+    ],
+)
+def test_published_error_bounds_hold(name: str, protocol: str) -> None:
+    """``runtime.approximations()`` promises a bound for each function: measure it over its whole domain."""
+    known = approximations()
+    assert set(known) == set(_FUNCTIONS)
+    grid = _grid(name)
+    if name == "softmax":
+        grid = grid.flatten()[torch.randperm(grid.numel())].reshape(grid.shape)
+    model = TokenRows(grid, _FUNCTIONS[name])
+    error = np.abs(in_spu(model, protocol) - expected(model))
+    if known[name].relative:
+        error = error / np.abs(expected(model))
+    assert error.max() <= known[name].fixed_point_error
+    assert (known[name].formula_error or 0.0) <= known[name].fixed_point_error
+
+
+@pytest.mark.parametrize("name", ["gelu", "silu", "tanh"])
+def test_activations_far_outside_their_interval(name: str) -> None:
+    model = TokenRows(torch.tensor([[-5000.0, -300.0, 300.0, 5000.0]]), _FUNCTIONS[name])
+    np.testing.assert_allclose(in_spu(model), expected(model), rtol=0, atol=1e-3)
+
+
+def test_softmax_of_widely_spread_scores() -> None:
+    """Whatever the spread: far below the maximum everything is 0, nothing wraps or returns."""
+    model = TokenRows(torch.tensor([[0.0, -16.1, -40.0, -300.0, -5000.0, -90000.0]]), _FUNCTIONS["softmax"])
+    np.testing.assert_allclose(in_spu(model), expected(model), rtol=0, atol=1e-3)
+
+
+def test_several_operators_in_cheetah() -> None:
+    """One program through every family of operators, so that the set-up is paid once."""
+
+    def body(x: object, m: TokenRows) -> object:
+        x = aten.layer_norm.default(x, [8], m.g, m.g)
+        q = aten.transpose.int(aten.view.default(aten.linear.default(x, m.w), [1, 4, 2, 4]), 1, 2)
+        scores = aten.matmul.default(q, aten.transpose.int(q, -1, -2))
+        mask = torch.triu(torch.full((4, 4), -torch.inf), 1)
+        weights = aten.softmax.int(aten.add.Tensor(scores, mask), -1)
+        mixed = aten.reshape.default(aten.transpose.int(aten.matmul.default(weights, q), 1, 2), [1, 4, 8])
+        gated = aten.mul.Tensor(aten.silu.default(mixed), aten.relu.default(mixed))
+        return aten.add.Tensor(x, aten.rms_norm.default(gated, [8], m.g, 1e-3))
+
+    parameters = {"w": torch.randn(8, 8) * 0.5, "g": torch.rand(8) + 0.5}
+    model = TokenRows(torch.randn(1, 4, 8), body, parameters)
+    np.testing.assert_allclose(in_spu(model, "cheetah"), expected(model), rtol=0, atol=2e-2)

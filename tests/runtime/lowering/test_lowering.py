@@ -1,0 +1,182 @@
+"""The lowering, operator by operator, against PyTorch: plain JAX in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aero_compile.errors import LoweringError
+from aero_compile.runtime.arithmetic.approximations import approximations
+from aero_compile.runtime.lowering.partition import partition
+from aero_compile.runtime.lowering.to_jax import lower, supported_ops
+from tests.runtime import cases
+from tests.runtime.graphs import TokenRows, aten, expected, in_jax
+
+pytest.importorskip("jax")
+
+EXACT = 1e-9
+
+
+@pytest.mark.parametrize("name", cases.ALL)
+def test_operator_equals_pytorch(name: str) -> None:
+    model = cases.ALL[name].build()
+    np.testing.assert_allclose(in_jax(model), expected(model), rtol=0, atol=EXACT)
+
+
+@pytest.mark.parametrize("name", cases.APPROXIMATED)
+def test_approximated_operator_stays_within_its_formula_error(name: str) -> None:
+    model = cases.APPROXIMATED[name].build((4, 64, 8))
+    bound = approximations()[name].formula_error
+    assert bound is not None
+    assert np.abs(in_jax(model, exact=False) - expected(model)).max() <= bound + EXACT
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from([*cases.ELEMENTWISE, *cases.APPROXIMATED]),
+    st.lists(st.integers(1, 4), min_size=0, max_size=3),
+)
+def test_elementwise_operators_take_any_shape(name: str, leading: list[int]) -> None:
+    model = cases.ALL[name].build((2, *leading, 8) if name == "prelu" else (*leading, 8))
+    np.testing.assert_allclose(in_jax(model), expected(model), rtol=0, atol=EXACT)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 6), st.integers(1, 6), st.booleans(), st.randoms())
+def test_softmax_with_any_mask(heads: int, queries: int, keys: int, additive: bool, random: object) -> None:
+    allowed = torch.rand(queries, keys) < 0.6
+    allowed[:, 0] |= ~allowed.any(-1)  # every row allows something
+    bias = torch.randn(keys, dtype=torch.float64)
+
+    def body(x: object, model: object) -> object:
+        x = aten.add.Tensor(x, bias)
+        if additive:
+            table = torch.zeros(queries, keys, dtype=torch.float64).masked_fill(~allowed, -torch.inf)
+            return aten.softmax.int(aten.add.Tensor(x, table), -1)
+        return aten.softmax.int(aten.masked_fill.Scalar(x, ~allowed, -1e4), -1)
+
+    model = TokenRows(torch.randn(1, heads, queries, keys, dtype=torch.float64) * 20, body)
+    np.testing.assert_allclose(in_jax(model), expected(model), rtol=0, atol=EXACT)
+
+
+def test_row_with_nothing_allowed_is_zero_not_nan() -> None:
+    mask = torch.tensor([[0.0, 0.0], [-torch.inf, -torch.inf]], dtype=torch.float64)
+    model = TokenRows(
+        torch.randn(2, 2, dtype=torch.float64),
+        lambda x, m: aten.softmax.int(aten.add.Tensor(x, mask), -1),
+    )
+    result = in_jax(model)
+    assert np.isfinite(result).all()
+    np.testing.assert_array_equal(result[1], [0.0, 0.0])
+
+
+def test_masks_never_reach_the_program() -> None:
+    """No constant of the lowered computation is large: -inf and -1e9 became a public 0/1."""
+    import jax
+
+    for name, case in cases.CONTRACTIONS.items():
+        if not name.startswith("softmax"):
+            continue
+        model = case.build(dtype=torch.float32)
+        live = lower(partition(model, model.logits_graph(), model.ids))
+        for step in live.steps:
+            inputs = [np.zeros(s, d) for s, d in zip(step.shapes, step.dtypes, strict=True)]
+            jaxpr = jax.make_jaxpr(step.function)(*inputs)
+            text = str(jaxpr)
+            constants = [np.asarray(c) for c in jaxpr.consts]
+            assert all(np.abs(c.astype(np.float64)).max(initial=0) < 1e4 for c in constants), name
+            assert "e+0" not in text.replace("-inf:f32[]", ""), f"{name}: {text}"
+
+
+def test_tokens_may_be_looked_up_by_index_and_reshaped() -> None:
+    class Indexing(TokenRows):
+        def forward(self, input_ids: object) -> object:
+            flat = aten.view.default(input_ids, [-1])
+            return aten.mul.Scalar(aten.index.Tensor(self.table, [flat]), 2.0)
+
+    model = Indexing(torch.randn(5, 3, dtype=torch.float64), lambda x, m: x)
+    np.testing.assert_allclose(in_jax(model), expected(model), rtol=0, atol=EXACT)
+    live = lower(partition(model, model.logits_graph(), model.ids))
+    assert [step.label for step in live.steps] == ["embedding", "mul"]
+
+
+def test_tied_weights_are_sent_once_and_equal_layers_share_code() -> None:
+    def body(x: object, m: TokenRows) -> object:
+        for _ in range(3):
+            x = aten.relu.default(aten.linear.default(x, m.w))
+        return aten.linear.default(x, m.table)
+
+    model = TokenRows(torch.randn(6, 4), body, {"w": torch.randn(4, 4)})
+    live = lower(partition(model, model.logits_graph(), model.ids))
+    assert set(live.weights) == {"w:table", "w:w"}
+    relu = {step.key for step in live.steps if step.label == "relu"}
+    linear = [step.key for step in live.steps if step.label == "linear"]
+    assert len(relu) == 1
+    assert linear[1] == linear[2] != linear[3]
+
+
+# --- what cannot be lowered is named --------------------------------------------------------------------
+
+
+def _lowering_error(model: TokenRows) -> str:
+    graph = model.logits_graph()
+    for node in graph.nodes:
+        node.meta["nn_module_stack"] = {"blocks.3.mlp": ("blocks.3.mlp", torch.nn.Module)}
+    with pytest.raises(LoweringError) as caught:
+        lower(partition(model, graph, model.ids))
+    return str(caught.value)
+
+
+def test_unsupported_operator_is_named_with_its_place_and_what_is_supported() -> None:
+    message = _lowering_error(TokenRows(torch.randn(4, 4), lambda x, m: aten.cumsum.default(x, -1)))
+    assert "aten.cumsum" in message
+    assert "cumsum_default" in message
+    assert "blocks.3.mlp" in message
+    assert "aten.layer_norm" in message
+    assert set(supported_ops()) >= {"aten.linear", "aten.softmax", "aten.embedding"}
+
+
+def test_integers_computed_from_tokens_are_refused() -> None:
+    class Counting(TokenRows):
+        def forward(self, input_ids: object) -> object:
+            return aten.embedding.default(self.table, aten.cumsum.default(input_ids, -1))
+
+    model = Counting(torch.randn(40, 4), lambda x, m: x)
+    with pytest.raises(LoweringError, match="only embedding lookups may read them"):
+        lower(partition(model, model.logits_graph(), torch.tensor([[1, 2, 3]])))
+
+
+def test_infinite_constants_outside_a_softmax_are_refused() -> None:
+    message = _lowering_error(
+        TokenRows(torch.randn(4, 4), lambda x, m: aten.add.Tensor(x, torch.tensor(float("-inf"))))
+    )
+    assert "not a softmax mask" in message
+    literal = _lowering_error(TokenRows(torch.randn(2, 4), lambda x, m: aten.clamp.default(x, float("-inf"), 1.0)))
+    assert "-inf" in literal
+
+
+def test_a_mask_that_only_the_server_knows_is_refused() -> None:
+    secret = torch.zeros(4, 4) + torch.triu(torch.full((4, 4), -torch.inf), 1) + 0.5
+    message = _lowering_error(
+        TokenRows(
+            torch.randn(4, 4),
+            lambda x, m: aten.softmax.int(aten.add.Tensor(x, m.secret), -1),
+            parameters={"secret": secret},
+        )
+    )
+    assert "secret" in message
+    assert "mask" in message
+
+
+def test_turning_live_numbers_into_integers_is_refused() -> None:
+    model = TokenRows(torch.randn(4, 4), lambda x, m: aten._to_copy.default(x, dtype=torch.int64))
+    assert "into integers" in _lowering_error(model)
+
+
+def test_power_that_is_no_product_or_root_is_refused() -> None:
+    model = TokenRows(torch.rand(4, 4), lambda x, m: aten.pow.Tensor_Scalar(x, 1.7))
+    with pytest.raises(LoweringError, match=r"the power 1\.7"):
+        in_jax(model)

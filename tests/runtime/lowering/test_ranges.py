@@ -1,0 +1,119 @@
+"""Values that do not fit the fixed-point format are found before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from aero_compile.errors import InputError, LoweringError
+from aero_compile.runtime.lowering.partition import partition
+from aero_compile.runtime.lowering.ranges import RangeCheck
+from aero_compile.runtime.lowering.to_jax import lower
+from tests.runtime.graphs import TokenRows, aten
+
+Body = Callable[[Any, Any], Any]
+
+
+def _found(values: torch.Tensor, body: Body, field: int = 64, fraction_bits: int = 18) -> str:
+    model = TokenRows(values, body)
+    check = RangeCheck(field, fraction_bits)
+    live = lower(partition(model, model.logits_graph(), model.ids, check))
+    try:
+        check.raise_first(live.executed, live.weights)
+    except LoweringError as error:
+        return str(error)
+    return ""
+
+
+LARGE = torch.tensor([[6000.0, -6000.0, 1.0, 2.0]])
+
+
+@pytest.mark.parametrize(
+    ("values", "body", "words"),
+    [
+        (LARGE, lambda x, m: aten.mul.Tensor(x, x), "result of aten.mul"),
+        (LARGE * 10, lambda x, m: aten.layer_norm.default(x, [4]), "sum of squares of aten.layer_norm"),
+        (LARGE / 20, lambda x, m: aten.layer_norm.default(x, [4]), "variance of aten.layer_norm"),
+        (LARGE.abs() * 100, lambda x, m: aten.sqrt.default(x), "argument of aten.sqrt"),
+        (LARGE * 100, lambda x, m: aten.reciprocal.default(x), "divisor of aten.reciprocal"),
+        (LARGE, lambda x, m: aten.exp.default(x), "argument of aten.exp"),
+        (torch.tensor([[20.0]]), lambda x, m: aten.exp.default(x), "result of aten.exp"),
+        (LARGE, lambda x, m: aten.mul.Scalar(x, -1e4), "result of aten.mul"),
+        (LARGE, lambda x, m: aten.log.default(x), "result of aten.log"),
+    ],
+)
+def test_too_large(values: torch.Tensor, body: Body, words: str) -> None:
+    message = _found(values, body)
+    assert words in message
+    assert "wrap around silently" in message
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda x, m: aten.neg.default(x),
+        lambda x, m: aten.layer_norm.default(aten.mul.Scalar(x, 0.01), [4]),
+        lambda x, m: aten.softmax.int(aten.add.Tensor(x, torch.tensor([-1e9, 0.0, -torch.inf, -torch.inf])), -1),
+    ],
+)
+def test_fits(body: Body) -> None:
+    assert _found(LARGE, body) == ""
+
+
+def test_limits_follow_the_format() -> None:
+    values = torch.tensor([[3000.0]])
+    assert _found(values, lambda x, m: aten.mul.Tensor(x, x)) == ""
+    assert "2.097e+06" in _found(values, lambda x, m: aten.mul.Tensor(x, x), fraction_bits=20)
+    assert _found(values * 1000, lambda x, m: aten.mul.Tensor(x, x), field=128, fraction_bits=26) == ""
+
+
+def _scores(values: torch.Tensor) -> tuple[TokenRows, Any]:
+    hidden = torch.tensor([[False, False, True, True]])
+    model = TokenRows(values, lambda x, m: aten.softmax.int(aten.masked_fill.Scalar(x, hidden, -torch.inf), -1))
+    return model, model.logits_graph()
+
+
+def test_spread_of_allowed_scores_is_measured() -> None:
+    check = RangeCheck(64, 18)
+    for values in ([[1.0, 4.5, 100.0, -9.0], [0.0, 1.0, 7.0, 7.0]], [[2.0, 1.0, 9.0, 8.0], [5.0, 5.0, 0.0, 0.0]]):
+        model, graph = _scores(torch.tensor(values))
+        partition(model, graph, model.ids, check)
+    assert list(check.spreads.values()) == [3.5]
+
+
+@pytest.mark.parametrize(("spread", "clamped"), [(3.0, False), (10.0, False), (200.0, True), (None, True)])
+def test_exponential_follows_the_spread_of_the_scores(spread: float | None, clamped: bool) -> None:
+    model, graph = _scores(torch.zeros(2, 4))
+    part = partition(model, graph, model.ids)
+    name = next(node.name for node in graph.nodes if node.target is aten.softmax.int)
+    (chosen,) = lower(part, spreads={} if spread is None else {name: spread}).exponentials.values()
+    assert chosen.widest >= (spread or 0)
+    assert chosen.clamped is clamped
+
+
+def test_calibration_on_too_little_text_is_found() -> None:
+    check = RangeCheck(64, 18)
+    model, graph = _scores(torch.tensor([[50.0, 0.0, 0.0, 0.0]]))
+    name = next(node.name for node in graph.nodes if node.target is aten.softmax.int)
+    live = lower(partition(model, graph, model.ids, check), spreads={name: 2.0})
+    with pytest.raises(LoweringError, match=r"spread over 50; .* calibrate on more text"):
+        check.raise_first(live.executed, live.weights, live.exponentials)
+
+
+def test_tolerance_of_the_softmax() -> None:
+    model, graph = _scores(torch.zeros(2, 4))
+    part = partition(model, graph, model.ids)
+    (loose,) = lower(part, softmax_error=5e-3).exponentials.values()
+    (strict,) = lower(part, softmax_error=5e-4).exponentials.values()
+    assert loose.bytes_per_element < strict.bytes_per_element
+    with pytest.raises(InputError, match="no exponential errs by 1e-09 or less"):
+        lower(part, softmax_error=1e-9)
+
+
+def test_weights_are_checked_too() -> None:
+    check = RangeCheck(64, 18)
+    with pytest.raises(LoweringError, match=r"the server's w:head reaches 1e\+09"):
+        check.raise_first((), {"w:head": torch.tensor([1e9]).numpy()})

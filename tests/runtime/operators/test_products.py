@@ -1,0 +1,82 @@
+"""Products of many heads, joined where that sends fewer ciphertexts; large products, cut where memory asks for it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aero_compile.runtime.arithmetic import ciphertexts
+from aero_compile.runtime.operators import products
+from aero_compile.runtime.operators.products import batched_product, heads_at_once, matrix_product, piece_size
+
+pytest.importorskip("jax")
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    lead=st.lists(st.integers(1, 3), min_size=1, max_size=2),
+    sizes=st.tuples(*[st.integers(1, 6)] * 3),
+    joined=st.integers(1, 9),
+)
+def test_joined_heads_give_each_head_its_product(lead: list[int], sizes: tuple[int, int, int], joined: int) -> None:
+    rows, inner, columns = sizes
+    random = np.random.default_rng(0)
+    left = random.standard_normal((*lead, rows, inner)).astype(np.float32)
+    right = random.standard_normal((*lead, inner, columns)).astype(np.float32)
+    import jax.numpy as jnp
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(products, "heads_at_once", lambda heads, *_: min(joined, heads))
+        found = np.asarray(batched_product(jnp.asarray(left), jnp.asarray(right)))
+    np.testing.assert_allclose(found, left @ right, rtol=1e-5, atol=1e-5)
+
+
+@settings(deadline=None, max_examples=40)
+@given(heads=st.integers(1, 16), rows=st.integers(1, 200), inner=st.integers(1, 128), columns=st.integers(1, 200))
+def test_joining_never_sends_more(heads: int, rows: int, inner: int, columns: int) -> None:
+    def exchanged(size: int, times: int) -> int:
+        count = ciphertexts.matmul(rows, size * inner, size * columns)
+        return times * (count.sent * ciphertexts.REQUEST_BYTES + count.answers * ciphertexts.RESPONSE_BYTES)
+
+    joined = heads_at_once(heads, rows, inner, columns)
+    total = exchanged(joined, heads // joined) + (exchanged(heads % joined, 1) if heads % joined else 0)
+    assert total <= exchanged(1, heads)
+
+
+def test_small_heads_are_joined_and_large_ones_are_not() -> None:
+    assert heads_at_once(12, 1, 64, 128) == 12  # queries of the last token
+    assert heads_at_once(12, 32, 64, 32) > 1
+    assert heads_at_once(12, 128, 64, 128) == heads_at_once(12, 256, 64, 256) == 1  # ciphertexts are full
+
+
+def test_public_factors_are_not_joined() -> None:
+    import jax.numpy as jnp
+
+    public = np.tril(np.ones((1, 3, 4, 4), np.float32))
+    values = np.random.default_rng(0).standard_normal((1, 3, 4, 2)).astype(np.float32)
+    np.testing.assert_allclose(np.asarray(batched_product(public, jnp.asarray(values))), public @ values, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("rows", "limit"), [(7, 3), (8, 1), (5, 100)])
+def test_large_products_are_made_in_pieces(rows: int, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "piece_size", lambda *_: (min(rows, limit), 2))
+    left, right = np.random.default_rng(0).standard_normal((2, rows, rows)).astype(np.float32)
+    np.testing.assert_allclose(np.asarray(matrix_product(left, right)), left @ right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "inner", "columns"),
+    [(128, 50257, 768), (128, 768, 3072), (128, 3072, 768), (128, 768, 2304), (256, 50257, 1024), (1, 768, 50257)],
+)
+def test_products_of_gpt2_fit_into_memory(rows: int, inner: int, columns: int) -> None:
+    height, depth = piece_size(rows, inner, columns)
+    whole, piece = ciphertexts.matmul(rows, inner, columns), ciphertexts.matmul(height, depth, columns)
+    assert piece.plains <= products.MOST_POLYNOMIALS
+    times = math.ceil(rows / height) * math.ceil(inner / depth)
+    assert times * (piece.sent + piece.answers) < 1.2 * (whole.sent + whole.answers)
+    if whole.plains <= products.MOST_POLYNOMIALS:
+        assert (height, depth) == (rows, inner)

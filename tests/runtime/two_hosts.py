@@ -1,0 +1,104 @@
+"""Parties started by hand, as on two hosts, and a network between them that can be watched and cut."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from aero_compile.runtime.hosts.link import parse_address
+from aero_compile.runtime.program import SERVER
+
+
+@contextlib.contextmanager
+def party(
+    rank: int, folder: Path, address: str, peer: str, *extra: str, connect_timeout: float = 30
+) -> Iterator[subprocess.Popen[str]]:
+    """Run one party in ``folder``; it is killed at the end if it still runs."""
+    inputs = ["--weights", "weights.npz"] if rank == SERVER else ["--tokens", "tokens.npy"]
+    command = [sys.executable, "-m", "aero_compile.runtime.party", "--rank", str(rank), *inputs]
+    command += ["--address", address, "--peer", peer, "--program", "program.json", "--output", "out"]
+    command += ["--connect-timeout", str(connect_timeout), "--timeout", "120", "--runs", "1", *extra]
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def end_server_in_the_middle(server: subprocess.Popen[str], client: subprocess.Popen[str]) -> str:
+    """Kill the server while both compute; the client must end by itself, soon and with code 2. Returns its output."""
+    assert client.stdout is not None
+    for line in client.stdout:
+        if '"step"' in line:
+            break
+    server.kill()
+    started = time.monotonic()
+    output = client.communicate(timeout=40)[0]
+    assert time.monotonic() - started < 30
+    assert client.returncode == 2
+    return output
+
+
+class Wire:
+    """A TCP forwarder that keeps a copy of everything that passes, in the direction it was made for."""
+
+    def __init__(self, target: str) -> None:
+        self._target = parse_address(target)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._open: list[socket.socket] = []
+        self._lock = threading.Lock()
+        self.seen = bytearray()
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        """Close the listener and every connection."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        with self._lock:
+            for each in self._open:
+                with contextlib.suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
+                each.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(self._target)
+            except OSError:
+                if self._listener.fileno() < 0:
+                    return
+                near.close()  # nobody listens behind: refuse, as the target would
+                continue
+            with self._lock:
+                self._open += [near, far]
+            for source, sink in ((near, far), (far, near)):
+                threading.Thread(target=self._pump, args=(source, sink), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                with self._lock:
+                    self.seen += data
+                sink.sendall(data)
+        for each in (source, sink):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
