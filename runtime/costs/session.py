@@ -23,6 +23,9 @@ BATCH = 16
 DIRECT = 2 * ciphertexts.DEGREE
 """Products of two shares with as many elements are computed directly, smaller ones with cached triples."""
 
+SET_UP_TRANSFERS = 470_016 - (452_000 + 1280 * 13)
+"""Oblivious transfers that the set-up of a store yields, less what it keeps for the first refill (yacl_ote_adapter.h)."""
+
 OPEN, TRANSFER, MUTUAL = "open", "transfer", "mutual"
 """Exchanges: both open a share; the server sends obliviously; then the client does too."""
 
@@ -109,7 +112,7 @@ class Session:
         return min(self.table.cores, -(-n // TILE))
 
     def _draw(self, store: tuple[int, int], count: float) -> None:
-        left = self._stored.get(store, 0.0) - count
+        left = self._stored.get(store, SET_UP_TRANSFERS) - count
         refill = self.table.refill
         while left < 0:
             left += refill["count"]
