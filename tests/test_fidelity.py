@@ -23,17 +23,10 @@ def blocks(seed: int) -> torch.Tensor:
 def test_compares_every_position() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    shape: dict[str, Any] = {
-        "vocab_size": 64,
-        "n_positions": 8,
-        "n_embd": 32,
-        "n_layer": 1,
-        "n_head": 2,
-        "initializer_range": 0.3,
-    }
+    shape: dict[str, Any] = {"vocab_size": 64, "n_positions": 8, "n_embd": 32, "n_layer": 1, "n_head": 2}
     torch.manual_seed(0)
     model: Any = GPT2LMHeadModel(GPT2Config(**shape, initializer_range=0.3, bos_token_id=0, eos_token_id=0))
-    model, read = aero_compile.transform(model, "baseline").eval(), blocks(0)
+    model, read = aero_compile.transform(model, recipe="baseline").eval(), blocks(0)
     found = fidelity.compare(model, "SM+LN+G", read, blocks(1), "semi2k")
     assert found.calibrated
     assert found.positions == read.numel()

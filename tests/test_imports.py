@@ -42,7 +42,9 @@ def ours(path: Path) -> Iterator[str]:
 def names_of_modules() -> list[str]:
     root = Path(__file__).resolve().parent.parent
     found = []
-    for path in sorted([*(root / "aero_compile").rglob("*.py"), *root.glob("passes/*.py"), *root.glob("runtime/**/*.py")]):
+    for path in sorted(
+        [*(root / "aero_compile").rglob("*.py"), *root.glob("passes/*.py"), *root.glob("runtime/**/*.py")]
+    ):
         parts = path.relative_to(root).with_suffix("").parts
         name = ".".join(parts if parts[0] == "aero_compile" else ("aero_compile", *parts))
         found.append(name.removesuffix(".__init__"))

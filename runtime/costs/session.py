@@ -24,7 +24,7 @@ DIRECT = 2 * ciphertexts.DEGREE
 """Products of two shares with as many elements are computed directly, smaller ones with cached triples."""
 
 SET_UP_TRANSFERS = 470_016 - (452_000 + 1280 * 13)
-"""Oblivious transfers that the set-up of a store yields, less what it keeps for the first refill (yacl_ote_adapter.h)."""
+"""Oblivious transfers that a store's set-up yields, less what it keeps for the first refill (yacl_ote_adapter.h)."""
 
 OPEN, TRANSFER, MUTUAL = "open", "transfer", "mutual"
 """Exchanges: both open a share; the server sends obliviously; then the client does too."""
