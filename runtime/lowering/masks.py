@@ -46,7 +46,14 @@ class Masked:
 
 
 def find_mask(part: Partition, scores: fx.Node) -> Masked:
-    """Split ``scores``, the live input of a softmax, into its unmasked core and its public mask."""
+    """Split ``scores``, the live input of a softmax, into its unmasked core and its public mask; done once a node."""
+    if scores not in part.masks:
+        part.masks[scores] = _find_mask(part, scores)
+    found: Masked = part.masks[scores]
+    return found
+
+
+def _find_mask(part: Partition, scores: fx.Node) -> Masked:
     walk = [scores]
     for node in _affine_ancestors(part, scores):
         walk.append(node)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -63,7 +63,8 @@ class Partition:
     """A graph at one concrete shape, every node assigned to a domain.
 
     ``known`` holds the value of each public and server node; ``shapes`` and ``is_float`` describe the live
-    tensors. Values of live nodes are not kept: nothing in the lowering may depend on the tokens.
+    tensors. Values of live nodes are not kept: nothing in the lowering may depend on the tokens. ``masks`` keeps what
+    `masks.find_mask` found.
     """
 
     graph: fx.Graph
@@ -73,6 +74,7 @@ class Partition:
     known: dict[fx.Node, Any]
     shapes: dict[fx.Node, tuple[int, ...]]
     is_float: dict[fx.Node, bool]
+    masks: dict[fx.Node, Any] = field(default_factory=dict)
 
     def is_live(self, value: object) -> bool:
         """Whether ``value`` is a node that depends on the tokens."""
