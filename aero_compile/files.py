@@ -6,6 +6,14 @@ import os
 import tempfile
 from pathlib import Path
 
+from aero_compile.errors import OutputDirError
+
+
+def refuse_existing(path: Path | None, overwrite: bool) -> None:
+    """Raise `OutputDirError` for a file that exists, unless it may be replaced."""
+    if path is not None and path.exists() and not overwrite:
+        raise OutputDirError(f"{path} exists; add --overwrite to replace it")
+
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write `content` (text as UTF-8) beside `path` and rename it into place; folders are made."""

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 import aero_compile
 from aero_compile.cookbook.recipe import resolve
-from aero_compile.errors import AeroError, InputError, OutputDirError
-from aero_compile.files import write_atomically
+from aero_compile.errors import AeroError, InputError
+from aero_compile.files import refuse_existing, write_atomically
 from aero_compile.progress import Progress
 from aero_compile.reporting.evaluate import agreement, logits_of
 from aero_compile.reporting.report import command_line
@@ -115,8 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     args = parser().parse_args(argv)
     try:
-        if args.json is not None and args.json.exists() and not args.overwrite:
-            raise OutputDirError(f"{args.json} exists; add --overwrite to replace it")
+        refuse_existing(args.json, args.overwrite)
         found = run(args)
     except AeroError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script i
 
 import aero_compile
 from aero_compile.cookbook.recipe import recipe_names
-from aero_compile.errors import AeroError, OutputDirError
-from aero_compile.files import write_atomically
+from aero_compile.errors import AeroError
+from aero_compile.files import refuse_existing, write_atomically
 from aero_compile.graphs.trainable import TransformedModel
 from aero_compile.inference.model import inference_copy
 from aero_compile.inference.optimize import passes
@@ -92,8 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     args = parser().parse_args(argv)
     try:
-        if args.json is not None and args.json.exists() and not args.overwrite:
-            raise OutputDirError(f"{args.json} exists; add --overwrite to replace it")
+        refuse_existing(args.json, args.overwrite)
         todo = [
             Task(args.model, name, args.seq_len, args.layers or LAYERS[args.model])
             for name in recipe_names(args.recipes)

@@ -22,6 +22,7 @@ from aero_compile.runtime.costs import operations, pphlo
 from aero_compile.runtime.costs.operations import CLIENTS, SERVERS
 from aero_compile.runtime.costs.session import Cost, Session
 from aero_compile.runtime.costs.table import CostTable, settings_of
+from aero_compile.runtime.hosts.measure import size_text
 from aero_compile.runtime.hosts.network_spec import Network, parse_network
 from aero_compile.runtime.inference import compile_model
 from aero_compile.runtime.program import SET_UP, TOKENS, Program
@@ -71,7 +72,7 @@ class Estimate:
         lines = [
             f"estimate for {self.protocol}, {self.field}-bit ring, {self.fraction_bits} fraction bits, "
             f"{batch}x{length} tokens, on {self.network}",
-            f"  {_size(self.bytes)} both ways, {self.messages:,} messages, {self.rounds:,.0f} round trips, "
+            f"  {size_text(self.bytes)} both ways, {self.messages:,} messages, {self.rounds:,.0f} round trips, "
             f"{self.seconds:.2f} s ({self.computing:.2f} s of it computing)",
             f"  costs of SPU {self.table['spu']} measured on {self.table['processor']}, "
             f"{self.table['cores']} cores, {self.table['measured']}",
@@ -79,7 +80,7 @@ class Estimate:
             f"  {'operator':<16}{'count':>6}{'bytes':>12}{'share':>8}{'messages':>10}{'rounds':>8}{'seconds':>9}",
         ]
         lines += [
-            f"  {row['op']:<16}{row['count']:>6}{_size(row['bytes']):>12}{row['bytes'] / max(1, self.bytes):>8.1%}"
+            f"  {row['op']:<16}{row['count']:>6}{size_text(row['bytes']):>12}{row['bytes'] / max(1, self.bytes):>8.1%}"
             f"{row['messages']:>10,}{row['rounds']:>8,.0f}{row['seconds']:>9.2f}"
             for row in self.per_op
         ]
@@ -271,10 +272,3 @@ def _like_trained(weight: torch.nn.Parameter, name: str) -> torch.Tensor:
     generator = torch.Generator().manual_seed(weight.numel())
     center = 1.0 if weight.dim() == 1 and name == "weight" else 0.0
     return torch.normal(center, 0.02, weight.shape, generator=generator).to(weight.dtype)
-
-
-def _size(count: float) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.2f} {unit}"
-    return f"{count:.0f} B"

@@ -98,13 +98,13 @@ class Measurement:
         lines = [
             f"{self.protocol}, {self.field}-bit ring, {self.fraction_bits} fraction bits, {batch}x{length} "
             f"tokens, {state} forward" + (f", {self.network}" if self.network != "loopback" else ""),
-            f"  {_size(self.bytes)} both ways, {self.messages:,} messages, {self.seconds:.2f} s "
-            f"(first forward: {_size(self.cold_bytes)}, {self.cold_seconds:.2f} s)",
+            f"  {size_text(self.bytes)} both ways, {self.messages:,} messages, {self.seconds:.2f} s "
+            f"(first forward: {size_text(self.cold_bytes)}, {self.cold_seconds:.2f} s)",
             "",
             f"  {'operator':<16}{'count':>6}{'bytes':>12}{'share':>8}{'messages':>10}{'seconds':>9}",
         ]
         lines += [
-            f"  {row['op']:<16}{row['count']:>6}{_size(row['bytes']):>12}"
+            f"  {row['op']:<16}{row['count']:>6}{size_text(row['bytes']):>12}"
             f"{row['bytes'] / max(1, self.bytes):>8.1%}{row['messages']:>10,}{row['seconds']:>9.2f}"
             for row in self.per_op
         ]
@@ -216,8 +216,9 @@ def _wire(server: Mapping[str, Any], client: Mapping[str, Any]) -> int | None:
     return received if received > 0 else None
 
 
-def _size(count: int) -> str:
+def size_text(count: float) -> str:
+    """Return a number of bytes in decimal units: ``999 B``, ``1.23 MB``."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= scale:
             return f"{count / scale:.2f} {unit}"
-    return f"{count} B"
+    return f"{count:.0f} B"
