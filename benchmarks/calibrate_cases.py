@@ -36,7 +36,8 @@ PRODUCT_SIZES = (8192, 16384, 65536)
 MATMULS = (
     *((8, 32, 96), (16, 64, 64), (32, 128, 128), (64, 256, 256), (128, 64, 64), (64, 512, 128), (1, 768, 768)),
     *((1, 256, 4096), (16, 768, 768), (128, 256, 256), (64, 768, 768), (128, 256, 1024), (128, 1024, 256)),
-    *((8, 8192, 512), (8, 24576, 512), (1, 768, 16384)),
+    *((16, 64, 192), (16, 256, 64), (32, 128, 512), (32, 512, 128), (64, 128, 256), (64, 256, 64), (64, 32, 64)),
+    *((43, 8192, 64), (8, 8192, 512), (8, 24576, 512), (1, 768, 16384)),
 )
 """From single heads to lookups in large vocabularies, whose operands fill gigabytes."""
 QUICK_MATMULS = ((8, 32, 96), (128, 64, 64), (64, 256, 64), (64, 512, 128), (64, 64, 512), (128, 64, 128))
@@ -86,7 +87,9 @@ def cases(quick: bool) -> Iterator[Case]:
         if n > 8192:
             yield Case("product", (n,), lambda x, y: (x * y,), ((n,),) * 2, (None, None))
     for m, k, n in QUICK_MATMULS if quick else MATMULS:
-        yield Case("matmul", (m, k, n), lambda x, y: (x @ y,), ((m, k), (k, n)), (None, SERVERS), 3)
+        yield Case(
+            "matmul", (m, k, n), lambda x, y: (x @ y,), ((m, k), (k, n)), (None, SERVERS), 5 if m * k * n < 2**25 else 3
+        )
     yield Case("refill", (2048,), lambda x: (x > 0.7,), ((2048,),), (None,), REFILL_REPEATS)
     yield from _moves()
 

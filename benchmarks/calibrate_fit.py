@@ -45,7 +45,7 @@ def table_of(
     kernels["halve"] = _halve(records, kernels["trunc"])
     expansions = {}
     for name in ("reciprocal", "rsqrt", "sqrt", "divide"):
-        seen = _best(records, name)[0]["MPC"]
+        seen = _typical(records, name)[0]["MPC"]
         expansions[name] = {ours: _sizes(seen[theirs], ours) for theirs, ours in _PRODUCTS.items() if theirs in seen}
         bitwise = tuple(kernel for kernel in seen if kernel not in _PRODUCTS and seen[kernel]["sent"] > 0)
         kernels[name] = _kernel(records, name, bitwise, cores)
@@ -72,24 +72,28 @@ def _of(records: Sequence[Record], name: str) -> list[Record]:
     return found
 
 
-def _best(records: Sequence[Record], name: str) -> list[Record]:
-    """The run of each size with the least bytes (no store was refilled in it), the fastest among equals."""
-    best: dict[tuple[int, ...], Record] = {}
+def _typical(records: Sequence[Record], name: str) -> list[Record]:
+    """The run of each size with the median time, of those with the fewest messages (no store was refilled in them)."""
+    runs: dict[tuple[int, ...], list[Record]] = {}
     for record in _of(records, name):
-        size = tuple(record["n"])
-        if size not in best or _weight(record) < _weight(best[size]):
-            best[size] = record
-    return [best[size] for size in sorted(best)]
+        runs.setdefault(tuple(record["n"]), []).append(record)
+    return [
+        _median([each for each in runs[size] if _messages(each) == min(map(_messages, runs[size]))])
+        for size in sorted(runs)
+    ]
 
 
-def _weight(record: Record) -> tuple[float, float]:
-    rows = record["MPC"].values()
-    messages = sum(row["sends"] + row["receives"] for row in rows)
-    return messages, sum(row["seconds"] for row in rows)
+def _messages(record: Record) -> float:
+    return sum(row["sends"] + row["receives"] for row in record["MPC"].values())
+
+
+def _median(records: Sequence[Record]) -> Record:
+    ranked = sorted(records, key=lambda record: sum(row["seconds"] for row in record["MPC"].values()))
+    return ranked[len(ranked) // 2]
 
 
 def _at(records: Sequence[Record], name: str, *size: int) -> Record:
-    for record in _best(records, name):
+    for record in _typical(records, name):
         if tuple(record["n"]) == size:
             return record
     raise ValueError(f"{name} was not measured for {size}")
@@ -106,11 +110,11 @@ def _row(records: Sequence[Record], name: str, size: tuple[int, ...], kernel: st
 def _kernel(records: Sequence[Record], name: str, parts: tuple[str, ...], cores: int) -> Kernel:
     """Sum the kernels ``parts`` of each size of case ``name``."""
     points = []
-    for record in _best(records, name):
+    for record in _typical(records, name):
         rows = [record["MPC"][part] for part in parts]
         sent, received, seconds = (sum(row[column] for row in rows) for column in ("sent", "received", "seconds"))
         points.append((int(record["n"][0]), sent, received, seconds))
-    smallest, middle, largest = _best(records, name)[0], _at(records, name, TILE), _best(records, name)[-1]
+    smallest, middle, largest = _typical(records, name)[0], _at(records, name, TILE), _typical(records, name)[-1]
     messages, transfers, exchanges = [0, 0], [0, 0], list[str]()
     for part in parts:
         alone = round(smallest["MPC"][part]["sends"])
@@ -198,14 +202,14 @@ def _product_seconds(records: Sequence[Record]) -> dict[str, float]:
     def ciphertexts_of(n: int) -> float:
         return moduli * ciphertexts.splits(n)
 
-    owned = [(r["n"][0], r["MPC"]["mul_av"]["seconds"]) for r in _best(records, "owned")]
+    owned = [(r["n"][0], r["MPC"]["mul_av"]["seconds"]) for r in _typical(records, "owned")]
     slope, call = _line([(ciphertexts_of(n), seconds) for n, seconds in owned])
 
     def both_ways(name: str, kernel: str) -> float:
-        found = [(r["n"][0], r["MPC"][kernel]["seconds"]) for r in _best(records, name) if r["n"][0] > 8192]
+        found = [(r["n"][0], r["MPC"][kernel]["seconds"]) for r in _typical(records, name) if r["n"][0] > 8192]
         return float(np.mean([max(0.0, s - call) / (2 * ciphertexts_of(n // 2)) for n, s in found]))
 
-    cached = _best(records, "cached")[0]
+    cached = _typical(records, "cached")[0]
     return {
         "product_call": call,
         "product_one_way": slope,
@@ -218,7 +222,7 @@ def _product_seconds(records: Sequence[Record]) -> dict[str, float]:
 def _matmul_seconds(records: Sequence[Record]) -> dict[str, float]:
     """Fit seconds to the amounts of work; all coefficients are at least 0, relative errors count."""
     rows, seconds = [], []
-    for record in _best(records, "matmul"):
+    for record in _typical(records, "matmul"):
         m, k, n = record["n"]
         rows.append([*matmul_work(ciphertexts.matmul(m, k, n)).values(), float(m * k * n)])
         seconds.append(record["MPC"]["mmul_sv"]["seconds"])

@@ -30,8 +30,8 @@ class MatmulCount:
 
     ``encrypts_left`` says whose matrix travels encrypted; ``sent`` and ``answers`` count the ciphertexts there and
     back (in bytes, ``answer_share`` full ones), ``plains`` the polynomials of the other matrix, ``products`` those of
-    a ciphertext with a polynomial, and ``packed`` the ciphertexts that go into the packing of the answers (0: they
-    are not packed).
+    a ciphertext with a polynomial, ``packed`` the ciphertexts that go into the packing of the answers (0: they are not
+    packed), and ``rotations`` the automorphisms that packing takes.
     """
 
     encrypts_left: bool
@@ -40,6 +40,7 @@ class MatmulCount:
     plains: int
     products: int
     packed: int
+    rotations: int
     answer_share: float
 
 
@@ -67,9 +68,24 @@ def matmul(m: int, k: int, n: int) -> MatmulCount:
         max(left, right),
         rows * inner * columns,
         out if packing else 0,
+        _rotations(m * n if few else out, block[1], few) if packing else 0,
         # In an answer that is not packed only the results' coefficients of one of its two polynomials are not zero.
         answers if packing else (out + m * n / DEGREE) / 2,
     )
+
+
+def _rotations(count: int, gap: int, few: bool) -> int:
+    """Automorphisms that pack ``count`` results, or rather twice those of the busier core of two (packlwes.cc).
+
+    ``few``: single results, filled up to a power of two. Else ciphertexts, ``gap`` of them into one: a tree with
+    ``gap`` leaves, where a node with one child costs as much as one with two. Each core takes one half of a level.
+    """
+    if few:
+        leaves = 1 << (min(count, DEGREE) - 1).bit_length()
+        return _up(count, DEGREE) * (leaves + 2 * (DEGREE // leaves).bit_length() - 2)
+    full, rest = divmod(count, gap)
+    levels = [1 << level for level in range(gap.bit_length() - 1)]
+    return full * gap + sum(2 * min(rest, _up(nodes, 2)) for nodes in levels)
 
 
 @lru_cache(maxsize=4096)

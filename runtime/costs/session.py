@@ -248,4 +248,5 @@ def matmul_work(count: ciphertexts.MatmulCount) -> dict[str, float]:
         "plains": float(count.plains),
         "products": float(count.products),
         "packed": float(count.packed),
+        "rotations": float(count.rotations),
     }

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from aero_compile.runtime.arithmetic.ciphertexts import REQUEST_BYTES, RESPONSE_BYTES, matmul
+from aero_compile.runtime.arithmetic.ciphertexts import REQUEST_BYTES, RESPONSE_BYTES, MatmulCount, matmul
 from aero_compile.runtime.arithmetic.squares import square, twice_product
 from aero_compile.runtime.lazy_jax import jnp
 from aero_compile.runtime.operators.registry import operator
@@ -17,8 +17,11 @@ from aero_compile.runtime.operators.registry import operator
 MOST_POLYNOMIALS = 20_000
 """Polynomials that one product may hold at once in Cheetah, of 0.2 MB each: 4 GB."""
 
-PACKING_BYTES = 1000
-"""What packing one ciphertext into an answer, some 5 ms, may cost in bytes."""
+SECOND_BYTES = 1_500_000
+"""What saving a second of computing may cost in bytes where products are cut or joined: little, bytes come first."""
+
+EXCHANGE_SECONDS, PRODUCT_SECONDS, ROTATION_SECONDS = 5e-3, 2.5e-4, 1.2e-3
+"""Of a ciphertext sent, of its product with a polynomial, of an automorphism while answers are packed, on two cores."""
 
 
 @cache
@@ -37,7 +40,7 @@ def piece_size(rows: int, inner: int, columns: int) -> tuple[int, int]:
             depth = depth * MOST_POLYNOMIALS // matmul(height, depth, columns).plains
         depth = -(-inner // -(-inner // depth))
         found[height, depth] = sum(
-            _price(min(height, rows - top), min(depth, inner - left), columns)
+            _price(matmul(min(height, rows - top), min(depth, inner - left), columns))
             for top in range(0, rows, height)
             for left in range(0, inner, depth)
         )
@@ -46,9 +49,15 @@ def piece_size(rows: int, inner: int, columns: int) -> tuple[int, int]:
         height = -(-height // 2)
 
 
-def _price(rows: int, inner: int, columns: int) -> float:
-    count = matmul(rows, inner, columns)
-    return count.sent * REQUEST_BYTES + count.answers * RESPONSE_BYTES + count.packed * PACKING_BYTES
+def _price(count: MatmulCount) -> float:
+    """Bytes of a product, and its time as bytes."""
+    exchanged = count.sent * REQUEST_BYTES + count.answer_share * RESPONSE_BYTES
+    seconds = (
+        (count.sent + count.answers) * EXCHANGE_SECONDS
+        + count.products * PRODUCT_SECONDS
+        + count.rotations * ROTATION_SECONDS
+    )
+    return exchanged + seconds * SECOND_BYTES
 
 
 def matrix_product(left: Any, right: Any) -> Any:
@@ -73,26 +82,25 @@ def embed(ids: Any, table: Any) -> Any:
 
 @cache
 def heads_at_once(heads: int, rows: int, inner: int, columns: int) -> int:
-    """How many of ``heads`` products [rows, inner] × [inner, columns] to join into one that sends fewest bytes.
+    """How many of ``heads`` products [rows, inner] × [inner, columns] to join into one, for the least price.
 
     Products side by side are one product with a block-diagonal matrix, [rows, h·inner] × [h·inner, h·columns]: more
     work, but small products leave most of their ciphertexts empty, joined ones fill them.
     """
 
-    def sent(joined: int) -> float:
+    def price(joined: int) -> float:
         found = 0.0
         for size, times in ((joined, heads // joined), (heads % joined, 1)):
             if size:
                 count = matmul(rows, size * inner, size * columns)
-                fits = count.plains <= MOST_POLYNOMIALS or size == 1
-                found += times * (count.sent * REQUEST_BYTES + count.answers * RESPONSE_BYTES) if fits else math.inf
+                found += times * _price(count) if count.plains <= MOST_POLYNOMIALS or size == 1 else math.inf
         return found
 
-    return min(range(1, heads + 1), key=sent)
+    return min(range(1, heads + 1), key=price)
 
 
 def batched_product(left: Any, right: Any) -> Any:
-    """[..., rows, inner] × [..., inner, columns] of equal leading sizes, several at once where that sends less."""
+    """[..., rows, inner] × [..., inner, columns] of equal leading sizes, several at once where that is cheaper."""
     (*lead, rows, inner), columns = left.shape, right.shape[-1]
     heads = math.prod(lead)
     step = heads_at_once(heads, rows, inner, columns)

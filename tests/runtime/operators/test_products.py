@@ -37,20 +37,26 @@ def test_joined_heads_give_each_head_its_product(lead: list[int], sizes: tuple[i
 
 @settings(deadline=None, max_examples=40)
 @given(heads=st.integers(1, 16), rows=st.integers(1, 200), inner=st.integers(1, 128), columns=st.integers(1, 200))
-def test_joining_never_sends_more(heads: int, rows: int, inner: int, columns: int) -> None:
-    def exchanged(size: int, times: int) -> int:
-        count = ciphertexts.matmul(rows, size * inner, size * columns)
-        return times * (count.sent * ciphertexts.REQUEST_BYTES + count.answers * ciphertexts.RESPONSE_BYTES)
+def test_joining_never_costs_more(heads: int, rows: int, inner: int, columns: int) -> None:
+    def price(size: int) -> float:
+        return products._price(ciphertexts.matmul(rows, size * inner, size * columns)) if size else 0.0
 
     joined = heads_at_once(heads, rows, inner, columns)
-    total = exchanged(joined, heads // joined) + (exchanged(heads % joined, 1) if heads % joined else 0)
-    assert total <= exchanged(1, heads)
+    assert heads // joined * price(joined) + price(heads % joined) <= heads * price(1)
 
 
 def test_small_heads_are_joined_and_large_ones_are_not() -> None:
     assert heads_at_once(12, 1, 64, 128) == 12  # queries of the last token
     assert heads_at_once(12, 32, 64, 32) > 1
     assert heads_at_once(12, 128, 64, 128) == heads_at_once(12, 256, 64, 256) == 1  # ciphertexts are full
+
+
+def test_time_has_a_price() -> None:
+    """Four heads of 32 for 128 tokens: joined they send less and pack far more."""
+    alone, joined = ciphertexts.matmul(128, 32, 128), ciphertexts.matmul(128, 128, 512)
+    assert joined.sent + joined.answers < 4 * (alone.sent + alone.answers)
+    assert joined.rotations == 2 * 4 * alone.rotations
+    assert heads_at_once(4, 128, 32, 128) == 1
 
 
 def test_public_factors_are_not_joined() -> None:
