@@ -84,7 +84,7 @@ def _typical(records: Sequence[Record], name: str) -> list[Record]:
 
 
 def _messages(record: Record) -> float:
-    return sum(row["sends"] + row["receives"] for row in record["MPC"].values())
+    return float(sum(row["sends"] + row["receives"] for row in record["MPC"].values()))
 
 
 def _median(records: Sequence[Record]) -> Record:
