@@ -105,17 +105,21 @@ def _expressions(model: TransformedModel, in_double: bool) -> Iterator[_Expressi
     constant = _constant_nodes(model.graph)
     order = {node: number for number, node in enumerate(model.graph.nodes)}
     known: dict[fx.Node, Any] = {}
+    shapes = node_values(model, *sample_shape(model)) if in_double else {}
     for root in model.graph.nodes:
         if _is_root(root, constant):
             nodes = ancestors([root], constant)
             read = sorted((node for node in nodes if node.op == "get_attr"), key=order.__getitem__)
             weights = {node: _stored(model, node) for node in read}
-            value = _double_value(model, root) if in_double else weight_value(model, root, known)
+            if in_double:
+                value = _double_value(model, root, shapes[root])
+            else:
+                value = weight_value(model, root, known)
             yield _Expression(root, nodes, weights, value)
 
 
-def _double_value(model: TransformedModel, root: fx.Node) -> Any:
-    """`weight_value` with every step in float64, rounded to the type that the graph gives the result."""
+def _double_value(model: TransformedModel, root: fx.Node, like: Any) -> Any:
+    """`weight_value` with every step in float64, rounded to the type of `like`, what the graph gives as the result."""
     known: dict[fx.Node, Any] = {}
 
     def value(node: fx.Node) -> Any:
@@ -131,9 +135,7 @@ def _double_value(model: TransformedModel, root: fx.Node) -> Any:
         return known[node]
 
     found = value(root)
-    if not isinstance(found, Tensor):
-        return found
-    return found.to(node_values(model, *sample_shape(model))[root].dtype)
+    return found.to(like.dtype) if isinstance(found, Tensor) else found
 
 
 def _stored(model: TransformedModel, node: fx.Node) -> Tensor:
