@@ -111,10 +111,7 @@ def _expressions(model: TransformedModel, in_double: bool) -> Iterator[_Expressi
             nodes = ancestors([root], constant)
             read = sorted((node for node in nodes if node.op == "get_attr"), key=order.__getitem__)
             weights = {node: _stored(model, node) for node in read}
-            if in_double:
-                value = _double_value(model, root, shapes[root])
-            else:
-                value = weight_value(model, root, known)
+            value = _double_value(model, root, shapes[root]) if in_double else weight_value(model, root, known)
             yield _Expression(root, nodes, weights, value)
 
 
