@@ -18,6 +18,7 @@ import torch
 
 from aero_compile.errors import InputError
 from aero_compile.graphs.calibration import token_batches
+from aero_compile.runtime.arithmetic.approximations import ACTIVATION_ERROR
 from aero_compile.runtime.hosts.link import TLSConfig
 from aero_compile.runtime.hosts.measure import Measurement, combine
 from aero_compile.runtime.hosts.network_spec import Network, parse_network
@@ -49,6 +50,7 @@ def private_inference(
     optimize: bool = True,
     calibration: Any = None,
     softmax_error: float | None = None,
+    activation_error: float = ACTIVATION_ERROR,
     field: int = 64,
     fraction_bits: int = 18,
     warm: bool | str = True,
@@ -72,6 +74,8 @@ def private_inference(
             ``input_ids``. None: exponentials that hold for any scores.
         softmax_error: largest error of an attention weight that the exponential may cause; None: 1e-3, or the least
             there is for rows of more than 1024 scores.
+        activation_error: largest error of GELU, SiLU, sigmoid and tanh; `aero_compile.runtime.approximations` tells
+            what they cost.
         field: ring size in bits; fraction_bits: fixed-point fraction bits.
         warm: True runs twice in the same processes and measures the second forward, without one-time set-up;
             "setup" sets the parties up by a short computation and measures the first forward; False measures the
@@ -106,7 +110,8 @@ def private_inference(
     with Progress(progress) as shown:
         shown.say("compiling")
         graph_model = _optimized(graph_model, logits, optimize)
-        compiled = _compile(graph_model, ids, protocol, field, fraction_bits, calibration, softmax_error)
+        errors = softmax_error, activation_error
+        compiled = _compile(graph_model, ids, protocol, field, fraction_bits, calibration, *errors)
         outcome = run_parties(
             compiled.program,
             compiled.weights,
@@ -141,6 +146,7 @@ def compile_model(
     optimize: bool = True,
     calibration: Any = None,
     softmax_error: float | None = None,
+    activation_error: float = ACTIVATION_ERROR,
     field: int = 64,
     fraction_bits: int = 18,
 ) -> Compiled:
@@ -154,7 +160,8 @@ def compile_model(
     graph_model = _with_graph(model)
     ids = _checked_ids(graph_model, np.zeros((batch, length), np.int64))
     graph_model = _optimized(graph_model, logits, optimize)
-    return _compile(graph_model, ids, protocol, field, fraction_bits, calibration, softmax_error, check_ranges=False)
+    errors = softmax_error, activation_error
+    return _compile(graph_model, ids, protocol, field, fraction_bits, calibration, *errors, check_ranges=False)
 
 
 def export(compiled: Compiled, directory: str | os.PathLike[str]) -> None:
@@ -188,13 +195,14 @@ def _compile(
     fraction_bits: int,
     calibration: Any,
     softmax_error: float | None,
+    activation_error: float,
     check_ranges: bool = True,
 ) -> Compiled:
     ranges = RangeCheck(field, fraction_bits)
     spreads = _calibrated(model, calibration, ranges)
     part = _partition(model, ids, ranges if check_ranges else None)
     defer_normalization(part)
-    live = lower(part, spreads=spreads, softmax_error=softmax_error)
+    live = lower(part, spreads=spreads, softmax_error=softmax_error, activation_error=activation_error)
     ranges.raise_first(live.executed, live.weights, live.exponentials)
     return Compiled(compile_steps(live, protocol, field, fraction_bits), live.weights)
 

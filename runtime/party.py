@@ -15,9 +15,11 @@ lines; ``stats.json`` and, for the client, ``logits.npy`` are written to the out
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
+import shutil
 import sys
 import threading
 import time
@@ -53,7 +55,7 @@ ROLES = {SERVER: "server", CLIENT: "client"}
 def main(argv: list[str] | None = None) -> int:
     """Run one party; returns the exit code (2 for errors that were reported)."""
     arguments = _parser().parse_args(argv)
-    end_with_parent(arguments.with_parent)
+    end_with_parent(arguments.with_parent, arguments.scratch)
     try:
         _Party(arguments).run()
     except AeroError as error:
@@ -85,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--tls-key", help="PEM key of this party")
     add("--tls-ca", help="PEM certificate of the authority that signed both")
     add("--with-parent", action="store_true", help="end when standard input is closed")
+    add("--scratch", type=Path, metavar="DIR", help="with --with-parent: a folder to remove then, inputs and all")
     return parser
 
 
@@ -291,14 +294,22 @@ def _checked(spec: TensorSpec, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return array
 
 
-def end_with_parent(enabled: bool) -> None:
-    """End this process as soon as standard input is closed, that is when its launcher is gone."""
+def end_with_parent(enabled: bool, scratch: Path | None) -> None:
+    """End this process as soon as standard input is closed, that is when its launcher is gone.
+
+    A launcher that was killed left its folder ``scratch`` behind; it is removed, and the one around it if that is
+    empty then.
+    """
     if not enabled:
         return
 
     def wait() -> None:
         while sys.stdin.buffer.read(4096):
             pass
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                scratch.parent.rmdir()
         os._exit(4)
 
     threading.Thread(target=wait, daemon=True, name="parent-watch").start()

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from aero_compile.onnx.graph import Builder, Op, Value
+from aero_compile.onnx.builder import Builder, Op, Value
 from aero_compile.onnx.moves import Converter
 from aero_compile.onnx.ops import ACTIVATIONS, gemm, norm, swish, transposed
 

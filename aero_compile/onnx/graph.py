@@ -10,176 +10,43 @@ Large weights are replaced by zeros that take no memory: nothing that is found f
 
 from __future__ import annotations
 
-import ast
 import logging
 import math
 import os
 import re
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import fx
 
 from aero_compile.capturing.canonicalize import canonicalize
 from aero_compile.errors import AeroError, InputError, UnsupportedModelError
 from aero_compile.graphs.convention import CallConvention
 from aero_compile.graphs.trainable import TransformedModel
+from aero_compile.onnx.builder import Array, Builder, Op, Value
+from aero_compile.onnx.file_nodes import (
+    STANDARD,
+    bodies,
+    described,
+    is_float_type,
+    live_names,
+    needed,
+    numpy_type,
+    outer_names,
+    sizes_of,
+    source_path,
+    token_input,
+)
 from aero_compile.quiet import quiet
-
-Array = npt.NDArray[Any]
-Value = Any
-"""An array, an fx.Node of the live graph, a list of them (ONNX sequences), or None for an input that is left out."""
 
 LARGEST_READ = 1 << 22
 """Floating-point weights of more elements are not read from the file."""
 
-_TOKEN_NAMES = ("input_ids", "tokens", "token_ids", "idx", "ids", "input", "inputs", "x")
-_NOT_TOKENS = re.compile(r"mask|position|segment|type|cache|past|length|total|num_", re.IGNORECASE)
 _CACHES = re.compile(r"past|cache|key|value|state|mem", re.IGNORECASE)
 _MICROSOFT = "com.microsoft"
-_STANDARD = ("", "ai.onnx")
-
-
-@dataclass(frozen=True)
-class Op:
-    """One node of the file that depends on the tokens: what it is called, its attributes, and its inputs' values."""
-
-    kind: str
-    domain: str
-    version: int
-    attributes: Mapping[str, Any]
-    inputs: tuple[Value, ...]
-    outputs: int
-    name: str
-
-    def input(self, number: int) -> Value:
-        """The value of an input, None where it is left out."""
-        return self.inputs[number] if number < len(self.inputs) else None
-
-
-class Opaque:
-    """An op that the canonical graph has no form for; it goes by its own name and has a known shape."""
-
-    def __init__(self, kind: str, shapes: Sequence[tuple[int, ...]]) -> None:
-        self.__name__ = self.kind = kind
-        self.shapes = tuple(shapes)
-
-    def __call__(self, *args: Any) -> Any:
-        made = tuple(torch.zeros(shape) for shape in self.shapes)
-        return made[0] if len(made) == 1 else made
-
-    def __str__(self) -> str:
-        return self.kind
-
-
-class Builder:
-    """Makes nodes of the FX graph and knows their shapes."""
-
-    def __init__(self, seq_len: int) -> None:
-        self.graph = fx.Graph()
-        self.seq_len = seq_len
-        self.tensors: dict[str, Tensor] = {}
-        self.path = ""
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._values: dict[fx.Node, Any] = {}
-        self._constants: dict[int, tuple[Array, fx.Node]] = {}
-        self.parameters: dict[int, Array] = {}
-
-    def placeholder(self, shape: tuple[int, int]) -> fx.Node:
-        """The token ids."""
-        node = self.graph.placeholder("input_ids")
-        with self._mode:
-            self._values[node] = torch.zeros(shape, dtype=torch.int64)
-        return node
-
-    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        """A node that calls `target`; arrays among the arguments become constants."""
-        args, kwargs = self._nodes(args), self._nodes(kwargs)
-        name = getattr(target, "kind", None)
-        node = self.graph.create_node("call_function", target, args, kwargs, name=name)
-        node.meta["path"] = self.path
-        given, named = fx.map_arg((args, kwargs), self._values.__getitem__)
-        with self._mode, torch.no_grad():
-            self._values[node] = target(*given, **named)
-        return node
-
-    def _nodes(self, value: Any) -> Any:
-        if isinstance(value, np.ndarray):
-            return self.constant(value)
-        if isinstance(value, tuple | list):
-            return type(value)(self._nodes(each) for each in value)
-        if isinstance(value, dict):
-            return {key: self._nodes(each) for key, each in value.items()}
-        return value
-
-    def constant(self, array: Array) -> fx.Node:
-        """A node that reads a buffer with this value, the same for the same array."""
-        if id(array) not in self._constants:
-            name = f"constant.{len(self._constants)}"
-            tensor = self.tensors[name] = _tensor(array)
-            node = self.graph.create_node("get_attr", name, (), {})
-            self._values[node] = self._mode.from_tensor(tensor, static_shapes=True)
-            self._constants[id(array)] = (array, node)
-        return self._constants[id(array)][1]
-
-    def value(self, node: fx.Node) -> Any:
-        """The fake value of a node."""
-        return self._values[node]
-
-    def shape(self, value: Value) -> tuple[int, ...]:
-        """The shape of an array or a node."""
-        return tuple(value.shape) if isinstance(value, np.ndarray) else tuple(self._values[value].shape)
-
-    def is_floating(self, value: Value) -> bool:
-        """Whether a value holds floating-point numbers."""
-        if isinstance(value, np.ndarray):
-            return bool(np.issubdtype(value.dtype, np.floating))
-        return bool(self._values[value].is_floating_point())
-
-    def operand(self, value: Value, rank: int) -> Any:
-        """`value` as an operand beside one of `rank` dimensions: a number if it is one and no parameter."""
-        if (
-            isinstance(value, np.ndarray)
-            and value.size == 1
-            and value.ndim <= rank
-            and id(value) not in self.parameters
-        ):
-            return exact(value)
-        return value
-
-
-def _tensor(array: Array) -> Tensor:
-    """The array as a tensor over the same memory."""
-    if array.ndim and not any(array.strides):
-        return torch.from_numpy(np.array(array.reshape(-1)[:1])).reshape((1,) * array.ndim).expand(array.shape)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a file's weights are read-only, and nothing is going to write to them
-        return torch.from_numpy(np.ascontiguousarray(array) if any(s < 0 for s in array.strides) else array)
-
-
-_FAMILIAR = (0.044715, math.sqrt(2 / math.pi), 0.044715 * math.sqrt(2 / math.pi), math.sqrt(2), math.sqrt(0.5), 1.702)
-
-
-def exact(value: Array) -> int | float | bool:
-    """The number meant by a rounded one-element array: 0.1 for float32(0.1), √2 for float16(1.4142)."""
-    number = value.reshape(()).item()
-    if not isinstance(number, float) or not math.isfinite(number):
-        return number  # type: ignore[no-any-return]
-    single = np.float32(number)
-    brain = (single.view(np.uint32) & 0xFFFF) == 0 and single == number
-    half = number == float(np.float16(number)) if abs(number) < 6e4 else False
-    share = 2**-8 if brain else 2**-11 if half else 2**-23
-    for familiar in _FAMILIAR:
-        if number != 0 and abs(abs(number) - familiar) <= share * familiar and (number * 64) % 1 != 0:
-            return math.copysign(familiar, number)
-    return float(str(single)) if single == number else number
 
 
 # -- from file to model ----------------------------------------------------------------------------------------
@@ -275,8 +142,8 @@ class _Importer:
         if proto.graph.sparse_initializer:
             raise UnsupportedModelError(f"{file} keeps weights as sparse tensors, which are not supported")
         inputs = [each for each in proto.graph.input if each.name not in self.initializers]
-        tokens = _token_input(file, inputs)
-        dims = _dims(tokens)
+        tokens = token_input(file, inputs)
+        dims = sizes_of(tokens)
         batch, length = (None, *dims)[-2:] if dims else (None, None)
         if isinstance(length, int) and length != seq_len:
             raise InputError(f"{file} takes exactly {length} tokens, not {seq_len}: give seq_len={length}")
@@ -298,9 +165,9 @@ class _Importer:
 
     def _made_up(self, info: Any) -> Array:
         """A value for an input other than the tokens: all is visible, nothing is cached."""
-        dtype = _numpy_type(info.type.tensor_type.elem_type)
+        dtype = numpy_type(info.type.tensor_type.elem_type)
         batch, length = self.token_shape
-        name, dims = info.name, _dims(info)
+        name, dims = info.name, sizes_of(info)
         floating = np.issubdtype(dtype, np.floating)
         cached = len(dims) >= 3 and bool(_CACHES.search(name)) and "mask" not in name
         shape = [self._size(dim, number, name, cached) for number, dim in enumerate(dims)]
@@ -337,7 +204,7 @@ class _Importer:
         shape = tuple(tensor.dims)
         if any(size < 0 for size in shape):
             raise InputError(f"{self.file} is damaged: the weight {name} has the shape {list(shape)}")
-        dtype = _numpy_type(tensor.data_type)
+        dtype = numpy_type(tensor.data_type)
         self._check_stored(tensor)
         if np.issubdtype(dtype, np.floating) and math.prod(shape) > LARGEST_READ:
             array: Array = np.broadcast_to(np.float32(0), shape)
@@ -375,16 +242,16 @@ class _Importer:
     def run(self) -> fx.Node:
         """Visit what the logits need; returns their node."""
         graph = self.proto.graph
-        live = _live_names(graph.node, {name for name, value in self.env.items() if isinstance(value, fx.Node)})
+        live = live_names(graph.node, {name for name, value in self.env.items() if isinstance(value, fx.Node)})
         types = {each.name: each.type.tensor_type.elem_type for each in graph.output}
-        found = [name for name in types if name in live and _is_float_type(types[name])]
+        found = [name for name in types if name in live and is_float_type(types[name])]
         preferred = [name for name in found if "logit" in name.lower()] or found
         if not preferred:
             raise UnsupportedModelError(
                 f"no output of {self.file} is computed from its token ids as floating-point logits (outputs: "
                 f"{', '.join(types)})"
             )
-        self.visit(_needed(graph.node, {preferred[0]}))
+        self.visit(needed(graph.node, {preferred[0]}))
         result = self.value(preferred[0])
         if not isinstance(result, fx.Node):
             raise UnsupportedModelError(f"the output {preferred[0]} of {self.file} does not depend on its token ids")
@@ -394,7 +261,7 @@ class _Importer:
         """Compute nodes, or add them to the graph."""
         for node in nodes:
             inputs = [self.value(name) for name in node.input]
-            self.builder.path = _source_path(node)
+            self.builder.path = source_path(node)
             results = self._results(node, inputs)
             for name, result in zip(node.output, results, strict=False):
                 if name:
@@ -405,7 +272,7 @@ class _Importer:
             return self._branch(node, bool(inputs[0].reshape(-1)[0]))
         if node.op_type in ("Shape", "Size") and isinstance(inputs[0], fx.Node):
             inputs = [np.broadcast_to(np.float32(0), self.builder.shape(inputs[0]))]
-        outer = [self.value(name) for name in sorted(_captured(node))]
+        outer = [self.value(name) for name in sorted(outer_names(node))]
         if any(_is_live(value) for value in [*inputs, *outer]):
             return self._live(node, inputs)
         if any(isinstance(value, list) for value in inputs) or node.op_type.startswith(("Sequence", "SplitToSeq")):
@@ -417,14 +284,14 @@ class _Importer:
         body = next(attribute.g for attribute in node.attribute if attribute.name == chosen)
         self.initializers |= {tensor.name: tensor for tensor in body.initializer}
         names = [output.name for output in body.output]
-        self.visit(_needed(body.node, set(names)))
+        self.visit(needed(body.node, set(names)))
         return [self.value(name) for name in names]
 
     def _constant(self, node: Any, inputs: Sequence[Value]) -> Sequence[Any]:
         """Run one node that depends on no token."""
         import onnx
 
-        captured = sorted(_captured(node))
+        captured = sorted(outer_names(node))
         feeds = {name: value for name, value in zip(node.input, inputs, strict=True) if name}
         feeds |= {name: self.value(name) for name in captured}
         infos = [onnx.ValueInfoProto(name=name) for name in feeds]
@@ -436,7 +303,7 @@ class _Importer:
         except Exception as error:
             shapes = [list(np.shape(value)) for value in feeds.values()]
             raise UnsupportedModelError(
-                f"{_described(node)} in {self.file.name} cannot be computed for inputs of shape {shapes}: "
+                f"{described(node)} in {self.file.name} cannot be computed for inputs of shape {shapes}: "
                 f"{_first_line(error)}"
             ) from error
         return [next(results) if name else None for name in node.output]
@@ -448,15 +315,15 @@ class _Importer:
         from aero_compile.onnx.fused import FUSED
         from aero_compile.onnx.ops import OPS, opaque
 
-        domain = "" if node.domain in _STANDARD else node.domain
+        domain = "" if node.domain in STANDARD else node.domain
         attributes = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
         attributes = {k: v.decode() if isinstance(v, bytes) else v for k, v in attributes.items()}
         version = self.opsets.get(node.domain, self.opsets.get(domain, 1))
-        op = Op(node.op_type, domain, version, attributes, tuple(inputs), len(node.output), _described(node))
+        op = Op(node.op_type, domain, version, attributes, tuple(inputs), len(node.output), described(node))
         convert = FUSED.get((domain, node.op_type)) or OPS.get(node.op_type)
-        if any(_bodies(node)):
+        if any(bodies(node)):
             raise UnsupportedModelError(
-                f"{_described(node)} in {self.file.name} depends on the token ids; loops and branches over tokens are "
+                f"{described(node)} in {self.file.name} depends on the token ids; loops and branches over tokens are "
                 "not supported"
             )
         try:
@@ -466,7 +333,7 @@ class _Importer:
         except Exception as error:
             shapes = [None if v is None else list(self.builder.shape(v)) for v in inputs if not isinstance(v, list)]
             raise UnsupportedModelError(
-                f"{_described(node)} in {self.file.name} cannot be read for inputs of shape {shapes}: "
+                f"{described(node)} in {self.file.name} cannot be read for inputs of shape {shapes}: "
                 f"{_first_line(error)}"
             ) from error
 
@@ -505,11 +372,6 @@ def _is_live(value: Value) -> bool:
     return isinstance(value, fx.Node) or (isinstance(value, list) and any(_is_live(each) for each in value))
 
 
-def _described(node: Any) -> str:
-    domain = f"{node.domain}." if node.domain and node.domain not in _STANDARD else ""
-    return f"{domain}{node.op_type} {node.name!r}"
-
-
 def _single(value: Any) -> Any:
     """The same in float32, whatever floating-point type it has: half precision is not what is looked at."""
     if isinstance(value, list):
@@ -517,102 +379,3 @@ def _single(value: Any) -> Any:
     array = np.asarray(value)
     known = array.dtype.kind in "biu" or array.dtype == np.float32
     return array if known else array.astype(np.float32)
-
-
-def _numpy_type(code: int) -> Any:
-    import onnx
-
-    try:
-        found = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(code))
-    except (KeyError, TypeError, ValueError):
-        return np.dtype(np.float32)
-    return found if found.kind in "biu" else np.dtype(np.float32)
-
-
-def _is_float_type(code: int) -> bool:
-    return code == 0 or _numpy_type(code).kind == "f"
-
-
-def _dims(info: Any) -> list[int | str | None]:
-    """Sizes of an input: a number, a symbol, or None where neither is given."""
-    shape = info.type.tensor_type.shape if info.type.tensor_type.HasField("shape") else None
-    if shape is None:
-        return [None, None]
-    return [d.dim_value if d.HasField("dim_value") and d.dim_value > 0 else d.dim_param or None for d in shape.dim]
-
-
-def _token_input(file: Path, inputs: Sequence[Any]) -> Any:
-    import onnx
-
-    integer = (onnx.TensorProto.INT64, onnx.TensorProto.INT32)
-    possible = [i for i in inputs if i.type.tensor_type.elem_type in integer and len(_dims(i)) in (1, 2)]
-    named = [i for name in _TOKEN_NAMES for i in possible if i.name.lower() == name]
-    rest = [i for i in possible if not _NOT_TOKENS.search(i.name) and len(_dims(i)) == 2]
-    if not named + rest:
-        types = {code: name for name, code in onnx.TensorProto.DataType.items()}
-        listed = [f"{i.name} {types.get(i.type.tensor_type.elem_type, '?').lower()}{_dims(i)}" for i in inputs]
-        raise UnsupportedModelError(
-            f"{file} takes no token ids: an integer input [batch, sequence] is needed (inputs: "
-            f"{', '.join(listed) or 'none'}); supported are decoder-only transformers"
-        )
-    return (named + rest)[0]
-
-
-# -- the file's graph ------------------------------------------------------------------------------------------
-
-
-def _bodies(node: Any) -> Iterator[Any]:
-    for attribute in node.attribute:
-        if attribute.HasField("g"):
-            yield attribute.g
-        yield from attribute.graphs
-
-
-def _captured(node: Any) -> set[str]:
-    """Names from outside that the bodies of a node (If, Loop, Scan) read."""
-    names: set[str] = set()
-    for body in _bodies(node):
-        own = {each.name for each in [*body.input, *body.initializer]}
-        for inner in body.node:
-            names |= {name for name in inner.input if name} | _captured(inner)
-            own |= set(inner.output)
-        names |= {each.name for each in body.output}
-        names -= own
-    return names
-
-
-def _reads(node: Any) -> set[str]:
-    return {name for name in node.input if name} | _captured(node)
-
-
-def _needed(nodes: Sequence[Any], names: set[str]) -> list[Any]:
-    """The nodes that `names` are computed from, in order."""
-    wanted, found = set(names), []
-    for node in reversed(list(nodes)):
-        if wanted.intersection(node.output):
-            found.append(node)
-            wanted |= _reads(node)
-    return found[::-1]
-
-
-def _live_names(nodes: Sequence[Any], names: set[str]) -> set[str]:
-    """Names whose value depends on `names`, but for their shapes."""
-    live = set(names)
-    for node in nodes:
-        if node.op_type not in ("Shape", "Size") and live & _reads(node):
-            live.update(node.output)
-    return live
-
-
-def _source_path(node: Any) -> str:
-    """The module that a node comes from, as far as the exporter noted it: `transformer.h.3.attn`."""
-    for entry in node.metadata_props:
-        if entry.key == "pkg.torch.onnx.name_scopes":
-            try:
-                scopes = ast.literal_eval(entry.value)
-            except (ValueError, SyntaxError, RecursionError, MemoryError):
-                return ""
-            return str(scopes[-2]) if isinstance(scopes, list) and len(scopes) > 1 else ""
-    if node.name.startswith("/"):  # what torch's older exporter writes: /transformer/h.3/attn/MatMul_1
-        return ".".join(node.name.strip("/").split("/")[:-1])
-    return ""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from aero_compile.onnx.graph import Builder, Op, Opaque, Value, exact
+from aero_compile.onnx.builder import Builder, Op, Opaque, Value, exact
 from aero_compile.onnx.moves import MOVES, Converter
 
 aten = torch.ops.aten

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,11 +37,11 @@ from aero_compile.runtime.arithmetic.exponential import (
 )
 
 __all__ = [
+    "ACTIVATION_ERROR",
     "EXP_ITERATIONS",
     "EXP_LOWEST",
     "Approximation",
     "Exponential",
-    "Precision",
     "activation",
     "approximations",
     "choose_exponential",
@@ -50,8 +50,9 @@ __all__ = [
 ]
 
 Array = npt.NDArray[np.float64]
-Precision = Literal["low", "default", "high"]
-_PRECISIONS: dict[Precision, float] = {"low": 2.5e-3, "default": 1e-3, "high": 2e-4}
+
+ACTIVATION_ERROR = 1e-3
+"""How much an activation may be off where nothing else is asked for."""
 
 
 @dataclass(frozen=True)
@@ -106,17 +107,17 @@ _MIRRORED = {
 }
 
 
-def activation(name: str, x: Any, precision: Precision = "default") -> Any:
+def activation(name: str, x: Any, tolerance: float = ACTIVATION_ERROR) -> Any:
     """Evaluate ``gelu``, ``gelu_tanh``, ``silu``, ``sigmoid`` or ``tanh`` on a JAX array of any shape.
 
-    ``precision``: the cheapest form is taken that errs by at most 2.5e-3 ("low"), 1e-3 ("default") or 2e-4 ("high").
+    The cheapest form is taken that errs by ``tolerance`` at most, in Cheetah (64-bit ring, 18 fraction bits).
 
     Raises:
-        InputError: another precision.
+        InputError: there is none.
     """
     import jax.numpy as jnp
 
-    limit, chain = ACTIVATIONS[name, squares_for(name, precision)]
+    limit, chain = ACTIVATIONS[name, squares_for(name, tolerance)]
     positive = x > 0
     above = jnp.where(positive, x, 0.0)  # relu(x) and |x| from one bit
     size = above + above - x
@@ -125,15 +126,17 @@ def activation(name: str, x: Any, precision: Precision = "default") -> Any:
     return above - left if low is None else jnp.where(positive, 1.0 - left, low + left)
 
 
-def squares_for(name: str, precision: Precision) -> int:
+def squares_for(name: str, tolerance: float) -> int:
     """Return the number of squares with which an activation is computed.
 
     Raises:
-        InputError: an unknown precision.
+        InputError: with none does it err by ``tolerance`` or less.
     """
-    if precision not in _PRECISIONS:
-        raise InputError(f"unknown precision {precision!r} (known: {', '.join(_PRECISIONS)})")
-    return min(m for (n, m), error in _ACTIVATION_ERRORS.items() if n == name and error <= _PRECISIONS[precision])
+    errors = {squares: error for (known, squares), error in _ACTIVATION_ERRORS.items() if known == name}
+    good = [squares for squares, error in errors.items() if error <= tolerance]
+    if not good:
+        raise InputError(f"no {name} errs by {tolerance:g} or less: {min(errors.values()):g} is the least")
+    return min(good)
 
 
 def left_over(name: str, t: Array) -> Array:
@@ -175,12 +178,13 @@ def _exp_error() -> float:
     return float(np.abs((1 + z + z * z / 2) ** EXP_N - np.exp(x)).max())
 
 
-def approximations(precision: Precision = "default") -> dict[str, Approximation]:
+def approximations(activation_error: float = ACTIVATION_ERROR) -> dict[str, Approximation]:
     """Return every approximated function with its method, domain, cost and worst errors (64-bit ring, 18 bits).
 
-    Anything not listed is exact up to fixed-point rounding: about 2^-18 a multiplication.
+    Anything not listed is exact up to fixed-point rounding: about 2^-18 a multiplication. ``activation_error``: how
+    much an activation may be off, as for ``private_inference``, which raises the same errors.
     """
-    found = [_activation(name, squares_for(name, precision)) for name in _MIRRORED]
+    found = [_activation(name, squares_for(name, activation_error)) for name in _MIRRORED]
     found += [
         Approximation(
             "exp",

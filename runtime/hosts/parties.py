@@ -118,7 +118,8 @@ def _attempt(
     try:
         for rank, directory in ((SERVER, server), (CLIENT, client)):
             arguments = ["--rank", str(rank), "--address", addresses[rank], "--peer", ways[1 - rank]]
-            arguments += ["--program", "program.json", "--output", ".", *inputs[rank], *common]
+            arguments += ["--program", "program.json", "--output", ".", "--scratch", str(directory)]
+            arguments += [*inputs[rank], *common]
             parties.append(PartyProcess(rank, directory, arguments, events))
         wait_for_parties(parties, events, timeout, on_event)
     except PartyError as error:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from aero_compile.errors import LoweringError
+from aero_compile.errors import AeroError, LoweringError
 from aero_compile.runtime.arithmetic.squares import squares_by_exp
 from aero_compile.runtime.lowering import warm_up
 from aero_compile.runtime.lowering.live import LiveProgram, LiveStep
@@ -18,6 +18,7 @@ def compile_steps(live: LiveProgram, protocol: str, field: int, fraction_bits: i
     """Compile ``live`` into the program that both parties load.
 
     Raises:
+        InputError: no approximation is as close as was asked for.
         LoweringError: SPU's compiler refuses an operator; the message names it and its place.
     """
     spu = import_spu()
@@ -73,7 +74,7 @@ def _compile(spu: Any, step: LiveStep) -> str:
                 [secret] * len(step.inputs),
                 lambda outputs: [f"out{i}" for i in range(len(outputs))],
             )
-    except LoweringError:
+    except AeroError:
         raise
     except Exception as error:
         raise LoweringError(f"SPU cannot compile {step.label} (in {step.place}): {plain_message(error)}") from error

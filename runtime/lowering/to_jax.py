@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from aero_compile.errors import LoweringError
+from aero_compile.runtime.arithmetic.approximations import ACTIVATION_ERROR
 from aero_compile.runtime.arithmetic.exponential import Exponential, cheapest_exponential, choose_exponential
 from aero_compile.runtime.lowering import attention
 from aero_compile.runtime.lowering.blocks import Strip, blocked_scores, choose_strips
@@ -48,6 +49,7 @@ def lower(
     dtype: Any = np.float32,
     spreads: Mapping[str, float] | None = None,
     softmax_error: float | None = None,
+    activation_error: float = ACTIVATION_ERROR,
 ) -> LiveProgram:
     """Lower every live node of ``part`` that the logits need.
 
@@ -55,11 +57,13 @@ def lower(
     JAX); ``dtype`` is that of the weights. ``spreads``: for softmaxes, by the name of their node, the largest
     difference of two scores of a row that will come; any may come where it says nothing. ``softmax_error``: largest
     error of a weight that an exponential may cause; None: 1e-3, or the least there is for rows so long.
+    ``activation_error``: largest error of GELU, SiLU, sigmoid and tanh.
 
     Raises:
+        InputError: no approximation is as close as is asked for.
         LoweringError: an operator cannot be lowered; the message names it and its place in the model.
     """
-    return _Lowering(part, exact, dtype, spreads or {}, softmax_error).program()
+    return _Lowering(part, exact, dtype, spreads or {}, softmax_error, activation_error).program()
 
 
 @dataclass
@@ -72,11 +76,18 @@ class _Slot:
 
 class _Lowering:
     def __init__(
-        self, part: Partition, exact: bool, dtype: Any, spreads: Mapping[str, float], softmax_error: float | None
+        self,
+        part: Partition,
+        exact: bool,
+        dtype: Any,
+        spreads: Mapping[str, float],
+        softmax_error: float | None,
+        activation_error: float,
     ) -> None:
         self.part = part
         self.spreads = spreads
         self.softmax_error = softmax_error
+        self.activation_error = activation_error
         self.exponentials: dict[str, Exponential] = {}
         self.exact = exact
         self.dtype = dtype
@@ -264,7 +275,8 @@ class _Lowering:
         if op_name(node) == "dropout":
             return Call(views.first, {"x": next(iter(live.values()))}, {})
         assert function is not None
-        return Call(_guarded(function, self._unsupported, node), live, {"exact": self.exact})
+        options = {"exact": self.exact, "activation_error": self.activation_error}
+        return Call(_guarded(function, self._unsupported, node), live, options)
 
     def _exponential(self, node: fx.Node) -> Exponential:
         """The cheapest exponential for the scores that may come to a softmax."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from aero_compile.runtime.arithmetic.approximations import activation
+from aero_compile.runtime.arithmetic.approximations import ACTIVATION_ERROR, activation
 from aero_compile.runtime.arithmetic.exponential import general_exponential
 from aero_compile.runtime.arithmetic.filling import multiply
 from aero_compile.runtime.arithmetic.squares import square
@@ -16,31 +16,33 @@ from aero_compile.runtime.operators.registry import operator
 
 
 @operator("gelu")
-def _gelu(x: Any, approximate: str = "none", exact: bool = False, **_: Any) -> Any:
+def _gelu(
+    x: Any, approximate: str = "none", exact: bool = False, activation_error: float = ACTIVATION_ERROR, **_: Any
+) -> Any:
     import jax
 
     if exact:
         return jax.nn.gelu(x, approximate=approximate == "tanh")
-    return activation("gelu_tanh" if approximate == "tanh" else "gelu", x)
+    return activation("gelu_tanh" if approximate == "tanh" else "gelu", x, activation_error)
 
 
 @operator("silu")
-def _silu(x: Any, exact: bool = False, **_: Any) -> Any:
+def _silu(x: Any, exact: bool = False, activation_error: float = ACTIVATION_ERROR, **_: Any) -> Any:
     import jax
 
-    return jax.nn.silu(x) if exact else activation("silu", x)
+    return jax.nn.silu(x) if exact else activation("silu", x, activation_error)
 
 
 @operator("sigmoid")
-def _sigmoid(x: Any, exact: bool = False, **_: Any) -> Any:
+def _sigmoid(x: Any, exact: bool = False, activation_error: float = ACTIVATION_ERROR, **_: Any) -> Any:
     import jax
 
-    return jax.nn.sigmoid(x) if exact else activation("sigmoid", x)
+    return jax.nn.sigmoid(x) if exact else activation("sigmoid", x, activation_error)
 
 
 @operator("tanh")
-def _tanh(x: Any, exact: bool = False, **_: Any) -> Any:
-    return jnp().tanh(x) if exact else activation("tanh", x)
+def _tanh(x: Any, exact: bool = False, activation_error: float = ACTIVATION_ERROR, **_: Any) -> Any:
+    return jnp().tanh(x) if exact else activation("tanh", x, activation_error)
 
 
 @operator("relu")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -329,6 +332,30 @@ def test_a_party_ends_when_its_launcher_is_gone(files: Exported, tmp_path: Path)
     finally:
         process.process.stdin = None
         process.end()
+
+
+def test_a_killed_launcher_leaves_no_weights_behind(tmp_path: Path) -> None:
+    text = (
+        "import torch; from tests.runtime.tiny import tiny_model; import aero_compile;"
+        "aero_compile.private_inference(tiny_model(), torch.zeros(1, 4, dtype=torch.long), 'semi2k')"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    launcher = subprocess.Popen([sys.executable, "-c", text], env=environment)
+    try:
+        _wait_for(lambda: len(list(tmp_path.glob("*/*/stderr.txt"))) == 2, launcher)
+        assert list(tmp_path.glob("*/server/weights.npz"))
+    finally:
+        launcher.kill()
+        launcher.wait()
+    _wait_for(lambda: not list(tmp_path.glob("aero-compile-*")))
+
+
+def _wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes] | None = None) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        assert process is None or process.poll() is None
+        time.sleep(0.02)
 
 
 # --- TLS -----------------------------------------------------------------------------------------------
