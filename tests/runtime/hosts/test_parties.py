@@ -336,8 +336,8 @@ def test_a_party_ends_when_its_launcher_is_gone(files: Exported, tmp_path: Path)
 
 def test_a_killed_launcher_leaves_no_weights_behind(tmp_path: Path) -> None:
     text = (
-        "import torch; from tests.runtime.tiny import tiny_model; import aero_compile;"
-        "aero_compile.private_inference(tiny_model(), torch.zeros(1, 4, dtype=torch.long), 'semi2k')"
+        "from tests.runtime.tiny import IDS, tiny_model; import aero_compile;"
+        "aero_compile.private_inference(tiny_model(), IDS, 'semi2k')"
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     launcher = subprocess.Popen([sys.executable, "-c", text], env=environment)
