@@ -479,6 +479,8 @@ def test_more_families(name: str) -> None:
     config = transformers.AutoConfig.for_model(kind, **(shared | options))
     automatic: Any = transformers.AutoModelForCausalLM
     model = randomize(automatic.from_config(config, attn_implementation="eager")).eval()
+    if name == "xglm":
+        model = model.float()  # in float64 its own masks overflow
     result = same_function(model, tolerance=1e-5)
     assert result.num_heads == (4, 4)
     census = aero_compile.census(result, 16)

@@ -81,8 +81,8 @@ def assert_narrow(model: TransformedModel, lengths: tuple[int, int] = (13, 7)) -
         assert product.args[1] in grows
         assert grows.isdisjoint(behind(product))
         assert product not in grows
-        scores = next(n for n in above(softmax) if n.target is aten.matmul.default)
-        queries, keys = scores.args
+    for group in model.structure.attentions[-1].groups:  # no queries stand behind the averages of shaped attention
+        queries, keys = group.scores.args
         assert queries not in grows
         assert keys in grows
     head = [node for node in model.graph.nodes if node.target is aten.linear.default][-1]
@@ -96,18 +96,6 @@ def behind(node: fx.Node) -> dict[fx.Node, None]:
         if node in each.all_input_nodes or any(parent in found for parent in each.all_input_nodes):
             found[each] = None
     return found
-
-
-def above(node: fx.Node) -> list[fx.Node]:
-    """What `node` is computed from, nearest first by order in the graph."""
-    found = {node}
-    for each in reversed(node.graph.nodes):
-        if found & set(each.users):
-            found.add(each)
-    return [each for each in reversed(node.graph.nodes) if each in found and each is not node]
-
-
-# -- every family ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", tiny_models.EVERY)
