@@ -16,7 +16,7 @@ from typing import Any
 from aero_compile.errors import InputError
 from aero_compile.files import write_atomically
 
-FORMAT = 1
+FORMAT = 2
 """Version of the table's file; a reader accepts only its own."""
 
 SHIPPED = Path(__file__).with_name("table.json")
