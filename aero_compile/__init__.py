@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from aero_compile.onnx.census import onnx_census
     from aero_compile.onnx.export import export_onnx
     from aero_compile.runtime import private_inference
+    from aero_compile.runtime.arithmetic.tolerances import Tolerances
     from aero_compile.runtime.costs.model import estimate
 
 __all__ = [
     "AeroError",
     "Census",
     "Recipe",
+    "Tolerances",
     "TransformedModel",
     "__version__",
     "census",
@@ -45,6 +47,7 @@ _LAZY = {
     "onnx_census": "aero_compile.onnx.census",
     "optimize_for_inference": "aero_compile.inference.optimize",
     "private_inference": "aero_compile.runtime",
+    "Tolerances": "aero_compile.runtime.arithmetic.tolerances",
 }
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from aero_compile.runtime.arithmetic.approximations import Approximation, approximations
+    from aero_compile.runtime.arithmetic.tolerances import Tolerances
     from aero_compile.runtime.costs.model import Estimate, estimate
     from aero_compile.runtime.hosts.link import TLSConfig
     from aero_compile.runtime.hosts.measure import Measurement
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Approximation": "arithmetic.approximations",
     "approximations": "arithmetic.approximations",
+    "Tolerances": "arithmetic.tolerances",
     "Estimate": "costs.model",
     "estimate": "costs.model",
     "Compiled": "inference",
@@ -39,6 +41,7 @@ __all__ = [
     "Network",
     "Program",
     "TLSConfig",
+    "Tolerances",
     "approximations",
     "compile_model",
     "estimate",

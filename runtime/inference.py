@@ -18,7 +18,7 @@ import torch
 
 from aero_compile.errors import InputError
 from aero_compile.graphs.calibration import token_batches
-from aero_compile.runtime.arithmetic.approximations import ACTIVATION_ERROR
+from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.hosts.link import TLSConfig
 from aero_compile.runtime.hosts.measure import Measurement, combine
 from aero_compile.runtime.hosts.network_spec import Network, parse_network
@@ -49,8 +49,7 @@ def private_inference(
     logits: str = "all",
     optimize: bool = True,
     calibration: Any = None,
-    softmax_error: float | None = None,
-    activation_error: float = ACTIVATION_ERROR,
+    tolerances: Tolerances = DEFAULT,
     field: int = 64,
     fraction_bits: int = 18,
     warm: bool | str = True,
@@ -72,10 +71,8 @@ def private_inference(
         calibration: batches of token ids [B, T] of typical text, on which the ranges of all values are checked and the
             cheapest exponentials are chosen. The program depends on what it shows of the weights, never on
             ``input_ids``. None: exponentials that hold for any scores.
-        softmax_error: largest error of an attention weight that the exponential may cause; None: 1e-3, or the least
-            there is for rows of more than 1024 scores.
-        activation_error: largest error of GELU, SiLU, sigmoid and tanh; `aero_compile.runtime.approximations` tells
-            what they cost.
+        tolerances: how far off the approximated functions may be, each by itself; `aero_compile.runtime.approximations`
+            tells what they cost.
         field: ring size in bits; fraction_bits: fixed-point fraction bits.
         warm: True runs twice in the same processes and measures the second forward, without one-time set-up;
             "setup" sets the parties up by a short computation and measures the first forward; False measures the
@@ -110,8 +107,7 @@ def private_inference(
     with Progress(progress) as shown:
         shown.say("compiling")
         graph_model = _optimized(graph_model, logits, optimize)
-        errors = softmax_error, activation_error
-        compiled = _compile(graph_model, ids, protocol, field, fraction_bits, calibration, *errors)
+        compiled = _compile(graph_model, ids, protocol, field, fraction_bits, calibration, tolerances)
         outcome = run_parties(
             compiled.program,
             compiled.weights,
@@ -145,8 +141,7 @@ def compile_model(
     logits: str = "all",
     optimize: bool = True,
     calibration: Any = None,
-    softmax_error: float | None = None,
-    activation_error: float = ACTIVATION_ERROR,
+    tolerances: Tolerances = DEFAULT,
     field: int = 64,
     fraction_bits: int = 18,
 ) -> Compiled:
@@ -160,8 +155,7 @@ def compile_model(
     graph_model = _with_graph(model)
     ids = _checked_ids(graph_model, np.zeros((batch, length), np.int64))
     graph_model = _optimized(graph_model, logits, optimize)
-    errors = softmax_error, activation_error
-    return _compile(graph_model, ids, protocol, field, fraction_bits, calibration, *errors, check_ranges=False)
+    return _compile(graph_model, ids, protocol, field, fraction_bits, calibration, tolerances, check_ranges=False)
 
 
 def export(compiled: Compiled, directory: str | os.PathLike[str]) -> None:
@@ -194,15 +188,14 @@ def _compile(
     field: int,
     fraction_bits: int,
     calibration: Any,
-    softmax_error: float | None,
-    activation_error: float,
+    tolerances: Tolerances,
     check_ranges: bool = True,
 ) -> Compiled:
-    ranges = RangeCheck(field, fraction_bits)
+    ranges = RangeCheck(field, fraction_bits, tolerances)
     spreads = _calibrated(model, calibration, ranges)
     part = _partition(model, ids, ranges if check_ranges else None)
     defer_normalization(part)
-    live = lower(part, spreads=spreads, softmax_error=softmax_error, activation_error=activation_error)
+    live = lower(part, spreads=spreads, tolerances=tolerances)
     ranges.raise_first(live.executed, live.weights, live.exponentials)
     return Compiled(compile_steps(live, protocol, field, fraction_bits), live.weights)
 

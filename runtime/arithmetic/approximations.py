@@ -25,34 +25,16 @@ from aero_compile.errors import InputError
 from aero_compile.runtime.arithmetic.coefficients import ACTIVATIONS
 from aero_compile.runtime.arithmetic.exponential import (
     COMPARISON_BYTES,
-    EXP_ITERATIONS,
-    EXP_LOWEST,
-    EXP_N,
-    SAFE,
     SELECT_BYTES,
-    Exponential,
-    choose_exponential,
-    exponential,
-    general_exponential,
+    Power,
+    cheapest_exponential,
+    choose_power,
 )
-
-__all__ = [
-    "ACTIVATION_ERROR",
-    "EXP_ITERATIONS",
-    "EXP_LOWEST",
-    "Approximation",
-    "Exponential",
-    "activation",
-    "approximations",
-    "choose_exponential",
-    "exponential",
-    "general_exponential",
-]
+from aero_compile.runtime.arithmetic.reciprocal import RECIPROCALS
+from aero_compile.runtime.arithmetic.roots import INVERSE_ROOTS, ROOTS
+from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances, cheapest
 
 Array = npt.NDArray[np.float64]
-
-ACTIVATION_ERROR = 1e-3
-"""How much an activation may be off where nothing else is asked for."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +89,7 @@ _MIRRORED = {
 }
 
 
-def activation(name: str, x: Any, tolerance: float = ACTIVATION_ERROR) -> Any:
+def activation(name: str, x: Any, tolerance: float = DEFAULT.activation) -> Any:
     """Evaluate ``gelu``, ``gelu_tanh``, ``silu``, ``sigmoid`` or ``tanh`` on a JAX array of any shape.
 
     The cheapest form is taken that errs by ``tolerance`` at most, in Cheetah (64-bit ring, 18 fraction bits).
@@ -168,60 +150,59 @@ _ACTIVATION_ERRORS = {
     ("tanh", 3): 5e-4,
     ("tanh", 4): 2e-4,
 }
-_EXP_ERROR, _RECIPROCAL_ERROR, _RSQRT_ERROR = 2e-3, 2e-3, 1e-3
-_EXP_BYTES, _RECIPROCAL_BYTES, _RSQRT_BYTES = 885, 2240, 2020
+_LOG_ERROR, _LOG_BYTES = 4e-5, 2535
+_ROOT_DOMAIN = (2.0**-6, 2.0**8)
 
 
-def _exp_error() -> float:
-    x = np.linspace(EXP_LOWEST, 0, 400_001)
-    z = x / EXP_N
-    return float(np.abs((1 + z + z * z / 2) ** EXP_N - np.exp(x)).max())
+def approximations(tolerances: Tolerances = DEFAULT) -> dict[str, Approximation]:
+    """Return every approximated function as it is computed under ``tolerances``: method, domain, errors and cost.
 
+    Anything not listed is exact up to fixed-point rounding: about 2^-18 a multiplication.
 
-def approximations(activation_error: float = ACTIVATION_ERROR) -> dict[str, Approximation]:
-    """Return every approximated function with its method, domain, cost and worst errors (64-bit ring, 18 bits).
-
-    Anything not listed is exact up to fixed-point rounding: about 2^-18 a multiplication. ``activation_error``: how
-    much an activation may be off, as for ``private_inference``, which raises the same errors.
+    Raises:
+        InputError: no form of some function is as close as is asked for.
     """
-    found = [_activation(name, squares_for(name, activation_error)) for name in _MIRRORED]
-    found += [
-        Approximation(
-            "exp",
-            f"(1 + z + z²/2)^{EXP_N:g} with z = x/{EXP_N:g}",
-            (EXP_LOWEST, 0.0),
-            _exp_error(),
-            _EXP_ERROR,
-            _EXP_BYTES,
-        ),
-        Approximation(
-            "softmax",
-            f"chain of {SAFE.squares} squares on [-{SAFE.reach:g}, 0], 0 below, times the reciprocal of the row sum",
-            (-16.0, 16.0),
-            None,
-            SAFE.error,
-            SAFE.bytes_per_element,
-        ),
-        Approximation(
-            "reciprocal",
-            "two Goldschmidt iterations from a linear guess",
-            (2.0**-6, 2.0**8),
-            None,
-            _RECIPROCAL_ERROR,
-            _RECIPROCAL_BYTES,
-            relative=True,
-        ),
-        Approximation(
-            "rsqrt",
-            "quartic on the mantissa",
-            (2.0**-6, 2.0**8),
-            None,
-            _RSQRT_ERROR,
-            _RSQRT_BYTES,
-            relative=True,
-        ),
-    ]
+    found = [_activation(name, squares_for(name, tolerances.activation)) for name in _MIRRORED]
+    found += [_exp(choose_power(tolerances.exp)), _softmax(tolerances.softmax), _reciprocal(tolerances.reciprocal)]
+    found += [_inverse_root(tolerances.root), _root(tolerances.root)]
+    found.append(Approximation("log", "SPU's own", _ROOT_DOMAIN, None, _LOG_ERROR, _LOG_BYTES))
     return {each.name: each for each in found}
+
+
+def _exp(power: Power) -> Approximation:
+    x = np.linspace(power.lowest, 0, 400_001)
+    z = x / power.n
+    error = float(np.abs((1 + z + z * z / 2) ** power.n - np.exp(x)).max())
+    method = f"(1 + z + z²/2)^{power.n} with z = x/{power.n}"
+    return Approximation("exp", method, (power.lowest, 0.0), error, power.error, power.bytes_per_element)
+
+
+def _softmax(tolerance: float | None) -> Approximation:
+    """For scores of which nothing is known, in rows of up to 128."""
+    chosen = cheapest_exponential(math.inf, tolerance, entries=128)
+    method = (
+        f"chain of {chosen.squares} squares on [-{chosen.reach:g}, 0], 0 below, times the reciprocal of the row sum"
+    )
+    return Approximation("softmax", method, (-16.0, 16.0), None, chosen.error_in(128), chosen.bytes_per_element)
+
+
+def _reciprocal(tolerance: float) -> Approximation:
+    form = cheapest("reciprocal", RECIPROCALS, tolerance)
+    refined, cost = (", and one of Newton's", 2575) if form == "newton" else ("", 2240)
+    method = f"two Goldschmidt iterations from a linear guess{refined}"
+    return Approximation("reciprocal", method, (2.0**-6, 4.0), None, RECIPROCALS[form], cost, relative=True)
+
+
+def _inverse_root(tolerance: float) -> Approximation:
+    form = cheapest("inverse root", INVERSE_ROOTS, tolerance)
+    refined, cost = (", and an iteration of Newton's", 2525) if form == "newton" else ("", 2020)
+    method = f"quartic on the mantissa{refined}"
+    return Approximation("rsqrt", method, _ROOT_DOMAIN, None, INVERSE_ROOTS[form], cost, relative=True)
+
+
+def _root(tolerance: float) -> Approximation:
+    error = ROOTS[cheapest("root", ROOTS, tolerance)]
+    return Approximation("sqrt", "SPU's own", _ROOT_DOMAIN, None, error, 2690, relative=True)
 
 
 def _activation(name: str, squares: int) -> Approximation:

@@ -14,7 +14,8 @@ from typing import Any
 
 from aero_compile.errors import InputError
 from aero_compile.runtime.arithmetic.coefficients import EXPONENTIALS
-from aero_compile.runtime.arithmetic.squares import Squares, square
+from aero_compile.runtime.arithmetic.squares import SQUARE_BYTES, Squares, square
+from aero_compile.runtime.arithmetic.tolerances import DEFAULT
 
 COMPARISON_BYTES, SELECT_BYTES = 82, 16
 """Bytes an element, both ways, in Cheetah (64-bit ring)."""
@@ -22,10 +23,40 @@ COMPARISON_BYTES, SELECT_BYTES = 82, 16
 EXP_ITERATIONS = 1
 """Squarings in SPU's own exp: one makes it the square that ``squares.square`` asks for."""
 
-EXP_N = 128.0
 
-EXP_LOWEST = -1.8 * EXP_N
-"""Smallest argument for which ``general_exponential`` holds (towards -2n it returns to 1)."""
+@dataclass(frozen=True)
+class Power:
+    """exp(x) as (1 + z + z²/2)^n with z = x/n, for x between ``lowest`` and 0 (towards -2n it returns to 1).
+
+    ``error``: the largest there in Cheetah (64-bit ring, 18 fraction bits), measured and rounded up. Each squaring
+    doubles the rounding of the one before, so fewer of them are closer, on a shorter interval. For x > 0 the error is
+    relative, and x³/6n² besides.
+    """
+
+    n: int
+    lowest: float
+    error: float
+
+    @property
+    def squarings(self) -> int:
+        """Squarings of the bracket."""
+        return self.n.bit_length() - 1
+
+    @property
+    def bytes_per_element(self) -> int:
+        """Bytes in Cheetah, both ways (64-bit ring, 18 fraction bits)."""
+        return (self.squarings + 1) * SQUARE_BYTES + 5
+
+    def __call__(self, x: Any) -> Any:
+        """Evaluate on a JAX array; the bracket is half of (z + 1)² + 1, computed from 8(z + 1): three more bits."""
+        value = (square(x * (8.0 / self.n) + 8.0) + 64.0) * (1.0 / 128.0)
+        for _ in range(self.squarings):
+            value = square(value)
+        return value
+
+
+POWERS = (Power(128, -230.4, 2e-3), Power(64, -115.2, 7e-4), Power(32, -51.2, 4e-4))
+"""Widest first."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +120,11 @@ ERRORS = {
 """Of a weight of a softmax, in rows of up to 128 and up to 1024 entries, measured in Cheetah and rounded up."""
 
 
-def choose_exponential(spread: float = math.inf, tolerance: float = 1e-3, entries: int = 1024) -> Exponential:
+SOFTMAX_ERROR = 1e-3
+"""How much a weight of a softmax may be off where nothing else is asked for."""
+
+
+def choose_exponential(spread: float = math.inf, tolerance: float = SOFTMAX_ERROR, entries: int = 1024) -> Exponential:
     """Return the cheapest exponential for rows of up to ``entries`` scores that differ by ``spread`` at most.
 
     Raises:
@@ -105,25 +140,23 @@ def choose_exponential(spread: float = math.inf, tolerance: float = 1e-3, entrie
     return min(good, key=lambda each: (each.bytes_per_element, each.error_in(entries)))
 
 
-def cheapest_exponential(spread: float = math.inf, entries: int = 1024) -> Exponential:
-    """As `choose_exponential` with its own tolerance, or ``SAFE`` where rows are too long for that."""
+def cheapest_exponential(spread: float = math.inf, tolerance: float | None = None, entries: int = 1024) -> Exponential:
+    """As `choose_exponential`; without a tolerance its own, or ``SAFE`` where rows are too long for that."""
+    if tolerance is not None:
+        return choose_exponential(spread, tolerance, entries)
     try:
         return choose_exponential(spread, entries=entries)
     except InputError:
         return SAFE
 
 
-def exponential(x: Any, options: Exponential = SAFE) -> Any:
-    """exp(x) for a JAX array of scores less their row's maximum."""
-    return options(x)
+def choose_power(tolerance: float = DEFAULT.exp) -> Power:
+    """Return the form of the general exponential that holds widest among those that err by ``tolerance`` at most.
 
-
-def general_exponential(x: Any) -> Any:
-    """exp(x) for a JAX array, x between ``EXP_LOWEST`` and about 15.
-
-    ((1 + z + z²/2)^n with z = x/n; the bracket is half of (z + 1)² + 1, here computed from 8(z + 1): three more bits.)
+    Raises:
+        InputError: there is none.
     """
-    value = (square(x * (8.0 / EXP_N) + 8.0) + 64.0) * (1.0 / 128.0)
-    for _ in range(int(math.log2(EXP_N))):
-        value = square(value)
-    return value
+    for power in POWERS:
+        if power.error <= tolerance:
+            return power
+    raise InputError(f"no exp errs by {tolerance:g} or less: {min(each.error for each in POWERS):g} is the least")

@@ -1,19 +1,24 @@
-"""1/S for the sums S of a softmax, which lie between 1 and the number of a row's entries.
+"""1/x: of any number by SPU's own reciprocal, and of the sums of a softmax by less.
 
-Where that is known, SPU's reciprocal does too much: it looks for the highest of 64 bits. Here S is compared with the
-powers of two up to the number of entries, all at once; the bits add up to a scale 2^-j that brings S to [1, 2), where
-a chain of squares is 1/x.
+A sum S of a softmax lies between 1 and the number of a row's entries. Where that is known, SPU's reciprocal does too
+much: it looks for the highest of 64 bits. Here S is compared with the powers of two up to the number of entries, all at
+once; the bits add up to a scale 2^-j that brings S to [1, 2), where a chain of squares is 1/x.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
 from aero_compile.runtime.arithmetic.coefficients import RECIPROCAL
 from aero_compile.runtime.arithmetic.filling import multiply
+from aero_compile.runtime.arithmetic.tolerances import DEFAULT, cheapest
 from aero_compile.runtime.lazy_jax import jnp
+
+RECIPROCALS = {"goldschmidt": 1e-4, "newton": 3e-5}
+"""Forms of 1/x and their largest relative errors for 2^-6 ≤ x ≤ 4, measured in Cheetah and rounded up."""
 
 LEAST_SUM = 0.98
 """A row's largest entry is exp(0) = 1, less the errors of a chain of squares and of rounding."""
@@ -31,3 +36,29 @@ def reciprocal_of_sums(sums: Any, most: int) -> Any:
     above = jnp().broadcast_to(sums, (len(powers), *sums.shape)) > steps
     scale = 1.0 - jnp().where(above, 1.0 / steps, 0.0).sum(axis=0)
     return multiply(RECIPROCAL(multiply(sums, scale)), scale)
+
+
+def reciprocal(x: Any, tolerance: float = DEFAULT.reciprocal) -> Any:
+    """1/x for a JAX array, relatively within ``tolerance`` for 2^-6 ≤ x ≤ 4, by the cheapest of ``RECIPROCALS``.
+
+    "goldschmidt" is SPU's own, two Goldschmidt iterations from a linear guess; "newton" adds a step of Newton's.
+
+    Raises:
+        InputError: none is as close.
+    """
+    first = 1.0 / x
+    if cheapest("reciprocal", RECIPROCALS, tolerance) == "goldschmidt":
+        return first
+    return first + multiply(first, 1.0 - multiply(x, first))
+
+
+def quotient(x: Any, y: Any, tolerance: float = DEFAULT.reciprocal) -> Any:
+    """x / y for a JAX array y, as close as ``reciprocal``.
+
+    Raises:
+        InputError: no form is as close.
+    """
+    own = cheapest("reciprocal", RECIPROCALS, tolerance) == "goldschmidt"
+    # One reciprocal an element of the divisor: fewer than quotients when it broadcasts.
+    broadcasts = math.prod(jnp().shape(y)) < math.prod(jnp().shape(x))
+    return x / y if own and not broadcasts else x * reciprocal(y, tolerance)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from aero_compile.errors import InputError
+from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.costs import operations, pphlo
 from aero_compile.runtime.costs.operations import CLIENTS, SERVERS
 from aero_compile.runtime.costs.session import Cost, Session
@@ -95,6 +96,8 @@ def estimate(
     network: str | Network = "loopback",
     logits: str = "all",
     optimize: bool = True,
+    calibration: Any = None,
+    tolerances: Tolerances = DEFAULT,
     warm: bool | str = True,
     table: CostTable | str | os.PathLike[str] | None = None,
 ) -> Estimate:
@@ -108,6 +111,8 @@ def estimate(
             (100 Mbit/s, 80 ms), "MBPS:RTT_MS" or a ``Network``.
         logits: "all" positions or the "last".
         optimize: rewrite the model first, as ``private_inference`` does.
+        calibration: typical text, token ids [B, T], on which cheaper exponentials are chosen.
+        tolerances: how far off approximations may be, as for ``private_inference``.
         warm: what came before, as for ``private_inference``: True, a whole forward; "setup", the set-up alone.
         table: measured costs (``benchmarks/calibrate.py`` writes them); None: those shipped with the package.
 
@@ -133,6 +138,8 @@ def estimate(
         PROTOCOL,
         logits=logits,
         optimize=optimize,
+        calibration=calibration,
+        tolerances=tolerances,
         field=field,
         fraction_bits=bits,
     )

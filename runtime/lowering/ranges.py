@@ -20,7 +20,8 @@ import torch
 from torch import fx
 
 from aero_compile.errors import LoweringError
-from aero_compile.runtime.arithmetic.exponential import EXP_LOWEST, Exponential
+from aero_compile.runtime.arithmetic.exponential import Exponential, choose_power
+from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.lowering.partition import MASKED_BELOW, SOFTMAXES, op_name, place_of
 from aero_compile.runtime.operators.products import NORM_GAIN
 
@@ -34,6 +35,7 @@ class RangeCheck:
 
     ring_bits: int
     fraction_bits: int
+    tolerances: Tolerances = DEFAULT
     found: list[tuple[str, str]] = field(default_factory=list)
     spreads: dict[str, float] = field(default_factory=dict)
 
@@ -119,7 +121,7 @@ def _spread(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
 
 
 def _exp(check: RangeCheck, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Findings:
-    return [("argument", float((-args[0]).max()), -EXP_LOWEST)]
+    return [("argument", float((-args[0]).max()), -choose_power(check.tolerances.exp).lowest)]
 
 
 def _divisor(check: RangeCheck, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Findings:

@@ -20,8 +20,8 @@ import torch
 from torch import fx
 
 from aero_compile.errors import LoweringError
-from aero_compile.runtime.arithmetic.approximations import ACTIVATION_ERROR
-from aero_compile.runtime.arithmetic.exponential import Exponential, cheapest_exponential, choose_exponential
+from aero_compile.runtime.arithmetic.exponential import Exponential, cheapest_exponential
+from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.lowering import attention
 from aero_compile.runtime.lowering.blocks import Strip, blocked_scores, choose_strips
 from aero_compile.runtime.lowering.live import Call, LiveProgram, LiveStep, Ref, describe, is_part, label
@@ -48,22 +48,20 @@ def lower(
     exact: bool = False,
     dtype: Any = np.float32,
     spreads: Mapping[str, float] | None = None,
-    softmax_error: float | None = None,
-    activation_error: float = ACTIVATION_ERROR,
+    tolerances: Tolerances = DEFAULT,
 ) -> LiveProgram:
     """Lower every live node of ``part`` that the logits need.
 
     ``exact=True`` uses textbook functions instead of fixed-point approximations (for comparison with PyTorch in plain
     JAX); ``dtype`` is that of the weights. ``spreads``: for softmaxes, by the name of their node, the largest
-    difference of two scores of a row that will come; any may come where it says nothing. ``softmax_error``: largest
-    error of a weight that an exponential may cause; None: 1e-3, or the least there is for rows so long.
-    ``activation_error``: largest error of GELU, SiLU, sigmoid and tanh.
+    difference of two scores of a row that will come; any may come where it says nothing. ``tolerances``: how far off
+    approximations may be.
 
     Raises:
         InputError: no approximation is as close as is asked for.
         LoweringError: an operator cannot be lowered; the message names it and its place in the model.
     """
-    return _Lowering(part, exact, dtype, spreads or {}, softmax_error, activation_error).program()
+    return _Lowering(part, exact, dtype, spreads or {}, tolerances).program()
 
 
 @dataclass
@@ -76,18 +74,11 @@ class _Slot:
 
 class _Lowering:
     def __init__(
-        self,
-        part: Partition,
-        exact: bool,
-        dtype: Any,
-        spreads: Mapping[str, float],
-        softmax_error: float | None,
-        activation_error: float,
+        self, part: Partition, exact: bool, dtype: Any, spreads: Mapping[str, float], tolerances: Tolerances
     ) -> None:
         self.part = part
         self.spreads = spreads
-        self.softmax_error = softmax_error
-        self.activation_error = activation_error
+        self.tolerances = tolerances
         self.exponentials: dict[str, Exponential] = {}
         self.exact = exact
         self.dtype = dtype
@@ -275,7 +266,7 @@ class _Lowering:
         if op_name(node) == "dropout":
             return Call(views.first, {"x": next(iter(live.values()))}, {})
         assert function is not None
-        options = {"exact": self.exact, "activation_error": self.activation_error}
+        options = {"exact": self.exact, "tolerances": self.tolerances}
         return Call(_guarded(function, self._unsupported, node), live, options)
 
     def _exponential(self, node: fx.Node) -> Exponential:
@@ -284,10 +275,7 @@ class _Lowering:
         scores, spread = self.part.shapes[node], self.spreads.get(name, math.inf)
         dim = node.args[1] if len(node.args) > 1 else node.kwargs["dim"]
         assert isinstance(dim, int)
-        if self.softmax_error is None:
-            self.exponentials[name] = cheapest_exponential(spread, scores[dim])
-        else:
-            self.exponentials[name] = choose_exponential(spread, self.softmax_error, scores[dim])
+        self.exponentials[name] = cheapest_exponential(spread, self.tolerances.softmax, scores[dim])
         return self.exponentials[name]
 
     def _bind(self, node: fx.Node) -> dict[str, Any]:

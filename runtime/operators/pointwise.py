@@ -7,42 +7,43 @@ from typing import Any
 
 import numpy as np
 
-from aero_compile.runtime.arithmetic.approximations import ACTIVATION_ERROR, activation
-from aero_compile.runtime.arithmetic.exponential import general_exponential
+from aero_compile.runtime.arithmetic.approximations import activation
+from aero_compile.runtime.arithmetic.exponential import choose_power
 from aero_compile.runtime.arithmetic.filling import multiply
+from aero_compile.runtime.arithmetic.reciprocal import quotient, reciprocal
+from aero_compile.runtime.arithmetic.roots import inverse_root, root
 from aero_compile.runtime.arithmetic.squares import square
+from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.lazy_jax import jnp
 from aero_compile.runtime.operators.registry import operator
 
 
 @operator("gelu")
-def _gelu(
-    x: Any, approximate: str = "none", exact: bool = False, activation_error: float = ACTIVATION_ERROR, **_: Any
-) -> Any:
+def _gelu(x: Any, approximate: str = "none", exact: bool = False, tolerances: Tolerances = DEFAULT, **_: Any) -> Any:
     import jax
 
     if exact:
         return jax.nn.gelu(x, approximate=approximate == "tanh")
-    return activation("gelu_tanh" if approximate == "tanh" else "gelu", x, activation_error)
+    return activation("gelu_tanh" if approximate == "tanh" else "gelu", x, tolerances.activation)
 
 
 @operator("silu")
-def _silu(x: Any, exact: bool = False, activation_error: float = ACTIVATION_ERROR, **_: Any) -> Any:
+def _silu(x: Any, exact: bool = False, tolerances: Tolerances = DEFAULT, **_: Any) -> Any:
     import jax
 
-    return jax.nn.silu(x) if exact else activation("silu", x, activation_error)
+    return jax.nn.silu(x) if exact else activation("silu", x, tolerances.activation)
 
 
 @operator("sigmoid")
-def _sigmoid(x: Any, exact: bool = False, activation_error: float = ACTIVATION_ERROR, **_: Any) -> Any:
+def _sigmoid(x: Any, exact: bool = False, tolerances: Tolerances = DEFAULT, **_: Any) -> Any:
     import jax
 
-    return jax.nn.sigmoid(x) if exact else activation("sigmoid", x, activation_error)
+    return jax.nn.sigmoid(x) if exact else activation("sigmoid", x, tolerances.activation)
 
 
 @operator("tanh")
-def _tanh(x: Any, exact: bool = False, activation_error: float = ACTIVATION_ERROR, **_: Any) -> Any:
-    return jnp().tanh(x) if exact else activation("tanh", x, activation_error)
+def _tanh(x: Any, exact: bool = False, tolerances: Tolerances = DEFAULT, **_: Any) -> Any:
+    return jnp().tanh(x) if exact else activation("tanh", x, tolerances.activation)
 
 
 @operator("relu")
@@ -93,19 +94,17 @@ def _mul(x: Any, other: Any, **_: Any) -> Any:
 
 
 @operator("div")
-def _div(x: Any, other: Any, rounding_mode: str | None = None, **_: Any) -> Any:
+def _div(x: Any, other: Any, rounding_mode: str | None = None, tolerances: Tolerances = DEFAULT, **_: Any) -> Any:
     if rounding_mode is not None:
         raise NotImplementedError(f"division rounded by {rounding_mode!r}")
     if isinstance(other, (int, float)) or type(other) is np.ndarray:
         return x * (1.0 / other)  # a product with a public number, not a division
-    shape = jnp().shape(other)
-    # One reciprocal an element of the divisor: fewer than quotients when it broadcasts.
-    return x * (1.0 / other) if math.prod(shape) < math.prod(jnp().shape(x)) else x / other
+    return quotient(x, other, tolerances.reciprocal)
 
 
 @operator("reciprocal")
-def _reciprocal(x: Any, **_: Any) -> Any:
-    return 1.0 / x
+def _reciprocal(x: Any, tolerances: Tolerances = DEFAULT, **_: Any) -> Any:
+    return reciprocal(x, tolerances.reciprocal)
 
 
 @operator("neg")
@@ -124,9 +123,7 @@ def _square(x: Any, **_: Any) -> Any:
 
 
 @operator("pow")
-def _pow(x: Any, exponent: Any, **_: Any) -> Any:
-    import jax
-
+def _pow(x: Any, exponent: Any, tolerances: Tolerances = DEFAULT, **_: Any) -> Any:
     if not isinstance(exponent, (int, float)):
         raise NotImplementedError("a power with a tensor exponent")
     if float(exponent).is_integer() and 1 <= exponent <= 64:
@@ -136,27 +133,25 @@ def _pow(x: Any, exponent: Any, **_: Any) -> Any:
             factor, left = (square(factor) if left > 1 else factor), left >> 1
         return result
     if exponent in (0.5, -0.5):
-        return jnp().sqrt(x) if exponent > 0 else jax.lax.rsqrt(x)
+        return (root if exponent > 0 else inverse_root)(x, tolerances.root)
     if exponent in (-1, -2):
-        return 1.0 / (x if exponent == -1 else square(x))
+        return reciprocal(x if exponent == -1 else square(x), tolerances.reciprocal)
     raise NotImplementedError(f"the power {exponent}")
 
 
 @operator("sqrt")
-def _sqrt(x: Any, **_: Any) -> Any:
-    return jnp().sqrt(x)
+def _sqrt(x: Any, tolerances: Tolerances = DEFAULT, **_: Any) -> Any:
+    return root(x, tolerances.root)
 
 
 @operator("rsqrt")
-def _rsqrt(x: Any, **_: Any) -> Any:
-    import jax
-
-    return jax.lax.rsqrt(x)
+def _rsqrt(x: Any, tolerances: Tolerances = DEFAULT, **_: Any) -> Any:
+    return inverse_root(x, tolerances.root)
 
 
 @operator("exp")
-def _exp(x: Any, exact: bool = False, **_: Any) -> Any:
-    return jnp().exp(x) if exact else general_exponential(x)
+def _exp(x: Any, exact: bool = False, tolerances: Tolerances = DEFAULT, **_: Any) -> Any:
+    return jnp().exp(x) if exact else choose_power(tolerances.exp)(x)
 
 
 @operator("log")

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from aero_compile.runtime.arithmetic.ciphertexts import REQUEST_BYTES, RESPONSE_BYTES, MatmulCount, matmul
+from aero_compile.runtime.arithmetic.roots import inverse_root
 from aero_compile.runtime.arithmetic.squares import square, twice_product
+from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.lazy_jax import jnp
 from aero_compile.runtime.operators.registry import operator
 
@@ -161,14 +163,12 @@ NORM_GAIN = 4.0
 """Norms take the root of 4 times the variance: two more bits of it survive the fixed point."""
 
 
-def _scale_rows(centered: Any, shape: Sequence[int], eps: float, weight: Any, bias: Any) -> Any:
-    import jax
-
+def _scale_rows(centered: Any, shape: Sequence[int], eps: float, weight: Any, bias: Any, tolerances: Tolerances) -> Any:
     axes = tuple(range(-len(shape), 0))
     # The sum of squares is divided once, after the sum: one rounding instead of one an element.
     squares = square(centered)
     variance = squares.sum(axis=axes, keepdims=True) * (NORM_GAIN / math.prod(shape))
-    out = twice_product(centered, jax.lax.rsqrt(variance + NORM_GAIN * eps), squares)
+    out = twice_product(centered, inverse_root(variance + NORM_GAIN * eps, tolerances.root), squares)
     out = out if weight is None else out * weight
     return out if bias is None else out + bias
 
@@ -180,16 +180,22 @@ def _layer_norm(
     weight: Any = None,
     bias: Any = None,
     eps: float = 1e-5,
+    tolerances: Tolerances = DEFAULT,
     **_: Any,
 ) -> Any:
     axes = tuple(range(-len(normalized_shape), 0))
     mean = input.sum(axis=axes, keepdims=True) * (1.0 / math.prod(normalized_shape))
-    return _scale_rows(input - mean, normalized_shape, eps, weight, bias)
+    return _scale_rows(input - mean, normalized_shape, eps, weight, bias, tolerances)
 
 
 @operator("rms_norm")
 def _rms_norm(
-    input: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None, **_: Any
+    input: Any,
+    normalized_shape: Sequence[int],
+    weight: Any = None,
+    eps: float | None = None,
+    tolerances: Tolerances = DEFAULT,
+    **_: Any,
 ) -> Any:
     tiny = float(np.finfo(input.dtype).eps) if eps is None else eps
-    return _scale_rows(input, normalized_shape, tiny, weight, None)
+    return _scale_rows(input, normalized_shape, tiny, weight, None, tolerances)

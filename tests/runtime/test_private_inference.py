@@ -112,11 +112,12 @@ def test_calibrated_exponentials_are_cheaper() -> None:
 
 def test_a_larger_error_of_activations_is_cheaper() -> None:
     model, ids = aero_compile.transform(_gpt2(), "baseline").eval(), torch.randint(0, 64, (1, 12))
-    bills = [_compare(model, ids, "semi2k", 2e-2, warm=False, activation_error=error) for error in (2.5e-3, 1e-3, 2e-4)]
+    choices = [runtime.Tolerances(activation=error) for error in (2.5e-3, 1e-3, 2e-4)]
+    bills = [_compare(model, ids, "semi2k", 2e-2, warm=False, tolerances=each) for each in choices]
     costs = [{row["op"]: row["bytes"] for row in bill.per_op}["gelu"] for bill in bills]
     assert costs[0] < costs[1] == costs[2]  # GPT-2's GELU has forms of two and three squares
     with pytest.raises(InputError, match=r"no gelu_tanh errs by 1e-09 or less: 0\.0002 is the least"):
-        runtime.compile_model(model, 1, 12, activation_error=1e-9)
+        runtime.compile_model(model, 1, 12, tolerances=runtime.Tolerances(activation=1e-9))
 
 
 def test_gpt2_in_cheetah() -> None:

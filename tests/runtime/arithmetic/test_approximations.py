@@ -11,6 +11,7 @@ import torch
 
 from aero_compile.errors import InputError
 from aero_compile.runtime.arithmetic.approximations import activation, approximations, left_over, squares_for
+from aero_compile.runtime.arithmetic.tolerances import Tolerances
 from tests.runtime.two_parties import in_two_parties
 
 pytest.importorskip("jax")
@@ -37,7 +38,7 @@ def reference(name: str, x: Any) -> Any:
 def test_error_in_exact_arithmetic_is_the_published_one(name: str, tolerance: float) -> None:
     import jax
 
-    known = approximations(tolerance)[name]
+    known = approximations(Tolerances(activation=tolerance))[name]
     assert known.formula_error is not None
     x = np.linspace(*known.domain, 20_001)
     with jax.experimental.enable_x64():  # type: ignore[no-untyped-call, unused-ignore]
@@ -52,7 +53,7 @@ def test_error_in_exact_arithmetic_is_the_published_one(name: str, tolerance: fl
 def test_error_between_two_parties_stays_below_the_published_one(name: str, tolerance: float, protocol: str) -> None:
     """The default tolerance is measured as an operator of a graph, in test_in_spu."""
     pytest.importorskip("spu")
-    known = approximations(tolerance)[name]
+    known = approximations(Tolerances(activation=tolerance))[name]
     x = np.round(np.linspace(*known.domain, 2048) * 2**12) / 2**12
     found = in_two_parties(lambda secret: activation(name, secret, tolerance), x.reshape(8, 256), protocol)
     assert np.abs(found.ravel() - reference(name, x)).max() <= known.fixed_point_error
@@ -60,7 +61,7 @@ def test_error_between_two_parties_stays_below_the_published_one(name: str, tole
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_smaller_error_never_costs_less(name: str) -> None:
-    costs = [approximations(tolerance)[name].bytes_per_element for tolerance in TOLERANCES]
+    costs = [approximations(Tolerances(activation=tolerance))[name].bytes_per_element for tolerance in TOLERANCES]
     assert costs == sorted(costs)
 
 

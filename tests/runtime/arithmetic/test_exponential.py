@@ -13,12 +13,15 @@ import pytest
 from aero_compile.errors import InputError
 from aero_compile.runtime.arithmetic.exponential import (
     ERRORS,
+    POWERS,
     SAFE,
     Exponential,
+    Power,
     choose_exponential,
-    general_exponential,
+    choose_power,
 )
-from tests.runtime.two_parties import in_two_parties
+from aero_compile.runtime.arithmetic.reciprocal import reciprocal_of_sums
+from tests.runtime.two_parties import bytes_of, in_two_parties
 
 pytest.importorskip("jax")
 
@@ -65,7 +68,7 @@ def check_softmax(exponential: Exponential, entries: int, protocol: str) -> None
 
     def softmax(x: Any) -> Any:
         found = exponential(x)
-        return found * (1.0 / found.sum(axis=-1, keepdims=True))
+        return found * reciprocal_of_sums(found.sum(axis=-1), entries)[:, None]
 
     exact = np.exp(rows) / np.exp(rows).sum(axis=-1, keepdims=True)
     half = (entries - 1) * 2.0**-19 if protocol == "semi2k" else 0.0  # Cheetah rounds down, the fit makes up for it
@@ -125,11 +128,34 @@ def test_slightly_positive_scores_are_fine() -> None:
         np.testing.assert_allclose(value(exponential, x), np.exp(x), rtol=3e-3)
 
 
-def test_general_exponential_also_grows() -> None:
+@pytest.mark.parametrize("power", POWERS, ids=str)
+def test_general_exponential_in_exact_arithmetic(power: Power) -> None:
+    """Half of the published error is left for rounding; above 0 the relative error is x³/6n²."""
     import jax
 
+    x = np.linspace(power.lowest, 4.0, 4096)
     with jax.experimental.enable_x64():  # type: ignore[no-untyped-call, unused-ignore]
-        x = np.array([-200.0, -30.0, -1.0, 0.0, 1.0, 10.0])
-        np.testing.assert_allclose(
-            np.asarray(general_exponential(jax.numpy.asarray(x))), np.exp(x), rtol=2e-2, atol=1e-9
-        )
+        error = np.abs(np.asarray(power(jax.numpy.asarray(x))) - np.exp(x))
+    assert error[x <= 0].max() <= 0.6 * power.error
+    assert (error <= np.exp(x) * 1.05 * x**3 / (6 * power.n**2))[x > 1].all()
+
+
+@pytest.mark.parametrize("protocol", ["semi2k", pytest.param("cheetah", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("power", POWERS, ids=str)
+def test_published_error_of_the_general_exponential(power: Power, protocol: str) -> None:
+    pytest.importorskip("spu")
+    x = np.round(np.linspace(power.lowest, 0, 2048) * 2**12) / 2**12
+    found = in_two_parties(power, x.reshape(8, 256), protocol)
+    assert np.abs(found.ravel() - np.exp(x)).max() <= power.error
+
+
+def test_general_exponential_costs_what_it_says() -> None:
+    pytest.importorskip("spu")
+    for power in POWERS:
+        assert bytes_of(power, 64, 1024) / 65536 == pytest.approx(power.bytes_per_element, rel=0.01)
+
+
+def test_general_exponential_is_the_widest_that_is_close_enough() -> None:
+    assert [choose_power(tolerance).n for tolerance in (1.0, 2e-3, 1e-3, 5e-4)] == [128, 128, 64, 32]
+    with pytest.raises(InputError, match=r"no exp errs by 1e-05 or less: 0\.0004 is the least"):
+        choose_power(1e-5)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from aero_compile.errors import InputError, LoweringError
+from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.lowering.partition import partition
 from aero_compile.runtime.lowering.ranges import RangeCheck
 from aero_compile.runtime.lowering.to_jax import lower
@@ -17,9 +18,11 @@ from tests.runtime.graphs import TokenRows, aten
 Body = Callable[[Any, Any], Any]
 
 
-def _found(values: torch.Tensor, body: Body, field: int = 64, fraction_bits: int = 18) -> str:
+def _found(
+    values: torch.Tensor, body: Body, field: int = 64, fraction_bits: int = 18, tolerances: Tolerances = DEFAULT
+) -> str:
     model = TokenRows(values, body)
-    check = RangeCheck(field, fraction_bits)
+    check = RangeCheck(field, fraction_bits, tolerances)
     live = lower(partition(model, model.logits_graph(), model.ids, check))
     try:
         check.raise_first(live.executed, live.weights)
@@ -103,14 +106,22 @@ def test_calibration_on_too_little_text_is_found() -> None:
         check.raise_first(live.executed, live.weights, live.exponentials)
 
 
+def test_a_closer_exponential_holds_on_a_shorter_interval() -> None:
+    values = torch.full((2, 4), -60.0)
+    assert not _found(values, lambda x, m: aten.exp.default(x), tolerances=Tolerances(exp=7e-4))
+    message = _found(values, lambda x, m: aten.exp.default(x), tolerances=Tolerances(exp=4e-4))
+    assert "the argument of aten.exp" in message
+    assert "must stay below 51.2" in message
+
+
 def test_tolerance_of_the_softmax() -> None:
     model, graph = _scores(torch.zeros(2, 4))
     part = partition(model, graph, model.ids)
-    (loose,) = lower(part, softmax_error=5e-3).exponentials.values()
-    (strict,) = lower(part, softmax_error=5e-4).exponentials.values()
+    (loose,) = lower(part, tolerances=Tolerances(softmax=5e-3)).exponentials.values()
+    (strict,) = lower(part, tolerances=Tolerances(softmax=5e-4)).exponentials.values()
     assert loose.bytes_per_element < strict.bytes_per_element
     with pytest.raises(InputError, match="no exponential errs by 1e-09 or less"):
-        lower(part, softmax_error=1e-9)
+        lower(part, tolerances=Tolerances(softmax=1e-9))
 
 
 def test_weights_are_checked_too() -> None:

@@ -1,0 +1,55 @@
+"""How far off the approximated functions of a private inference may be: the one place where a user says so."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+
+from aero_compile.errors import InputError
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """Largest errors asked for; each function takes the form that suits best among those that err by no more.
+
+    They hold in Cheetah with a 64-bit ring and 18 fraction bits; `aero_compile.runtime.approximations` tells the form
+    of every function, its error and its cost. Where no form is as close, lowering a model that needs the function
+    raises InputError.
+
+    ``softmax``: of an attention weight, exponentials and row sums together; None: 1e-3, or the least there is for rows
+    of more than 1024 scores. ``activation``: of GELU, SiLU, sigmoid and tanh. ``exp``: of an exponential outside a
+    softmax, for arguments ≤ 0; a smaller one holds on a shorter interval. ``reciprocal``: of 1/x, relative, for
+    2^-6 ≤ x ≤ 4 (for larger x, the rounding of 1/x itself counts more). ``root``: of √x and 1/√x, relative, for
+    2^-6 ≤ x ≤ 2^8; LayerNorm and RMSNorm take it too.
+
+    Raises:
+        InputError: one of them is not a positive number.
+    """
+
+    softmax: float | None = None
+    activation: float = 1e-3
+    exp: float = 2e-3
+    reciprocal: float = 1e-4
+    root: float = 5e-4
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            given = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not (given and 0 < value < math.inf) and not (value is None and name == "softmax"):
+                raise InputError(f"the tolerance {name} must be a positive number, not {value!r}")
+
+
+DEFAULT = Tolerances()
+"""Where nothing is asked for."""
+
+
+def cheapest(name: str, errors: dict[str, float], tolerance: float) -> str:
+    """Return the first of the forms of a function, cheapest first, whose error is ``tolerance`` at most.
+
+    Raises:
+        InputError: none is.
+    """
+    for form, error in errors.items():
+        if error <= tolerance:
+            return form
+    raise InputError(f"no {name} errs by {tolerance:g} or less: {min(errors.values()):g} is the least")
