@@ -59,6 +59,10 @@ class Progress:
             if live:
                 ticker.join()
                 print("\r\033[K", end="", file=self._stream, flush=True)
+        self.ended(what, time.monotonic() - begin)
+
+    def ended(self, what: str, seconds: float) -> None:
+        """Count a step that is over and took ``seconds``."""
         self.done += 1
-        now = time.monotonic()
-        self.say(f"{self._bar()} {what}: {now - begin:.1f} s (of {now - self._begin:.0f} s so far)")
+        sofar = time.monotonic() - self._begin
+        self.say(f"{self._bar()} {what}: {seconds:.1f} s (of {sofar:.0f} s so far)")

@@ -9,8 +9,9 @@ hand. With --estimate nothing is run: a cost model predicts bytes, messages and 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from aero_compile.reporting.report import (
 )
 from aero_compile.reporting.report_html import write_html
 from aero_compile.runtime.hosts.network_spec import parse_network
-from benchmarks import pi_rows
+from benchmarks import pi_pool, pi_rows
 from benchmarks.paper import with_paper
 from benchmarks.pi_rows import DEFAULT_RECIPES, SHAPES, Task, check_lengths, row_key, tasks
 
@@ -85,6 +86,8 @@ def parser() -> argparse.ArgumentParser:
     text = "give a row up that takes longer; default: 6"
     how.add_argument("--hours", type=float, default=6.0, metavar="H", help=text)
     how.add_argument("--estimate", action="store_true", help="run nothing: predict the costs of a warm Cheetah forward")
+    text = f"processes that estimate; default: one for every {pi_pool.MODELS_EACH} models, up to the number of cores"
+    how.add_argument("--jobs", type=positive, metavar="N", help=text)
     text = (
         "print the figures of the AERO paper beside ours. With --estimate --model gpt2, the rows are all those of the "
         "paper that --seq-len, --layers and --recipes leave"
@@ -172,18 +175,31 @@ def run(args: argparse.Namespace) -> int:
     rows, left = start(args, todo)
     check_lengths(left)
     order = {task.key: place for place, task in enumerate(todo)}
-    if args.estimate:  # one model after the other
-        left = sorted(left, key=lambda task: (args.model.index(task.model), task.layers or 0, task.recipe or ""))
-    progress = Progress(len(left))
-    for task in left:
-        how = "estimating" if args.estimate else f"two processes, {args.protocol}"
-        with progress.step(f"{task}: {how}", live=args.estimate):
-            rows.append(pi_rows.make(task, args))
+    for row in _made(args, left):
+        rows.append(row)
         rows.sort(key=lambda row: order.get(row_key(row), -1))
         write(args, rows)
     rows = write(args, rows)
     show(args, rows)
     return 0
+
+
+def _made(args: argparse.Namespace, left: list[Task]) -> Iterator[Row]:
+    """Make the rows of ``left``, showing how far it is."""
+    progress = Progress(len(left))
+    groups = pi_pool.by_model(left) if args.estimate else [[task] for task in left]
+    count = pi_pool.processes(len(groups), args.jobs) if args.estimate else 1
+    if count > 1:
+        progress.say(f"estimating {len(groups)} models in {count} processes …")
+        for task, row in pi_pool.estimated(groups, args, count):
+            progress.ended(str(task), row.origin["spent_seconds"])
+            yield row
+        return
+    how = "estimating" if args.estimate else f"two processes, {args.protocol}"
+    for task in itertools.chain.from_iterable(groups):
+        with progress.step(f"{task}: {how}", live=args.estimate):
+            row = pi_rows.make(task, args)
+        yield row
 
 
 def write(args: argparse.Namespace, rows: list[Row]) -> list[Row]:

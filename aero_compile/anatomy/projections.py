@@ -160,11 +160,26 @@ class _Segment:
         self.structure = structure
         self.end = end
         self.taken = taken
-        self.random = torch.Generator().manual_seed(0)
+        self.random = torch.Generator()
+        self.scale = 1.0
         self.results: dict[fx.Node, Any] = {}
         self.leaves: dict[fx.Node, Tensor] = {}
 
     def rows(self) -> dict[fx.Node, set[int]]:
+        """Rows of each linear layer that `end` depends on.
+
+        A neuron may be silent for some numbers: behind a ReLU below 0, behind a saturated activation far from 0. So
+        what the layers give is taken with either sign, and much larger than any bias besides.
+        """
+        found: dict[fx.Node, set[int]] = {}
+        for scale in (1.0, -1.0, 1e3, -1e3):
+            for linear, used in self._rows(scale).items():
+                found.setdefault(linear, set()).update(used)
+        return found
+
+    def _rows(self, scale: float) -> dict[fx.Node, set[int]]:
+        self.random.manual_seed(0)
+        self.scale, self.results, self.leaves = scale, {}, {}
         with torch.enable_grad():
             result = self._value(self.end)
             if not self.leaves:
@@ -174,7 +189,7 @@ class _Segment:
         found: dict[fx.Node, set[int]] = {}
         for linear, gradient in zip(self.leaves, gradients, strict=True):
             if gradient is not None:
-                used = gradient.flatten(0, -2).abs().sum(0).nonzero().flatten()
+                used = gradient.nan_to_num().flatten(0, -2).abs().sum(0).nonzero().flatten()
                 if used.numel():
                     found[linear] = set(used.tolist())
         return found
@@ -218,7 +233,7 @@ class _Segment:
         if node in self.structure.live or fake.is_floating_point():
             value = self._noise(fake.shape)
             if node in self.structure.live and node.target is aten.linear.default:
-                self.leaves[node] = value.requires_grad_()
+                value = self.leaves[node] = (self.scale * value).requires_grad_()
             return value
         if fake.is_complex():
             return torch.complex(self._noise(fake.shape), self._noise(fake.shape))
