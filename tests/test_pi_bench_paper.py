@@ -19,7 +19,7 @@ from aero_compile.reporting.report import Row
 
 pytest.importorskip("transformers")
 
-from benchmarks import paper, pi_bench, pi_rows
+from benchmarks import paper, pi_bench, pi_pool, pi_rows
 
 LONGER = {(12, 256): 1, (12, 512): 1}
 COST_MODEL = "aero_compile.runtime.costs.model"
@@ -174,7 +174,19 @@ def test_all_rows_of_the_paper_at_one_size(
 ) -> None:
     """Every label becomes a model whose census is the paper's, but for the final norm that the paper leaves out."""
     out, page, text = (tmp_path / name for name in ("r.json", "r.html", "r.md"))
-    command = ["--estimate", "--compare", "paper", "--model", "gpt2", "--seq-len", "128", "--layers", "12"]
+    command = [
+        "--estimate",
+        "--compare",
+        "paper",
+        "--model",
+        "gpt2",
+        "--seq-len",
+        "128",
+        "--layers",
+        "12",
+        "--jobs",
+        "1",
+    ]
     command += ["--json", str(out), "--html", str(page), "--markdown", str(text), "--network", "wan", "--per-op"]
     assert pi_bench.main(command) == 0
     assert {call[1:] for call in estimator.calls} == {(12, 128, 1, "100 Mbit/s, 80 ms round trip", "last", True)}
@@ -279,6 +291,38 @@ def test_rows_made_without_the_paper_are_compared_later(
     assert pi_bench.main([*command, "--json", str(out), "--resume", "--compare", "paper"]) == 0
     assert len(estimator.calls) == 1
     assert json.loads(out.read_text())["rows"][0]["paper"]["comm_gb"] == 25.32
+
+
+def test_several_processes_estimate_what_one_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("spu")
+    pi_rows._optimized.clear()  # the stand-in leaves models as they are
+    command = ["--estimate", "--layers", "1", "--recipes", "SM+R,softmax_only", "--seq-len", "8", "16"]
+    found = []
+    for jobs in ("1", "2"):
+        out = tmp_path / f"{jobs}.json"
+        assert pi_bench.main([*command, "--jobs", jobs, "--json", str(out)]) == 0
+        found.append([{**row, "origin": None} for row in json.loads(out.read_text())["rows"]])
+    assert found[0] == found[1]
+    shown = capsys.readouterr().err
+    assert "estimating 2 models in 2 processes" in shown
+    assert "4/4" in shown
+
+
+def test_what_a_process_cannot_do_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("spu")
+    pi_rows._optimized.clear()
+    out = tmp_path / "r.json"
+    command = ["--estimate", "--layers", "1", "--recipes", "SM,gelu-to-relu(layers=7)", "--seq-len", "8", "--jobs", "2"]
+    assert pi_bench.main([*command, "--json", str(out)]) == 2
+    assert "layers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("models", "asked", "expected"), [(1, None, 1), (7, None, 1), (8, None, 2), (100, None, 4), (3, 8, 3), (9, 1, 1)]
+)
+def test_how_many_processes(monkeypatch: pytest.MonkeyPatch, models: int, asked: int | None, expected: int) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    assert pi_pool.processes(models, asked) == expected
 
 
 def test_a_real_estimate(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from aero_compile.errors import InputError
+from aero_compile.runtime.arithmetic.tolerances import Tolerances
 from aero_compile.runtime.costs import model as costs
 from aero_compile.runtime.costs.session import Cost
 from aero_compile.runtime.costs.table import CostTable
@@ -141,6 +142,19 @@ def test_longer_sequences_cost_more_and_networks_add_time() -> None:
     assert wan.seconds < short.seconds + wan.rounds * 0.08 + wan.bytes * 8 / 100e6 + 1e-6
     last = estimate(model, 6, logits="last")
     assert last.bytes < short.bytes
+
+
+def test_tolerances_and_calibration_are_those_of_the_run() -> None:
+    """What a measured run would be compiled to is what is estimated."""
+    pytest.importorskip("spu")
+    model, text = small_gpt2(n_layer=1), torch.arange(24).reshape(2, 12)
+    plain = estimate(model, 12)
+    options: dict[str, Any]
+    for options in ({"calibration": text}, {"tolerances": Tolerances(activation=2.5e-3)}):
+        found = estimate(model, 12, **options)
+        assert found.bytes < plain.bytes
+        assert found.bytes == costs.estimate_program(compile_model(model, 1, 12, **options).program).bytes
+    assert estimate(model, 12, tolerances=Tolerances(root=2e-4)).bytes > plain.bytes
 
 
 def test_rows_add_up_and_print() -> None:
