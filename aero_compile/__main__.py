@@ -15,7 +15,7 @@ import torch
 from aero_compile.census import census
 from aero_compile.cookbook.recipe import PASSES, recipe_names, recipes, resolve
 from aero_compile.cookbook.recipe_page import recipe_page
-from aero_compile.errors import AeroError
+from aero_compile.exit_codes import exit_code
 from aero_compile.pipeline import transform
 from aero_compile.version import __version__
 
@@ -159,20 +159,20 @@ def _count(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code (2 for an error of the user's)."""
     args = _parser().parse_args(argv)
-    try:
-        if args.command == "recipes" and args.markdown:
-            print(recipe_page(), end="")
-        elif args.command == "recipes":
-            _list_recipes(args.json)
-        elif args.command == "export":
-            _export(args)
-        elif args.onnx:
-            _count_file(args)
-        else:
-            _count(args)
-    except AeroError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return exit_code(lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.command == "recipes" and args.markdown:
+        print(recipe_page(), end="")
+    elif args.command == "recipes":
+        _list_recipes(args.json)
+    elif args.command == "export":
+        _export(args)
+    elif args.onnx:
+        _count_file(args)
+    else:
+        _count(args)
     return 0
 
 

@@ -21,7 +21,8 @@ from transformers import TrainingArguments, default_data_collator, set_seed
 
 from aero_compile.artifact import save
 from aero_compile.entropy import EntropyRegularizedModel
-from aero_compile.errors import AeroError, InputError
+from aero_compile.errors import InputError
+from aero_compile.exit_codes import exit_code
 from aero_compile.graphs.trainable import TransformedModel
 from aero_compile.pipeline import transform
 from aero_compile.training.command_line import parse_command_line
@@ -274,19 +275,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
     try:
-        options, training_args = parse_command_line(arguments)
-        if training_args.process_index == 0:
-            logger.addHandler(handler)
-            logger.setLevel(logging.INFO)
-        result = retrain(options, training_args)
-    except AeroError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; --resume continues from the last checkpoint", file=sys.stderr)
-        return 130
+        return exit_code(lambda: _run(arguments, handler), "--resume continues from the last checkpoint")
     finally:
         logger.removeHandler(handler)
+
+
+def _run(arguments: list[str], handler: logging.Handler) -> int:
+    options, training_args = parse_command_line(arguments)
+    if training_args.process_index == 0:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+    result = retrain(options, training_args)
     if training_args.process_index == 0:
         print(
             f"held-out loss {result.eval_loss:.4f}, perplexity {result.perplexity:.2f}; "

@@ -17,7 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script it would know its own folder alone
 
-from aero_compile.errors import AeroError, PartyError
+from aero_compile.errors import PartyError
+from aero_compile.exit_codes import exit_code
 from aero_compile.progress import Progress
 from aero_compile.runtime.costs.table import SHIPPED, CostTable, settings_of
 from aero_compile.runtime.spu_config import import_spu
@@ -72,13 +73,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=SHIPPED, help="file to write (default: the shipped table)")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and shapes: less accurate seconds")
     options = parser.parse_args(argv)
-    try:
-        table = calibrate(options.quick)
-    except AeroError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    table.save(options.output)
-    print(f"wrote {options.output}")
+    return exit_code(lambda: write(options.output, options.quick), "nothing was written")
+
+
+def write(output: Path, quick: bool) -> int:
+    """Measure, and write the table."""
+    calibrate(quick).save(output)
+    print(f"wrote {output}")
     return 0
 
 

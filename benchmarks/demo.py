@@ -31,7 +31,8 @@ import torch
 from torch import nn
 
 from aero_compile.cookbook.recipe import resolve
-from aero_compile.errors import AeroError, InputError, OutputDirError
+from aero_compile.errors import InputError, OutputDirError
+from aero_compile.exit_codes import exit_code
 from aero_compile.progress import Progress
 from aero_compile.reporting.evaluate import private_row
 from aero_compile.reporting.report import (
@@ -227,14 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0, 2 for an error of ours, 130 when interrupted."""
     values = vars(parser().parse_args(argv))
     base = values.pop("output_dir")
-    try:
-        return run(Settings(**values), base)
-    except AeroError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on where this one stopped", file=sys.stderr)
-        return 130
+    return exit_code(lambda: run(Settings(**values), base), "the same command goes on where this one stopped")
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ import aero_compile
 from aero_compile import TransformedModel
 from aero_compile.cookbook.recipe import Recipe, resolve
 from aero_compile.errors import AeroError, InputError, nearest
+from aero_compile.exit_codes import exit_code
 from aero_compile.files import write_atomically
 from aero_compile.progress import Progress
 from aero_compile.reporting.report import command_line
@@ -508,15 +509,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line: 0, 1 if a family fails by a bug, 2 for a mistake in the call, 130 when interrupted."""
     args = parser().parse_args(argv)
     torch.set_num_threads(1)
-    try:
-        return run(args)
-    except AeroError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        kept = f"; {args.json} has the rows so far, --resume continues" if args.json else ""
-        print(f"\ninterrupted{kept}", file=sys.stderr)
-        return 130
+    return exit_code(lambda: run(args), f"{args.json} has the rows so far, --resume continues" if args.json else "")
 
 
 if __name__ == "__main__":

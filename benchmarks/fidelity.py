@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 import aero_compile
 from aero_compile.cookbook.recipe import resolve
-from aero_compile.errors import AeroError, InputError
+from aero_compile.errors import InputError
+from aero_compile.exit_codes import exit_code
 from aero_compile.files import refuse_existing, write_atomically
 from aero_compile.progress import Progress
 from aero_compile.reporting.evaluate import agreement, logits_of
@@ -114,18 +115,12 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     args = parser().parse_args(argv)
-    try:
-        refuse_existing(args.json, args.overwrite)
-        found = run(args)
-    except AeroError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(table(found))
-    return 0
+    return exit_code(lambda: run(args), "the same command goes on with the models that were trained")
 
 
-def run(args: argparse.Namespace) -> list[Fidelity]:
+def run(args: argparse.Namespace) -> int:
     """Train, compare, and write what is asked for after each comparison."""
+    refuse_existing(args.json, args.overwrite)
     if args.blocks < 1 or args.steps < 1:
         raise InputError("--blocks and --steps must be at least 1")
     settings = dataclasses.replace(Settings(), steps=args.steps, protocol=args.protocol)
@@ -151,7 +146,8 @@ def run(args: argparse.Namespace) -> list[Fidelity]:
                 found.append(compare(model, label, blocks, calibration, args.protocol))
             if args.json is not None:
                 write_atomically(args.json, json.dumps(document(found, settings), indent=1) + "\n")
-    return found
+    print(table(found))
+    return 0
 
 
 def _blocks(data: Any, count: int) -> Tensor:

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script i
 
 import aero_compile
 from aero_compile.cookbook.recipe import recipe_names
-from aero_compile.errors import AeroError
+from aero_compile.exit_codes import exit_code
 from aero_compile.files import refuse_existing, write_atomically
 from aero_compile.graphs.trainable import TransformedModel
 from aero_compile.inference.model import inference_copy
@@ -91,20 +91,20 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     args = parser().parse_args(argv)
-    try:
-        refuse_existing(args.json, args.overwrite)
-        todo = [
-            Task(args.model, name, args.seq_len, args.layers or LAYERS[args.model])
-            for name in recipe_names(args.recipes)
-        ]
-        check_lengths(todo)
-        found: list[Stage] = []
-        shown = Progress(len(todo) * len(passes(args.logits, True)))
-        for task in todo:
-            found += stages(build(task, args.seed), str(task.recipe), task.seq_len, args.logits, shown)
-    except AeroError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return exit_code(lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Estimate every recipe after every pass; print the table, and write it if that is asked for."""
+    refuse_existing(args.json, args.overwrite)
+    todo = [
+        Task(args.model, name, args.seq_len, args.layers or LAYERS[args.model]) for name in recipe_names(args.recipes)
+    ]
+    check_lengths(todo)
+    found: list[Stage] = []
+    shown = Progress(len(todo) * len(passes(args.logits, True)))
+    for task in todo:
+        found += stages(build(task, args.seed), str(task.recipe), task.seq_len, args.logits, shown)
     print(table(found))
     if args.json is not None:
         config = {key: getattr(args, key) for key in ("model", "seq_len", "layers", "logits", "seed")}

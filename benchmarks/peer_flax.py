@@ -46,7 +46,8 @@ from torch import Tensor
 
 import aero_compile
 from aero_compile.cookbook.recipe import recipe_names, resolve
-from aero_compile.errors import AeroError, InputError, OutputDirError, nearest
+from aero_compile.errors import InputError, OutputDirError, nearest
+from aero_compile.exit_codes import exit_code
 from aero_compile.files import write_atomically
 from aero_compile.progress import Progress
 from aero_compile.reporting.evaluate import agreement, logits_of
@@ -317,14 +318,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code: 0, 2 for a mistake or a failure, 130 when interrupted."""
     args = parser().parse_args(argv)
     args.seq_len = list(dict.fromkeys(args.seq_len))
-    try:
-        return run(args)
-    except AeroError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted; lines measured so far are in --json FILE, if one was named", file=sys.stderr)
-        return 130
+    return exit_code(lambda: run(args), "lines measured so far are in --json FILE, if one was named")
 
 
 if __name__ == "__main__":

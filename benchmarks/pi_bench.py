@@ -17,7 +17,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script it would know its own folder alone
 
-from aero_compile.errors import AeroError, InputError, OutputDirError
+from aero_compile.errors import InputError, OutputDirError
+from aero_compile.exit_codes import exit_code
 from aero_compile.files import write_atomically
 from aero_compile.progress import Progress
 from aero_compile.reporting import paper as beside
@@ -236,15 +237,9 @@ def show(args: argparse.Namespace, rows: list[Row]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code: 0, 2 for a mistake in the call, 130 when interrupted."""
     args = parse(argv)
-    try:
-        return run(args)
-    except AeroError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        kept = f"; {args.json} has the rows made so far, --resume continues" if args.json else ""
-        print(f"\ninterrupted{kept}", file=sys.stderr)
-        return 130
+    return exit_code(
+        lambda: run(args), f"{args.json} has the rows made so far, --resume continues" if args.json else ""
+    )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-from aero_compile.errors import AeroError, InputError, nearest
+from aero_compile.errors import InputError, nearest
+from aero_compile.exit_codes import exit_code
 from aero_compile.files import write_atomically
 from aero_compile.progress import Progress
 from aero_compile.reporting.charts import line_chart
@@ -273,14 +274,7 @@ def write(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line: 0, 1 for a missed goal, 2 for a mistake in the call, 130 when interrupted."""
     args = parser().parse_args(argv)
-    try:
-        return run(args)
-    except AeroError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
+    return exit_code(lambda: run(args))
 
 
 if __name__ == "__main__":
