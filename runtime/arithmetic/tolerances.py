@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import asdict, dataclass
 
 from aero_compile.errors import InputError
@@ -34,7 +35,7 @@ class Tolerances:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            given = isinstance(value, (int, float)) and not isinstance(value, bool)
+            given = isinstance(value, numbers.Real) and not isinstance(value, bool)
             if not (given and 0 < value < math.inf) and not (value is None and name == "softmax"):
                 raise InputError(f"the tolerance {name} must be a positive number, not {value!r}")
 
