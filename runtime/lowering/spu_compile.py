@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -23,10 +22,10 @@ def compile_steps(live: LiveProgram, protocol: str, field: int, fraction_bits: i
         LoweringError: SPU's compiler refuses an operator; the message names it and its place.
     """
     spu = import_spu()
-    codes: dict[str, str] = {SET_UP: _remembered(spu, warm_up.STEP)}
+    codes: dict[str, str] = {SET_UP: _compile(spu, warm_up.STEP)}
     for step in live.steps:
         if step.key not in codes:
-            codes[step.key] = _remembered(spu, step)
+            codes[step.key] = _compile(spu, step)
     last_use = {name: at for at, step in enumerate(live.steps) for name in (*step.inputs, *step.outputs)}
     last_use[live.result] = len(live.steps)
     kept = {TOKENS, *live.weights}  # inputs stay for the next run
@@ -56,24 +55,6 @@ def compile_steps(live: LiveProgram, protocol: str, field: int, fraction_bits: i
         codes,
         {"spu": str(spu.__version__)},
     )
-
-
-_KEPT = 512
-_codes: OrderedDict[tuple[str, str], str] = OrderedDict()
-
-
-def _remembered(spu: Any, step: LiveStep) -> str:
-    """The code of a step, compiled once in this process: models, depths and recipes have most of their steps in common.
-
-    SPU compiles for any protocol and ring alike, so ``step.key`` says all that matters.
-    """
-    key = str(spu.__version__), step.key
-    if key not in _codes:
-        _codes[key] = _compile(spu, step)
-    _codes.move_to_end(key)
-    while len(_codes) > _KEPT:
-        _codes.popitem(last=False)
-    return _codes[key]
 
 
 def _compile(spu: Any, step: LiveStep) -> str:
