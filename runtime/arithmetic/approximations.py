@@ -30,6 +30,7 @@ from aero_compile.runtime.arithmetic.exponential import (
     cheapest_exponential,
     choose_power,
 )
+from aero_compile.runtime.arithmetic.logarithm import LOGARITHMS
 from aero_compile.runtime.arithmetic.reciprocal import RECIPROCALS
 from aero_compile.runtime.arithmetic.roots import INVERSE_ROOTS, ROOTS
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances, cheapest
@@ -150,7 +151,6 @@ _ACTIVATION_ERRORS = {
     ("tanh", 3): 5e-4,
     ("tanh", 4): 2e-4,
 }
-_LOG_ERROR, _LOG_BYTES = 4e-5, 2535
 _ROOT_DOMAIN = (2.0**-6, 2.0**8)
 
 
@@ -165,7 +165,8 @@ def approximations(tolerances: Tolerances = DEFAULT) -> dict[str, Approximation]
     found = [_activation(name, squares_for(name, tolerances.activation)) for name in _MIRRORED]
     found += [_exp(choose_power(tolerances.exp)), _softmax(tolerances.softmax), _reciprocal(tolerances.reciprocal)]
     found += [_inverse_root(tolerances.root), _root(tolerances.root)]
-    found.append(Approximation("log", "SPU's own", _ROOT_DOMAIN, None, _LOG_ERROR, _LOG_BYTES))
+    error = LOGARITHMS[cheapest("log", LOGARITHMS, tolerances.log)]
+    found.append(Approximation("log", "SPU's own", _ROOT_DOMAIN, None, error, 2535))
     return {each.name: each for each in found}
 
 

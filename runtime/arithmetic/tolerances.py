@@ -21,7 +21,7 @@ class Tolerances:
     of more than 1024 scores. ``activation``: of GELU, SiLU, sigmoid and tanh. ``exp``: of an exponential outside a
     softmax, for arguments ≤ 0; a smaller one holds on a shorter interval. ``reciprocal``: of 1/x, relative, for
     2^-6 ≤ x ≤ 4 (for larger x, the rounding of 1/x itself counts more). ``root``: of √x and 1/√x, relative, for
-    2^-6 ≤ x ≤ 2^8; LayerNorm and RMSNorm take it too.
+    2^-6 ≤ x ≤ 2^8; LayerNorm and RMSNorm take it too. ``log``: of ln x, on the same interval.
 
     Raises:
         InputError: one of them is not a positive number.
@@ -32,6 +32,7 @@ class Tolerances:
     exp: float = 2e-3
     reciprocal: float = 1e-4
     root: float = 5e-4
+    log: float = 1e-4
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():

@@ -10,6 +10,7 @@ import numpy as np
 from aero_compile.runtime.arithmetic.approximations import activation
 from aero_compile.runtime.arithmetic.exponential import choose_power
 from aero_compile.runtime.arithmetic.filling import multiply
+from aero_compile.runtime.arithmetic.logarithm import logarithm
 from aero_compile.runtime.arithmetic.reciprocal import quotient, reciprocal
 from aero_compile.runtime.arithmetic.roots import inverse_root, root
 from aero_compile.runtime.arithmetic.squares import square
@@ -155,8 +156,8 @@ def _exp(x: Any, exact: bool = False, tolerances: Tolerances = DEFAULT, **_: Any
 
 
 @operator("log")
-def _log(x: Any, **_: Any) -> Any:
-    return jnp().log(x)
+def _log(x: Any, tolerances: Tolerances = DEFAULT, **_: Any) -> Any:
+    return logarithm(x, tolerances.log)
 
 
 @operator("maximum")

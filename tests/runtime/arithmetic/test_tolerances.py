@@ -12,13 +12,14 @@ from aero_compile.errors import InputError
 from aero_compile.runtime.arithmetic.approximations import approximations
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 
-CLOSER = {"softmax": 4.5e-4, "activation": 2e-4, "exp": 5e-4, "reciprocal": 5e-5, "root": 2e-4}
+CLOSER = {"softmax": 4.5e-4, "activation": 2e-4, "exp": 5e-4, "reciprocal": 5e-5, "root": 2e-4, "log": 5e-5}
 FUNCTIONS = {
     "softmax": ("softmax",),
     "activation": ("gelu", "gelu_tanh", "silu", "sigmoid", "tanh"),
     "exp": ("exp",),
     "reciprocal": ("reciprocal",),
     "root": ("rsqrt", "sqrt"),
+    "log": ("log",),
 }
 
 
