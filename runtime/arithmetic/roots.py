@@ -8,7 +8,7 @@ from aero_compile.runtime.arithmetic.filling import multiply
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, cheapest
 from aero_compile.runtime.lazy_jax import jnp
 
-INVERSE_ROOTS = {"quartic": 5e-4, "newton": 1.5e-4}
+INVERSE_ROOTS = {"quartic": 7e-4, "newton": 1.5e-4}
 """Forms of 1/√x and their largest relative errors for 2^-6 ≤ x ≤ 2^8, measured in Cheetah and rounded up."""
 
 ROOTS = {"SPU": 1e-4}

@@ -30,8 +30,8 @@ class Tolerances:
     softmax: float | None = None
     activation: float = 1e-3
     exp: float = 2e-3
-    reciprocal: float = 1e-4
-    root: float = 5e-4
+    reciprocal: float = 2e-4
+    root: float = 7e-4
     log: float = 1e-4
 
     def __post_init__(self) -> None:

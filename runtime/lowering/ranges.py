@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch import fx
@@ -87,14 +86,18 @@ class RangeCheck:
                     f"calibration chose holds up to {chosen.widest:.4g}: calibrate on more text"
                 )
         for name, array in weights.items():
-            if array.size and not float(np.abs(array).max()) <= self.limit:
-                largest = float(np.abs(array).max())
-                messages.append(f"the server's {name} reaches {largest:.4g}, over {self.limit:.4g}")
+            if not largest(array) <= self.limit:
+                messages.append(f"the server's {name} reaches {largest(array):.4g}, over {self.limit:.4g}")
         if messages:
             raise LoweringError(
                 f"{messages[0]}. Larger values would wrap around silently; use fewer fraction bits or a "
                 "larger ring, or rescale the model"
             )
+
+
+def largest(array: npt.NDArray[Any]) -> float:
+    """Largest magnitude in an array, 0 if it is empty; NaN if it holds one."""
+    return max(abs(float(array.max())), abs(float(array.min()))) if array.size else 0.0
 
 
 _Findings = list[tuple[str, float, float]]

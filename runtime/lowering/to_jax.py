@@ -27,6 +27,7 @@ from aero_compile.runtime.lowering.blocks import Strip, blocked_scores, choose_s
 from aero_compile.runtime.lowering.live import Call, LiveProgram, LiveStep, Ref, describe, is_part, label
 from aero_compile.runtime.lowering.masks import Masked, find_mask
 from aero_compile.runtime.lowering.partition import Domain, Partition, op_name, place_of
+from aero_compile.runtime.lowering.ranges import largest
 from aero_compile.runtime.operators import pointwise, products, registry, views
 from aero_compile.runtime.program import TOKENS
 
@@ -328,7 +329,7 @@ class _Lowering:
             name = self._weight(value, known, array)
             slot.inputs.setdefault(name, (array.shape, array.dtype.name))
             return Ref(name)
-        if array.dtype.kind == "f" and not np.all(np.abs(array) <= _LARGEST):
+        if array.dtype.kind == "f" and not largest(array) <= _LARGEST:
             raise LoweringError(
                 f"{value.name} (in {place_of(value)}) is a public table with infinite or huge entries that "
                 "is not a softmax mask; fixed-point computation cannot hold them"
@@ -336,7 +337,7 @@ class _Lowering:
         return array
 
     def _weight(self, node: fx.Node, tensor: torch.Tensor, array: npt.NDArray[Any]) -> str:
-        if not np.all(np.abs(array) <= _LARGEST):
+        if not largest(array) <= _LARGEST:
             raise LoweringError(
                 f"the server's tensor {node.name} ({node.target}) has infinite, NaN or huge entries; an "
                 "attention mask must be a boolean or non-persistent buffer to count as public"
@@ -386,7 +387,6 @@ def _guarded(
 
 
 def _to_numpy(tensor: torch.Tensor, dtype: Any) -> npt.NDArray[Any]:
-    found = tensor.detach().cpu()
-    if found.is_floating_point():
-        return np.ascontiguousarray(found.to(torch.float64).numpy().astype(dtype))
-    return np.ascontiguousarray(found.numpy())
+    """A copy, floats in ``dtype``: what is compiled stays as it is when the model is trained on."""
+    kind = getattr(torch, np.dtype(dtype).name) if tensor.is_floating_point() else tensor.dtype
+    return np.asarray(tensor.detach().to("cpu", kind, copy=True, memory_format=torch.contiguous_format).numpy())

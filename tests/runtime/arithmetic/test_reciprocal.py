@@ -70,7 +70,7 @@ def test_published_error_of_the_general_one(tolerance: float, protocol: str) -> 
     found = in_two_parties(lambda v: reciprocal(v, tolerance), x, protocol)
     error = np.abs(found * x - 1)
     assert error[x <= 4].max() <= tolerance
-    assert (error <= tolerance + 2.0**-17 * x).all()
+    assert (error <= tolerance + 3 * 2.0**-18 * x).all()
 
 
 @IN_BOTH
@@ -89,5 +89,5 @@ def test_closer_costs_more() -> None:
     pytest.importorskip("spu")
     costs = [bytes_of(lambda x, t=t: reciprocal(x, t), 64, 1024) for t in RECIPROCALS.values()]  # type: ignore[misc]
     assert costs == sorted(costs)
-    with pytest.raises(InputError, match=r"no reciprocal errs by 1e-06 or less: 3e-05 is the least"):
+    with pytest.raises(InputError, match=r"no reciprocal errs by 1e-06 or less: 4e-05 is the least"):
         reciprocal(np.ones(3), 1e-6)

@@ -118,6 +118,18 @@ def test_tied_weights_are_sent_once_and_equal_layers_share_code() -> None:
     assert linear[1] == linear[2] != linear[3]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_weights_of_a_program_do_not_follow_the_model(dtype: torch.dtype) -> None:
+    model = TokenRows(torch.randn(6, 4), lambda x, m: aten.linear.default(x, m.w), {"w": torch.randn(5, 4)}).to(dtype)
+    live = lower(partition(model, model.logits_graph(), model.ids))
+    weight = model.get_parameter("w")
+    before = weight.detach().float().clone()
+    with torch.no_grad():
+        weight.add_(1)
+    assert live.weights["w:w"].dtype == np.float32
+    np.testing.assert_array_equal(live.weights["w:w"], before.numpy())
+
+
 # --- what cannot be lowered is named --------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -124,7 +125,8 @@ def test_tolerance_of_the_softmax() -> None:
         lower(part, tolerances=Tolerances(softmax=1e-9))
 
 
-def test_weights_are_checked_too() -> None:
+@pytest.mark.parametrize(("value", "words"), [(1e9, r"1e\+09"), (-1e9, r"1e\+09"), (float("nan"), "nan")])
+def test_weights_are_checked_too(value: float, words: str) -> None:
     check = RangeCheck(64, 18)
-    with pytest.raises(LoweringError, match=r"the server's w:head reaches 1e\+09"):
-        check.raise_first((), {"w:head": torch.tensor([1e9]).numpy()})
+    with pytest.raises(LoweringError, match=f"the server's w:head reaches {words}"):
+        check.raise_first((), {"w:empty": np.zeros(0), "w:head": np.array([0.5, value, 0.5])})
