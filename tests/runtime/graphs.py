@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -94,6 +95,7 @@ def simulate(
         for name, array in arrays.items()
     }
     desc = spu.link.Desc()
+    desc.id = uuid.uuid4().hex  # links of the same name are the same link, with what an earlier run left in it
     for rank in (SERVER, CLIENT):
         desc.add_party(f"party{rank}", f"thread{rank}")
     results: dict[int, Any] = {}
