@@ -33,7 +33,7 @@ from aero_compile.runtime.arithmetic.exponential import (
 from aero_compile.runtime.arithmetic.logarithm import LOGARITHMS
 from aero_compile.runtime.arithmetic.reciprocal import RECIPROCALS
 from aero_compile.runtime.arithmetic.roots import INVERSE_ROOTS, ROOTS
-from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances, cheapest
+from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Form, Tolerances, cheapest
 
 Array = npt.NDArray[np.float64]
 
@@ -163,11 +163,16 @@ def approximations(tolerances: Tolerances = DEFAULT) -> dict[str, Approximation]
         InputError: no form of some function is as close as is asked for.
     """
     found = [_activation(name, squares_for(name, tolerances.activation)) for name in _MIRRORED]
-    found += [_exp(choose_power(tolerances.exp)), _softmax(tolerances.softmax), _reciprocal(tolerances.reciprocal)]
-    found += [_inverse_root(tolerances.root), _root(tolerances.root)]
-    error = LOGARITHMS[cheapest("log", LOGARITHMS, tolerances.log)]
-    found.append(Approximation("log", "SPU's own", _ROOT_DOMAIN, None, error, 2535))
+    found += [_exp(choose_power(tolerances.exp)), _softmax(tolerances.softmax)]
+    found.append(_of("reciprocal", cheapest("reciprocal", RECIPROCALS, tolerances.reciprocal), (2.0**-6, 4.0)))
+    found.append(_of("rsqrt", cheapest("inverse root", INVERSE_ROOTS, tolerances.root)))
+    found.append(_of("sqrt", cheapest("root", ROOTS, tolerances.root)))
+    found.append(_of("log", cheapest("log", LOGARITHMS, tolerances.log), relative=False))
     return {each.name: each for each in found}
+
+
+def _of(name: str, form: Form, domain: tuple[float, float] = _ROOT_DOMAIN, relative: bool = True) -> Approximation:
+    return Approximation(name, form.method, domain, None, form.error, form.bytes_per_element, relative)
 
 
 def _exp(power: Power) -> Approximation:
@@ -185,25 +190,6 @@ def _softmax(tolerance: float | None) -> Approximation:
         f"chain of {chosen.squares} squares on [-{chosen.reach:g}, 0], 0 below, times the reciprocal of the row sum"
     )
     return Approximation("softmax", method, (-16.0, 16.0), None, chosen.error_in(128), chosen.bytes_per_element)
-
-
-def _reciprocal(tolerance: float) -> Approximation:
-    form = cheapest("reciprocal", RECIPROCALS, tolerance)
-    refined, cost = (", and one of Newton's", 2575) if form == "newton" else ("", 2240)
-    method = f"two Goldschmidt iterations from a linear guess{refined}"
-    return Approximation("reciprocal", method, (2.0**-6, 4.0), None, RECIPROCALS[form], cost, relative=True)
-
-
-def _inverse_root(tolerance: float) -> Approximation:
-    form = cheapest("inverse root", INVERSE_ROOTS, tolerance)
-    refined, cost = (", and an iteration of Newton's", 2525) if form == "newton" else ("", 2020)
-    method = f"quartic on the mantissa{refined}"
-    return Approximation("rsqrt", method, _ROOT_DOMAIN, None, INVERSE_ROOTS[form], cost, relative=True)
-
-
-def _root(tolerance: float) -> Approximation:
-    error = ROOTS[cheapest("root", ROOTS, tolerance)]
-    return Approximation("sqrt", "SPU's own", _ROOT_DOMAIN, None, error, 2690, relative=True)
 
 
 def _activation(name: str, squares: int) -> Approximation:

@@ -14,11 +14,14 @@ import numpy as np
 
 from aero_compile.runtime.arithmetic.coefficients import RECIPROCAL
 from aero_compile.runtime.arithmetic.filling import multiply
-from aero_compile.runtime.arithmetic.tolerances import DEFAULT, cheapest
+from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Form, cheapest
 from aero_compile.runtime.lazy_jax import jnp
 
-RECIPROCALS = {"goldschmidt": 2e-4, "newton": 4e-5}
-"""Forms of 1/x and their largest relative errors for 2^-6 ≤ x ≤ 4, measured in Cheetah and rounded up."""
+GOLDSCHMIDT = Form("two Goldschmidt iterations from a linear guess", 2e-4, 2240)
+"""SPU's own."""
+
+RECIPROCALS = (GOLDSCHMIDT, Form(f"{GOLDSCHMIDT.method}, and one of Newton's", 4e-5, 2575))
+"""Forms of 1/x; errors are relative, for 2^-6 ≤ x ≤ 4."""
 
 LEAST_SUM = 0.98
 """A row's largest entry is exp(0) = 1, less the errors of a chain of squares and of rounding."""
@@ -41,13 +44,11 @@ def reciprocal_of_sums(sums: Any, most: int) -> Any:
 def reciprocal(x: Any, tolerance: float = DEFAULT.reciprocal) -> Any:
     """1/x for a JAX array, relatively within ``tolerance`` for 2^-6 ≤ x ≤ 4, by the cheapest of ``RECIPROCALS``.
 
-    "goldschmidt" is SPU's own, two Goldschmidt iterations from a linear guess; "newton" adds a step of Newton's.
-
     Raises:
         InputError: none is as close.
     """
     first = 1.0 / x
-    if cheapest("reciprocal", RECIPROCALS, tolerance) == "goldschmidt":
+    if cheapest("reciprocal", RECIPROCALS, tolerance) is GOLDSCHMIDT:
         return first
     return first + multiply(first, 1.0 - multiply(x, first))
 
@@ -58,7 +59,7 @@ def quotient(x: Any, y: Any, tolerance: float = DEFAULT.reciprocal) -> Any:
     Raises:
         InputError: no form is as close.
     """
-    own = cheapest("reciprocal", RECIPROCALS, tolerance) == "goldschmidt"
+    own = cheapest("reciprocal", RECIPROCALS, tolerance) is GOLDSCHMIDT
     # One reciprocal an element of the divisor: fewer than quotients when it broadcasts.
     broadcasts = math.prod(jnp().shape(y)) < math.prod(jnp().shape(x))
     return x / y if own and not broadcasts else x * reciprocal(y, tolerance)
