@@ -106,7 +106,9 @@ def activation(name: str, x: Any, tolerance: float = DEFAULT.activation) -> Any:
     size = above + above - x
     left = jnp.where(size > limit, 0.0, chain(size))
     low = _MIRRORED[name].low
-    return above - left if low is None else jnp.where(positive, 1.0 - left, low + left)
+    if low is None:
+        return above - left
+    return low + left + jnp.where(positive, 1.0 - low - left - left, 0.0)  # selecting from two secrets is a product
 
 
 def squares_for(name: str, tolerance: float) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Form, cheapest
 from aero_compile.runtime.lazy_jax import jnp
 
-LOGARITHMS = (Form("SPU's own", 4e-5, 2535),)
+LOGARITHMS = (Form("SPU's own", 4e-5, 2960),)
 """Forms of ln x, for 2^-6 ≤ x ≤ 2^8."""
 
 

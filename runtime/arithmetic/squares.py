@@ -22,7 +22,7 @@ Array = npt.NDArray[np.float64]
 
 _BY_EXP: ContextVar[bool] = ContextVar("squares_by_exp", default=False)
 
-SQUARE_BYTES = 110
+SQUARE_BYTES = 144
 """Bytes an element, both ways, of one square in Cheetah (64-bit ring, 18 fraction bits), its truncation included."""
 
 SUM_BYTES = 3
