@@ -18,7 +18,7 @@ PAIR = 2 * DEGREE
 """Values in one full ciphertext for each half."""
 
 FEW_SQUARES = 3500
-"""Fewer squares than this cost less as products by stored triples (243 bytes each) than as one more ciphertext."""
+"""Fewer squares than this cost less as products by stored triples (310 bytes each) than as one more ciphertext."""
 
 FEW_PRODUCTS = 11_000
 """The same of products, which would need two more ciphertexts and as many again for their second factor."""

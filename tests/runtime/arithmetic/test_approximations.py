@@ -12,7 +12,7 @@ import torch
 from aero_compile.errors import InputError
 from aero_compile.runtime.arithmetic.approximations import activation, approximations, left_over, squares_for
 from aero_compile.runtime.arithmetic.tolerances import Tolerances
-from tests.runtime.two_parties import in_two_parties
+from tests.runtime.two_parties import bytes_of, in_two_parties
 
 pytest.importorskip("jax")
 
@@ -57,6 +57,14 @@ def test_error_between_two_parties_stays_below_the_published_one(name: str, tole
     x = np.round(np.linspace(*known.domain, 2048) * 2**12) / 2**12
     found = in_two_parties(lambda secret: activation(name, secret, tolerance), x.reshape(8, 256), protocol)
     assert np.abs(found.ravel() - reference(name, x)).max() <= known.fixed_point_error
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_costs_are_those_of_the_cost_model(name: str) -> None:
+    pytest.importorskip("spu")
+    known = approximations()[name]
+    found = bytes_of(lambda secret: activation(name, secret), 64, 1024) / 65536
+    assert found == pytest.approx(known.bytes_per_element, rel=0.03)
 
 
 @pytest.mark.parametrize("name", NAMES)
