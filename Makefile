@@ -13,7 +13,7 @@ READY := $(VENV)/.installed
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
 help:
-	@echo 'make demo    train four small models, run each in real two-party computation, print one table (~6 min)'
+	@echo 'make demo    train four small models, run each in real two-party computation, print one table (~7 min)'
 	@echo 'make test    ruff, mypy --strict and pytest'
 	@echo 'make slow    the tests that take minutes'
 	@echo 'make bench   benchmarks/pi_bench.py on its default: ARGS="--model gpt2 --layers 1" changes it'
