@@ -62,8 +62,8 @@ def test_a_table_of_another_version_or_setting() -> None:
     table.check(table.settings, table.versions["spu"])
     with pytest.raises(InputError, match=r"spu is '0\.0\.1'.*calibrate"):
         table.check(table.settings, "0.0.1")
-    with pytest.raises(InputError, match="enable_mul_lsb_error is False"):
-        table.check({**table.settings, "enable_mul_lsb_error": False}, table.versions["spu"])
+    with pytest.raises(InputError, match="enable_mul_lsb_error is True"):
+        table.check({**table.settings, "enable_mul_lsb_error": True}, table.versions["spu"])
 
 
 def test_between_measured_sizes_costs_grow() -> None:
