@@ -26,6 +26,7 @@ from aero_compile.reporting.report import (
     Row,
     cells,
     document,
+    footnotes,
     markdown_table,
     read_json,
     row_from_json,
@@ -158,7 +159,7 @@ def start(args: argparse.Namespace, todo: list[Task]) -> tuple[list[Row], list[T
 
 
 def earlier_rows(args: argparse.Namespace) -> list[Row]:
-    """Return the rows of ``--json``; raises `InputError` where they were made with other settings."""
+    """Return the rows of ``--json`` but those that went wrong; raises `InputError` where settings were others."""
     earlier = read_json(args.json)
     there = {"seed": earlier.get("seed"), **dict(earlier.get("config") or {})}
     here = {"seed": args.seed, **config(args)}
@@ -166,7 +167,8 @@ def earlier_rows(args: argparse.Namespace) -> list[Row]:
     if other:
         told = "; ".join(f"{name}: {there.get(name)!r} there, {here.get(name)!r} here" for name in other)
         raise InputError(f"{args.json} was made with other settings ({told}); not resumed")
-    return [row_from_json(data) for data in earlier["rows"]]
+    rows = [row_from_json(data) for data in earlier["rows"]]
+    return [row for row in rows if not row.wrong]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -182,7 +184,7 @@ def run(args: argparse.Namespace) -> int:
         write(args, rows)
     rows = write(args, rows)
     show(args, rows)
-    return 0
+    return int(any(row.wrong for row in rows))
 
 
 def _made(args: argparse.Namespace, left: list[Task]) -> Iterator[Row]:
@@ -225,8 +227,7 @@ def show(args: argparse.Namespace, rows: list[Row]) -> None:
         print()
     if not (args.compare and args.estimate):
         print(text_table(rows, width))
-    if any(row.estimated for row in rows):
-        print("≈ estimated by the cost model, not run")
+    print("".join(f"{line}\n" for line in footnotes(rows)), end="")
     if args.per_op:
         for row in rows:
             print(f"\n{row.model} {row.label}, L={row.layers}, T={row.seq_len}\n{row.bill}")
@@ -235,7 +236,7 @@ def show(args: argparse.Namespace, rows: list[Row]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit code: 0, 2 for a mistake in the call, 130 when interrupted."""
+    """Run the benchmark; returns the exit code: 0, 1 where a forward went wrong, 2 for a mistake, 130 when stopped."""
     args = parse(argv)
     return exit_code(
         lambda: run(args), f"{args.json} has the rows made so far, --resume continues" if args.json else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,7 @@ class Runtime:
         self.options: list[dict[str, Any]] = []
         self.fail_at: int | None = None
         self.error: Exception = PartyError("the server was lost")
+        self.off: list[float] = []
 
     def __call__(self, model: Any, input_ids: Any, protocol: str = "cheetah", **options: Any) -> tuple[Any, Any]:
         if self.fail_at == len(self.calls):
@@ -61,7 +63,7 @@ class Runtime:
         self.calls.append((model.recipe, tuple(input_ids.shape)))
         self.options.append(options)
         with torch.no_grad():
-            logits = model(torch.as_tensor(input_ids)).logits.numpy() + 1e-3
+            logits = model(torch.as_tensor(input_ids)).logits.numpy() + (self.off.pop(0) if self.off else 1e-3)
         if options.get("logits") == "last":
             logits = logits[:, -1:]
         cost = 1_000_000 // len(self.calls)
@@ -106,6 +108,24 @@ def test_rows_of_the_default_recipes(
     assert all(row["max_error"] == pytest.approx(1e-3, rel=1e-2) for row in result["rows"])
     assert all(row["argmax"] == 1.0 for row in result["rows"])
     assert "<table>" in page.read_text()
+
+
+@pytest.mark.parametrize("far", [1e6, math.inf])
+def test_a_forward_that_went_wrong_is_marked_and_run_again(
+    bench: ModuleType, runtime: Runtime, tmp_path: Path, capsys: pytest.CaptureFixture[str], far: float
+) -> None:
+    out, page = tmp_path / "r.json", tmp_path / "r.html"
+    command = small("--recipes", "SM,SM+R", "--json", str(out), "--html", str(page))
+    runtime.off = [far, 1e-3, 1e-3]
+    assert bench.main(command) == 1
+    wrong, right = capsys.readouterr().out.splitlines()[2:4]
+    assert " ! " in wrong
+    assert " ! " not in right
+    assert "this forward went wrong" in page.read_text()
+    assert bench.main([*command, "--resume"]) == 0
+    assert len(runtime.calls) == 3
+    assert "!" not in capsys.readouterr().out
+    assert "this forward went wrong" not in page.read_text()
 
 
 def test_cold_rows_hold_the_set_up(bench: ModuleType, runtime: Runtime, tmp_path: Path) -> None:

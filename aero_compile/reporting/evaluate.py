@@ -142,6 +142,7 @@ def private_row(
         mean_error=near.mean_error,
         argmax=near.argmax,
         compared=reference.shape[0] * reference.shape[1],
+        spread=reference.double().std(correction=0).item(),
         perplexity=perplexity,
         per_op=operators,
         measurement=json.loads(bill.to_json()),

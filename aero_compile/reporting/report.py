@@ -50,8 +50,9 @@ class Row:
     are those of a forward pass in processes that have run one before; if ``cold`` is true, those of the first
     pass with the set-up of keys and oblivious transfers, which ``cold_bytes`` and ``cold_seconds`` always tell.
     ``max_error`` and ``mean_error`` compare logits with float32 PyTorch, ``argmax`` is the share of positions
-    with the same most likely token, and ``compared`` how many positions those were. ``per_op`` maps an operator
-    to its bytes. ``measurement`` is the runtime's full record, ``bill`` the table by operator that it prints.
+    with the same most likely token, ``compared`` how many positions those were, and ``spread`` the standard deviation
+    of the logits compared with: errors are read against it. ``per_op`` maps an operator to its bytes.
+    ``measurement`` is the runtime's full record, ``bill`` the table by operator that it prints.
 
     ``estimated``: nothing was run; the errors are NaN. ``logits``: "all" positions or the "last". ``warm_up``:
     "full" (a whole forward before), "setup" (only keys and oblivious transfers) or "none". ``network``: what was
@@ -85,6 +86,7 @@ class Row:
     warm_up: str = "full"
     network: str = "loopback"
     compared: int | None = None
+    spread: float | None = None
     architecture: str = ""
     heads: int | None = None
     width: int | None = None
@@ -97,6 +99,19 @@ class Row:
         """Rows of one group are compared with each other: same model, layers, length and protocol."""
         return self.model, self.layers, self.seq_len, self.protocol
 
+    @property
+    def wrong(self) -> bool:
+        """Whether the forward went wrong: its logits are further from the model's own than the mean of those is.
+
+        Errors up to `ROUNDING` are those of fixed point, however close to each other the model's logits are.
+        """
+        if self.estimated or self.spread is None:
+            return False
+        return not self.mean_error <= max(self.spread, ROUNDING)
+
+
+ROUNDING = 0.01
+"""A mean error of logits that fixed-point arithmetic may have in a deep model."""
 
 _FLOATS = ("seconds", "cold_seconds", "max_error", "mean_error", "argmax")
 
@@ -151,7 +166,7 @@ def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
             [row_name(row, rows), row.nonlinear_ops or "none", str(row.seq_len), perplexity]
             + [about(row, human_bytes(row.bytes)), f"{saving:.2f}×"]
             + [about(row, f"{row.messages:,}"), about(row, f"{row.seconds:.1f}")]
-            + ["–" if math.isnan(row.max_error) else f"{row.max_error:.1e}", _agreeing(row)]
+            + [_error(row), _agreeing(row)]
         )
     return head, lines
 
@@ -170,6 +185,11 @@ def about(row: Row, figure: str) -> str:
     return f"≈{figure}" if row.estimated else figure
 
 
+def _error(row: Row) -> str:
+    figure = "–" if math.isnan(row.max_error) else f"{row.max_error:.1e}"
+    return f"{figure} !" if row.wrong else figure
+
+
 def _agreeing(row: Row) -> str:
     """Return the share of positions with the same most likely token; counted out where there is but one a sequence."""
     if math.isnan(row.argmax):
@@ -177,6 +197,16 @@ def _agreeing(row: Row) -> str:
     if row.logits == "last" and row.compared:
         return f"{round(row.argmax * row.compared)} of {row.compared}"
     return f"{100 * row.argmax:.1f}%"
+
+
+def footnotes(rows: Sequence[Row]) -> list[str]:
+    """Return what the marks in a table of ``rows`` mean, a line each."""
+    found = []
+    if any(row.estimated for row in rows):
+        found.append("≈ estimated by the cost model, not run")
+    if any(row.wrong for row in rows):
+        found.append("! further from the model's own logits than their mean: this forward went wrong, run it again")
+    return found
 
 
 def text_table(rows: Sequence[Row], width: int | None = None) -> str:

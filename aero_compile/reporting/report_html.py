@@ -12,7 +12,7 @@ from typing import Any
 from aero_compile.files import write_atomically
 from aero_compile.reporting import paper
 from aero_compile.reporting.charts import heatmap, line_chart, stacked_bars
-from aero_compile.reporting.report import Row, cells, human_bytes, row_name, savings
+from aero_compile.reporting.report import Row, cells, footnotes, human_bytes, row_name, savings
 
 _STYLE = """
 :root { color-scheme: light dark; --paper:#fdfdfc; --panel:#fff; --ink:#1d2126; --dim:#5b636d; --rule:#dfe3e8;
@@ -64,7 +64,9 @@ def _main_table(rows: Sequence[Row]) -> str:
     kinds = ["left", "left ops"] + [""] * (len(head) - 2)
     out = ['<div class="scroll"><table><caption>One private forward pass each. Savings count bytes against the ']
     out.append("first row of the same model, length and protocol. Errors compare logits with float32 PyTorch; ")
-    out.append("argmax is the share of positions with the same most likely token.</caption><thead><tr>")
+    out.append("argmax is the share of positions with the same most likely token. ")
+    out.append(escape(" ".join(f"{line}." for line in footnotes(rows))))
+    out.append("</caption><thead><tr>")
     out += [f'<th scope="col" class="{k}">{escape(h)}</th>' for h, k in zip(head, kinds, strict=True)]
     out.append("</tr></thead><tbody>")
     for line in lines:

@@ -95,6 +95,19 @@ def test_text_table_lines_up() -> None:
     assert head.index("messages") + len("messages") == first.index("1,234") + len("1,234")
 
 
+@pytest.mark.parametrize(
+    ("mean_error", "spread", "wrong"),
+    [(1e-4, 0.5, False), (0.4, 0.5, False), (0.6, 0.5, True), (math.nan, 0.5, True), (6.9e6, None, False)]
+    + [(5e-3, 0.0, False), (0.02, 0.0, True)],
+)
+def test_rows_further_off_than_the_mean_are_marked(mean_error: float, spread: float | None, wrong: bool) -> None:
+    made = row(mean_error=mean_error, spread=spread)
+    assert made.wrong is wrong
+    assert ("1.0e-03 !" in report.text_table([made])) is wrong
+    assert bool(report.footnotes([row(), made])) is wrong
+    assert not replace(made, estimated=True).wrong
+
+
 def test_narrow_terminals_get_the_ops_below_the_table() -> None:
     text = report.text_table([row(), row("SM")], width=110)
     assert max(map(len, text.split("\n"))) <= 110
