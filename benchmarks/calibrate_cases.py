@@ -80,6 +80,7 @@ def cases(quick: bool) -> Iterator[Case]:
             yield Case("rsqrt", (n,), lambda x: (jax.lax.rsqrt(x),), one, (None,))
             yield Case("sqrt", (n,), lambda x: (jnp.sqrt(x),), one, (None,))
             yield Case("divide", (n,), lambda x, y: (x / y,), two, (None, None))
+            yield Case("log", (n,), lambda x: (jnp.log(x),), one, (None,))
     yield Case("cached", (10000,), lambda x, y: (x * y,), ((10000,),) * 2, (None, None), 8)
     for n in PRODUCT_SIZES:
         yield Case("square", (n,), lambda x: (jnp.exp(x),), ((n,),), (None,))

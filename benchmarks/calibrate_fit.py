@@ -10,7 +10,7 @@ import numpy as np
 
 from aero_compile.runtime.arithmetic import ciphertexts
 from aero_compile.runtime.costs.session import MUTUAL, OPEN, TILE, TRANSFER, matmul_work
-from aero_compile.runtime.costs.table import CostTable, Kernel
+from aero_compile.runtime.costs.table import LUMPS, CostTable, Kernel
 from benchmarks.calibrate_cases import MOVED
 
 Record = dict[str, Any]
@@ -44,7 +44,7 @@ def table_of(
     }
     kernels["halve"] = _halve(records, kernels["trunc"])
     expansions = {}
-    for name in ("reciprocal", "rsqrt", "sqrt", "divide"):
+    for name in LUMPS:
         seen = _typical(records, name)[0]["MPC"]
         expansions[name] = {ours: _sizes(seen[theirs], ours) for theirs, ours in _PRODUCTS.items() if theirs in seen}
         bitwise = tuple(kernel for kernel in seen if kernel not in _PRODUCTS and seen[kernel]["sent"] > 0)

@@ -12,6 +12,7 @@ from functools import partial
 from aero_compile.errors import LoweringError, nearest
 from aero_compile.runtime.costs.pphlo import Function, Operation
 from aero_compile.runtime.costs.session import Session
+from aero_compile.runtime.costs.table import LUMPS
 
 PUBLIC, SERVERS, CLIENTS, SHARED, BITS = "public", "server's", "client's", "shared", "shared bits"
 """Who knows a value: both, one party, or nobody (as a sum modulo 2^64, or as single bits modulo 2)."""
@@ -24,7 +25,7 @@ MOVES = frozenset(
 """Kinds that move elements to public places."""
 
 _LINEAR = frozenset({"add", "subtract", "negate"})
-_LUMPS = frozenset({"reciprocal", "rsqrt", "sqrt", "divide"})
+_LUMPS = frozenset(LUMPS)
 _COMPARE = {"less": 1, "greater": 1, "less_equal": 1, "greater_equal": 1}
 
 Handler = Callable[[Session, Operation, tuple[str, ...]], str]

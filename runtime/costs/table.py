@@ -22,6 +22,9 @@ FORMAT = 2
 SHIPPED = Path(__file__).with_name("table.json")
 """The table that comes with the package."""
 
+LUMPS = ("reciprocal", "rsqrt", "sqrt", "divide", "log")
+"""Functions that SPU composes of bitwise protocols, products and truncations."""
+
 CALIBRATE = "measure one with: python benchmarks/calibrate.py"
 
 
@@ -58,8 +61,7 @@ class CostTable:
     ``ciphertext_bytes``: "product_sent", "product_answer", "matmul_sent", "matmul_answer".
     ``moduli``: ciphertexts for each 8192 values of an element-wise product.
     ``kernels``: "trunc" by the fraction bits, "halve" by those that an exponential takes off its argument, "less",
-    "select", "b2a" of a bit, "widen" of a bit in front of a fraction, "and", and the bitwise parts of "reciprocal",
-    "rsqrt", "sqrt" and "divide".
+    "select", "b2a" of a bit, "widen" of a bit in front of a fraction, "and", and the bitwise parts of `LUMPS`.
     ``expansions``: for these, the element-wise "product", "square" and "trunc" that come on top, each as a list of
     their sizes in multiples of n.
     ``refill``: of an empty store of oblivious transfers: "bytes", "messages", "seconds", and "count" it yields.
