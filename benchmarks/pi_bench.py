@@ -227,7 +227,8 @@ def show(args: argparse.Namespace, rows: list[Row]) -> None:
         print()
     if not (args.compare and args.estimate):
         print(text_table(rows, width))
-    print("".join(f"{line}\n" for line in footnotes(rows)), end="")
+    for line in footnotes(rows):
+        print(line)
     if args.per_op:
         for row in rows:
             print(f"\n{row.model} {row.label}, L={row.layers}, T={row.seq_len}\n{row.bill}")

@@ -25,7 +25,6 @@ MOVES = frozenset(
 """Kinds that move elements to public places."""
 
 _LINEAR = frozenset({"add", "subtract", "negate"})
-_LUMPS = frozenset(LUMPS)
 _COMPARE = {"less": 1, "greater": 1, "less_equal": 1, "greater_equal": 1}
 
 Handler = Callable[[Session, Operation, tuple[str, ...]], str]
@@ -270,7 +269,7 @@ def _matmul(
 
 _HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(_LINEAR, _linear),
-    **dict.fromkeys(_LUMPS, _lump),
+    **dict.fromkeys(LUMPS, _lump),
     **dict.fromkeys(_COMPARE, _less),
     **dict.fromkeys(("and", "or", "xor", "not"), _logic),
     **dict.fromkeys(("maximum", "minimum"), _maximum),
