@@ -75,13 +75,14 @@ def _affine_ancestors(part: Partition, node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _probe(part: Partition, chain: list[fx.Node]) -> Masked | None:
-    """Evaluate the chain (softmax input first, core last) on constant cores and read off the mask."""
+    """Evaluate the chain (softmax input first, core last) on constant cores and read off the mask.
+
+    A constant core has one entry that broadcasts: a mask that all heads share is evaluated once, not once a head.
+    """
     core = chain[-1]
-    if not part.is_float.get(core, False):
+    if not part.is_float.get(core, False) or part.shapes[core] != part.shapes[chain[0]]:
         return None
     at = {value: _evaluate(part, chain, value) for value in (0.0, 1.0, 3.0)}
-    if part.shapes[core] != tuple(at[0.0].shape):
-        return None
     allowed = at[0.0] > MASKED_BELOW
     if bool((at[3.0] > MASKED_BELOW).ne(allowed).any()):
         return None
@@ -99,7 +100,8 @@ def _probe(part: Partition, chain: list[fx.Node]) -> Masked | None:
 
 
 def _evaluate(part: Partition, chain: list[fx.Node], value: float) -> torch.Tensor:
-    environment: dict[fx.Node, Any] = {chain[-1]: torch.full(part.shapes[chain[-1]], value, dtype=torch.float64)}
+    core = torch.full([1] * len(part.shapes[chain[-1]]), value, dtype=torch.float64)
+    environment: dict[fx.Node, Any] = {chain[-1]: core}
 
     def resolve(node: fx.Node) -> Any:
         found = environment[node] if node in environment else part.known[node]

@@ -1,0 +1,155 @@
+"""The sample call: arguments that stand for every call of a model, given by the user or made up from its signature."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aero_compile.errors import InputError, UnsupportedModelError
+from aero_compile.quiet import quiet
+
+LOGGERS = ("torch.export", "torch.fx", "torch._dynamo", "torch._subclasses")
+"""Loggers of torch that have nothing to say to a user while a model is sampled and exported."""
+
+_BATCH = 3
+"""Sequences of the sample: a size of 1 would be baked in, and an odd one is rarely equal to a model width."""
+
+_LABEL_NAMES = ("labels", "targets", "target", "y")
+_MASK_NAMES = ("attention_mask",)
+_POSITION_LIMITS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "block_size", "context")
+
+
+@dataclass
+class Sample:
+    """A call of the source that stands for all calls."""
+
+    kwargs: dict[str, Any]
+    tokens: str
+    mask: str | None
+    labels: str | None
+    is_hf: bool
+
+
+def sample_call(model: nn.Module, example_inputs: Any, length: int) -> Sample:
+    """The call to capture, from the user's example or made up from the signature."""
+    names = forward_parameters(model)
+    if not names:
+        raise UnsupportedModelError(f"{type(model).__name__}.forward takes no named arguments")
+    is_hf = hasattr(getattr(model, "config", None), "to_dict") and "input_ids" in names
+    if example_inputs is None:
+        tokens = "input_ids" if is_hf else next(iter(names))
+        kwargs: dict[str, Any] = {tokens: _made_up_tokens(model, length)}
+    elif isinstance(example_inputs, Mapping):
+        kwargs = dict(example_inputs)
+    else:
+        args = example_inputs if isinstance(example_inputs, tuple | list) else (example_inputs,)
+        kwargs = dict(zip(names, args, strict=False))
+    found = [name for name, value in kwargs.items() if _is_tokens(value)]
+    if not found:
+        raise InputError("example_inputs holds no token tensor: an int64 tensor of shape [batch, sequence] is needed")
+    tokens = "input_ids" if "input_ids" in found else found[0]
+    ids = kwargs[tokens]
+    if min(ids.shape) < 2:
+        raise InputError(f"example tokens need batch and sequence of at least 2, got {list(ids.shape)}")
+    if is_hf:
+        mask = next((name for name in _MASK_NAMES if name in names), None)
+        kwargs = {tokens: ids} | ({mask: torch.ones_like(ids)} if mask else {})
+        if "use_cache" in names:
+            kwargs["use_cache"] = False
+        return Sample(kwargs, tokens, mask, None, True)
+    labels = next((name for name in _LABEL_NAMES if name in names and name != tokens), None)
+    if labels is not None and kwargs.get(labels) is None:
+        kwargs[labels] = ids.clone()
+    mask = next((name for name in _MASK_NAMES if name in kwargs), None)
+    return Sample(kwargs, tokens, mask, labels, False)
+
+
+def _made_up_tokens(model: nn.Module, length: int) -> Tensor:
+    weight = next(model.parameters(), None)
+    device = weight.device if weight is not None else torch.device("cpu")
+    config = getattr(model, "config", None)
+    vocab = next((int(v) for n in ("vocab_size", "n_vocab") if (v := getattr(config, n, None))), None)
+    if vocab is None:
+        tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+        tables += [p.shape[0] for p in model.parameters() if p.dim() == 2]
+        vocab = min(tables, default=2)
+    limit = config_positions(model)
+    length = max(2, length if limit is None else min(length, limit - 1))
+    return torch.arange(_BATCH * length, device=device).reshape(_BATCH, length) % vocab
+
+
+def _is_tokens(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 2 and value.dtype in (torch.int64, torch.int32)
+
+
+def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """The parameters of the model's forward that have a name of their own, in order."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    keyword = (*kinds, inspect.Parameter.KEYWORD_ONLY)
+    return {n: p for n, p in inspect.signature(model.forward).parameters.items() if p.kind in keyword}
+
+
+def config_positions(model: nn.Module) -> int | None:
+    """The most positions that the model's config states, under whichever name; None if it states none."""
+    config = getattr(model, "config", None)
+    values = [getattr(config, name, None) for name in _POSITION_LIMITS]
+    found = [int(v) for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0]
+    return found[0] if found else None
+
+
+def fake_call(model: nn.Module, kwargs: Mapping[str, Any]) -> Any:
+    """What the model returns for the sample; on the meta device, so only shapes are computed."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), quiet(LOGGERS):
+            fake = {k: mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+            tensors = {
+                f"{path}.{name}" if path else name: tensor
+                for path, module in model.named_modules()  # each module once, also if blocks share it
+                for name, tensor in [*module._parameters.items(), *module._buffers.items()]
+                if tensor is not None
+            }
+            state: dict[str, Tensor] = {name: mode.from_tensor(tensor) for name, tensor in tensors.items()}
+            return torch.func.functional_call(model, state, (), fake, tie_weights=False)
+    except Exception as error:
+        raise UnsupportedModelError(_call_failed(model, kwargs, error)) from error
+
+
+def _call_failed(model: nn.Module, kwargs: Mapping[str, Any], error: Exception) -> str:
+    what = ", ".join(
+        f"{k}: {list(v.shape)} {v.dtype}" if isinstance(v, Tensor) else f"{k}={v}" for k, v in kwargs.items()
+    )
+    first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    found = foreign_part(model) or f"{type(model).__name__} could not be run on token ids"
+    return (
+        f"{found} ({what}: {first}); supported are decoder-only transformers that map "
+        "int64 token ids [B, T] to logits [B, T, V] (pass example_inputs if its arguments differ)"
+    )
+
+
+_FOREIGN = {
+    "recurrent layers": ("rnn", "lstm", "gru", "rwkv", "recurrent"),
+    "a state-space layer": ("mamba", "mixer2", "ssm", "shortconv"),
+    "experts that a router chooses": ("experts", "router", "moe"),
+    "linear attention": ("lightningattention", "gateddeltanet", "linearattention", "kimidelta"),
+}
+"""What a model may hold that is not supported: parts of the names of classes, for error messages alone."""
+
+
+def foreign_part(model: nn.Module) -> str:
+    """What the model has that is probably why it failed, as the beginning of a sentence; empty if nothing is known."""
+    for name, module in model.named_modules():
+        for what, parts in _FOREIGN.items():
+            if (
+                name
+                and not type(module).__name__.endswith("Model")
+                and any(part in type(module).__name__.lower() for part in parts)
+            ):
+                return f"{type(model).__name__} has {what} ({type(module).__name__} at {name}), which is not supported"
+    return ""
