@@ -75,7 +75,8 @@ def test_a_mask_is_read_off_however_it_is_written(
     x = torch.randn(batch, heads, queries, keys, generator=generator, dtype=torch.float64) * 5
     written = _forms(allowed, heads)[form]
     part, mask = _found(x, written)
-    assert part.shapes[mask.core] == x.shape and mask.core.target is aten.view.default
+    assert part.shapes[mask.core] == x.shape
+    assert mask.core.target is aten.view.default
     read = _table(mask.allowed, 1, x.shape) > 0
     assert torch.equal(read, allowed.expand(x.shape))
     affine = _table(mask.scale, 1, x.shape) * x + _table(mask.bias, 0, x.shape)
@@ -86,7 +87,8 @@ def test_a_mask_is_read_off_however_it_is_written(
 def test_what_heads_share_is_held_once(form: str) -> None:
     allowed = torch.ones(5, 5, dtype=torch.bool).tril()
     _, mask = _found(torch.randn(2, 3, 5, 5, dtype=torch.float64), _forms(allowed, 3)[form])
-    assert mask.allowed is not None and mask.allowed.shape == (1, 1, 5, 5)
+    assert mask.allowed is not None
+    assert mask.allowed.shape == (1, 1, 5, 5)
     shapes = tuple(None if table is None else table.shape for table in (mask.bias, mask.scale))
     one, by_head = (1, 1, 1, 1), (1, 3, 5, 5)
     some = {
