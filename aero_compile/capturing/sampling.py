@@ -26,7 +26,11 @@ _POSITION_LIMITS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_
 
 @dataclass
 class Sample:
-    """A call of the source that stands for all calls."""
+    """A call of the source that stands for all calls.
+
+    `kwargs` are what forward takes; `tokens`, `mask` and `labels` are the names in it of the int64 token ids `[B, T]`,
+    of their attention mask, and of the labels, if there are any. `is_hf`: a model with a Hugging Face config.
+    """
 
     kwargs: dict[str, Any]
     tokens: str
