@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from aero_compile.runtime import private_inference
     from aero_compile.runtime.arithmetic.tolerances import Tolerances
     from aero_compile.runtime.costs.model import estimate
+    from aero_compile.runtime.hosts.network_spec import Network
 
 __all__ = [
     "AeroError",
     "Census",
+    "Network",
     "Recipe",
     "Tolerances",
     "TransformedModel",
@@ -42,12 +44,13 @@ __all__ = [
 
 
 _LAZY = {
+    "Network": "aero_compile.runtime.hosts.network_spec",
+    "Tolerances": "aero_compile.runtime.arithmetic.tolerances",
     "estimate": "aero_compile.runtime.costs.model",
     "export_onnx": "aero_compile.onnx.export",
     "onnx_census": "aero_compile.onnx.census",
     "optimize_for_inference": "aero_compile.inference.optimize",
     "private_inference": "aero_compile.runtime",
-    "Tolerances": "aero_compile.runtime.arithmetic.tolerances",
 }
 
 
