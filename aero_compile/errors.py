@@ -58,6 +58,11 @@ class PartyError(AeroError):
     """A party of the private computation failed, was lost, or disagreed with its peer."""
 
 
+def first_line(error: BaseException) -> str:
+    """What an exception says first, or the name of its class where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
     """Return `` (nearest: a, b)`` for an error message, or the whole list when nothing is close."""
     choices = sorted(known)

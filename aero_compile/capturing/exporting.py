@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from aero_compile.capturing.sampling import LOGGERS, Sample, foreign_part
-from aero_compile.errors import UnsupportedModelError
+from aero_compile.errors import UnsupportedModelError, first_line
 from aero_compile.graphs.rewriting import VIEWS, ancestors
 from aero_compile.graphs.trainable import remove_dead_nodes
 from aero_compile.quiet import quiet
@@ -50,10 +50,10 @@ def export_program(model: nn.Module, sample: Sample) -> torch.export.ExportedPro
                 model.get_submodule(buffer.rpartition(".")[0]).eval()
             return _functional(model, sample, dims) if updated else program
     except Exception as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        found = foreign_part(model) or f"{type(model).__name__} could not be captured"
         raise UnsupportedModelError(
-            f"{foreign_part(model) or type(model).__name__ + ' could not be captured'} (torch.export: {first}); "
-            "supported are decoder-only transformers without data-dependent Python control flow"
+            f"{found} (torch.export: {first_line(error)}); supported "
+            "are decoder-only transformers without data-dependent Python control flow"
         ) from error
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aero_compile.errors import InputError, UnsupportedModelError
+from aero_compile.errors import InputError, UnsupportedModelError, first_line
 from aero_compile.quiet import quiet
 
 LOGGERS = ("torch.export", "torch.fx", "torch._dynamo", "torch._subclasses")
@@ -129,10 +129,9 @@ def _call_failed(model: nn.Module, kwargs: Mapping[str, Any], error: Exception) 
     what = ", ".join(
         f"{k}: {list(v.shape)} {v.dtype}" if isinstance(v, Tensor) else f"{k}={v}" for k, v in kwargs.items()
     )
-    first = (str(error).strip() or type(error).__name__).splitlines()[0]
     found = foreign_part(model) or f"{type(model).__name__} could not be run on token ids"
     return (
-        f"{found} ({what}: {first}); supported are decoder-only transformers that map "
+        f"{found} ({what}: {first_line(error)}); supported are decoder-only transformers that map "
         "int64 token ids [B, T] to logits [B, T, V] (pass example_inputs if its arguments differ)"
     )
 

@@ -22,7 +22,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,11 @@ from torch import Tensor, fx, nn
 
 from aero_compile.artifact import load
 from aero_compile.census import census
-from aero_compile.errors import AeroError, ExportError
+from aero_compile.errors import ExportError, first_line
 from aero_compile.graphs.fold_weights import fold_in_place
 from aero_compile.graphs.rewriting import bypass, source_path
 from aero_compile.graphs.trainable import TransformedModel, compile_graph
+from aero_compile.onnx.comparison import compare
 from aero_compile.pipeline import transform
 from aero_compile.quiet import quiet
 from aero_compile.version import __version__
@@ -48,11 +49,6 @@ OLDEST_OPSET = 18
 
 LARGEST_FILE = 1 << 30
 """Weights of more bytes than this are kept in a second file (an ONNX file itself must stay below 2 GiB)."""
-
-LONGEST_CHECK = 1024
-"""Longest sequence that the file is run on."""
-
-_SHAPES = ((1, 1), (2, 7), (3, 2), (1, 33))
 
 
 @dataclass(frozen=True)
@@ -166,7 +162,7 @@ def export_onnx(
         draft = folder / target.name
         data = _write(program, draft, apart)
         _check(draft)
-        worst, largest, shapes = _compare(twin, reference, draft, names, tolerance)
+        worst, largest, shapes = compare(twin, reference, draft, names, tolerance)
         written = sum(file.stat().st_size for file in folder.iterdir())
         _into_place(draft, data, target)
     except OSError as error:
@@ -283,8 +279,9 @@ def _exported(module: fx.GraphModule, names: Sequence[str], twin: TransformedMod
                 verbose=False,
             )
     except Exception as error:
-        text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise ExportError(f"{twin.convention.family} could not be written as ONNX, opset {opset}: {text}") from error
+        raise ExportError(
+            f"{twin.convention.family} could not be written as ONNX, opset {opset}: {first_line(error)}"
+        ) from error
     written = program.model.opset_imports.get("")
     if written != opset:  # the exporter goes on with another one if it cannot convert
         raise ExportError(f"{twin.convention.family} could not be written in opset {opset}, only in {written}")
@@ -341,7 +338,7 @@ def _check(draft: Path) -> None:
     try:
         onnx.checker.check_model(os.fspath(draft), full_check=True)
     except Exception as error:
-        raise ExportError(f"{draft.name} is refused by onnx's checker: {_first_line(error)}") from error
+        raise ExportError(f"{draft.name} is refused by onnx's checker: {first_line(error)}") from error
 
 
 def _into_place(draft: Path, data: str | None, target: Path) -> None:
@@ -353,78 +350,3 @@ def _into_place(draft: Path, data: str | None, target: Path) -> None:
     for other in target.parent.iterdir():
         if own.fullmatch(other.name) and other.name != data:
             other.unlink(missing_ok=True)
-
-
-# -- the comparison --------------------------------------------------------------------------------------------
-
-
-def _compare(
-    twin: TransformedModel, reference: Callable[..., Any], draft: Path, names: Sequence[str], tolerance: float
-) -> tuple[float, float, tuple[tuple[int, int], ...]]:
-    """Largest error, largest logit, and the shapes compared.
-
-    A shape that PyTorch itself refuses is left out; where the model takes a mask, one run is padded on the left.
-    """
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    try:
-        session = onnxruntime.InferenceSession(os.fspath(draft), options, providers=["CPUExecutionProvider"])
-    except Exception as error:
-        raise ExportError(f"onnxruntime cannot load the exported file: {_first_line(error)}") from error
-    longest = min(twin.max_positions or 256, LONGEST_CHECK)
-    shapes = [shape for shape in dict.fromkeys((*_SHAPES, (1, longest - 1), (2, longest))) if 1 <= shape[1] <= longest]
-    generator = torch.Generator().manual_seed(0)
-    worst, largest = 0.0, 0.0
-    compared: list[tuple[int, int]] = []
-    for shape in shapes:
-        ids = torch.randint(twin.vocab_size, shape, generator=generator)
-        mask = torch.ones_like(ids)
-        if "attention_mask" in names and shape[1] > 2 and shape[0] > 1:
-            mask[0, : shape[1] // 3] = 0
-        inputs = [ids if name == "input_ids" else mask for name in names]
-        try:
-            with torch.no_grad():
-                expected = reference(twin, *inputs)[0]
-        except (RuntimeError, IndexError, AeroError):
-            if not compared and shape == shapes[-1]:
-                raise
-            continue
-        found = _run(session, names, inputs, shape)
-        if found.shape != expected.shape:
-            raise ExportError(
-                f"the exported file gives logits {list(found.shape)} for tokens {list(shape)}, PyTorch gives "
-                f"{list(expected.shape)}; nothing was written"
-            )
-        seen = mask.bool()  # what a hidden position holds has no meaning
-        distance, magnitude = _distance(found[seen], expected[seen], shape)
-        if not distance <= tolerance * max(1.0, magnitude):
-            raise ExportError(
-                f"onnxruntime and PyTorch differ by {distance:.1e} in a logit at tokens {list(shape)} (largest logit "
-                f"{magnitude:.1e}), more than the tolerance {tolerance:g}; nothing was written"
-            )
-        worst, largest = max(worst, distance), max(largest, magnitude)
-        compared.append(shape)
-    return worst, largest, tuple(compared)
-
-
-def _run(session: Any, names: Sequence[str], inputs: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
-    feeds = {name: value.numpy() for name, value in zip(names, inputs, strict=True)}
-    try:
-        return torch.from_numpy(session.run(["logits"], feeds)[0])
-    except Exception as error:
-        raise ExportError(
-            f"onnxruntime cannot run the exported file on tokens {list(shape)}: {_first_line(error)}"
-        ) from error
-
-
-def _distance(found: Tensor, expected: Tensor, shape: tuple[int, int]) -> tuple[float, float]:
-    if not bool(torch.isfinite(expected).all()):
-        raise ExportError(f"the model's logits are not finite in float32 at tokens {list(shape)}: nothing to compare")
-    difference = (found - expected).abs().nan_to_num(nan=float("inf"))
-    return float(difference.max()), float(expected.abs().max())
-
-
-def _first_line(error: Exception) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from aero_compile.capturing.canonicalize import canonicalize
-from aero_compile.errors import AeroError, InputError, UnsupportedModelError
+from aero_compile.errors import AeroError, InputError, UnsupportedModelError, first_line
 from aero_compile.graphs.convention import CallConvention
 from aero_compile.graphs.trainable import TransformedModel
 from aero_compile.onnx.builder import Array, Builder, Op, Value
@@ -103,7 +103,7 @@ def _load(file: Path) -> Any:
     try:
         return onnx.inliner.inline_local_functions(proto) if proto.functions else proto
     except Exception as error:
-        raise InputError(f"{file} is damaged: its functions cannot be inlined: {_first_line(error)}") from error
+        raise InputError(f"{file} is damaged: its functions cannot be inlined: {first_line(error)[:200]}") from error
 
 
 def _convert(proto: Any, file: Path, seq_len: int) -> TransformedModel:
@@ -113,7 +113,7 @@ def _convert(proto: Any, file: Path, seq_len: int) -> TransformedModel:
     except AeroError:
         raise
     except Exception as error:  # whatever a damaged file can lead to
-        raise InputError(f"{file} is damaged: {type(error).__name__}: {_first_line(error)}") from error
+        raise InputError(f"{file} is damaged: {type(error).__name__}: {first_line(error)[:200]}") from error
 
 
 def _converted(proto: Any, file: Path, seq_len: int) -> TransformedModel:
@@ -304,7 +304,7 @@ class _Importer:
             shapes = [list(np.shape(value)) for value in feeds.values()]
             raise UnsupportedModelError(
                 f"{described(node)} in {self.file.name} cannot be computed for inputs of shape {shapes}: "
-                f"{_first_line(error)}"
+                f"{first_line(error)[:200]}"
             ) from error
         return [next(results) if name else None for name in node.output]
 
@@ -334,7 +334,7 @@ class _Importer:
             shapes = [None if v is None else list(self.builder.shape(v)) for v in inputs if not isinstance(v, list)]
             raise UnsupportedModelError(
                 f"{described(node)} in {self.file.name} cannot be read for inputs of shape {shapes}: "
-                f"{_first_line(error)}"
+                f"{first_line(error)[:200]}"
             ) from error
 
 
@@ -362,10 +362,6 @@ def _first_that_works(model: Any, feeds: Mapping[str, Array]) -> Sequence[Any]:
     options.log_severity_level = 4
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     return list(session.run(None, dict(feeds)))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 def _is_live(value: Value) -> bool:

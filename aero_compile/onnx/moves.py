@@ -1,4 +1,5 @@
-"""ONNX's operators that move, select or sum elements, as ATen ops; ops.py has those that compute with them."""
+"""ONNX's operators that move, select or sum elements, as ATen ops; products.py and ops.py have those that
+compute with them."""
 
 from __future__ import annotations
 
