@@ -23,24 +23,28 @@ aten = torch.ops.aten
 def fold_first_position(model: TransformedModel) -> Change:
     """Change such products in place; with one token, the other part is empty."""
     live = tainted_nodes(model.graph, model.convention.tokens)
-    count = sum(
-        node in live and node.target is aten.mul.Tensor and _cut(model, node) for node in list(model.graph.nodes)
-    )
+    count = sum(node in live and _cut(model, node) for node in list(model.graph.nodes))
     if not count:
         return Change("fold-first-position", False)
     model.graph_changed()
     return Change("fold-first-position", True, (f"{count} products for the first position alone",))
 
 
+def first_position(model: TransformedModel, product: fx.Node) -> tuple[fx.Node, int] | None:
+    """(ratio, dimension from the last) if `product` scales the first position along one dimension; None if not."""
+    found = _table(product.args[1]) if product.target is aten.mul.Tensor else None
+    if found is None:
+        return None
+    value = weight_value(model, found[0])
+    return found if tuple(value.shape) == (2,) and value[1] == 1 else None
+
+
 def _cut(model: TransformedModel, product: fx.Node) -> bool:
     """Rewrite one product, if it is of that form."""
-    found = _table(product.args[1])
+    found = first_position(model, product)
     if found is None:
         return False
     ratio, position = found
-    value = weight_value(model, ratio)
-    if tuple(value.shape) != (2,) or value[1] != 1:
-        return False
 
     def call(target: Any, *args: Any) -> fx.Node:
         return insert_call(model.graph, product, target, *args)

@@ -35,6 +35,7 @@ from aero_compile.graphs.rewriting import (
 from aero_compile.graphs.trainable import TransformedModel, remove_dead_nodes
 from aero_compile.inference.change import Change
 from aero_compile.inference.channels import Channels, is_product_with_constant, live_operand, origins
+from aero_compile.inference.fold_first_position import first_position
 from aero_compile.inference.shared_temperatures import share_temperatures
 
 aten = torch.ops.aten
@@ -76,7 +77,7 @@ class _Folding:
             return
         weights = self._weights_behind(factor)
         if not _is_fixed(factor):
-            if weights:
+            if weights and first_position(self.model, product) is None:
                 self._leave(product, weights, "varies by position: one private product of T×d")
             return
         gain = self._value(factor, values).expand(values[product].shape)

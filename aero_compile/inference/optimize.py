@@ -60,8 +60,9 @@ def passes(logits: str, eliminate: bool) -> tuple[Pass, ...]:
     """The passes in the order in which they run; each finds the graph as the one before it left it.
 
     Weights come first, since every other pass reads them; then everything that makes a norm plain or a block linear.
-    Gains of heads go before the basis is changed, which would hide them; what could not be eliminated is fused. Layers
-    are joined last, when it is known which of them run for one position only.
+    Gains of heads go before the basis is changed, which would hide them; what could not be eliminated is fused. The
+    first position is split off after the last one, which needs no split. Layers are joined last, when it is known which
+    of them run for one position only.
     """
     linear_blocks: tuple[Pass, ...] = (eliminate_ffn, fuse_linear_ffn) if eliminate else (fuse_linear_ffn,)
     narrow = (last_token,) if logits == "last" else ()
@@ -69,11 +70,11 @@ def passes(logits: str, eliminate: bool) -> tuple[Pass, ...]:
         fold_expressions,
         fold_slopes,
         fold_norms,
-        fold_first_position,
         fold_norm_gains,
         fold_gains,
         *linear_blocks,
         fold_scales,
         *narrow,
+        fold_first_position,
         fuse_projections,
     )

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import aero_compile
 from aero_compile.errors import InputError
+from tests import tiny_models
 
 
 class _Decoder(nn.Module):
@@ -30,17 +31,33 @@ class _Decoder(nn.Module):
         return logits
 
 
-@pytest.mark.parametrize("logits", ["all", "last"])
-def test_names_of_the_source_do_not_matter(logits: str) -> None:
+@pytest.mark.parametrize("kept", ["all", "last"])
+def test_names_of_the_source_do_not_matter(kept: str) -> None:
     torch.manual_seed(0)
     source = _Decoder().double().eval()
     ids = torch.randint(0, 40, (2, 9))
     model = aero_compile.transform(source, "baseline", example_inputs=(ids,))
-    fast = aero_compile.optimize_for_inference(model, logits=logits)
-    wanted = source(ids) if logits == "all" else source(ids)[:, -1:]
+    fast = aero_compile.optimize_for_inference(model, logits=kept)
+    wanted = source(ids) if kept == "all" else source(ids)[:, -1:]
     torch.testing.assert_close(fast(ids), wanted, rtol=0, atol=1e-12)
-    assert fast.positions_kept == logits
-    assert "last-token" in fast.optimization() or logits == "all"
+    assert fast.positions_kept == kept
+    assert "last-token" in fast.optimization() or kept == "all"
+
+
+@pytest.mark.parametrize("family", ["gpt2-eager", "llama-eager"])
+def test_averages_of_the_first_position_leave_the_last_one_alone(family: str) -> None:
+    """Splitting the first position off keeps nothing at all positions that is wanted at the last one."""
+    text = tiny_models.tokens(4, 19, seed=5)
+    models = [
+        aero_compile.transform(tiny_models.captured(family), f"freeze-layer-norm{options}", calibration=text).eval()
+        for options in ("", "{first_token=True}")
+    ]
+    plain, fast = (aero_compile.optimize_for_inference(model, logits="last") for model in models)
+    narrowed = [next(c for c in each.passes_run if c.name == "last-token") for each in (plain, fast)]
+    assert narrowed[0] == narrowed[1]
+    for batch, length in ((2, 13), (3, 1), (1, 2)):
+        ids = tiny_models.tokens(batch, length)
+        torch.testing.assert_close(fast(ids), models[1](ids).logits[:, -1:], rtol=1e-9, atol=1e-9)
 
 
 def test_mistakes_are_named() -> None:
