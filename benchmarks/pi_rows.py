@@ -24,7 +24,7 @@ from benchmarks import paper
 
 DEFAULT_RECIPES = "SM+LN+G,SM+LN+R,SM+R,softmax_only"
 TINY: dict[str, Any] = {"vocab_size": 256, "n_positions": 128, "n_embd": 64, "n_head": 4, "bos_token_id": 0}
-LAYERS = {"tiny": 2, "gpt2": 12, "pythia-70m": 6}
+LAYERS = {"tiny": 2, "gpt2": 12, "gpt-neo-125m": 12, "pythia-70m": 6}
 IN_PAPER = "gpt2"
 """The shape that the paper's tables are of."""
 PAPER_LENGTH = 128
@@ -64,7 +64,20 @@ def pythia_70m(layers: int) -> nn.Module:
     return GPTNeoXForCausalLM(GPTNeoXConfig(**shape, num_hidden_layers=layers))
 
 
-SHAPES: dict[str, Callable[[int], nn.Module]] = {"tiny": tiny, "gpt2": gpt2, "pythia-70m": pythia_70m}
+def gpt_neo_125m(layers: int) -> nn.Module:
+    """Return GPT-Neo-125M's shape: GPT-2 small's, with queries, keys and values as layers of their own."""
+    from transformers import GPTNeoConfig, GPTNeoForCausalLM
+
+    kinds = [[["local" if number % 2 else "global"], 1] for number in range(layers)]
+    return GPTNeoForCausalLM(GPTNeoConfig(hidden_size=768, num_heads=12, num_layers=layers, attention_types=kinds))
+
+
+SHAPES: dict[str, Callable[[int], nn.Module]] = {
+    "tiny": tiny,
+    "gpt2": gpt2,
+    "gpt-neo-125m": gpt_neo_125m,
+    "pythia-70m": pythia_70m,
+}
 
 
 @dataclasses.dataclass(frozen=True)
