@@ -6,6 +6,7 @@ the end, the trained model in ``artifact/`` (``aero_compile.load`` reads it).
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import logging
@@ -21,10 +22,11 @@ from transformers import TrainingArguments, default_data_collator, set_seed
 
 from aero_compile.artifact import save
 from aero_compile.entropy import EntropyRegularizedModel
-from aero_compile.errors import InputError
+from aero_compile.errors import InputError, OutputDirError
 from aero_compile.exit_codes import exit_code
 from aero_compile.graphs.trainable import TransformedModel
 from aero_compile.pipeline import transform
+from aero_compile.training.checkpoints import step_of
 from aero_compile.training.command_line import parse_command_line
 from aero_compile.training.data import TrainingData, load_text, prepare
 from aero_compile.training.loop import RegularizedTrainer
@@ -39,6 +41,7 @@ from aero_compile.training.options import (
     RetrainArguments,
     RetrainOptions,
     check_training_arguments,
+    settings_that_matter,
 )
 from aero_compile.training.run_directory import (
     ARTIFACT_FOLDER,
@@ -133,24 +136,29 @@ def retrain(
     run.check_identity(identity)
     if checkpoint is not None:
         RunDirectory(checkpoint.parent).check_identity(identity)
-    _wait(args)
     plain_arguments: Any = args
-    run.start(
-        {
-            "identity": identity,
-            "options": dataclasses.asdict(options),
-            "training_arguments": plain_arguments.to_dict(),
-            "data": data.info,
-            "seed": args.seed,
-        }
-    )
+    record = {
+        "identity": identity,
+        "options": dataclasses.asdict(options),
+        "training_arguments": plain_arguments.to_dict(),
+        "data": data.info,
+        "seed": args.seed,
+    }
+    keep = copy.deepcopy(transformed) if args.fsdp else None
+    trainer = _trainer(options, args, transformed, data, run)
+    _wait(args)
+    step = (step_of(checkpoint) or 0) if checkpoint is not None else 0
+    run.start(record, step)
     logger.info("data: %s", ", ".join(f"{value} {key}" for key, value in data.info.items()))
+    if data.info.get("documents_without_text"):
+        logger.warning("%d documents without text were left out", data.info["documents_without_text"])
     logger.info("model: %s, recipe %s", source.description, transformed.recipe or "none")
     try:
-        return _train(options, args, transformed, data, run, checkpoint)
+        return _train(trainer, transformed, data, run, checkpoint, keep)
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt)
-        run.finish("interrupted" if interrupted else "failed", error=f"{type(error).__name__}: {error}")
+        with contextlib.suppress(OutputDirError):  # the disk that is full for a checkpoint is full for this too
+            run.finish("interrupted" if interrupted else "failed", error=f"{type(error).__name__}: {error}")
         raise
 
 
@@ -193,7 +201,10 @@ def _identity(
         "gamma": options.gamma,
         "threshold_init": options.threshold_init,
         "entropy_reduction": options.entropy_reduction,
+        "calibration_batches": options.calibration_batches,
+        "entropy_blocks": options.entropy_blocks,
         "seed": args.seed,
+        "training": settings_that_matter(args),
     }
 
 
@@ -202,14 +213,13 @@ def _wait(args: TrainingArguments) -> None:
         torch.distributed.barrier()
 
 
-def _train(
+def _trainer(
     options: RetrainOptions,
     args: TrainingArguments,
     transformed: TransformedModel,
     data: TrainingData,
     run: RunDirectory,
-    checkpoint: Path | None,
-) -> RetrainResult:
+) -> RegularizedTrainer:
     wrapper = EntropyRegularizedModel(
         transformed.train(),
         weight=options.weight,
@@ -217,9 +227,8 @@ def _train(
         threshold_init=options.threshold_init,
         reduction="listing" if options.entropy_reduction == "listing" else "algorithm",
     )
-    keep = copy.deepcopy(transformed) if args.fsdp else None
     try:
-        trainer = RegularizedTrainer(
+        return RegularizedTrainer(
             run=run,
             entropy_blocks=options.entropy_blocks,
             model=wrapper,
@@ -228,10 +237,19 @@ def _train(
             eval_dataset=data.validation,
             data_collator=default_data_collator,
         )
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, RuntimeError) as error:
         raise InputError(f"training cannot be set up: {error}") from error
-    step = int(checkpoint.name.rpartition("-")[2]) if checkpoint is not None else -1
-    run.rewind(step)
+
+
+def _train(
+    trainer: RegularizedTrainer,
+    transformed: TransformedModel,
+    data: TrainingData,
+    run: RunDirectory,
+    checkpoint: Path | None,
+    keep: TransformedModel | None,
+) -> RetrainResult:
+    run.rewind(-1 if checkpoint is None else step_of(checkpoint) or 0)
     starts = [r["entropies"] for r in run.read_lines(ENTROPIES_FILE) if r["event"] == "start"]
     if starts and checkpoint is not None:
         before = starts[0]
@@ -239,7 +257,7 @@ def _train(
         before = trainer.measure_entropies()
         trainer.record_entropies("start", "validation", before)
 
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    trainer.train_to_end(checkpoint)
     metrics = trainer.final_metrics()
     after = trainer.measure_entropies()
     trainer.record_entropies("end", "validation", after)
@@ -247,11 +265,12 @@ def _train(
     results = {"eval_loss": metrics["eval_loss"], "perplexity": metrics["perplexity"]}
     if run.writes:
         folder = run.path / ARTIFACT_FOLDER
-        save(trained, folder, provenance={**run.record["identity"], **results, "versions": versions()})
-        data.tokenizer.save_pretrained(str(folder))
-        write_json(folder / "results.json", results)
+        with run.writing(ARTIFACT_FOLDER):
+            save(trained, folder, provenance={**run.record["identity"], **results, "versions": versions()})
+            data.tokenizer.save_pretrained(str(folder))
+            write_json(folder / "results.json", results)
     run.finish("finished", **results, steps=trainer.state.global_step)
-    _wait(args)
+    _wait(trainer.args)
     history = run.read_lines(METRICS_FILE)
     return RetrainResult(trained.eval(), run.path, results["eval_loss"], results["perplexity"], history, before, after)
 

@@ -299,6 +299,182 @@ def test_half_written_checkpoint_is_not_resumed_from(stopped: Path, tmp_path: Pa
     assert RunDirectory(folder).last_checkpoint() is None
 
 
+NEEDED = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")
+
+
+@pytest.mark.parametrize("file", NEEDED)
+@pytest.mark.parametrize("harm", ["lost", "cut in half", "one bit"])
+def test_a_damaged_checkpoint_is_passed_over(
+    file: str, harm: str, finished: RetrainResult, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Trainer would go on without the file, or end in a traceback; the older checkpoint is whole."""
+    folder = copied(finished.output_dir, tmp_path / "run")
+    damaged = folder / "checkpoint-8" / file
+    content = damaged.read_bytes()
+    if harm == "lost":
+        damaged.unlink()
+    else:
+        changed = bytes([content[-1] ^ 1])
+        damaged.write_bytes(content[: len(content) // 2] if harm == "cut in half" else content[:-1] + changed)
+    with caplog.at_level("WARNING", logger="aero_compile.retrain"):
+        assert RunDirectory(folder).last_checkpoint() == folder / "checkpoint-4"
+    assert "checkpoint-8" in caplog.text
+    assert file in caplog.text
+    with pytest.raises(OutputDirError, match=f"checkpoint-8.* {file}"):
+        RunDirectory(folder).resume_point(str(folder / "checkpoint-8"))
+    (folder / "checkpoint-4" / file).unlink()
+    with pytest.raises(OutputDirError, match="no checkpoint can be resumed from"):
+        RunDirectory(folder).resume_point("last")
+
+
+def test_resume_takes_the_older_checkpoint_where_the_newest_is_damaged(
+    finished: RetrainResult, blocks: TrainingData, softmax_only: Any, tmp_path: Path
+) -> None:
+    folder = copied(finished.output_dir, tmp_path / "run")
+    (folder / "checkpoint-8" / "optimizer.pt").unlink()
+    result = retrain(options(resume="last"), arguments(folder), model=softmax_only, datasets=blocks)
+    assert same_weights(result.model, finished.model)
+    assert result.eval_loss == finished.eval_loss
+    assert RunDirectory(folder).last_checkpoint() == folder / "checkpoint-8"
+
+
+def test_checkpoints_without_an_optimizer_are_not_resumed_from(
+    blocks: TrainingData, softmax_only: Any, tmp_path: Path
+) -> None:
+    args = arguments(tmp_path / "run", max_steps=1, save_steps=1, eval_strategy="no", save_only_model=True)
+    retrain(options(), args, model=softmax_only, datasets=blocks)
+    with pytest.raises(OutputDirError, match="written without the optimizer"):
+        RunDirectory(tmp_path / "run").resume_point("last")
+
+
+def test_old_checkpoints_go_when_the_new_one_is_whole(blocks: TrainingData, softmax_only: Any, tmp_path: Path) -> None:
+    args = arguments(tmp_path / "run", max_steps=4, save_steps=1, eval_strategy="no", save_total_limit=2)
+    retrain(options(), args, model=softmax_only, datasets=blocks)
+    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
+    assert args.save_total_limit == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"learning_rate": 1e-4}, "learning_rate was 0.003, now 0.0001"),
+        ({"per_device_train_batch_size": 2}, "per_device_train_batch_size was 4, now 2"),
+        ({"weight_decay": 0.0}, "weight_decay was 0.1, now 0.0"),
+        ({"optim": "sgd"}, "optim was 'adamw_torch.*', now 'sgd'"),
+        ({"lr_scheduler_type": "constant"}, "lr_scheduler_type was 'cosine', now 'constant'"),
+        ({"warmup_steps": 3}, "warmup_steps was"),
+        ({"max_steps": 9}, "max_steps was 8, now 9"),
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps"),
+        ({"max_grad_norm": 0.5}, "max_grad_norm"),
+        ({"bf16": True}, "bf16 was False, now True"),
+    ],
+)
+def test_settings_that_matter_cannot_change_on_resume(
+    change: dict[str, Any], message: str, stopped: Path, blocks: TrainingData, softmax_only: Any
+) -> None:
+    before = listing(stopped)
+    with pytest.raises(OutputDirError, match=message):
+        retrain(options(resume="last"), arguments(stopped, **change), model=softmax_only, datasets=blocks)
+    assert listing(stopped) == before
+
+
+def test_settings_that_may_change_are_recorded_with_their_step(
+    stopped: Path, finished: RetrainResult, blocks: TrainingData, softmax_only: Any, tmp_path: Path
+) -> None:
+    folder = copied(stopped, tmp_path / "run")
+    result = retrain(options(resume="last"), arguments(folder, logging_steps=1), model=softmax_only, datasets=blocks)
+    assert same_weights(result.model, finished.model)
+    sessions = json.loads((folder / "run.json").read_text())["sessions"]
+    assert [(each["step"], each["changed"]) for each in sessions] == [(0, {}), (4, {"logging_steps": [2, 1]})]
+
+
+def test_a_run_of_constant_learning_rate_can_be_lengthened(
+    blocks: TrainingData, softmax_only: Any, tmp_path: Path
+) -> None:
+    flat: dict[str, Any] = {"lr_scheduler_type": "constant", "eval_strategy": "no", "save_steps": 2}
+    whole = retrain(options(), arguments(tmp_path / "whole", max_steps=5, **flat), model=softmax_only, datasets=blocks)
+    first = arguments(tmp_path / "run", max_steps=3, **flat)
+    retrain(options(), first, model=softmax_only, datasets=blocks)
+    longer = arguments(tmp_path / "run", max_steps=5, **flat)
+    result = retrain(options(resume="last"), longer, model=softmax_only, datasets=blocks)
+    assert same_weights(result.model, whole.model)
+    assert result.eval_loss == whole.eval_loss
+
+
+def test_a_run_that_had_no_artifact_yet_ends_as_if_never_stopped(
+    blocks: TrainingData, softmax_only: Any, tmp_path: Path
+) -> None:
+    """Stopped behind the last checkpoint: no step is left, whatever the length of an epoch."""
+    import shutil
+
+    args = arguments(tmp_path / "run", max_steps=5, save_steps=5, eval_steps=2)
+    whole = retrain(options(), args, model=softmax_only, datasets=blocks)
+    for _ in range(2):
+        shutil.rmtree(tmp_path / "run" / "artifact")
+        result = retrain(options(resume="last"), args, model=softmax_only, datasets=blocks)
+        assert same_weights(result.model, whole.model)
+        assert result.eval_loss == whole.eval_loss
+        assert [m["step"] for m in result.history if "loss" in m] == [1, 2, 4]
+        assert aero_compile.load(tmp_path / "run" / "artifact").num_layers == 2
+
+
+@pytest.mark.parametrize("nothing", [{"max_steps": 0}, {"max_steps": -1, "num_train_epochs": 0}])
+def test_no_steps_train_nothing(
+    nothing: dict[str, Any], blocks: TrainingData, softmax_only: Any, tmp_path: Path
+) -> None:
+    result = retrain(options(), arguments(tmp_path / "run", **nothing), model=softmax_only, datasets=blocks)
+    assert same_weights(result.model, softmax_only)
+    assert math.isfinite(result.eval_loss)
+    assert result.entropies_before == result.entropies_after
+
+
+def test_a_full_disk_is_one_error_and_the_last_checkpoint_stays(
+    blocks: TrainingData, softmax_only: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import errno
+
+    write = torch.save
+
+    def full(content: Any, target: Any, *args: Any, **more: Any) -> None:
+        if "checkpoint-8" in str(target):
+            raise RuntimeError("PytorchStreamWriter failed") from OSError(errno.ENOSPC, "No space left on device")
+        write(content, target, *args, **more)
+
+    monkeypatch.setattr(torch, "save", full)
+    kept = r"checkpoint-8 could not be written: No space left on device .* last whole checkpoint is .*checkpoint-4"
+    with pytest.raises(OutputDirError, match=kept):
+        retrain(options(), arguments(tmp_path / "run"), model=softmax_only, datasets=blocks)
+    assert not (tmp_path / "run" / "checkpoint-8").exists()
+    monkeypatch.undo()
+    result = retrain(options(resume="last"), arguments(tmp_path / "run"), model=softmax_only, datasets=blocks)
+    assert result.eval_loss > 0
+
+
+@pytest.mark.slow
+def test_files_that_may_not_grow_end_a_command_with_one_line(corpus: Path, tmp_path: Path) -> None:
+    """The same by the operating system: no file may be larger than 60 kB."""
+    run = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (60000, 60000)); "
+    run += "from aero_compile.retrain import main; sys.exit(main(sys.argv[1:]))"
+    flags = small(corpus, "--output-dir", str(tmp_path / "run"))
+    done = subprocess.run([sys.executable, "-c", run, *flags], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2, done.stderr
+    assert "checkpoint-2 could not be written" in done.stderr
+    assert "File too large" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_absent_logger_does_not_block_the_run_directory(
+    blocks: TrainingData, softmax_only: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.integrations import integration_utils
+
+    monkeypatch.setattr(integration_utils, "is_tensorboard_available", lambda: False)
+    args = arguments(tmp_path / "run", max_steps=0, report_to="tensorboard")
+    with pytest.raises(InputError, match="tensorboard"):
+        retrain(options(), args, model=softmax_only, datasets=blocks)
+    RunDirectory(tmp_path / "run").check(resume=False)
+
+
 def test_resume_where_nothing_is_starts_a_run(blocks: TrainingData, softmax_only: Any, tmp_path: Path) -> None:
     args = arguments(tmp_path / "new", max_steps=1, eval_strategy="no", save_strategy="no")
     result = retrain(options(resume="last"), args, model=softmax_only, datasets=blocks)
@@ -332,7 +508,7 @@ def test_output_directories_of_others_are_left_alone(
     refused(folder, r"holds a training run \(interrupted\): continue it with --resume")
     refused(folder, r"another run: gamma was 0.1, now 0.3", resume="last", gamma=0.3)
     refused(folder, "lambda was 0.1, now 0.2", resume="last", entropy_weight=0.2)
-    refused(folder, "no complete checkpoint", resume=str(tmp_path / "checkpoint-9"))
+    refused(folder, "no checkpoint-N folder", resume=str(tmp_path / "checkpoint-9"))
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "thesis.txt").write_text("years of work")
@@ -626,7 +802,9 @@ def test_factory_on_the_command_line(corpus: Path, tmp_path: Path) -> None:
         (["--tokenizer", "./absent"], "no tokenizer could be loaded"),
         (["--eval-strategy", "sometimes"], "eval"),
         (["--lr-scheduler-kwargs", "{"], "error"),
-        (["--resume", "elsewhere/checkpoint-3"], "no complete checkpoint"),
+        (["--resume", "elsewhere/checkpoint-3"], "no checkpoint-N folder"),
+        (["--fp16"], "--fp16 needs a GPU"),
+        (["--ddp-backend", "gloo"], "torchrun"),
     ],
 )
 def test_bad_input_ends_with_code_2_and_no_traceback(

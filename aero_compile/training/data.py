@@ -70,7 +70,8 @@ def split_documents(documents: Documents, fraction: float = 0.1) -> tuple[Any, A
     The first documents of that order, about ``fraction`` of all characters, are held out (of a few large
     documents: the smallest); identical documents stay on one side. The order by hash makes every prefix
     a fair sample. A single document is cut at a line: its end is held out. A validation split that came
-    with the dataset is used. Raises InputError for a fraction outside (0, 1).
+    with the dataset is used. Documents without text are on neither side. Raises InputError for a fraction outside
+    (0, 1).
     """
     import datasets
 
@@ -80,7 +81,8 @@ def split_documents(documents: Documents, fraction: float = 0.1) -> tuple[Any, A
     order = sorted(range(len(hashes)), key=lambda index: (hashes[index], index))
     order = [index for index in order if sizes[index] > 0]
     if documents.validation is not None:
-        return documents.train.select(order), documents.validation
+        held_out_rows = [row for row, text in enumerate(_texts(documents.validation)) if text]
+        return documents.train.select(order), documents.validation.select(held_out_rows)
 
     groups = [list(same) for _, same in itertools.groupby(order, key=lambda index: hashes[index])]
     if len(groups) == 1:
@@ -103,6 +105,12 @@ def split_documents(documents: Documents, fraction: float = 0.1) -> tuple[Any, A
         held_out.update(min(groups, key=lambda group: sum(sizes[index] for index in group)))
     train = [index for index in order if index not in held_out]
     return documents.train.select(train), documents.train.select([i for i in order if i in held_out])
+
+
+def without_text(documents: Documents) -> int:
+    """How many documents are empty (or null, in a table): they are left out."""
+    parts = [part for part in (documents.train, documents.validation) if part is not None]
+    return sum(not text for part in parts for text in _texts(part))
 
 
 def _hashes(dataset: Any, name: str) -> tuple[list[bytes], list[int]]:
@@ -222,6 +230,7 @@ def prepare(
         "vocabulary": len(tokenizer),
         "train_tokens": len(sides["train"].tokens),
         "validation_tokens": len(sides["validation"].tokens),
+        "documents_without_text": without_text(documents),
     }
     return TrainingData(documents.name, sides["train"], sides["validation"], tokenizer, digest.hexdigest(), info)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,12 +14,16 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import IntervalStrategy
 
 from aero_compile.entropy import EntropyRegularizedModel
-from aero_compile.errors import TrainingError
+from aero_compile.errors import OutputDirError, TrainingError
 from aero_compile.training.nonfinite import first_non_finite, non_finite_parameter
 from aero_compile.training.run_directory import ENTROPIES_FILE, METRICS_FILE, RunDirectory
 
 # Learnable settings rather than weight matrices; everything with one dimension is spared as well.
 _NEVER_DECAYED = ("log_t", "thresholds")
+
+
+class _NothingToTrain(Exception):
+    """Ends a run whose last step was taken already: Trainer itself would take one more."""
 
 
 def perplexity(loss: float) -> float:
@@ -30,17 +36,26 @@ class RegularizedTrainer(Trainer):
 
     Weight decay touches matrices only. Every step's loss and gradients are checked: NaN or infinity raises
     TrainingError with the place where it began, before the optimizer can spread it, on all processes.
-    A checkpoint with non-finite weights is never written.
+    A checkpoint with non-finite weights is never written; old ones go once the new one vouches for itself
+    (``save_total_limit``).
     """
 
-    def __init__(self, *, run: RunDirectory, entropy_blocks: int, **options: Any) -> None:
-        callback = _Recorder(self, run)
-        super().__init__(**options, callbacks=[callback])
+    def __init__(self, *, run: RunDirectory, entropy_blocks: int, args: TrainingArguments, **options: Any) -> None:
+        callback = _Recorder(self, run, args.save_total_limit)
+        args.save_total_limit = None  # the recorder removes old checkpoints, later than Trainer would
+        super().__init__(args=args, **options, callbacks=[callback])
         self.run_directory, self.entropy_blocks = run, entropy_blocks
         self._sums: dict[str, Tensor] = {}
         self._counted = 0
         self._inputs: dict[str, Any] = {}
         self._train_entropies: list[Tensor] | None = None
+
+    def train_to_end(self, checkpoint: Path | None) -> None:
+        """Train, from ``checkpoint`` on if there is one; no step where there is none left to take."""
+        try:
+            self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        except _NothingToTrain:
+            return
 
     # -- optimizer and loss -----------------------------------------------------------------------------
 
@@ -103,6 +118,17 @@ class RegularizedTrainer(Trainer):
         if output_dir is not None:
             self.run_directory.unmark(output_dir)
         super().save_model(output_dir, _internal_call)
+
+    def _save_checkpoint(self, *args: Any, **options: Any) -> None:
+        folder = f"checkpoint-{self.state.global_step}"
+        try:
+            with self.run_directory.writing(folder):
+                super()._save_checkpoint(*args, **options)
+        except OutputDirError as error:
+            shutil.rmtree(self.run_directory.path / folder, ignore_errors=True)
+            last = self.run_directory.last_checkpoint()
+            kept = f"the last whole checkpoint is {last}" if last else "no checkpoint had been written before"
+            raise OutputDirError(f"{error}; {kept}. Make room and continue with --resume") from error.__cause__
 
     def _anywhere(self, flag: Tensor) -> bool:
         if self.args.world_size > 1:
@@ -213,8 +239,12 @@ class RegularizedTrainer(Trainer):
 class _Recorder(TrainerCallback):
     """Writes metrics and marks checkpoints; asks the trainer to check gradients before each update."""
 
-    def __init__(self, trainer: RegularizedTrainer, run: RunDirectory) -> None:
-        self.trainer, self.run, self.begin = trainer, run, time.time()
+    def __init__(self, trainer: RegularizedTrainer, run: RunDirectory, keep: int | None) -> None:
+        self.trainer, self.run, self.begin, self.keep = trainer, run, time.time(), keep
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if state.global_step >= state.max_steps:
+            raise _NothingToTrain
 
     def on_log(
         self,
@@ -236,4 +266,5 @@ class _Recorder(TrainerCallback):
         self.trainer.check_gradients()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.run.mark_complete(state.global_step)
+        self.trainer.accelerator.wait_for_everyone()  # each process writes its own random state
+        self.run.mark_complete(state.global_step, self.keep, state.best_model_checkpoint)

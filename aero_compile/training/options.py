@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -156,6 +157,14 @@ class RetrainArguments(TrainingArguments):
     # None first: HfArgumentParser drops the first member of the union and reads text for the rest.
     report_to: None | str | list[str] = _like("report_to", "none")  # noqa: RUF009, RUF036
 
+    def __post_init__(self) -> None:
+        if self.ddp_backend is not None and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            raise InputError(
+                "--ddp-backend is for several processes, and this is the only one: start them with `torchrun "
+                "--nproc-per-node N -m aero_compile.retrain …` (`accelerate launch` starts one process on CPUs)"
+            )
+        super().__post_init__()  # type: ignore[no-untyped-call]
+
 
 _UNSUPPORTED = (
     ("label_smoothing_factor", 0.0),
@@ -168,9 +177,59 @@ _UNSUPPORTED = (
 )
 
 
+# What a resumed run may set anew: where and how often it is looked at and written, and how fast it is computed.
+# Everything else decides what is learned.
+_FREE = frozenset(
+    {
+        *("output_dir", "resume_from_checkpoint", "local_rank", "do_train", "do_eval", "do_predict", "debug"),
+        *("logging_strategy", "logging_steps", "logging_first_step", "log_on_each_node", "logging_nan_inf_filter"),
+        *("logging_dir", "log_level", "log_level_replica", "disable_tqdm", "report_to", "run_name", "project"),
+        *("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "include_num_input_tokens_seen"),
+        *(
+            "eval_strategy",
+            "eval_steps",
+            "eval_delay",
+            "eval_on_start",
+            "eval_accumulation_steps",
+            "batch_eval_metrics",
+        ),
+        *("per_device_eval_batch_size", "prediction_loss_only", "include_for_metrics", "eval_do_concat_batches"),
+        *("eval_use_gather_object", "save_strategy", "save_steps", "save_total_limit", "save_on_each_node"),
+        *("enable_jit_checkpoint", "load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
+        *("hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"),
+        *("use_cpu", "torch_compile", "torch_compile_backend", "torch_compile_mode", "torch_empty_cache_steps"),
+        *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
+        *("dataloader_prefetch_factor", "dataloader_multiprocessing_context", "skip_memory_metrics"),
+        *("ddp_backend", "ddp_timeout", "ddp_bucket_cap_mb", "ddp_find_unused_parameters", "ddp_static_graph"),
+        *("bf16_full_eval", "fp16_full_eval", "restore_callback_states_from_checkpoint", "push_to_hub"),
+    }
+)
+_LENGTH = ("max_steps", "num_train_epochs")
+
+
+def settings_that_matter(arguments: TrainingArguments) -> dict[str, Any]:
+    """The flags of Trainer that decide what is learned, with the number of processes: part of a run's identity.
+
+    The length of a run is among them where the learning rate depends on it; with a constant one, a run may be
+    lengthened.
+    """
+    plain: Any = arguments
+    settings = {key: value for key, value in plain.to_dict().items() if key not in _FREE}
+    constant = settings["lr_scheduler_type"] == "constant"
+    warmed = settings["lr_scheduler_type"] == "constant_with_warmup" and not 0 < float(arguments.warmup_steps or 0) < 1
+    if constant or warmed:
+        for key in _LENGTH:
+            settings.pop(key)
+    precision = getattr(arguments, "mixed_precision", None)
+    return {**settings, "processes": arguments.world_size, "mixed_precision": precision}
+
+
 def check_training_arguments(arguments: TrainingArguments) -> None:
-    """Raise InputError for flags of Trainer that a transformed model does not support."""
+    """Raise InputError for flags of Trainer that a transformed model, or this machine, does not support."""
     for name, off in _UNSUPPORTED:
         value = getattr(arguments, name, off)
         if value not in (off, None, False):
             raise InputError(f"--{name} is not supported for transformed models")
+    half = [name for name in ("fp16", "fp16_full_eval") if getattr(arguments, name)]
+    if half and arguments.device.type == "cpu":
+        raise InputError(f"--{half[0]} needs a GPU, and this run is on a CPU: leave it out, or take --bf16")

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import platform
+import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from aero_compile.errors import OutputDirError
+from aero_compile.errors import AeroError, OutputDirError
 from aero_compile.files import write_atomically
+from aero_compile.training import checkpoints
 from aero_compile.version import __version__
 
 RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
 ENTROPIES_FILE = "entropies.jsonl"
 ARTIFACT_FOLDER = "artifact"
-_COMPLETE = "complete.json"
+
+logger = logging.getLogger("aero_compile.retrain")
 
 
 def versions() -> dict[str, str]:
@@ -86,47 +91,82 @@ class RunDirectory:
         return content if isinstance(content, dict) else None
 
     def check_identity(self, identity: Mapping[str, Any]) -> None:
-        """Raise OutputDirError, naming each difference, if the run here was started with other settings."""
+        """Raise OutputDirError, naming each difference, if the run here was started with other settings.
+
+        ``identity["training"]`` holds flags of Trainer; one that the earlier version of Trainer did not have is not
+        compared.
+        """
         known = self.read_record()
         if known is None:
             return
-        before = known.get("identity", {})
-        now = json.loads(json.dumps(identity))
+        before = _flat({"training": known.get("training_arguments", {}), **known.get("identity", {})})
+        now = _flat(json.loads(json.dumps(identity)))
         differences = [
-            f"{key} was {before.get(key)!r}, now {now.get(key)!r}"
-            for key in sorted({*before, *now})
-            if before.get(key) != now.get(key)
+            f"{key} was {before.get(key)!r}, now {value!r}"
+            for key, value in now.items()
+            if before.get(key) != value and (key in before or key not in identity.get("training", {}))
         ]
         if differences:
-            raise OutputDirError(f"{self.path} holds another run: {'; '.join(differences)}")
+            raise OutputDirError(
+                f"{self.path} holds another run: {'; '.join(differences)}. Resume with the settings it was started "
+                "with, or choose another --output-dir"
+            )
 
-    def start(self, record: Mapping[str, Any]) -> None:
-        """Create the folder and ``run.json``; a resumed run keeps its start and counts its sessions."""
+    def start(self, record: Mapping[str, Any], step: int = 0) -> None:
+        """Create the folder and ``run.json``; a resumed run keeps its start and counts its sessions.
+
+        A session says at which ``step`` it began and which flags of Trainer it changed.
+        """
         if not self.writes:
             return
-        self.path.mkdir(parents=True, exist_ok=True)
-        before = self.read_record() or {}
-        now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        self.record = {
-            **record,
-            "status": "running",
-            "started": before.get("started", now),
-            "sessions": [*before.get("sessions", []), {"started": now, "command": sys.argv}],
-            "versions": versions(),
-        }
-        write_json(self.path / RUN_FILE, finite_or_none(self.record))
+        with self.writing(RUN_FILE):
+            self.path.mkdir(parents=True, exist_ok=True)
+            before = self.read_record() or {}
+            now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+            changed = _changes(before.get("training_arguments"), record["training_arguments"])
+            session = {"started": now, "command": sys.argv, "step": step, "changed": changed}
+            self.record = {
+                **record,
+                "status": "running",
+                "started": before.get("started", now),
+                "sessions": [*before.get("sessions", []), session],
+                "versions": versions(),
+            }
+            write_json(self.path / RUN_FILE, finite_or_none(self.record))
 
     def finish(self, status: str, **results: Any) -> None:
         """Write how the run ended into ``run.json``."""
         if self.writes and self.record:
             self.record |= {"status": status, "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **results}
-            write_json(self.path / RUN_FILE, finite_or_none(self.record))
+            with self.writing(RUN_FILE):
+                write_json(self.path / RUN_FILE, finite_or_none(self.record))
+
+    @contextmanager
+    def writing(self, what: str) -> Iterator[None]:
+        """Turn whatever goes wrong while ``what`` is written into an OutputDirError with the reason."""
+        try:
+            yield
+        except AeroError:
+            raise
+        except Exception as error:  # torch, safetensors and the file system each have errors of their own
+            raise OutputDirError(f"{self.path / what} could not be written: {self._reason(error)}") from error
+
+    def _reason(self, error: BaseException) -> str:
+        free = shutil.disk_usage(self.path if self.path.is_dir() else self.path.anchor).free
+        room = f"{free / 1e6:.0f} MB are free on that disk"
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, OSError) and cause.strerror:
+                return f"{cause.strerror} ({room})"
+            cause = cause.__cause__ or cause.__context__
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return f"{lines[0]} ({room})"
 
     def append(self, file: str, record: Mapping[str, Any]) -> None:
         """Add one line to a ``.jsonl`` file."""
         if self.writes:
             line = json.dumps(finite_or_none(dict(record))) + "\n"
-            with (self.path / file).open("a", encoding="utf-8") as stream:
+            with self.writing(file), (self.path / file).open("a", encoding="utf-8") as stream:
                 stream.write(line)
 
     def read_lines(self, file: str) -> list[dict[str, Any]]:
@@ -145,38 +185,69 @@ class RunDirectory:
         for file in (METRICS_FILE, ENTROPIES_FILE):
             if self.writes and (self.path / file).is_file():
                 kept = [r for r in self.read_lines(file) if r.get("step", 0) <= step and r.get("event") != "end"]
-                write_atomically(self.path / file, "".join(json.dumps(record) + "\n" for record in kept))
+                with self.writing(file):
+                    write_atomically(self.path / file, "".join(json.dumps(record) + "\n" for record in kept))
 
-    def mark_complete(self, step: int) -> None:
-        """Note that ``checkpoint-<step>`` was written to its end."""
+    def mark_complete(self, step: int, keep: int | None = None, best: str | None = None) -> None:
+        """Note that ``checkpoint-<step>`` is whole; then remove all but the newest ``keep``, and ``best``."""
         folder = self.path / f"checkpoint-{step}"
-        if self.writes and folder.is_dir():
-            write_json(folder / _COMPLETE, {"step": step})
+        if not self.writes or not folder.is_dir():
+            return
+        with self.writing(folder.name):
+            checkpoints.vouch(folder)
+        # Only now: an older one is given up for one that is known to be whole.
+        older = [other for other in self._checkpoints() if (checkpoints.step_of(other) or 0) < step]
+        for other in older[: max(0, len(older) + 1 - keep)] if keep else ():
+            if best is None or other.resolve() != Path(best).resolve():
+                shutil.rmtree(other, ignore_errors=True)
 
     def unmark(self, folder: str | Path) -> None:
         """Take the mark of completeness from a checkpoint that is about to be written again."""
         if self.writes:
-            (Path(folder) / _COMPLETE).unlink(missing_ok=True)
+            checkpoints.unvouch(Path(folder))
+
+    def _checkpoints(self) -> list[Path]:
+        """All folders of checkpoints, oldest step first."""
+        found = [path for path in self.path.glob("checkpoint-*") if checkpoints.step_of(path) is not None]
+        return sorted(found, key=lambda path: checkpoints.step_of(path) or 0)
 
     def last_checkpoint(self) -> Path | None:
-        """The newest checkpoint that was written to its end; one cut off by a crash does not count."""
-        if not self.path.is_dir():
-            return None
-        found = [p for p in self.path.glob("checkpoint-*") if is_checkpoint(p)]
-        return max(found, key=lambda p: int(p.name.rpartition("-")[2]), default=None)
+        """The newest whole checkpoint; says which newer ones are not, and why.
+
+        Raises OutputDirError if all that were written to their end have been damaged since.
+        """
+        found, faults = checkpoints.newest_whole(self._checkpoints())
+        for each in faults:
+            logger.warning("passed over: %s", each)
+        return found
 
     def resume_point(self, resume: str | None) -> Path | None:
-        """The checkpoint meant by ``--resume`` (a path, or "last"), or None to start from the beginning."""
+        """The checkpoint meant by ``--resume`` (a path, or "last"), or None to start from the beginning.
+
+        Raises OutputDirError for a checkpoint that is not whole, naming what is wrong with it.
+        """
         if resume is None:
             return None
         if resume.lower() in ("last", "true"):
             return self.last_checkpoint()
         path = Path(resume)
-        if not is_checkpoint(path):
-            raise OutputDirError(f"--resume {path}: this is no complete checkpoint of a retraining run")
+        found = checkpoints.fault(path)
+        if found is not None:
+            raise OutputDirError(f"--resume {path}: it {found}")
         return path
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is a checkpoint of a retraining run, written to its end."""
-    return path.name.rpartition("-")[2].isdigit() and (path / _COMPLETE).is_file()
+def _flat(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """An identity with the flags of Trainer beside the other settings."""
+    return {**identity.get("training", {}), **{key: value for key, value in identity.items() if key != "training"}}
+
+
+def _changes(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> dict[str, Any]:
+    """Flags whose value differs from that of the session before: ``{name: [old, new]}``."""
+    plain = json.loads(json.dumps(finite_or_none(dict(now))))
+    ignored = ("resume_from_checkpoint", "output_dir")
+    return {
+        key: [before[key], value]
+        for key, value in plain.items()
+        if before is not None and key in before and before[key] != value and key not in ignored
+    }

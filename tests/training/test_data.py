@@ -248,6 +248,20 @@ def test_a_sample_of_blocks_is_spread_evenly() -> None:
     assert torch.equal(torch.cat(blocks.sample(100, 1)).flatten(), torch.arange(105))
 
 
+def test_documents_without_text_are_counted_and_left_out() -> None:
+    rows: list[str | None] = ["", None, *texts(20)]
+    table = datasets.Dataset.from_dict({"text": rows})
+    held_out = datasets.Dataset.from_dict({"text": [None, *texts(5)]})
+    data = prepare(Documents("rows", table), context=8, vocab_size=300)
+    assert data.info["documents_without_text"] == 2
+    plain = prepare(Documents("rows", as_dataset(texts(20))), context=8, vocab_size=300)
+    assert data.fingerprint == plain.fingerprint
+    own = prepare(Documents("rows", table, held_out), context=8, tokenizer=data.tokenizer)
+    assert own.info["documents_without_text"] == 3
+    clean = prepare(Documents("rows", table, as_dataset(texts(5))), context=8, tokenizer=data.tokenizer)
+    assert own.fingerprint == clean.fingerprint
+
+
 def test_slow_tokenizer_is_refused() -> None:
     class Slow:
         is_fast = False
