@@ -13,6 +13,7 @@ from aero_compile.pipeline import transform
 from aero_compile.version import __version__
 
 if TYPE_CHECKING:
+    from aero_compile import runtime as runtime
     from aero_compile.inference.optimize import optimize_for_inference
     from aero_compile.onnx.census import onnx_census
     from aero_compile.onnx.export import export_onnx
@@ -51,11 +52,17 @@ _LAZY = {
     "onnx_census": "aero_compile.onnx.census",
     "optimize_for_inference": "aero_compile.inference.optimize",
     "private_inference": "aero_compile.runtime",
+    "runtime": "aero_compile.runtime",
 }
 
 
 def __getattr__(name: str) -> object:
     """Load what needs more than torch, spu and jax or onnx, only when it is asked for."""
     if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
+        module = import_module(_LAZY[name])
+        return module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 import traceback
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -40,8 +41,13 @@ from aero_compile.runtime.hosts.link import (
     parse_address,
     watch_peer,
 )
+from aero_compile.runtime.hosts.measure import check_against_wire, check_profile
+from aero_compile.runtime.hosts.opening import open_logits, send_share
 from aero_compile.runtime.program import CLIENT, SERVER, SET_UP, SET_UP_INPUTS, Program, TensorSpec, one_hot
 from aero_compile.runtime.spu_config import SpuLog, import_spu, plain_message, runtime_config
+
+UNREADABLE = (OSError, ValueError, EOFError, zipfile.BadZipFile)
+"""What NumPy raises for a file that is missing, not its own, empty or cut off."""
 
 EVENT = "aero-party "
 """Prefix of event lines on standard output."""
@@ -157,15 +163,20 @@ class _Party:
             try:
                 with np.load(self.options.weights, allow_pickle=False) as file:
                     return {spec.name: _checked(spec, file[spec.name]) for spec in self.program.weights}
-            except (OSError, ValueError, KeyError) as error:
+            except (*UNREADABLE, KeyError, AttributeError, TypeError) as error:  # the last two: no archive but an array
                 raise InputError(f"{self.options.weights} does not hold the weights: {error}") from error
         if self.options.tokens is None or self.options.weights is not None:
             raise InputError("the client (rank 1) takes --tokens and no --weights")
         spec = self.program.tokens
         try:
             ids = np.load(self.options.tokens, allow_pickle=False)
-        except (OSError, ValueError) as error:
+        except UNREADABLE as error:
             raise InputError(f"{self.options.tokens} does not hold tokens: {error}") from error
+        if not isinstance(ids, np.ndarray):
+            raise InputError(
+                f"{self.options.tokens} is an archive of arrays (.npz); --tokens takes one array, "
+                f"as np.save writes it (.npy), of integers {spec.shape[:2]}"
+            )
         if ids.dtype.kind not in "iu" or ids.shape != spec.shape[:2]:
             raise InputError(f"the program takes integer tokens {spec.shape[:2]}, not {ids.dtype} {ids.shape}")
         if ids.min() < 0 or ids.max() >= spec.shape[2]:
@@ -225,8 +236,9 @@ class _Party:
     def _forward(
         self, spu: Any, link: Any, runtime: Any, config: Any, log: SpuLog
     ) -> tuple[dict[str, Any], npt.NDArray[Any] | None]:
+        before = self.wire.read()  # the peer sends nothing of this forward before both have reached the barrier
         link.barrier()
-        before, started = self.wire.read(), time.perf_counter()
+        started = time.perf_counter()
         io = spu.Io(2, config)
         for spec in self.program.weights:
             runtime.set_var(spec.name, self._share(spu, io, spec, SERVER))
@@ -238,17 +250,16 @@ class _Party:
             begun = time.perf_counter()
             code = self.program.codes[step.code].encode()
             runtime.run(spu.Executable(step.label, list(step.inputs), list(step.outputs), code))
-            steps.append(
-                {
-                    "op": step.label,
-                    "place": step.place,
-                    "seconds": time.perf_counter() - begun,
-                    **log.read(),
-                }
-            )
+            seconds, profile = time.perf_counter() - begun, log.read()
+            check_profile(profile, f"step {at}, {step.label} ({step.place})")
+            steps.append({"op": step.label, "place": step.place, "seconds": seconds, **profile})
             for name in step.free:
                 runtime.del_var(name)
-        revealed, logits = self._reveal(link, runtime.get_var(self.program.logits.name), io)
+        share, logits = runtime.get_var(self.program.logits.name), None
+        if self.rank == SERVER:
+            revealed, opened = send_share(link, share), 0
+        else:
+            revealed, (opened, logits) = 0, open_logits(link, share, io, self.program)
         runtime.del_var(self.program.logits.name)
         link.barrier()
         record = {
@@ -257,6 +268,7 @@ class _Party:
             "revealed_bytes": revealed,
             "wire": [after - was for after, was in zip(self.wire.read(), before, strict=True)],
         }
+        check_against_wire(record, opened)
         return record, logits
 
     def _share(self, spu: Any, io: Any, spec: TensorSpec, owner: int) -> Any:
@@ -267,23 +279,6 @@ class _Party:
         """
         value = self.own[spec.name] if owner == self.rank else np.zeros(spec.shape, spec.dtype)
         return io.make_shares(value, spu.Visibility.VIS_SECRET, owner)[self.rank]
-
-    def _reveal(self, link: Any, share: Any, io: Any) -> tuple[int, npt.NDArray[Any] | None]:
-        """Open the logits to the client alone: the server sends its share, the client sends nothing."""
-        if self.rank == SERVER:
-            parts = [share.meta, *share.share_chunks]
-            link.send(CLIENT, str(len(parts)))
-            for part in parts:
-                link.send(CLIENT, part)
-            return sum(map(len, parts)), None
-        count = int(link.recv(SERVER))
-        parts = [link.recv(SERVER) for _ in range(count)]
-        peer = type(share)()
-        peer.meta, peer.share_chunks = parts[0], parts[1:]
-        logits = np.asarray(io.reconstruct([peer, share]), dtype=np.float32)
-        if logits.shape != self.program.logits.shape:
-            raise PartyError(f"the logits have shape {logits.shape}, expected {self.program.logits.shape}")
-        return 0, logits
 
 
 def _checked(spec: TensorSpec, array: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -100,6 +100,17 @@ def test_import_needs_torch_alone() -> None:
     assert done.stdout.strip()
 
 
+def test_the_runtime_is_there_once_it_is_asked_for() -> None:
+    code = (
+        "import aero_compile\n"
+        "assert 'aero_compile.runtime' not in sys.modules\n"
+        "assert 'runtime' in dir(aero_compile)\n"
+        "print(aero_compile.runtime.__name__, aero_compile.runtime.compile_model.__name__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", "import sys\n" + code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["aero_compile.runtime", "compile_model"], done.stderr
+
+
 def test_reports_need_no_plotting_package() -> None:
     done = blocked("import aero_compile.reporting.report_html, aero_compile.reporting.evaluate, aero_compile.progress")
     assert done.returncode == 0, done.stderr

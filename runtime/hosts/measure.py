@@ -8,23 +8,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from aero_compile.errors import PartyError
+
 _KIND = re.compile(
     r"- (?P<name>\S.*?), executed (?P<count>\d+) times, duration (?P<seconds>[\d.e+-]+)s, "
     r"send bytes (?P<send_bytes>\d+) recv bytes (?P<recv_bytes>\d+), "
     r"send actions (?P<send_actions>\d+), recv actions (?P<recv_actions>\d+)"
 )
 _LINK = re.compile(r"Link details: total send bytes (\d+), recv bytes (\d+), send actions (\d+), recv actions (\d+)")
+WIRE_SHARE, WIRE_BYTES_PER_MESSAGE, WIRE_BYTES = 1.05, 512, 1 << 16
+"""The wire may carry so many times the payload, so many bytes more a message sent or received, and a forward."""
+
 _COUNTS = ("send_bytes", "recv_bytes", "send_actions", "recv_actions")
 
 
 def parse_profile(text: str) -> dict[str, Any]:
     """Read SPU's profile of the executions in ``text``.
 
-    Returns ``send_bytes``, ``recv_bytes``, ``send_actions``, ``recv_actions`` (link totals of this party)
-    and ``kinds``: one dict per PPHLO operation kind with ``op``, ``count``, ``seconds`` and the four counts.
+    Returns ``records``, how many executions it tells of, ``send_bytes``, ``recv_bytes``, ``send_actions``,
+    ``recv_actions`` (link totals of this party) and ``kinds``: one dict per PPHLO operation kind with ``op``,
+    ``count``, ``seconds`` and the four counts.
     """
     totals = dict.fromkeys(_COUNTS, 0)
-    for match in _LINK.finditer(text):
+    links = list(_LINK.finditer(text))
+    for match in links:
         for name, value in zip(_COUNTS, match.groups(), strict=True):
             totals[name] += int(value)
     kinds = [
@@ -36,7 +43,43 @@ def parse_profile(text: str) -> dict[str, Any]:
         }
         for match in _KIND.finditer(text)
     ]
-    return {**totals, "kinds": kinds}
+    return {"records": len(links), **totals, "kinds": kinds}
+
+
+def check_profile(profile: Mapping[str, Any], step: str) -> None:
+    """Check that ``profile`` is the whole record of one execution.
+
+    Raises:
+        PartyError: it has none, several, or one that lacks operations: what ``step`` cost is not known.
+    """
+    if profile["records"] != 1:
+        fault = f"has {profile['records']} records of {step} instead of one"
+    # An operation that ran inside another is in both, so the parts may have more than the total.
+    elif any(sum(kind[name] for kind in profile["kinds"]) < profile[name] for name in _COUNTS):
+        fault = f"lacks operations of {step}"
+    else:
+        return
+    raise PartyError(f"SPU's log spu.log {fault}, so that its cost is not known (is the disk full?)")
+
+
+def check_against_wire(record: Mapping[str, Any], opened: int) -> None:
+    """Compare what SPU says this party received in a forward with what the kernel counted on its connections.
+
+    ``record`` has the ``steps`` and the ``wire`` bytes (sent, received); ``opened`` bytes were received besides. The
+    framing of a message, and the reply to one, took 120 bytes on average.
+
+    Raises:
+        PartyError: there was less on the wire, or much more: the bill would be wrong.
+    """
+    steps, wire = record["steps"], int(record["wire"][1])
+    payload = opened + sum(step["recv_bytes"] for step in steps)
+    messages = sum(step["send_actions"] + step["recv_actions"] for step in steps)
+    most = WIRE_SHARE * payload + WIRE_BYTES_PER_MESSAGE * messages + WIRE_BYTES
+    if wire and not payload <= wire <= most:
+        raise PartyError(
+            f"the kernel counted {size_text(wire)} received in this forward, and SPU's log has {size_text(payload)} in "
+            f"{messages:,} messages: one of them lacks something, so that the forward's cost is not known"
+        )
 
 
 @dataclass(frozen=True)

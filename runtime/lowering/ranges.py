@@ -23,6 +23,7 @@ from aero_compile.runtime.arithmetic.exponential import Exponential, choose_powe
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.lowering.partition import MASKED_BELOW, SOFTMAXES, op_name, place_of
 from aero_compile.runtime.operators.products import NORM_GAIN
+from aero_compile.runtime.spu_config import largest_value
 
 
 @dataclass
@@ -41,7 +42,7 @@ class RangeCheck:
     @property
     def limit(self) -> float:
         """Largest magnitude that may be multiplied safely."""
-        return 2.0 ** (self.ring_bits - 2 * self.fraction_bits - 3)
+        return largest_value(self.ring_bits, self.fraction_bits)
 
     @property
     def inverse_limit(self) -> float:

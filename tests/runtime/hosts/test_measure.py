@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from aero_compile.runtime.hosts.measure import combine, parse_profile
+from aero_compile.errors import PartyError
+from aero_compile.runtime.hosts.measure import check_against_wire, check_profile, combine, parse_profile
 from aero_compile.runtime.program import Program, TensorSpec
 
 LOG = """
@@ -29,13 +30,38 @@ def test_profile() -> None:
     assert [kind["op"] for kind in found["kinds"]] == ["pphlo.exponential", "pphlo.custom_call: spu.x"]
     assert found["kinds"][0]["seconds"] == pytest.approx(0.035)
     assert found["kinds"][1]["count"] == 2
+    assert found["records"] == 1
     assert parse_profile("") == {
+        "records": 0,
         "send_bytes": 0,
         "recv_bytes": 0,
         "send_actions": 0,
         "recv_actions": 0,
         "kinds": [],
     }
+
+
+def test_a_step_is_billed_by_one_whole_record() -> None:
+    check_profile(parse_profile(LOG), "step 3")
+    lines = LOG.splitlines(keepends=True)
+    for text, words in (
+        ("", "has 0 records of step 3"),
+        (LOG + LOG, "has 2 records of step 3"),
+        ("".join(lines[:-2]), "has 0 records"),
+        ("".join(line for line in lines if "exponential" not in line), "lacks operations of step 3"),
+        (LOG[: LOG.index("recv actions 8")], "has 0 records"),  # cut off in the middle of a line
+    ):
+        with pytest.raises(PartyError, match=words):
+            check_profile(parse_profile(text), "step 3")
+
+
+def test_the_bill_is_compared_with_the_wire() -> None:
+    step = {"recv_bytes": 1_000_000, "send_actions": 40, "recv_actions": 60}
+    for received, opened in ((2_000_000, 0), (2_024_000, 0), (2_524_000, 500_000), (0, 0)):  # 0: the kernel tells none
+        check_against_wire({"steps": [step, step], "wire": [0, received]}, opened)
+    for received in (1_999_999, 2_400_000, 30_000_000):
+        with pytest.raises(PartyError, match="the forward's cost is not known"):
+            check_against_wire({"steps": [step, step], "wire": [0, received]}, 0)
 
 
 def _party(sent: int, received: int, seconds: float, revealed: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import resource
 import shutil
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from aero_compile.errors import InputError, PartyError
 from aero_compile.runtime import Program, TLSConfig
 from aero_compile.runtime.hosts import parties
 from aero_compile.runtime.hosts.link import free_addresses
+from aero_compile.runtime.party import main
 from aero_compile.runtime.program import CLIENT, FORMAT, SERVER, one_hot
 from aero_compile.runtime.spu_config import runtime_config
 from tests.runtime.tiny import IDS, Exported, exported, logits_of, tiny_model
@@ -30,6 +32,9 @@ from tests.runtime.two_hosts import Wire, end_server_in_the_middle, party
 
 spu = pytest.importorskip("spu")
 
+
+LOG_OF_A_FORWARD = 9000
+"""Bytes, about, of what SPU's log says of a forward of the tiny model in SEMI2K."""
 
 PLAIN_MESSAGE = b"PRPC"
 """Start of every message of the link's protocol, when it is not encrypted."""
@@ -268,6 +273,22 @@ def test_different_programs_are_noticed_before_anything_is_shared(files: Exporte
     assert not any('"step"' in output for output in outputs)
 
 
+def test_a_full_disk_gives_no_bill(files: Exported, tmp_path: Path) -> None:
+    """SPU drops the records that it cannot write, silently; what they told would be missing in the bill."""
+    here = _copy(files, tmp_path)
+    server_at, client_at = free_addresses(2)
+    with (
+        party(SERVER, here.server, server_at, client_at, "--runs", "2") as server,
+        party(CLIENT, here.client, client_at, server_at, "--runs", "2") as client,
+    ):
+        resource.prlimit(client.pid, resource.RLIMIT_FSIZE, (LOG_OF_A_FORWARD * 3 // 2,) * 2)
+        outputs = [process.communicate(timeout=60)[0] for process in (server, client)]
+        assert client.returncode == 2, outputs
+    assert "is the disk full?" in _error(outputs[1])
+    assert '"number": 1' in outputs[1]  # it happened in the second forward
+    assert not (here.client / "out" / "stats.json").exists()
+
+
 def test_computation_longer_than_the_timeout(files: Exported) -> None:
     started = time.monotonic()
     with pytest.raises(PartyError, match=r"longer than 1 s|within 1 s"):
@@ -291,6 +312,28 @@ def test_wrong_files_are_refused(files: Exported, tmp_path: Path) -> None:
     newer.write_text('{"format": 99}')
     with pytest.raises(InputError, match="another version"):
         Program.load(newer)
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "words"),
+    [
+        ("tokens", lambda at: np.savez(at, ids=IDS), "is an archive of arrays (.npz); --tokens takes one array"),
+        ("tokens", lambda at: None, "does not hold tokens: No data left in file"),
+        ("tokens", lambda at: at.write(b"PK\3\4cut off"), "does not hold tokens: File is not a zip file"),
+        ("weights", lambda at: np.save(at, IDS), "does not hold the weights"),
+        ("weights", lambda at: np.savez(at, ids=IDS), "does not hold the weights"),
+        ("weights", lambda at: at.write(b"PK\3\4cut off"), "does not hold the weights: File is not a zip file"),
+    ],
+)
+def test_inputs_of_another_format_are_refused(
+    files: Exported, tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, write: Any, words: str
+) -> None:
+    with (tmp_path / name).open("wb") as file:
+        write(file)
+    arguments = ["--rank", str(CLIENT if name == "tokens" else SERVER), "--address", "127.0.0.1:1"]
+    arguments += ["--peer", "127.0.0.1:2", "--program", str(files.client / "program.json")]
+    assert main([*arguments, f"--{name}", str(tmp_path / name), "--output", str(tmp_path / "out")]) == 2
+    assert words in _error("".join(capfd.readouterr()))
 
 
 def test_a_program_survives_its_file(files: Exported, tmp_path: Path) -> None:

@@ -1,0 +1,91 @@
+"""The client opens logits of the server's true share, and takes nothing else for one."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from aero_compile.errors import PartyError
+from aero_compile.runtime.hosts.opening import open_logits, send_share
+from aero_compile.runtime.program import CLIENT, SERVER, Program, TensorSpec
+from aero_compile.runtime.spu_config import runtime_config
+
+spu = pytest.importorskip("spu")
+
+LOGITS = np.random.default_rng(0).normal(size=(1, 3, 5)).astype(np.float32)
+
+
+def opened(logits: npt.NDArray[Any], change: Any = lambda share: share) -> tuple[int, int, npt.NDArray[Any]]:
+    """Open shares of ``logits`` between two threads; the server's share is first put through ``change``."""
+    spec = TensorSpec("out", LOGITS.shape, "float32")
+    program = Program("semi2k", 64, 18, (), TensorSpec("tokens", (1, 3, 5), "int32"), spec, (), {}, {})
+    io = spu.Io(2, runtime_config("semi2k", 64, 18))
+    shares = io.make_shares(logits, spu.Visibility.VIS_SECRET)
+    desc = spu.link.Desc()
+    desc.id, desc.recv_timeout_ms = str(uuid4()), 5000  # threads of one process share what others left unread
+    for rank in (SERVER, CLIENT):
+        desc.add_party(f"party{rank}", f"thread{rank}")
+    with ThreadPoolExecutor(2) as threads:
+        links = list(threads.map(lambda rank: spu.link.create_mem(desc, rank), (SERVER, CLIENT)))
+        sent = threads.submit(send_share, links[SERVER], change(shares[SERVER]))
+        received, found = open_logits(links[CLIENT], shares[CLIENT], io, program)
+        return sent.result(), received, found
+
+
+def test_the_true_share_opens_to_the_logits() -> None:
+    sent, received, found = opened(LOGITS)
+    assert sent == received > LOGITS.size * 8
+    np.testing.assert_allclose(found, LOGITS, atol=2**-17)
+
+
+def _replaced(share: Any, meta: bytes, chunks: list[bytes]) -> Any:
+    changed = type(share)()
+    changed.meta, changed.share_chunks = meta, chunks
+    return changed
+
+
+def _other_numbers(share: Any) -> Any:
+    """The same message around other numbers, as somebody does who knows the protocol."""
+    (chunk,) = map(bytes, share.share_chunks)
+    numbers = np.random.default_rng(1).bytes(LOGITS.size * 8)
+    return _replaced(share, share.meta, [chunk[: len(chunk) - len(numbers)] + numbers])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_other_numbers, "the ring holds none above"),
+        (lambda share: _replaced(share, share.meta, [*share.share_chunks] * 3), "should come in 2 parts"),
+        (lambda share: _replaced(share, share.meta, []), "should come in 2 parts"),
+        (lambda share: _replaced(share, share.meta, [share.share_chunks[0] + b"\0" * 1000]), "part 2 of 2"),
+        (lambda share: _replaced(share, share.meta, [b""]), "part 2 of 2"),
+        (lambda share: _replaced(share, share.meta.replace(b"AShr", b"BShr"), share.share_chunks), "part 1 of 2"),
+    ],
+)
+def test_another_share_is_refused(change: Any, words: str) -> None:
+    with pytest.raises(PartyError, match=words):
+        opened(LOGITS, change)
+
+
+def test_an_announcement_that_is_no_number_is_refused() -> None:
+    class Says:
+        def recv(self, rank: int) -> bytes:
+            return b"\xff" * 1000
+
+    io = spu.Io(2, runtime_config("semi2k", 64, 18))
+    share = io.make_shares(LOGITS, spu.Visibility.VIS_SECRET)[CLIENT]
+    with pytest.raises(PartyError, match="should come in 2 parts"):
+        open_logits(Says(), share, io, None)  # type: ignore[arg-type]
+
+
+def test_logits_that_the_ring_cannot_hold_are_refused() -> None:
+    """A value that wrapped on the way; 2^25 is the limit of 64 bits with 18 for the fraction."""
+    most = np.full_like(LOGITS, 2.0**25 - 2)
+    np.testing.assert_array_equal(opened(most)[2], most)
+    with pytest.raises(PartyError, match=r"numbers up to 6.711e\+07.*no logits are written"):
+        opened(LOGITS + np.float32(2.0**26) * (np.arange(5) == 2))
