@@ -1,4 +1,4 @@
-"""``python -m aero_compile``: list the recipes, count the nonlinear ops of a model under each, write it as ONNX."""
+"""List the recipes, count the nonlinear ops of a model under each, write it as ONNX: ``aero-compile``."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from aero_compile.version import __version__
 PAPER = [name for name, recipe in recipes().items() if recipe.group == "architectures of the paper"]
 
 EXAMPLES = """examples:
-  python -m aero_compile recipes
-  python -m aero_compile census --model gpt2 --from-scratch
-  python -m aero_compile census --model my_package.models:make --recipes softmax_only,SM+R --seq-len 256
-  python -m aero_compile census --onnx decoder.onnx
-  python -m aero_compile export --model runs/mine decoder.onnx
+  aero-compile recipes
+  aero-compile census --model gpt2
+  aero-compile census --model my_package.models:make --recipes softmax_only,SM+R --seq-len 256
+  aero-compile census --onnx decoder.onnx
+  aero-compile export --model runs/mine decoder.onnx
 
 to train a transformed model:  python -m aero_compile.retrain --help
 """
@@ -34,9 +34,7 @@ to train a transformed model:  python -m aero_compile.retrain --help
 
 def _parser() -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="python -m aero_compile", description=__doc__, epilog=EXAMPLES, formatter_class=form
-    )
+    parser = argparse.ArgumentParser(prog="aero-compile", description=__doc__, epilog=EXAMPLES, formatter_class=form)
     parser.add_argument("--version", action="version", version=f"aero_compile {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     listing = commands.add_parser("recipes", help="all named recipes and passes")
@@ -46,10 +44,10 @@ def _parser() -> argparse.ArgumentParser:
     count.add_argument(
         "--model",
         default="gpt2",
-        help="Hub name, local folder, config.json, saved artifact, package.module:factory, or with "
-        "--from-scratch one of tiny, gpt2, pythia-70m (default: %(default)s)",
+        help="Hub name (its configuration is enough), local folder, config.json, saved artifact, "
+        "package.module:factory, or one of the shapes tiny, gpt2, pythia-70m (default: %(default)s)",
     )
-    count.add_argument("--from-scratch", action="store_true", help="use the model's shape only; needs no weights")
+    count.add_argument("--from-scratch", action="store_true", help="taken for granted: a census needs no weights")
     count.add_argument("--onnx", metavar="FILE", help="count what an ONNX file of any exporter holds instead")
     count.add_argument(
         "--recipes",
@@ -141,10 +139,10 @@ def _count_file(args: argparse.Namespace) -> None:
 
 
 def _count(args: argparse.Namespace) -> None:
-    from aero_compile.training.models import find_model
+    from aero_compile.training.models import find_shape
 
     wanted = [resolve(name) for name in recipe_names(args.recipes)]
-    source = find_model(args.model, from_scratch=args.from_scratch, overrides=None, context=args.seq_len)
+    source = find_shape(args.model, args.seq_len)
     with torch.device("meta" if source.from_scratch else "cpu"):
         model = source.build(50257, None)
     captured = transform(model, "baseline")

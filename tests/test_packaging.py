@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tarfile
@@ -68,6 +69,28 @@ def test_wheel_carries_licence_and_version(built: Path) -> None:
         (record,) = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
         assert b"Apache License" in archive.read(licence)
         assert f"Version: {aero_compile.__version__}\n" in archive.read(record).decode()
+
+
+def test_wheel_has_the_command_and_says_where_the_project_lives(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        named = {Path(name).name: archive.read(name).decode() for name in archive.namelist() if ".dist-info/" in name}
+    assert "aero-compile = aero_compile.__main__:main" in named["entry_points.txt"]
+    for kind in ("Homepage", "Documentation", "Changelog", "Issues"):
+        assert f"Project-URL: {kind}, https://" in named["METADATA"]
+    assert "\nAuthor: " in named["METADATA"]
+
+
+def test_links_of_the_package_page_lead_to_files_of_the_project(root: Path) -> None:
+    """A package index shows the README alone, so its links are absolute."""
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    links = re.findall(r"\]\(([^)]+)\)", (root / "README.md").read_text())
+    inside = project["urls"]["Homepage"] + "/blob/main/"
+    assert len(links) > 5
+    for link in links:
+        assert link.startswith("https://"), link
+        if link.startswith(inside):
+            assert (root / link.removeprefix(inside)).exists(), link
 
 
 def test_sdist_holds_the_sources(built: Path, root: Path) -> None:

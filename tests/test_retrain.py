@@ -22,9 +22,10 @@ import aero_compile
 from aero_compile.entropy import EntropyRegularizedModel
 from aero_compile.errors import InputError, OutputDirError, TrainingError
 from aero_compile.retrain import RetrainArguments, RetrainOptions, RetrainResult, main, retrain
+from aero_compile.training import models
 from aero_compile.training.data import Blocks, Documents, TrainingData, prepare
 from aero_compile.training.loop import RegularizedTrainer, perplexity
-from aero_compile.training.models import find_model, parse_overrides
+from aero_compile.training.models import find_model, find_shape, parse_overrides
 from aero_compile.training.nonfinite import first_non_finite
 from aero_compile.training.run_directory import RunDirectory
 
@@ -699,6 +700,40 @@ def test_model_names_that_cannot_be_used(name: str, changes: dict[str, Any], mes
     settings: dict[str, Any] = {"from_scratch": False, "overrides": None, "context": 32}
     with pytest.raises(InputError, match=message):
         find_model(name, **(settings | changes)).build(300, 0)
+
+
+def test_no_network_is_noticed_at_once_and_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def unreachable(address: Any, **_: Any) -> None:
+        tried.append(address)
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr("socket.create_connection", unreachable)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    models._hub_answers.cache_clear()
+    try:
+        for load in (lambda: find("absent-org/absent").build(0, None), lambda: find_shape("absent-org/absent", 16)):
+            with pytest.raises(InputError, match="Hub does not answer"):
+                load()
+        with pytest.raises(InputError, match=r"--from-scratch \(the shapes tiny, gpt2"):
+            find("absent-org/absent").build(0, None)
+    finally:
+        models._hub_answers.cache_clear()
+    assert len(tried) <= 1
+
+
+def find(name: str) -> models.ModelSource:
+    return find_model(name, from_scratch=False, overrides=None, context=16)
+
+
+def test_a_census_needs_no_weights(tmp_path: Path) -> None:
+    from transformers import GPT2Config
+
+    GPT2Config(n_layer=1).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not read")
+    assert all(find_shape(name, 16).from_scratch for name in ("gpt2", "pythia-70m", "tiny", str(tmp_path)))
+    assert not find_shape("tests.test_retrain:factory", 16).from_scratch
 
 
 def test_default_weight_follows_the_recipe() -> None:

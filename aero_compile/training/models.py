@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
+import socket
 import sys
+import urllib.parse
+import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +90,13 @@ def find_model(name: str, *, from_scratch: bool, overrides: str | None, context:
     return ModelSource(f"pretrained {name}", lambda _vocab, _end: _load_pretrained(name), tokenizer=name)
 
 
+def find_shape(name: str, context: int) -> ModelSource:
+    """Interpret ``--model`` where its weights do not matter: a configuration is enough where there is one."""
+    path = Path(name).expanduser()
+    fixed = (path.is_dir() and not (path / "config.json").is_file()) or (":" in name and not path.exists())
+    return find_model(name, from_scratch=not fixed, overrides=None, context=context)
+
+
 def parse_overrides(text: str | None) -> dict[str, Any]:
     """``"n_layer=6,activation_function=relu"`` as a dict; values are JSON where they can be, else text."""
     result: dict[str, Any] = {}
@@ -131,9 +142,9 @@ def _load_config(name: str, changes: dict[str, Any]) -> Any:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name, local_files_only=_offline(name))
     except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"--model {name}: no configuration could be loaded: {first_line(error)}") from error
+        raise InputError(f"--model {name}: no configuration could be loaded: {_reason(name, error)}") from error
     return _changed(config, changes)
 
 
@@ -161,10 +172,41 @@ def _load_pretrained(name: str) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(name)
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(name, local_files_only=_offline(name))
     except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"--model {name} could not be loaded: {first_line(error)}") from error
+        raise InputError(
+            f"--model {name} could not be loaded: {_reason(name, error)}. Without weights: --from-scratch (the shapes "
+            f"{', '.join(SHAPES)} need no network), or a config.json"
+        ) from error
     return model
+
+
+@functools.cache
+def _hub_answers() -> bool:
+    """Whether the Hub can be reached; one try of three seconds, where its client would take thirty."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    if any(urllib.request.getproxies().get(kind) for kind in ("https", "all")):
+        return True
+    address = urllib.parse.urlsplit(constants.ENDPOINT)
+    try:
+        port = address.port or (443 if address.scheme == "https" else 80)
+        socket.create_connection((address.hostname or "", port), timeout=3).close()
+    except OSError:
+        return False
+    return True
+
+
+def _offline(name: str) -> bool:
+    return not Path(name).expanduser().is_dir() and not _hub_answers()
+
+
+def _reason(name: str, error: BaseException) -> str:
+    if _offline(name):
+        return "the Hugging Face Hub does not answer, and no copy of it is on this machine"
+    return first_line(error)
 
 
 def _artifact(path: Path, from_scratch: bool, overrides: str | None) -> ModelSource:
