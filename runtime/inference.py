@@ -49,6 +49,7 @@ def private_inference(
     logits: str = "all",
     optimize: bool = True,
     calibration: Any = None,
+    clamp: bool = True,
     tolerances: Tolerances = DEFAULT,
     field: int = 64,
     fraction_bits: int = 18,
@@ -68,9 +69,10 @@ def private_inference(
         logits: "all" positions, or the "last" alone, which is all that the next token needs and much cheaper.
         optimize: rewrite the model with `aero_compile.optimize_for_inference` first (a model that this function
             returned is run as it is).
-        calibration: batches of token ids [B, T] of typical text, on which the ranges of all values are checked and the
-            cheapest exponentials are chosen. The program depends on what it shows of the weights, never on
-            ``input_ids``. None: exponentials that hold for any scores.
+        calibration: batches of token ids [B, T] of typical text, on which the ranges of all values are checked.
+        clamp: exponentials hold for any scores. False takes the cheapest ones that hold where scores spread no further
+            than 1.25 times what ``calibration`` showed; beyond, attention is wrong, and between two hosts nobody
+            notices. The program then tells the client how far scores spread.
         tolerances: how far off the approximated functions may be, each by itself; `aero_compile.runtime.approximations`
             tells what they cost.
         field: ring size in bits; fraction_bits: fixed-point fraction bits.
@@ -107,7 +109,7 @@ def private_inference(
     with Progress(progress) as shown:
         shown.say("compiling")
         graph_model = _optimized(graph_model, logits, optimize)
-        compiled = _compile(graph_model, ids, protocol, field, fraction_bits, calibration, tolerances)
+        compiled = _compile(graph_model, ids, protocol, field, fraction_bits, calibration, clamp, tolerances)
         outcome = run_parties(
             compiled.program,
             compiled.weights,
@@ -141,6 +143,7 @@ def compile_model(
     logits: str = "all",
     optimize: bool = True,
     calibration: Any = None,
+    clamp: bool = True,
     tolerances: Tolerances = DEFAULT,
     field: int = 64,
     fraction_bits: int = 18,
@@ -155,7 +158,9 @@ def compile_model(
     graph_model = _with_graph(model)
     ids = _checked_ids(graph_model, np.zeros((batch, length), np.int64))
     graph_model = _optimized(graph_model, logits, optimize)
-    return _compile(graph_model, ids, protocol, field, fraction_bits, calibration, tolerances, check_ranges=False)
+    return _compile(
+        graph_model, ids, protocol, field, fraction_bits, calibration, clamp, tolerances, check_ranges=False
+    )
 
 
 def export(compiled: Compiled, directory: str | os.PathLike[str]) -> None:
@@ -188,14 +193,17 @@ def _compile(
     field: int,
     fraction_bits: int,
     calibration: Any,
+    clamp: bool,
     tolerances: Tolerances,
     check_ranges: bool = True,
 ) -> Compiled:
+    if not clamp and calibration is None:
+        raise InputError("clamp=False needs calibration: text that shows how far scores spread")
     ranges = RangeCheck(field, fraction_bits, tolerances)
     spreads = _calibrated(model, calibration, ranges)
     part = _partition(model, ids, ranges if check_ranges else None)
     defer_normalization(part)
-    live = lower(part, spreads=spreads, tolerances=tolerances)
+    live = lower(part, spreads={} if clamp else spreads, tolerances=tolerances)
     ranges.raise_first(live.executed, live.weights, live.exponentials)
     return Compiled(compile_steps(live, protocol, field, fraction_bits), live.weights)
 

@@ -33,7 +33,7 @@ def test_compares_every_position() -> None:
     assert found.perplexity == pytest.approx(perplexity(model, read), rel=1e-5)
     assert found.private_perplexity == pytest.approx(found.perplexity, rel=5e-3)
     assert 0 < found.mean_error <= found.max_error < 0.05
-    assert f"| SM+LN+G | calibrated | {read.numel()} |" in fidelity.table([found])
+    assert f"| SM+LN+G | `clamp=False` | {read.numel()} |" in fidelity.table([found])
 
 
 @pytest.mark.parametrize("options", [["--blocks", "0"], ["--steps", "0"], ["--json", "{file}"]])

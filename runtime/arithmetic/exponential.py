@@ -26,9 +26,9 @@ EXP_ITERATIONS = 1
 
 @dataclass(frozen=True)
 class Power:
-    """exp(x) as (1 + z + z²/2)^n with z = x/n, for x between ``lowest`` and 0 (towards -2n it returns to 1).
+    """exp(x) as (1 + z + z²/2)^n with z = x/n, for x between ``lowest`` (towards -2n it returns to 1) and ``highest``.
 
-    ``error``: the largest there in Cheetah (64-bit ring, 18 fraction bits), measured and rounded up. Each squaring
+    ``error``: the largest for x ≤ 0 in Cheetah (64-bit ring, 18 fraction bits), measured and rounded up. Each squaring
     doubles the rounding of the one before, so fewer of them are closer, on a shorter interval. For x > 0 the error is
     relative, and x³/6n² besides.
     """
@@ -36,6 +36,11 @@ class Power:
     n: int
     lowest: float
     error: float
+
+    @property
+    def highest(self) -> float:
+        """Largest x for which x³/6n² stays below ``error``: the result errs by no more than twice that, relatively."""
+        return float((6 * self.n**2 * self.error) ** (1 / 3))
 
     @property
     def squarings(self) -> int:

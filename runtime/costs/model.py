@@ -97,6 +97,7 @@ def estimate(
     logits: str = "all",
     optimize: bool = True,
     calibration: Any = None,
+    clamp: bool = True,
     tolerances: Tolerances = DEFAULT,
     warm: bool | str = True,
     table: CostTable | str | os.PathLike[str] | None = None,
@@ -111,7 +112,8 @@ def estimate(
             (100 Mbit/s, 80 ms), "MBPS:RTT_MS" or a ``Network``.
         logits: "all" positions or the "last".
         optimize: rewrite the model first, as ``private_inference`` does.
-        calibration: typical text, token ids [B, T], on which cheaper exponentials are chosen.
+        calibration: typical text, token ids [B, T], on which ranges are checked.
+        clamp: as for ``private_inference``; False chooses cheaper exponentials by the calibration text.
         tolerances: how far off approximations may be, as for ``private_inference``.
         warm: what came before, as for ``private_inference``: True, a whole forward; "setup", the set-up alone.
         table: measured costs (``benchmarks/calibrate.py`` writes them); None: those shipped with the package.
@@ -139,6 +141,7 @@ def estimate(
         logits=logits,
         optimize=optimize,
         calibration=calibration,
+        clamp=clamp,
         tolerances=tolerances,
         field=field,
         fraction_bits=bits,

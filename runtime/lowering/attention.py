@@ -95,7 +95,7 @@ def masked_softmax(x: Any, mask: Masked, dim: int, exact: bool = False, exponent
     """Softmax of ``mask.scale * x + mask.bias`` along ``dim``, over the allowed entries; others are 0.
 
     ``exponential`` says how to compute exponentials, ``exact`` that they are textbook ones. A row with nothing allowed
-    gives zeros (PyTorch: NaN).
+    gives zeros, as PyTorch's scaled_dot_product_attention does (its softmax: NaN).
     """
     last = jnp().moveaxis(x, dim, -1)
     packed, rows = _exponentials(last, _moved(mask, dim, x.ndim), exact, exponential)
@@ -162,4 +162,4 @@ def _moved(mask: Masked, dim: int, ndim: int) -> Masked:
             return None
         return np.moveaxis(table.reshape((1,) * (ndim - table.ndim) + table.shape), dim, -1)
 
-    return Masked(mask.core, move(mask.scale), move(mask.bias), move(mask.allowed))
+    return Masked(mask.core, move(mask.scale), move(mask.bias), move(mask.allowed), move(mask.finite))

@@ -36,13 +36,23 @@ class Masked:
     """The input of one softmax as ``scale * core + bias`` where ``allowed``, and masked elsewhere.
 
     ``scale`` and ``bias`` broadcast to the scores; None stands for 1 and 0. ``allowed`` is boolean and
-    broadcasts too; None means that every entry is allowed.
+    broadcasts too; None means that every entry is allowed. ``finite``: where what is masked was masked by a finite
+    number, None if nowhere.
     """
 
     core: fx.Node
     scale: npt.NDArray[np.float64] | None
     bias: npt.NDArray[np.float64] | None
     allowed: npt.NDArray[np.bool_] | None
+    finite: npt.NDArray[np.bool_] | None = None
+
+    def empty_row_with_numbers(self, dim: int, ndim: int) -> bool:
+        """Whether some row along ``dim`` allows nothing, but has finite entries: PyTorch averages over them."""
+        if self.allowed is None or self.finite is None:
+            return False
+        tables = np.broadcast_arrays(self.allowed, self.finite)
+        allowed, finite = (each.reshape((1,) * (ndim - each.ndim) + each.shape).any(dim) for each in tables)
+        return bool((~allowed & finite).any())
 
 
 def find_mask(part: Partition, scores: fx.Node) -> Masked:
@@ -91,11 +101,13 @@ def _probe(part: Partition, chain: list[fx.Node]) -> Masked | None:
     straight = torch.where(allowed, at[0.0] + 3 * scale - at[3.0], 0.0)
     if bool((straight.abs() > 1e-9 * (1 + bias.abs())).any()) or not bool(torch.isfinite(bias).all()):
         return None
+    finite = ~allowed & torch.isfinite(at[0.0])
     return Masked(
         core,
         None if bool((scale == 1).all()) else _compact(_spread(scale, allowed)),
         None if bool((bias == 0).all()) else _compact(bias),
         None if bool(allowed.all()) else _compact(allowed),
+        _compact(finite) if bool(finite.any()) else None,
     )
 
 

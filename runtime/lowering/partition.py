@@ -18,7 +18,7 @@ statistics, for instance) is the server's.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -37,7 +37,7 @@ SOFTMAXES = frozenset(
 )
 """Every spelling of a softmax in a graph."""
 
-Observer = Callable[[fx.Node, tuple[Any, ...], dict[str, Any], Any], None]
+Observer = Callable[[fx.Node, Mapping[fx.Node, "Domain"], tuple[Any, ...], dict[str, Any], Any], None]
 
 # Functions of a live tensor's shape alone: their result does not depend on the tokens.
 _SHAPE_ONLY = frozenset(
@@ -108,7 +108,8 @@ def partition(
 ) -> Partition:
     """Evaluate ``graph`` on ``input_ids`` (int64 [B, T]) and sort its nodes into the three domains.
 
-    ``observe`` is called with the arguments and the value of every live node (plaintext, in this process).
+    ``observe`` is called with every live node, the domains so far, the node's arguments and its value (plaintext, in
+    this process).
 
     Raises:
         LoweringError: the graph has inputs other than ``input_ids`` and ``attention_mask``, no single
@@ -158,16 +159,24 @@ class _Sorter(fx.Interpreter):
             value = super().run_node(n)
         domain = self._domain(n, value)
         self.domains[n] = domain
+        if n.target in SOFTMAXES:
+            value = self._without_empty_rows(n, value)
         if domain is Domain.LIVE:
             if isinstance(value, torch.Tensor):
                 self.shapes[n] = tuple(value.shape)
                 self.is_float[n] = value.is_floating_point()
             if self._observe is not None and n.op not in ("output", "placeholder"):
                 args, kwargs = self.fetch_args_kwargs_from_env(n)
-                self._observe(n, args, kwargs, value)
+                self._observe(n, self.domains, args, kwargs, value)
         elif n.op != "output":
             self.known[n] = value
         return value
+
+    def _without_empty_rows(self, node: fx.Node, weights: Any) -> Any:
+        """A softmax gives zeros, not NaN, in rows where nothing is allowed: so it is computed privately."""
+        args, kwargs = self.fetch_args_kwargs_from_env(node)
+        scores, dim = args[0], args[1] if len(args) > 1 else kwargs["dim"]
+        return weights.masked_fill((scores == -torch.inf).all(dim, keepdim=True), 0.0)
 
     def _weight_from_module(self, node: fx.Node) -> Any:
         """What a module other than dropout (a spectral norm) makes of a weight, in evaluation mode."""

@@ -10,7 +10,7 @@ and looks at every live value. Where the parties run on two machines nobody can 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,16 +19,16 @@ import torch
 from torch import fx
 
 from aero_compile.errors import LoweringError
-from aero_compile.runtime.arithmetic.exponential import Exponential, choose_power
+from aero_compile.runtime.arithmetic.exponential import Exponential
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
-from aero_compile.runtime.lowering.partition import MASKED_BELOW, SOFTMAXES, op_name, place_of
-from aero_compile.runtime.operators.products import NORM_GAIN
-from aero_compile.runtime.spu_config import largest_value
+from aero_compile.runtime.lowering.partition import MASKED_BELOW, SOFTMAXES, Domain, op_name, place_of
+from aero_compile.runtime.operators import registry
+from aero_compile.runtime.operators.limits import LIMITS, Format
 
 
 @dataclass
 class RangeCheck:
-    """An observer for ``partition``: the values too large for the fixed-point format, and how far scores spread.
+    """An observer for ``partition``: values on which an operator does not hold, and how far scores spread.
 
     ``spreads`` has, for each softmax, the largest difference of two allowed scores of a row seen so far.
     """
@@ -40,33 +40,50 @@ class RangeCheck:
     spreads: dict[str, float] = field(default_factory=dict)
 
     @property
-    def limit(self) -> float:
-        """Largest magnitude that may be multiplied safely."""
-        return largest_value(self.ring_bits, self.fraction_bits)
+    def form(self) -> Format:
+        """The format and the tolerances, as the table of limits asks for them."""
+        return Format(self.ring_bits, self.fraction_bits, self.tolerances)
 
     @property
-    def inverse_limit(self) -> float:
-        """Largest argument of reciprocal, square root and their inverse (they normalize within 2f bits)."""
-        return 2.0 ** (self.fraction_bits - 1)
+    def limit(self) -> float:
+        """Largest magnitude that may be multiplied safely."""
+        return self.form.limit
 
-    def __call__(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> None:
-        inner = _INNER.get(op_name(node).rpartition(".")[2])
-        if inner is not None:
-            for what, size, limit in inner(self, args, kwargs):
-                self._compare(node, what, size, limit)
+    def __call__(
+        self,
+        node: fx.Node,
+        domains: Mapping[fx.Node, Domain],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        value: Any,
+    ) -> None:
+        name = op_name(node)
+        if name in LIMITS:
+            given = registry.bind(node.target, args, kwargs)
+            nodes = registry.bind(node.target, node.args, node.kwargs)
+            public = {key for key, each in nodes.items() if isinstance(each, fx.Node) and domains[each] is Domain.PUBLIC}
+            for each in LIMITS[name](self.form, given, public):
+                self._compare(node, each.what, each.of(given), each.low, each.high)
         if node.target in SOFTMAXES:
             self.spreads[node.name] = max(self.spreads.get(node.name, 0.0), _spread(args, kwargs))
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel():
-            self._compare(node, "result", float(value.abs().max()), self.limit)
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            self._compare(node, "result", value, -self.limit, self.limit)
 
-    def _compare(self, node: fx.Node, what: str, size: float, limit: float) -> None:
-        if not size <= limit:
-            message = (
-                f"the {what} of {op_name(node)} (node {node.name}, in {place_of(node)}) reaches {size:.4g}; "
-                f"with a {self.ring_bits}-bit ring and {self.fraction_bits} fraction bits it must stay below "
-                f"{limit:.4g}"
+    def _compare(self, node: fx.Node, what: str, values: torch.Tensor, low: float, high: float) -> None:
+        if not values.numel():
+            return
+        least, most = float(values.min()), float(values.max())
+        if low <= least and most <= high:  # False for NaN
+            return
+        worst = least if low > least else most
+        self.found.append(
+            (
+                node.name,
+                f"the {what} of {op_name(node)} (node {node.name}, in {place_of(node)}) reaches {worst:.4g}; "
+                f"with a {self.ring_bits}-bit ring and {self.fraction_bits} fraction bits it must lie "
+                f"{_between(low, high)}",
             )
-            self.found.append((node.name, message))
+        )
 
     def raise_first(
         self,
@@ -91,8 +108,8 @@ class RangeCheck:
                 messages.append(f"the server's {name} reaches {largest(array):.4g}, over {self.limit:.4g}")
         if messages:
             raise LoweringError(
-                f"{messages[0]}. Larger values would wrap around silently; use fewer fraction bits or a "
-                "larger ring, or rescale the model"
+                f"{messages[0]}. Outside, results would be wrong without a sign of it; rescale the model, or choose "
+                "other fraction bits or a larger ring"
             )
 
 
@@ -101,17 +118,8 @@ def largest(array: npt.NDArray[Any]) -> float:
     return max(abs(float(array.max())), abs(float(array.min()))) if array.size else 0.0
 
 
-_Findings = list[tuple[str, float, float]]
-
-
-def _norm(check: RangeCheck, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Findings:
-    x, shape = args[0].double(), args[1]
-    dims = tuple(range(-len(shape), 0))
-    squares = x.square().sum(dims)
-    return [
-        ("sum of squares", float(squares.max()), check.limit),
-        ("variance", float(squares.max()) / math.prod(shape), check.inverse_limit / NORM_GAIN),
-    ]
+def _between(low: float, high: float) -> str:
+    return f"within ±{high:.4g}" if low == -high else f"between {low:.4g} and {high:.4g}"
 
 
 def _spread(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
@@ -122,32 +130,3 @@ def _spread(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     low = torch.where(allowed, scores, math.inf).amin(dim)
     high = torch.where(allowed, scores, -math.inf).amax(dim)
     return float(torch.nan_to_num(high - low, nan=0.0, neginf=0.0).max())
-
-
-def _exp(check: RangeCheck, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Findings:
-    return [("argument", float((-args[0]).max()), -choose_power(check.tolerances.exp).lowest)]
-
-
-def _divisor(check: RangeCheck, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Findings:
-    other = args[1] if len(args) > 1 else args[0]
-    if not isinstance(other, torch.Tensor):
-        return []
-    return [
-        ("divisor", float(other.abs().max()), check.inverse_limit),
-        ("inverse of the divisor", float((1 / other.abs()).max()), check.inverse_limit),
-    ]
-
-
-def _root(check: RangeCheck, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Findings:
-    return [("argument", float(args[0].max()), check.inverse_limit)]
-
-
-_INNER: dict[str, Callable[[RangeCheck, tuple[Any, ...], dict[str, Any]], _Findings]] = {
-    "layer_norm": _norm,
-    "rms_norm": _norm,
-    "exp": _exp,
-    "div": _divisor,
-    "reciprocal": _divisor,
-    "sqrt": _root,
-    "rsqrt": _root,
-}

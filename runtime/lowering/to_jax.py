@@ -26,7 +26,7 @@ from aero_compile.runtime.lowering import attention
 from aero_compile.runtime.lowering.blocks import Strip, blocked_scores, choose_strips
 from aero_compile.runtime.lowering.live import Call, LiveProgram, LiveStep, Ref, describe, is_part, label
 from aero_compile.runtime.lowering.masks import Masked, find_mask
-from aero_compile.runtime.lowering.partition import Domain, Partition, op_name, place_of
+from aero_compile.runtime.lowering.partition import MASKED_BELOW, Domain, Partition, op_name, place_of
 from aero_compile.runtime.lowering.ranges import largest
 from aero_compile.runtime.operators import pointwise, products, registry, views
 from aero_compile.runtime.program import TOKENS
@@ -35,7 +35,7 @@ OPERATOR_MODULES = (pointwise, products, views)
 """Importing these fills the table of operators."""
 
 _SOFTMAX = frozenset({"aten.softmax", "aten._softmax", "aten._safe_softmax", "unnormalized_softmax"})
-_CASTS = frozenset({"aten.to", "aten._to_copy", "aten.type_as"})
+_CASTS = frozenset({"aten.to", "aten._to_copy", "aten.type_as", "aten.sum", "aten.mean"})
 
 
 def supported_ops() -> tuple[str, ...]:
@@ -240,12 +240,19 @@ class _Lowering:
             split = op_name(node) == "unnormalized_softmax"
             dim = node.args[1] if len(node.args) > 1 else node.kwargs["dim"]
             assert isinstance(dim, int)
+            rank = len(self.part.shapes[node])
+            if mask.empty_row_with_numbers(dim % rank, rank):
+                raise self._unsupported(
+                    node,
+                    "a row of its mask allows nothing but is filled with finite numbers, over which PyTorch averages "
+                    "hidden entries; fill it with -inf (the row becomes zeros), or let it see itself",
+                )
             return Call(
                 attention.unnormalized_softmax if split else attention.masked_softmax,
                 {"x": self._argument(slot, mask.core)},
                 {
                     "mask": mask,
-                    "dim": dim % len(self.part.shapes[node]),
+                    "dim": dim % rank,
                     "exact": self.exact,
                     "exponential": self._exponential(node),
                 },
@@ -281,17 +288,12 @@ class _Lowering:
 
     def _bind(self, node: fx.Node) -> dict[str, Any]:
         """Match arguments to the names of the ATen schema (``self`` becomes ``x``)."""
-        schema = getattr(node.target, "_schema", None)
-        if schema is None:
-            names = ["x", "other"]
-            return dict(zip(names, node.args, strict=False))
-        names = ["x" if a.name == "self" else a.name for a in schema.arguments]
-        bound = dict(zip(names, node.args, strict=False))
+        bound = registry.bind(node.target, node.args, node.kwargs)
         if op_name(node) in _LENDERS:
             bound["other"] = None
         if op_name(node) == "aten.expand_as":
             bound["size"] = list(self.part.shapes[node])
-        return bound | {"x" if k == "self" else k: v for k, v in node.kwargs.items()}
+        return bound
 
     def _keeps_kind(self, node: fx.Node) -> bool:
         source = self._live_dependencies(node)[0]
@@ -331,17 +333,22 @@ class _Lowering:
             return Ref(name)
         if array.dtype.kind == "f" and not largest(array) <= _LARGEST:
             raise LoweringError(
-                f"{value.name} (in {place_of(value)}) is a public table with infinite or huge entries that "
+                f"{value.name} (in {place_of(value)}) is a public table with {_wrong(array)} entries that "
                 "is not a softmax mask; fixed-point computation cannot hold them"
             )
         return array
 
     def _weight(self, node: fx.Node, tensor: torch.Tensor, array: npt.NDArray[Any]) -> str:
         if not largest(array) <= _LARGEST:
-            raise LoweringError(
-                f"the server's tensor {node.name} ({node.target}) has infinite, NaN or huge entries; an "
-                "attention mask must be a boolean or non-persistent buffer to count as public"
+            where = node.target if node.op == "get_attr" else f"node {node.name}, in {place_of(node)}"
+            hides = bool((array <= MASKED_BELOW).any() and not (array > _LARGEST).any())
+            reason = (
+                "if it is an attention mask, it must be one that both parties may know: made of shapes and literals, "
+                "or a boolean or non-persistent buffer"
+                if hides and not np.isnan(array).any()
+                else "fixed-point computation cannot hold them: the weights are damaged, or the training diverged"
             )
+            raise LoweringError(f"the server's tensor {where} has {_wrong(array)} entries; {reason}")
         key = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype))
         name = self._weight_names.setdefault(key, f"w:{node.target}" if node.op == "get_attr" else f"w:{node.name}")
         self.weights[name] = array
@@ -364,6 +371,11 @@ _RESHAPING = frozenset(
         *("contiguous", "detach", "to", "_to_copy", "lift_fresh_copy"),
     )
 )
+
+
+def _wrong(array: npt.NDArray[Any]) -> str:
+    """What is wrong with the entries of an array that does not fit."""
+    return "NaN" if np.isnan(array).any() else "infinite" if np.isinf(array).any() else f"huge (over {_LARGEST:.4g})"
 
 
 def _checked_literal(value: Any) -> Any:

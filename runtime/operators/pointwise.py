@@ -69,12 +69,12 @@ def _scaled(value: Any, alpha: Any) -> Any:
     return value if alpha == 1 else value * alpha
 
 
-@operator("add", "_operator.add")
+@operator("add")
 def _add(x: Any, other: Any, alpha: Any = 1, **_: Any) -> Any:
     return x + _scaled(other, alpha)
 
 
-@operator("sub", "_operator.sub")
+@operator("sub")
 def _sub(x: Any, other: Any, alpha: Any = 1, **_: Any) -> Any:
     return x - _scaled(other, alpha)
 
@@ -170,12 +170,15 @@ def _minimum(x: Any, other: Any, **_: Any) -> Any:
     return jnp().minimum(x, other)
 
 
-@operator("clamp", "clamp_min", "clamp_max", "hardtanh")
-def _clamp(x: Any, min: Any = None, max: Any = None, min_val: Any = None, max_val: Any = None, **_: Any) -> Any:
-    low = min if min is not None else min_val
-    high = max if max is not None else max_val
-    x = x if low is None else jnp().maximum(x, low)
-    return x if high is None else jnp().minimum(x, high)
+@operator("clamp", "clamp_min", "clamp_max")
+def _clamp(x: Any, min: Any = None, max: Any = None, **_: Any) -> Any:
+    x = x if min is None else jnp().maximum(x, min)
+    return x if max is None else jnp().minimum(x, max)
+
+
+@operator("hardtanh")
+def _hardtanh(x: Any, min_val: float = -1.0, max_val: float = 1.0, **_: Any) -> Any:
+    return _clamp(x, min_val, max_val)
 
 
 @operator("masked_fill")

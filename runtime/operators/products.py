@@ -173,7 +173,7 @@ def _scale_rows(centered: Any, shape: Sequence[int], eps: float, weight: Any, bi
     return out if bias is None else out + bias
 
 
-@operator("layer_norm", "native_layer_norm")
+@operator("layer_norm")
 def _layer_norm(
     input: Any,
     normalized_shape: Sequence[int],

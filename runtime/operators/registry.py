@@ -8,7 +8,7 @@ structure of the computation is the same. The functions are in ``products``, ``p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Operator = Callable[..., Any]
@@ -32,6 +32,16 @@ def supported_ops() -> tuple[str, ...]:
 def find(name: str) -> Operator | None:
     """Return the JAX function of an operator (``aten.add``), or None."""
     return _OPS.get(name)
+
+
+def bind(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a call by the names of the ATen schema, its defaults included; ``self`` becomes ``x``."""
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return dict(zip(("x", "other"), args, strict=False))
+    bound = {each.name: each.default_value for each in schema.arguments if each.has_default_value()}
+    bound |= dict(zip((each.name for each in schema.arguments), args, strict=False)) | dict(kwargs)
+    return {"x" if name == "self" else name: value for name, value in bound.items()}
 
 
 def operator(*names: str) -> Callable[[Operator], Operator]:

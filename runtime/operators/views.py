@@ -11,8 +11,11 @@ from aero_compile.runtime.operators.registry import cut, operator
 
 
 @operator("view", "reshape", "_unsafe_view")
-def _reshape(x: Any, size: Sequence[int] = (), shape: Sequence[int] = (), **_: Any) -> Any:
-    return x.reshape(tuple(size) or tuple(shape))
+def _reshape(x: Any, size: Sequence[int] | None = None, shape: Sequence[int] | None = None, **_: Any) -> Any:
+    wanted = size if size is not None else shape
+    if wanted is None:
+        raise NotImplementedError("a view of the bits as another type")
+    return x.reshape(tuple(wanted))
 
 
 @operator("flatten")
@@ -71,7 +74,9 @@ def _repeat(x: Any, repeats: Sequence[int], **_: Any) -> Any:
 
 
 @operator("repeat_interleave")
-def _repeat_interleave(x: Any, repeats: int, dim: int | None = None, **_: Any) -> Any:
+def _repeat_interleave(x: Any, repeats: Any, dim: int | None = None, **_: Any) -> Any:
+    if not isinstance(repeats, int):
+        raise NotImplementedError("a number of repeats for each entry")
     x, at = (x.reshape(-1), 0) if dim is None else (x, dim % x.ndim)
     copies = jnp().broadcast_to(jnp().expand_dims(x, at + 1), (*x.shape[: at + 1], repeats, *x.shape[at + 1 :]))
     return copies.reshape((*x.shape[:at], x.shape[at] * repeats, *x.shape[at + 1 :]))

@@ -101,13 +101,18 @@ def test_without_optimization_the_graph_is_run_as_it_is() -> None:
         private_inference(model, ids, "semi2k", optimize=False, logits="last")
 
 
-def test_calibrated_exponentials_are_cheaper() -> None:
+def test_exponentials_without_a_clamp_are_cheaper_and_must_be_asked_for() -> None:
     model = aero_compile.transform(_gpt2(), "SM+R").eval()
     text, ids = torch.randint(0, 64, (8, 12)), torch.randint(0, 64, (1, 12))
-    safe = _compare(model, ids, "semi2k", 1e-2, warm=False)
-    bill = _compare(model, ids, "semi2k", 1e-2, warm=False, calibration=text)
-    costs = [{row["op"]: row["bytes"] for row in each.per_op}["softmax"] for each in (safe, bill)]
-    assert costs[1] < costs[0]
+    kept = runtime.compile_model(model, 1, 12, calibration=text)
+    assert kept.program.digest == runtime.compile_model(model, 1, 12).program.digest
+    safe = runtime.estimate(model, 12, calibration=text)
+    bill = _compare(model, ids, "semi2k", 1e-2, warm=False, calibration=text, clamp=False)
+    cheap = runtime.estimate(model, 12, calibration=text, clamp=False)
+    assert bill.program != kept.program.digest
+    assert cheap.bytes < safe.bytes
+    with pytest.raises(InputError, match="clamp=False needs calibration"):
+        runtime.compile_model(model, 1, 12, clamp=False)
 
 
 def test_a_larger_error_of_activations_is_cheaper() -> None:
@@ -254,7 +259,7 @@ def test_values_that_would_wrap_are_refused_with_their_place() -> None:
     model = tiny_model()
     with torch.no_grad():
         model.get_parameter("b").fill_(2.0**26)
-    with pytest.raises(LoweringError, match=r"aten\.linear .*reaches 6\.7.*e\+07.*must stay below 3\.355e\+07"):
+    with pytest.raises(LoweringError, match=r"aten\.linear .*reaches 6\.7.*e\+07.*must lie within ±3\.355e\+07"):
         private_inference(model, IDS, "semi2k")
 
 

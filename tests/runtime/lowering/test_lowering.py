@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -181,6 +183,22 @@ def test_a_mask_that_only_the_server_knows_is_refused() -> None:
     )
     assert "secret" in message
     assert "mask" in message
+
+
+@pytest.mark.parametrize(
+    ("value", "words", "absent"),
+    [
+        (torch.nan, "NaN entries; .* the training diverged", "mask"),
+        (torch.inf, "infinite entries; .* weights are damaged", "mask"),
+        (2.0**31, r"huge \(over 1\.074e\+09\) entries", "mask"),
+        (-torch.inf, "infinite entries; if it is an attention mask", "diverged"),
+    ],
+)
+def test_weights_that_do_not_fit_are_called_what_they_are(value: float, words: str, absent: str) -> None:
+    model = TokenRows(torch.randn(4, 4), lambda x, m: aten.mul.Tensor(x, m.w), {"w": torch.tensor([1.0, value, 0, 2])})
+    message = _lowering_error(model)
+    assert re.search(words, message)
+    assert absent not in message
 
 
 def test_turning_live_numbers_into_integers_is_refused() -> None:

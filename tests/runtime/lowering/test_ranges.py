@@ -44,15 +44,15 @@ LARGE = torch.tensor([[6000.0, -6000.0, 1.0, 2.0]])
         (LARGE.abs() * 100, lambda x, m: aten.sqrt.default(x), "argument of aten.sqrt"),
         (LARGE * 100, lambda x, m: aten.reciprocal.default(x), "divisor of aten.reciprocal"),
         (LARGE, lambda x, m: aten.exp.default(x), "argument of aten.exp"),
-        (torch.tensor([[20.0]]), lambda x, m: aten.exp.default(x), "result of aten.exp"),
+        (torch.tensor([[20.0]]), lambda x, m: aten.exp.default(x), "argument of aten.exp"),
         (LARGE, lambda x, m: aten.mul.Scalar(x, -1e4), "result of aten.mul"),
-        (LARGE, lambda x, m: aten.log.default(x), "result of aten.log"),
+        (LARGE, lambda x, m: aten.log.default(x), "argument of aten.log"),
     ],
 )
 def test_too_large(values: torch.Tensor, body: Body, words: str) -> None:
     message = _found(values, body)
     assert words in message
-    assert "wrap around silently" in message
+    assert "wrong without a sign of it" in message
 
 
 @pytest.mark.parametrize(
@@ -72,6 +72,17 @@ def test_limits_follow_the_format() -> None:
     assert _found(values, lambda x, m: aten.mul.Tensor(x, x)) == ""
     assert "2.097e+06" in _found(values, lambda x, m: aten.mul.Tensor(x, x), fraction_bits=20)
     assert _found(values * 1000, lambda x, m: aten.mul.Tensor(x, x), field=128, fraction_bits=26) == ""
+
+
+def test_rows_with_nothing_allowed_are_zeros_and_no_nan() -> None:
+    hidden = torch.tensor([[True, True], [False, True]])
+    body: Body = lambda x, m: aten.mul.Scalar(  # noqa: E731
+        aten.softmax.int(aten.masked_fill.Scalar(x, hidden, -torch.inf), -1), 2.0
+    )
+    assert _found(torch.randn(2, 2), body) == ""
+    finite: Body = lambda x, m: aten.softmax.int(aten.masked_fill.Scalar(x, hidden, -1e9), -1)  # noqa: E731
+    with pytest.raises(LoweringError, match="allows nothing but is filled with finite numbers"):
+        _found(torch.randn(2, 2), finite)
 
 
 def _scores(values: torch.Tensor) -> tuple[TokenRows, Any]:
@@ -112,7 +123,7 @@ def test_a_closer_exponential_holds_on_a_shorter_interval() -> None:
     assert not _found(values, lambda x, m: aten.exp.default(x), tolerances=Tolerances(exp=7e-4))
     message = _found(values, lambda x, m: aten.exp.default(x), tolerances=Tolerances(exp=4e-4))
     assert "the argument of aten.exp" in message
-    assert "must stay below 51.2" in message
+    assert "must lie between -51.2 and 1.3" in message
 
 
 def test_tolerance_of_the_softmax() -> None:

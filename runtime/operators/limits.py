@@ -1,0 +1,179 @@
+"""On which values every live operator holds: one row an operator, from which all range checks are made.
+
+Every result must stay within what may be multiplied (``Format.limit``): that is checked of all operators alike, and a
+row of ``anywhere`` says that it is enough. Other rows name what else an operator computes inside, and within which
+ends it must lie for the operator to err by no more than is stated of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aero_compile.runtime.arithmetic.exponential import choose_power
+from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
+from aero_compile.runtime.operators.products import NORM_GAIN
+from aero_compile.runtime.spu_config import largest_value
+
+
+@dataclass(frozen=True)
+class Format:
+    """The fixed-point format, and the tolerances that choose how functions are computed."""
+
+    ring_bits: int
+    fraction_bits: int
+    tolerances: Tolerances = DEFAULT
+
+    @property
+    def limit(self) -> float:
+        """Largest magnitude that may come of a product or a sum of products, before it is truncated."""
+        return largest_value(self.ring_bits, self.fraction_bits)
+
+    @property
+    def inverse_limit(self) -> float:
+        """Largest argument of reciprocals, roots and logarithms (they normalize within 2f bits)."""
+        return 2.0 ** (self.fraction_bits - 1)
+
+    @property
+    def least(self) -> float:
+        """Smallest argument of the same: below it the rounding of the argument itself shows."""
+        return 2.0 ** min(-6, 12 - self.fraction_bits)
+
+    @property
+    def largest_rounded(self) -> float:
+        """Largest factor that may be multiplied with a rounded reciprocal: 64 times 3 units are 7e-4."""
+        return 2.0 ** (self.fraction_bits - 12)
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """Something that an operator computes inside: it must lie between ``low`` and ``high``.
+
+    ``of`` computes it, or every value of it, in PyTorch from the operator's arguments by the names of its schema.
+    """
+
+    what: str
+    low: float
+    high: float
+    of: Callable[[Mapping[str, Any]], Tensor]
+
+
+Row = Callable[[Format, Mapping[str, Any], Collection[str]], tuple[Quantity, ...]]
+"""From the format, an operator's arguments by name (``self`` is ``x``), and the names of those that are public."""
+
+
+def anywhere(form: Format, given: Mapping[str, Any], public: Collection[str]) -> tuple[Quantity, ...]:
+    """Nothing inside: the operator holds for all values whose result may be multiplied."""
+    return ()
+
+
+def _argument(low: float, high: float, what: str = "argument") -> Quantity:
+    return Quantity(what, low, high, lambda given: given["x"].double())
+
+
+def _magnitude(low: float, high: float, what: str, name: str = "x") -> Quantity:
+    return Quantity(what, low, high, lambda given: torch.as_tensor(given[name]).double().abs())
+
+
+def _root(form: Format, given: Mapping[str, Any], public: Collection[str]) -> tuple[Quantity, ...]:
+    return (_argument(form.least, form.inverse_limit),)
+
+
+def _reciprocal(form: Format, given: Mapping[str, Any], public: Collection[str]) -> tuple[Quantity, ...]:
+    return (_magnitude(form.least, form.inverse_limit, "divisor"),)
+
+
+def _div(form: Format, given: Mapping[str, Any], public: Collection[str]) -> tuple[Quantity, ...]:
+    if not isinstance(given["other"], Tensor) or "other" in public:
+        return ()
+    found = (_magnitude(form.least, form.inverse_limit, "divisor", "other"),)
+    if given["other"].numel() >= torch.as_tensor(given["x"]).numel():
+        return found
+
+    def smaller(given: Mapping[str, Any]) -> Tensor:
+        return torch.minimum(*(torch.as_tensor(given[name]).double().abs() for name in ("x", "other")))
+
+    # One rounded reciprocal for many dividends: what it is off by is multiplied with them.
+    return (*found, Quantity("smaller of dividend and divisor", 0.0, form.largest_rounded, smaller))
+
+
+def _pow(form: Format, given: Mapping[str, Any], public: Collection[str]) -> tuple[Quantity, ...]:
+    exponent = given.get("exponent")
+    if exponent in (0.5, -0.5):
+        return _root(form, given, public)
+    if exponent == -1:
+        return (_magnitude(form.least, form.inverse_limit, "base"),)
+    if exponent == -2:
+        return (_magnitude(math.sqrt(form.least), math.sqrt(form.inverse_limit), "base"),)
+    return ()
+
+
+def _exp(form: Format, given: Mapping[str, Any], public: Collection[str]) -> tuple[Quantity, ...]:
+    power = choose_power(form.tolerances.exp)
+    return (_argument(power.lowest, power.highest),)
+
+
+def _norm(
+    form: Format, given: Mapping[str, Any], public: Collection[str], centers: bool = False
+) -> tuple[Quantity, ...]:
+    shape = given["normalized_shape"]
+    dims = tuple(range(-len(shape), 0))
+
+    def squares(given: Mapping[str, Any]) -> Tensor:
+        x: Tensor = given["input"].double()
+        x = x - x.mean(dims, keepdim=True) if centers else x
+        return x.square().sum(dims)
+
+    def variance(given: Mapping[str, Any]) -> Tensor:
+        divided: Tensor = squares(given) / math.prod(shape)
+        return divided
+
+    return (
+        Quantity("sum of squares", 0.0, form.limit, squares),
+        Quantity("variance", 0.0, form.inverse_limit / NORM_GAIN, variance),
+    )
+
+
+def _centered_norm(form: Format, given: Mapping[str, Any], public: Collection[str]) -> tuple[Quantity, ...]:
+    return _norm(form, given, public, centers=True)
+
+
+def _scaled_product(form: Format, given: Mapping[str, Any], public: Collection[str]) -> tuple[Quantity, ...]:
+    """A sum of products is truncated before ``alpha`` makes it smaller."""
+    if given.get("alpha", 1) == 1:
+        return ()
+    names = ("mat1", "mat2") if "mat1" in given else ("batch1", "batch2")
+    limit = form.limit
+
+    def product(given: Mapping[str, Any]) -> Tensor:
+        return torch.matmul(*(given[name].double() for name in names)).abs()
+
+    return (Quantity("product", 0.0, limit, product),)
+
+
+_ANYWHERE = """
+add sub rsub mul neg abs square relu leaky_relu prelu gelu silu sigmoid tanh maximum minimum clamp clamp_min clamp_max
+hardtanh masked_fill where sum mean amax amin gt lt ge le linear matmul mm bmm einsum embedding softmax
+view reshape _unsafe_view flatten unflatten transpose t permute movedim unsqueeze squeeze expand expand_as repeat
+repeat_interleave slice narrow select index cat stack split split_with_sizes chunk unbind
+clone alias contiguous detach lift_fresh_copy to _to_copy type_as dropout feature_dropout native_dropout
+"""
+
+LIMITS: dict[str, Row] = {
+    **{f"aten.{name}": anywhere for name in _ANYWHERE.split()},
+    **dict.fromkeys(("getitem", "dropout"), anywhere),
+    "aten.layer_norm": _centered_norm,
+    "aten.rms_norm": _norm,
+    **dict.fromkeys(("aten.addmm", "aten.baddbmm"), _scaled_product),
+    **dict.fromkeys(("aten.sqrt", "aten.rsqrt", "aten.log"), _root),
+    "aten.reciprocal": _reciprocal,
+    "aten.div": _div,
+    "aten.pow": _pow,
+    "aten.exp": _exp,
+}
+"""The row of every live operator, by the name it is registered under."""
