@@ -61,7 +61,8 @@ class RangeCheck:
         if name in LIMITS:
             given = registry.bind(node.target, args, kwargs)
             nodes = registry.bind(node.target, node.args, node.kwargs)
-            public = {key for key, each in nodes.items() if isinstance(each, fx.Node) and domains[each] is Domain.PUBLIC}
+            given_by = {key: each for key, each in nodes.items() if isinstance(each, fx.Node)}
+            public = {key for key, each in given_by.items() if domains[each] is Domain.PUBLIC}
             for each in LIMITS[name](self.form, given, public):
                 self._compare(node, each.what, each.of(given), each.low, each.high)
         if node.target in SOFTMAXES:
