@@ -106,9 +106,11 @@ def census(model: nn.Module, seq_len: int = 128) -> Census:
         seq_len: T, in tokens.
 
     Raises:
-        InputError: T is not positive or longer than the model's positions.
+        InputError: T is no whole number, not positive or longer than the model's positions.
         UnsupportedModelError: the model cannot be captured.
     """
+    if type(seq_len) is not int:
+        raise InputError(f"seq_len must be a whole number of tokens, got {seq_len!r}")
     if not isinstance(model, TransformedModel):
         from aero_compile.pipeline import transform
 
@@ -167,13 +169,20 @@ def _layer(node: fx.Node, structure: Structure, values: Any) -> int | None:
     own = next((i for i, block in enumerate(blocks) if path == block or path.startswith(block + ".")), None)
     if own is not None:
         return own
-    if last and ((blocks and path) or values[node].shape[-1] == structure.vocab_size):
+    if last and ((blocks and path) or _first(values[node]).shape[-1:] == (structure.vocab_size,)):
         return None
     return max(structure.depth[node] - 1, 0)
 
 
-def _entry(kind: str, value: Tensor, batch: int, seq_len: int, layer: int | None, name: str) -> NonlinearOp:
-    width = int(value.shape[-1])
+def _entry(kind: str, value: Any, batch: int, seq_len: int, layer: int | None, name: str) -> NonlinearOp:
+    value = _first(value)
+    width = int(value.shape[-1]) if value.dim() else 1
     count = value.numel() // (batch * width)
     rows = 1 if count % seq_len else seq_len  # 1: computed for the last position alone
     return NonlinearOp(kind, count // rows, (rows, width), layer, name)
+
+
+def _first(value: Any) -> Tensor:
+    """The tensor itself, or the first of several results, as the values of a sort are."""
+    found: Tensor = value[0] if isinstance(value, tuple | list) else value
+    return found

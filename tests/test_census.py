@@ -202,6 +202,13 @@ def test_counting_does_not_depend_on_the_batch_or_dtype() -> None:
         (torch.nn.functional.selu, {"selu"}),
         (torch.nn.functional.mish, {"mish"}),
         (torch.sin, {"sin"}),
+        (lambda x: x * ((x > 0.5) | (x < -1)), {"comparison"}),
+        (lambda x: torch.where(x.sum(-1, keepdim=True) > 0, x, -x), None),
+        (lambda x: x + (x > 1).float() + x.sign(), {"comparison"}),
+        (lambda x: (2 * x).long().float(), {"truncation"}),
+        (lambda x: torch.nn.functional.threshold(x, 1.0, 0.5), {"threshold"}),
+        (lambda x: torch.cummax(x, -1).values, {"cummax"}),
+        (lambda x: x.masked_fill(x < 0, 0.0), {"relu"}),
         (lambda x: torch.nn.functional.relu(x) ** 2, None),
         (lambda x: x * torch.sigmoid(1.702 * x), None),
     ],
@@ -219,6 +226,16 @@ def test_no_nonlinearity_is_silent(activation: Any, kinds: set[str] | None) -> N
     if kinds is not None:
         assert found == kinds
         assert all(op.layer == 0 and op.shape == (8, 40) for op in census.ops if op.kind in kinds)
+
+
+def test_maxout_counts_one_maximum_for_each_result() -> None:
+    from tests.capturing.test_capture import Small
+
+    class Maxout(Small):
+        def activate(self, x: torch.Tensor) -> torch.Tensor:
+            return x.reshape(*x.shape[:-1], 20, 2).max(-1).values.repeat(1, 1, 2)
+
+    assert "maximum:1×R^{8×20}" in str(aero_compile.census(Maxout(), 8))
 
 
 def test_softcaps_and_norms_of_queries_are_counted() -> None:
@@ -268,6 +285,12 @@ def test_kinds_that_do_not_exist() -> None:
 @pytest.mark.parametrize("length", [0, -3, tiny_models.POSITIONS + 1])
 def test_lengths_the_model_does_not_have(length: int) -> None:
     with pytest.raises(InputError, match=f"between 1 and {tiny_models.POSITIONS}.*{length}"):
+        aero_compile.census(captured("gpt2-eager"), length)
+
+
+@pytest.mark.parametrize("length", [12.0, "12", True, None])
+def test_lengths_that_are_no_numbers_of_tokens(length: Any) -> None:
+    with pytest.raises(InputError, match="seq_len must be a whole number"):
         aero_compile.census(captured("gpt2-eager"), length)
 
 

@@ -33,6 +33,23 @@ ACTIVATIONS: Mapping[Any, str] = {
 """Nonlinear element-wise ops, and the kind they are counted as."""
 
 
+COMPARISONS = frozenset(
+    getattr(getattr(aten, name), form) for name in ("gt", "ge", "lt", "le", "eq", "ne") for form in ("Scalar", "Tensor")
+)
+
+_TRUTH = COMPARISONS | frozenset(
+    {
+        *(aten.logical_not.default, aten.logical_and.default, aten.logical_or.default, aten.logical_xor.default),
+        *(aten.bitwise_not.default, aten.bitwise_and.Tensor, aten.bitwise_or.Tensor, aten.bitwise_xor.Tensor),
+        *(aten.__and__.Tensor, aten.__or__.Tensor, aten.__xor__.Tensor),
+    }
+)
+"""Ops that give truth values."""
+
+_INDICES = frozenset({aten.argmax.default, aten.argmin.default, aten.one_hot.default})
+
+_CASTS = frozenset({aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout, aten.to.other, aten.type_as.default})
+
 ELEMENTARY: Mapping[Any, str] = {
     aten.exp.default: "exp",
     aten.expm1.default: "exp",
@@ -52,8 +69,20 @@ ELEMENTARY: Mapping[Any, str] = {
     aten.maximum.default: "maximum",
     aten.minimum.default: "minimum",
     aten.amax.default: "maximum",
+    aten.amin.default: "minimum",
+    aten.max.dim: "maximum",
+    aten.min.dim: "minimum",
+    aten.max.default: "maximum",
+    aten.min.default: "minimum",
+    aten.relu6.default: "hardtanh",
+    aten.sign.default: "comparison",
+    aten.sgn.default: "comparison",
+    aten.heaviside.default: "comparison",
+    **dict.fromkeys(COMPARISONS, "comparison"),
 }
-"""Nonlinear ops that no recognized activation, norm or softmax contains: counted under their own names."""
+"""Nonlinear ops that no recognized activation, norm or softmax contains: counted under their own names.
+
+Comparisons of hidden values are one kind; what is done with their truth values is a choice or a product."""
 
 
 LINEAR = VIEWS | {
@@ -99,10 +128,12 @@ LINEAR = VIEWS | {
     aten.detach.default,
     aten.view_as_complex.default,
     aten.view_as_real.default,
-    aten.to.dtype,
+    *(_TRUTH - COMPARISONS),
     operator.getitem,
 }
-"""Ops that are linear in hidden values, select them by constants, or multiply them: not counted."""
+"""Ops that are linear in hidden values, select them, or multiply them: not counted.
+
+Comparisons that make the choice are counted, so that a choice by hidden values counts once."""
 
 
 def nonlinear_kind(node: fx.Node, live: set[fx.Node]) -> str | None:
@@ -120,8 +151,18 @@ def nonlinear_kind(node: fx.Node, live: set[fx.Node]) -> str | None:
         return None if whole else "pow"
     if node.target is aten.div.Tensor:
         return "division" if node.args[1] in live else None
+    if node.target in _CASTS:
+        return "truncation" if _truncates(node) else None
     known = ACTIVATIONS.get(node.target) or ELEMENTARY.get(node.target)
     return known or str(node.target).removeprefix("aten.").partition(".")[0]
+
+
+def _truncates(cast: fx.Node) -> bool:
+    """Whether a cast makes integers of fractions."""
+    wanted = cast.kwargs.get("dtype", cast.args[1] if len(cast.args) > 1 else None)
+    source = cast.args[0]
+    whole = isinstance(source, fx.Node) and (source.target in _TRUTH or source.target in _INDICES)
+    return isinstance(wanted, torch.dtype) and not wanted.is_floating_point and not wanted.is_complex and not whole
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from aero_compile.anatomy.parts import NORMS, Attention, FeedForward, Heads, Nor
 from aero_compile.errors import UnsupportedGraphError, UnsupportedModelError
 from aero_compile.graphs.rewriting import (
     VIEWS,
-    is_floating,
+    hidden_nodes,
     live_inputs,
     node_values,
     place,
@@ -60,7 +60,7 @@ def find_structure(model: TransformedModel) -> Structure:
     graph = model.logits_nodes()
     values = node_values(model, *sample_shape(model))
     tainted = tainted_nodes(model.graph, model.convention.tokens)
-    live = {n for n in tainted if n in graph and is_floating(values.get(n)) and n.op != "output"}
+    live = {n for n in hidden_nodes(model.graph, model.convention.tokens, values) & graph if n.op != "output"}
     embedding = _embedding(model, live, tainted, values)
     _refuse_routers(model, tainted & graph)
     order = [node for node in model.graph.nodes if node in live]

@@ -8,8 +8,10 @@ Before → after:
     scaled_dot_product_attention                                  → matmul, mul, where/add, softmax, dropout, matmul
     addmm, mm, matmul with a weight, + bias; conv1d of one token  → linear
     clamp(min=0); glu([a, b])                                     → relu; a·sigmoid(b)
+    relu6; max(x, y); max(x, dim) without its indices             → hardtanh(0, 6); maximum; amax
     bmm, baddbmm                                                  → matmul (+ add)
-    arithmetic that computes gelu, silu, …, LayerNorm, RMSNorm, softmax → the op itself (aero_compile.capturing.probing)
+    arithmetic and choices that compute gelu, relu, …, LayerNorm, RMSNorm, softmax → the op itself
+                                                                    (aero_compile.capturing.probing)
 
 Every rewrite preserves the function (to rounding). Casts between floating-point types are dropped from live values:
 the canonical graph computes in the dtype of its weights, whatever that is, and half-precision kernels of softmax
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -56,6 +59,8 @@ _COPIES = (
 )
 _CASTS = (aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.type_as.default)
 _SOFTMAXES = (aten.softmax.int, aten._softmax.default, aten._safe_softmax.default)
+_BINARY: Mapping[Any, Any] = {aten.max.other: aten.maximum.default, aten.min.other: aten.minimum.default}
+_EXTREMES: Mapping[Any, Any] = {aten.max.dim: aten.amax.default, aten.min.dim: aten.amin.default}
 _PRODUCTS = (aten.bmm.default, aten.mm.default, aten.matmul.default)
 
 
@@ -106,7 +111,7 @@ def _simplify(node: fx.Node, live: set[fx.Node], flexible: set[fx.Node], values:
         node.graph.erase_node(node)
     elif target in _RESHAPES:
         node.target = aten.reshape.default
-    elif _is_identity(node, flexible):
+    elif _is_identity(node, flexible, values):
         bypass(node, node.all_input_nodes[0])
     elif target is aten.sub.Tensor and node.args[0] in live and isinstance(node.args[1], fx.Node):
         if node.args[1] not in live and not node.kwargs:  # x − mask → x + (−mask): masks are added everywhere
@@ -118,6 +123,14 @@ def _simplify(node: fx.Node, live: set[fx.Node], flexible: set[fx.Node], values:
         node.target, node.args, node.kwargs = aten.softmax.int, (node.args[0], last), {}
     elif target in (aten.clamp.default, aten.clamp_min.default) and node in live and _bounds(node) == (0, None):
         node.target, node.args, node.kwargs = aten.relu.default, (node.args[0],), {}
+    elif target in _BINARY and node in live:
+        node.target = _BINARY[target]
+    elif target is aten.relu6.default and node in live:
+        node.target, node.args = aten.hardtanh.default, (node.args[0], 0.0, 6.0)
+    elif target in _EXTREMES and node in live and {user.args[1] for user in node.users} == {0}:
+        _without_indices(node)
+    elif target in _CASTS and node in live and node.args[0] not in live:
+        _follow_dtype(node, live)
     elif target is aten.glu.default and node in live:
         new = _opened_glu(node, values)
         live.update((new, *new.all_input_nodes))
@@ -128,6 +141,27 @@ def _simplify(node: fx.Node, live: set[fx.Node], flexible: set[fx.Node], values:
         _join(node, values)
     elif target is aten.layer_norm.default:
         node.args = (*_padded(node.args, 5, (None, None, 1e-5))[:5],)
+
+
+def _without_indices(node: fx.Node) -> None:
+    """max(x, dim) of which only the values are read → amax(x, [dim])."""
+    source, dim, *keep = node.args
+    new = insert_call(node.graph, node, _EXTREMES[node.target], source, [dim], *keep)
+    for user in list(node.users):
+        bypass(user, new)
+    node.graph.erase_node(node)
+
+
+def _follow_dtype(node: fx.Node, live: set[fx.Node]) -> None:
+    """A cast of what was compared, or rounded, to the dtype of hidden values → type_as one of them.
+
+    The dtype that was written would stay behind when the model gets another.
+    """
+    compared = cast("fx.Node", node.args[0])
+    while compared.all_input_nodes and compared not in live:
+        compared = next((n for n in compared.all_input_nodes if n in live), compared.all_input_nodes[0])
+    if compared in live:
+        node.target, node.args, node.kwargs = aten.type_as.default, (node.args[0], compared), {}
 
 
 def _opened_glu(node: fx.Node, values: dict[fx.Node, Any]) -> fx.Node:
@@ -181,7 +215,7 @@ def _join(node: fx.Node, values: dict[fx.Node, Any]) -> None:
         replace_node(node, joined)
 
 
-def _is_identity(node: fx.Node, flexible: set[fx.Node]) -> bool:
+def _is_identity(node: fx.Node, flexible: set[fx.Node], values: Mapping[fx.Node, Any]) -> bool:
     """Copies, whole slices, lower bounds of masks, and casts of live values and weights (see the module's text)."""
     first = node.args[0] if node.args else None
     if node.target in _COPIES:
@@ -191,7 +225,8 @@ def _is_identity(node: fx.Node, flexible: set[fx.Node]) -> bool:
     if node.target in (aten.max.other, aten.maximum.default):
         bound = node.args[1]
         return isinstance(bound, fx.Node) and bound.target is aten.full.default and bool(bound.args[1] == MASKED)
-    return node.target in _CASTS and node in flexible and first in flexible
+    between_floats = is_floating(values.get(node)) and is_floating(values.get(cast("fx.Node", first)))
+    return node.target in _CASTS and node in flexible and first in flexible and between_floats
 
 
 def _padded(args: tuple[Any, ...], length: int, defaults: tuple[Any, ...]) -> tuple[Any, ...]:

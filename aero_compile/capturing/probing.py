@@ -20,13 +20,14 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
+from aero_compile.capturing.pointwise import agree, classify, uniform_value
 from aero_compile.graphs.rewriting import (
     copy_place,
+    hidden_nodes,
     is_floating,
     node_values,
     replace_node,
     sample_shape,
-    tainted_nodes,
 )
 from aero_compile.graphs.trainable import TransformedModel
 
@@ -35,20 +36,23 @@ aten = torch.ops.aten
 REACH = 14
 """How many dominators above and post-dominators below a seed are tried."""
 
-TOLERANCE = 1e-7
-"""Largest difference, relative to max(1, |y|), at which a region counts as the op."""
-
 _ARITHMETIC = frozenset(
     ["add", "sub", "rsub", "mul", "div", "pow", "neg", "square", "reciprocal", "sqrt", "rsqrt", "abs"]
 )
 _FUNCTIONS = frozenset(
-    ["tanh", "erf", "sigmoid", "exp", "expm1", "log", "log1p", "logaddexp", "softplus", "relu", "clamp", "clamp_min"]
+    ["tanh", "erf", "sigmoid", "exp", "expm1", "log", "log1p", "logaddexp", "softplus", "relu", "leaky_relu"]
 )
-_CHOICES = frozenset(["clamp_max", "where", "maximum", "minimum", "gt", "ge", "lt", "le"])
+_COMPARISONS = frozenset(["gt", "ge", "lt", "le", "eq", "ne", "sign", "sgn", "heaviside"])
+_BOUNDS = frozenset(["clamp", "clamp_min", "clamp_max", "maximum", "minimum", "hardtanh", "hardsigmoid", "threshold"])
+_CHOICES = frozenset(["where", "masked_fill", "to", "_to_copy", "type_as"])
+_LOGIC = frozenset(["__and__", "__or__", "__xor__"])
+_LOGIC |= {f"{kind}_{name}" for kind in ("logical", "bitwise") for name in ("and", "or", "xor", "not")}
 _REDUCING = frozenset(["mean", "sum", "var", "amax", "max", "std", "norm", "linalg_vector_norm", "logsumexp"])
 _BROADCASTING = frozenset(["unsqueeze", "expand", "getitem", "detach"])
-_ALLOWED = _ARITHMETIC | _FUNCTIONS | _CHOICES | _REDUCING | _BROADCASTING
+_POINTWISE = _ARITHMETIC | _FUNCTIONS | _COMPARISONS | _BOUNDS | _CHOICES | _LOGIC
+_ALLOWED = _POINTWISE | _REDUCING | _BROADCASTING
 _SEEDS = frozenset(["tanh", "erf", "sigmoid", "exp", "rsqrt", "sqrt", "pow", "div", "softplus", "reciprocal", "std"])
+_SEEDS |= _COMPARISONS | _BOUNDS | {"abs", "relu"}
 
 Build = Callable[[fx.Graph, fx.Node, fx.Node], fx.Node]
 
@@ -106,8 +110,8 @@ def recognize(model: TransformedModel) -> int:
 def _scan(model: TransformedModel, known: dict[Any, Any]) -> list[tuple[Region, Build]]:
     """All recognized regions that do not overlap."""
     values = node_values(model, *sample_shape(model))
-    tainted = tainted_nodes(model.graph, model.convention.tokens)
-    live = [n for n in model.graph.nodes if n in tainted and is_floating(values.get(n)) and n.op != "output"]
+    hidden = hidden_nodes(model.graph, model.convention.tokens, values)
+    live = [n for n in model.graph.nodes if n in hidden and n.op != "output"]
     finder = _Regions(live)
     taken: set[fx.Node] = set()
     found: list[tuple[Region, Build]] = []
@@ -206,11 +210,14 @@ def _identify(
         return None
     if any(not isinstance(values.get(node), Tensor) for node in region.constants):
         return None
+    if not (is_floating(entry) and is_floating(result)):
+        return None
     shapes = tuple(tuple(values[node].shape) for node in region.constants)
-    key = (region.key(), entry.shape[-1], shapes)
+    uniform = {node: uniform_value(model, node) for node in region.constants}
+    key = (region.key(), entry.shape[-1:], shapes, tuple(uniform.values()))
     if key not in known:
         try:
-            known[key] = _classify(region, entry, shapes, model)
+            known[key] = _classify(region, entry, shapes, uniform)
         except (RuntimeError, TypeError, ValueError, IndexError):
             known[key] = None
     description = known[key]
@@ -218,14 +225,11 @@ def _identify(
 
 
 def _classify(
-    region: Region, entry: Tensor, shapes: tuple[tuple[int, ...], ...], model: TransformedModel
+    region: Region, entry: Tensor, shapes: tuple[tuple[int, ...], ...], uniform: Mapping[fx.Node, float | None]
 ) -> tuple[Any, ...] | None:
+    if all(_kind(node) in _POINTWISE for node in region.nodes):
+        return _classify_pointwise(region, uniform)
     generator = torch.Generator().manual_seed(0)
-    reducing = any(_kind(node) in _REDUCING | _BROADCASTING for node in region.nodes)
-    if not reducing:
-        if all(len(shape) == 0 for shape in shapes):
-            return _classify_pointwise(region, model)
-        return None
     standins = {
         node: torch.rand(shape, generator=generator, dtype=torch.float64) + 0.5
         for node, shape in zip(region.constants, shapes, strict=True)
@@ -237,41 +241,20 @@ def _classify(
     return _match_softmax(probes, results, shapes) or _match_norm(region, probes, results, standins, width)
 
 
-_ACTIVATIONS: dict[tuple[Any, ...], Callable[[Tensor], Tensor]] = {
-    ("gelu", "none"): F.gelu,
-    ("gelu", "tanh"): lambda x: F.gelu(x, approximate="tanh"),
-    ("silu",): F.silu,
-    ("relu",): F.relu,
-    ("tanh",): torch.tanh,
-    ("sigmoid",): torch.sigmoid,
-    ("mish",): F.mish,
-}
-
-
-def _classify_pointwise(region: Region, model: TransformedModel) -> tuple[Any, ...] | None:
-    """Compare with the known activations on a grid."""
-    grid = torch.cat([torch.linspace(-60, 60, 961), torch.linspace(-4, 4, 513)]).double()
-    constants = {}
-    for node in region.constants:
-        if node.op != "get_attr":
-            return None
-        value = model.get_submodule(str(node.target).rpartition(".")[0])._buffers.get(
-            str(node.target).rpartition(".")[2]
-        )
-        if value is None or value.device.type == "meta":
-            return None
-        constants[node] = value.detach().cpu().double()
-    result = region.run(grid, constants)
-    for name, function in _ACTIVATIONS.items():
-        if name[0] != _kind(region.exit) and _agree(result, function(grid)):
-            return ("activation", *name)
-    return None
+def _classify_pointwise(region: Region, constants: Mapping[fx.Node, float | None]) -> tuple[Any, ...] | None:
+    if any(value is None for value in constants.values()):
+        return None
+    given = {node: torch.tensor(value, dtype=torch.float64) for node, value in constants.items()}
+    written = [a for node in region.nodes for a in (*node.args, *node.kwargs.values()) if isinstance(a, int | float)]
+    literals = [*map(float, written), *(value for value in constants.values() if value is not None)]
+    found = classify(lambda x: region.run(x, given), literals, _kind(region.exit))
+    return found and ("activation", *found)
 
 
 def _match_softmax(
     probes: Sequence[Tensor], results: Sequence[Tensor], shapes: tuple[tuple[int, ...], ...]
 ) -> tuple[Any, ...] | None:
-    same = all(_agree(r, torch.softmax(p, -1)) for p, r in zip(probes, results, strict=True))
+    same = all(agree(r, torch.softmax(p, -1)) for p, r in zip(probes, results, strict=True))
     return ("softmax",) if same and not shapes else None
 
 
@@ -293,19 +276,12 @@ def _match_norm(
                 continue
             w, b = (None if c is None else c.reshape(width) for c in (weight, bias))
             norm = [F.layer_norm(p, (width,), w, b, eps) for p in probes]
-            if all(_agree(r, n) for r, n in zip(results, norm, strict=True)):
+            if all(agree(r, n) for r, n in zip(results, norm, strict=True)):
                 return ("layer_norm", wi, bi, eps)
             rms = [F.rms_norm(p, (width,), w, eps) for p in probes] if b is None else []
-            if rms and all(_agree(r, n) for r, n in zip(results, rms, strict=True)):
+            if rms and all(agree(r, n) for r, n in zip(results, rms, strict=True)):
                 return ("rms_norm", wi, eps)
     return None
-
-
-def _agree(value: Any, reference: Tensor) -> bool:
-    if not isinstance(value, Tensor) or value.shape != reference.shape:
-        return False
-    error = (value - reference).abs() / reference.abs().clamp_min(1.0)
-    return bool(torch.isfinite(value).all()) and float(error.max()) < TOLERANCE
 
 
 def _builder(description: tuple[Any, ...], region: Region, width: int) -> Build:
@@ -324,7 +300,9 @@ def _builder(description: tuple[Any, ...], region: Region, width: int) -> Build:
             if kind == "rms_norm":
                 return graph.call_function(aten.rms_norm.default, (entry, [width], constant(details[0]), details[1]))
             name, *form = details
-            kwargs = {"approximate": form[0]} if form else {}
-            return graph.call_function(getattr(aten, name).default, (entry,), kwargs)
+            op = getattr(aten, name).default
+            if name == "gelu":
+                return graph.call_function(op, (entry,), {"approximate": form[0]})
+            return graph.call_function(op, (entry, *form))
 
     return build

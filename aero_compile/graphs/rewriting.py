@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -194,8 +194,22 @@ def is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
+def hidden_nodes(graph: fx.Graph, tokens: str, values: Mapping[fx.Node, Any]) -> set[fx.Node]:
+    """Live nodes: floating-point values computed from the tokens, and what is computed from those.
+
+    So comparisons of hidden values and the indices of their maxima are live; positions and padding masks, which are
+    computed from token ids without a look at a hidden value, are not.
+    """
+    tainted = tainted_nodes(graph, tokens)
+    live: set[fx.Node] = set()
+    for node in graph.nodes:
+        from_hidden = node.target not in SHAPE_ONLY and any(parent in live for parent in node.all_input_nodes)
+        if node in tainted and (is_floating(values.get(node)) or from_hidden):
+            live.add(node)
+    return live
+
+
 def live_values(model: TransformedModel) -> tuple[set[fx.Node], dict[fx.Node, Any]]:
-    """Nodes that hold floating-point values computed from the tokens, and the fake values of all nodes."""
+    """Live nodes (see `hidden_nodes`), and the fake values of all nodes."""
     values = node_values(model, *sample_shape(model))
-    tainted = tainted_nodes(model.graph, model.convention.tokens)
-    return {n for n in tainted if is_floating(values.get(n))}, values
+    return hidden_nodes(model.graph, model.convention.tokens, values), values

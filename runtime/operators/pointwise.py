@@ -57,6 +57,11 @@ def _leaky_relu(x: Any, negative_slope: Any = 0.01, **_: Any) -> Any:
     return jnp().where(x > 0, x, x * negative_slope)
 
 
+@operator("hardswish")
+def _hardswish(x: Any, **_: Any) -> Any:
+    return x * jnp().clip(x * (1 / 6) + 0.5, 0.0, 1.0)
+
+
 @operator("prelu")
 def _prelu(x: Any, weight: Any, **_: Any) -> Any:
     shape = [1] * x.ndim

@@ -63,6 +63,7 @@ ELEMENTWISE = {
     "log": Case(lambda x, m: aten.log.default(x), low=0.1, high=50.0, tolerance=1e-3),
     "relu": Case(lambda x, m: aten.relu.default(x)),
     "leaky_relu": Case(lambda x, m: aten.leaky_relu.default(x, 0.1)),
+    "hardswish": Case(lambda x, m: aten.hardswish.default(x)),
     "prelu": Case(lambda x, m: aten.prelu.default(x, m.w), parameters={"w": (1,)}),
     "maximum": Case(lambda x, m: aten.maximum.default(x, aten.neg.default(x))),
     "minimum": Case(lambda x, m: aten.minimum.default(x, aten.neg.default(x))),
