@@ -158,7 +158,7 @@ def _scaled_product(form: Format, given: Mapping[str, Any], public: Collection[s
 
 _ANYWHERE = """
 add sub rsub mul neg abs square relu leaky_relu prelu gelu silu sigmoid tanh maximum minimum clamp clamp_min clamp_max
-hardtanh masked_fill where sum mean amax amin gt lt ge le linear matmul mm bmm einsum embedding softmax
+hardtanh hardswish masked_fill where sum mean amax amin gt lt ge le linear matmul mm bmm einsum embedding softmax
 view reshape _unsafe_view flatten unflatten transpose t permute movedim unsqueeze squeeze expand expand_as repeat
 repeat_interleave slice narrow select index cat stack split split_with_sizes chunk unbind
 clone alias contiguous detach lift_fresh_copy to _to_copy type_as dropout feature_dropout native_dropout
