@@ -30,7 +30,7 @@ from aero_compile.graphs.trainable import TransformedModel
 
 aten = torch.ops.aten
 
-_ROUTERS = frozenset({aten.topk.default, aten.sort.default, aten.argsort.default, aten.bincount.default})
+_SELECTIONS = frozenset({aten.topk.default, aten.sort.default, aten.argsort.default, aten.bincount.default})
 _SCORE_OPS = frozenset(
     {
         aten.mul.Tensor,
@@ -62,7 +62,7 @@ def find_structure(model: TransformedModel) -> Structure:
     tainted = tainted_nodes(model.graph, model.convention.tokens)
     live = {n for n in hidden_nodes(model.graph, model.convention.tokens, values) & graph if n.op != "output"}
     embedding = _embedding(model, live, tainted, values)
-    _refuse_routers(model, tainted & graph)
+    _refuse_selection(model, live, tainted & graph)
     order = [node for node in model.graph.nodes if node in live]
     attentions, depth = _attentions(model, order, live, values)
     ffns = tuple(find_ffns(order, live, depth, len(attentions), values))
@@ -88,13 +88,29 @@ def _embedding(
     )
 
 
-def _refuse_routers(model: TransformedModel, tainted: set[fx.Node]) -> None:
+def _refuse_selection(model: TransformedModel, live: set[fx.Node], tainted: set[fx.Node]) -> None:
+    """Refuse what sorts hidden values or selects among them, and say by what it selects from what it probably is."""
     for node in model.graph.nodes:
-        if node in tainted and node.target in _ROUTERS:
-            raise UnsupportedModelError(
-                f"{model.convention.family} routes tokens to experts ({node.target} at {place(node)}); "
-                "mixture-of-experts models are not supported, dense decoder-only transformers are"
-            )
+        if node not in tainted or node.target not in _SELECTIONS:
+            continue
+        origin = _origin(node.args[0], live)
+        known: dict[Any, str] = {
+            aten.matmul.default: "keeps the largest attention scores only",
+            aten.linear.default: "selects among a linear layer's results, as a router of experts does",
+        }
+        what = known.get(origin and origin.target, "sorts hidden values or selects among them")
+        raise UnsupportedModelError(
+            f"{model.convention.family} {what} ({node.target} at {place(node)}), which is not supported; dense "
+            "decoder-only transformers with softmax attention are"
+        )
+
+
+def _origin(node: object, live: set[fx.Node]) -> fx.Node | None:
+    """The product that `node` is computed from by ops of one hidden value, if there is one."""
+    while isinstance(node, fx.Node) and node.target not in (aten.matmul.default, aten.linear.default):
+        inputs = live_inputs(node, live)
+        node = inputs[0] if len(inputs) == 1 else None
+    return node if isinstance(node, fx.Node) else None
 
 
 def _attentions(

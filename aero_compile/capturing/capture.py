@@ -138,12 +138,12 @@ def _export_sample(model: nn.Module, example_inputs: Any) -> tuple[Sample, Any, 
         except UnsupportedModelError as error:
             refused = refused or error  # what is wrong with the usual length tells most
             if length == lengths[-1]:
-                raise refused from refused.__cause__
+                raise refused from None
             continue
         try:
             return sample, plain, export_program(model, sample)
         except UnsupportedModelError as error:
-            if length == lengths[-1] or "specializ" not in str(error.__cause__):
+            if length == lengths[-1] or "specializ" not in str(error.__context__):
                 raise
     raise AssertionError("unreachable")
 

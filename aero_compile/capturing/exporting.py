@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from aero_compile.capturing.sampling import LOGGERS, Sample, foreign_part
-from aero_compile.errors import UnsupportedModelError, first_line
+from aero_compile.capturing.reasons import Watched, foreign_part, reason, watched
+from aero_compile.capturing.sampling import Sample
+from aero_compile.errors import UnsupportedModelError
 from aero_compile.graphs.rewriting import VIEWS, ancestors
 from aero_compile.graphs.trainable import remove_dead_nodes
-from aero_compile.quiet import quiet
 
 aten = torch.ops.aten
 
@@ -42,8 +42,9 @@ def export_program(model: nn.Module, sample: Sample) -> torch.export.ExportedPro
         name: {0: dynamic, 1: dynamic} if isinstance(value, Tensor) and value.shape == shape else None
         for name, value in sample.kwargs.items()
     }
+    seen = Watched()
     try:
-        with quiet(LOGGERS):
+        with watched() as seen:
             program = _functional(model, sample, dims)
             updated = program.graph_signature.buffers_to_mutate.values()
             for buffer in updated:  # in training, by a power iteration, say: keep its module as it is in evaluation
@@ -52,9 +53,9 @@ def export_program(model: nn.Module, sample: Sample) -> torch.export.ExportedPro
     except Exception as error:
         found = foreign_part(model) or f"{type(model).__name__} could not be captured"
         raise UnsupportedModelError(
-            f"{found} (torch.export: {first_line(error)}); supported "
-            "are decoder-only transformers without data-dependent Python control flow"
-        ) from error
+            f"{found}: {reason(error, seen)}; supported are "
+            "decoder-only transformers without data-dependent Python control flow"
+        ) from None  # torch's traceback is long
 
 
 def _functional(model: nn.Module, sample: Sample, dims: Mapping[str, Any]) -> torch.export.ExportedProgram:
@@ -126,7 +127,7 @@ def clean_graph(
     exported: torch.export.ExportedProgram, order: Sequence[int], flat_logits: bool
 ) -> tuple[nn.Module, fx.Graph]:
     """The exported program's graph with plain inputs and a flat tuple of outputs."""
-    with quiet(LOGGERS):
+    with watched():
         module = exported.module(check_guards=False)
     graph = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}

@@ -10,11 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aero_compile.errors import InputError, UnsupportedModelError, first_line
-from aero_compile.quiet import quiet
-
-LOGGERS = ("torch.export", "torch.fx", "torch._dynamo", "torch._subclasses")
-"""Loggers of torch that have nothing to say to a user while a model is sampled and exported."""
+from aero_compile.capturing.reasons import foreign_part, reason, watched
+from aero_compile.errors import InputError, UnsupportedModelError
 
 _BATCH = 3
 """Sequences of the sample: a size of 1 would be baked in, and an odd one is rarely equal to a model width."""
@@ -111,7 +108,7 @@ def fake_call(model: nn.Module, kwargs: Mapping[str, Any]) -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), quiet(LOGGERS):
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), watched():
             fake = {k: mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
             tensors = {
                 f"{path}.{name}" if path else name: tensor
@@ -122,7 +119,7 @@ def fake_call(model: nn.Module, kwargs: Mapping[str, Any]) -> Any:
             state: dict[str, Tensor] = {name: mode.from_tensor(tensor) for name, tensor in tensors.items()}
             return torch.func.functional_call(model, state, (), fake, tie_weights=False)
     except Exception as error:
-        raise UnsupportedModelError(_call_failed(model, kwargs, error)) from error
+        raise UnsupportedModelError(_call_failed(model, kwargs, error)) from None  # torch's traceback is long
 
 
 def _call_failed(model: nn.Module, kwargs: Mapping[str, Any], error: Exception) -> str:
@@ -131,28 +128,6 @@ def _call_failed(model: nn.Module, kwargs: Mapping[str, Any], error: Exception) 
     )
     found = foreign_part(model) or f"{type(model).__name__} could not be run on token ids"
     return (
-        f"{found} ({what}: {first_line(error)}); supported are decoder-only transformers that map "
+        f"{found}: {reason(error)} (called with {what}); supported are decoder-only transformers that map "
         "int64 token ids [B, T] to logits [B, T, V] (pass example_inputs if its arguments differ)"
     )
-
-
-_FOREIGN = {
-    "recurrent layers": ("rnn", "lstm", "gru", "rwkv", "recurrent"),
-    "a state-space layer": ("mamba", "mixer2", "ssm", "shortconv"),
-    "experts that a router chooses": ("experts", "router", "moe"),
-    "linear attention": ("lightningattention", "gateddeltanet", "linearattention", "kimidelta"),
-}
-"""What a model may hold that is not supported: parts of the names of classes, for error messages alone."""
-
-
-def foreign_part(model: nn.Module) -> str:
-    """What the model has that is probably why it failed, as the beginning of a sentence; empty if nothing is known."""
-    for name, module in model.named_modules():
-        for what, parts in _FOREIGN.items():
-            if (
-                name
-                and not type(module).__name__.endswith("Model")
-                and any(part in type(module).__name__.lower() for part in parts)
-            ):
-                return f"{type(model).__name__} has {what} ({type(module).__name__} at {name}), which is not supported"
-    return ""

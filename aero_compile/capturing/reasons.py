@@ -1,0 +1,210 @@
+"""Why a model cannot be captured, in one sentence: what stands in the way, the line of the model's code, the way out.
+
+torch.export reports its own internals, on loggers and in exceptions with a hundred lines of traceback. Here they are
+kept silent, and what a user can act upon is taken from them: which line of the model was running.
+"""
+
+from __future__ import annotations
+
+import linecache
+import logging
+import re
+import sys
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, TracebackType
+
+import torch
+from torch import nn
+
+from aero_compile.errors import first_line
+
+_SILENCED = ("torch", "torch.")
+_GUARDS = "torch.fx.experimental.symbolic_shapes"
+_VALUES_NEEDED = ("DataDependent", "data-dependent", "_local_scalar_dense")
+_FIXED = re.compile(r"^eval Eq\((s\d+), (\d+)\)")
+_MISSING = re.compile(r"missing \d+ required (?:positional|keyword-only) arguments?: (.*)")
+_OWN = (
+    str(Path(__file__).resolve().parents[1]) + "/",
+    str(Path(torch.__file__).resolve().parent) + "/",
+    str(Path(sysconfig.get_paths()["stdlib"]).resolve()) + "/",
+)
+_INSTALLED = ("/site-packages/", "/dist-packages/")
+
+
+class Watched:
+    """What was seen while a model was traced: the lines that fixed a size, by the size."""
+
+    def __init__(self) -> None:
+        self.fixed: dict[int, str] = {}
+
+
+@contextmanager
+def watched() -> Iterator[Watched]:
+    """Trace a model in silence: torch's loggers say nothing, warnings are hidden, and fixed sizes are noted."""
+    seen = Watched()
+    loggers = [logging.getLogger(name) for name in _logger_names()]
+    guards = logging.getLogger(_GUARDS)
+    handlers = [handler for logger in loggers for handler in logger.handlers]
+    before = [(logger, logger.disabled) for logger in loggers]
+    levels = [(handler, handler.level) for handler in handlers]
+    noted, level, propagate = _Noted(seen), guards.level, guards.propagate
+    try:
+        for logger in loggers:
+            logger.disabled = logger is not guards
+        for handler in handlers:  # loggers that are made only now hand their records to these
+            handler.setLevel(logging.CRITICAL + 1)
+        guards.addHandler(noted)
+        guards.setLevel(logging.INFO)
+        guards.propagate = False
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield seen
+    finally:
+        guards.removeHandler(noted)
+        guards.setLevel(level)
+        guards.propagate = propagate
+        for logger, disabled in before:
+            logger.disabled = disabled
+        for handler, old in levels:
+            handler.setLevel(old)
+
+
+def _logger_names() -> list[str]:
+    known = logging.Logger.manager.loggerDict
+    return [*{*(name for name in known if name.startswith(_SILENCED)), "torch", _GUARDS}]
+
+
+class _Noted(logging.Handler):
+    """Notes the line of the model at which torch found that a size can have one value alone."""
+
+    def __init__(self, seen: Watched) -> None:
+        super().__init__(logging.INFO)
+        self._seen = seen
+
+    def emit(self, record: logging.LogRecord) -> None:
+        found = _FIXED.match(record.getMessage())
+        if found:
+            self._seen.fixed.setdefault(int(found[2]), _line_of(_frames(sys._getframe(1))))
+
+
+def reason(error: BaseException, seen: Watched | None = None) -> str:
+    """What keeps the model from being captured, with the line of its code where that is known.
+
+    Args:
+        error: what torch, or the model, raised.
+        seen: what `watched` noted before.
+    """
+    place = model_line(error)
+    where = f" at {place}" if place else ""
+    text = _chain_text(error)
+    missing = _MISSING.search(first_line(error))
+    if isinstance(error, TypeError) and missing:
+        names = missing[1].replace("'", "")
+        return f"forward needs {names}: pass example_inputs={{...}} with a value for it, as a dict of arguments"
+    if any(sign in text for sign in _VALUES_NEEDED):
+        return (
+            f"its Python code asks what a tensor holds{where}, which is not known before the model is called; "
+            "leave checks of values out of forward, and choose between values with torch.where"
+        )
+    if "onstraint" in text and "specialized" in text:
+        fixed = next(iter(seen.fixed.values()), "") if seen else ""
+        return (
+            f"its code takes the one length of the sample{f' at {fixed}' if fixed else ''}; "
+            "make masks and tables anew from the length of each call"
+        )
+    return first_line(error) + where
+
+
+def model_line(error: BaseException) -> str:
+    """`file:line: code` of the innermost line of the model's code in the traceback, or an empty string."""
+    current: BaseException | None = error
+    while current is not None:
+        line = _line_of(_traceback_frames(current.__traceback__))
+        if line:
+            return line
+        current = current.__cause__ or current.__context__
+    return ""
+
+
+def _chain_text(error: BaseException) -> str:
+    """Class names and messages of an exception and of those it comes from."""
+    parts = []
+    current: BaseException | None = error
+    while current is not None:
+        parts.append(f"{type(current).__name__}: {current}")
+        current = current.__cause__ or current.__context__
+    return "\n".join(parts)
+
+
+def _traceback_frames(traceback: TracebackType | None) -> list[tuple[str, int]]:
+    """(file, line), outermost first."""
+    found = []
+    while traceback is not None:
+        found.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
+        traceback = traceback.tb_next
+    return found
+
+
+def _frames(frame: FrameType | None) -> list[tuple[str, int]]:
+    """(file, line) of the running frames, outermost first."""
+    found = []
+    while frame is not None:
+        found.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return found[::-1]
+
+
+def _line_of(frames: list[tuple[str, int]]) -> str:
+    """The innermost line that is neither torch's nor Python's nor ours, below our own frames."""
+    own = max((i for i, (file, _) in enumerate(frames) if _is_ours(file)), default=0)
+    for file, line in reversed(frames[own:]):
+        if _is_models(file):
+            code = linecache.getline(file, line).strip()
+            return f"{file}:{line}{f': {code}' if code else ''}"
+    return ""
+
+
+def _is_ours(file: str) -> bool:
+    return str(Path(file).resolve()).startswith(_OWN[0]) and not file.startswith("<")
+
+
+def _is_models(file: str) -> bool:
+    if file.startswith("<"):
+        return False
+    path = str(Path(file).resolve())
+    in_python = path.startswith(_OWN[2]) and not any(part in path for part in _INSTALLED)
+    return not in_python and not path.startswith(_OWN[:2])
+
+
+_FOREIGN = {
+    "recurrent layers": ("rnn", "lstm", "gru", "rwkv", "recurrent"),
+    "a state-space layer": ("mamba", "mixer2", "ssm", "shortconv"),
+    "experts that a router chooses": ("experts", "router", "moe"),
+    "linear attention": ("lightningattention", "gateddeltanet", "linearattention", "kimidelta"),
+}
+"""What a model may hold that is not supported: words in the names of classes, for error messages alone."""
+
+
+def foreign_part(model: nn.Module) -> str:
+    """What the model has that is probably why it failed, as the beginning of a sentence; empty if nothing is known."""
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        for what, words in _FOREIGN.items():
+            if name and not kind.endswith("Model") and any(has_word(kind, word) for word in words):
+                return f"{type(model).__name__} has {what} ({kind} at {name}), which is not supported"
+    return ""
+
+
+def has_word(name: str, word: str) -> bool:
+    """Whether a class name has `word`, in lower case, as a word or several of its own: `GptOssMLP` has no `ssm`."""
+    starts = {0, len(name)} | {i for i, letter in enumerate(name) if not letter.islower()}
+    starts |= {i + 1 for i, letter in enumerate(name) if letter in "_0123456789"}
+    return any(
+        start in starts and start + len(word) in starts
+        for start in range(len(name))
+        if name[start : start + len(word)].lower() == word
+    )
