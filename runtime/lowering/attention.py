@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from aero_compile.runtime.arithmetic.constants import scale
 from aero_compile.runtime.arithmetic.exponential import SAFE, Exponential
 from aero_compile.runtime.arithmetic.filling import multiply
 from aero_compile.runtime.arithmetic.reciprocal import reciprocal_of_sums
@@ -127,7 +128,7 @@ def _inverse(rows: _Rows, exact: bool) -> Any:
 def _exponentials(x: Any, mask: Masked, exact: bool, exponential: Exponential) -> tuple[Any, _Rows]:
     """Packed exponentials of the scores less their row's maximum, and the sums of the rows that have entries."""
     layout = packing(x.shape, mask.allowed)
-    scores = x if mask.scale is None else x * mask.scale.astype(x.dtype)
+    scores = x if mask.scale is None else scale(x, mask.scale)
     scores = scores if mask.bias is None else scores + mask.bias.astype(x.dtype)
     packed = layout.pack(scores)
     shifted = packed - row_maximum(packed, layout.lengths)[:, layout.row_of]

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from aero_compile.errors import AeroError, LoweringError
+from aero_compile.runtime.arithmetic.constants import fixed_point
 from aero_compile.runtime.arithmetic.squares import squares_by_exp
 from aero_compile.runtime.lowering import warm_up
 from aero_compile.runtime.lowering.live import LiveProgram, LiveStep
@@ -22,10 +23,10 @@ def compile_steps(live: LiveProgram, protocol: str, field: int, fraction_bits: i
         LoweringError: SPU's compiler refuses an operator; the message names it and its place.
     """
     spu = import_spu()
-    codes: dict[str, str] = {SET_UP: _compile(spu, warm_up.STEP)}
+    codes: dict[str, str] = {SET_UP: _compile(spu, warm_up.STEP, fraction_bits)}
     for step in live.steps:
         if step.key not in codes:
-            codes[step.key] = _compile(spu, step)
+            codes[step.key] = _compile(spu, step, fraction_bits)
     last_use = {name: at for at, step in enumerate(live.steps) for name in (*step.inputs, *step.outputs)}
     last_use[live.result] = len(live.steps)
     kept = {TOKENS, *live.weights}  # inputs stay for the next run
@@ -57,14 +58,14 @@ def compile_steps(live: LiveProgram, protocol: str, field: int, fraction_bits: i
     )
 
 
-def _compile(spu: Any, step: LiveStep) -> str:
+def _compile(spu: Any, step: LiveStep, fraction_bits: int) -> str:
     frontend, secret = spu.utils.frontend, spu.Visibility.VIS_SECRET
     arguments = [
         np.zeros(shape, np.int32 if dtype == "int32" else np.float32)
         for shape, dtype in zip(step.shapes, step.dtypes, strict=True)
     ]
     try:
-        with squares_by_exp():
+        with squares_by_exp(), fixed_point(fraction_bits):
             executable, _ = frontend.compile(
                 frontend.Kind.JAX,
                 step.function,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
 from aero_compile.runtime.arithmetic.approximations import activation
+from aero_compile.runtime.arithmetic.constants import is_public, mean, scale, times
 from aero_compile.runtime.arithmetic.exponential import choose_power
-from aero_compile.runtime.arithmetic.filling import multiply
 from aero_compile.runtime.arithmetic.logarithm import logarithm
 from aero_compile.runtime.arithmetic.reciprocal import quotient, reciprocal
 from aero_compile.runtime.arithmetic.roots import inverse_root, root
@@ -54,7 +53,7 @@ def _relu(x: Any, **_: Any) -> Any:
 
 @operator("leaky_relu")
 def _leaky_relu(x: Any, negative_slope: Any = 0.01, **_: Any) -> Any:
-    return jnp().where(x > 0, x, x * negative_slope)
+    return jnp().where(x > 0, x, times(x, negative_slope))
 
 
 @operator("hardswish")
@@ -70,42 +69,45 @@ def _prelu(x: Any, weight: Any, **_: Any) -> Any:
     return jnp().where(x > 0, x, x * weight.reshape(shape))
 
 
-def _scaled(value: Any, alpha: Any) -> Any:
-    return value if alpha == 1 else value * alpha
-
-
 @operator("add")
 def _add(x: Any, other: Any, alpha: Any = 1, **_: Any) -> Any:
-    return x + _scaled(other, alpha)
+    return x + times(other, alpha)
 
 
 @operator("sub")
 def _sub(x: Any, other: Any, alpha: Any = 1, **_: Any) -> Any:
-    return x - _scaled(other, alpha)
+    return x - times(other, alpha)
 
 
 @operator("rsub")
 def _rsub(x: Any, other: Any, alpha: Any = 1, **_: Any) -> Any:
-    return other - _scaled(x, alpha)
+    return other - times(x, alpha)
 
 
 @operator("mul")
 def _mul(x: Any, other: Any, **_: Any) -> Any:
-    import jax
-
     if x is other:
         return square(x)
-    secret = all(isinstance(each, jax.Array) and jnp().issubdtype(each.dtype, jnp().floating) for each in (x, other))
-    return multiply(x, other) if secret else x * other
+    floats = [each for each in (x, other) if not is_public(each) and jnp().issubdtype(each.dtype, jnp().floating)]
+    return times(x, other) if len(floats) + is_public(x) + is_public(other) == 2 else x * other
 
 
 @operator("div")
 def _div(x: Any, other: Any, rounding_mode: str | None = None, tolerances: Tolerances = DEFAULT, **_: Any) -> Any:
     if rounding_mode is not None:
         raise NotImplementedError(f"division rounded by {rounding_mode!r}")
-    if isinstance(other, (int, float)) or type(other) is np.ndarray:
-        return x * (1.0 / other)  # a product with a public number, not a division
-    return quotient(x, other, tolerances.reciprocal)
+    if not is_public(other):
+        return _over(x, other, tolerances.reciprocal) if is_public(x) else quotient(x, other, tolerances.reciprocal)
+    if not np.all(other):
+        raise NotImplementedError("a division by zero")
+    return times(x, 1.0 / np.asarray(other, np.float64))  # a product with a public number, not a division
+
+
+def _over(numerator: Any, x: Any, tolerance: float) -> Any:
+    """A public number over a secret; a small one is 1 times itself, a large one goes in before digits are lost."""
+    large = np.abs(numerator) >= 1
+    found = quotient(np.where(large, numerator, 1.0).astype(np.float32), x, tolerance)
+    return scale(found, np.where(large, 1.0, numerator))
 
 
 @operator("reciprocal")
@@ -207,8 +209,7 @@ def _sum(x: Any, dim: Any = None, keepdim: bool = False, **_: Any) -> Any:
 
 @operator("mean")
 def _mean(x: Any, dim: Any = None, keepdim: bool = False, **_: Any) -> Any:
-    total = x.sum(axis=_axes(dim), keepdims=keepdim)
-    return total * (math.prod(total.shape) / math.prod(x.shape))
+    return mean(x, _axes(dim), keepdim)
 
 
 @operator("amax")

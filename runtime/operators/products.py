@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
 
 from aero_compile.runtime.arithmetic.ciphertexts import REQUEST_BYTES, RESPONSE_BYTES, MatmulCount, matmul
+from aero_compile.runtime.arithmetic.constants import is_public, mean, scale, scaled_table, times
 from aero_compile.runtime.arithmetic.roots import inverse_root
 from aero_compile.runtime.arithmetic.squares import square, twice_product
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
@@ -92,10 +93,10 @@ def heads_at_once(heads: int, rows: int, inner: int, columns: int) -> int:
 
     def price(joined: int) -> float:
         found = 0.0
-        for size, times in ((joined, heads // joined), (heads % joined, 1)):
+        for size, pieces in ((joined, heads // joined), (heads % joined, 1)):
             if size:
                 count = matmul(rows, size * inner, size * columns)
-                found += times * _price(count) if count.plains <= MOST_POLYNOMIALS or size == 1 else math.inf
+                found += pieces * _price(count) if count.plains <= MOST_POLYNOMIALS or size == 1 else math.inf
         return found
 
     return min(range(1, heads + 1), key=price)
@@ -124,10 +125,24 @@ def _joined(left: Any, right: Any) -> Any:
     return jnp().swapaxes(product.reshape((rows, heads, columns)), 0, 1)
 
 
+def _product(left: Any, right: Any, product: Callable[[Any, Any], Any]) -> Any:
+    """``product`` of two factors; where one is public, its small rows or columns are held as closely as large ones."""
+    factor = None
+    if is_public(right):
+        right, factor = scaled_table(right, -2 if right.ndim > 1 else -1)
+    elif is_public(left):
+        left, factor = scaled_table(left, -1)
+    found = product(left, right)
+    return found if factor is None else scale(found, factor)
+
+
 @operator("linear")
 def _linear(input: Any, weight: Any, bias: Any = None, **_: Any) -> Any:
-    flat = input.reshape((-1, input.shape[-1]))  # one matrix product, whatever the batch dimensions
-    out = matrix_product(flat, weight.T).reshape((*input.shape[:-1], weight.shape[0]))
+    def product(rows: Any, columns: Any) -> Any:
+        flat = rows.reshape((-1, rows.shape[-1]))  # one matrix product, whatever the batch dimensions
+        return matrix_product(flat, columns).reshape((*rows.shape[:-1], columns.shape[1]))
+
+    out = _product(input, weight.T, product)
     return out if bias is None else out + bias
 
 
@@ -136,12 +151,14 @@ def _matmul(x: Any, other: Any = None, mat2: Any = None, **_: Any) -> Any:
     right = other if other is not None else mat2
     if right.ndim == 2 and x.ndim > 2:
         return _linear(x, right.T)
-    return batched_product(x, right) if x.ndim > 2 else jnp().matmul(x, right)
+    return _product(x, right, batched_product if x.ndim > 2 else jnp().matmul)
 
 
 @operator("einsum")
 def _einsum(equation: str, tensors: Sequence[Any], **_: Any) -> Any:
-    return jnp().einsum(equation, *tensors)
+    tables = [scaled_table(each, None) if is_public(each) else (each, None) for each in tensors]
+    found = jnp().einsum(equation, *(each for each, _ in tables))
+    return scale(found, math.prod(float(factor.item()) for _, factor in tables if factor is not None))
 
 
 @operator("addmm", "baddbmm")
@@ -156,7 +173,7 @@ def _addmm(
     **_: Any,
 ) -> Any:
     product = _matmul(mat1, mat2) if mat1 is not None else _matmul(batch1, batch2)
-    return (product if alpha == 1 else product * alpha) + (x if beta == 1 else x * beta)
+    return times(product, alpha) + times(x, beta)
 
 
 NORM_GAIN = 4.0
@@ -167,7 +184,7 @@ def _scale_rows(centered: Any, shape: Sequence[int], eps: float, weight: Any, bi
     axes = tuple(range(-len(shape), 0))
     # The sum of squares is divided once, after the sum: one rounding instead of one an element.
     squares = square(centered)
-    variance = squares.sum(axis=axes, keepdims=True) * (NORM_GAIN / math.prod(shape))
+    variance = scale(squares.sum(axis=axes, keepdims=True), NORM_GAIN / math.prod(shape))
     out = twice_product(centered, inverse_root(variance + NORM_GAIN * eps, tolerances.root), squares)
     out = out if weight is None else out * weight
     return out if bias is None else out + bias
@@ -184,8 +201,7 @@ def _layer_norm(
     **_: Any,
 ) -> Any:
     axes = tuple(range(-len(normalized_shape), 0))
-    mean = input.sum(axis=axes, keepdims=True) * (1.0 / math.prod(normalized_shape))
-    return _scale_rows(input - mean, normalized_shape, eps, weight, bias, tolerances)
+    return _scale_rows(input - mean(input, axes, keepdims=True), normalized_shape, eps, weight, bias, tolerances)
 
 
 @operator("rms_norm")

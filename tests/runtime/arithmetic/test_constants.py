@@ -1,0 +1,154 @@
+"""Public numbers of every size times secrets, and means over any width: how far off between two parties."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from aero_compile.runtime.arithmetic.constants import fixed_point, mean, scale, scale_up, scaled_table
+from tests.runtime.graphs import TokenRows, aten, expected, in_spu
+from tests.runtime.two_parties import bytes_of, in_two_parties
+
+pytest.importorskip("spu")
+
+UNIT = 2.0**-18
+IN_BOTH = pytest.mark.parametrize("protocol", ["semi2k", pytest.param("cheetah", marks=pytest.mark.slow)])
+
+
+def _secrets(shape: tuple[int, ...], largest: float = 2.0**25) -> npt.NDArray[np.float64]:
+    """Of every size up to ``largest``, as float32 holds them when each party has a summand: only the function errs."""
+    random = np.random.default_rng(0)
+    x = random.uniform(-1, 1, shape) * 2.0 ** random.uniform(-10, np.log2(largest), shape)
+    return np.asarray(np.round(x * 2**14) * 2.0**-14)
+
+
+@IN_BOTH
+def test_vectors_of_public_numbers_of_any_size(protocol: str) -> None:
+    """Twelve decades at once, whatever x is below 2^25."""
+    random = np.random.default_rng(0)
+    factors = 10.0 ** random.uniform(-9, 3, 512) * random.choice([-1, 1], 512)
+    x = _secrets((8, 512))
+    x = np.where(np.abs(x * factors) < 2.0**25, x, 0.0)
+    found = in_two_parties(lambda each: scale(each, factors), x, protocol)
+    assert (np.abs(found - x * factors) <= 6 * UNIT + 1.5 * UNIT * np.abs(x * factors)).all()
+
+
+@IN_BOTH
+def test_one_public_number(protocol: str) -> None:
+    import jax.numpy as jnp
+
+    factors = np.array([1e-12, -7e-9, 1e-6, 2.0**-20, 1e-4, 1 / 6144, 1 / 768, 0.1, -0.3, 0.75, 2.5, 1e3])
+    x = np.stack([_secrets((64,), min(2.0**25, 2.0**25 / abs(factor))) for factor in factors])
+
+    def function(each: Any) -> Any:
+        return jnp.stack([scale(row, factor) for row, factor in zip(each, factors, strict=True)])
+
+    wanted = x * factors[:, None]
+    found = in_two_parties(function, x, protocol)
+    assert (np.abs(found - wanted) <= 4 * UNIT + 1.5 * UNIT * np.abs(wanted)).all()
+
+
+@IN_BOTH
+def test_means_do_not_depend_on_how_large_they_are(protocol: str) -> None:
+    """Rows whose mean is up to 10^5 times their deviation: what is left of them errs by a few units."""
+    random = np.random.default_rng(0)
+    x = random.standard_normal((4, 6144)) + np.array([[0.0], [100.0], [-1600.0], [1e5]])
+    values = torch.from_numpy(np.round(x * 2**6) * 2.0**-6)  # as float32 holds them
+
+    def body(x: Any, m: Any) -> Any:
+        parts = [aten.slice.Tensor(x, 1, 0, width) for width in (3, 48, 768, 1023, 6144)]
+        return aten.cat.default([aten.sub.Tensor(part, aten.mean.dim(part, [1], True)) for part in parts], 1)
+
+    wanted = expected(TokenRows(values, body))
+    assert np.abs(in_spu(TokenRows(values.float(), body), protocol) - wanted).max() <= 4 * UNIT
+
+
+@pytest.mark.parametrize("axis", [None, 0, (0, 1), -1])
+@pytest.mark.parametrize("keepdims", [True, False])
+def test_mean_is_numpys(axis: int | tuple[int, ...] | None, keepdims: bool) -> None:
+    import jax.numpy as jnp
+
+    x = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
+    for bits in (None, 18):
+        with fixed_point(bits) if bits else pytest.MonkeyPatch.context():
+            found = np.asarray(mean(jnp.asarray(x), axis, keepdims))
+        assert found.shape == x.mean(axis, keepdims=keepdims).shape
+        np.testing.assert_allclose(found, x.mean(axis, keepdims=keepdims), atol=1e-4)
+
+
+def test_scaling_up_is_exact_and_free() -> None:
+    x = _secrets((4, 64), 2.0**9)
+    assert (in_two_parties(lambda each: scale_up(each, 7), x) == np.float32(x * 128)).all()
+    assert bytes_of(lambda each: scale_up(each, 7), 64, 1024) == bytes_of(lambda each: each, 64, 1024)
+
+
+def test_a_number_that_is_held_costs_one_product() -> None:
+    held, split = (bytes_of(lambda each, k=k: scale(each, k), 64, 1024) for k in (0.125, 0.01))  # type: ignore[misc]
+    assert held < split < 2.1 * held
+    assert bytes_of(lambda each: scale(each, 1.0), 64, 1024) < held
+
+
+@pytest.mark.parametrize("bits", [4, 10, 18])
+def test_tables_of_small_entries_are_raised_row_by_row(bits: int) -> None:
+    table = np.tril(np.ones((300, 300))) / np.arange(1, 301)[:, None]
+    with fixed_point(bits):
+        raised, factor = scaled_table(table.astype(np.float32), -1)
+    assert factor is not None
+    np.testing.assert_allclose(raised * factor, table, rtol=2.0**-bits)
+    assert (np.ldexp(raised.astype(np.float64), bits) % 1 == 0).all()
+
+
+AVERAGES = torch.from_numpy(np.tril(np.ones((48, 48))) / np.arange(1, 49)[:, None] / 1000)
+PUBLIC = torch.tensor([1e-5, 1.0, -3e-4, 0.02, 7e-7, 0.0, 5.0, 1 / 3], dtype=torch.float64)
+
+OPERATORS: tuple[Callable[[Any], Any], ...] = (
+    lambda x: aten.mul.Scalar(x, 1e-6),
+    lambda x: aten.mul.Tensor(x, PUBLIC),
+    lambda x: aten.mul.Tensor(PUBLIC, x),
+    lambda x: aten.div.Scalar(x, 3e5),
+    lambda x: aten.div.Tensor(x, torch.arange(1, 9) * 1000),
+    lambda x: aten.add.Tensor(aten.mul.Scalar(x, 1e-4), x, alpha=1e-5),
+    lambda x: aten.sub.Tensor(aten.mul.Scalar(x, 1e-4), x, alpha=1e-5),
+    lambda x: aten.rsub.Scalar(aten.mul.Scalar(x, 1e-4), 1.0, 1e-3),
+    lambda x: aten.leaky_relu.default(x, 1e-5),
+    lambda x: aten.mean.dim(x, [0], True),
+    lambda x: aten.matmul.default(AVERAGES, x),
+    lambda x: aten.transpose.int(aten.linear.default(aten.transpose.int(x, 0, 1), AVERAGES), 0, 1),
+    lambda x: aten.einsum.default("tk,kd->td", [torch.full_like(AVERAGES, 1 / 48e3), x]),
+)
+
+
+def test_operators_with_small_public_numbers() -> None:
+    values = torch.from_numpy(_secrets((48, 8), 2.0**16))
+    for function in OPERATORS:
+        wanted = expected(TokenRows(values, lambda x, m, f=function: f(x)))
+        found = in_spu(TokenRows(values, lambda x, m, f=function: f(x)))
+        assert (np.abs(found - wanted) <= 8 * UNIT + 8 * UNIT * np.abs(wanted).max(0)).all()
+
+
+def test_small_numbers_over_secrets() -> None:
+    values = torch.rand(4, 8) + 0.5
+    numbers = torch.tensor([1e-5, 1e-3, 0.3, 1.0, 1000.0, -2e-4, 0.0, -5.0])
+    model = TokenRows(values, lambda x, m: aten.div.Tensor(numbers, x))
+    np.testing.assert_allclose(in_spu(model), expected(model), rtol=3e-4, atol=4 * UNIT)
+
+
+def test_scores_scaled_by_little() -> None:
+    values = torch.randn(16, 16) * 1000
+    model = TokenRows(values, lambda x, m: aten.softmax.int(aten.mul.Scalar(x, 1e-3), -1))
+    np.testing.assert_allclose(in_spu(model), expected(model), rtol=0, atol=1e-3)
+
+
+def test_division_by_zero_is_refused() -> None:
+    from aero_compile.errors import LoweringError
+
+    for divisor in (0.0, torch.zeros(8)):
+        operator = aten.div.Tensor if isinstance(divisor, torch.Tensor) else aten.div.Scalar
+        model = TokenRows(torch.ones(4, 8), lambda x, m, o=operator, d=divisor: o(x, d))
+        with pytest.raises(LoweringError, match="a division by zero"):
+            in_spu(model)
