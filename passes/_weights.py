@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, fx, nn
@@ -11,6 +11,7 @@ from aero_compile.anatomy.projections import Projection
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.graphs.rewriting import place
 from aero_compile.graphs.trainable import TransformedModel
+from aero_compile.graphs.weight_readers import weight_readers
 
 aten = torch.ops.aten
 
@@ -34,13 +35,24 @@ def stored(model: TransformedModel, linear: fx.Node, name: str) -> Iterator[tupl
         yield str(node.target), int(transposed)
 
 
-def fill_rows(model: TransformedModel, projection: Projection, value: float, name: str) -> None:
-    """Set the rows of `projection`, in the weight and in the bias, to `value`."""
-    for path, dim in stored(model, projection.linear, name):
-        tensor = model.get_parameter(path)
-        rows = torch.tensor(projection.rows, device=tensor.device)
-        with torch.no_grad():
-            tensor.index_fill_(dim, rows, value)
+def fill_rows(model: TransformedModel, projections: Sequence[Projection], value: float, name: str) -> None:
+    """Set the rows of `projections`, in the weights and in the biases, to `value`.
+
+    Raises:
+        UnsupportedGraphError: something else reads such a weight (a tied one), and would be changed as well.
+    """
+    rows: dict[fx.Node, set[int]] = {}
+    for each in projections:
+        rows.setdefault(each.linear, set()).update(each.rows)
+    readers = weight_readers(model, model.graph)
+    for linear, chosen in rows.items():
+        for path, dim in stored(model, linear, name):
+            tensor = model.get_parameter(path)
+            others = [reader for reader in readers[id(tensor)] if rows.get(reader) != chosen]
+            if others:
+                raise UnsupportedGraphError(f"{name} cannot set rows of {path}: {place(others[0])} reads it as well")
+            with torch.no_grad():
+                tensor.index_fill_(dim, torch.tensor(sorted(chosen), device=tensor.device), value)
 
 
 def kept_rows(tensor: Tensor, rows: tuple[int, ...], dim: int) -> nn.Parameter:

@@ -25,6 +25,7 @@ from aero_compile.errors import UnsupportedGraphError
 from aero_compile.graphs.graph_pass import GraphPass, PassResult
 from aero_compile.graphs.rewriting import ancestors, bypass, insert_call, parameter_node, place
 from aero_compile.graphs.trainable import TransformedModel
+from aero_compile.graphs.weight_readers import weight_readers
 from aero_compile.passes._weights import kept_rows, stored
 
 aten = torch.ops.aten
@@ -159,7 +160,7 @@ def _left(structure: Structure, found: Projections) -> dict[fx.Node, tuple[int, 
 
 def _shrink(model: TransformedModel, fused: dict[fx.Node, tuple[int, ...]], name: str) -> None:
     """Keep only some rows of weights and biases; what reads the result finds every channel where it was."""
-    readers = _readers(model)
+    readers = weight_readers(model, model.graph)
     smaller: dict[int, nn.Parameter] = {}
     for linear, rows in fused.items():
         for path, dim in stored(model, linear, name):
@@ -172,19 +173,7 @@ def _shrink(model: TransformedModel, fused: dict[fx.Node, tuple[int, ...]], name
         for path, _ in stored(model, linear, name):
             new = smaller.get(id(model.get_parameter(path)))
             if new is not None:  # layers that share weights come here twice
-                model.add_tensor(path, new)
-
-
-def _readers(model: TransformedModel) -> dict[int, set[fx.Node]]:
-    """What reads each parameter, by its id; a transposed parameter is read by what reads that."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    found: dict[int, set[fx.Node]] = {}
-    for node in model.graph.nodes:
-        if node.op == "get_attr" and node.target in parameters:
-            for user in node.users:
-                readers = user.users if user.target is aten.t.default else [user]
-                found.setdefault(id(parameters[node.target]), set()).update(readers)
-    return found
+                model.replace_tensor(path, new, model.graph.find_nodes(op="get_attr", target=path))
 
 
 def _lay_out(linear: fx.Node, size: int, rows: tuple[int, ...]) -> None:

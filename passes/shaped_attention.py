@@ -87,6 +87,7 @@ class ShapedAttention(GraphPass):
         return PassResult(model, modified=True)
 
     def _zero_queries(self, model: TransformedModel) -> None:
+        found = []
         for attention in model.structure.attentions:
             queries = find_projections(model, attention).queries
             if not queries:
@@ -94,8 +95,8 @@ class ShapedAttention(GraphPass):
                     f"{self.name} found no linear layer that makes the queries of {_name(attention)}, to set to zero; "
                     f"write {self.name}{{zero_queries=False}}"
                 )
-            for each in queries:
-                fill_rows(model, each, 0.0, self.name)
+            found += queries
+        fill_rows(model, found, 0.0, self.name)
 
 
 def _name(attention: Attention) -> str:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from hypothesis import strategies as st
@@ -57,6 +57,7 @@ class Config:
     inner_norm: bool = False
     shared: bool = False
     labels: bool = False
+    eps: float | None = None
     seed: int = 0
 
     @property
@@ -116,8 +117,12 @@ class Linear(nn.Module):
         shape = (inputs, outputs) if spelling in ("conv1d", "transposed") else (outputs, inputs)
         self.weight = nn.Parameter(torch.empty(shape))
         self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
+        if spelling == "low-rank":
+            self.up, self.down = nn.Parameter(torch.empty(outputs, 2)), nn.Parameter(torch.empty(2, inputs))
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.spelling == "low-rank":  # an adapter, added to the weight
+            return F.linear(x, self.weight + 0.7 * (self.up @ self.down), self.bias)
         if self.spelling == "linear":
             return F.linear(x, self.weight, self.bias)
         if self.spelling == "convolution":
@@ -137,9 +142,10 @@ class Linear(nn.Module):
 class Norm(nn.Module):
     """A norm over the last dimension, as torch's op or as arithmetic."""
 
-    def __init__(self, spelling: str, width: int, bias: bool) -> None:
+    def __init__(self, spelling: str, width: int, bias: bool, eps: float | None = None) -> None:
         super().__init__()
         self.spelling, self.width = spelling, width
+        self.eps = (1e-5 if spelling.startswith("layer") else 1e-6) if eps is None else eps
         if spelling not in ("none", "layer_norm_plain"):
             self.weight = nn.Parameter(torch.zeros(width) if spelling == "rms_offset" else torch.ones(width))
         has_bias = bias and spelling in ("layer_norm", "layer_norm_written")
@@ -149,16 +155,16 @@ class Norm(nn.Module):
         if self.spelling == "none":
             return x
         if self.spelling == "layer_norm":
-            return F.layer_norm(x, (self.width,), self.weight, self.bias, 1e-5)
+            return F.layer_norm(x, (self.width,), self.weight, self.bias, self.eps)
         if self.spelling == "layer_norm_plain":
-            return F.layer_norm(x, (self.width,))
+            return F.layer_norm(x, (self.width,), eps=self.eps)
         if self.spelling == "rms_norm":
-            return F.rms_norm(x, (self.width,), self.weight, 1e-6)
+            return F.rms_norm(x, (self.width,), self.weight, self.eps)
         if self.spelling == "layer_norm_written":
             centered = x - x.mean(-1, keepdim=True)
-            y = centered * torch.rsqrt(centered.pow(2).mean(-1, keepdim=True) + 1e-5) * self.weight
+            y = centered * torch.rsqrt(centered.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
             return y if self.bias is None else y + self.bias
-        scaled = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        scaled = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
         if self.spelling == "rms_offset":  # Gemma
             return scaled * (1.0 + self.weight)
         return self.weight * scaled
@@ -184,7 +190,7 @@ class Attention(nn.Module):
             self.qkv = make(c.width, own + keys + values)
         self.out = make(c.heads * c.d_v, c.width)
         norm = c.norm if c.qk_norm else "none"
-        self.q_norm, self.k_norm = Norm(norm, c.head_width, c.bias), Norm(norm, c.head_width, c.bias)
+        self.q_norm, self.k_norm = Norm(norm, c.head_width, c.bias, c.eps), Norm(norm, c.head_width, c.bias, c.eps)
         self.drop = nn.Dropout(c.dropout)
         if c.mask == "buffer" and not c.window:
             self.register_buffer("visible", torch.tril(torch.ones(c.context, c.context)), persistent=False)
@@ -387,7 +393,7 @@ class FeedForward(nn.Module):
         self.up, self.down = make(c.width, c.hidden * (2 if c.gate in ("fused", "glu") else 1)), make(c.hidden, c.width)
         if c.gate == "separate":
             self.gate = make(c.width, c.hidden)
-        self.inner = Norm(c.norm if c.inner_norm else "none", c.hidden, c.bias)
+        self.inner = Norm(c.norm if c.inner_norm else "none", c.hidden, c.bias, c.eps)
         self.drop = nn.Dropout(c.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -419,9 +425,9 @@ class Block(nn.Module):
         after = c.norm if c.placement == "post" else "none"
         once = c.block == "parallel-one-norm"
         parallel = c.block != "sequential"
-        self.norm_a, self.norm_f = (Norm(n, c.width, c.bias) for n in (first, "none" if once else first))
-        self.behind_a, self.behind_f = (Norm(behind, c.width, c.bias) for _ in range(2))
-        self.after_a, self.after_f = (Norm(n, c.width, c.bias) for n in ("none" if parallel else after, after))
+        self.norm_a, self.norm_f = (Norm(n, c.width, c.bias, c.eps) for n in (first, "none" if once else first))
+        self.behind_a, self.behind_f = (Norm(behind, c.width, c.bias, c.eps) for _ in range(2))
+        self.after_a, self.after_f = (Norm(n, c.width, c.bias, c.eps) for n in ("none" if parallel else after, after))
         self.drop = nn.Dropout(c.dropout)
         if c.gains:  # LayerScale
             self.gain_a, self.gain_f = nn.Parameter(torch.ones(c.width)), nn.Parameter(torch.ones(c.width))
@@ -481,10 +487,10 @@ class Decoder(nn.Module):
         elif c.positions == "sinusoidal":
             angle = torch.arange(c.context)[:, None] / 10 ** (torch.arange(c.width) / c.width)
             self.register_buffer("table", torch.where(torch.arange(c.width) % 2 == 0, angle.sin(), angle.cos()))
-        self.first = Norm(c.norm if c.norm_of_embeddings else "none", c.width, c.bias)
+        self.first = Norm(c.norm if c.norm_of_embeddings else "none", c.width, c.bias, c.eps)
         self.drop = nn.Dropout(c.dropout)
         self.blocks = nn.ModuleList([Block(c)] * c.layers if c.shared else [Block(c) for _ in range(c.layers)])
-        self.final = Norm(c.norm if c.final_norm else "none", c.width, c.bias)
+        self.final = Norm(c.norm if c.final_norm else "none", c.width, c.bias, c.eps)
         self.head = nn.Linear(c.width, c.vocab, bias=c.bias and not c.tied)
         if c.tied:
             self.head.weight = self.embed.weight
@@ -579,19 +585,44 @@ def logits_of(result: Any) -> Tensor:
     return found
 
 
+class Choices(Protocol):
+    """Where random choices come from: hypothesis, or a seed."""
+
+    def one(self, *choices: Any) -> Any:
+        """One of `choices`."""
+
+    def between(self, low: int, high: int) -> int:
+        """A whole number, both ends included."""
+
+
+class Drawn:
+    """Choices that hypothesis makes, and shrinks."""
+
+    def __init__(self, draw: st.DrawFn) -> None:
+        self._draw = draw
+
+    def one(self, *choices: Any) -> Any:
+        return self._draw(st.sampled_from(choices))
+
+    def between(self, low: int, high: int) -> int:
+        return self._draw(st.integers(low, high))
+
+
 @st.composite
 def configs(draw: st.DrawFn, max_layers: int = 3) -> Config:
     """Any decoder that makes sense, small."""
+    return any_config(Drawn(draw), max_layers)
 
-    def one(*choices: Any) -> Any:
-        return draw(st.sampled_from(choices))
 
-    groups = draw(st.integers(1, 3))
-    heads = groups * draw(st.integers(1, 3 if groups < 3 else 1))
+def any_config(choices: Choices, max_layers: int = 3) -> Config:
+    """The same, chosen by `choices`."""
+    one, between = choices.one, choices.between
+    groups = between(1, 3)
+    heads = groups * between(1, 3 if groups < 3 else 1)
     positions = one(
         "learned", "learned-sliced", "rotary", "rotary-pairs", "rotary-partial", "alibi", "none", "sinusoidal"
     )
-    head_width = draw(st.integers(2, 6))
+    head_width = between(2, 6)
     if positions.startswith("rotary"):
         head_width = one(4, 6)
     block = one("sequential", "sequential", "parallel-one-norm", "parallel-two-norms")
@@ -600,32 +631,32 @@ def configs(draw: st.DrawFn, max_layers: int = 3) -> Config:
     if positions == "alibi":
         attentions.remove("sdpa-causal")
     attention = one(*attentions)
-    value_width = one(0, 0, draw(st.integers(1, 7)))
+    value_width = one(0, 0, between(1, 7))
     layouts = ["separate", "keys-values", "thirds", "slices"] + ["by-group"] * (not value_width)
     layouts += ["unbound"] * (groups == heads and not value_width)
     masks = ["buffer", "compared", "computed"] + ["added", "chosen"] * (attention in ("matmul", "einsum", "folded"))
     scalings = ["scores", "own"] + ["queries", "divided"] * (attention in ("matmul", "einsum", "folded"))
     orders = ["attention-first", "feed-forward-first"] + ["branches-first"] * (block != "sequential")
     return Config(
-        layers=draw(st.integers(1, max_layers)),
+        layers=between(1, max_layers),
         heads=heads,
         groups=groups,
         head_width=head_width,
-        width=one(heads * head_width, draw(st.integers(4, 24))),
-        hidden=draw(st.integers(3, 24)),
-        vocab=draw(st.integers(5, 30)),
-        context=draw(st.integers(4, 20)),
+        width=one(heads * head_width, between(4, 24)),
+        hidden=between(3, 24),
+        vocab=between(5, 30),
+        context=between(4, 20),
         block=block,
         order=one(*orders),
         norm=norm,
         placement=one("pre", "pre", "post", "sandwich"),
-        final_norm=draw(st.booleans()),
-        qk_norm=draw(st.booleans()),
+        final_norm=one(False, True),
+        qk_norm=one(False, True),
         activation=one(*ACTIVATIONS),
         gate=one("none", "none", "separate", "fused"),
-        bias=draw(st.booleans()),
+        bias=one(False, True),
         linear=one("linear", "linear", "matmul", "transposed", "conv1d", "einsum", "convolution"),
-        tied=draw(st.booleans()),
+        tied=one(False, True),
         dropout=one(0.0, 0.1, 0.25),
         positions=positions,
         qkv=one(*layouts),
@@ -634,13 +665,13 @@ def configs(draw: st.DrawFn, max_layers: int = 3) -> Config:
         mask=one(*masks),
         scaling=one(*scalings),
         output=one("tensor", "tuple", "dict"),
-        gains=draw(st.booleans()),
+        gains=one(False, True),
         value_width=value_width,
         softcap=one(False, False, True) and not attention.startswith("sdpa"),
-        window=0 if attention == "sdpa-causal" else one(0, 0, draw(st.integers(1, 5))),
+        window=0 if attention == "sdpa-causal" else one(0, 0, between(1, 5)),
         norm_of_embeddings=one(False, False, True),
         inner_norm=one(False, False, True),
         shared=one(False, False, False, True),
         labels=one(False, False, True),
-        seed=draw(st.integers(0, 3)),
+        seed=between(0, 3),
     )

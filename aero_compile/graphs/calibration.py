@@ -122,5 +122,5 @@ def _sums_of_deviations(x: Tensor, width: int, eps: float | None, centered: bool
         else [spread.narrow(position, 0, 1), spread.narrow(position, 1, spread.shape[position] - 1)]
     )
     return torch.stack(
-        [torch.stack([part.sum(), torch.tensor(float(part.numel()), device=x.device)]) for part in parts], 1
+        [torch.stack([part.sum(), torch.tensor(part.numel(), dtype=x.dtype, device=x.device)]) for part in parts], 1
     )

@@ -13,6 +13,7 @@ its shape, and what only moves elements (the transpose of a weight), stays in th
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,6 @@ from torch import Tensor, fx, nn
 
 from aero_compile.graphs.rewriting import (
     SHAPE_ONLY,
-    VIEWS,
     ancestors,
     insert_call,
     node_values,
@@ -32,17 +32,11 @@ from aero_compile.graphs.rewriting import (
     weight_value,
 )
 from aero_compile.graphs.trainable import TransformedModel, remove_dead_nodes
+from aero_compile.graphs.weight_readers import MOVES, stored, weights_read
 
 aten = torch.ops.aten
 
-_MOVES = VIEWS | {
-    aten.t.default,
-    aten.select.int,
-    aten.index.Tensor,
-    aten.index_select.default,
-    aten.embedding.default,
-    aten.repeat.default,
-}
+_MOVES = MOVES | {aten.embedding.default}
 """Ops that put elements of their first argument elsewhere."""
 
 _CASTS = frozenset({aten._to_copy.default, aten.to.dtype, aten.to.device, aten.detach.default})
@@ -78,8 +72,16 @@ def fold_in_place(model: TransformedModel, *, in_double: bool = False) -> int:
     _move_late(model)
     expressions = [each for each in _expressions(model, in_double) if each.is_foldable]
     names = list(_names(model, expressions))
+    reads = [
+        _redirect(model, expression, name, transposed)
+        for expression, (name, transposed) in zip(expressions, names, strict=True)
+    ]
+    remove_dead_nodes(model.graph)  # what still reads a weight is now what needs its old value
+    known: dict[str, set[fx.Node]] = {}
+    for node in reads:
+        known.setdefault(str(node.target), set()).add(node)
     for expression, (name, transposed) in zip(expressions, names, strict=True):
-        _replace(model, expression, name, transposed)
+        _store(model, expression, name, transposed, known[name])
     model.graph_changed()
     return len(expressions)
 
@@ -110,7 +112,7 @@ def _expressions(model: TransformedModel, in_double: bool) -> Iterator[_Expressi
         if _is_root(root, constant):
             nodes = ancestors([root], constant)
             read = sorted((node for node in nodes if node.op == "get_attr"), key=order.__getitem__)
-            weights = {node: _stored(model, node) for node in read}
+            weights = {node: stored(model, node) for node in read}
             value = _double_value(model, root, shapes[root]) if in_double else weight_value(model, root, known)
             yield _Expression(root, nodes, weights, value)
 
@@ -133,13 +135,6 @@ def _double_value(model: TransformedModel, root: fx.Node, like: Any) -> Any:
 
     found = value(root)
     return found.to(like.dtype) if isinstance(found, Tensor) else found
-
-
-def _stored(model: TransformedModel, node: fx.Node) -> Tensor:
-    owner, _, leaf = str(node.target).rpartition(".")
-    found = getattr(model.get_submodule(owner), leaf)
-    assert isinstance(found, Tensor)
-    return found
 
 
 def _move_late(model: TransformedModel) -> None:
@@ -204,32 +199,27 @@ def _is_root(node: fx.Node, constant: set[fx.Node]) -> bool:
 
 def _names(model: TransformedModel, expressions: list[_Expression]) -> Iterator[tuple[str, bool]]:
     """For every expression the name of its weight, and whether that is stored transposed."""
-    folded = {node for expression in expressions for node in expression.nodes}
-    readers: dict[int, set[fx.Node | None]] = {}
-    for node in model.graph.nodes:
-        if node.op == "get_attr" and any(user not in folded for user in node.users):
-            readers.setdefault(id(_stored(model, node)), set()).add(None)
-    for expression in expressions:
-        for tensor in expression.weights.values():
-            readers.setdefault(id(tensor), set()).add(expression.root)
+    still_read = weights_read(model, model.graph, {expression.root for expression in expressions})
+    sharing = Counter(each for expression in expressions for each in {id(t) for t in expression.weights.values()})
+    free = {each for each, count in sharing.items() if count == 1} - still_read
     taken = {name for name, _ in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]}
     for expression in expressions:
-        kept = _kept_name(expression, readers)
+        kept = _kept_name(expression, free)
         if kept is None:
             kept = _fresh_name(expression, taken), False
             taken.add(kept[0])
         yield kept
 
 
-def _kept_name(expression: _Expression, readers: dict[int, set[fx.Node | None]]) -> tuple[str, bool] | None:
-    """The name of the parameter that a table's expression replaces, if no other reads it."""
+def _kept_name(expression: _Expression, free: set[int]) -> tuple[str, bool] | None:
+    """The name of the parameter that a table's expression replaces, if it is `free`: nothing else reads it."""
     root, shape = expression.root, tuple(expression.value.shape)
     if not any(user.target in _TABLES for user in root.users):
         return None
     for node, tensor in expression.weights.items():
         transposed = all(user.target is aten.t.default for user in node.users if user in expression.nodes)
         fits = (shape[::-1] if transposed else shape) == tuple(tensor.shape)
-        if isinstance(tensor, nn.Parameter) and fits and readers[id(tensor)] == {root}:
+        if isinstance(tensor, nn.Parameter) and fits and id(tensor) in free:
             return str(node.target), transposed
     return None
 
@@ -240,20 +230,24 @@ def _fresh_name(expression: _Expression, taken: set[str]) -> str:
     return next(name for name in (base, *(f"{base}_{i}" for i in range(2, len(taken) + 3))) if name not in taken)
 
 
-def _replace(model: TransformedModel, expression: _Expression, name: str, transposed: bool) -> None:
-    """Let the users of an expression read a weight of its value instead."""
-    read, root = expression.weights, expression.root
-    value = expression.value.t() if transposed else expression.value
-    stored = value.clone(memory_format=torch.contiguous_format)
+def _redirect(model: TransformedModel, expression: _Expression, name: str, transposed: bool) -> fx.Node:
+    """Let the users of an expression read the weight `name`, which gets its value, instead; returns what reads that."""
+    root = expression.root
+    with model.graph.inserting_before(root):
+        read: fx.Node = model.graph.create_node("get_attr", name, (), {})
+    new = insert_call(model.graph, root, aten.t.default, read, like=root) if transposed else read
+    root.replace_all_uses_with(new)
+    return read
+
+
+def _store(model: TransformedModel, expression: _Expression, name: str, transposed: bool, known: set[fx.Node]) -> None:
+    """Give the model a weight of an expression's value, which the nodes `known` alone may read."""
+    read = expression.weights
+    value = (expression.value.t() if transposed else expression.value).clone(memory_format=torch.contiguous_format)
     parameters = [tensor for tensor in read.values() if isinstance(tensor, nn.Parameter)]
     if parameters:
-        trains = stored.is_floating_point() and any(parameter.requires_grad for parameter in parameters)
-        model.add_tensor(name, nn.Parameter(stored, requires_grad=trains))
+        trains = value.is_floating_point() and any(parameter.requires_grad for parameter in parameters)
+        model.replace_tensor(name, nn.Parameter(value, requires_grad=trains), known)
     else:
         saved = model.state_dict().keys()
-        model.add_tensor(name, stored, persistent=any(str(node.target) in saved for node in read))
-    with model.graph.inserting_before(root):
-        new: fx.Node = model.graph.create_node("get_attr", name, (), {})
-    if transposed:
-        new = insert_call(model.graph, root, aten.t.default, new, like=root)
-    root.replace_all_uses_with(new)
+        model.replace_tensor(name, value, known, persistent=any(str(node.target) in saved for node in read))

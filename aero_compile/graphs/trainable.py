@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import linecache
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from aero_compile.entropy import attention_entropy
-from aero_compile.errors import InputError
+from aero_compile.errors import InputError, UnsupportedGraphError
 from aero_compile.graphs.convention import (
     CallConvention,
     CausalOutput,
@@ -21,6 +21,7 @@ from aero_compile.graphs.convention import (
     next_token_loss,
     output_class,
 )
+from aero_compile.graphs.weight_readers import check_unread
 
 Program = tuple[Callable[..., tuple[Any, ...]], tuple[str, ...]]
 
@@ -110,25 +111,55 @@ class TransformedModel(nn.Module):
 
     def add_child(self, name: str, module: nn.Module) -> None:
         """Register `module` under a dotted name, making the containers on the way."""
-        parent: nn.Module = self
-        *path, leaf = name.split(".")
-        for part in path:
-            if part not in parent._modules:
-                parent.add_module(part, nn.Module())
-            parent = parent.get_submodule(part)
-        parent.add_module(leaf, module)
+        path, _, leaf = name.rpartition(".")
+        self._modules_at(path).add_module(leaf, module)
 
     def add_tensor(self, name: str, tensor: Tensor, *, persistent: bool = True) -> None:
-        """Register a parameter (if it is an `nn.Parameter`) or a buffer under a dotted name."""
+        """Register a parameter (if it is an `nn.Parameter`) or a buffer under a dotted name that is free.
+
+        Raises:
+            UnsupportedGraphError: the model has a parameter or buffer of that name.
+        """
+        path, _, leaf = name.rpartition(".")
+        parent = self._modules_at(path)
+        if leaf in parent._parameters or leaf in parent._buffers:
+            raise UnsupportedGraphError(f"the model has a weight called {name} already")
+        self._register(parent, leaf, tensor, persistent)
+
+    def replace_tensor(
+        self, name: str, tensor: Tensor, readers: Collection[fx.Node], *, persistent: bool = True
+    ) -> None:
+        """Give the weight `name`, which may be new, the value `tensor`.
+
+        Args:
+            name: dotted; other names of the same tensor keep the old value.
+            tensor: the new parameter or buffer.
+            readers: the `get_attr` nodes that are meant to read the new value.
+            persistent: of a buffer: whether it is saved.
+
+        Raises:
+            UnsupportedGraphError: other nodes read that weight.
+        """
+        check_unread(self, self.graph, name, readers)
+        path, _, leaf = name.rpartition(".")
+        self._register(self._modules_at(path), leaf, tensor, persistent)
+
+    def _modules_at(self, path: str) -> nn.Module:
+        """The module at a dotted path; containers on the way are made."""
         parent: nn.Module = self
-        *path, leaf = name.split(".")
-        for part in path:
+        for part in filter(None, path.split(".")):
             if part not in parent._modules:
                 parent.add_module(part, nn.Module())
             parent = parent.get_submodule(part)
+        return parent
+
+    @staticmethod
+    def _register(parent: nn.Module, leaf: str, tensor: Tensor, persistent: bool) -> None:
         if isinstance(tensor, nn.Parameter):
+            parent._buffers.pop(leaf, None)
             parent.register_parameter(leaf, tensor)
         else:
+            parent._parameters.pop(leaf, None)
             parent.register_buffer(leaf, tensor, persistent=persistent)
 
     def graph_changed(self) -> None:

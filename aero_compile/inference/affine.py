@@ -53,9 +53,10 @@ class AffineNodes:
     def factor(self, node: fx.Node) -> Tensor:
         """What a product or quotient multiplies with: 0-dimensional, or one number for every feature."""
         value: Any = node.args[1] if node.args[0] in self.live else node.args[0]
-        found = (
-            self.constant(value).double().flatten() if isinstance(value, fx.Node) else torch.tensor([value]).double()
-        )
+        if isinstance(value, fx.Node):
+            found = self.constant(value).double().flatten()
+        else:
+            found = torch.tensor([value], dtype=torch.float64)
         found = found.to(self.values[node].device)
         found = found if found.numel() > 1 else found.reshape(())
         return 1 / found if node.target is aten.div.Tensor else found

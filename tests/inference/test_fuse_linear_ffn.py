@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from aero_compile.graphs.rewriting import insert_call
 from aero_compile.inference.fuse_linear_ffn import fuse_linear_ffn
 from tests import tiny_models
 from tests.inference.streams import LINEAR, assert_same, aten, decoder, drawn, products
@@ -139,3 +140,17 @@ def test_features_that_change_places_are_named() -> None:
     change = fuse_linear_ffn(model)
     assert "change places" in change.left[0]
     assert_same(model, reference, 19)
+
+
+def test_numbers_of_the_graph_keep_all_their_digits() -> None:
+    """0.1 multiplied into weights as a float32 would be off by 1.5e-8 of itself."""
+    model = decoder(Config(norm="none", activation="none"), "baseline")
+    output = model.structure.ffns[0].output
+    scaled = insert_call(model.graph, output.next, aten.mul.Tensor, output, 0.1)
+    output.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)
+    model.graph_changed()
+    reference = copy.deepcopy(model)
+    assert fuse_linear_ffn(model).modified
+    ids = tiny_models.tokens(2, 5, 19)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids), reference(ids), rtol=0, atol=1e-13)
