@@ -26,7 +26,7 @@ import torch
 from torch import fx, nn
 
 from aero_compile.anatomy.parts import Attention, Heads, Structure
-from aero_compile.anatomy.projections import find_projections, weighted_sum
+from aero_compile.anatomy.projections import Projection, find_projections, weighted_sum
 from aero_compile.errors import RecipeError, UnsupportedGraphError
 from aero_compile.graphs.graph_pass import GraphPass, PassResult
 from aero_compile.graphs.rewriting import VIEWS, insert_call, live_inputs, parameter_node, place, placeholder
@@ -87,7 +87,7 @@ class ShapedAttention(GraphPass):
         return PassResult(model, modified=True)
 
     def _zero_queries(self, model: TransformedModel) -> None:
-        found = []
+        found: list[Projection] = []
         for attention in model.structure.attentions:
             queries = find_projections(model, attention).queries
             if not queries:
