@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from aero_compile.anatomy.parts import ACTIVATIONS, ELEMENTARY, Structure, nonlinear_kind
 from aero_compile.anatomy.structure import block_prefixes
 from aero_compile.errors import InputError, nearest
-from aero_compile.graphs.rewriting import live_inputs, node_values, source_path
+from aero_compile.graphs.rewriting import live_inputs, node_values, sample_shape, source_path
 from aero_compile.graphs.trainable import TransformedModel
 
 aten = torch.ops.aten
@@ -121,20 +121,64 @@ def census(model: nn.Module, seq_len: int = 128) -> Census:
     structure: Structure = model.structure
     batch = 1 if model.fixed_shape is None else model.fixed_shape[0]
     values = node_values(model, batch, seq_len)
-    return Census(tuple(_count(structure, values, batch, seq_len)), seq_len, len(structure.attentions))
+    known = sample_shape(model)
+    if model.fixed_shape is not None:
+        rows = _Rows(values, values, known, known)
+    elif known[1] == seq_len:
+        other = (batch, seq_len - 1 if seq_len == limit else seq_len + 1)
+        rows = _Rows(values, node_values(model, *other), (batch, seq_len), other)
+    else:
+        rows = _Rows(values, structure.values, (batch, seq_len), known)
+    return Census(tuple(_count(structure, rows)), seq_len, len(structure.attentions))
 
 
-def _count(structure: Structure, values: Any, batch: int, seq_len: int) -> Iterator[NonlinearOp]:
+@dataclass(frozen=True)
+class _Rows:
+    """Values of all nodes for two shapes `[B, T]` of the tokens; the same twice if there is no choice.
+
+    How much larger a value is for a longer text says how many matrices it is, and the rest how many rows each has:
+    more than T with a learned prefix, and one where the last position alone is computed.
+    """
+
+    values: Mapping[fx.Node, Any]
+    others: Mapping[fx.Node, Any]
+    shape: tuple[int, int]
+    other_shape: tuple[int, int]
+
+    def entry(self, kind: str, node: fx.Node, layer: int | None, name: str) -> NonlinearOp:
+        """`node` as so many matrices of one shape."""
+        value = _first(self.values[node])
+        width = int(value.shape[-1]) if value.dim() else 1
+        total = _rows_of(value, self.shape[0])
+        grown = total - _rows_of(_first(self.others[node]), self.other_shape[0])
+        length, other = self.shape[1], self.other_shape[1]
+        if length == other:
+            rows = length if total % length == 0 else int(value.shape[-2]) if value.dim() > 1 else 1
+        elif grown == 0:
+            rows = 1
+        else:
+            rows = total * (length - other) // grown
+        count = max(1, total // rows)
+        return NonlinearOp(kind, count, (rows, width), layer, name)
+
+
+def _rows_of(value: Tensor, batch: int) -> int:
+    """Rows of a value for each sequence."""
+    return value.numel() // (batch * (int(value.shape[-1]) if value.dim() else 1))
+
+
+def _count(structure: Structure, rows: _Rows) -> Iterator[NonlinearOp]:
+    values = rows.values
     for attention in structure.attentions:
-        rows, columns = values[attention.groups[0].softmax].shape[-2:]
-        yield NonlinearOp("softmax", attention.heads, (rows, columns), attention.layer, attention.name)
+        shape = tuple(int(size) for size in values[attention.groups[0].softmax].shape[-2:])
+        yield NonlinearOp("softmax", attention.heads, shape, attention.layer, attention.name)
     for norm in structure.norms:
-        yield _entry("layernorm", values[norm.node], batch, seq_len, norm.layer, norm.name)
+        yield rows.entry("layernorm", norm.node, norm.layer, norm.name)
     counted: set[fx.Node] = set()
     for ffn in structure.ffns:
         for activation in ffn.activations:
             counted.update(activation.nodes)
-            yield _entry(activation.kind, values[activation.node], batch, seq_len, ffn.layer, ffn.name)
+            yield rows.entry(activation.kind, activation.node, ffn.layer, ffn.name)
     owner = {node: found for node in structure.live if (found := _dynamic_tanh(node))}
     for attention in structure.attentions:
         for heads in attention.groups:
@@ -146,7 +190,7 @@ def _count(structure: Structure, values: Any, batch: int, seq_len: int) -> Itera
         kind = nonlinear_kind(node, structure.live) if node in structure.live - counted else None
         if kind is not None:
             layer, name = owner.get(node, (_layer(node, structure, values), source_path(node) or node.name))
-            yield _entry(kind, values[node], batch, seq_len, layer, name)
+            yield rows.entry(kind, node, layer, name)
 
 
 def _dynamic_tanh(node: fx.Node) -> tuple[int | None, str] | None:
@@ -172,14 +216,6 @@ def _layer(node: fx.Node, structure: Structure, values: Any) -> int | None:
     if last and ((blocks and path) or _first(values[node]).shape[-1:] == (structure.vocab_size,)):
         return None
     return max(structure.depth[node] - 1, 0)
-
-
-def _entry(kind: str, value: Any, batch: int, seq_len: int, layer: int | None, name: str) -> NonlinearOp:
-    value = _first(value)
-    width = int(value.shape[-1]) if value.dim() else 1
-    count = value.numel() // (batch * width)
-    rows = 1 if count % seq_len else seq_len  # 1: computed for the last position alone
-    return NonlinearOp(kind, count // rows, (rows, width), layer, name)
 
 
 def _first(value: Any) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from aero_compile.anatomy.causality import position_limit
+from aero_compile.anatomy.outputs import require_logits, require_past_only
 from aero_compile.capturing.canonicalize import canonicalize
 from aero_compile.capturing.capture import capture
 from aero_compile.cookbook.recipe import Recipe, resolve
@@ -69,6 +70,9 @@ def transform(
         limits = (transformed.max_positions, position_limit(transformed))
         transformed.max_positions = min((n for n in limits if n is not None), default=None)
     _ = transformed.structure  # refuses what is no causal decoder, also when there is no pass to run
+    if not isinstance(model, TransformedModel):
+        require_logits(transformed)
+        require_past_only(transformed)
     transformed.train(model.training)
     run_passes(transformed, chosen.passes, batches)
     return transformed.prepare().train(model.training)

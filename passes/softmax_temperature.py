@@ -22,7 +22,7 @@ from torch import fx, nn
 from aero_compile.anatomy.parts import Heads, Structure
 from aero_compile.errors import RecipeError, UnsupportedGraphError
 from aero_compile.graphs.graph_pass import GraphPass, PassResult
-from aero_compile.graphs.rewriting import insert_call, live_inputs, parameter_node, placeholder
+from aero_compile.graphs.rewriting import insert_call, live_inputs, parameter_node, placeholder, sample_shape
 from aero_compile.graphs.trainable import TransformedModel
 
 aten = torch.ops.aten
@@ -60,6 +60,13 @@ class SoftmaxTemperature(GraphPass):
                 "sequence length; write softmax-temperature{max_positions=N}"
             )
         structure = model.structure
+        for attention in structure.attentions:
+            rows = int(structure.values[attention.groups[0].softmax].shape[-2])
+            if rows not in (1, sample_shape(model)[1]):
+                raise UnsupportedGraphError(
+                    f"{self.name} gives each token's position a temperature, but the attention of layer "
+                    f"{attention.layer} ({attention.name}) has learned positions besides the tokens'; use SM without t"
+                )
         weight = next(model.parameters())
         for attention in structure.attentions:
             name = f"softmax_temperature.{attention.layer}.log_t"

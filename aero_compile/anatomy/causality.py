@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from aero_compile.anatomy.parts import Attention, Heads
 from aero_compile.errors import UnsupportedModelError
-from aero_compile.graphs.rewriting import live_inputs, place, tainted_nodes
+from aero_compile.graphs.rewriting import live_inputs, place, sample_shape, tainted_nodes
 from aero_compile.graphs.trainable import TransformedModel
 
 aten = torch.ops.aten
@@ -27,28 +27,40 @@ def require_causal(
     if model.fixed_shape is not None:
         length = model.fixed_shape[1]
     constants: dict[fx.Node, Any] = {}
-    ahead = torch.ones(length, length, dtype=torch.bool).triu(1)
     output = next(node for node in reversed(model.graph.nodes) if node.op == "output")
     only_last = values[output][0].shape[1] == 1
     for attention in found:
         for heads in attention.groups:
             if only_last and values[heads.scores].shape[-2] == 1:
                 continue
-            hidden = torch.zeros(length, length, dtype=torch.bool)
+            added = [size - sample_shape(model)[1] for size in values[heads.softmax].shape[-2:]]
+            rows, columns = (length + more for more in added)
+            hidden = torch.zeros(rows, columns, dtype=torch.bool)
             unknown, masked = False, False
             for node, mask in _masks(heads, live):
                 masked = True
                 value = _evaluate(model, mask, length, constants)
                 if value is None:  # a buffer without values, on the meta device
                     unknown = True
-                elif value.dim() >= 2 and value.shape[-1] == length:
-                    hidden |= _hides(node, value, live).reshape(-1, value.shape[-2], length).all(0)
-            if not unknown and not hidden[ahead].all():
+                elif value.dim() >= 2 and value.shape[-1] == columns and value.shape[-2] in (1, rows):
+                    hidden |= _hides(node, value, live).reshape(-1, value.shape[-2], columns).all(0)
+            if not unknown and not hidden[_ahead(rows, columns, *added)].all():
                 raise UnsupportedModelError(
                     f"attention of layer {attention.layer} ({place(heads.softmax)}) is not causal: "
                     f"{'its mask lets' if masked else 'no mask stops'} positions see later ones; supported are "
                     "decoder-only transformers"
                 )
+
+
+def _ahead(rows: int, columns: int, more_rows: int, more_columns: int) -> Tensor:
+    """Which scores `[rows, columns]` are of a token that comes after the row's.
+
+    There may be more rows, or more columns, than tokens: those of a learned prefix, which comes first, and which may
+    be seen by all, but sees no token.
+    """
+    ahead = torch.ones(rows, columns, dtype=torch.bool).triu(1 + more_columns - more_rows)
+    ahead[:, : max(0, more_columns)] = False
+    return ahead
 
 
 def _masks(heads: Heads, live: set[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
@@ -70,7 +82,10 @@ def _hides(node: fx.Node, value: Tensor, live: set[fx.Node]) -> Tensor:
 
 
 def _evaluate(model: TransformedModel, node: fx.Node, length: int, known: dict[fx.Node, Any]) -> Tensor | None:
-    """Value of a node that depends on shapes and buffers alone, at batch 1; None if it needs a weight."""
+    """Value of a node that does not depend on tokens, at batch 1; None if it needs a buffer without values.
+
+    Weights without values are taken for zeros: what is learned is finite, and hides nothing.
+    """
 
     def value_of(current: fx.Node) -> Any:
         if current in known:
@@ -79,11 +94,12 @@ def _evaluate(model: TransformedModel, node: fx.Node, length: int, known: dict[f
             known[current] = torch.ones(1, length, dtype=torch.int64)
         elif current.op == "get_attr":
             parent, _, leaf = str(current.target).rpartition(".")
-            module = model.get_submodule(parent)
-            buffer = module._buffers.get(leaf)
-            if buffer is None or buffer.device.type == "meta":
+            tensor = getattr(model.get_submodule(parent), leaf)
+            if tensor.device.type == "meta" and not isinstance(tensor, torch.nn.Parameter):
                 raise LookupError(current.name)
-            known[current] = buffer.detach().cpu()
+            known[current] = torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().cpu()
+        elif current.op != "call_function":
+            raise LookupError(current.name)
         else:
             args, kwargs = fx.map_arg((current.args, current.kwargs), value_of)
             kwargs = {k: torch.device("cpu") if k == "device" and v is not None else v for k, v in kwargs.items()}

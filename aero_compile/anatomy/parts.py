@@ -236,8 +236,9 @@ class Norm:
 class Structure:
     """The parts of a decoder, in layer order.
 
-    `live` are the nodes that hold hidden values, `depth` how many attentions each of them comes after, and
-    `values` the fake value of every node at a sample shape.
+    `first_token` is the row of the first token: not 0 where a learned prefix comes before the tokens, and None if that
+    cannot be told. `live` are the nodes that hold hidden values, `depth` how many attentions each of them comes after,
+    and `values` the fake value of every node at a sample shape.
     """
 
     embedding: fx.Node
@@ -248,3 +249,4 @@ class Structure:
     live: set[fx.Node] = field(repr=False)
     depth: Mapping[fx.Node, int] = field(repr=False)
     values: Mapping[fx.Node, Any] = field(repr=False)
+    first_token: int | None = 0

@@ -7,7 +7,7 @@ which layer a norm belongs to where the flow alone leaves a choice.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -68,7 +68,29 @@ def find_structure(model: TransformedModel) -> Structure:
     ffns = tuple(find_ffns(order, live, depth, len(attentions), values))
     norms = tuple(_norms(order, depth, attentions, ffns))
     rows = int(values[embedding.all_input_nodes[0]].shape[0])
-    return Structure(embedding, rows, attentions, ffns, norms, live, depth, values)
+    first = _first_token(order, attentions, depth, values, sample_shape(model)[1])
+    return Structure(embedding, rows, attentions, ffns, norms, live, depth, values, first)
+
+
+def _first_token(
+    order: Sequence[fx.Node],
+    attentions: Sequence[Attention],
+    depth: Mapping[fx.Node, int],
+    values: Mapping[fx.Node, Any],
+    length: int,
+) -> int | None:
+    """The row of the first token: how many learned positions come before it. None if that cannot be told."""
+    added = {int(values[heads.softmax].shape[-2]) - length for one in attentions for heads in one.groups} - {1 - length}
+    if added <= {0}:
+        return 0
+    before = set()
+    for node in order:
+        if node.target is aten.cat.default and depth[node] == 0:
+            parts, dim = cast("list[fx.Node]", node.args[0]), cast("int", node.args[1] if len(node.args) > 1 else 0)
+            live = [i for i, part in enumerate(parts) if part in depth]
+            if dim % values[node].dim() == values[node].dim() - 2 and len(live) == 1:
+                before.add(sum(int(values[part].shape[dim]) for part in parts[: live[0]]))
+    return before.pop() if len(added) == len(before) == 1 else None
 
 
 def _embedding(
@@ -134,6 +156,7 @@ def _attentions(
                 "dense decoder-only transformers with softmax attention"
             )
         shape = values[node].shape
+        _require_rows(model, node, shape)
         count = values[node].numel() // (sample_shape(model)[0] * shape[-1] * shape[-2])
         if depth[node] == len(layers):
             layers.append([])
@@ -150,6 +173,22 @@ def _attentions(
     )
     require_causal(model, found, live, values)
     return found, depth
+
+
+def _require_rows(model: TransformedModel, softmax: fx.Node, shape: Sequence[int]) -> None:
+    """Refuse attention weights that are laid out otherwise than `[…, queries, keys]`, normalized over the keys."""
+    family, where = model.convention.family, place(softmax)
+    if softmax.args[1] != -1:
+        raise UnsupportedModelError(
+            f"{family} normalizes attention weights over dimension {softmax.args[1]} of {len(shape)} at {where}; "
+            "supported is softmax over the last one, the keys (transpose the scores before it)"
+        )
+    length = sample_shape(model)[1]
+    if shape[-2] not in (length, shape[-1], 1):
+        raise UnsupportedModelError(
+            f"{family} has attention weights {list(shape)} for {length} tokens at {where}, whose rows are not the "
+            "queries; supported are weights [batch, heads, queries, keys]"
+        )
 
 
 def _scores(softmax: fx.Node, live: set[fx.Node]) -> fx.Node | None:

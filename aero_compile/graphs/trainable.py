@@ -228,16 +228,22 @@ class TransformedModel(nn.Module):
         return graph
 
     def _entropy_taps(self, graph: fx.Graph, nodes: Mapping[fx.Node, fx.Node]) -> Iterator[fx.Node]:
+        first = self.structure.first_token
+        if first is None:
+            raise InputError(
+                f"{self.convention.family} adds positions of its own; which are the tokens' cannot be told"
+            )
         tokens = next(n for n in graph.nodes if n.op == "placeholder" and n.target == self.convention.tokens)
         for attention in self.structure.attentions:
             softmaxes = [nodes[heads.softmax] for heads in attention.groups]
             counts = [heads.count for heads in attention.groups]
-            yield graph.call_function(_entropies_by_head, (softmaxes, tokens, counts))
+            yield graph.call_function(_entropies_by_head, (softmaxes, tokens, counts, first))
 
     def prepare(self) -> TransformedModel:
         """Make the functions that calls will need now, so that torch.compile finds them; returns the model."""
+        with_entropies = (False,) if self.structure.first_token is None else (False, True)
         for template in filter(None, (self.convention.output, self.convention.output_with_labels)):
-            for entropies in (False, True):
+            for entropies in with_entropies:
                 self._program(_wanted(template), entropies)
         return self
 
@@ -359,11 +365,15 @@ def _wanted(template: Template) -> tuple[int, ...]:
     return (0, *(index for index in leaf_indices(template) if index != 0))
 
 
-def _entropies_by_head(probabilities: Sequence[Tensor], tokens: Tensor, heads: Sequence[int]) -> Tensor:
-    """Entropies of one layer, `[B, H, T]`, from attention of any layout (heads in a list, or folded into B)."""
+def _entropies_by_head(probabilities: Sequence[Tensor], tokens: Tensor, heads: Sequence[int], first: int) -> Tensor:
+    """Entropies of one layer, `[B, H, T]`, from attention of any layout (heads in a list, or folded into B).
+
+    `first`: row of the first token; other rows are learned positions.
+    """
     batch, length = tokens.shape
     parts = [
-        attention_entropy(each).reshape(batch, count, length) for each, count in zip(probabilities, heads, strict=True)
+        attention_entropy(each).reshape(batch, count, -1)[..., first : first + length]
+        for each, count in zip(probabilities, heads, strict=True)
     ]
     return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
