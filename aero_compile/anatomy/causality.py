@@ -15,6 +15,9 @@ from aero_compile.graphs.trainable import TransformedModel
 
 aten = torch.ops.aten
 
+_LARGEST = 2**24
+"""Most entries of a matrix of distances that is evaluated."""
+
 
 def require_causal(
     model: TransformedModel, found: Sequence[Attention], live: set[fx.Node], values: Mapping[fx.Node, Any]
@@ -114,17 +117,37 @@ def _evaluate(model: TransformedModel, node: fx.Node, length: int, known: dict[f
 
 
 def position_limit(model: TransformedModel) -> int | None:
-    """Longest sequence that the position table allows, or None if positions are not looked up in one."""
+    """Longest sequence that the position tables allow, or None if no lookup of positions leaves its table.
+
+    A table of distances that are clamped, or put into buckets, limits nothing.
+    """
     tainted = tainted_nodes(model.graph, model.convention.tokens)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     limits = []
     for node in model.graph.nodes:
         lookup = node.target is aten.embedding.default and node not in tainted
-        if not lookup or node.args[0].op != "get_attr" or node.args[0].target not in parameters:
-            continue
-        short, long = (_evaluate(model, node.args[1], length, {}) for length in (2, 3))
-        if short is None or long is None or not short.numel():
-            continue
-        if long.max() > short.max():  # else a table of something else, such as token types
-            limits.append(parameters[node.args[0].target].shape[0] - int(short.max()) + 1)
-    return min(limits, default=None)
+        if lookup and node.args[0].op == "get_attr" and node.args[0].target in parameters:
+            limits.append(_table_limit(model, node.args[1], parameters[node.args[0].target].shape[0]))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _table_limit(model: TransformedModel, index: fx.Node, rows: int) -> int | None:
+    """Longest sequence whose `index` stays within a table of `rows`; None if longer ones do as well."""
+    short, long = (_evaluate(model, index, length, {}) for length in (2, 3))
+    if short is None or long is None or not short.numel() or long.max() <= short.max():
+        return None  # a table of something else, such as token types
+    fits, over = 2, rows + 1
+    if short.dim() > 1 and short.numel() < long.numel() and over * over > _LARGEST:
+        return rows - int(short.max()) + 1  # distances: too many to look at, each token adds one
+    if _within(model, index, over, rows):
+        return None
+    while over - fits > 1:
+        middle = (fits + over) // 2
+        fits, over = (middle, over) if _within(model, index, middle, rows) else (fits, middle)
+    return fits
+
+
+def _within(model: TransformedModel, index: fx.Node, length: int, rows: int) -> bool:
+    """Whether all rows that `index` names exist at `length`; where it cannot be said, another limit is tighter."""
+    value = _evaluate(model, index, length, {})
+    return value is None or (int(value.min()) >= 0 and int(value.max()) < rows)

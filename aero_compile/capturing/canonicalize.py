@@ -1,6 +1,7 @@
 """Canonicalization: the many spellings that exported decoders use → one small set of ATen ops.
 
 Before → after:
+    values written into tensors                                   → masked_fill (aero_compile.capturing.writes)
     assertions, clones, full slices, float casts of live values   → gone
     fill values of masks (−inf, the smallest float of a dtype)    → −65504
     view / _unsafe_view / unflatten-by-view                       → reshape
@@ -30,6 +31,7 @@ from torch import fx, nn
 
 from aero_compile.capturing.convolutions import open_convolutions
 from aero_compile.capturing.probing import recognize
+from aero_compile.capturing.writes import open_writes
 from aero_compile.graphs.constants import from_parameters, mark_constants
 from aero_compile.graphs.rewriting import (
     bypass,
@@ -57,7 +59,7 @@ _COPIES = (
     aten.alias.default,
     aten.lift_fresh_copy.default,
 )
-_CASTS = (aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.type_as.default)
+_CASTS = (aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device)
 _SOFTMAXES = (aten.softmax.int, aten._softmax.default, aten._safe_softmax.default)
 _BINARY: Mapping[Any, Any] = {aten.max.other: aten.maximum.default, aten.min.other: aten.minimum.default}
 _EXTREMES: Mapping[Any, Any] = {aten.max.dim: aten.amax.default, aten.min.dim: aten.amin.default}
@@ -67,6 +69,8 @@ _PRODUCTS = (aten.bmm.default, aten.mm.default, aten.matmul.default)
 def canonicalize(model: TransformedModel) -> TransformedModel:
     """Rewrite the graph of a freshly captured `model` in place into canonical ops."""
     graph = model.graph
+    if open_writes(model, _sample_values(model)):
+        model.graph_changed()
     for node in graph.nodes:
         if node.op == "call_function":
             _bound_masks(node)

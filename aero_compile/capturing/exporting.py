@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from aero_compile.capturing.hints import without_hints
 from aero_compile.capturing.reasons import Watched, foreign_part, reason, watched
 from aero_compile.capturing.sampling import Sample
 from aero_compile.errors import UnsupportedModelError
@@ -44,7 +45,7 @@ def export_program(model: nn.Module, sample: Sample) -> torch.export.ExportedPro
     }
     seen = Watched()
     try:
-        with watched() as seen:
+        with watched() as seen, without_hints():
             program = _functional(model, sample, dims)
             updated = program.graph_signature.buffers_to_mutate.values()
             for buffer in updated:  # in training, by a power iteration, say: keep its module as it is in evaluation

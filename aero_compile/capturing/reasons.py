@@ -110,6 +110,10 @@ def reason(error: BaseException, seen: Watched | None = None) -> str:
             f"its Python code asks what a tensor holds{where}, which is not known before the model is called; "
             "leave checks of values out of forward, and choose between values with torch.where"
         )
+    if "unhashable type: non-nested SymInt" in text:
+        return (
+            f"its code keeps things by length in a dict or lru_cache{where}; capture needs masks and tables made anew"
+        )
     if "onstraint" in text and "specialized" in text:
         fixed = next(iter(seen.fixed.values()), "") if seen else ""
         return (

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aero_compile.capturing.hints import without_hints
 from aero_compile.capturing.reasons import foreign_part, reason, watched
 from aero_compile.errors import InputError, UnsupportedModelError
 
@@ -108,7 +109,7 @@ def fake_call(model: nn.Module, kwargs: Mapping[str, Any]) -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), watched():
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), watched(), without_hints():
             fake = {k: mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
             tensors = {
                 f"{path}.{name}" if path else name: tensor

@@ -69,9 +69,8 @@ def decode_graph(
 
 
 def _require_path(path: str) -> bool:
-    """A dotted name; modules in a list are numbered, and FX reads those with getattr."""
-    first, *rest = path.split(".")
-    return _require_identifier(first) and all(part.isdecimal() or _require_identifier(part) for part in rest)
+    """A dotted name; modules in a list are numbered, also the first ones, and FX reads those with getattr."""
+    return all(part.isdecimal() or _require_identifier(part) for part in path.split("."))
 
 
 def _require_identifier(name: Any) -> bool:
