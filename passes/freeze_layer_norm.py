@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from aero_compile.anatomy.parts import Structure
 from aero_compile.errors import InputError, UnsupportedGraphError
 from aero_compile.graphs.calibration import NormStatistics, deviations
+from aero_compile.graphs.deviation_norm import deviation_norm
 from aero_compile.graphs.rewriting import insert_call, node_values, parameter_node, place
 from aero_compile.graphs.trainable import TransformedModel
 from aero_compile.passes._norms import Chosen, NormPass, free_name, redirect
@@ -93,11 +94,13 @@ def _frozen(norm: fx.Node, std: fx.Node, position: int | None, model: Transforme
         x = call(aten.mul.Tensor, x, _rows(call, x, std, position, next(model.parameters())))
         std = call(aten.slice.Tensor, std, 0, 1, 2)
     gain = call(aten.reciprocal.default, std) if weight is None else call(aten.div.Tensor, weight, std)
-    if norm.target is aten.rms_norm.default:
-        return call(aten.mul.Tensor, x, gain)
+    bias = None if norm.target is aten.rms_norm.default else more[0]
+    if norm.target is aten.rms_norm.default or (norm.target is deviation_norm and not norm.args[5]):
+        scaled = call(aten.mul.Tensor, x, gain)
+        return scaled if bias is None else call(aten.add.Tensor, scaled, bias)
     centered = call(aten.sub.Tensor, x, call(aten.mean.dim, x, list(range(-len(shape), 0)), True))
     scaled = call(aten.mul.Tensor, centered, gain)
-    return scaled if more[0] is None else call(aten.add.Tensor, scaled, more[0])
+    return scaled if bias is None else call(aten.add.Tensor, scaled, bias)
 
 
 def _rows(call: Callable[..., fx.Node], x: fx.Node, std: fx.Node, position: int, like: Tensor) -> fx.Node:

@@ -64,7 +64,7 @@ class LayerNormToDyT(NormPass):
 
         x, shape, weight, *more = *norm.args, None, None
         assert isinstance(shape, Sequence)
-        bias = more[0] if norm.target is aten.layer_norm.default else None
+        bias = None if norm.target is aten.rms_norm.default else more[0]
         widths = [size for size in shape if isinstance(size, int)]
         alpha = parameter("alpha", [1], self.init_alpha)
         gain = parameter("weight", widths, 1.0) if weight is None else weight

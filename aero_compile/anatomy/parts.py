@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from aero_compile.graphs.deviation_norm import deviation_norm
 from aero_compile.graphs.rewriting import VIEWS
 
 aten = torch.ops.aten
 
-NORMS = frozenset({aten.layer_norm.default, aten.rms_norm.default})
+NORMS: frozenset[Any] = frozenset({aten.layer_norm.default, aten.rms_norm.default, deviation_norm})
 
 ACTIVATIONS: Mapping[Any, str] = {
     aten.gelu.default: "gelu",

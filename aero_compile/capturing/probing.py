@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.nn import functional as F
 
+from aero_compile.capturing.norm_matching import drop_expansions, insert_norm, match_norm
 from aero_compile.capturing.pointwise import agree, classify, uniform_value
 from aero_compile.graphs.rewriting import (
     copy_place,
     hidden_nodes,
     is_floating,
+    live_values,
     node_values,
     replace_node,
     sample_shape,
@@ -47,7 +48,9 @@ _BOUNDS = frozenset(["clamp", "clamp_min", "clamp_max", "maximum", "minimum", "h
 _CHOICES = frozenset(["where", "masked_fill", "to", "_to_copy", "type_as"])
 _LOGIC = frozenset(["__and__", "__or__", "__xor__"])
 _LOGIC |= {f"{kind}_{name}" for kind in ("logical", "bitwise") for name in ("and", "or", "xor", "not")}
-_REDUCING = frozenset(["mean", "sum", "var", "amax", "max", "std", "norm", "linalg_vector_norm", "logsumexp"])
+_REDUCING = frozenset(
+    ["mean", "sum", "var", "amax", "max", "std", "norm", "linalg_vector_norm", "logsumexp", "var_mean", "std_mean"]
+)
 _BROADCASTING = frozenset(["unsqueeze", "expand", "getitem", "detach"])
 _POINTWISE = _ARITHMETIC | _FUNCTIONS | _COMPARISONS | _BOUNDS | _CHOICES | _LOGIC
 _ALLOWED = _POINTWISE | _REDUCING | _BROADCASTING
@@ -92,6 +95,7 @@ def recognize(model: TransformedModel) -> int:
     """Replace every recognized region of `model`'s graph by its op; returns how many there were."""
     replaced = 0
     known: dict[Any, Any] = {}
+    drop_expansions(model.graph, *live_values(model))
     while True:
         found = _scan(model, known)
         renewed: dict[fx.Node, fx.Node] = {}
@@ -238,7 +242,11 @@ def _classify(
     x = torch.randn((3,) * (entry.dim() - 1) + (width,), generator=generator, dtype=torch.float64)
     probes = [x, 37.0 * x + 1.0, 0.01 * x]
     results = [region.run(probe, standins) for probe in probes]
-    return _match_softmax(probes, results, shapes) or _match_norm(region, probes, results, standins, width)
+    if _match_softmax(probes, results, shapes):
+        return ("softmax",)
+    written = [a for node in region.nodes for a in (*node.args, *node.kwargs.values()) if isinstance(a, float)]
+    norm = match_norm(lambda probe: region.run(probe, standins), written, list(standins.values()), x)
+    return None if norm is None else ("norm", norm, shapes)
 
 
 def _classify_pointwise(region: Region, constants: Mapping[fx.Node, float | None]) -> tuple[Any, ...] | None:
@@ -251,54 +259,21 @@ def _classify_pointwise(region: Region, constants: Mapping[fx.Node, float | None
     return found and ("activation", *found)
 
 
-def _match_softmax(
-    probes: Sequence[Tensor], results: Sequence[Tensor], shapes: tuple[tuple[int, ...], ...]
-) -> tuple[Any, ...] | None:
+def _match_softmax(probes: Sequence[Tensor], results: Sequence[Tensor], shapes: tuple[tuple[int, ...], ...]) -> bool:
     same = all(agree(r, torch.softmax(p, -1)) for p, r in zip(probes, results, strict=True))
-    return ("softmax",) if same and not shapes else None
-
-
-def _match_norm(
-    region: Region,
-    probes: Sequence[Tensor],
-    results: Sequence[Tensor],
-    constants: Mapping[fx.Node, Tensor],
-    width: int,
-) -> tuple[Any, ...] | None:
-    """Find weight, bias and ε that make the region a LayerNorm or RMSNorm over the last dimension."""
-    epsilons = sorted({a for node in region.nodes for a in node.args if isinstance(a, float) and 0 < a < 1e-1})
-    choices: list[tuple[int | None, Tensor | None]] = [(None, None)]
-    choices += [(i, c) for i, c in enumerate(constants.values()) if c.numel() == width]
-    for eps in [*epsilons, 0.0]:
-        for (wi, weight), (bi, bias) in itertools.product(choices, choices):
-            used = {i for i in (wi, bi) if i is not None}
-            if len(used) != len(constants) or (wi is not None and wi == bi):
-                continue
-            w, b = (None if c is None else c.reshape(width) for c in (weight, bias))
-            norm = [F.layer_norm(p, (width,), w, b, eps) for p in probes]
-            if all(agree(r, n) for r, n in zip(results, norm, strict=True)):
-                return ("layer_norm", wi, bi, eps)
-            rms = [F.rms_norm(p, (width,), w, eps) for p in probes] if b is None else []
-            if rms and all(agree(r, n) for r, n in zip(results, rms, strict=True)):
-                return ("rms_norm", wi, eps)
-    return None
+    return same and not shapes
 
 
 def _builder(description: tuple[Any, ...], region: Region, width: int) -> Build:
     kind, *details = description
 
-    def constant(index: int | None) -> fx.Node | None:
-        return None if index is None else region.constants[index]
-
     def build(graph: fx.Graph, before: fx.Node, entry: fx.Node) -> fx.Node:
         with graph.inserting_before(before):
             if kind == "softmax":
                 return graph.call_function(aten.softmax.int, (entry, -1))
-            if kind == "layer_norm":
-                weight, bias, eps = constant(details[0]), constant(details[1]), details[2]
-                return graph.call_function(aten.layer_norm.default, (entry, [width], weight, bias, eps))
-            if kind == "rms_norm":
-                return graph.call_function(aten.rms_norm.default, (entry, [width], constant(details[0]), details[1]))
+            if kind == "norm":
+                norm, shapes = details
+                return insert_norm(graph, entry, norm, dict(zip(region.constants, shapes, strict=True)), width)
             name, *form = details
             op = getattr(aten, name).default
             if name == "gelu":

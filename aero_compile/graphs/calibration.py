@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
 from aero_compile.errors import InputError
+from aero_compile.graphs.deviation_norm import bounded_deviation, deviation_norm
 from aero_compile.graphs.rewriting import insert_call
 from aero_compile.graphs.trainable import TransformedModel, compile_graph, remove_dead_nodes
 
@@ -66,8 +67,10 @@ def deviations(model: TransformedModel, norms: Sequence[NormStatistics], batches
         source, shape = norm.node.args[0], norm.node.args[1]
         assert isinstance(source, fx.Node)
         assert isinstance(shape, Sequence)
-        centered = norm.node.target is aten.layer_norm.default
-        args = (nodes[source], len(shape), _epsilon(norm.node), centered, norm.position)
+        centered, form = norm.node.target is aten.layer_norm.default, "root"
+        if norm.node.target is deviation_norm:
+            centered, form = bool(norm.node.args[5]), str(norm.node.args[6])
+        args = (nodes[source], len(shape), _epsilon(norm.node), centered, form, norm.position)
         sums.append(insert_call(graph, nodes[norm.node], _sums_of_deviations, *args))
     graph.output(tuple(sums))
     remove_dead_nodes(graph)
@@ -102,6 +105,8 @@ def _averages(model: TransformedModel, run: Any, inputs: Sequence[str], batches:
 
 
 def _epsilon(norm: fx.Node) -> float | None:
+    if norm.target is deviation_norm:
+        return float(cast("float", norm.args[4]))
     names = [argument.name for argument in norm.target._schema.arguments]  # type: ignore[union-attr]
     given = dict(zip(names, norm.args, strict=False)) | dict(norm.kwargs)
     eps = given.get("eps", 1e-5 if norm.target is aten.layer_norm.default else None)
@@ -109,13 +114,16 @@ def _epsilon(norm: fx.Node) -> float | None:
     return eps
 
 
-def _sums_of_deviations(x: Tensor, width: int, eps: float | None, centered: bool, position: int | None) -> Tensor:
+def _sums_of_deviations(
+    x: Tensor, width: int, eps: float | None, centered: bool, form: str, position: int | None
+) -> Tensor:
     """`[2, 1]`: sum and number of the deviations of `x`; or `[2, 2]`, those of position 0 in the first column."""
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     dims = tuple(range(-width, 0))
     x = x.double()
     x = x - x.mean(dims, keepdim=True) if centered else x
-    spread = (x.square().mean(dims, keepdim=True) + eps).sqrt()
+    square = x.square().mean(dims, keepdim=True)
+    spread = (square + eps).sqrt() if form == "root" else bounded_deviation(square, eps, form)
     parts = (
         [spread]
         if position is None

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from aero_compile.errors import ArtifactError
+from aero_compile.graphs.deviation_norm import deviation_norm
 from aero_compile.graphs.rewriting import source_path
 
 _ON_NUMBERS = ["add", "sub", "mul", "floordiv", "truediv", "mod", "neg", "pow", "getitem"]
@@ -22,6 +23,7 @@ _ON_NUMBERS += ["eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "not_"]
 _SYMBOLIC = ["sym_max", "sym_min", "sym_not", "sym_int", "sym_ite"]
 _PLAIN: dict[str, Callable[..., Any]] = {f"operator.{name}": getattr(operator, name) for name in _ON_NUMBERS}
 _PLAIN |= {f"torch.{name}": getattr(torch, name) for name in _SYMBOLIC}
+_PLAIN |= {"aero_compile.deviation_norm": deviation_norm}
 _NAMES = {function: name for name, function in _PLAIN.items()}
 
 

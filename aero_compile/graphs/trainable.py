@@ -21,6 +21,7 @@ from aero_compile.graphs.convention import (
     next_token_loss,
     output_class,
 )
+from aero_compile.graphs.deviation_norm import open_deviation_norms
 from aero_compile.graphs.weight_readers import check_unread
 
 Program = tuple[Callable[..., tuple[Any, ...]], tuple[str, ...]]
@@ -191,13 +192,14 @@ class TransformedModel(nn.Module):
     def logits_graph(self) -> fx.Graph:
         """A copy of the graph that computes the logits `[B, T, V]` alone.
 
-        Its inputs are called `input_ids` and, where the model takes one, `attention_mask`.
+        Its inputs are called `input_ids` and, where the model takes one, `attention_mask`. It holds ATen ops alone.
         """
         graph = self._select((0,), entropies=False)
         names = {self.convention.tokens: "input_ids", self.convention.attention_mask: "attention_mask"}
         for node in graph.nodes:
             if node.op == "placeholder":
                 node.target = names.get(str(node.target), node.target)
+        open_deviation_norms(graph)
         return graph
 
     def logits_nodes(self) -> set[fx.Node]:

@@ -54,11 +54,11 @@ def fold_norm_gains(model: TransformedModel) -> Change:
 
 def _gain_and_bias(norm: fx.Node) -> tuple[Any, Any]:
     optional = [*norm.args[2:], None, None]
-    return optional[0], optional[1] if norm.target is aten.layer_norm.default else None
+    return optional[0], None if norm.target is aten.rms_norm.default else optional[1]
 
 
 def _set_plain(norm: fx.Node) -> None:
-    weights = 2 if norm.target is aten.layer_norm.default else 1
+    weights = 1 if norm.target is aten.rms_norm.default else 2
     x, shape, *rest = norm.args
     norm.args = (x, shape, *[None] * weights, *rest[weights:])
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from aero_compile.graphs.deviation_norm import deviation_norm
+
 aten = torch.ops.aten
 
 
@@ -324,6 +326,7 @@ _RULES: dict[Any, Rule] = {
     aten.amin.default: _reduce,
     aten.layer_norm.default: _norm,
     aten.rms_norm.default: _norm,
+    deviation_norm: _norm,
     aten.constant_pad_nd.default: _pad,
     aten.linear.default: _linear,
     aten.view_as_real.default: _linear,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import aero_compile
+from aero_compile.graphs.deviation_norm import deviation_norm
+from aero_compile.inference.optimize import optimize_for_inference
 from tests.capturing.test_capture import Small, same_function
 from tests.tiny_models import randomize, tokens
 
@@ -61,6 +65,54 @@ class WrittenMaskInView(Small):
         return F.softmax(scores, -1)
 
 
+class NormalizedRms(nn.Module):
+    """RMSNorm as x-transformers has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = F.normalize(x, dim=-1) * WIDTH**0.5 * (self.gain + 1)
+        return out
+
+
+class AnnotatedNorm(nn.Module):
+    """LayerNorm as the Annotated Transformer has it: unbiased deviation, and ε beside it."""
+
+    def __init__(self, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.a_2, self.b_2, self.eps = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.zeros(WIDTH)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a_2 * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + self.eps) + self.b_2
+
+
+class ScaleNorm(nn.Module):
+    """One gain over the length (Nguyen & Salazar 2019)."""
+
+    def __init__(self, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.scale, self.eps = nn.Parameter(torch.tensor(WIDTH**0.5)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x / torch.norm(x, dim=-1, keepdim=True).clamp(min=self.eps) * self.scale
+        return out
+
+
+class OwnNorms(Small):
+    """Two blocks with norms of a given kind, the final one included."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__(2)
+        self.norms = nn.ModuleList(make() for _ in range(4))
+        self.final = make()
+
+    def forward(self, ids: Tensor) -> Any:
+        x = self.embed(ids) + self.position(torch.arange(ids.shape[1]))
+        return self.head(self.final(self.block(self.block(x, 0), 1)))
+
+
 def stacked() -> nn.Module:
     """A top-level nn.Sequential, whose parts have numbers for names."""
 
@@ -85,6 +137,9 @@ PLAIN: dict[str, tuple[Any, str]] = {
     "mask in the dtype of hidden states": (BorrowedDtype, "SM:3×R^{8×8} LN:2×R^{8×24} G:1×R^{8×40}"),
     "mask written": (WrittenMask, "SM:3×R^{8×8} LN:2×R^{8×24} G:1×R^{8×40}"),
     "mask written into a view": (WrittenMaskInView, "SM:3×R^{8×8} LN:2×R^{8×24} G:1×R^{8×40}"),
+    "norms by F.normalize": (lambda: OwnNorms(NormalizedRms), "SM:6×R^{8×8} LN:4(+1 final)×R^{8×24} G:2×R^{8×40}"),
+    "annotated norms": (lambda: OwnNorms(AnnotatedNorm), "SM:6×R^{8×8} LN:4(+1 final)×R^{8×24} G:2×R^{8×40}"),
+    "scale norms": (lambda: OwnNorms(ScaleNorm), "SM:6×R^{8×8} LN:4(+1 final)×R^{8×24} G:2×R^{8×40}"),
     "sequential": (stacked, "SM:6×R^{8×8} LN:4(+1 final)×R^{8×24} G:2×R^{8×40}"),
 }
 
@@ -153,3 +208,35 @@ def test_clamped_distances_limit_nothing(rows: int, clamped: bool, limit: int | 
     assert result.max_positions == limit
     ids = tokens(2, limit or 60, vocab=VOCAB)
     assert torch.allclose(result(ids), model(ids), atol=1e-12)
+
+
+@pytest.mark.parametrize("norm", [lambda: AnnotatedNorm(0.3), lambda: ScaleNorm(6.0)])
+def test_norms_with_epsilon_outside_the_root_everywhere(norm: Any, tmp_path: Path) -> None:
+    """Also where ε matters: freezing, dynamic tanh, inference graphs, half precision, pickles, training."""
+    source = randomize(OwnNorms(norm)).eval()
+    model = aero_compile.transform(source, "baseline")
+    assert sum(node.target is deviation_norm for node in model.graph.nodes) == 5
+    ids = tokens(vocab=VOCAB)
+    expected = source(ids)
+    assert torch.allclose(model(ids), expected, atol=1e-12)
+    assert torch.allclose(copy.deepcopy(model)(ids), expected, atol=1e-12)
+    assert torch.allclose(pickle.loads(pickle.dumps(model))(ids), expected, atol=1e-12)
+    loaded = aero_compile.load(aero_compile.save(model, tmp_path))
+    assert torch.equal(loaded(ids), model(ids))
+    ready = optimize_for_inference(model)
+    assert torch.allclose(ready(ids), expected, atol=1e-10)
+    assert all(node.target is not deviation_norm for node in ready.graph.nodes)
+    for passes in ("freeze-layer-norm", "layer-norm-to-dyt", "strip-layer-norm{norms=qk}"):
+        changed = aero_compile.transform(model, passes, calibration=ids)
+        out = changed(ids, labels=ids)
+        out.loss.backward()
+        assert bool(torch.isfinite(out.logits).all())
+
+
+@pytest.mark.parametrize("norm", [lambda: AnnotatedNorm(0.3), lambda: ScaleNorm(6.0)])
+def test_one_sequence_freezes_to_its_own_deviation(norm: Any) -> None:
+    """With one token as calibration the average deviation is that token's own: the frozen norm is the norm."""
+    source = randomize(OwnNorms(norm)).eval()
+    ids = tokens(1, 1, vocab=VOCAB)
+    frozen = aero_compile.transform(source, "freeze-layer-norm", calibration=ids)
+    assert torch.allclose(frozen(ids), source(ids), atol=1e-10)

@@ -128,6 +128,60 @@ RMS_NORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
+def deviation(x: Tensor) -> Tensor:
+    return (x - x.mean(-1, keepdim=True)).square().mean(-1, keepdim=True).sqrt()
+
+
+NORMS_WITH_A_FACTOR: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+    "unbiased variance": (
+        lambda m, x: m.bias * (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, keepdim=True) + 1e-3),
+        "layer_norm",
+    ),
+    "variance and mean at once": (
+        lambda _, x: (
+            (x - torch.var_mean(x, -1, keepdim=True)[1]) / torch.sqrt(torch.var_mean(x, -1, keepdim=True)[0] + 1e-3)
+        ),
+        "layer_norm",
+    ),
+    "F.normalize": (lambda m, x: F.normalize(x, dim=-1) * math.sqrt(12) * m.bias, "rms_norm"),
+    "F.normalize, gain around 1": (lambda m, x: F.normalize(x, dim=-1) * math.sqrt(12) * (m.bias + 1), "rms_norm"),
+    "F.normalize alone": (lambda _, x: F.normalize(x, dim=-1), "rms_norm"),
+    "unit length": (lambda _, x: x / x.norm(dim=-1, keepdim=True), "rms_norm"),
+    "by the sum of squares": (
+        lambda m, x: m.bias * x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-3),
+        "rms_norm",
+    ),
+    "one gain for all": (lambda m, x: m.bias[:1] * F.normalize(x, dim=-1), "rms_norm"),
+    "ScaleNorm": (lambda m, x: m.bias[0] * x / x.norm(dim=-1, keepdim=True).clamp(min=0.02), "deviation_norm"),
+    "Annotated Transformer": (
+        lambda m, x: m.bias * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 0.01) + m.bias.neg(),
+        "deviation_norm",
+    ),
+    "ε beside the deviation": (
+        lambda m, x: m.bias * (x - x.mean(-1, keepdim=True)) / (deviation(x) + 1e-3),
+        "deviation_norm",
+    ),
+    "ε beside the root mean square": (
+        lambda m, x: m.bias * (x / (x.norm(dim=-1, keepdim=True) * 12**-0.5 + 1e-3)),
+        "deviation_norm",
+    ),
+}
+
+
+@pytest.mark.parametrize("spelling", NORMS_WITH_A_FACTOR)
+def test_norms_with_a_factor_or_an_epsilon_of_their_own(spelling: str) -> None:
+    function, expected = NORMS_WITH_A_FACTOR[spelling]
+    kinds = canonical(function, approximately=1e-9)
+    assert nonlinear(kinds) == {expected} - {"deviation_norm"}
+    assert sum(count for kind, count in kinds.items() if expected in kind) == 1
+
+
+def test_a_guarded_division_stays_guarded() -> None:
+    """max(x, 1e-12) is no ReLU: where it is divided by, the result at 0 is 0 and not NaN."""
+    kinds = canonical(lambda _, x: x / x.abs().clamp_min(1e-12))
+    assert "relu" not in kinds
+
+
 @pytest.mark.parametrize("spelling", LAYER_NORMS)
 def test_layer_norms_in_many_spellings(spelling: str) -> None:
     assert nonlinear(canonical(LAYER_NORMS[spelling], approximately=1e-9)) == {"layer_norm"}
@@ -139,10 +193,9 @@ def test_rms_norms_in_many_spellings(spelling: str) -> None:
 
 
 NO_NORMS: dict[str, Callable[[Tensor], Tensor]] = {
-    "unbiased variance": lambda x: (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, keepdim=True) + 1e-5),
     "over positions": lambda x: (x - x.mean(1, keepdim=True)) / torch.sqrt(x.var(1, correction=0, keepdim=True) + 1e-5),
     "share of the sum": lambda x: x.abs() / x.abs().sum(-1, keepdim=True),
-    "unit length": lambda x: x / x.norm(dim=-1, keepdim=True),
+    "unit length of another norm": lambda x: x / x.norm(p=1, dim=-1, keepdim=True),
     "only centered": lambda x: x - x.mean(-1, keepdim=True),
     "over the maximum": lambda x: x / x.abs().amax(-1, keepdim=True),
 }
