@@ -6,6 +6,7 @@ and the weights it names, `model-<start of their SHA-256>.safetensors`.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -19,18 +20,23 @@ from torch import Tensor, nn
 
 from aero_compile.census import census
 from aero_compile.errors import AeroError, ArtifactError
-from aero_compile.files import write_atomically
+from aero_compile.files import read_regular, write_atomically
 from aero_compile.graphs.constants import mark_constants
 from aero_compile.graphs.convention import CallConvention
+from aero_compile.graphs.graph_bounds import check_values
 from aero_compile.graphs.graph_json import decode_graph, encode_graph
 from aero_compile.graphs.held_modules import build_module, describe_module, kind_of
 from aero_compile.graphs.trainable import TransformedModel
+from aero_compile.quiet import quiet
 from aero_compile.version import __version__
 
 FORMAT = 2
 """Version of the artifact's layout; a newer one is refused. In version 1 `dropouts` stood for `modules`."""
 
 GRAPH_FILE = "aero_compile.json"
+
+_LARGEST_DOCUMENT = 64 << 20
+"""Bytes of JSON that are read: thirty times what a decoder of a hundred layers has."""
 
 
 def save(model: TransformedModel, directory: str | os.PathLike[str], *, provenance: Any = None) -> Path:
@@ -115,16 +121,18 @@ def load(directory: str | os.PathLike[str]) -> TransformedModel:
     if name is None:
         raise ArtifactError(f"{path / GRAPH_FILE} is damaged: it names no weights")
     try:
-        weights = (path / name).read_bytes()
+        weights = read_regular(path / name)
     except OSError as error:
-        raise ArtifactError(f"{path} has no readable {name}: {error.strerror}") from error
+        raise ArtifactError(f"{path} has no readable {name}: {_why(error)}") from error
     if hashlib.sha256(weights).hexdigest() != document.get("sha256"):
         raise ArtifactError(f"{path / name} is damaged or does not belong to {GRAPH_FILE} beside it")
     try:
-        model = _build(document, from_bytes(weights))
-        mark_constants(model)
-        _ = model.structure  # runs the whole graph on shapes
-        model.prepare()
+        with quiet(("torch._subclasses", "torch.fx")):
+            model = _build(document, from_bytes(weights))
+            check_values(model)
+            mark_constants(model)
+            _ = model.structure  # runs the whole graph on shapes
+            model.prepare()
     except AeroError as error:
         raise ArtifactError(f"{path / GRAPH_FILE} is damaged: {error}") from error
     except Exception as error:  # whatever a damaged file can lead to
@@ -177,10 +185,12 @@ def read_document(directory: Path) -> dict[str, Any]:
     """
     file = directory / GRAPH_FILE
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+        document = json.loads(read_regular(file, _LARGEST_DOCUMENT).decode("utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise ArtifactError(f"{directory} is no aero_compile artifact: it has no {GRAPH_FILE}") from error
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise ArtifactError(f"{file} cannot be read: {_why(error)}") from error
+    except (ValueError, RecursionError, MemoryError) as error:
         raise ArtifactError(f"{file} is damaged: {error}") from error
     version = document.get("format") if isinstance(document, dict) else None
     if type(version) is not int or version < 1:
@@ -188,6 +198,11 @@ def read_document(directory: Path) -> dict[str, Any]:
     if version > FORMAT:
         raise ArtifactError(f"{file} has format {version}, newer than {FORMAT}: upgrade aero_compile")
     return document  # type: ignore[no-any-return]
+
+
+def _why(error: OSError) -> str:
+    """Why a file could not be read; opening a link is refused, which the system reports as a loop of links."""
+    return "it is a link" if error.errno == errno.ELOOP else str(error.strerror)
 
 
 def _own_weights(document: dict[str, Any]) -> str | None:

@@ -1,8 +1,10 @@
-"""Writing files so that a reader, or a crash, never meets half of one."""
+"""Writing files so that a reader, or a crash, never meets half of one; reading files that are nothing else."""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import tempfile
 from pathlib import Path
 
@@ -30,3 +32,24 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def read_regular(path: Path, largest: int | None = None) -> bytes:
+    """The content of a regular file: no pipe or device, which may never end, and no link, which may lead anywhere.
+
+    Args:
+        path: the file.
+        largest: bytes that it may have; by default the memory of this machine.
+
+    Raises:
+        OSError: not readable, no regular file, or larger.
+    """
+    limit = largest or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(handle, "rb") as file:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "no regular file", str(path))
+        if found.st_size > limit:
+            raise OSError(errno.EFBIG, f"{found.st_size} bytes are more than {limit}", str(path))
+        return file.read(found.st_size)

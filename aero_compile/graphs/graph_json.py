@@ -1,7 +1,7 @@
 """An FX graph as JSON, and back, so that reading it cannot run anything but tensor arithmetic.
 
 What is read is later printed as Python source, as FX does; so every name in it must be a plain identifier, every
-attribute one of the model's own, and every function an ATen op without side effects.
+attribute one of the model's own, and every function one of a list (`aero_compile.graphs.allowed_ops`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from aero_compile.errors import ArtifactError
+from aero_compile.graphs.allowed_ops import is_allowed
 from aero_compile.graphs.deviation_norm import deviation_norm
 from aero_compile.graphs.rewriting import source_path
 
@@ -23,6 +24,12 @@ _ON_NUMBERS += ["eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "not_"]
 _SYMBOLIC = ["sym_max", "sym_min", "sym_not", "sym_int", "sym_ite"]
 _PLAIN: dict[str, Callable[..., Any]] = {f"operator.{name}": getattr(operator, name) for name in _ON_NUMBERS}
 _PLAIN |= {f"torch.{name}": getattr(torch, name) for name in _SYMBOLIC}
+NUMBERS = frozenset(_PLAIN.values()) - {operator.getitem}
+"""Functions of a graph that compute with numbers, such as lengths, in Python."""
+
+_NODES, _ITEMS, _DEPTH, _LETTERS, _LARGEST = 100_000, 65_536, 16, 4096, 1 << 63
+"""What a graph in a file may have: nodes, items of a list, lists in lists, letters of a text, and size of a number."""
+
 _PLAIN |= {"aero_compile.deviation_norm": deviation_norm}
 _NAMES = {function: name for name, function in _PLAIN.items()}
 
@@ -44,6 +51,8 @@ def decode_graph(
     Raises:
         ArtifactError: a name or op that is not allowed, or a graph that is not well formed.
     """
+    if not isinstance(records, list) or len(records) > _NODES:
+        raise ArtifactError(f"the graph is no list of at most {_NODES} nodes")
     allowed = {"placeholder": inputs, "get_attr": tensors, "call_module": modules, "output": ("output",)}
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
@@ -56,6 +65,8 @@ def decode_graph(
             function = target
         else:
             raise ArtifactError(f"node {name!r} of kind {op!r} refers to {target!r}, which the model does not have")
+        if name in nodes:
+            raise ArtifactError(f"two nodes are called {name!r}")
         args = tuple(_decode(record.get("args", []), nodes))
         kwargs = _decode(record.get("kwargs", {"dict": {}}), nodes)
         if op == "output":
@@ -76,7 +87,7 @@ def _require_path(path: str) -> bool:
 
 
 def _require_identifier(name: Any) -> bool:
-    if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
+    if not isinstance(name, str) or len(name) > _LETTERS or not name.isidentifier() or keyword.iskeyword(name):
         raise ArtifactError(f"{name!r} is not a name that a graph may hold")
     return True
 
@@ -96,6 +107,8 @@ def _encode_target(node: fx.Node) -> str:
     if node.op != "call_function":
         return str(node.target)
     if isinstance(node.target, torch._ops.OpOverload):
+        if not is_allowed(node.target):
+            raise ArtifactError(f"node {node.name} calls {node.target}, which an artifact may not hold")
         return str(node.target)
     name = _NAMES.get(node.target) if callable(node.target) else None
     if name is None:
@@ -124,20 +137,24 @@ def _encode(value: Any) -> Any:
     raise ArtifactError(f"an argument of type {type(value).__name__} cannot be saved")
 
 
-def _decode(value: Any, nodes: dict[str, fx.Node]) -> Any:
+def _decode(value: Any, nodes: dict[str, fx.Node], depth: int = 0) -> Any:
+    if depth > _DEPTH:
+        raise ArtifactError(f"an argument has lists in lists, {_DEPTH} deep")
+    if isinstance(value, list | dict) and len(value) > _ITEMS:
+        raise ArtifactError(f"an argument is a list of {len(value)} items")
     if isinstance(value, list):
-        return [_decode(item, nodes) for item in value]
+        return [_decode(item, nodes, depth + 1) for item in value]
     if not isinstance(value, dict):
-        return value
+        return _bounded(value)
     ((kind, inner),) = value.items()
     if kind == "node":
         return nodes[inner]
     if kind == "dict":
-        return {key: _decode(item, nodes) for key, item in inner.items() if _require_identifier(key)}
+        return {key: _decode(item, nodes, depth + 1) for key, item in inner.items() if _require_identifier(key)}
     if kind == "slice":
-        return slice(*(_decode(part, nodes) for part in inner))
+        return slice(*(_decode(part, nodes, depth + 1) for part in inner))
     if kind == "float":
-        return float(inner)
+        return float(_bounded(inner))
     if kind == "device":
         return torch.device("cpu")  # where the weights are loaded to
     if kind in ("dtype", "layout", "memory_format"):
@@ -145,6 +162,15 @@ def _decode(value: Any, nodes: dict[str, fx.Node]) -> Any:
         if isinstance(found, _TYPES):
             return found
     raise ArtifactError(f"unknown value {kind}={inner!r} in the graph")
+
+
+def _bounded(value: Any) -> Any:
+    """A number or a text of a size that occurs."""
+    if isinstance(value, str) and len(value) > _LETTERS:
+        raise ArtifactError(f"an argument is a text of {len(value)} letters")
+    if isinstance(value, int) and not -_LARGEST <= value < _LARGEST:
+        raise ArtifactError("an argument is a number of more than 64 bits")
+    return value
 
 
 def _decode_target(text: Any) -> Any:
@@ -156,15 +182,7 @@ def _decode_target(text: Any) -> Any:
         packet = getattr(torch.ops.aten, path[0], None)
         function = getattr(packet, path[1], None)
         if isinstance(packet, torch._ops.OpOverloadPacket) and isinstance(function, torch._ops.OpOverload):
-            if _is_pure(function):
+            if is_allowed(function):
                 return function
-            raise ArtifactError(f"the graph calls {text!r}, which has side effects")
+            raise ArtifactError(f"the graph calls {text!r}, which an artifact may not hold")
     raise ArtifactError(f"the graph calls {text!r}, which is not an op of this torch that an artifact may hold")
-
-
-def _is_pure(function: torch._ops.OpOverload) -> bool:
-    """Whether an op only maps values to values: registered for tensors, mutating nothing, reading no file."""
-    schema = function._schema
-    registered = torch._C._dispatch_has_kernel(function._name)
-    files = any(argument.name == "filename" for argument in schema.arguments)
-    return registered and not files and not schema.is_mutable and len(schema.returns) > 0

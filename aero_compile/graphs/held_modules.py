@@ -7,7 +7,7 @@ identity at inference; the others compute weights.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ _KINDS: Mapping[str, tuple[type[nn.Module], Mapping[str, type]]] = {
     "spectral_norm": (SpectralNorm, {"rows": int, "columns": int, "n_power_iterations": int}),
 }
 """Name → class, and the attributes, which are arguments of its constructor, with their types."""
+
+
+_LARGEST = {"rows": 1 << 31, "columns": 1 << 31, "n_power_iterations": 1000}
 
 
 def kind_of(module: nn.Module) -> str | None:
@@ -52,6 +55,9 @@ def build_module(record: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> nn
     values = {name: record.get(name) for name in options}
     for name, of in options.items():
         if isinstance(values[name], bool) or not isinstance(values[name], (of, int)):
+            raise ArtifactError(f"{kind} with {name}={values[name]!r}")
+        largest = _LARGEST.get(name)
+        if largest is not None and not 0 < cast("int", values[name]) <= largest:
             raise ArtifactError(f"{kind} with {name}={values[name]!r}")
     with torch.device("meta"):
         module = cls(**values)

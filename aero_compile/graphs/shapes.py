@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -41,11 +41,16 @@ class _Known:
 _known: WeakKeyDictionary[torch.nn.Module, dict[Any, _Known]] = WeakKeyDictionary()
 
 
-def node_values(model: TransformedModel, batch: int, seq_len: int) -> dict[fx.Node, Any]:
+Guard = tuple[Callable[[fx.Node, Mapping[fx.Node, Any]], None], Callable[[fx.Node, Any], None]]
+"""Called before a node is looked at, with what is known of those before it, and after, with its value."""
+
+
+def node_values(model: TransformedModel, batch: int, seq_len: int, guard: Guard | None = None) -> dict[fx.Node, Any]:
     """Fake value (shape, dtype, device) of every node at `[batch, seq_len]`, without computing anything.
 
     Only nodes that are new since the last call, that were edited, or that follow one whose shape was changed by
-    that are looked at: passes ask often, and one look costs as much as running the layer would.
+    that are looked at: passes ask often, and one look costs as much as running the layer would. Those that are
+    looked at are shown to `guard`, which may raise.
     """
     weight = next(model.parameters(), None)
     device = weight.device if weight is not None else torch.device("cpu")
@@ -59,8 +64,12 @@ def node_values(model: TransformedModel, batch: int, seq_len: int) -> dict[fx.No
             old_call, value = known.nodes.get(node, (None, None))
             varies = node.op in ("get_attr", "call_module") or not changed.isdisjoint(node.all_input_nodes)
             if varies or old_call != call:
+                if guard is not None:
+                    guard[0](node, values)
                 with _reported(node):
                     new = _value(model, known, node, values, (batch, seq_len), device)
+                if guard is not None:
+                    guard[1](node, new)
                 if old_call is None or not _same(new, value):
                     changed.add(node)
                     value = new
