@@ -181,7 +181,7 @@ def _party(rank: int, addresses: list[str], quick: bool, out: Any) -> None:
     import spu
     import spu.utils.frontend as frontend
 
-    from aero_compile.runtime.hosts.link import connect
+    from aero_compile.runtime.hosts.link import PlainWay, connect
 
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -191,7 +191,7 @@ def _party(rank: int, addresses: list[str], quick: bool, out: Any) -> None:
         spu.libspu.logging.setup_logging(options)
         log = stack.enter_context(open(options.system_log_path, errors="replace"))
         config = configuration()
-        link = connect(spu, rank, addresses, 600.0, 60.0, None)
+        link = connect(spu, rank, PlainWay(addresses[rank], addresses[1 - rank]), 600.0, 60.0)
         runtime, io = spu.Runtime(link, config), spu.Io(2, config)
         todo = list(cases(quick))
         for case in todo:

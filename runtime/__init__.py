@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from aero_compile.runtime.arithmetic.approximations import Approximation, approximations
     from aero_compile.runtime.arithmetic.tolerances import Tolerances
     from aero_compile.runtime.costs.model import Estimate, estimate
-    from aero_compile.runtime.hosts.link import TLSConfig
     from aero_compile.runtime.hosts.measure import Measurement
     from aero_compile.runtime.hosts.network_spec import Network
+    from aero_compile.runtime.hosts.tls import TLSConfig
     from aero_compile.runtime.inference import Compiled, compile_model, export, private_inference
     from aero_compile.runtime.lowering.to_jax import supported_ops
     from aero_compile.runtime.program import Program
@@ -26,7 +26,7 @@ _HOME = {
     "compile_model": "inference",
     "export": "inference",
     "private_inference": "inference",
-    "TLSConfig": "hosts.link",
+    "TLSConfig": "hosts.tls",
     "Measurement": "hosts.measure",
     "Network": "hosts.network_spec",
     "supported_ops": "lowering.to_jax",

@@ -19,11 +19,11 @@ import torch
 from aero_compile.errors import InputError
 from aero_compile.graphs.calibration import token_batches
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
-from aero_compile.runtime.hosts.link import TLSConfig
 from aero_compile.runtime.hosts.measure import Measurement, combine
 from aero_compile.runtime.hosts.network_spec import Network, parse_network
-from aero_compile.runtime.hosts.parties import run_parties
+from aero_compile.runtime.hosts.parties import LOOPBACK, run_parties
 from aero_compile.runtime.hosts.progress import Progress
+from aero_compile.runtime.hosts.tls import TLSConfig
 from aero_compile.runtime.lowering.defer import defer_normalization
 from aero_compile.runtime.lowering.partition import Partition, partition
 from aero_compile.runtime.lowering.ranges import RangeCheck
@@ -81,7 +81,7 @@ def private_inference(
             first forward with the set-up.
         timeout: seconds for the computation.
         progress: show the running operator on standard error; None: only on a terminal.
-        tls: certificates for an encrypted link.
+        tls: certificates for an encrypted link; they must name 127.0.0.1, where both parties are, or ``peer_name``.
         network: what to emulate between the two processes: "lan", "wan", "MBPS:RTT_MS" or a ``Network``; None:
             nothing.
 
@@ -99,7 +99,7 @@ def private_inference(
     if not timeout > 0:
         raise InputError(f"timeout must be a positive number of seconds, not {timeout!r}")
     if tls is not None:
-        tls.check()
+        tls.check(tls.peer_name or LOOPBACK)
     emulated = parse_network("loopback" if network is None else network)
     import_spu()
     if warm not in (True, False, "setup"):

@@ -33,16 +33,10 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.errors import AeroError, InputError, PartyError
-from aero_compile.runtime.hosts.link import (
-    TLSConfig,
-    WireCounter,
-    connect,
-    not_connected,
-    parse_address,
-    watch_peer,
-)
+from aero_compile.runtime.hosts.link import PlainWay, Way, connect, not_connected, parse_address, watch_peer
 from aero_compile.runtime.hosts.measure import check_against_wire, check_profile
 from aero_compile.runtime.hosts.opening import open_logits, send_share
+from aero_compile.runtime.hosts.tls import TLSConfig, TLSWay
 from aero_compile.runtime.program import CLIENT, SERVER, SET_UP, SET_UP_INPUTS, Program, TensorSpec, one_hot
 from aero_compile.runtime.spu_config import SpuLog, import_spu, plain_message, runtime_config
 
@@ -92,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--tls-cert", help="PEM certificate of this party")
     add("--tls-key", help="PEM key of this party")
     add("--tls-ca", help="PEM certificate of the authority that signed both")
+    add("--tls-peer-name", metavar="NAME", help="name in the other party's certificate (default: the host of --peer)")
     add("--with-parent", action="store_true", help="end when standard input is closed")
     add("--scratch", type=Path, metavar="DIR", help="with --with-parent: a folder to remove then, inputs and all")
     return parser
@@ -106,11 +101,11 @@ class _Party:
         self.role = ROLES[self.rank]
         for address in (arguments.address, arguments.peer):
             parse_address(address)
+        self.tls = self._tls()
         self.output = Path(arguments.output)
         self.output.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.program = Program.load(arguments.program)
         self.own = self._own_inputs()
-        self.wire = WireCounter()
         self._timer: threading.Timer | None = None
 
     def run(self) -> None:
@@ -118,24 +113,25 @@ class _Party:
         log = SpuLog(spu, self.output / "spu.log")
         config = runtime_config(self.program.protocol, self.program.field, self.program.fraction_bits)
         options = self.options
-        addresses = [options.address, options.peer]
-        addresses = addresses if self.rank == SERVER else addresses[::-1]
-        self._deadline(options.connect_timeout, lambda: not_connected(options.peer, options.connect_timeout))
-        link = connect(spu, self.rank, addresses, options.timeout, options.connect_timeout, self._tls())
+        way: Way = PlainWay(options.address, options.peer)
+        if self.tls is not None:
+            way = TLSWay(options.address, options.peer, self.tls, lambda why: _die(f"{self.role}: {why}"))
+        self._deadline(options.connect_timeout, lambda: not_connected(way, options.connect_timeout))
+        link = connect(spu, self.rank, way, options.timeout, options.connect_timeout)
         self._agree(link, str(config))
         self._deadline(options.timeout, lambda: f"{self.role}: the computation took longer than {options.timeout:g} s")
-        stop_watch = watch_peer(options.peer, lambda: _die(f"{self.role}: lost the other party"))
+        stop_watch = watch_peer(way.answers, lambda: _die(f"{self.role}: lost the other party"))
         started = time.perf_counter()
         runtime = spu.Runtime(link, config)
         if options.set_up:
             self._set_up(spu, runtime, config)
         link.barrier()
-        setup = {"seconds": time.perf_counter() - started, "wire": self.wire.read()}
+        setup = {"seconds": time.perf_counter() - started, "wire": way.read()}
         runs = []
         logits: npt.NDArray[Any] | None = None
         for number in range(options.runs):
             _event("run", number=number, steps=len(self.program.steps))
-            record, logits = self._forward(spu, link, runtime, config, log)
+            record, logits = self._forward(spu, link, runtime, config, log, way)
             runs.append(record)
         stop_watch.set()
         if self.rank == CLIENT:
@@ -153,6 +149,7 @@ class _Party:
         _event("done")
         link.stop_link()
         time.sleep(LINGER_SECONDS)
+        way.close()
 
     # --- before the computation -----------------------------------------------------------------------
 
@@ -185,11 +182,13 @@ class _Party:
 
     def _tls(self) -> TLSConfig | None:
         paths = (self.options.tls_cert, self.options.tls_key, self.options.tls_ca)
-        if not any(paths):
+        if not any((*paths, self.options.tls_peer_name)):
             return None
         if not all(paths):
             raise InputError("TLS needs all of --tls-cert, --tls-key and --tls-ca")
-        return TLSConfig(*paths)
+        config = TLSConfig(*paths, self.options.tls_peer_name)
+        config.check()
+        return config
 
     def _agree(self, link: Any, config: str) -> None:
         """Compare role, program and configuration with the peer's before any share exists."""
@@ -234,9 +233,9 @@ class _Party:
             runtime.del_var(name)
 
     def _forward(
-        self, spu: Any, link: Any, runtime: Any, config: Any, log: SpuLog
+        self, spu: Any, link: Any, runtime: Any, config: Any, log: SpuLog, way: Way
     ) -> tuple[dict[str, Any], npt.NDArray[Any] | None]:
-        before = self.wire.read()  # the peer sends nothing of this forward before both have reached the barrier
+        before = way.read()  # the peer sends nothing of this forward before both have reached the barrier
         link.barrier()
         started = time.perf_counter()
         io = spu.Io(2, config)
@@ -266,7 +265,7 @@ class _Party:
             "seconds": time.perf_counter() - started,
             "steps": steps,
             "revealed_bytes": revealed,
-            "wire": [after - was for after, was in zip(self.wire.read(), before, strict=True)],
+            "wire": [after - was for after, was in zip(way.read(), before, strict=True)],
         }
         check_against_wire(record, opened)
         return record, logits

@@ -1,37 +1,25 @@
-"""The connection between the parties: addresses, TLS, timeouts, and noticing that the peer is gone."""
+"""The connection between the parties: addresses, timeouts, bytes, and noticing that the peer is gone."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import socket
-import struct
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from aero_compile.errors import InputError, PartyError
+from aero_compile.runtime.hosts.tunnel import wire_bytes
 
 PROBE_SECONDS = 2.0
-PROBES_LOST = 3
+"""Between two looks whether the peer is there."""
+
+LOST_SECONDS = 8.0
+"""A peer that was not there for so long is lost."""
+
 PORT_TAKEN = "the port is taken or the address is not of this machine"
-
-
-@dataclass(frozen=True)
-class TLSConfig:
-    """Paths of PEM files for a mutually authenticated link: own certificate and key, and the CA of both."""
-
-    certificate: str
-    private_key: str
-    ca: str
-
-    def check(self) -> None:
-        """Raise InputError when a file is missing."""
-        for path in (self.certificate, self.private_key, self.ca):
-            if not Path(path).is_file():
-                raise InputError(f"TLS file not found: {path}")
 
 
 def free_addresses(count: int) -> list[str]:
@@ -51,52 +39,86 @@ def parse_address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise InputError(f"{text!r} is not an address of the form host:port")
-    return host, int(port)
+    return host.strip("[]"), int(port)
 
 
-def connect(
-    spu: Any, rank: int, addresses: list[str], timeout: float, connect_timeout: float, tls: TLSConfig | None
-) -> Any:
-    """Open the link and return SPU's link context. ``addresses`` are those of rank 0 and rank 1.
+class Way(Protocol):
+    """How a party and its peer reach each other."""
+
+    peer: str
+    """host:port of the peer."""
+
+    own: str
+    other: str
+    """Where SPU listens, and where it dials to reach the peer."""
+
+    def read(self) -> tuple[int, int]:
+        """Return (bytes sent and acknowledged, bytes received) on the wire since the start."""
+
+    def answers(self, seconds: float) -> bool:
+        """Whether the peer is there; the answer takes up to ``seconds``."""
+
+    def reason(self) -> str:
+        """Say what went wrong on the way last; empty if nothing is known."""
+
+    def close(self) -> None:
+        """Give up what the way holds."""
+
+
+class PlainWay:
+    """TCP, without encryption."""
+
+    def __init__(self, address: str, peer: str) -> None:
+        self.own, self.other, self.peer = address, peer, peer
+        self._counter = WireCounter()
+
+    def read(self) -> tuple[int, int]:
+        return self._counter.read()
+
+    def answers(self, seconds: float) -> bool:
+        return _listens(self.peer, seconds)
+
+    def reason(self) -> str:
+        return ""
+
+    def close(self) -> None:
+        pass
+
+
+def connect(spu: Any, rank: int, way: Way, timeout: float, connect_timeout: float) -> Any:
+    """Open the link and return SPU's link context.
 
     Raises:
-        PartyError: the own address is taken, the peer does not answer, or TLS fails.
+        PartyError: the own address is taken, or there is no link to the peer in time.
     """
     desc = spu.link.Desc()
-    for index, address in enumerate(addresses):
-        desc.add_party(f"party{index}", address)
+    for index in range(2):
+        desc.add_party(f"party{index}", way.own if index == rank else way.other)
     desc.recv_timeout_ms = max(1, int(timeout * 1000))
     desc.http_timeout_ms = max(1000, int(min(timeout, 120.0) * 1000))
     desc.connect_retry_interval_ms = 200
     desc.connect_retry_times = max(1, int(connect_timeout / 0.2))
-    if tls is not None:
-        tls.check()
-        desc.enable_ssl = True
-        for options in (desc.client_ssl_opts, desc.server_ssl_opts):
-            options.cert.certificate_path = tls.certificate
-            options.cert.private_key_path = tls.private_key
-            options.verify.ca_file_path = tls.ca
-            options.verify.verify_depth = 2
     try:
         return spu.link.create_brpc(desc, rank)
     except RuntimeError as error:
         if "failed start" in str(error):
-            raise PartyError(f"cannot listen on {addresses[rank]}: {PORT_TAKEN}") from error
-        raise PartyError(not_connected(addresses[1 - rank], connect_timeout)) from error
+            raise PartyError(f"cannot listen on {way.own}: {PORT_TAKEN}") from error
+        raise PartyError(not_connected(way, connect_timeout)) from error
 
 
-def not_connected(peer: str, seconds: float) -> str:
-    """Say why there is no link to ``peer`` after ``seconds``."""
-    if _listens(peer, 1.0):
-        return (
-            f"could not connect: {peer} answers, but the link was not completed within {seconds:g} s "
-            "(different TLS settings, an untrusted certificate, or a wrong own address at the other party)"
-        )
-    return f"could not connect: the other party did not appear at {peer} within {seconds:g} s"
+def not_connected(way: Way, seconds: float) -> str:
+    """Say why there is no link to the peer after ``seconds``."""
+    reason = way.reason()
+    if way.answers(1.0):
+        why = reason or "different TLS settings, or a wrong own address, at the other party"
+        return f"could not connect: {way.peer} answers, but the link was not completed within {seconds:g} s ({why})"
+    if reason:
+        return f"could not connect to {way.peer} within {seconds:g} s: {reason}"
+    return f"could not connect: the other party did not appear at {way.peer} within {seconds:g} s"
 
 
-def watch_peer(address: str, lost: Callable[[], None]) -> threading.Event:
-    """Call ``lost`` from a thread once nothing listens at ``address`` any more; set the event to stop.
+def watch_peer(answers: Callable[[float], bool], lost: Callable[[], None]) -> threading.Event:
+    """Call ``lost`` from a thread once the peer ``answers`` no more; set the event to stop.
 
     SPU itself waits for a message until its receive timeout, which must be long; a dead process or host is
     noticed here within about ten seconds.
@@ -104,10 +126,11 @@ def watch_peer(address: str, lost: Callable[[], None]) -> threading.Event:
     stop = threading.Event()
 
     def watch() -> None:
-        missed = 0
+        heard = time.monotonic()
         while not stop.wait(PROBE_SECONDS):
-            missed = 0 if _listens(address, PROBE_SECONDS) else missed + 1
-            if missed >= PROBES_LOST and not stop.is_set():
+            if answers(max(PROBE_SECONDS, LOST_SECONDS - (time.monotonic() - heard))):
+                heard = time.monotonic()
+            elif time.monotonic() - heard >= LOST_SECONDS and not stop.is_set():
                 lost()
                 return
 
@@ -116,7 +139,7 @@ def watch_peer(address: str, lost: Callable[[], None]) -> threading.Event:
 
 
 def _listens(address: str, seconds: float) -> bool:
-    """Whether somebody is at ``address``, who then leaves a silent connection open for ``seconds``.
+    """Whether somebody is at ``address`` within ``seconds``, who then leaves a silent connection open for a while.
 
     A forwarder on the way (a tunnel, a container's port, an emulated network) accepts even when nobody is behind it,
     but closes at once.
@@ -126,6 +149,7 @@ def _listens(address: str, seconds: float) -> bool:
     except OSError:
         return False
     with connection:
+        connection.settimeout(min(seconds, PROBE_SECONDS))
         try:
             return connection.recv(1) != b""
         except TimeoutError:
@@ -137,7 +161,7 @@ def _listens(address: str, seconds: float) -> bool:
 class WireCounter:
     """Bytes on the wire of all TCP connections of this process, as the kernel counts them (Linux).
 
-    Counts everything above TCP: messages, their framing and, with TLS, its records. Connections that were
+    Counts everything above TCP: messages and their framing. Connections that were
     closed keep the last value seen at a call.
     """
 
@@ -161,10 +185,6 @@ class WireCounter:
                 if copy.family not in (socket.AF_INET, socket.AF_INET6) or copy.type != socket.SOCK_STREAM:
                     return
                 ends = (str(copy.getsockname()), str(copy.getpeername()))
-                # struct tcp_info: tcpi_bytes_acked and tcpi_bytes_received are the u64 at 120 and 128.
-                info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
+                self._seen[ends] = wire_bytes(copy)
         except OSError:
             return
-        if len(info) == 136:
-            acknowledged, received = struct.unpack_from("=QQ", info, 120)
-            self._seen[ends] = (max(0, acknowledged - 1), received)  # the SYN counts as one

@@ -22,15 +22,18 @@ import numpy.typing as npt
 import aero_compile
 from aero_compile import errors
 from aero_compile.errors import AeroError, PartyError
-from aero_compile.runtime.hosts.link import PORT_TAKEN, TLSConfig, free_addresses
+from aero_compile.runtime.hosts.link import PORT_TAKEN, free_addresses
 from aero_compile.runtime.hosts.network import Relay
 from aero_compile.runtime.hosts.network_spec import Network
+from aero_compile.runtime.hosts.tls import TLSConfig
 from aero_compile.runtime.party import EVENT, ROLES
 from aero_compile.runtime.program import CLIENT, SERVER, Program
 
 START_ATTEMPTS = 3
 GRACE_SECONDS = 3.0
 CONNECT_SECONDS = 60.0
+LOOPBACK = "127.0.0.1"
+"""The host of both parties here, which their certificate must name."""
 
 OnEvent = Callable[[str, dict[str, Any]], None]
 
@@ -109,7 +112,9 @@ def _attempt(
     common += ["--connect-timeout", str(min(CONNECT_SECONDS, timeout)), "--with-parent"]
     common += ["--set-up"] if set_up else []
     if tls is not None:
-        common += ["--tls-cert", tls.certificate, "--tls-key", tls.private_key, "--tls-ca", tls.ca]
+        files = (("cert", tls.certificate), ("key", tls.private_key), ("ca", tls.ca))
+        common += [word for name, path in files for word in (f"--tls-{name}", os.path.abspath(path))]
+        common += ["--tls-peer-name", tls.peer_name] if tls.peer_name is not None else []
     inputs = {SERVER: ["--weights", "weights.npz"], CLIENT: ["--tokens", "tokens.npy"]}
     events: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
     parties: list[PartyProcess] = []

@@ -299,22 +299,23 @@ def test_refused_as_the_target_refuses() -> None:
             return True
 
         assert refused()
-        assert "did not appear" in link.not_connected(relay.addresses[1], 1.0)
+        assert "did not appear" in link.not_connected(link.PlainWay(here, relay.addresses[1]), 1.0)
         with socket.create_server(link.parse_address(there)) as target:
             with socket.create_connection(link.parse_address(relay.addresses[1]), timeout=10) as near:
                 near.sendall(b"now")
                 far, _ = target.accept()
                 with far:
                     assert receive(far, 3) == b"now"
-            assert "answers" in link.not_connected(relay.addresses[1], 1.0)
+            assert "answers" in link.not_connected(link.PlainWay(here, relay.addresses[1]), 1.0)
         assert refused()
 
 
 def test_watching_a_peer_through_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "PROBE_SECONDS", 0.2)
+    monkeypatch.setattr(link, "LOST_SECONDS", 1.0)
     lost = threading.Event()
     with over("100:20") as ends:
-        stop = link.watch_peer(ends.relay.addresses[0], lost.set)
+        stop = link.watch_peer(link.PlainWay("", ends.relay.addresses[0]).answers, lost.set)
         assert not lost.wait(2.0)
         ends.targets[0].close()
         assert lost.wait(10.0)

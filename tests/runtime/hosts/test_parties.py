@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from aero_compile.errors import InputError, PartyError
-from aero_compile.runtime import Program, TLSConfig
+from aero_compile.runtime import Program
 from aero_compile.runtime.hosts import parties
 from aero_compile.runtime.hosts.link import free_addresses
 from aero_compile.runtime.party import main
@@ -170,7 +170,7 @@ def test_the_launchers_folders_are_private_separate_and_removed(
 # --- failures ------------------------------------------------------------------------------------------
 
 
-def _run(files: Exported, timeout: float = 60, on_event: Any = None, tls: TLSConfig | None = None) -> Any:
+def _run(files: Exported, timeout: float = 60, on_event: Any = None) -> Any:
     return parties.run_parties(
         files.compiled.program,
         files.compiled.weights,
@@ -178,7 +178,6 @@ def _run(files: Exported, timeout: float = 60, on_event: Any = None, tls: TLSCon
         runs=1,
         timeout=timeout,
         on_event=on_event,
-        tls=tls,
     )
 
 
@@ -399,76 +398,3 @@ def _wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes] | 
         assert time.monotonic() < end
         assert process is None or process.poll() is None
         time.sleep(0.02)
-
-
-# --- TLS -----------------------------------------------------------------------------------------------
-
-
-def _openssl(*arguments: str, folder: Path) -> None:
-    subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
-
-
-def _certificate(folder: Path, name: str, authority: str) -> TLSConfig:
-    if not (folder / f"{authority}.pem").exists():
-        _openssl(
-            *("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", f"/CN={authority}"),
-            *("-keyout", f"{authority}.key", "-out", f"{authority}.pem"),
-            folder=folder,
-        )
-    _openssl(
-        *("req", "-newkey", "rsa:2048", "-nodes", "-subj", f"/CN={name}"),
-        *("-keyout", f"{name}.key", "-out", f"{name}.csr"),
-        folder=folder,
-    )
-    _openssl(
-        *("x509", "-req", "-in", f"{name}.csr", "-days", "2", "-CAcreateserial"),
-        *("-CA", f"{authority}.pem", "-CAkey", f"{authority}.key", "-out", f"{name}.pem"),
-        folder=folder,
-    )
-    return TLSConfig(*(str(folder / file) for file in (f"{name}.pem", f"{name}.key", f"{authority}.pem")))
-
-
-def _tls_arguments(tls: TLSConfig) -> list[str]:
-    return ["--tls-cert", tls.certificate, "--tls-key", tls.private_key, "--tls-ca", tls.ca]
-
-
-needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
-
-
-@needs_openssl
-def test_tls_encrypts_the_link(files: Exported, tmp_path: Path) -> None:
-    here = _copy(files, tmp_path)
-    server_at, client_at = free_addresses(2)
-    to_server, to_client = Wire(server_at), Wire(client_at)
-    for_server = _tls_arguments(_certificate(tmp_path, "host0", "authority"))
-    for_client = _tls_arguments(_certificate(tmp_path, "host1", "authority"))
-    with (
-        party(SERVER, here.server, server_at, to_client.address, *for_server) as server,
-        party(CLIENT, here.client, client_at, to_server.address, *for_client) as client,
-    ):
-        outputs = [process.communicate(timeout=60)[0] for process in (server, client)]
-        assert (server.returncode, client.returncode) == (0, 0), outputs
-    logits = np.load(here.client / "out" / "logits.npy")
-    np.testing.assert_allclose(logits, logits_of(tiny_model()), rtol=0, atol=5e-3)
-    assert min(len(to_server.seen), len(to_client.seen)) > 10_000
-    assert PLAIN_MESSAGE not in to_server.seen + to_client.seen
-
-
-@needs_openssl
-def test_a_certificate_of_another_authority_is_refused(files: Exported, tmp_path: Path) -> None:
-    here = _copy(files, tmp_path)
-    server_at, client_at = free_addresses(2)
-    trusted = _tls_arguments(_certificate(tmp_path, "host0", "authority"))
-    foreign = _tls_arguments(_certificate(tmp_path, "stranger", "elsewhere"))
-    with (
-        party(SERVER, here.server, server_at, client_at, *trusted, connect_timeout=3) as server,
-        party(CLIENT, here.client, client_at, server_at, *foreign, connect_timeout=3) as client,
-    ):
-        outputs = [process.communicate(timeout=60)[0] for process in (server, client)]
-        assert (server.returncode, client.returncode) == (2, 2)
-    assert all("could not connect" in _error(output) for output in outputs)
-
-
-def test_tls_files_must_exist(files: Exported) -> None:
-    with pytest.raises(InputError, match="TLS file not found: nowhere"):
-        TLSConfig("nowhere.pem", "nowhere.key", "nowhere.pem").check()

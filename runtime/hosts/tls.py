@@ -1,0 +1,218 @@
+"""TLS between the parties: the certificates, and the tunnel that SPU's link goes through."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aero_compile.errors import InputError, PartyError
+from aero_compile.runtime.hosts import tunnel
+from aero_compile.runtime.hosts.link import PORT_TAKEN, parse_address
+
+STATUS_SECONDS = 10.0
+LONGEST_FOLDER = 90
+"""Characters of the folder's path: that of a Unix socket may have 107."""
+
+
+@dataclass(frozen=True)
+class TLSConfig:
+    """A mutually authenticated link: paths of PEM files of the own certificate and key, and of the CA of both.
+
+    Each party's certificate must name its host among its subject alternative names, as DNS name or IP address, and
+    may be used by both sides of a connection (no extended key usage, or both). ``peer_name`` is the name that the other
+    party's certificate must have; None: the host of the address where the other party is reached.
+    """
+
+    certificate: str
+    private_key: str
+    ca: str
+    peer_name: str | None = None
+
+    def check(self, own_name: str | None = None) -> None:
+        """Raise InputError when a file is missing or of another kind, or the peer would refuse the certificate.
+
+        ``own_name`` is the name that the peer expects in it, where that is known.
+        """
+        for path in (self.certificate, self.private_key, self.ca):
+            if not Path(path).is_file():
+                raise InputError(f"TLS file not found: {path}")
+        try:
+            ssl.create_default_context(cafile=self.ca)
+        except OSError as error:
+            raise InputError(f"TLS file {self.ca} holds no certificate of an authority: {error}") from error
+        try:
+            server, client = self.context(True), self.context(False)
+        except ValueError as error:
+            raise InputError(
+                f"TLS key {self.private_key} needs a passphrase; give one that needs none (openssl pkey -in … -out …)"
+            ) from error
+        except OSError as error:
+            if isinstance(error, ssl.SSLError) and str(error.reason).endswith("_MISMATCH"):
+                raise InputError(f"TLS key {self.private_key} is not that of certificate {self.certificate}") from error
+            raise InputError(
+                f"TLS files {self.certificate} and {self.private_key} cannot be read as a certificate and its key "
+                f"in PEM: {error}"
+            ) from error
+        try:
+            _shake_hands(server, client, own_name)
+        except ssl.SSLCertVerificationError as error:
+            raise InputError(
+                f"TLS certificate {self.certificate} will be refused by the other party: {error.verify_message} "
+                f"(authority: {self.ca})"
+            ) from error
+
+    def context(self, server_side: bool) -> ssl.SSLContext:
+        """Return the context of one end; raises as `tunnel.tls_context` does."""
+        return tunnel.tls_context(server_side, self.certificate, self.private_key, self.ca)
+
+
+def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, name: str | None) -> None:
+    """Let a party call itself, in memory: what its own authority refuses, the other party will refuse too."""
+    client.check_hostname = name is not None
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [client.wrap_bio(back, there, server_hostname=name), server.wrap_bio(there, back, server_side=True)]
+    for end in ends * 2:
+        with contextlib.suppress(ssl.SSLWantReadError):
+            end.do_handshake()
+
+
+class TLSWay:
+    """The way to the peer through a process that encrypts: SPU's addresses are Unix sockets (see `tunnel`).
+
+    ``lost`` is called from a thread if that process ends by itself.
+
+    Raises:
+        InputError: the certificate or the key cannot be used.
+        PartyError: the address is taken.
+    """
+
+    def __init__(self, address: str, peer: str, config: TLSConfig, lost: Callable[[str], None]) -> None:
+        config.check()
+        self.peer = peer
+        self._name = config.peer_name or parse_address(peer)[0]
+        self._context = config.context(False)
+        self._lock = threading.Lock()
+        self._ending = False
+        outside = _listen(address)
+        place = tempfile.gettempdir()
+        self._folder = Path(tempfile.mkdtemp(prefix="aero-link-", dir="/tmp" if len(place) > LONGEST_FOLDER else place))
+        self.own, self.other = (f"unix:{self._folder}/{name}" for name in ("in", "out"))
+        inside = socket.socket(socket.AF_UNIX)
+        inside.bind(f"{self._folder}/out")
+        inside.listen(tunnel.CONNECTIONS)
+        self._control, remote = socket.socketpair()
+        self._control.settimeout(STATUS_SECONDS)
+        # -I -S: only the standard library, hence up within a tenth of a second, and nobody's site packages.
+        options: dict[str, Any] = {"certificate": config.certificate, "key": config.private_key, "ca": config.ca}
+        options |= {"peer": peer, "name": self._name, "folder": str(self._folder), "party": os.getpid()}
+        options |= (listeners := {"outside": outside.fileno(), "inside": inside.fileno()})
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", "-S", tunnel.__file__, json.dumps(options)],
+            stdin=remote.fileno(),
+            stdout=subprocess.DEVNULL,
+            pass_fds=list(listeners.values()),
+        )
+        for each in (outside, inside, remote):
+            each.close()
+        threading.Thread(target=self._wait, args=(lost,), daemon=True, name="tunnel-watch").start()
+
+    def read(self) -> tuple[int, int]:
+        """Return (bytes sent and acknowledged, bytes received) on the wire since the start, TLS included."""
+        sent, received = self._status()["wire"]
+        return int(sent), int(received)
+
+    def answers(self, seconds: float) -> bool:
+        """Whether the peer answers within ``seconds``, with its certificate: nobody else can answer for it."""
+        until = time.monotonic() + seconds
+        try:
+            with socket.create_connection(parse_address(self.peer), timeout=seconds) as plain:
+                plain.settimeout(max(0.01, until - time.monotonic()))
+                with self._context.wrap_socket(plain, server_hostname=self._name) as end:
+                    end.settimeout(max(0.01, until - time.monotonic()))
+                    said = b""
+                    while data := end.recv(len(tunnel.GREETING) - len(said)):
+                        said += data
+                    return said == tunnel.GREETING
+        except OSError:
+            return False
+
+    def reason(self) -> str:
+        """Say what failed last on the way to the peer; empty if nothing did, or if nobody was there."""
+        try:
+            status = self._status()
+        except PartyError as error:
+            return str(error)
+        found = []
+        if status["dialled"] and status["dialled"][0] != ConnectionRefusedError.__name__:
+            found.append(f"{explain(*status['dialled'])} (the name that is checked is {self._name})")
+        if status["called"]:
+            kind, what, *caller = status["called"]
+            found.append(f"the last caller that was refused here ({', '.join(caller)}): {explain(kind, what)}")
+        return "; ".join(found)
+
+    def close(self) -> None:
+        """Let what is under way leave, and end."""
+        self._ending = True
+        self._control.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(tunnel.LAST_SECONDS + 2)
+
+    def _status(self) -> dict[str, Any]:
+        try:
+            with self._lock:
+                self._control.sendall(b"\n")
+                line = b""
+                while not line.endswith(b"\n"):
+                    line += self._control.recv(4096) or b"{}\n"
+            status = json.loads(line)
+        except OSError as error:
+            raise PartyError(f"the process that encrypts the link does not answer: {error}") from error
+        if not isinstance(status, dict) or "wire" not in status:
+            raise PartyError("the process that encrypts the link has ended")
+        return status
+
+    def _wait(self, lost: Callable[[str], None]) -> None:
+        code = self.process.wait()
+        if not self._ending:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            lost(f"the process that encrypts the link ended with code {code}")
+
+
+def explain(kind: str, what: str) -> str:
+    """Make a sentence of what failed between this end and another (see `tunnel.what_failed`)."""
+    words = what.replace("_", " ").lower()
+    if kind == ssl.SSLCertVerificationError.__name__:
+        return f"its certificate is refused: {what.rstrip('.')}"
+    if "ALERT" in what and any(word in what for word in ("CERT", "_CA", "DENIED", "DECRYPT")):
+        return f"it refuses this party's certificate ({words.partition('alert ')[2]})"
+    if what == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
+        return "it showed no certificate"
+    if kind.startswith("SSL"):
+        return f"it does not speak TLS 1.3 as this party does ({words})"
+    if kind == TimeoutError.__name__:
+        return "it did not complete the TLS handshake in time"
+    if kind.startswith("Connection"):
+        return "it closed the connection instead of a TLS handshake (is TLS off there?)"
+    return what
+
+
+def _listen(address: str) -> socket.socket:
+    host, port = parse_address(address)
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=tunnel.HANDSHAKES)
+    except OSError as error:
+        raise PartyError(f"cannot listen on {address}: {PORT_TAKEN}") from error
