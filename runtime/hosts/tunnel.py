@@ -102,7 +102,7 @@ def _stands_for(pattern: str, wanted: list[str]) -> bool:
 
 
 def wire_bytes(connection: socket.socket) -> tuple[int, int]:
-    """Bytes of an open connection (sent and acknowledged, received), as the kernel counts them; zeros if it does not."""
+    """Bytes of an open connection (sent and acknowledged, received), as the kernel counts them; else zeros."""
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
     if len(info) < 136:
         return 0, 0

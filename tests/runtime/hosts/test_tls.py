@@ -444,7 +444,7 @@ def test_strangers_change_nothing(tls: TLSConfig, folder: Path, tmp_path: Path) 
     assert len(peaks) == 4
     assert len(taken) > 8
     assert max(taken) < 40 << 20  # of 400 MB, what sockets hold
-    assert max(peaks[pid] for pid in peaks if pid not in (server.pid, client.pid)) < 150 << 20
+    assert max(peaks[pid] for pid in peaks if pid not in (server.pid, client.pid)) < 60 << 20
 
 
 def children(process: int) -> list[int]:
