@@ -93,15 +93,30 @@ def _copy_for_queries(model: TransformedModel, attention: Attention, linear: fx.
 def _keep_rows(model: TransformedModel, linear: fx.Node, shape: tuple[int, int], rows: list[int]) -> None:
     """Compute only `rows` of a linear layer, whose result has `shape` (rank, channels); the others repeat the first."""
     rank, size = shape
-    name = f"last_token.{linear.name}"
     where = {row: i for i, row in enumerate(rows)}
-    for leaf, indices in (("rows", rows), ("channels", [where.get(row, 0) for row in range(size)])):
-        model.add_tensor(f"{name}.{leaf}", torch.tensor(indices, device=next(model.parameters()).device))
+    kept, channels = (_indices(model, linear, each) for each in (rows, [where.get(row, 0) for row in range(size)]))
     x, *weights = linear.args
-    with linear.graph.inserting_before(linear):
-        kept = linear.graph.get_attr(f"{name}.rows")
-        channels = linear.graph.get_attr(f"{name}.channels")
     taken = [insert_call(linear.graph, linear, aten.index_select.default, w, 0, kept) for w in weights if w is not None]
     product = insert_call(linear.graph, linear, aten.linear.default, x, *taken, like=linear)
     behind = [*[None] * (rank - 1), channels]
     replace_node(linear, insert_call(linear.graph, linear, aten.index.Tensor, product, behind))
+
+
+def _indices(model: TransformedModel, before: fx.Node, numbers: list[int]) -> fx.Node:
+    """`numbers` as an int64 vector that the graph computes: a table of them would be taken for the server's."""
+    device = next(model.parameters()).device
+    pieces: list[fx.Node] = []
+    at = 0
+    while at < len(numbers):
+        step = 1 if numbers[at + 1 : at + 2] == [numbers[at] + 1] else 0
+        end = at + 1
+        while end < len(numbers) and numbers[end] == numbers[end - 1] + step:
+            end += 1
+        if step:
+            piece = insert_call(before.graph, before, aten.arange.start, numbers[at], numbers[end - 1] + 1)
+        else:
+            piece = insert_call(before.graph, before, aten.full.default, [end - at], numbers[at])
+        piece.kwargs = {"dtype": torch.int64, "device": device}
+        pieces.append(piece)
+        at = end
+    return pieces[0] if len(pieces) == 1 else insert_call(before.graph, before, aten.cat.default, pieces, 0)

@@ -5,14 +5,12 @@ PyTorch, at the concrete batch size and sequence length:
 
 * PUBLIC: follows from shapes, literals and the architecture (positions, causal masks, rotary tables). Both
   parties may know it; it becomes a constant of the program.
-* SERVER: follows from the model's parameters. It becomes an input that only the server holds.
+* SERVER: follows from anything else that the model holds. It becomes an input that only the server holds.
 * LIVE: follows from the client's tokens. It exists only as secret shares.
 
-Every ``nn.Parameter`` is the server's. Buffers are not trained, so they are split by what they can carry:
-boolean and integer buffers, non-persistent buffers (rebuilt from the configuration, like rotary
-frequencies), plain tensor constants of the graph, and floating buffers that hold nothing but mask values
-(0, 1, and entries of -1e4 or less, not all 1) are public; every other floating buffer (calibrated
-statistics, for instance) is the server's.
+Of what the model holds (parameters, buffers of any type, constants, tensor attributes) everything is the server's
+but what is shown to be structure by what it holds (``graphs.structural``). So what is public has been computed from
+shapes, literals and structure alone.
 """
 
 from __future__ import annotations
@@ -28,9 +26,8 @@ from torch import fx
 
 from aero_compile.errors import LoweringError
 from aero_compile.graphs.rewriting import call_in_eval, source_path
-
-MASKED_BELOW = -9e3
-"""A score of at most this value is masked: -1e4 is the mildest mask in use, and a score is added to it."""
+from aero_compile.graphs.structural import structural_attributes
+from aero_compile.graphs.structural_masks import MASKED_BELOW as MASKED_BELOW
 
 SOFTMAXES = frozenset(
     {torch.ops.aten.softmax.int, torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default}
@@ -147,6 +144,7 @@ class _Sorter(fx.Interpreter):
         self.shapes: dict[fx.Node, tuple[int, ...]] = {}
         self.is_float: dict[fx.Node, bool] = {}
         self._observe = observe
+        self._structural = structural_attributes(module, graph)
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "call_module" and not isinstance(self.fetch_attr(str(n.target)), torch.nn.Dropout):
@@ -189,26 +187,14 @@ class _Sorter(fx.Interpreter):
         if node.op == "placeholder":
             return Domain.LIVE if node.target == "input_ids" else Domain.PUBLIC
         if node.op == "get_attr":
-            return self._attribute_domain(str(node.target), value)
-        if op_name(node) in _SHAPE_ONLY:
-            return Domain.PUBLIC
-        found = {self.domains[used] for used in node.all_input_nodes}
+            return Domain.PUBLIC if str(node.target) in self._structural else Domain.SERVER
+        used = node.all_input_nodes
+        if op_name(node) in _SHAPE_ONLY:  # of its first argument; what it fills with, if anything, may be a weight
+            used = [each for each in used if each is not node.args[0] or each in node.args[1:]]
+        found = {self.domains[each] for each in used}
         if Domain.LIVE in found:
             return Domain.LIVE
         return Domain.SERVER if Domain.SERVER in found else Domain.PUBLIC
-
-    def _attribute_domain(self, name: str, value: object) -> Domain:
-        if isinstance(value, torch.nn.Parameter):
-            return Domain.SERVER
-        owner_name, _, leaf = name.rpartition(".")
-        owner = self.module.get_submodule(owner_name)
-        if not isinstance(value, torch.Tensor) or leaf not in owner._buffers:
-            return Domain.PUBLIC
-        if not value.is_floating_point() or leaf in owner._non_persistent_buffers_set:
-            return Domain.PUBLIC
-        hidden = (value == 0) | (value <= MASKED_BELOW)  # ones alone hide nothing: a statistic, not a mask
-        is_mask = bool((hidden | (value == 1)).all() and hidden.any())
-        return Domain.PUBLIC if is_mask else Domain.SERVER
 
 
 def live_inputs(part: Partition, node: fx.Node) -> Iterator[fx.Node]:

@@ -26,8 +26,13 @@ from aero_compile.runtime.lowering import attention
 from aero_compile.runtime.lowering.blocks import Strip, blocked_scores, choose_strips
 from aero_compile.runtime.lowering.live import Call, LiveProgram, LiveStep, Ref, describe, is_part, label
 from aero_compile.runtime.lowering.masks import Masked, find_mask
-from aero_compile.runtime.lowering.partition import MASKED_BELOW, Domain, Partition, op_name, place_of
-from aero_compile.runtime.lowering.ranges import largest
+from aero_compile.runtime.lowering.ownership import (
+    LARGEST,
+    refuse_huge_table,
+    refuse_huge_weight,
+    refuse_private_choices,
+)
+from aero_compile.runtime.lowering.partition import Domain, Partition, op_name, place_of
 from aero_compile.runtime.operators import pointwise, products, registry, views
 from aero_compile.runtime.program import TOKENS
 
@@ -265,6 +270,7 @@ class _Lowering:
         if op_name(node) in _CASTS and not self._keeps_kind(node):
             raise self._unsupported(node, "it turns secret numbers into integers")
         arguments = self._bind(node)
+        refuse_private_choices(self.part, node, arguments)
         live = {name: self._argument(slot, value) for name, value in arguments.items()}
         if len(self.strips.get(node, ())) > 1:
             queries, keys = live["x"], live.get("other", live.get("mat2"))
@@ -324,31 +330,22 @@ class _Lowering:
                 slot.inputs.setdefault(TOKENS if tokens else value.name, (shape, kind))
             return Ref(TOKENS if value is self.part.tokens else value.name)
         known = self.part.known[value]
+        owned = self.part.domains[value] is Domain.SERVER
+        if owned and not isinstance(known, torch.Tensor):
+            raise self._unsupported(value, "it makes a Python value of the server's numbers, which would be public")
         if not isinstance(known, torch.Tensor):
             return self._argument(slot, known) if isinstance(known, (list, tuple)) else known
         array = _to_numpy(known, self.dtype)
-        if self.part.domains[value] is Domain.SERVER:
+        if owned:
+            array = array.astype(self.dtype)  # SPU's inputs of the server are numbers, flags and counts too
             name = self._weight(value, known, array)
             slot.inputs.setdefault(name, (array.shape, array.dtype.name))
             return Ref(name)
-        if array.dtype.kind == "f" and not largest(array) <= _LARGEST:
-            raise LoweringError(
-                f"{value.name} (in {place_of(value)}) is a public table with {_wrong(array)} entries that "
-                "is not a softmax mask; fixed-point computation cannot hold them"
-            )
+        refuse_huge_table(value, array)
         return array
 
     def _weight(self, node: fx.Node, tensor: torch.Tensor, array: npt.NDArray[Any]) -> str:
-        if not largest(array) <= _LARGEST:
-            where = node.target if node.op == "get_attr" else f"node {node.name}, in {place_of(node)}"
-            hides = bool((array <= MASKED_BELOW).any() and not (array > _LARGEST).any())
-            reason = (
-                "if it is an attention mask, it must be one that both parties may know: made of shapes and literals, "
-                "or a boolean or non-persistent buffer"
-                if hides and not np.isnan(array).any()
-                else "fixed-point computation cannot hold them: the weights are damaged, or the training diverged"
-            )
-            raise LoweringError(f"the server's tensor {where} has {_wrong(array)} entries; {reason}")
+        refuse_huge_weight(node, array)
         key = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype))
         name = self._weight_names.setdefault(key, f"w:{node.target}" if node.op == "get_attr" else f"w:{node.name}")
         self.weights[name] = array
@@ -363,7 +360,6 @@ class _Lowering:
 
 _PRODUCTS = frozenset({"aten.matmul", "aten.bmm"})
 _LENDERS = frozenset({"aten.type_as", "aten.expand_as"})  # their second argument lends its type or shape
-_LARGEST = 2.0**30
 _RESHAPING = frozenset(
     f"aten.{name}"
     for name in (
@@ -373,13 +369,8 @@ _RESHAPING = frozenset(
 )
 
 
-def _wrong(array: npt.NDArray[Any]) -> str:
-    """What is wrong with the entries of an array that does not fit."""
-    return "NaN" if np.isnan(array).any() else "infinite" if np.isinf(array).any() else f"huge (over {_LARGEST:.4g})"
-
-
 def _checked_literal(value: Any) -> Any:
-    if isinstance(value, float) and not abs(value) <= _LARGEST:
+    if isinstance(value, float) and not abs(value) <= LARGEST:
         raise LoweringError(
             f"the literal {value} does not fit fixed-point numbers; only masks in front of a softmax may be infinite"
         )

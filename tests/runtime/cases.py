@@ -70,7 +70,7 @@ ELEMENTWISE = {
     "clamp": Case(lambda x, m: aten.clamp.default(x, -1.0, 2.0)),
     "clamp_min": Case(lambda x, m: aten.clamp_min.default(x, 0.5)),
     "where": Case(lambda x, m: aten.where.self(aten.gt.Scalar(x, 0.0), x, aten.mul.Scalar(x, 2.0))),
-    "masked_fill": Case(lambda x, m: aten.masked_fill.Scalar(x, torch.tensor([[True, False] * 4]), 0.25)),
+    "masked_fill": Case(lambda x, m: aten.masked_fill.Scalar(x, torch.arange(8)[None] < 3, 0.25)),
 }
 
 APPROXIMATED = {
@@ -162,7 +162,7 @@ MOVES = {
     "slice_to_end": Case(lambda x, m: aten.slice.Tensor(x, 1, -2, 9223372036854775807)),
     "select": Case(lambda x, m: aten.select.int(x, 1, -1)),
     "narrow": Case(lambda x, m: aten.narrow.default(x, 2, 3, 4)),
-    "index": Case(lambda x, m: aten.index.Tensor(x, [None, torch.tensor([2, 0])])),
+    "index": Case(lambda x, m: aten.index.Tensor(x, [None, torch.tensor([2, 1])])),
     "cat": Case(lambda x, m: aten.cat.default([x, aten.neg.default(x)], 1)),
     "stack": Case(lambda x, m: aten.stack.default([x, x], -1)),
     "split": Case(lambda x, m: aten.split.Tensor(x, 3, -1)[2]),

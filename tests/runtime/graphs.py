@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +22,18 @@ from aero_compile.runtime.spu_config import runtime_config
 
 aten = torch.ops.aten
 Body = Callable[..., Any]
+
+
+@contextlib.contextmanager
+def any_table_public() -> Iterator[None]:
+    """Take every table but parameters for structure, so that random masks can be tried."""
+
+    def tables(module: torch.nn.Module, graph: fx.Graph) -> frozenset[str]:
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        return frozenset(str(n.target) for n in graph.nodes if n.op == "get_attr" and n.target not in parameters)
+
+    with mock.patch("aero_compile.runtime.lowering.partition.structural_attributes", tables):
+        yield
 
 
 class TokenRows(torch.nn.Module):

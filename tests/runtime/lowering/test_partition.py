@@ -8,6 +8,7 @@ import torch
 
 from aero_compile.errors import LoweringError
 from aero_compile.runtime.lowering.partition import Domain, partition
+from aero_compile.runtime.lowering.to_jax import lower
 from tests.runtime.graphs import TokenRows, aten
 
 
@@ -36,16 +37,55 @@ def test_parameters_belong_to_the_server_and_shapes_are_public() -> None:
         (torch.arange(3), True, Domain.PUBLIC),
         (torch.tensor([0.0, 1.0, 1.0]), True, Domain.PUBLIC),
         (torch.tensor([0.0, -torch.inf, -1e9]), True, Domain.PUBLIC),
-        (torch.tensor([1.0]), True, Domain.SERVER),  # a statistic that happens to be 1 hides nothing
-        (torch.ones(3), True, Domain.SERVER),
-        (torch.tensor([0.1, 0.7, 1.0]), False, Domain.PUBLIC),
+        (torch.tensor([1.0]), True, Domain.PUBLIC),  # a number that every model has
+        (torch.ones(3), True, Domain.SERVER),  # a statistic that happens to be 1 hides nothing
+        (torch.tensor([0.1, 0.7, 1.0]), False, Domain.SERVER),
         (torch.tensor([0.1, 0.7, 1.0]), True, Domain.SERVER),
+        (torch.tensor([3, -7, 5], dtype=torch.int8), False, Domain.SERVER),
+        (torch.tensor([[1, 0, 1], [0, 0, 1], [0, 1, 0], [1, 1, 0]]).bool(), False, Domain.SERVER),
     ],
 )
 def test_buffers(buffer: torch.Tensor, persistent: bool, domain: Domain) -> None:
     model = TokenRows(torch.randn(4, 3), lambda x, m: aten.mul.Tensor(x, m.table_of_something))
     model.register_buffer("table_of_something", buffer, persistent=persistent)
     assert _domains(model)["table_of_something"] is domain
+
+
+def test_a_tensor_attribute_is_the_servers_too() -> None:
+    model = TokenRows(torch.randn(4, 3), lambda x, m: aten.mul.Tensor(x, m.gains))
+    model.gains = torch.tensor([0.1, 0.7, 1.1])
+    assert _domains(model)["gains"] is Domain.SERVER
+
+
+def test_what_a_shape_is_filled_with_may_be_the_servers() -> None:
+    def body(x: object, m: TokenRows) -> object:
+        return aten.add.Tensor(x, aten.full_like.default(x, aten._local_scalar_dense.default(m.w)))
+
+    model = TokenRows(torch.randn(4, 3), body, {"w": torch.randn(1)})
+    assert _domains(model)["full_like_default"] is Domain.SERVER
+    part = partition(model, model.logits_graph(), model.ids)
+    assert lower(part).weights["w:full_like_default"].shape == (4, 3)
+
+
+def test_a_number_made_of_weights_is_no_literal_of_the_program() -> None:
+    def body(x: object, m: TokenRows) -> object:
+        return aten.mul.Tensor(x, aten._local_scalar_dense.default(m.w))
+
+    model = TokenRows(torch.randn(4, 3), body, {"w": torch.randn(1)})
+    with pytest.raises(LoweringError, match="would be public"):
+        lower(partition(model, model.logits_graph(), model.ids))
+
+
+@pytest.mark.parametrize("op", ["where", "index"])
+def test_what_the_server_alone_knows_cannot_choose_among_hidden_values(op: str) -> None:
+    def body(x: object, m: TokenRows) -> object:
+        return aten.where.self(m.rows, x, m.other) if op == "where" else aten.index.Tensor(x, [m.rows])
+
+    rows = torch.tensor([[1, 0, 1], [0, 0, 1], [0, 1, 0], [1, 1, 0]]).bool()
+    rows = rows if op == "where" else torch.tensor([2, 0, 3])
+    model = TokenRows(torch.randn(4, 3), body, {"other": torch.randn(1)}, {"rows": rows})
+    with pytest.raises(LoweringError, match="rows, a mask or index that the server alone knows"):
+        lower(partition(model, model.logits_graph(), model.ids))
 
 
 def test_values_like_a_live_one_are_public_when_only_its_shape_is_used() -> None:
