@@ -31,6 +31,7 @@ from aero_compile.graphs.rewriting import (
     tainted_nodes,
     weight_value,
 )
+from aero_compile.graphs.structural import structural_attributes
 from aero_compile.graphs.trainable import TransformedModel, remove_dead_nodes
 from aero_compile.graphs.weight_readers import MOVES, stored, weights_read
 
@@ -64,13 +65,17 @@ def fold_in_place(model: TransformedModel, *, in_double: bool = False) -> int:
 
     Args:
         model: the model, which is changed.
-        in_double: whether to compute with float64, and round once to the type of the result.
+        in_double: for private inference: compute with float64, rounding once to the type of the result, and leave
+            what is computed from structure alone (masks, positions) to both parties.
 
     Returns:
         How many expressions became weights.
     """
     _move_late(model)
+    structural = structural_attributes(model, model.graph)
     expressions = [each for each in _expressions(model, in_double) if each.is_foldable]
+    if in_double:
+        expressions = [each for each in expressions if not each.reads_only(structural)]
     names = list(_names(model, expressions))
     reads = [
         _redirect(model, expression, name, transposed)
@@ -81,7 +86,7 @@ def fold_in_place(model: TransformedModel, *, in_double: bool = False) -> int:
     for node in reads:
         known.setdefault(str(node.target), set()).add(node)
     for expression, (name, transposed) in zip(expressions, names, strict=True):
-        _store(model, expression, name, transposed, known[name])
+        _store(model, expression, name, transposed, known[name], not expression.reads_only(structural))
     model.graph_changed()
     return len(expressions)
 
@@ -97,10 +102,14 @@ class _Expression:
 
     @property
     def is_foldable(self) -> bool:
-        """Numbers always; flags and indices only of parameters, since buffers of either are public, parameters not."""
+        """Numbers always; flags and indices only of parameters."""
         if not isinstance(self.value, Tensor):
             return False
         return self.value.is_floating_point() or any(isinstance(t, nn.Parameter) for t in self.weights.values())
+
+    def reads_only(self, names: frozenset[str]) -> bool:
+        """Whether the tensors that are read all have one of these names."""
+        return all(str(node.target) in names for node in self.weights)
 
 
 def _expressions(model: TransformedModel, in_double: bool) -> Iterator[_Expression]:
@@ -240,12 +249,17 @@ def _redirect(model: TransformedModel, expression: _Expression, name: str, trans
     return read
 
 
-def _store(model: TransformedModel, expression: _Expression, name: str, transposed: bool, known: set[fx.Node]) -> None:
-    """Give the model a weight of an expression's value, which the nodes `known` alone may read."""
+def _store(
+    model: TransformedModel, expression: _Expression, name: str, transposed: bool, known: set[fx.Node], hidden: bool
+) -> None:
+    """Give the model a weight of an expression's value, which the nodes `known` alone may read.
+
+    It is a parameter where weights, or buffers that are to stay `hidden` with the server, are read.
+    """
     read = expression.weights
     value = (expression.value.t() if transposed else expression.value).clone(memory_format=torch.contiguous_format)
     parameters = [tensor for tensor in read.values() if isinstance(tensor, nn.Parameter)]
-    if parameters:
+    if parameters or hidden:
         trains = value.is_floating_point() and any(parameter.requires_grad for parameter in parameters)
         model.replace_tensor(name, nn.Parameter(value, requires_grad=trains), known)
     else:

@@ -104,8 +104,10 @@ def is_ramp(table: Tensor, shown: Tensor, error: float) -> bool:
             return False
         constant, down, right = coefficients.tolist()
         fitted.append(torch.tensor([constant - down * rows / 2 - right * columns / 2, down, right]).double())
-    near = 64 * error * float(torch.stack(fitted).abs().max())
-    return all(_are_head_slopes(slopes.where(slopes.abs() > near, 0.0), error) for slopes in torch.stack(fitted, dim=1))
+    coarse = 64 * error * float(torch.stack(fitted).abs().max())
+    return all(
+        _are_head_slopes(slopes.where(slopes.abs() > coarse, 0.0), error) for slopes in torch.stack(fitted, dim=1)
+    )
 
 
 def _is_clipped_ramp(table: Tensor) -> bool:

@@ -150,7 +150,7 @@ def _are_waves(columns: Tensor, error: float) -> bool:
         return False
     # Slow columns show their rates too coarsely to tell more than that they are waves.
     turned = (columns - columns[0]).abs().amax(0)
-    plain = rates[turned > 0.1].unique()
+    plain: Tensor = torch.unique(rates[turned > 0.1])
     if not len(plain):
         return False
     plain = plain[torch.cat([torch.ones(1, dtype=torch.bool), plain.diff() > 0.02 * plain[1:]])]

@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from aero_compile.errors import InputError
+from aero_compile.graphs.structural import structural_attributes
 from aero_compile.graphs.trainable import TransformedModel, remove_dead_nodes
 from aero_compile.inference.change import Change
 
@@ -87,8 +88,25 @@ def inference_copy(model: TransformedModel) -> InferenceModel:
         output_with_labels=None,
     )
     twin.graph_changed()
+    _hide_buffers(twin)
     assert isinstance(twin, InferenceModel)
     return twin.eval()
+
+
+def _hide_buffers(model: TransformedModel) -> None:
+    """Make parameters of the buffers that are the server's, so that every pass treats them as it does weights."""
+    structural = structural_attributes(model, model.graph)
+    weight = next(model.parameters())
+    made: dict[int, nn.Parameter] = {}
+    for name in dict.fromkeys(str(node.target) for node in model.graph.nodes if node.op == "get_attr"):
+        path, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(path)
+        buffer = owner._buffers.get(leaf)
+        if buffer is None or name in structural or buffer.dtype != weight.dtype:
+            continue  # of another type it stays what it is, the server's too
+        delattr(owner, leaf)
+        made.setdefault(id(buffer), nn.Parameter(buffer, requires_grad=False))
+        owner.register_parameter(leaf, made[id(buffer)])
 
 
 def _without_dropout(model: nn.Module, graph: fx.Graph) -> fx.Graph:
