@@ -1,0 +1,130 @@
+"""The torture runs: a small fixed set of seeds is within tolerance or refused, and a wrong answer is noticed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from aero_compile.errors import InputError, LoweringError
+from aero_compile.inference.fold_expressions import fold_expressions
+from benchmarks import torture, torture_models, torture_private
+from benchmarks.torture_private import CRASH, MISS, REFUSED, WITHIN
+from tests.random_decoders import logits_of
+
+pytest.importorskip("spu")
+
+SEEDS = (23, 25, 27)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_few_seeds_have_no_bug(seed: int) -> None:
+    found = torture_private.private_run(seed, "semi2k")
+    assert found.outcome in (WITHIN, REFUSED), found
+
+
+def test_a_seed_is_the_same_case_every_time() -> None:
+    one, two = torture_models.case(24), torture_models.case(24)
+    assert (one.recipe, one.weights, one.config) == (two.recipe, two.weights, two.config)
+    assert torch.equal(one.ids, two.ids)
+    with torch.no_grad():
+        assert torch.equal(logits_of(one.model(one.ids)), logits_of(two.model(two.ids)))
+
+
+def test_structures_are_of_many_kinds() -> None:
+    found = [torture_models.structure(number) for number in range(300)]
+    for field, least in (
+        ("norm", 6),
+        ("positions", 7),
+        ("activation", 12),
+        ("placement", 3),
+        ("block", 3),
+        ("mask", 5),
+    ):
+        assert len({getattr(config, field) for config in found}) >= least, field
+    assert {1, 2} == {config.layers for config in found}
+    assert all(11 <= config.vocab <= 64 and 6 <= config.width <= 96 for config in found)
+    assert any(config.groups < config.heads for config in found)
+    assert any(config.tied for config in found)
+    assert sum(config.width & (config.width - 1) != 0 for config in found) > 150
+
+
+def test_a_wrong_answer_is_a_silent_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = torture_private.simulate
+
+    def off(*arguments: Any) -> Any:
+        return right(*arguments) * 1.2 + 0.05
+
+    monkeypatch.setattr(torture_private, "simulate", off)
+    found = torture_private.private_run(23, "semi2k")
+    assert (found.outcome, found.kind) == (MISS, "private")
+    assert found.error is not None
+    assert found.tolerance is not None
+    assert found.error > found.tolerance
+    monkeypatch.setattr(torture_private, "simulate", lambda *_: np.full((1, 5, 55), np.nan))
+    assert torture_private.private_run(23, "semi2k").outcome == MISS
+
+
+def test_a_pass_that_changes_the_function_is_a_silent_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoil(model: Any) -> Any:
+        with torch.no_grad():
+            next(model.parameters()).mul_(1 + 1e-5)
+        return fold_expressions(model)
+
+    monkeypatch.setattr(torture_private, "passes", lambda *_: (spoil,))
+    found = torture_private.exact_run(23, "semi2k")
+    assert (found.outcome, found.kind) == (MISS, "fold-expressions")
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome", "kind"),
+    [
+        (
+            LoweringError("the argument of aten.rsqrt (node rsqrt, in blocks.0) reaches 3e-09; it must lie between …"),
+            REFUSED,
+            "aten.rsqrt: argument",
+        ),
+        (InputError("7 tokens are longer than the 5 positions"), REFUSED, "# tokens are longer than the # positions"),
+        (ZeroDivisionError("no"), CRASH, "ZeroDivisionError in test_torture.py:refuse"),
+    ],
+)
+def test_refusals_and_crashes_are_sorted(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, outcome: str, kind: str
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(torture_private, "check_exact", refuse)
+    found = torture_private.private_run(23, "semi2k")
+    assert (found.outcome, found.kind) == (outcome, kind)
+
+
+def test_the_command_goes_on_where_it_stopped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[int] = []
+
+    def one(seed: int, protocol: str) -> torture_private.Outcome:
+        seen.append(seed)
+        outcome = MISS if seed == 4 else WITHIN
+        return torture_private.Outcome(seed, "private", outcome, "private", error=0.5, tolerance=1.0, protocol=protocol)
+
+    monkeypatch.setitem(torture.KINDS, "private", one)
+    kept, counts = tmp_path / "runs.jsonl", tmp_path / "torture.json"
+    command = ["--seed", "2", "--output", str(kept), "--json", str(counts)]
+    assert torture.main([*command, "--count", "2"]) == 0
+    with kept.open("a") as file:
+        file.write('{"seed": 4, "wh')  # killed while it wrote
+    assert torture.main([*command, "--count", "4", "--overwrite"]) == 1
+    assert seen == [2, 3, 4, 5]
+    assert "seed 4: silent miss" in capsys.readouterr().out
+    document = json.loads(counts.read_text())
+    assert document["outcomes"] == {WITHIN: 3, REFUSED: 0, MISS: 1, CRASH: 0}
+    assert document["bugs"] == [4]
+    assert torture.main([*command, "--seeds", "9,4", "--overwrite"]) == 1
+    assert seen == [2, 3, 4, 5, 9]
+    assert torture.main([*command, "--seeds", "x", "--overwrite"]) == 2
