@@ -102,7 +102,8 @@ def _seeds(args: argparse.Namespace) -> list[int]:
 
 
 def _same(line: dict[str, Any], args: argparse.Namespace) -> bool:
-    return line["what"] == args.what and line["protocol"] == ("" if args.what == "exact" else args.protocol)
+    protocol = "" if args.what == "exact" else args.protocol
+    return bool(line["what"] == args.what and line["protocol"] == protocol)
 
 
 def _lines(path: Path | None) -> Iterator[dict[str, Any]]:

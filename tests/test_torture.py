@@ -15,6 +15,7 @@ from aero_compile.inference.fold_expressions import fold_expressions
 from benchmarks import torture, torture_models, torture_private
 from benchmarks.torture_private import CRASH, MISS, REFUSED, WITHIN
 from tests.random_decoders import logits_of
+from tests.runtime.graphs import simulate
 
 pytest.importorskip("spu")
 
@@ -54,10 +55,9 @@ def test_structures_are_of_many_kinds() -> None:
 
 
 def test_a_wrong_answer_is_a_silent_miss(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = torture_private.simulate
 
     def off(*arguments: Any) -> Any:
-        return right(*arguments) * 1.2 + 0.05
+        return simulate(*arguments) * 1.2 + 0.05
 
     monkeypatch.setattr(torture_private, "simulate", off)
     found = torture_private.private_run(23, "semi2k")
