@@ -27,22 +27,21 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from aero_compile.capturing.convolutions import open_convolutions
+from aero_compile.capturing.dropouts import insert_dropout, make_dropouts
 from aero_compile.capturing.probing import recognize
 from aero_compile.capturing.writes import open_writes
 from aero_compile.graphs.constants import from_parameters, mark_constants
 from aero_compile.graphs.rewriting import (
     bypass,
-    copy_place,
     insert_call,
     is_floating,
     live_values,
     node_values,
     replace_node,
     sample_shape,
-    source_path,
     tainted_nodes,
 )
 from aero_compile.graphs.trainable import TransformedModel
@@ -80,7 +79,7 @@ def canonicalize(model: TransformedModel) -> TransformedModel:
     for node in list(graph.nodes):
         if node.op == "call_function":
             _simplify(node, live, flexible, values)
-    _dropouts(model)
+    make_dropouts(model)
     _attention(model)
     open_convolutions(model)
     _linear(model)
@@ -243,58 +242,19 @@ def _takes_all(node: fx.Node) -> bool:
     return start in (0, None) and whole and step == 1
 
 
-def _dropouts(model: TransformedModel) -> None:
-    """Turn dropout nodes, whose training flag is baked in, into nn.Dropout modules."""
-    taken: set[str] = {name for name, _ in model.named_modules()}
-    for node in list(model.graph.nodes):
-        if node.target is aten.native_dropout.default:
-            results = [user for user in node.users if user.target is operator.getitem]
-        elif node.target in (aten.dropout.default, aten.feature_dropout.default):
-            results = [node]
-        else:
-            continue
-        source, probability = node.args[0], float(node.args[1])
-        for result in results:
-            if probability == 0.0:
-                bypass(result, source)
-                continue
-            insert_dropout(model, result, source, probability, taken)
-        if not node.users and node not in results:
-            model.graph.erase_node(node)
-
-
-def insert_dropout(model: TransformedModel, old: fx.Node, source: fx.Node, probability: float, taken: set[str]) -> None:
-    """Replace `old` by an nn.Dropout of `source`, named after the module it was captured from."""
-    stack = list((old.meta.get("nn_module_stack") or {}).values())
-    path = source_path(old)
-    own = bool(stack) and str(stack[-1][1]).endswith("Dropout")
-    base = path if own else f"{path}.dropout" if path else "dropout"
-    name, count = base, 1
-    while name in taken:
-        count += 1
-        name = f"{base}_{count}"
-    taken.add(name)
-    model.add_child(name, nn.Dropout(probability))
-    with model.graph.inserting_before(old):
-        new = model.graph.call_module(name, (source,))
-    copy_place(old, new)
-    replace_node(old, new)
-
-
 def _attention(model: TransformedModel) -> None:
     """Open scaled_dot_product_attention into its scores, mask, softmax, dropout and product."""
-    taken = {name for name, _ in model.named_modules()}
     values = _sample_values(model)
     for node in list(model.graph.nodes):
         if node.target is aten.scaled_dot_product_attention.default:
-            _open_attention(model, node, values, taken)
+            _open_attention(model, node, values)
         elif node.target is aten.baddbmm.default:
             _open_baddbmm(model.graph, node)
         elif node.target is aten.bmm.default:
             node.target = aten.matmul.default
 
 
-def _open_attention(model: TransformedModel, node: fx.Node, values: dict[fx.Node, Any], taken: set[str]) -> None:
+def _open_attention(model: TransformedModel, node: fx.Node, values: dict[fx.Node, Any]) -> None:
     graph = model.graph
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
@@ -330,7 +290,7 @@ def _open_attention(model: TransformedModel, node: fx.Node, values: dict[fx.Node
         dropped = call(aten.alias.default, probabilities)
     output = call(aten.matmul.default, dropped, value)
     if dropped is not probabilities:
-        insert_dropout(model, dropped, probabilities, float(given["dropout_p"]), taken)
+        insert_dropout(model, dropped, probabilities, float(given["dropout_p"]))
     replace_node(node, output)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import operator
 from typing import Any, cast
 
@@ -11,9 +10,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from aero_compile.capturing.caches import export_beyond_caches, longest_length, sample_run
 from aero_compile.capturing.exporting import clean_graph, export_program, feeds
+from aero_compile.capturing.isolation import Memory
+from aero_compile.capturing.modes import require_one_form
 from aero_compile.capturing.returns import choose_outputs, describe, mark, match_outputs, with_loss
-from aero_compile.capturing.sampling import Sample, config_positions, fake_call, forward_parameters, sample_call
+from aero_compile.capturing.sampling import Sample, config_positions, forward_parameters, sample_call
 from aero_compile.errors import InputError, UnsupportedModelError
 from aero_compile.graphs.convention import CallConvention, Template
 from aero_compile.graphs.trainable import TransformedModel
@@ -47,9 +49,18 @@ def capture(model: nn.Module, example_inputs: Any = None) -> TransformedModel:
         raise UnsupportedModelError(
             f"{type(model).__name__} is an encoder-decoder by its config; supported are decoder-only transformers"
         )
-    model = _own_copy(model)
-    sample, plain, exported = _export_sample(model, example_inputs)
-    returned = fake_call(model, sample.kwargs)
+    before = Memory(model)
+    try:
+        return _capture_copy(_own_copy(model, before), example_inputs)
+    finally:
+        before.restore()
+
+
+def _capture_copy(model: nn.Module, example_inputs: Any) -> TransformedModel:
+    """Capture a model that may be changed."""
+    memory = Memory(model)
+    sample, plain, exported = _export_sample(model, example_inputs, memory)
+    returned = require_one_form(model, sample, memory)
     leaves = pytree.tree_leaves(returned)
     tokens = sample.kwargs[sample.tokens]
     order, logits_view = choose_outputs(returned, leaves, tokens, type(model).__name__, feeds(exported))
@@ -77,6 +88,7 @@ def capture(model: nn.Module, example_inputs: Any = None) -> TransformedModel:
     )
     program, graph = clean_graph(exported, order, logits_view is not None)
     tensors = _named_tensors(model, program, graph)
+    _require_values(model, tensors)
     own = {name for name, _ in [*model.named_parameters(), *model.named_buffers(remove_duplicate=False)]}
     lifted = {name for name, tensor in tensors.items() if name not in own and not isinstance(tensor, nn.Parameter)}
     return TransformedModel(
@@ -101,29 +113,33 @@ def _unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
-def _own_copy(model: nn.Module) -> nn.Module:
+def _own_copy(model: nn.Module, before: Memory) -> nn.Module:
     """A copy in training mode (evaluation mode would lose attention dropout), with caches off."""
     memo: dict[int, Any] = {}
     for parameter in [*model.parameters(), *model.buffers()]:
         if type(parameter).__name__ == "FakeTensor" or "FakeTensor" in repr(type(parameter.data)):
-            twin: Tensor = torch.empty_like(parameter, device="meta")
+            twin: Tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
             if isinstance(parameter, nn.Parameter):
                 twin = nn.Parameter(twin, requires_grad=parameter.requires_grad)
             memo[id(parameter)] = twin
+    for tensor in before.tensors():
+        if tensor.grad_fn is not None:  # kept from an earlier call; only leaves can be copied
+            memo[id(tensor)] = tensor.detach().clone()
     try:
         model = copy.deepcopy(model, memo)
     except Exception as error:
         raise UnsupportedModelError(f"{type(model).__name__} cannot be copied: {error}") from error
     config = getattr(model, "config", None)
-    for switch in ("use_cache", "layerdrop"):
-        if hasattr(config, switch):
-            setattr(config, switch, False if switch == "use_cache" else 0.0)
+    if hasattr(config, "use_cache"):
+        config.use_cache = False  # type: ignore[union-attr]
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         cast("Any", model).gradient_checkpointing_disable()
     return model.train()
 
 
-def _export_sample(model: nn.Module, example_inputs: Any) -> tuple[Sample, Any, torch.export.ExportedProgram]:
+def _export_sample(
+    model: nn.Module, example_inputs: Any, memory: Memory
+) -> tuple[Sample, Any, torch.export.ExportedProgram]:
     """A call that the model takes, what it returns without labels, and the program exported from it.
 
     Tokens that are made up get another length if the model refuses them, or if they are exactly as long as one of
@@ -134,17 +150,20 @@ def _export_sample(model: nn.Module, example_inputs: Any) -> tuple[Sample, Any, 
     for length in lengths:
         try:
             sample = sample_call(model, example_inputs, length)
-            plain = fake_call(model, {k: v for k, v in sample.kwargs.items() if k != sample.labels})
+            plain, memory = sample_run(model, sample, memory)
         except UnsupportedModelError as error:
             refused = refused or error  # what is wrong with the usual length tells most
             if length == lengths[-1]:
                 raise refused from None
             continue
         try:
-            return sample, plain, export_program(model, sample)
+            exported = export_program(model, sample, memory)
         except UnsupportedModelError as error:
             if length == lengths[-1] or "specializ" not in str(error.__context__):
                 raise
+            continue
+        longer = None if example_inputs is not None else export_beyond_caches(model, exported, sample, memory)
+        return longer or (sample, plain, exported)
     raise AssertionError("unreachable")
 
 
@@ -166,6 +185,18 @@ def _named_tensors(model: nn.Module, program: nn.Module, graph: fx.Graph) -> dic
     return {name: t for name, t in own.items() if name in aliases} | {n: t for n, t in used.items() if n not in aliases}
 
 
+def _require_values(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Refuse tensors without values: what the model put into a cache, out of sight, while only shapes were computed."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    for name, tensor in tensors.items():
+        if isinstance(tensor, FakeTensor):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} keeps {name} in a cache that could not be found; "
+                "compute it in forward, or register it as a buffer in __init__"
+            )
+
+
 def _non_persistent(model: nn.Module) -> frozenset[str]:
     return frozenset(
         f"{prefix}.{name}" if prefix else name
@@ -176,10 +207,6 @@ def _non_persistent(model: nn.Module) -> frozenset[str]:
 
 def _max_positions(model: nn.Module, exported: torch.export.ExportedProgram, sample: Sample) -> int | None:
     """The tightest limit on T that the config or the export's shape constraints state."""
-    limits = [config_positions(model)]
-    for value in exported.range_constraints.values():
-        upper = float(value.upper)
-        if math.isfinite(upper) and upper < 2**31:
-            limits.append(int(upper))
+    limits = [config_positions(model), longest_length(exported, sample)]
     found = [limit for limit in limits if limit is not None]
     return min(found) if found else None

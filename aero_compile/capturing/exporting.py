@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from aero_compile.capturing.hints import without_hints
+from aero_compile.capturing.isolation import Memory, isolated
 from aero_compile.capturing.reasons import Watched, foreign_part, reason, watched
 from aero_compile.capturing.sampling import Sample
 from aero_compile.errors import UnsupportedModelError
@@ -31,8 +32,8 @@ _KEPT_VIEWS = VIEWS | {
 _CHECKS = ("aten._assert", "aten.sym_constrain", "aten._assert_tensor_metadata", "<built-in function assert")
 
 
-def export_program(model: nn.Module, sample: Sample) -> torch.export.ExportedProgram:
-    """The functional program of the sample call, with dynamic batch and sequence.
+def export_program(model: nn.Module, sample: Sample, memory: Memory) -> torch.export.ExportedProgram:
+    """The functional program of the sample call, with dynamic batch and sequence; `memory` is of the model.
 
     Raises:
         UnsupportedModelError: torch.export refuses the model.
@@ -46,11 +47,11 @@ def export_program(model: nn.Module, sample: Sample) -> torch.export.ExportedPro
     seen = Watched()
     try:
         with watched() as seen, without_hints():
-            program = _functional(model, sample, dims)
+            program = _functional(model, sample, dims, memory)
             updated = program.graph_signature.buffers_to_mutate.values()
             for buffer in updated:  # in training, by a power iteration, say: keep its module as it is in evaluation
                 model.get_submodule(buffer.rpartition(".")[0]).eval()
-            return _functional(model, sample, dims) if updated else program
+            return _functional(model, sample, dims, memory) if updated else program
     except Exception as error:
         found = foreign_part(model) or f"{type(model).__name__} could not be captured"
         raise UnsupportedModelError(
@@ -59,8 +60,11 @@ def export_program(model: nn.Module, sample: Sample) -> torch.export.ExportedPro
         ) from None  # torch's traceback is long
 
 
-def _functional(model: nn.Module, sample: Sample, dims: Mapping[str, Any]) -> torch.export.ExportedProgram:
-    program = torch.export.export(model, (), sample.kwargs, dynamic_shapes=dict(dims), strict=False)
+def _functional(
+    model: nn.Module, sample: Sample, dims: Mapping[str, Any], memory: Memory
+) -> torch.export.ExportedProgram:
+    with isolated(memory):
+        program = torch.export.export(model, (), sample.kwargs, dynamic_shapes=dict(dims), strict=False)
     if all(_is_functional(part.graph) for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)):
         return program  # tracing it again, as below, would take twice as long as the export
     known = torch.export.default_decompositions()

@@ -88,7 +88,7 @@ class _Noted(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         found = _FIXED.match(record.getMessage())
         if found:
-            self._seen.fixed.setdefault(int(found[2]), _line_of(_frames(sys._getframe(1))))
+            self._seen.fixed.setdefault(int(found[2]), line_of(running_frames(sys._getframe(1))))
 
 
 def reason(error: BaseException, seen: Watched | None = None) -> str:
@@ -127,7 +127,7 @@ def model_line(error: BaseException) -> str:
     """`file:line: code` of the innermost line of the model's code in the traceback, or an empty string."""
     current: BaseException | None = error
     while current is not None:
-        line = _line_of(_traceback_frames(current.__traceback__))
+        line = line_of(_traceback_frames(current.__traceback__))
         if line:
             return line
         current = current.__cause__ or current.__context__
@@ -153,7 +153,7 @@ def _traceback_frames(traceback: TracebackType | None) -> list[tuple[str, int]]:
     return found
 
 
-def _frames(frame: FrameType | None) -> list[tuple[str, int]]:
+def running_frames(frame: FrameType | None) -> list[tuple[str, int]]:
     """(file, line) of the running frames, outermost first."""
     found = []
     while frame is not None:
@@ -162,7 +162,7 @@ def _frames(frame: FrameType | None) -> list[tuple[str, int]]:
     return found[::-1]
 
 
-def _line_of(frames: list[tuple[str, int]]) -> str:
+def line_of(frames: list[tuple[str, int]]) -> str:
     """The innermost line that is neither torch's nor Python's nor ours, below our own frames."""
     own = max((i for i, (file, _) in enumerate(frames) if _is_ours(file)), default=0)
     for file, line in reversed(frames[own:]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -104,23 +104,54 @@ def config_positions(model: nn.Module) -> int | None:
     return found[0] if found else None
 
 
-def fake_call(model: nn.Module, kwargs: Mapping[str, Any]) -> Any:
-    """What the model returns for the sample; on the meta device, so only shapes are computed."""
+def fake_call(
+    model: nn.Module,
+    kwargs: Mapping[str, Any],
+    replaced: list[tuple[nn.Module, str]] | None = None,
+    recorder: Any = None,
+) -> Any:
+    """What the model returns for the sample, computed in shapes alone; to be called inside `isolated`.
+
+    Args:
+        model: the model; its parameters and buffers are swapped for stand-ins while it runs.
+        kwargs: the arguments of its forward.
+        replaced: gets (module, name) for every buffer in whose place the model puts another tensor.
+        recorder: a dispatch mode to run it in; it is told the names of the stand-ins, and what is returned.
+
+    Raises:
+        UnsupportedModelError: the model cannot be run so.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    held: list[tuple[dict[str, Any], str, Any]] = []
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), watched(), without_hints():
             fake = {k: mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
-            tensors = {
-                f"{path}.{name}" if path else name: tensor
-                for path, module in model.named_modules()  # each module once, also if blocks share it
-                for name, tensor in [*module._parameters.items(), *module._buffers.items()]
-                if tensor is not None
-            }
-            state: dict[str, Tensor] = {name: mode.from_tensor(tensor) for name, tensor in tensors.items()}
-            return torch.func.functional_call(model, state, (), fake, tie_weights=False)
+            for module in model.modules():
+                for tensors in cast("tuple[dict[str, Any], ...]", (module._parameters, module._buffers)):
+                    held += [(tensors, name, tensor) for name, tensor in tensors.items()]
+            stand_ins = [None if tensor is None else mode.from_tensor(tensor) for _, _, tensor in held]
+            for (tensors, name, _), stand_in in zip(held, stand_ins, strict=True):
+                tensors[name] = stand_in
+            if recorder is None:
+                returned = model(**fake)
+            else:
+                given = {id(value): f"argument {name}" for name, value in fake.items()}
+                names = [f"{id(tensors)} {name}" for tensors, name, _ in held]
+                recorder.names = dict(zip(map(id, stand_ins), names, strict=True)) | given
+                with recorder:
+                    returned = model(**fake)
+                recorder.returned(returned)
+        now = {(id(tensors), name): stand_in for (tensors, name, _), stand_in in zip(held, stand_ins, strict=True)}
+        for module in model.modules() if replaced is not None else ():
+            names = [n for n, tensor in module._buffers.items() if tensor is not now.get((id(module._buffers), n))]
+            cast("list[Any]", replaced).extend((module, name) for name in names)
+        return returned
     except Exception as error:
         raise UnsupportedModelError(_call_failed(model, kwargs, error)) from None  # torch's traceback is long
+    finally:
+        for tensors, name, tensor in held:
+            tensors[name] = tensor
 
 
 def _call_failed(model: nn.Module, kwargs: Mapping[str, Any], error: Exception) -> str:

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from aero_compile.errors import ArtifactError
+from aero_compile.graphs.shared_dropout import SharedDropout
 from aero_compile.graphs.spectral import SpectralNorm
 
 _KINDS: Mapping[str, tuple[type[nn.Module], Mapping[str, type]]] = {
     "dropout": (nn.Dropout, {"p": float}),
+    "shared_dropout": (SharedDropout, {"p": float, "axes": list}),
     "spectral_norm": (SpectralNorm, {"rows": int, "columns": int, "n_power_iterations": int}),
 }
 """Name → class, and the attributes, which are arguments of its constructor, with their types."""
