@@ -140,7 +140,11 @@ class Behaviour(nn.Module):
     def __init__(self, kind: str, width: int) -> None:
         super().__init__()
         self.kind = kind
-        modules = {"dropout": nn.Dropout(0.3), "in place": nn.Dropout(0.3, inplace=True), "channels": nn.Dropout1d(0.3)}
+        modules: dict[str, nn.Module] = {
+            "dropout": nn.Dropout(0.3),
+            "in place": nn.Dropout(0.3, inplace=True),
+            "channels": nn.Dropout1d(0.3),
+        }
         modules |= {"alpha": nn.AlphaDropout(0.3), "batch norm": nn.BatchNorm1d(width)}
         self.module = modules.get(kind)
         if kind in ("zero branch", "weights"):
@@ -217,7 +221,7 @@ class Tortured(nn.Module):
 
     def behave(self, place: str, x: Tensor) -> Tensor:
         """What the model does at one of its places."""
-        return self.behaviours[place](x) if place in self.behaviours else x  # type: ignore[no-any-return]
+        return self.behaviours[place](x) if place in self.behaviours else x
 
     def attend(self, x: Tensor, block: Any) -> Tensor:
         """Causal attention `[B, T, C]`, its dropout on the weights."""
@@ -330,9 +334,9 @@ def judged(source: nn.Module, calls: list[dict[str, Tensor]], tolerance: float) 
     if verdict == "refused":
         return verdict, why
     for mode in (False, True):
-        error = difference(source.train(mode), result.train(mode), calls)
-        if not error <= tolerance:
-            return "missed", f"{'training' if mode else 'evaluation'}: {error:.1e}"
+        off = difference(source.train(mode), result.train(mode), calls)
+        if not off <= tolerance:
+            return "missed", f"{'training' if mode else 'evaluation'}: {off:.1e}"
     copy.deepcopy(result)
     return "same", ""
 

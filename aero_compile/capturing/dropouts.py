@@ -32,6 +32,9 @@ aten = torch.ops.aten
 
 _EMPTY = (aten.empty_like.default, aten.new_empty.default, aten.empty.memory_format)
 
+_SWITCHED = (aten.dropout.default, aten.feature_dropout.default)
+_WHOLE = (*_SWITCHED, aten.alpha_dropout.default, aten.feature_alpha_dropout.default)
+
 
 def make_dropouts(model: TransformedModel) -> None:
     """Turn the dropouts of a freshly captured graph into modules.
@@ -43,7 +46,7 @@ def make_dropouts(model: TransformedModel) -> None:
     for node in list(model.graph.nodes):
         if node.target is aten.native_dropout.default:
             results = [user for user in node.users if user.target is operator.getitem]
-        elif node.target in (aten.dropout.default, aten.feature_dropout.default):
+        elif node.target in _WHOLE:
             results = [node]
         else:
             _written(model, node, values)
@@ -52,12 +55,10 @@ def make_dropouts(model: TransformedModel) -> None:
         rank = values[source].dim()
         axes = list(range(2, rank)) if node.target is aten.feature_dropout.default else []
         for result in results:
-            if probability == 0.0:
+            if probability == 0.0 or node.args[2] is False:
                 bypass(result, source)
-                continue
-            insert_dropout(model, result, source, probability, axes)
-        if not node.users and node not in results:
-            model.graph.erase_node(node)
+            elif node.target in (*_SWITCHED, aten.native_dropout.default):
+                insert_dropout(model, result, source, probability, axes)
     model.graph_changed()
     for node in model.graph.nodes:
         if _draws(node):

@@ -47,17 +47,40 @@ def export_program(model: nn.Module, sample: Sample, memory: Memory) -> torch.ex
     seen = Watched()
     try:
         with watched() as seen, without_hints():
+            for module in model.modules():
+                if _iterates(module):  # its vectors are weights like any other, and stay as they are
+                    module.eval()
+                    memory.note(module.__dict__)
             program = _functional(model, sample, dims, memory)
-            updated = program.graph_signature.buffers_to_mutate.values()
-            for buffer in updated:  # in training, by a power iteration, say: keep its module as it is in evaluation
-                model.get_submodule(buffer.rpartition(".")[0]).eval()
-            return _functional(model, sample, dims, memory) if updated else program
+            kept = _kept_between_calls(program)
     except Exception as error:
         found = foreign_part(model) or f"{type(model).__name__} could not be captured"
         raise UnsupportedModelError(
             f"{found}: {reason(error, seen)}; supported are "
             "decoder-only transformers without data-dependent Python control flow"
         ) from None  # torch's traceback is long
+    if kept:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} computes its logits from {kept}, which every call changes (a batch norm in "
+            "training, for instance); supported are models whose calls do not depend on those before"
+        )
+    return program
+
+
+def _iterates(module: nn.Module) -> bool:
+    """Whether a module is torch's spectral norm, of either kind: it takes a power iteration in training."""
+    hooks = [type(hook).__name__ for hook in module._forward_pre_hooks.values()]
+    return type(module).__name__ == "_SpectralNorm" or "SpectralNorm" in hooks
+
+
+def _kept_between_calls(program: torch.export.ExportedProgram) -> str:
+    """Name of a buffer that the program both reads for its result and changes, or an empty string."""
+    signature, nodes = program.graph_signature, {node.name: node for node in program.graph.nodes}
+    changed = set(signature.buffers_to_mutate.values())
+    results = [nodes[name] for name in map(str, signature.user_outputs) if name in nodes]
+    needed = ancestors(results, set(nodes.values()))
+    inputs = signature.inputs_to_buffers.items()
+    return next((buffer for name, buffer in inputs if buffer in changed and nodes[name] in needed), "")
 
 
 def _functional(

@@ -140,6 +140,11 @@ class Memory:
         package = _package(value.__module__)
         return package in self._packages or (package not in _FOREIGN and not _is_installed(package))
 
+    def note(self, mapping: dict[Any, Any]) -> None:
+        """Remember a dictionary, an attribute of a module for instance, as it is now."""
+        self._dicts = [(each, items) for each, items in self._dicts if each is not mapping]
+        self._remember(mapping)
+
     # -- putting back -----------------------------------------------------------------------------------
 
     def restore(self) -> None:

@@ -150,7 +150,7 @@ def _plain_attention() -> Iterator[None]:
 
 
 def _compare(family: str, training: _Recorder, evaluation: _Recorder) -> None:
-    one, other = _without_dropout(training), _without_dropout(evaluation)
+    one, other = _plain(training, dropout=False), _plain(evaluation, dropout=True)
     for number in range(max(len(one.written), len(other.written))):
         a, b = (each.written[number] if number < len(each.written) else None for each in (one, other))
         if a != b:
@@ -171,7 +171,7 @@ def _compare(family: str, training: _Recorder, evaluation: _Recorder) -> None:
 
 @dataclass
 class _Plain:
-    """A recording without dropout: operations with their tensors numbered anew, in order of appearance."""
+    """A recording: operations with their tensors numbered anew, in order of appearance."""
 
     written: list[tuple[Any, ...]]
     operations: list[_Operation]
@@ -179,7 +179,8 @@ class _Plain:
     overwritten: list[tuple[str, int]] | None
 
 
-def _without_dropout(recorded: _Recorder) -> _Plain:
+def _plain(recorded: _Recorder, *, dropout: bool) -> _Plain:
+    """What was recorded, with or without its dropouts."""
     same: dict[int, int] = {}
     dropped: set[int] = set()
     pairs: list[tuple[int, int, int]] = []
@@ -190,7 +191,7 @@ def _without_dropout(recorded: _Recorder) -> _Plain:
     for each in recorded.operations:
         for ref in _refs(each.given):
             uses[ref.number] = uses.get(ref.number, 0) + 1
-    for i in range(len(recorded.operations)):
+    for i in range(0 if dropout else len(recorded.operations)):
         found = _dropout_at(recorded, i, made_by, uses)
         if found is not None:
             source, result, parts = found

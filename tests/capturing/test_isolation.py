@@ -219,8 +219,13 @@ def shared_caches() -> Any:
     return fingerprint(places), [(id(f), f.cache_info()) for f in cached]
 
 
-@pytest.mark.parametrize("make", CACHES)
-@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
+SOME = ((CachedMethod, False), (OwnDecorator, True), (GrowingBuffer, True), (OfTheClass, False), (GlobalName, True))
+CASES = [(make, warm) for make in CACHES for warm in (False, True)]
+
+
+@pytest.mark.parametrize(
+    ("make", "warm"), [case if case in SOME else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
+)
 def test_caches_are_computed_and_left_alone(make: Callable[[], Masked], warm: bool) -> None:
     emptied()
     model = randomize(make()).eval()
@@ -279,7 +284,7 @@ class Failing(Growing):
         raise RuntimeError("half way")
 
 
-@pytest.mark.parametrize("make", [Failing, lambda: Growing(layers=2), lambda: hugging_face("gpt2", "sdpa")])
+@pytest.mark.parametrize("make", [Failing, lambda: hugging_face("gpt2", "sdpa")])
 def test_source_is_what_it_was_when_transform_raises(
     make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
