@@ -76,7 +76,7 @@ def save(model: TransformedModel, directory: str | os.PathLike[str], *, provenan
         "recipe": model.recipe,
         "history": list(model.history),
         "max_positions": model.max_positions,
-        "convention": vars(model.convention),
+        "convention": {name: value for name, value in vars(model.convention).items() if name != "extras" or value},
         "census": str(census(model, min(128, model.max_positions or 128))),
         "tied": aliases,
         "parameters": {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)},

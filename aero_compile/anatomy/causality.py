@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
 from aero_compile.anatomy.parts import Attention, Heads
 from aero_compile.errors import UnsupportedModelError
+from aero_compile.graphs.extra_inputs import shape_of
 from aero_compile.graphs.rewriting import live_inputs, place, sample_shape, tainted_nodes
 from aero_compile.graphs.trainable import TransformedModel
 
@@ -94,7 +95,7 @@ def _evaluate(model: TransformedModel, node: fx.Node, length: int, known: dict[f
         if current in known:
             return known[current]
         if current.op == "placeholder":
-            known[current] = torch.ones(1, length, dtype=torch.int64)
+            known[current] = model.stand_in(str(current.target), torch.ones(1, length, dtype=torch.int64))
         elif current.op == "get_attr":
             parent, _, leaf = str(current.target).rpartition(".")
             tensor = getattr(model.get_submodule(parent), leaf)
@@ -103,6 +104,9 @@ def _evaluate(model: TransformedModel, node: fx.Node, length: int, known: dict[f
             known[current] = torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().cpu()
         elif current.op != "call_function":
             raise LookupError(current.name)
+        elif current.target is aten.sym_size.int and str(current.args[0]) in model.convention.extras:
+            sizes = shape_of(model.convention.extras[str(current.args[0])], 1, length)
+            known[current] = sizes[cast("int", current.args[1])]
         else:
             args, kwargs = fx.map_arg((current.args, current.kwargs), value_of)
             kwargs = {k: torch.device("cpu") if k == "device" and v is not None else v for k, v in kwargs.items()}

@@ -60,7 +60,7 @@ def require_past_only(model: TransformedModel) -> None:
     tensors = [*model.parameters(), *model.buffers()]
     if any(tensor.is_meta for tensor in tensors):
         return
-    length = _TOKENS if model.max_positions is None else min(_TOKENS, model.max_positions)
+    length = min(_TOKENS, model.max_positions or _TOKENS, model.example_length or _TOKENS)
     vocabulary = model.vocab_size
     if length < 2 or vocabulary < 2:
         return
@@ -88,9 +88,7 @@ def _epsilon(model: TransformedModel) -> float:
 def _logits(model: TransformedModel, tokens: Tensor) -> Tensor:
     """Logits as in evaluation, with the same random numbers in every call."""
     graph = model.logits_graph()
-    inputs = [
-        tokens if n.target == "input_ids" else torch.ones_like(tokens) for n in graph.find_nodes(op="placeholder")
-    ]
+    inputs = [model.stand_in(str(node.target), tokens) for node in graph.find_nodes(op="placeholder")]
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         result: Tensor = _Evaluation(model, graph).run(*inputs)[0]

@@ -28,7 +28,7 @@ def sample_run(model: nn.Module, sample: Sample, memory: Memory) -> tuple[Any, M
     """
     replaced: list[tuple[nn.Module, str]] = []
     with isolated(memory):
-        plain = fake_call(model, {k: v for k, v in sample.kwargs.items() if k != sample.labels}, replaced)
+        plain = fake_call(model, sample.without_labels(), replaced)
     for module, name in replaced:
         module.__dict__[name] = module._buffers.pop(name, None)
         module._non_persistent_buffers_set.discard(name)

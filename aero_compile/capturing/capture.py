@@ -11,13 +11,14 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from aero_compile.capturing.caches import export_beyond_caches, longest_length, sample_run
-from aero_compile.capturing.exporting import clean_graph, export_program, feeds
+from aero_compile.capturing.exporting import clean_graph, export_program, extra_shapes, feeds
 from aero_compile.capturing.isolation import Memory
 from aero_compile.capturing.modes import require_one_form
-from aero_compile.capturing.returns import choose_outputs, describe, mark, match_outputs, with_loss
+from aero_compile.capturing.returns import choose_outputs, describe, mark, match_outputs, with_loss, without
 from aero_compile.capturing.sampling import Sample, config_positions, forward_parameters, sample_call
 from aero_compile.errors import InputError, UnsupportedModelError
 from aero_compile.graphs.convention import CallConvention, Template
+from aero_compile.graphs.extra_inputs import describe_extra
 from aero_compile.graphs.trainable import TransformedModel
 
 _SAMPLE_LENGTHS = (11, 10, 7, 4, 3, 2)
@@ -31,7 +32,8 @@ def capture(model: nn.Module, example_inputs: Any = None) -> TransformedModel:
         model: a decoder-only transformer, also on the meta device (then no weights are allocated).
         example_inputs: for models that are not from Hugging Face, what their forward takes: the token tensor
             (int64, `[B, T]` with B, T ≥ 2), a tuple of arguments, or a dict of keyword arguments. May be left
-            out where the first argument of forward is the token tensor.
+            out where the first argument of forward is the token tensor. Other tensors, such as positions `[B, T]` or a
+            mask `[T, T]`, are arguments of the result as well; other values are fixed.
 
     Returns:
         A TransformedModel over copies of the weights; its graph is not canonical yet.
@@ -69,29 +71,34 @@ def _capture_copy(model: nn.Module, example_inputs: Any) -> TransformedModel:
     full = describe(returned, leaves, index)
     if logits_view is not None:
         mark(full, returned, leaves[order[0]], {"kind": "flat"})
-    output = match_outputs(plain, shapes, order, logits_view) if sample.labels else full
+    output = match_outputs(plain, shapes, order, logits_view) if sample.labels and not sample.needs_labels else full
     with_labels: Template | None = None
     loss_index = next((n for n, t in enumerate(shapes) if t.dim() == 0), None) if sample.labels else None
-    if sample.is_hf:
+    if sample.needs_labels:
+        output = without(full, loss_index)
+    hf_loss = sample.is_hf and output["kind"] == "model_output"
+    if hf_loss:
         with_labels = with_loss(output)
     elif loss_index is not None:
         with_labels = full
+    extras = extra_shapes(exported, sample)
     convention = CallConvention(
         family=type(model).__name__,
         arguments=tuple(forward_parameters(model)),
         tokens=sample.tokens,
         attention_mask=sample.mask,
-        labels="labels" if sample.is_hf else sample.labels,
+        labels="labels" if hf_loss else sample.labels,
         output=output,
         output_with_labels=with_labels,
         loss_index=loss_index,
+        extras={name: describe_extra(sample.kwargs[name], sizes) for name, sizes in extras.items()},
     )
     program, graph = clean_graph(exported, order, logits_view is not None)
     tensors = _named_tensors(model, program, graph)
     _require_values(model, tensors)
     own = {name for name, _ in [*model.named_parameters(), *model.named_buffers(remove_duplicate=False)]}
     lifted = {name for name, tensor in tensors.items() if name not in own and not isinstance(tensor, nn.Parameter)}
-    return TransformedModel(
+    captured = TransformedModel(
         graph,
         tensors,
         {},
@@ -99,6 +106,8 @@ def _capture_copy(model: nn.Module, example_inputs: Any) -> TransformedModel:
         non_persistent=_non_persistent(model) | lifted,
         max_positions=_max_positions(model, exported, sample),
     )
+    captured.examples = {name: sample.kwargs[name] for name in extras}
+    return captured
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

@@ -14,6 +14,7 @@ from aero_compile.capturing.isolation import Memory, isolated
 from aero_compile.capturing.reasons import Watched, foreign_part, reason, watched
 from aero_compile.capturing.sampling import Sample
 from aero_compile.errors import UnsupportedModelError
+from aero_compile.graphs.extra_inputs import BATCH, LENGTH
 from aero_compile.graphs.rewriting import VIEWS, ancestors
 from aero_compile.graphs.trainable import remove_dead_nodes
 
@@ -40,10 +41,11 @@ def export_program(model: nn.Module, sample: Sample, memory: Memory) -> torch.ex
     """
     dynamic = torch.export.Dim.DYNAMIC
     shape = sample.kwargs[sample.tokens].shape
-    dims = {
+    dims: dict[str, Any] = {
         name: {0: dynamic, 1: dynamic} if isinstance(value, Tensor) and value.shape == shape else None
         for name, value in sample.kwargs.items()
     }
+    dims |= {name: dict.fromkeys(range(sample.kwargs[name].dim()), torch.export.Dim.AUTO) for name in sample.extras}
     seen = Watched()
     try:
         with watched() as seen, without_hints():
@@ -137,6 +139,29 @@ def _inline(module: nn.Module, graph: fx.Graph) -> None:
                 copied.target = f"{path}.{copied.target}"
             elif copied.op == "call_function" and _is_inlined(copied):
                 todo.append(copied)
+
+
+def extra_shapes(exported: torch.export.ExportedProgram, sample: Sample) -> dict[str, list[int | str]]:
+    """Sizes of the arguments beside the tokens: numbers, or whether they are the batch's or the length.
+
+    Raises:
+        UnsupportedModelError: a size is neither.
+    """
+    values = {node.name: node.meta.get("val") for node in exported.graph.nodes if node.op == "placeholder"}
+    names = {str(size): kind for size, kind in zip(values[sample.tokens].shape, (BATCH, LENGTH), strict=True)}
+    found: dict[str, list[int | str]] = {}
+    for name in sample.extras:
+        value = values.get(name)
+        if not isinstance(value, Tensor):
+            continue
+        sizes: list[int | str] = [n if type(n) is int else names.get(str(n), "") for n in value.shape]
+        if "" in sizes:
+            raise UnsupportedModelError(
+                f"the argument {name} {list(sample.kwargs[name].shape)} has a size that is neither fixed nor the "
+                "batch's nor the sequence's"
+            )
+        found[name] = sizes
+    return found
 
 
 def feeds(exported: torch.export.ExportedProgram) -> Callable[[int, int], bool]:

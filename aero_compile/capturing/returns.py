@@ -107,5 +107,18 @@ def with_loss(template: Template) -> Template:
     return template | {"items": {"loss": {"kind": "loss"}, **template["items"]}}
 
 
+def without(template: Template, index: int | None) -> Template:
+    """A return value with None in the place of the graph output `index`."""
+    if template.get("index") == index and "index" in template:
+        return {"kind": "none"}
+    items = template.get("items")
+    if isinstance(items, dict):
+        kept = {name: without(item, index) for name, item in items.items()}
+        if template["kind"] == "model_output":
+            kept = {name: item for name, item in kept.items() if item["kind"] != "none"}
+        return template | {"items": kept}
+    return template | {"items": [without(item, index) for item in items]} if isinstance(items, list) else template
+
+
 def _path(value: Any) -> str:
     return f"{type(value).__module__}:{type(value).__name__}"

@@ -27,7 +27,8 @@ class Sample:
     """A call of the source that stands for all calls.
 
     `kwargs` are what forward takes; `tokens`, `mask` and `labels` are the names in it of the int64 token ids `[B, T]`,
-    of their attention mask, and of the labels, if there are any. `is_hf`: a model with a Hugging Face config.
+    of their attention mask, and of the labels, if there are any, `extras` those of the other tensors. `is_hf`: a model
+    with a Hugging Face config whose forward is the library's own, or knows no labels.
     """
 
     kwargs: dict[str, Any]
@@ -35,6 +36,12 @@ class Sample:
     mask: str | None
     labels: str | None
     is_hf: bool
+    extras: tuple[str, ...] = ()
+    needs_labels: bool = False
+
+    def without_labels(self) -> dict[str, Any]:
+        """The arguments without the labels, unless the model cannot do without."""
+        return {k: v for k, v in self.kwargs.items() if k != self.labels or self.needs_labels}
 
 
 def sample_call(model: nn.Module, example_inputs: Any, length: int) -> Sample:
@@ -42,9 +49,10 @@ def sample_call(model: nn.Module, example_inputs: Any, length: int) -> Sample:
     names = forward_parameters(model)
     if not names:
         raise UnsupportedModelError(f"{type(model).__name__}.forward takes no named arguments")
-    is_hf = hasattr(getattr(model, "config", None), "to_dict") and "input_ids" in names
+    has_config = hasattr(getattr(model, "config", None), "to_dict") and "input_ids" in names
+    is_hf = has_config and (_is_the_librarys(model) or "labels" not in names)
     if example_inputs is None:
-        tokens = "input_ids" if is_hf else next(iter(names))
+        tokens = "input_ids" if has_config else next(iter(names))
         kwargs: dict[str, Any] = {tokens: _made_up_tokens(model, length)}
     elif isinstance(example_inputs, Mapping):
         kwargs = dict(example_inputs)
@@ -67,8 +75,20 @@ def sample_call(model: nn.Module, example_inputs: Any, length: int) -> Sample:
     labels = next((name for name in _LABEL_NAMES if name in names and name != tokens), None)
     if labels is not None and kwargs.get(labels) is None:
         kwargs[labels] = ids.clone()
-    mask = next((name for name in _MASK_NAMES if name in kwargs), None)
-    return Sample(kwargs, tokens, mask, labels, False)
+    if has_config:
+        kwargs |= {name: torch.ones_like(ids) for name in _MASK_NAMES if name in names and kwargs.get(name) is None}
+        kwargs |= {"use_cache": False} if "use_cache" in names else {}
+    mask = next((name for name in _MASK_NAMES if name in kwargs and kwargs[name].shape == ids.shape), None)
+    extras = [name for name, value in kwargs.items() if isinstance(value, Tensor) and value.dim() > 0]
+    needs_labels = labels is not None and names[labels].default is inspect.Parameter.empty
+    others = tuple(name for name in extras if name not in (tokens, mask, labels))
+    return Sample(kwargs, tokens, mask, labels, False, others, needs_labels)
+
+
+def _is_the_librarys(model: nn.Module) -> bool:
+    """Whether `model` runs a forward of transformers itself, whose loss is that of the next token."""
+    forward = inspect.unwrap(getattr(model.forward, "__func__", model.forward))
+    return str(getattr(forward, "__module__", "")).split(".")[0] == "transformers"
 
 
 def _made_up_tokens(model: nn.Module, length: int) -> Tensor:

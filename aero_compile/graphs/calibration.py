@@ -78,6 +78,9 @@ def deviations(model: TransformedModel, norms: Sequence[NormStatistics], batches
         if node.op == "placeholder" and not node.users:
             graph.erase_node(node)
     inputs = [str(node.target) for node in graph.nodes if node.op == "placeholder"]
+    for name in model.convention.extras:
+        if name in inputs:
+            raise InputError(f"{model.convention.family} cannot be measured on tokens alone: it takes {name} as well")
     return _averages(model, compile_graph(graph), inputs, batches)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from aero_compile.errors import InputError
+from aero_compile.graphs.extra_inputs import Extra, check_extras, require_extra
 
 Template = dict[str, Any]
 """JSON form of a return value: tensor/flat/last/loss/none leaves inside tuple/list/dict/model_output nodes."""
@@ -59,6 +60,7 @@ class CallConvention:
         tokens, attention_mask, labels: the argument that plays each part, or None.
         output, output_with_labels: what is returned without and with labels.
         loss_index: graph output that holds the loss, where the source computes its own.
+        extras: tensors that the graph takes besides, by name (`aero_compile.graphs.extra_inputs`).
     """
 
     family: str
@@ -69,6 +71,7 @@ class CallConvention:
     attention_mask: str | None = None
     labels: str | None = None
     loss_index: int | None = None
+    extras: Mapping[str, Extra] = field(default_factory=dict)
 
     @property
     def returns_model_output(self) -> bool:
@@ -77,7 +80,7 @@ class CallConvention:
     @property
     def graph_inputs(self) -> tuple[str, ...]:
         """Names that the graph's inputs can have."""
-        return tuple(name for name in (self.tokens, self.attention_mask, self.labels) if name)
+        return tuple(name for name in (self.tokens, self.attention_mask, self.labels, *self.extras) if name)
 
     def check(self) -> None:
         """Raise InputError if names or templates, which may come from a file, are not what they must be."""
@@ -86,6 +89,7 @@ class CallConvention:
             raise InputError(f"the arguments {names} are not names")
         for template in filter(None, (self.output, self.output_with_labels)):
             _check_template(template)
+        check_extras(self.extras, self.arguments)
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """Match a call's arguments with the graph's inputs; raises InputError for what was not captured."""
@@ -110,6 +114,8 @@ class CallConvention:
             inputs[self.attention_mask] = torch.ones_like(tokens) if mask is None else mask
         else:
             _require_ones(given.pop("attention_mask", None), self.family)
+        for name, extra in self.extras.items():
+            inputs[name] = require_extra(name, extra, given.pop(name, None), tokens, self.family)
         own_labels = given.pop(self.labels, None) if self.labels else None
         labels = own_labels if own_labels is not None else given.pop("labels", None)
         in_graph = own_labels is not None and self.loss_index is not None

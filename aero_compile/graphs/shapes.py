@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from aero_compile.graphs.extra_inputs import dtype_of, shape_of
+
 if TYPE_CHECKING:
     from aero_compile.graphs.trainable import TransformedModel
 
@@ -88,6 +90,9 @@ def _value(
     device: torch.device,
 ) -> Any:
     if node.op == "placeholder":
+        extra = model.convention.extras.get(str(node.target))
+        if extra is not None:
+            return torch.zeros(shape_of(extra, *shape), dtype=dtype_of(extra), device=device)
         make = torch.zeros if node.target == model.convention.tokens else torch.ones
         return make(shape, dtype=torch.int64, device=device)
     if node.op == "get_attr":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import linecache
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from aero_compile.graphs.convention import (
     output_class,
 )
 from aero_compile.graphs.deviation_norm import open_deviation_norms
+from aero_compile.graphs.extra_inputs import LENGTH, part_of_example
 from aero_compile.graphs.weight_readers import check_unread
 
 Program = tuple[Callable[..., tuple[Any, ...]], tuple[str, ...]]
@@ -37,6 +39,7 @@ class TransformedModel(nn.Module):
         history: text of every pass that was applied, in order.
         max_positions: longest sequence the model can take, or None if nothing in it limits the length.
         fixed_shape: the one `[B, T]` that the graph is made for (if it was read from a file), or None for any.
+        examples: values that arguments beside the tokens were captured with, as long as the model is not saved.
         calibration: token batches for passes that measure the model; set by `run_passes` while they run.
 
     Every transformed model also takes `labels=` (token ids as in Hugging Face: shifted inside, -100 ignored)
@@ -45,6 +48,7 @@ class TransformedModel(nn.Module):
 
     calibration: tuple[Tensor, ...] | None = None
     fixed_shape: tuple[int, int] | None = None
+    examples: Mapping[str, Tensor] = MappingProxyType({})
 
     def __init__(
         self,
@@ -289,7 +293,7 @@ class TransformedModel(nn.Module):
         template = self.convention.template(call)
         wanted = _wanted(template)
         run, names = self._program(wanted, output_entropies)
-        results = run(self, *[call.inputs[name] for name in names])
+        results = run(self, *[self._in_own_dtype(name, call.inputs[name]) for name in names])
         values = dict(zip(wanted, results, strict=False))
         entropies: Sequence[Tensor] | None = results[len(wanted) :] if output_entropies else None
         loss = None
@@ -303,6 +307,37 @@ class TransformedModel(nn.Module):
                 entropies=None if entropies is None else tuple(entropies),
             )
         return build_output(template, values, loss, entropies, as_tuple=call.as_tuple)
+
+    def _in_own_dtype(self, name: str, value: Tensor) -> Tensor:
+        """An argument beside the tokens, such as a mask of -inf, in the dtype of the weights."""
+        if name not in self.convention.extras or not value.is_floating_point():
+            return value
+        weight = next(self.parameters(), None)
+        return value if weight is None else value.to(weight.dtype)
+
+    @property
+    def example_length(self) -> int | None:
+        """Tokens that `examples` are for; None if there are none."""
+        found = [
+            int(size)
+            for name, value in self.examples.items()
+            for size, kind in zip(value.shape, self.convention.extras[name]["shape"], strict=True)
+            if kind == LENGTH
+        ]
+        return min(found, default=None)
+
+    def stand_in(self, name: str, tokens: Tensor) -> Tensor:
+        """A value of the graph's input `name` for tokens `[B, T]`, on their device.
+
+        Raises:
+            LookupError: an argument beside the tokens that was captured with fewer of them, or loaded.
+        """
+        extra = self.convention.extras.get(name)
+        if extra is None:
+            return tokens if name in (self.convention.tokens, "input_ids") else torch.ones_like(tokens)
+        batch, length = (int(n) for n in tokens.shape)
+        value = part_of_example(extra, self.examples.get(name), batch, length).to(tokens.device)
+        return self._in_own_dtype(name, value)
 
     def check_tokens(self, tokens: Tensor) -> None:
         """Raise InputError for token ids `[B, T]` that are too long or, on the CPU, outside the vocabulary."""
