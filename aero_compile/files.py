@@ -6,7 +6,9 @@ import errno
 import os
 import stat
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from aero_compile.errors import OutputDirError
 
@@ -20,14 +22,33 @@ def refuse_existing(path: Path | None, overwrite: bool) -> None:
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write `content` (text as UTF-8) beside `path` and rename it into place; folders are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    umask = os.umask(0)
+    os.umask(umask)
+    _write(path, lambda file: file.write(content.encode() if isinstance(content, str) else content), 0o666 & ~umask)
+
+
+def write_private(path: Path, write: Callable[[Any], object]) -> None:
+    """Let `write(file)` fill a file that nobody else can read at any time (mode 0600), and rename it into place.
+
+    Folders that are missing are made with mode 0700.
+    """
+    make_private_folder(path.parent)
+    _write(path, write, 0o600)
+
+
+def make_private_folder(path: Path) -> None:
+    """Make a folder of mode 0700, and those above it that are missing; one that exists stays as it is."""
+    for folder in reversed([path, *path.parents]):
+        if not folder.exists():
+            folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def _write(path: Path, write: Callable[[Any], object], mode: int) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")  # mode 0600 at most
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-        # mkstemp makes files private; a result gets what the user's umask gives any other file.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)
+            write(file)
+            os.fchmod(file.fileno(), mode)
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from aero_compile.errors import InputError
+from aero_compile.files import make_private_folder, write_private
 from aero_compile.graphs.calibration import token_batches
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.hosts.measure import Measurement, combine
@@ -164,13 +165,14 @@ def compile_model(
 
 
 def export(compiled: Compiled, directory: str | os.PathLike[str]) -> None:
-    """Write ``program.json`` (for both parties) and ``weights.npz`` (for the server only)."""
+    """Write ``program.json`` (for both parties) and ``weights.npz`` (for the server only, mode 0600).
+
+    The folder is made with mode 0700 if it does not exist.
+    """
     target = Path(directory)
-    target.mkdir(parents=True, exist_ok=True)
+    make_private_folder(target)
     compiled.program.save(target / "program.json")
-    partial = target / "weights.part.npz"
-    np.savez(partial, **compiled.weights)
-    os.replace(partial, target / "weights.npz")
+    write_private(target / "weights.npz", lambda file: np.savez(file, **compiled.weights))
 
 
 MARGIN = 1.25

@@ -33,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.errors import AeroError, InputError, PartyError
+from aero_compile.files import make_private_folder, write_private
 from aero_compile.runtime.hosts.link import PlainWay, Way, connect, not_connected, parse_address, watch_peer
 from aero_compile.runtime.hosts.measure import check_against_wire, check_profile
 from aero_compile.runtime.hosts.opening import open_logits, send_share
@@ -55,6 +56,7 @@ ROLES = {SERVER: "server", CLIENT: "client"}
 def main(argv: list[str] | None = None) -> int:
     """Run one party; returns the exit code (2 for errors that were reported)."""
     arguments = _parser().parse_args(argv)
+    os.umask(0o077)  # SPU's log and all else that this process writes is for its owner alone
     end_with_parent(arguments.with_parent, arguments.scratch)
     try:
         _Party(arguments).run()
@@ -103,7 +105,7 @@ class _Party:
             parse_address(address)
         self.tls = self._tls()
         self.output = Path(arguments.output)
-        self.output.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private_folder(self.output)
         self.program = Program.load(arguments.program)
         self.own = self._own_inputs()
         self._timer: threading.Timer | None = None
@@ -136,7 +138,7 @@ class _Party:
         stop_watch.set()
         if self.rank == CLIENT:
             assert logits is not None
-            _write(self.output / "logits.npy", lambda file: np.save(file, logits, allow_pickle=False))
+            write_private(self.output / "logits.npy", lambda file: np.save(file, logits, allow_pickle=False))
         stats = {
             "role": self.role,
             "setup": setup,
@@ -144,7 +146,7 @@ class _Party:
             "program": self.program.digest,
             "versions": {"python": platform.python_version(), "spu": str(spu.__version__)},
         }
-        _write(self.output / "stats.json", lambda file: file.write(json.dumps(stats).encode()))
+        write_private(self.output / "stats.json", lambda file: file.write(json.dumps(stats).encode()))
         link.barrier()  # the peer holds its results too: both may close
         _event("done")
         link.stop_link()
@@ -307,13 +309,6 @@ def end_with_parent(enabled: bool, scratch: Path | None) -> None:
         os._exit(4)
 
     threading.Thread(target=wait, daemon=True, name="parent-watch").start()
-
-
-def _write(path: Path, write: Callable[[Any], object]) -> None:
-    partial = path.with_name(path.name + ".part")
-    with partial.open("wb") as file:
-        write(file)
-    os.replace(partial, path)
 
 
 def _event(kind: str, **content: Any) -> None:

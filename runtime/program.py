@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.errors import InputError
+from aero_compile.files import write_atomically
 
 SERVER, CLIENT = 0, 1
 """Ranks of the two parties: the server owns the weights, the client the tokens and the logits."""
@@ -86,10 +87,7 @@ class Program:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the program to ``path`` (through a temporary name)."""
-        target = Path(path)
-        partial = target.with_name(target.name + ".part")
-        partial.write_bytes(self.to_bytes())
-        os.replace(partial, target)
+        write_atomically(Path(path), self.to_bytes())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Program:

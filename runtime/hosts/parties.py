@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import queue
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -22,9 +20,11 @@ import numpy.typing as npt
 import aero_compile
 from aero_compile import errors
 from aero_compile.errors import AeroError, PartyError
+from aero_compile.files import write_private
 from aero_compile.runtime.hosts.link import PORT_TAKEN, free_addresses
 from aero_compile.runtime.hosts.network import Relay
 from aero_compile.runtime.hosts.network_spec import Network
+from aero_compile.runtime.hosts.scratch import scratch_folder
 from aero_compile.runtime.hosts.tls import TLSConfig
 from aero_compile.runtime.party import EVENT, ROLES
 from aero_compile.runtime.program import CLIENT, SERVER, Program
@@ -73,11 +73,10 @@ def run_parties(
         PartyError: a party failed, disappeared, disagreed with the other, or took longer than ``timeout``
             seconds. Both processes are ended before this is raised; no partial result is returned.
     """
-    root = Path(tempfile.mkdtemp(prefix="aero-compile-"))
-    try:
+    with scratch_folder() as root:
         server, client = _directories(root, program)
-        np.savez(server / "weights.npz", **weights)
-        np.save(client / "tokens.npy", input_ids, allow_pickle=False)
+        write_private(server / "weights.npz", lambda file: np.savez(file, **weights))
+        write_private(client / "tokens.npy", lambda file: np.save(file, input_ids, allow_pickle=False))
         for attempt in range(START_ATTEMPTS):
             try:
                 return _attempt(server, client, runs, set_up, timeout, tls, on_event, network)
@@ -85,8 +84,6 @@ def run_parties(
                 if attempt == START_ATTEMPTS - 1:
                     raise PartyError(f"no free port on this machine: {error}") from error
         raise AssertionError("unreachable")
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
 
 
 def _directories(root: Path, program: Program) -> tuple[Path, Path]:
@@ -158,7 +155,7 @@ class PartyProcess:
         self.role = ROLES[rank]
         self.error: dict[str, str] | None = None
         self.done = False
-        self._errors = (directory / "stderr.txt").open("w+b")
+        self._errors = os.fdopen(os.open(directory / "stderr.txt", os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600), "w+b")
         package_root = str(Path(aero_compile.__file__).resolve().parent.parent)
         path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
         self.process = subprocess.Popen(

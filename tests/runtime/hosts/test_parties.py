@@ -163,7 +163,7 @@ def test_the_launchers_folders_are_private_separate_and_removed(
     assert "tokens.npy" in found["client"]
     assert "weights.npz" not in found["client"]
     assert list(tmp_path.iterdir()) == []
-    assert len(commands) == 2
+    assert sum("--rank" in command for command in commands) == 2
     assert not any(str(token) in command for command in commands for token in IDS.ravel())
 
 
