@@ -32,7 +32,7 @@ def open_umask() -> Iterator[None]:
 
 
 def test_a_private_file_is_private_while_it_is_written(tmp_path: Path, open_umask: object) -> None:
-    seen = []
+    seen: list[int] = []
 
     def write(file: object) -> None:
         seen.extend(_mode(each) for each in (tmp_path / "new").iterdir())
