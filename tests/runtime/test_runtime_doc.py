@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 from aero_compile.runtime.arithmetic.approximations import approximations
@@ -34,3 +38,15 @@ def test_every_approximation_is_documented_with_its_errors(root: Path) -> None:
     text = (root / "docs" / "runtime.md").read_text(encoding="utf-8")
     for row in [*rows(), *exponential_rows()]:
         assert row in text
+
+
+def test_the_snippets_name_what_one_import_provides(root: Path) -> None:
+    text = (root / "docs" / "runtime.md").read_text(encoding="utf-8")
+    code = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+    found = {ast.unparse(node) for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Attribute)}
+    names = sorted(name for name in found if name.startswith("aero_compile."))
+    assert "aero_compile.runtime.export" in names
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(["import aero_compile", *names])], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr

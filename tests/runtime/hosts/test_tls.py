@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import http.client
+import json
+import os
 import socket
 import ssl
 import subprocess
@@ -244,6 +248,20 @@ def test_no_other_process_reaches_the_inner_sockets(tls: TLSConfig) -> None:
     until(lambda: not folder.exists())
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_other_users_do_not_reach_the_inner_sockets(tls: TLSConfig) -> None:
+    with Ways(tls, tls) as both, contextlib.closing(socket.socket(socket.AF_UNIX)) as end:
+        nobody = os.fork()
+        if nobody == 0:
+            code = 255
+            try:
+                os.setuid(65534)
+                code = end.connect_ex(both.ways[0].other.removeprefix("unix:"))
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(nobody, 0)[1]) == errno.EACCES
+
+
 @pytest.mark.parametrize("case", ["authority", "name", "name-there", "expired", "plain", "stranger"])
 def test_another_party_is_refused_and_the_reason_told(
     tls: TLSConfig, folder: Path, case: str, monkeypatch: pytest.MonkeyPatch
@@ -445,6 +463,7 @@ def test_strangers_change_nothing(tls: TLSConfig, folder: Path, tmp_path: Path) 
     assert len(taken) > 8
     assert max(taken) < 40 << 20  # of 400 MB, what sockets hold
     assert max(peaks[pid] for pid in peaks if pid not in (server.pid, client.pid)) < 60 << 20
+    assert max(peaks.values()) < 750 << 20  # 405 MB without strangers
 
 
 def children(process: int) -> list[int]:
@@ -452,18 +471,22 @@ def children(process: int) -> list[int]:
     return [int(word) for word in text.split()]
 
 
+SEND = "/org.interconnection.link.ReceiverService/Push"
+"""Where SPU's link takes messages, by HTTP too."""
+
+
 def plain_requests(address: tuple[str, int]) -> int:
-    """What ended a run when SPU had the port itself: requests of its protocols, by HTTP and by its own framing."""
-    body = b"\n\x04root\x12\x0b1:P2P-1:0->1"
-    http = b"POST /yacl.link.ReceiverService/Push HTTP/1.1\r\nContent-Type: application/proto\r\n"
-    http += b"Content-Length: %d\r\n\r\n"
-    for request in (http % len(body) + body, PLAIN_MESSAGE + len(body).to_bytes(4, "big") + bytes(4) + body):
-        with socket.create_connection(address, timeout=10) as end:
-            end.sendall(request)
-            with contextlib.suppress(ConnectionResetError):
-                assert b"200 OK" not in end.recv(1000)
+    """What ended a run when SPU had the port itself: messages in the peer's place, and one that does not end."""
+    for sender in (SERVER, CLIENT):
+        caller = http.client.HTTPConnection(*address, timeout=10)
+        with contextlib.closing(caller), contextlib.suppress(http.client.HTTPException, OSError):
+            for number in range(1, 200):
+                key = f"root:P2P-{number}:{sender}->{1 - sender}"
+                message = {"sender_rank": sender, "key": key, "value": "AAAA", "trans_type": 0}
+                caller.request("POST", SEND, json.dumps(message), {"Content-Type": "application/json"})
+                assert caller.getresponse().read() != b'{"header":{}}', "the message was taken"
     end = socket.create_connection(address, timeout=10)
-    end.sendall(http % FLOOD)
+    end.sendall(f"POST {SEND} HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: {FLOOD}\r\n\r\n".encode())
     return flood(end)
 
 
