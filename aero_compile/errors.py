@@ -58,6 +58,10 @@ class PartyError(AeroError):
     """A party of the private computation failed, was lost, or disagreed with its peer."""
 
 
+class OutOfRangeError(PartyError):
+    """On these tokens a value left the range on which an operator holds, as the private check of both parties found."""
+
+
 def first_line(error: BaseException) -> str:
     """What an exception says first, or the name of its class where it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

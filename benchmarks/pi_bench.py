@@ -83,6 +83,8 @@ def parser() -> argparse.ArgumentParser:
     warm.add_argument("--warm-up", choices=list(pi_rows.WARM_UPS), help=text)
     text = "the same as --warm-up none"
     warm.add_argument("--cold-only", dest="warm_up", action="store_const", const="none", help=text)
+    text = "with the private checks of ranges that programs for two hosts have"
+    how.add_argument("--guards", action="store_true", help=text)
     text = "what to emulate (or assume) between the parties: wan, lan or MBPS:RTT_MS; default: loopback, nothing"
     how.add_argument("--network", default="loopback", metavar="NET", help=text)
     text = "give a row up that takes longer; default: 6"
@@ -138,6 +140,7 @@ def config(args: argparse.Namespace) -> dict[str, Any]:
         "logits": args.logits,
         "warm_up": args.warm_up,
         "network": str(args.network),
+        **({"guards": True} if args.guards else {}),
     }
 
 

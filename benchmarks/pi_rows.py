@@ -249,6 +249,7 @@ def _measure(task: Task, args: argparse.Namespace) -> Row:
         protocol=args.protocol,
         logits=args.logits,
         warm=WARM_UPS[args.warm_up],
+        guards=args.guards,
         network=args.network,
         timeout=3600 * args.hours,
     )
@@ -263,6 +264,7 @@ def _estimate(task: Task, args: argparse.Namespace) -> Row:
         **_names(model, task),
         logits=args.logits,
         warm=WARM_UPS[args.warm_up],
+        guards=args.guards,
         network=args.network,
     )
 

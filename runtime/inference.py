@@ -26,7 +26,8 @@ from aero_compile.runtime.hosts.parties import LOOPBACK, run_parties
 from aero_compile.runtime.hosts.progress import Progress
 from aero_compile.runtime.hosts.tls import TLSConfig
 from aero_compile.runtime.lowering.defer import defer_normalization
-from aero_compile.runtime.lowering.partition import Partition, partition
+from aero_compile.runtime.lowering.guards import GuardCheck
+from aero_compile.runtime.lowering.partition import Observer, Partition, partition
 from aero_compile.runtime.lowering.ranges import RangeCheck
 from aero_compile.runtime.lowering.spu_compile import compile_steps
 from aero_compile.runtime.lowering.to_jax import lower
@@ -51,6 +52,7 @@ def private_inference(
     optimize: bool = True,
     calibration: Any = None,
     clamp: bool = True,
+    guards: bool = False,
     tolerances: Tolerances = DEFAULT,
     field: int = 64,
     fraction_bits: int = 18,
@@ -74,6 +76,8 @@ def private_inference(
         clamp: exponentials hold for any scores. False takes the cheapest ones that hold where scores spread no further
             than 1.25 times what ``calibration`` showed; beyond, attention is wrong, and between two hosts nobody
             notices. The program then tells the client how far scores spread.
+        guards: check privately that no value leaves the range on which operators hold, as programs for two hosts do by
+            default. Here the model is evaluated in the clear first, which shows the same and names the place.
         tolerances: how far off the approximated functions may be, each by itself; `aero_compile.runtime.approximations`
             tells what they cost.
         field: ring size in bits; fraction_bits: fixed-point fraction bits.
@@ -110,7 +114,7 @@ def private_inference(
     with Progress(progress) as shown:
         shown.say("compiling")
         graph_model = _optimized(graph_model, logits, optimize)
-        compiled = _compile(graph_model, ids, protocol, field, fraction_bits, calibration, clamp, tolerances)
+        compiled = _compile(graph_model, ids, protocol, field, fraction_bits, calibration, clamp, guards, tolerances)
         outcome = run_parties(
             compiled.program,
             compiled.weights,
@@ -145,6 +149,7 @@ def compile_model(
     optimize: bool = True,
     calibration: Any = None,
     clamp: bool = True,
+    guards: bool = True,
     tolerances: Tolerances = DEFAULT,
     field: int = 64,
     fraction_bits: int = 18,
@@ -152,7 +157,8 @@ def compile_model(
     """Compile ``model`` for token ids [batch, length], without any tokens.
 
     Options and errors are those of :func:`private_inference`. There are no real inputs here to check ranges against:
-    give typical text as ``calibration`` before a model is used between two hosts.
+    ``guards`` lets the two parties find out, in a run, that a value left the range on which an operator holds; they
+    learn this one bit and no logits then. Typical text as ``calibration`` shows before whether that will happen.
     """
     check_config(protocol, field, fraction_bits)
     import_spu()
@@ -160,7 +166,7 @@ def compile_model(
     ids = _checked_ids(graph_model, np.zeros((batch, length), np.int64))
     graph_model = _optimized(graph_model, logits, optimize)
     return _compile(
-        graph_model, ids, protocol, field, fraction_bits, calibration, clamp, tolerances, check_ranges=False
+        graph_model, ids, protocol, field, fraction_bits, calibration, clamp, guards, tolerances, check_ranges=False
     )
 
 
@@ -196,6 +202,7 @@ def _compile(
     fraction_bits: int,
     calibration: Any,
     clamp: bool,
+    guards: bool,
     tolerances: Tolerances,
     check_ranges: bool = True,
 ) -> Compiled:
@@ -205,12 +212,18 @@ def _compile(
     spreads = _calibrated(model, calibration, ranges)
     part = _partition(model, ids, ranges if check_ranges else None)
     defer_normalization(part)
-    live = lower(part, spreads={} if clamp else spreads, tolerances=tolerances)
+    live = lower(part, spreads={} if clamp else spreads, tolerances=tolerances, guards=ranges.form if guards else None)
     ranges.raise_first(live.executed, live.weights, live.exponentials)
+    if live.guards:
+        texts = [] if calibration is None else [_checked_ids(model, batch) for batch in token_batches(calibration)]
+        check = GuardCheck(live.guards)
+        for text in [*texts, ids] if check_ranges else texts:
+            _partition(model, text, check)
+        check.raise_first()
     return Compiled(compile_steps(live, protocol, field, fraction_bits), live.weights)
 
 
-def _partition(model: torch.nn.Module, ids: npt.NDArray[np.int64], ranges: RangeCheck | None) -> Partition:
+def _partition(model: torch.nn.Module, ids: npt.NDArray[np.int64], ranges: Observer | None) -> Partition:
     """Evaluate the model in the clear, in this process, and sort its values by who may know them."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     was_training = model.training

@@ -36,7 +36,7 @@ from aero_compile.errors import AeroError, InputError, PartyError
 from aero_compile.files import make_private_folder, write_private
 from aero_compile.runtime.hosts.link import PlainWay, Way, connect, not_connected, parse_address, watch_peer
 from aero_compile.runtime.hosts.measure import check_against_wire, check_profile
-from aero_compile.runtime.hosts.opening import open_logits, send_share
+from aero_compile.runtime.hosts.opening import check_guard, open_logits, send_share
 from aero_compile.runtime.hosts.tls import TLSConfig, TLSWay
 from aero_compile.runtime.program import CLIENT, SERVER, SET_UP, SET_UP_INPUTS, Program, TensorSpec, one_hot
 from aero_compile.runtime.spu_config import SpuLog, import_spu, plain_message, runtime_config
@@ -256,11 +256,16 @@ class _Party:
             steps.append({"op": step.label, "place": step.place, "seconds": seconds, **profile})
             for name in step.free:
                 runtime.del_var(name)
+        sent, received = 0, 0
+        if self.program.guard is not None:
+            sent, received = check_guard(link, runtime.get_var(self.program.guard), io, self.rank)
+            runtime.del_var(self.program.guard)
         share, logits = runtime.get_var(self.program.logits.name), None
         if self.rank == SERVER:
             revealed, opened = send_share(link, share), 0
         else:
             revealed, (opened, logits) = 0, open_logits(link, share, io, self.program)
+        revealed, opened = revealed + sent, opened + received
         runtime.del_var(self.program.logits.name)
         link.barrier()
         record = {

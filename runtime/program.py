@@ -27,7 +27,7 @@ SET_UP = "set-up"
 SET_UP_SIDE = 256
 """Rows and columns of its operands: 65,536 elements occupy every worker of SPU's tiled protocols."""
 
-FORMAT = 2
+FORMAT = 3
 """Version of the program file; a reader accepts only its own."""
 
 
@@ -62,8 +62,9 @@ class Program:
 
     ``codes`` maps a key to PPHLO text; identical operators share one, and ``codes[SET_UP]`` is the computation that
     only sets the parties up. ``tokens`` has shape [B, T, V], ``logits`` shape [B, T, V], or [B, 1, V] for the last
-    position alone. Nothing in it depends on any tokens, and on the weights only as far as they were calibrated:
-    ranges decide how an exponential is computed.
+    position alone. ``guard`` names the value [1] that both parties open before the logits: 1 if a value left the range
+    on which an operator holds. Nothing in it depends on any tokens, and on the weights only as far as bounds of them
+    decide what is checked, and calibration how an exponential is computed.
     """
 
     protocol: str
@@ -75,6 +76,7 @@ class Program:
     steps: tuple[Step, ...]
     codes: dict[str, str]
     versions: dict[str, str]
+    guard: str | None = None
 
     def to_bytes(self) -> bytes:
         """Return the canonical file content."""

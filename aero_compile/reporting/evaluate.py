@@ -98,6 +98,7 @@ def private_row(
     protocol: str = "cheetah",
     logits: str = "all",
     warm: bool | str = True,
+    guards: bool = False,
     network: Any = "loopback",
     timeout: float = 3600.0,
     perplexity: float | None = None,
@@ -109,7 +110,8 @@ def private_row(
     ``logits="last"``, of the last one. Raises what `aero_compile.runtime.private_inference` raises. ``warm=True``
     measures a second forward in the same processes, ``"setup"`` a first one after keys and oblivious transfers were
     set up by a short computation, ``False`` a first one together with that set-up. ``network``: what to emulate
-    between the parties, as `private_inference` takes it; ``timeout``: seconds for the computation.
+    between the parties, as `private_inference` takes it; ``timeout``: seconds for the computation; ``guards``: with
+    private checks of ranges.
     """
     from aero_compile import runtime
 
@@ -119,7 +121,7 @@ def private_row(
     if logits == "last":
         reference = reference[:, -1:]
     found, bill = runtime.private_inference(
-        model, tokens, protocol=protocol, logits=logits, warm=warm, network=network, timeout=timeout
+        model, tokens, protocol=protocol, logits=logits, guards=guards, warm=warm, network=network, timeout=timeout
     )
     near = agreement(found, reference)
     operators: dict[str, int] = {entry["op"]: entry["bytes"] for entry in bill.per_op}
@@ -165,6 +167,7 @@ def estimated_row(
     rewritten: Any = None,
     logits: str = "all",
     warm: bool | str = True,
+    guards: bool = False,
     network: Any = "loopback",
 ) -> Row:
     """Return the row that the cost model expects of a warm forward of one sequence with Cheetah; nothing is run.
@@ -175,7 +178,7 @@ def estimated_row(
     from aero_compile.runtime.costs.model import estimate
 
     run = model if rewritten is None else rewritten
-    bill = estimate(run, seq_len, batch=1, network=network, logits=logits, warm=warm)
+    bill = estimate(run, seq_len, batch=1, network=network, logits=logits, guards=guards, warm=warm)
     return Row(
         **_described(model, seq_len),
         recipe=recipe,

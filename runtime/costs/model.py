@@ -98,6 +98,7 @@ def estimate(
     optimize: bool = True,
     calibration: Any = None,
     clamp: bool = True,
+    guards: bool = False,
     tolerances: Tolerances = DEFAULT,
     warm: bool | str = True,
     table: CostTable | str | os.PathLike[str] | None = None,
@@ -114,6 +115,7 @@ def estimate(
         optimize: rewrite the model first, as ``private_inference`` does.
         calibration: typical text, token ids [B, T], on which ranges are checked.
         clamp: as for ``private_inference``; False chooses cheaper exponentials by the calibration text.
+        guards: with the private checks of ranges that ``compile_model`` puts in for two hosts.
         tolerances: how far off approximations may be, as for ``private_inference``.
         warm: what came before, as for ``private_inference``: True, a whole forward; "setup", the set-up alone.
         table: measured costs (``benchmarks/calibrate.py`` writes them); None: those shipped with the package.
@@ -142,6 +144,7 @@ def estimate(
         optimize=optimize,
         calibration=calibration,
         clamp=clamp,
+        guards=guards,
         tolerances=tolerances,
         field=field,
         fraction_bits=bits,
@@ -193,6 +196,8 @@ def _forward(
         rows.append(_row(step.label, step.place, spent, network))
     opened = _SHARE_BYTES * _elements(program.logits.shape)
     reveal = Cost(opened, 0.0, _REVEAL_MESSAGES, 0.5, 0.0, opened)
+    if program.guard is not None:  # both send their share of one number
+        reveal.add(Cost(_SHARE_BYTES, _SHARE_BYTES, 2, 0.5, 0.0, _SHARE_BYTES))
     total.add(reveal)
     rows.append(_row("reveal", "the client's logits", reveal, network))
     return rows, total

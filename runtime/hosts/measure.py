@@ -220,19 +220,20 @@ class _Run:
             for a, b in zip(server["steps"], client["steps"], strict=True)
         ]
         self.bytes = sum(self.sent.values())
-        self.messages = sum(step["messages"] for step in self.steps) + 1
+        self.opened = {name: int(run["revealed_bytes"]) for name, run in (("server", server), ("client", client))}
+        self.openings = 3 if self.opened["client"] else 1  # the client sends only its share of the range check
+        self.messages = sum(step["messages"] for step in self.steps) + self.openings
 
     def table(self) -> list[dict[str, Any]]:
         rows = _summed(self.steps, ("seconds", "bytes", "send_bytes", "recv_bytes", "messages"))
-        revealed = int(self.server["revealed_bytes"])
         reveal = {
             "op": "reveal",
             "count": 1,
             "seconds": 0.0,
-            "bytes": revealed,
-            "send_bytes": revealed,
-            "recv_bytes": 0,
-            "messages": 1,
+            "bytes": sum(self.opened.values()),
+            "send_bytes": self.opened["server"],
+            "recv_bytes": self.opened["client"],
+            "messages": self.openings,
         }
         return [*sorted(rows, key=lambda row: (-row["bytes"], -row["seconds"])), reveal]
 

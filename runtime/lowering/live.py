@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import fx
 
+from aero_compile.errors import LoweringError
 from aero_compile.runtime.arithmetic.exponential import Exponential
 from aero_compile.runtime.lowering.masks import Masked
 from aero_compile.runtime.lowering.partition import op_name
@@ -40,7 +41,8 @@ class LiveProgram:
     """The token-dependent part of a model: steps from ``TOKENS`` and the server's weights to ``result``.
 
     ``executed`` names the graph's nodes that the steps compute, ``exponentials`` how each softmax, by its node's name,
-    computes its exponential.
+    computes its exponential. ``guard`` names a value [1] that is 1 if a value left its range and else 0, None if there
+    are no private checks; ``guards`` has those of whole values, by the name of their node.
     """
 
     steps: tuple[LiveStep, ...]
@@ -50,6 +52,8 @@ class LiveProgram:
     result_shape: tuple[int, ...]
     executed: frozenset[str]
     exponentials: Mapping[str, Exponential] = field(default_factory=dict)
+    guard: str | None = None
+    guards: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def run(self, one_hot: Any, weights: Mapping[str, Any] | None = None) -> Any:
         """Compute the logits in plain JAX (for tests and debugging; nothing is private here)."""
@@ -120,3 +124,17 @@ def label(node: fx.Node, looks_up: bool) -> str:
     name = "aten.embedding" if looks_up else op_name(node)
     short = name.rpartition(".")[2].removeprefix("_").removeprefix("safe_").removeprefix("native_")
     return "reshape" if name in registry.VIEWS else _LABELS.get(short, short)
+
+
+def refusing(
+    function: registry.Operator, unsupported: Callable[[fx.Node, str], LoweringError], node: fx.Node
+) -> registry.Operator:
+    """An operator that raises ``unsupported`` of its node where it has no form for its arguments."""
+
+    def call(**arguments: Any) -> Any:
+        try:
+            return function(**arguments)
+        except NotImplementedError as error:
+            raise unsupported(node, str(error)) from error
+
+    return call

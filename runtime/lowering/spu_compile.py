@@ -29,6 +29,8 @@ def compile_steps(live: LiveProgram, protocol: str, field: int, fraction_bits: i
             codes[step.key] = _compile(spu, step, fraction_bits)
     last_use = {name: at for at, step in enumerate(live.steps) for name in (*step.inputs, *step.outputs)}
     last_use[live.result] = len(live.steps)
+    if live.guard is not None:
+        last_use[live.guard] = len(live.steps)
     kept = {TOKENS, *live.weights}  # inputs stay for the next run
     steps = tuple(
         Step(
@@ -55,6 +57,7 @@ def compile_steps(live: LiveProgram, protocol: str, field: int, fraction_bits: i
         steps,
         codes,
         {"spu": str(spu.__version__)},
+        live.guard,
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,16 +24,20 @@ from aero_compile.runtime.arithmetic.exponential import Exponential, cheapest_ex
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.lowering import attention
 from aero_compile.runtime.lowering.blocks import Strip, blocked_scores, choose_strips
-from aero_compile.runtime.lowering.live import Call, LiveProgram, LiveStep, Ref, describe, is_part, label
+from aero_compile.runtime.lowering.bound_rules import RULES
+from aero_compile.runtime.lowering.constants import checked_literal, to_numpy
+from aero_compile.runtime.lowering.guards import GUARD, Plan, count_name, final_step, guard_step, plan_guards
+from aero_compile.runtime.lowering.live import Call, LiveProgram, LiveStep, Ref, describe, is_part, label, refusing
 from aero_compile.runtime.lowering.masks import Masked, find_mask
 from aero_compile.runtime.lowering.ownership import (
-    LARGEST,
     refuse_huge_table,
     refuse_huge_weight,
     refuse_private_choices,
 )
 from aero_compile.runtime.lowering.partition import Domain, Partition, op_name, place_of
 from aero_compile.runtime.operators import pointwise, products, registry, views
+from aero_compile.runtime.operators.limits import Format
+from aero_compile.runtime.operators.watching import watching
 from aero_compile.runtime.program import TOKENS
 
 OPERATOR_MODULES = (pointwise, products, views)
@@ -55,19 +59,21 @@ def lower(
     dtype: Any = np.float32,
     spreads: Mapping[str, float] | None = None,
     tolerances: Tolerances = DEFAULT,
+    guards: Format | None = None,
 ) -> LiveProgram:
     """Lower every live node of ``part`` that the logits need.
 
     ``exact=True`` uses textbook functions instead of fixed-point approximations (for comparison with PyTorch in plain
     JAX); ``dtype`` is that of the weights. ``spreads``: for softmaxes, by the name of their node, the largest
     difference of two scores of a row that will come; any may come where it says nothing. ``tolerances``: how far off
-    approximations may be.
+    approximations may be. ``guards``: the format whose ranges private checks keep where no bound shows that they are
+    kept; None: none are made.
 
     Raises:
         InputError: no approximation is as close as is asked for.
         LoweringError: an operator cannot be lowered; the message names it and its place in the model.
     """
-    return _Lowering(part, exact, dtype, spreads or {}, tolerances).program()
+    return _Lowering(part, exact, dtype, spreads or {}, tolerances, guards).program()
 
 
 @dataclass
@@ -80,7 +86,13 @@ class _Slot:
 
 class _Lowering:
     def __init__(
-        self, part: Partition, exact: bool, dtype: Any, spreads: Mapping[str, float], tolerances: Tolerances
+        self,
+        part: Partition,
+        exact: bool,
+        dtype: Any,
+        spreads: Mapping[str, float],
+        tolerances: Tolerances,
+        guards: Format | None,
     ) -> None:
         self.part = part
         self.spreads = spreads
@@ -96,6 +108,8 @@ class _Lowering:
         self.order = [n for n in part.graph.nodes if n in needed and n is not part.tokens]
         self.strips = dict(self._blocked_products())
         self.vocabulary = self._vocabulary()
+        runs = all(op_name(n) in RULES for n in self.order if not self._is_tokens(n))  # else it is refused below
+        self.plan = plan_guards(part, self.order, guards, self._is_tokens) if guards and runs else Plan({}, {})
 
     # --- which nodes, in which steps ------------------------------------------------------------------
 
@@ -175,18 +189,27 @@ class _Lowering:
             for node in group:
                 for used in self._live_dependencies(node):
                     last_reader[used] = max(last_reader.get(used, 0), at)
-        steps = [
-            self._step(group, [n for n in group if last_reader.get(n, -1) > at]) for at, group in enumerate(groups)
-        ]
+        steps: list[LiveStep] = []
+        for at, group in enumerate(groups):
+            kept = [n for n in group if last_reader.get(n, -1) > at or n in self.plan.guards]
+            steps.append(self._step(group, kept))
+            steps += [
+                guard_step(n, guard, self.part.shapes[n], np.dtype(self.dtype).name)
+                for n in group
+                for guard in self.plan.guards.get(n, ())
+            ]
+        guard = final_step(steps)
         batch, length = self.part.shapes[self.part.tokens]
         return LiveProgram(
-            tuple(steps),
+            (*steps, guard) if guard else tuple(steps),
             self.weights,
             (batch, length, self.vocabulary),
             self.part.output.name,
             self.part.shapes[self.part.output],
             frozenset(node.name for node in self.order),
             self.exponentials,
+            GUARD if guard else None,
+            {node.name: each for node, each in self.plan.guards.items()},
         )
 
     def _ends_step(self, node: fx.Node) -> bool:
@@ -212,21 +235,26 @@ class _Lowering:
         resolved = [(node, self._resolve(slot, node)) for node in group]
         names = tuple(slot.inputs)
         spec = [[f"{i}", op_name(node), describe(call, group, names)] for i, (node, call) in enumerate(resolved)]
-        text = json.dumps([spec, list(slot.inputs.values()), [group.index(n) for n in outputs], self.exact])
         main = group[-1]
+        watched = [self.plan.watched.get(node, {}) for node in group]
+        text = json.dumps([spec, list(slot.inputs.values()), [group.index(n) for n in outputs], self.exact, watched])
 
         def function(*values: Any) -> tuple[Any, ...]:
             environment: dict[str, Any] = dict(zip(names, values, strict=True))
-            for node, call in resolved:
-                environment[node.name] = call(environment)
-            return tuple(environment[node.name] for node in outputs)
+            outside: list[Any] = []
+            for (node, call), wanted in zip(resolved, watched, strict=True):
+                with watching(wanted) as watch:
+                    environment[node.name] = call(environment)
+                outside += watch.outside
+            counts = (sum(outside[1:], outside[0]).reshape((1,)),) if outside else ()
+            return (*(environment[node.name] for node in outputs), *counts)
 
         return LiveStep(
             label(main, self._lookup(main)[0] is not None),
             place_of(main),
             hashlib.sha256(text.encode()).hexdigest()[:16],
             names,
-            tuple(node.name for node in outputs),
+            (*(node.name for node in outputs), *([count_name(main)] if any(watched) else [])),
             tuple(shape for shape, _ in slot.inputs.values()),
             tuple(dtype for _, dtype in slot.inputs.values()),
             function,
@@ -281,7 +309,7 @@ class _Lowering:
             return Call(views.first, {"x": next(iter(live.values()))}, {})
         assert function is not None
         options = {"exact": self.exact, "tolerances": self.tolerances}
-        return Call(_guarded(function, self._unsupported, node), live, options)
+        return Call(refusing(function, self._unsupported, node), live, options)
 
     def _exponential(self, node: fx.Node) -> Exponential:
         """The cheapest exponential for the scores that may come to a softmax."""
@@ -320,7 +348,7 @@ class _Lowering:
         if isinstance(value, (list, tuple)):
             return [self._argument(slot, each) for each in value]
         if not isinstance(value, fx.Node):
-            return _checked_literal(value)
+            return checked_literal(value)
         if self.part.is_live(value):
             if value not in slot.nodes:
                 tokens = value is self.part.tokens
@@ -335,7 +363,7 @@ class _Lowering:
             raise self._unsupported(value, "it makes a Python value of the server's numbers, which would be public")
         if not isinstance(known, torch.Tensor):
             return self._argument(slot, known) if isinstance(known, (list, tuple)) else known
-        array = _to_numpy(known, self.dtype)
+        array = to_numpy(known, self.dtype)
         if owned:
             array = array.astype(self.dtype)  # SPU's inputs of the server are numbers, flags and counts too
             name = self._weight(value, known, array)
@@ -367,29 +395,3 @@ _RESHAPING = frozenset(
         *("contiguous", "detach", "to", "_to_copy", "lift_fresh_copy"),
     )
 )
-
-
-def _checked_literal(value: Any) -> Any:
-    if isinstance(value, float) and not abs(value) <= LARGEST:
-        raise LoweringError(
-            f"the literal {value} does not fit fixed-point numbers; only masks in front of a softmax may be infinite"
-        )
-    return None if isinstance(value, (torch.dtype, torch.device, torch.memory_format)) else value
-
-
-def _guarded(
-    function: registry.Operator, unsupported: Callable[[fx.Node, str], LoweringError], node: fx.Node
-) -> registry.Operator:
-    def call(**arguments: Any) -> Any:
-        try:
-            return function(**arguments)
-        except NotImplementedError as error:
-            raise unsupported(node, str(error)) from error
-
-    return call
-
-
-def _to_numpy(tensor: torch.Tensor, dtype: Any) -> npt.NDArray[Any]:
-    """A copy, floats in ``dtype``: what is compiled stays as it is when the model is trained on."""
-    kind = getattr(torch, np.dtype(dtype).name) if tensor.is_floating_point() else tensor.dtype
-    return np.asarray(tensor.detach().to("cpu", kind, copy=True, memory_format=torch.contiguous_format).numpy())

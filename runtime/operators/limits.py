@@ -35,6 +35,11 @@ class Format:
         return largest_value(self.ring_bits, self.fraction_bits)
 
     @property
+    def sum_limit(self) -> float:
+        """Largest magnitude that a sum may have that is not multiplied: it only has to stay within the ring."""
+        return 2.0 ** (self.ring_bits - self.fraction_bits - 3)
+
+    @property
     def inverse_limit(self) -> float:
         """Largest argument of reciprocals, roots and logarithms (they normalize within 2f bits)."""
         return 2.0 ** (self.fraction_bits - 1)

@@ -16,6 +16,7 @@ from aero_compile.runtime.arithmetic.squares import square
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.lazy_jax import jnp
 from aero_compile.runtime.operators.registry import operator
+from aero_compile.runtime.operators.watching import watch
 
 
 @operator("gelu")
@@ -97,6 +98,7 @@ def _div(x: Any, other: Any, rounding_mode: str | None = None, tolerances: Toler
     if rounding_mode is not None:
         raise NotImplementedError(f"division rounded by {rounding_mode!r}")
     if not is_public(other):
+        watch("divisor", jnp().abs(other))
         return _over(x, other, tolerances.reciprocal) if is_public(x) else quotient(x, other, tolerances.reciprocal)
     if not np.all(other):
         raise NotImplementedError("a division by zero")
@@ -112,6 +114,7 @@ def _over(numerator: Any, x: Any, tolerance: float) -> Any:
 
 @operator("reciprocal")
 def _reciprocal(x: Any, tolerances: Tolerances = DEFAULT, **_: Any) -> Any:
+    watch("divisor", jnp().abs(x))
     return reciprocal(x, tolerances.reciprocal)
 
 
@@ -141,29 +144,35 @@ def _pow(x: Any, exponent: Any, tolerances: Tolerances = DEFAULT, **_: Any) -> A
             factor, left = (square(factor) if left > 1 else factor), left >> 1
         return result
     if exponent in (0.5, -0.5):
+        watch("argument", x)
         return (root if exponent > 0 else inverse_root)(x, tolerances.root)
     if exponent in (-1, -2):
+        watch("base", jnp().abs(x))
         return reciprocal(x if exponent == -1 else square(x), tolerances.reciprocal)
     raise NotImplementedError(f"the power {exponent}")
 
 
 @operator("sqrt")
 def _sqrt(x: Any, tolerances: Tolerances = DEFAULT, **_: Any) -> Any:
+    watch("argument", x)
     return root(x, tolerances.root)
 
 
 @operator("rsqrt")
 def _rsqrt(x: Any, tolerances: Tolerances = DEFAULT, **_: Any) -> Any:
+    watch("argument", x)
     return inverse_root(x, tolerances.root)
 
 
 @operator("exp")
 def _exp(x: Any, exact: bool = False, tolerances: Tolerances = DEFAULT, **_: Any) -> Any:
+    watch("argument", x)
     return jnp().exp(x) if exact else choose_power(tolerances.exp)(x)
 
 
 @operator("log")
 def _log(x: Any, tolerances: Tolerances = DEFAULT, **_: Any) -> Any:
+    watch("argument", x)
     return logarithm(x, tolerances.log)
 
 

@@ -16,6 +16,7 @@ from aero_compile.runtime.arithmetic.squares import square, twice_product
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.lazy_jax import jnp
 from aero_compile.runtime.operators.registry import operator
+from aero_compile.runtime.operators.watching import watch
 
 MOST_POLYNOMIALS = 20_000
 """Polynomials that one product may hold at once in Cheetah, of 0.2 MB each: 4 GB."""
@@ -185,6 +186,7 @@ def _scale_rows(centered: Any, shape: Sequence[int], eps: float, weight: Any, bi
     # The sum of squares is divided once, after the sum: one rounding instead of one an element.
     squares = square(centered)
     variance = scale(squares.sum(axis=axes, keepdims=True), NORM_GAIN / math.prod(shape))
+    watch("variance", scale(variance, 1.0 / NORM_GAIN))
     out = twice_product(centered, inverse_root(variance + NORM_GAIN * eps, tolerances.root), squares)
     out = out if weight is None else out * weight
     return out if bias is None else out + bias

@@ -1,0 +1,200 @@
+"""Private checks: few, silent on what fits, and one bit for what does not."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from aero_compile.errors import LoweringError, OutOfRangeError
+from aero_compile.runtime import compile_model
+from aero_compile.runtime.hosts.parties import run_parties
+from aero_compile.runtime.lowering.guards import COMBINATIONS, GUARD, Guard, GuardCheck, combinations
+from aero_compile.runtime.lowering.partition import partition
+from aero_compile.runtime.lowering.to_jax import lower
+from aero_compile.runtime.operators.limits import Format
+from aero_compile.runtime.program import one_hot
+from tests.runtime.graphs import TokenRows, aten, simulate
+
+FORM = Format(64, 18)
+
+
+def _lowered(model: TokenRows) -> Any:
+    return lower(partition(model, model.logits_graph(), model.ids), guards=FORM)
+
+
+# --- the sums --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [21, 96, 768])
+@pytest.mark.parametrize("entry", [1.01, 2.0**10, 2.0**31])
+def test_sums_find_one_large_entry_wherever_it_hides(size: int, entry: float) -> None:
+    """In the ring: 64 bits, 18 of them fraction, and rows as long as ever with the sum of the rest near the limit."""
+    limit = 1000.0
+    random = np.random.default_rng(size)
+    rows = random.normal(size=(2000, size)) * limit / size**0.5
+    rows[np.arange(2000), random.integers(0, size, 2000)] = limit * entry * random.choice([-1, 1], 2000)
+    ring = np.round(rows * 2**18).astype(np.int64)
+    signs = np.where(combinations(size), 1, -1).astype(np.int64)
+    sums = (ring @ signs.T).astype(np.float64) / 2**18  # wraps as the ring does
+    found = (np.abs(sums) > limit).any(axis=1)
+    assert found.all()
+    assert (np.abs(sums) > limit).mean() > 0.45
+
+
+def test_sums_find_long_rows_of_small_entries() -> None:
+    limit, size = 1000.0, 256
+    rows = np.random.default_rng(0).choice([-1.0, 1.0], (4000, size)) * (4.1 * limit / size**0.5)
+    sums = rows @ np.where(combinations(size), 1.0, -1.0).T
+    assert (np.abs(sums) > limit).any(axis=1).all()
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (2, 3, 40), (1, 2, 2, 21)])
+@pytest.mark.parametrize("centered", [False, True])
+def test_what_is_counted_is_what_calibration_sees(shape: tuple[int, ...], centered: bool) -> None:
+    import jax
+
+    x = np.random.default_rng(1).normal(3.0, 1.0, shape)
+    largest = Guard(1.0, centered).reaches(torch.from_numpy(x))
+    with jax.experimental.enable_x64():  # type: ignore[no-untyped-call, unused-ignore]
+        counts = [float(Guard(largest * by, centered).outside(jax.numpy.asarray(x))[0]) for by in (0.999, 1.001)]
+    assert counts[0] >= 1
+    assert counts[1] == 0
+    assert combinations(40).shape == (COMBINATIONS, 40)
+
+
+# --- where checks are put --------------------------------------------------------------------------------
+
+
+def _normed(values: torch.Tensor, rows: int = 4) -> TokenRows:
+    """A norm and a projection of [1, rows, 32], from a table [64, 32]."""
+    generator = torch.Generator().manual_seed(3)
+    model = TokenRows(
+        values,
+        lambda x, m: aten.linear.default(aten.layer_norm.default(x, [32]), m.w),
+        {"w": torch.randn(7, 32, generator=generator)},
+    )
+    model.shape = (1, rows, 32)
+    return model
+
+
+def _table(largest: float = 1.0) -> torch.Tensor:
+    table = torch.randn(64, 32, generator=torch.Generator().manual_seed(4))
+    table[5] *= largest
+    return table
+
+
+def test_nothing_is_checked_that_a_bound_shows() -> None:
+    model = TokenRows(torch.randn(6, 32), lambda x, m: aten.linear.default(x, m.w), {"w": torch.randn(4, 32)})
+    live = _lowered(model)
+    assert live.guard is None
+    assert not live.guards
+    assert all(step.label != GUARD for step in live.steps)
+
+
+def test_scores_of_normed_rows_need_no_check_and_those_of_unbounded_rows_do() -> None:
+    def attention(x: Any, m: Any) -> Any:
+        q, k = aten.linear.default(x, m.q), aten.linear.default(x, m.k)
+        scores = aten.matmul.default(q, aten.transpose.int(k, -1, -2))
+        return aten.matmul.default(aten.softmax.int(scores, -1), x)
+
+    parameters = {name: torch.randn(32, 32) for name in ("q", "k")}
+    normed = TokenRows(torch.randn(6, 32) * 10, lambda x, m: attention(aten.layer_norm.default(x, [32]), m), parameters)
+    assert not _lowered(normed).guards
+    bare = TokenRows(torch.randn(6, 32) * 1e3, attention, parameters)
+    found = _lowered(bare)
+    assert set(found.guards) == {"linear_default", "linear_default_1"}  # before they are transposed
+    assert found.steps[-1].label == GUARD
+
+
+def test_heads_are_checked_by_whole_rows() -> None:
+    def body(x: Any, m: Any) -> Any:
+        heads = aten.permute.default(aten.view.default(aten.linear.default(x, m.w), [6, 2, 16]), [1, 0, 2])
+        return aten.matmul.default(heads, aten.transpose.int(heads, -1, -2))
+
+    live = _lowered(TokenRows(torch.randn(6, 32) * 1e3, body, {"w": torch.randn(32, 32)}))
+    assert set(live.guards) == {"linear_default"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda x, m: aten.mul.Tensor(x, aten.neg.default(x)),
+        lambda x, m: aten.square.default(x),
+        lambda x, m: aten.pow.Tensor_Scalar(x, 3),
+        lambda x, m: aten.einsum.default("ij,kj->ik", [x, x]),
+        lambda x, m: aten.mul.Scalar(x, 1e5),
+        lambda x, m: aten.linear.default(x, m.w),
+        lambda x, m: aten.rms_norm.default(x, [32]),
+        lambda x, m: aten.leaky_relu.default(x, 100.0),
+        lambda x, m: aten.reciprocal.default(x),
+        lambda x, m: aten.exp.default(x),
+        lambda x, m: aten.div.Tensor(x, aten.add.Scalar(aten.abs.default(x), 1.0)),
+        lambda x, m: aten.mul.Tensor(x, aten.rsqrt.default(aten.abs.default(x))),
+    ],
+)
+def test_each_kind_of_operator_is_checked_and_fits_end_without_one(body: Any) -> None:
+    """On SPU: 0 for what fits, 1 for the same with one entry that makes the operator wrong."""
+    pytest.importorskip("spu")
+    from aero_compile.runtime.lowering.spu_compile import compile_steps
+
+    values = torch.full((6, 32), 1.5)
+    values[4, 7] = 3e6
+    model = TokenRows(values, body, {"w": torch.full((3, 32), 20.0)})
+    live = _lowered(model)
+    assert live.guard == GUARD
+    program = compile_steps(live, "semi2k", 64, 18)
+    bit = dataclasses.replace(program, logits=dataclasses.replace(program.logits, name=GUARD))
+    for rows, wanted in (([0, 1, 2, 3, 3, 5], 0.0), ([0, 1, 2, 3, 4, 5], 1.0)):
+        tokens = {program.tokens.name: one_hot(np.array([rows]), 6)}
+        found = simulate(bit, tokens, live.weights)
+        assert float(found.reshape(-1)[0]) == wanted, rows
+
+
+# --- between two parties ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Any:
+    pytest.importorskip("spu")
+    return compile_model(_normed(_table(3e4)), 1, 4, "semi2k")
+
+
+def test_text_that_fits_gets_its_logits(compiled: Any) -> None:
+    ids = np.array([[1, 2, 3, 60]])
+    found = run_parties(compiled.program, compiled.weights, ids, runs=1, timeout=120).logits
+    with torch.no_grad():
+        wanted = _normed(_table(3e4))(torch.from_numpy(ids)).numpy()
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-2)
+
+
+def test_values_that_wrap_end_both_parties_without_logits(compiled: Any) -> None:
+    with pytest.raises(OutOfRangeError, match="a value left the range"):
+        run_parties(compiled.program, compiled.weights, np.array([[1, 2, 5, 60]]), runs=1, timeout=120)
+    unchecked = compile_model(_normed(_table(3e4)), 1, 4, "semi2k", guards=False)
+    assert unchecked.program.guard is None
+    found = run_parties(unchecked.program, unchecked.weights, np.array([[1, 2, 5, 60]]), runs=1, timeout=120).logits
+    with torch.no_grad():
+        wanted = _normed(_table(3e4))(torch.tensor([[1, 2, 5, 60]])).numpy()
+    assert np.abs(found - wanted).max() > 1  # silently wrong: what the check is for
+
+
+def test_calibration_shows_what_would_end_a_run() -> None:
+    pytest.importorskip("spu")
+    model = _normed(_table(120.0))  # its square fits, but rows come near the limit of their check
+    model.get_parameter("table").data[:] *= 20.0
+    compile_model(model, 1, 4, calibration=torch.tensor([[1, 2, 3, 60]]))
+    with pytest.raises(LoweringError, match=r"private check allows|must lie"):
+        compile_model(model, 1, 4, calibration=torch.tensor([[1, 2, 5, 60]]))
+
+
+def test_the_observer_names_the_value() -> None:
+    model = _normed(_table(3e4))
+    live = lower(partition(model, model.logits_graph(), torch.tensor([[1, 2, 3, 60]])), guards=FORM)
+    check = GuardCheck(live.guards)
+    partition(model, model.logits_graph(), torch.tensor([[1, 2, 5, 60]]), check)
+    with pytest.raises(LoweringError, match=r"aten\.view .* without logits"):
+        check.raise_first()
