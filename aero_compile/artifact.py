@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import os
 import platform
 import re
@@ -127,7 +128,7 @@ def load(directory: str | os.PathLike[str]) -> TransformedModel:
     if hashlib.sha256(weights).hexdigest() != document.get("sha256"):
         raise ArtifactError(f"{path / name} is damaged or does not belong to {GRAPH_FILE} beside it")
     try:
-        with quiet(("torch._subclasses", "torch.fx")):
+        with quiet(("torch._subclasses", "torch.fx"), logging.CRITICAL):
             model = _build(document, from_bytes(weights))
             check_values(model)
             mark_constants(model)

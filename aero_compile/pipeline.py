@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from aero_compile.anatomy.outputs import require_logits, require_past_only
 from aero_compile.capturing.canonicalize import canonicalize
 from aero_compile.capturing.capture import capture
 from aero_compile.cookbook.recipe import Recipe, resolve
-from aero_compile.errors import AeroError
+from aero_compile.errors import AeroError, UnsupportedModelError
 from aero_compile.graphs.calibration import token_batches
 from aero_compile.graphs.graph_pass import GraphPass
 from aero_compile.graphs.held_modules import kind_of
@@ -66,16 +68,32 @@ def transform(
     batches = None if calibration is None else token_batches(calibration)
     transformed = capture(model, example_inputs)
     if not isinstance(model, TransformedModel):
-        canonicalize(transformed)
-        limits = (transformed.max_positions, position_limit(transformed))
-        transformed.max_positions = min((n for n in limits if n is not None), default=None)
+        with _dtypes_named(transformed):
+            canonicalize(transformed)
+            limits = (transformed.max_positions, position_limit(transformed))
+            transformed.max_positions = min((n for n in limits if n is not None), default=None)
+            require_logits(transformed)
+            require_past_only(transformed)
     _ = transformed.structure  # refuses what is no causal decoder, also when there is no pass to run
-    if not isinstance(model, TransformedModel):
-        require_logits(transformed)
-        require_past_only(transformed)
     transformed.train(model.training)
     run_passes(transformed, chosen.passes, batches)
     return transformed.prepare().train(model.training)
+
+
+@contextmanager
+def _dtypes_named(model: TransformedModel) -> Iterator[None]:
+    """Say so where a graph fails because its weights have several dtypes."""
+    try:
+        yield
+    except RuntimeError as error:
+        first = {parameter.dtype: name for name, parameter in model.named_parameters()}
+        if len(first) > 1:
+            found = ", ".join(f"{str(dtype).removeprefix('torch.')} ({name})" for dtype, name in first.items())
+            raise UnsupportedModelError(
+                f"the weights of {model.convention.family} have several dtypes, {found}, and it casts between them; "
+                "bring them to one, as by model.float()"
+            ) from error
+        raise
 
 
 def run_passes(

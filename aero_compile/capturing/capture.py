@@ -47,6 +47,13 @@ def capture(model: nn.Module, example_inputs: Any = None) -> TransformedModel:
     if isinstance(model, TransformedModel):
         return copy.deepcopy(model)
     model = _unwrapped(model)
+    scripted = next((name for name, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)), None)
+    if scripted is not None:
+        part = f"{scripted} of the model" if scripted else "the model"
+        raise UnsupportedModelError(
+            f"{part} is TorchScript (jit.trace or jit.script), which holds no Python to capture; give the nn.Module "
+            "that it was made from"
+        )
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise UnsupportedModelError(
             f"{type(model).__name__} is an encoder-decoder by its config; supported are decoder-only transformers"

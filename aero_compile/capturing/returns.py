@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from aero_compile.errors import UnsupportedModelError
 from aero_compile.graphs.convention import Template
+from aero_compile.graphs.named_tuples import remember_tuple
 
 
 def choose_outputs(
@@ -50,6 +51,10 @@ def describe(value: Any, leaves: Sequence[Any], index: Mapping[int, int]) -> Tem
         return {"kind": "model_output", "class": _path(value), "items": kept}
     if isinstance(value, Mapping):
         return {"kind": "dict", "items": {k: describe(v, leaves, index) for k, v in value.items()}}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        parts = [describe(v, leaves, index) for v in value]
+        name = remember_tuple(type(value))
+        return {"kind": "namedtuple", "class": name, "fields": list(value._fields), "items": parts}
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
         return {"kind": kind, "items": [describe(v, leaves, index) for v in value]}

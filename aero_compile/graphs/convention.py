@@ -14,9 +14,10 @@ from torch.nn import functional as F
 
 from aero_compile.errors import InputError
 from aero_compile.graphs.extra_inputs import Extra, check_extras, require_extra
+from aero_compile.graphs.named_tuples import tuple_class
 
 Template = dict[str, Any]
-"""JSON form of a return value: tensor/flat/last/loss/none leaves inside tuple/list/dict/model_output nodes."""
+"""JSON form of a return value: tensor, flat, last, loss, none in tuple, namedtuple, list, dict, model_output."""
 
 _SWITCHES = ("use_cache", "return_dict", "output_attentions", "output_hidden_states", "num_items_in_batch")
 
@@ -152,6 +153,11 @@ def _check_template(template: Any) -> None:
     if kind in ("tensor", "flat", "last"):
         if type(template.get("index")) is not int or template["index"] < 0:
             raise InputError(f"a return value has the index {template.get('index')!r}")
+    elif kind == "namedtuple":
+        if len(template["items"]) != len(tuple_class(template["class"], template["fields"])._fields):
+            raise InputError(f"the named tuple {template['class']} has {len(template['items'])} values")
+        for item in template["items"]:
+            _check_template(item)
     elif kind in ("tuple", "list", "dict", "model_output"):
         items = template["items"]
         for item in items.values() if isinstance(items, dict) else items:
@@ -227,6 +233,9 @@ def build_output(
         return loss
     if kind == "none":
         return None
+    if kind == "namedtuple":
+        parts = [build_output(item, values, loss) for item in template["items"]]
+        return tuple_class(template["class"], template["fields"])(*parts)
     if kind in ("tuple", "list"):
         built = [build_output(item, values, loss) for item in template["items"]]
         return tuple(built) if kind == "tuple" else built

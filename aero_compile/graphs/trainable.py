@@ -24,6 +24,7 @@ from aero_compile.graphs.convention import (
 )
 from aero_compile.graphs.deviation_norm import open_deviation_norms
 from aero_compile.graphs.extra_inputs import LENGTH, part_of_example
+from aero_compile.graphs.labels import require_labels
 from aero_compile.graphs.weight_readers import check_unread
 
 Program = tuple[Callable[..., tuple[Any, ...]], tuple[str, ...]]
@@ -290,6 +291,7 @@ class TransformedModel(nn.Module):
         named = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
         call = self.convention.bind(args, kwargs | {k: v for k, v in named.items() if v is not None})
         self.check_tokens(call.tokens)
+        require_labels(self, call)
         template = self.convention.template(call)
         wanted = _wanted(template)
         run, names = self._program(wanted, output_entropies)
