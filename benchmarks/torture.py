@@ -1,6 +1,7 @@
 """Random models, scales and inputs through the whole compiler: within tolerance or refused, never silently wrong.
 
-`--what exact`: capture and every exact pass against the source, in float64. `--what private`: these, and then both
+`--what capture`: the transformed model against its source in evaluation and training. `--what exact`: capture and every
+exact pass against the source, in float64. `--what private`: these, and then both
 parties, in this process. A run is `within` its tolerance, `refused` before the parties start, a `silent miss`, or a
 `crash`; the last two are bugs. Each seed gives one line of `--output`; the same command goes on where it stopped, and
 `--seeds 17,230 --verbose` replays some.
@@ -30,13 +31,14 @@ from aero_compile.exit_codes import exit_code
 from aero_compile.files import refuse_existing, write_atomically
 from aero_compile.reporting.report import command_line
 from aero_compile.training.run_directory import versions
-from benchmarks import torture_private
+from benchmarks import torture_capture, torture_private
 from benchmarks.torture_private import CRASH, MISS, REFUSED, WITHIN, Outcome
 
 FORMAT = "aero_compile.torture/1"
 KINDS: dict[str, Callable[[int, str], Outcome]] = {
     "exact": torture_private.exact_run,
     "private": torture_private.private_run,
+    "capture": torture_capture.capture_run,
 }
 """What `--what` can be: a function of a seed and a protocol."""
 
@@ -102,7 +104,7 @@ def _seeds(args: argparse.Namespace) -> list[int]:
 
 
 def _same(line: dict[str, Any], args: argparse.Namespace) -> bool:
-    protocol = "" if args.what == "exact" else args.protocol
+    protocol = args.protocol if args.what == "private" else ""
     return bool(line["what"] == args.what and line["protocol"] == protocol)
 
 

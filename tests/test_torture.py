@@ -12,7 +12,7 @@ import torch
 
 from aero_compile.errors import InputError, LoweringError
 from aero_compile.inference.fold_expressions import fold_expressions
-from benchmarks import torture, torture_models, torture_private
+from benchmarks import torture, torture_capture, torture_decoders, torture_models, torture_private
 from benchmarks.torture_private import CRASH, MISS, REFUSED, WITHIN
 from tests.random_decoders import logits_of
 from tests.runtime.graphs import simulate
@@ -128,3 +128,32 @@ def test_the_command_goes_on_where_it_stopped(
     assert torture.main([*command, "--seeds", "9,4", "--overwrite"]) == 1
     assert seen == [2, 3, 4, 5, 9]
     assert torture.main([*command, "--seeds", "x", "--overwrite"]) == 2
+
+
+# -- capture -----------------------------------------------------------------------------------------------------
+
+CAPTURED = (0, 3, 4, 9)
+
+
+@pytest.mark.parametrize("seed", CAPTURED)
+def test_capture_is_its_source_in_both_modes_or_refused(seed: int) -> None:
+    found = torture_capture.capture_run(seed, "")
+    assert found.outcome == WITHIN or (found.outcome == REFUSED and not found.ordinary), found
+
+
+def test_what_training_leaves_frozen_is_a_silent_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    from aero_compile.capturing import caches, capture
+
+    def unchecked(model: Any, sample: Any, memory: Any) -> Any:
+        return caches.sample_run(model, sample, memory)[0]
+
+    frozen = next(
+        seed
+        for seed in range(100)
+        for made in [torture_decoders.Tortured(seed)]
+        if "temperature" in {each.kind for each in made.behaviours.values()}
+    )
+    assert torture_capture.capture_run(frozen, "").outcome == REFUSED
+    monkeypatch.setattr(capture, "require_one_form", unchecked)
+    found = torture_capture.capture_run(frozen, "")
+    assert (found.outcome, found.kind) == (MISS, "in evaluation")
