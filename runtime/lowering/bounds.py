@@ -166,6 +166,9 @@ class Values(Protocol):
     def known(self, value: Any) -> Tensor | None:
         """The tensor itself, if its entries do not depend on the tokens."""
 
+    def matrix(self, weight: Tensor, transposed: bool = False) -> Weight:
+        """Measures of a known factor of a matrix product, or of its transpose; a vector is one column."""
+
     def hides(self, value: Any) -> bool:
         """Whether its entries depend on the tokens."""
 

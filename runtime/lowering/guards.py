@@ -171,6 +171,7 @@ class Planner:
         self.watched: dict[fx.Node, dict[str, Ends]] = {}
         self.bounds: dict[fx.Node, Bound] = {}
         self._of_known: dict[fx.Node, Bound] = {}
+        self._matrices: dict[tuple[int, bool], tuple[Tensor, bounds.Weight]] = {}
         self._missing: dict[fx.Node, float] = {}
         self._at: fx.Node | None = None
 
@@ -312,6 +313,13 @@ class Planner:
         if isinstance(value, fx.Node):
             value = self.part.known.get(value)
         return value if isinstance(value, Tensor) else None
+
+    def matrix(self, weight: Tensor, transposed: bool = False) -> bounds.Weight:
+        key = id(weight), transposed
+        if key not in self._matrices:
+            table = weight[:, None] if weight.dim() == 1 else weight.mT if transposed else weight
+            self._matrices[key] = weight, bounds.of_matrix(table)  # held, so that no other takes its number
+        return self._matrices[key][1]
 
     def hides(self, value: Any) -> bool:
         return self.part.is_live(value)

@@ -79,7 +79,7 @@ def linear(values: Values, node: fx.Node, given: Mapping[str, Any]) -> Bound:
     known = values.known(weight)
     if known is None:
         return _contracted(values, node, given["input"], weight, values.shape(weight)[-1], transposed=True)
-    found = _mapped(values, given["input"], bounds.of_matrix(known.mT))
+    found = _mapped(values, given["input"], values.matrix(known, transposed=True))
     bias = given.get("bias")
     return found if bias is None else bounds.plus(found, bounds.spread(values, bias, values.shape(node)))
 
@@ -101,10 +101,10 @@ def matmul(values: Values, node: fx.Node, given: Mapping[str, Any]) -> Bound:
 def _any_product(values: Values, node: fx.Node, x: Any, other: Any) -> Bound:
     right, left = values.known(other), values.known(x)
     if right is not None:
-        return _mapped(values, x, bounds.of_matrix(right if right.dim() > 1 else right[:, None]))
+        return _mapped(values, x, values.matrix(right))
     if left is not None:  # rows of a known matrix meet columns
         found = values.of(other).fitted(values.shape(other))
-        weight = bounds.of_matrix(left.mT if left.dim() > 1 else left[:, None])
+        weight = values.matrix(left, transposed=True)
         peak = min(times(found.across, weight.column), times(found.peak, weight.column_total))
         if peak > values.form.limit:
             values.need(other, values.form.limit / (SLACK * weight.column_total))
