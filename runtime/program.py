@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.errors import InputError
-from aero_compile.files import write_atomically
+from aero_compile.files import read_regular, write_atomically
 
 SERVER, CLIENT = 0, 1
 """Ranks of the two parties: the server owns the weights, the client the tokens and the logits."""
@@ -29,6 +29,10 @@ SET_UP_SIDE = 256
 
 FORMAT = 3
 """Version of the program file; a reader accepts only its own."""
+
+
+LARGEST_FILE = 2**30
+"""Bytes that a program file may have."""
 
 
 @dataclass(frozen=True)
@@ -93,18 +97,28 @@ class Program:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Program:
-        """Read a program written by :meth:`save`.
+        """Read a program written by :meth:`save`, by whomever: it is checked before anything of it is run.
 
         Raises:
-            InputError: the file is missing, damaged or of another format version.
+            InputError: the file is missing, damaged, too large or of another format version, or the program does
+                anything but compute secrets from secrets (see `aero_compile.runtime.vetting`).
         """
+        from aero_compile.runtime.vetting import check_program
+
         try:
-            content = json.loads(Path(path).read_bytes())
+            content = json.loads(read_regular(Path(path), LARGEST_FILE))
             if content.pop("format") != FORMAT:
                 raise InputError(f"{path} is a program of another version of aero_compile")
-            return cls(**{**content, **_parse(content)})
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            program = cls(**{**content, **_parse(content)})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise InputError(f"{path} is not a readable program file: {error}") from error
+        try:
+            check_program(program)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"{path} is not a readable program file: {error}") from error
+        except InputError as error:
+            raise InputError(f"{path} is not run: {error}; compile the model anew with this version") from error
+        return program
 
 
 def _parse(content: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,259 @@
+"""What a party makes sure of before it runs a program that somebody else may have written.
+
+The code of each step is read line by line. A line must be one of the few forms that our compiler emits, with listed
+operations on tensors; anything else is refused, never skipped. What is computed from a secret is secret, and so is
+every result, so nothing is opened but the logits, by the party itself. Values are named once, have the shapes that are
+declared, and the logits are computed from the tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+from aero_compile.errors import AeroError, InputError
+from aero_compile.runtime.program import SET_UP, SET_UP_INPUTS, Program, Step, TensorSpec
+from aero_compile.runtime.spu_config import check_config
+
+MOST_STEPS = 100_000
+MOST_ELEMENTS = 2**33
+LONGEST_NAME = 1000
+
+OPERATIONS = frozenset(
+    [
+        "abs",
+        "add",
+        "and",
+        "broadcast",
+        "ceil",
+        "concatenate",
+        "convert",
+        "custom_call",
+        "divide",
+        "dot",
+        "dot_general",
+        "equal",
+        "exponential",
+        "floor",
+        "greater",
+        "greater_equal",
+        "iota",
+        "less",
+        "less_equal",
+        "log",
+        "maximum",
+        "minimum",
+        "multiply",
+        "negate",
+        "not",
+        "not_equal",
+        "or",
+        "pad",
+        "power",
+        "reciprocal",
+        "reduce",
+        "reshape",
+        "reverse",
+        "rsqrt",
+        "select",
+        "sign",
+        "slice",
+        "sqrt",
+        "subtract",
+        "tanh",
+        "logistic",
+        "transpose",
+    ]
+)
+"""Operations of PPHLO that compute on shares without opening any."""
+
+_TYPE = r"tensor<(?:\d+x)*(?:!pphlo\.secret<(?:f32|i32|i1)>|f32|i32|i1)>"
+_TYPES = re.compile(_TYPE)
+_HEAD = re.compile(
+    r"module @\w+ attributes \{mhlo\.cross_program_prefetches = \[\], "
+    r'mhlo\.frontend_attributes = \{xla\.sdy\.meshes = "\{\}"\}, mhlo\.input_output_alias = \[\], '
+    r"mhlo\.is_dynamic = false, mhlo\.use_auto_spmd_partitioning = false"
+    r'(?:, pphlo\.version = "[\d.\w]+")?\} \{'
+)
+_FUNCTION = re.compile(rf"func\.func @main\(((?:%arg\d+: {_TYPE}(?:, )?)*)\) -> (\(?)((?:{_TYPE}(?:, )?)+)(\)?) \{{")
+_ARGUMENT = re.compile(rf"(%arg\d+): ({_TYPE})")
+_CONSTANT = re.compile(rf'(%\d+) = pphlo\.constant dense<(?:[-+.\w\s,\[\]]*|"0x[0-9A-Fa-f]*")> : ({_TYPE})')
+_STATEMENT = re.compile(rf"(%\d+) = pphlo\.(\w+) ?([^!]*) : (?:\(((?:{_TYPE}(?:, )?)*)\) -> )?({_TYPE})")
+_FREE = re.compile(rf"pphlo\.free %(?:arg)?\d+ : {_TYPE}")
+_RETURN = re.compile(rf"(?:pphlo\.)?return ((?:%\w+(?:, )?)+) : ((?:{_TYPE}(?:, )?)+)")
+_REDUCER = re.compile(rf"reducer\((%arg\d+): ({_TYPE}), (%arg\d+): ({_TYPE})\) +\{{")
+_BODY = re.compile(
+    r"%(?:arg)?\d+|\d+|[-\[\](){}<>,:=\s]|dense<\[[\d, ]*\]>|tensor<\d+xindex>|@spu\.gather|pphlo\.attributes"
+    r'|"f32\[[\d,]*\]\{[\d,]*\}"|"(?:i32|s32|pred)\[[\d,]*\]\{[\d,]*\}"'
+    r"|\b(?:dims?|init|applies|across|dimensions|x|batching_dims|contracting_dims|low|high|interior|array|i64|true|false"
+    r"|collapsed_slice_dims|index_vector_dim|offset_dims|slice_sizes|start_index_map|result_layout|xla_shape"
+    r"|operand_batching_dims|start_indices_batching_dims)\b"
+)
+_VALUE = re.compile(r"%(?:arg)?\d+")
+
+_Types = dict[str, str]
+
+
+def check_program(program: Program) -> None:
+    """Refuse a program that does anything but compute secrets from secrets.
+
+    Raises:
+        InputError: what is wrong, and in which step.
+    """
+    check_config(program.protocol, program.field, program.fraction_bits)
+    if not isinstance(program.versions.get("spu"), str):
+        raise InputError("the program does not say for which version of SPU it is")
+    if len(program.steps) > MOST_STEPS:
+        raise InputError(f"the program has {len(program.steps)} steps; at most {MOST_STEPS} are run")
+    known: _Types = {}
+    for spec in (*program.weights, program.tokens):
+        if spec.name in known:
+            raise InputError(f"the program has two inputs called {spec.name!r}")
+        known[spec.name] = _declared(spec)
+    inputs, from_tokens = set(known), {program.tokens.name}
+    _check_code(program, SET_UP, [_declared(spec) for spec in SET_UP_INPUTS], 1)
+    for number, step in enumerate(program.steps):
+        try:
+            _check_step(program, step, known, inputs, from_tokens)
+        except AeroError as error:
+            raise InputError(f"step {number} of the program ({step.label[:60]!r}) is refused: {error}") from error
+    logits = program.logits
+    if logits.name in inputs or logits.name not in known:
+        raise InputError(f"the program opens {logits.name!r}, which is no result of its steps")
+    if logits.name not in from_tokens or known[logits.name] != _declared(logits):
+        raise InputError(f"the program opens {logits.name!r}, which is not made of the tokens in the shape it declares")
+
+
+def _declared(spec: TensorSpec) -> str:
+    """The type that an input, or the logits, have in the code."""
+    kinds = {"float32": "f32", "int32": "i32"}
+    sizes = spec.shape
+    if spec.dtype not in kinds or not all(type(size) is int and size > 0 for size in sizes):
+        raise InputError(f"the program declares {spec.name[:60]!r} as {spec.dtype!r} {sizes}")
+    _check_name(spec.name)
+    if math.prod(sizes) > MOST_ELEMENTS:
+        raise InputError(f"the program declares {spec.name!r} with {math.prod(sizes)} elements")
+    return f"tensor<{''.join(f'{size}x' for size in sizes)}!pphlo.secret<{kinds[spec.dtype]}>>"
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str) or len(name) > LONGEST_NAME or not name.isprintable():
+        raise InputError("a name in the program is no printable text")
+
+
+def _check_step(program: Program, step: Step, known: _Types, inputs: set[str], from_tokens: set[str]) -> None:
+    for name in (step.label, step.place, step.code, *step.inputs, *step.outputs, *step.free):
+        _check_name(name)
+    missing = [name for name in step.inputs if name not in known]
+    if missing:
+        raise InputError(f"it reads {missing[0]!r}, which no step before it made or kept")
+    if len(set(step.inputs)) != len(step.inputs):
+        raise InputError("it reads a value twice")
+    results = _check_code(program, step.code, [known[name] for name in step.inputs], len(step.outputs))
+    for name, kind in zip(step.outputs, results, strict=True):
+        if name in known:
+            raise InputError(f"it makes {name!r} anew")
+        known[name] = kind
+        (from_tokens.add if from_tokens.intersection(step.inputs) else from_tokens.discard)(name)
+    for name in step.free:
+        if name in inputs or name not in known:
+            raise InputError(f"it frees {name!r}, which is not its own")
+        del known[name]
+
+
+def _check_code(program: Program, key: str, takes: list[str], count: int) -> list[str]:
+    """The types of the results of a code, which takes values of these types."""
+    code = program.codes.get(key)
+    if not isinstance(code, str):
+        raise InputError(f"the program has no code {key!r}")
+    found, results = _read(code)
+    if found != takes:
+        raise InputError(f"its code takes {found}, not {takes}")
+    if len(results) != count:
+        raise InputError(f"its code gives {len(results)} results, not {count}")
+    if not all(_is_secret(kind) for kind in results):
+        raise InputError("its code gives a result that is not secret")
+    return results
+
+
+def _is_secret(kind: str) -> bool:
+    return "!pphlo.secret<" in kind
+
+
+def _read(code: str) -> tuple[list[str], list[str]]:
+    """The types of arguments and results of a code, every line of which is of a known form."""
+    if not code.isascii() or "//" in code:
+        raise InputError("its code holds characters that the compiler does not write")
+    lines = iter(code.splitlines())
+    head, function = next(lines, ""), _FUNCTION.fullmatch(next(lines, "").strip())
+    if not _HEAD.fullmatch(head) or function is None or bool(function[2]) != bool(function[4]):
+        raise InputError("its code does not start as the compiler's does")
+    arguments = _ARGUMENT.findall(function[1])
+    types: _Types = dict(arguments)
+    if len(types) != len(arguments) or not all(map(_is_secret, types.values())):
+        raise InputError("its code takes an argument that is not secret, or two of one name")
+    given = _block(lines, types, "return ")
+    if given != _TYPES.findall(function[3]):
+        raise InputError("its code returns other types than it declares")
+    if [line.strip() for line in lines if line.strip()] != ["}", "}"]:
+        raise InputError("its code goes on after it returned")
+    return [kind for _, kind in arguments], given
+
+
+def _block(lines: Iterator[str], types: _Types, end: str) -> list[str]:
+    """Read statements up to the return, which starts with `end`; the types of what is returned."""
+    for line in lines:
+        text = line.strip()
+        returned = _RETURN.fullmatch(text) if text.startswith(end) else None
+        if returned is not None:
+            kinds = _TYPES.findall(returned[2])
+            _check_types(text, _VALUE.findall(returned[1]), kinds, types)
+            return kinds
+        reducer = _REDUCER.fullmatch(text)
+        if reducer is not None:
+            inner = {reducer[1]: reducer[2], reducer[3]: reducer[4]}
+            given = _block(lines, inner, "pphlo.return ")
+            if next(lines, "").strip() != "}" or len(given) != 1 or not _is_secret(given[0]):
+                raise InputError(f"its code has a reducer of another form: {text[:100]}")
+        elif text and not _FREE.fullmatch(text):
+            _statement(text, types)
+    raise InputError("its code does not return")
+
+
+def _statement(text: str, types: _Types) -> None:
+    constant = _CONSTANT.fullmatch(text)
+    if constant is not None:
+        name, kind = constant.groups()
+        if _is_secret(kind):
+            raise InputError(f"its code has a constant of another form: {text[:100]}")
+        operands: list[str] = []
+        takes: list[str] = []
+    else:
+        found = _STATEMENT.fullmatch(text)
+        if found is None:
+            raise InputError(f"its code has a line that the compiler does not write: {text[:100]}")
+        name, operation, body, signature, kind = found.groups()
+        reduces = re.search(r"applies pphlo\.(\w+)", body) if operation == "reduce" else None
+        body = body.replace(reduces[0], "applies") if reduces else body
+        if operation not in OPERATIONS or (reduces and reduces[1] not in OPERATIONS):
+            raise InputError(f"its code has the operation pphlo.{operation}, which is not among those that are run")
+        if _BODY.sub("", body):
+            raise InputError(f"its code has a line that the compiler does not write: {text[:100]}")
+        if operation == "custom_call" and not body.startswith("@spu.gather("):
+            raise InputError(f"its code calls something else than spu.gather: {text[:100]}")
+        operands = _VALUE.findall(body)
+        takes = _TYPES.findall(signature) if signature is not None else [kind] * len(operands)
+    _check_types(text, operands, takes, types)
+    if any(map(_is_secret, takes)) and not _is_secret(kind):
+        raise InputError(f"its code opens a secret: {text[:200]}")
+    if operands and text.find("@spu.gather(") > 0 and _is_secret(takes[-1]):
+        raise InputError(f"its code gathers by secret indices: {text[:200]}")
+    if name in types or math.prod(map(int, re.findall(r"(\d+)x", kind))) > MOST_ELEMENTS:
+        raise InputError(f"its code defines a value twice, or one that is too large: {text[:100]}")
+    types[name] = kind
+
+
+def _check_types(text: str, operands: list[str], takes: list[str], types: _Types) -> None:
+    if [types.get(each) for each in operands] != takes:
+        raise InputError(f"its code reads what it has not made, or as another type: {text[:100]}")

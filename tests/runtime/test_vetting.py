@@ -1,0 +1,165 @@
+"""A program that opens anything, or that the compiler did not write, is refused when it is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aero_compile.errors import InputError
+from aero_compile.runtime.lowering.partition import partition
+from aero_compile.runtime.lowering.spu_compile import compile_steps
+from aero_compile.runtime.lowering.to_jax import lower
+from aero_compile.runtime.program import Program
+from aero_compile.runtime.vetting import check_program
+from tests.runtime.cases import ALL
+from tests.runtime.graphs import TokenRows, any_table_public, aten
+from tests.runtime.tiny import tiny_model
+
+pytest.importorskip("spu")
+
+Content = dict[str, Any]
+
+
+def _compiled(model: TokenRows) -> Program:
+    with any_table_public():
+        part = partition(model, model.logits_graph(), model.ids)
+    return compile_steps(lower(part), "semi2k", 64, 18)
+
+
+@pytest.fixture(scope="module")
+def honest() -> Content:
+    from aero_compile.runtime import compile_model
+
+    content: Content = json.loads(compile_model(tiny_model(), 1, 6, "semi2k").program.to_bytes())
+    return content
+
+
+def _load(content: Content, folder: Path) -> Program:
+    (folder / "program.json").write_text(json.dumps(content))
+    return Program.load(folder / "program.json")
+
+
+def test_an_honest_program_is_loaded(honest: Content, tmp_path: Path) -> None:
+    assert json.loads(_load(honest, tmp_path).to_bytes()) == honest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL)
+def test_what_the_compiler_makes_of_any_operator_is_taken(name: str) -> None:
+    program = _compiled(ALL[name].build(dtype=torch.float32))
+    check_program(program)
+
+
+def _last(content: Content) -> str:
+    key: str = content["steps"][-1]["code"]
+    return key
+
+
+def _opened(content: Content) -> None:
+    """One conversion of a secret to a public value and back, in the last step."""
+    key = _last(content)
+    lines = content["codes"][key].splitlines()
+    at = next(i for i, line in enumerate(lines) if line.strip().startswith("return"))
+    value, kind = lines[at].strip().removeprefix("return ").split(" : ")
+    public = kind.replace("!pphlo.secret<f32>", "f32")
+    lines[at:at] = [
+        f"    %900 = pphlo.convert {value} : ({kind}) -> {public}",
+        f"    %901 = pphlo.convert %900 : ({public}) -> {kind}",
+    ]
+    lines[at + 2] = lines[at + 2].replace(value, "%901")
+    content["codes"][key] = "\n".join(lines)
+
+
+def _replaced(old: str, new: str, count: int = 1) -> Callable[[Content], None]:
+    def change(content: Content) -> None:
+        key = _last(content)
+        assert old in content["codes"][key]
+        content["codes"][key] = content["codes"][key].replace(old, new, count)
+
+    return change
+
+
+def _put(*path: Any, value: Any) -> Callable[[Content], None]:
+    def change(content: Content) -> None:
+        place = content
+        for each in path[:-1]:
+            place = place[each]
+        place[path[-1]] = value
+
+    return change
+
+
+def _set_up(content: Content) -> None:
+    code = content["codes"]["set-up"]
+    content["codes"]["set-up"] = code.replace("-> tensor<!pphlo.secret<f32>> {", "-> tensor<f32> {", 1)
+
+
+def _weights_as_logits(content: Content) -> None:
+    content["logits"]["name"] = content["weights"][0]["name"]
+
+
+def _tokens_as_logits(content: Content) -> None:
+    content["logits"] = {**content["tokens"], "dtype": "float32"}
+
+
+BAD: dict[str, Callable[[Content], None]] = {
+    "a secret is opened": _opened,
+    "an unknown operation": _replaced("pphlo.reshape", "pphlo.dbg_print"),
+    "an operation that may open": _replaced("pphlo.reshape", "pphlo.while"),
+    "another call": _replaced("pphlo.reshape %arg0 ", "pphlo.custom_call @spu.reveal(%arg0) "),
+    "a second operation on a line": _replaced("    pphlo.free", "    %800 = pphlo.abs %0 : tensor<f32> pphlo.free"),
+    "a comment": _replaced("    return", "    // return\n    return"),
+    "a generic operation": _replaced("    return", '    "pphlo.free"(%0) : (tensor<f32>) -> ()\n    return'),
+    "another dialect": _replaced("    return", "    %800 = stablehlo.abs %0 : tensor<f32>\n    return"),
+    "a second function": lambda content: _append(content, "  func.func @other() {\n    return\n  }\n"),
+    "a public result": _replaced("!pphlo.secret<f32>> {\n", "f32> {\n"),
+    "a type that lies": _replaced(": (tensor<6x8x!pphlo.secret<f32>>,", ": (tensor<6x8xf32>,"),
+    "a set-up that opens": _set_up,
+    "weights for logits": _weights_as_logits,
+    "tokens for logits": _tokens_as_logits,
+    "no result for logits": _put("logits", "name", value="nothing"),
+    "another shape": _put("logits", "shape", value=[1, 6, 65]),
+    "a shape of text": _put("logits", "shape", value=["1", 6, 64]),
+    "a size that is negative": _put("tokens", "shape", value=[-1, 6, 64]),
+    "a size that fills memory": _put("tokens", "shape", value=[1, 6, 2**40]),
+    "a type nobody knows": _put("weights", 0, "dtype", value="float64"),
+    "two inputs of one name": _put("weights", 0, "name", value="tokens"),
+    "a step without code": _put("steps", 0, "code", value="none"),
+    "a step that reads nothing known": _put("steps", 0, "inputs", value=["x", "y"]),
+    "a step that frees the tokens": _put("steps", 0, "free", value=["tokens"]),
+    "a label that moves the cursor": _put("steps", 0, "label", value="\x1b[2J"),
+    "another protocol": _put("protocol", value="ref2k"),
+    "no version": _put("versions", value={}),
+    "code that is no text": lambda content: content["codes"].update({_last(content): 7}),
+    "steps that are no list": _put("steps", value=7),
+}
+
+
+def _append(content: Content, text: str) -> None:
+    content["codes"][_last(content)] += text
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_anything_else_is_refused(name: str, honest: Content, tmp_path: Path) -> None:
+    content = json.loads(json.dumps(honest))
+    BAD[name](content)
+    assert content != honest
+    with pytest.raises(InputError, match=r"program\.json"):
+        _load(content, tmp_path)
+
+
+def test_deep_nesting_and_other_files_are_refused(tmp_path: Path) -> None:
+    for text in ("[" * 100_000, "{}", "[]", "null", '{"format": 2}'):
+        (tmp_path / "program.json").write_text(text)
+        with pytest.raises(InputError, match="not a readable program file"):
+            Program.load(tmp_path / "program.json")
+
+
+def test_a_maximum_which_is_printed_as_a_region_is_taken() -> None:
+    model = TokenRows(torch.randn(4, 8), lambda x, m: aten.amax.default(x, [-1]))
+    check_program(_compiled(model))
