@@ -118,11 +118,27 @@ def check_program(program: Program) -> None:
             _check_step(program, step, known, inputs, from_tokens)
         except AeroError as error:
             raise InputError(f"step {number} of the program ({step.label[:60]!r}) is refused: {error}") from error
+    _check_guard(program, known, inputs)
     logits = program.logits
     if logits.name in inputs or logits.name not in known:
         raise InputError(f"the program opens {logits.name!r}, which is no result of its steps")
     if logits.name not in from_tokens or known[logits.name] != _declared(logits):
         raise InputError(f"the program opens {logits.name!r}, which is not made of the tokens in the shape it declares")
+
+
+def _check_guard(program: Program, known: _Types, inputs: set[str]) -> None:
+    """The value that both parties open before the logits must be one number that a step made."""
+    guard = program.guard
+    if guard is None:
+        return
+    if guard in inputs or guard == program.logits.name or _elements(known.get(guard, "")) != 1:
+        raise InputError(
+            f"the program opens {str(guard)[:60]!r} as its range check, which is no single result of a step"
+        )
+
+
+def _elements(kind: str) -> int:
+    return math.prod(map(int, re.findall(r"(\d+)x", kind))) if kind else 0
 
 
 def _declared(spec: TensorSpec) -> str:
@@ -249,7 +265,7 @@ def _statement(text: str, types: _Types) -> None:
         raise InputError(f"its code opens a secret: {text[:200]}")
     if operands and text.find("@spu.gather(") > 0 and _is_secret(takes[-1]):
         raise InputError(f"its code gathers by secret indices: {text[:200]}")
-    if name in types or math.prod(map(int, re.findall(r"(\d+)x", kind))) > MOST_ELEMENTS:
+    if name in types or _elements(kind) > MOST_ELEMENTS:
         raise InputError(f"its code defines a value twice, or one that is too large: {text[:100]}")
     types[name] = kind
 

@@ -14,7 +14,7 @@ from aero_compile.errors import InputError
 from aero_compile.runtime.lowering.partition import partition
 from aero_compile.runtime.lowering.spu_compile import compile_steps
 from aero_compile.runtime.lowering.to_jax import lower
-from aero_compile.runtime.program import Program
+from aero_compile.runtime.program import FORMAT, Program
 from aero_compile.runtime.vetting import check_program
 from tests.runtime.cases import ALL
 from tests.runtime.graphs import TokenRows, any_table_public, aten
@@ -134,6 +134,8 @@ BAD: dict[str, Callable[[Content], None]] = {
     "a step that frees the tokens": _put("steps", 0, "free", value=["tokens"]),
     "a label that moves the cursor": _put("steps", 0, "label", value="\x1b[2J"),
     "another protocol": _put("protocol", value="ref2k"),
+    "the tokens for a range check": _put("guard", value="tokens"),
+    "a table for a range check": lambda content: content.update(guard=content["steps"][-1]["inputs"][0]),
     "no version": _put("versions", value={}),
     "code that is no text": lambda content: content["codes"].update({_last(content): 7}),
     "steps that are no list": _put("steps", value=7),
@@ -154,7 +156,7 @@ def test_anything_else_is_refused(name: str, honest: Content, tmp_path: Path) ->
 
 
 def test_deep_nesting_and_other_files_are_refused(tmp_path: Path) -> None:
-    for text in ("[" * 100_000, "{}", "[]", "null", '{"format": 2}'):
+    for text in ("[" * 100_000, "{}", "[]", "null", f'{{"format": {FORMAT}}}'):
         (tmp_path / "program.json").write_text(text)
         with pytest.raises(InputError, match="not a readable program file"):
             Program.load(tmp_path / "program.json")
