@@ -133,7 +133,7 @@ def _check_guard(program: Program, known: _Types, inputs: set[str]) -> None:
         return
     if guard in inputs or guard == program.logits.name or _elements(known.get(guard, "")) != 1:
         raise InputError(
-            f"the program opens {str(guard)[:60]!r} as its range check, which is no single result of a step"
+            f"the program opens {str(guard)[:50]!r} as its range check, which is no single number of a step"
         )
 
 
