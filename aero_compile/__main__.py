@@ -1,4 +1,4 @@
-"""List the recipes, count the nonlinear ops of a model under each, write it as ONNX: ``aero-compile``."""
+"""List the recipes, count the nonlinear ops of a model under each, write it as ONNX: aero-compile."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import itertools
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from aero_compile.census import census
 from aero_compile.cookbook.recipe import PASSES, recipe_names, recipes, resolve
 from aero_compile.cookbook.recipe_page import recipe_page
 from aero_compile.exit_codes import exit_code
+from aero_compile.files import refuse_existing
 from aero_compile.pipeline import transform
 from aero_compile.version import __version__
 
@@ -68,6 +70,7 @@ def _add_export(commands: Any) -> None:
         "gets its name. --model is as for census; a saved artifact is written as it is unless --recipe is given.",
     )
     export.add_argument("out", metavar="OUT.onnx", help="the file to write")
+    export.add_argument("--overwrite", action="store_true", help="replace OUT.onnx if it exists")
     export.add_argument("--model", required=True, help="as for census")
     export.add_argument("--recipe", help="name, label or list of passes (default: softmax_only; none for an artifact)")
     export.add_argument("--from-scratch", action="store_true", help="random weights in the model's shape")
@@ -122,6 +125,7 @@ def _export(args: argparse.Namespace) -> None:
     from aero_compile.onnx.export import export_onnx
     from aero_compile.training.models import find_model, with_length
 
+    refuse_existing(Path(args.out), args.overwrite)
     source = find_model(args.model, from_scratch=args.from_scratch, overrides=None, context=args.seq_len)
     recipe = resolve(args.recipe or ("baseline" if source.transformed else "softmax_only"))
     torch.manual_seed(0)

@@ -67,11 +67,17 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+_FEW = 20
+"""Names that an error message may list."""
+
+
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
-    """Return `` (nearest: a, b)`` for an error message, or the whole list when nothing is close."""
+    """Return `` (nearest: a, b)`` for an error message; of few names, all of them when nothing is close."""
     choices = sorted(known)
     lowered = {choice.lower(): choice for choice in choices}
     close = difflib.get_close_matches(name.lower(), list(lowered), n=count, cutoff=0.4)
+    if not close and len(choices) > _FEW:
+        close = difflib.get_close_matches(name.lower(), list(lowered), n=count, cutoff=0.0)
     if close:
         return f" (nearest: {', '.join(lowered[c] for c in close)})"
     return f" (known: {', '.join(choices)})"

@@ -137,7 +137,8 @@ def resolve(recipe: str | Recipe) -> Recipe:
     names = [part.partition("{")[0].strip() for part in parts]
     if len(parts) == 1 and names[0] not in PASSES:
         labels = [candidate.label for candidate in known.values()]
-        raise RecipeError(f"unknown recipe or pass {text!r}{nearest(text, [*known, *labels, *PASSES])}")
+        close = nearest(text, [*known, *labels, *PASSES])
+        raise RecipeError(f"unknown recipe or pass {text!r}{close}; `aero-compile recipes` lists all")
     passes = tuple(parse_pass(part) for part in parts)
     same = next((c for c in known.values() if c.passes == passes), None)
     if same or written is None:

@@ -351,9 +351,11 @@ def test_the_command(quick: None, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["export", "--model", str(tmp_path / "artifact"), str(out)]) == 0
     assert "checked" in capsys.readouterr().out
     assert onnx_census(out, 16).kinds == ("softmax",)
-    assert main(["export", "--model", str(tmp_path / "artifact"), "--json", str(out)]) == 0
+    assert main(["export", "--model", str(tmp_path / "artifact"), str(out)]) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert main(["export", "--model", str(tmp_path / "artifact"), "--overwrite", "--json", str(out)]) == 0
     assert json.loads(capsys.readouterr().out)["inputs"] == ["input_ids"]
-    assert main(["export", "--model", str(tmp_path / "artifact"), "--tolerance", "1e-12", str(out)]) == 2
+    assert main(["export", "--model", str(tmp_path / "artifact"), "--overwrite", "--tolerance", "1e-12", str(out)]) == 2
     assert capsys.readouterr().err.startswith("error: onnxruntime and PyTorch differ")
 
 
