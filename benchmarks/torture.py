@@ -4,7 +4,7 @@
 exact pass against the source, in float64. `--what private`: these, and then both
 parties, in this process. A run is `within` its tolerance, `refused` before the parties start, a `silent miss`, or a
 `crash`; the last two are bugs. Each seed gives one line of `--output`; the same command goes on where it stopped, and
-`--seeds 17,230 --verbose` replays some.
+`--seeds 17,230 --verbose` replays some, and shows the error of every step of a miss.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from aero_compile.reporting.report import command_line
 from aero_compile.training.run_directory import versions
 from benchmarks import torture_capture, torture_private
 from benchmarks.torture_private import CRASH, MISS, REFUSED, WITHIN, Outcome
+from benchmarks.torture_trace import trace
 
 FORMAT = "aero_compile.torture/1"
 KINDS: dict[str, Callable[[int, str], Outcome]] = {
@@ -137,6 +138,8 @@ def _show(args: argparse.Namespace, done: int, total: int, found: list[dict[str,
         print(
             f"  error {outcome.error}, tolerance {outcome.tolerance}, deviation {outcome.deviation}; {outcome.config}"
         )
+    if args.verbose and outcome.outcome == MISS and outcome.kind == "private":
+        print("\n".join(f"  {line}" for line in trace(outcome.seed, args.protocol)), flush=True)
     counts = Counter(line["outcome"] for line in found)
     said = ", ".join(f"{counts[name]} {name}" for name in (WITHIN, REFUSED, MISS, CRASH))
     if sys.stderr.isatty():
