@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from aero_compile.errors import PartyError
-from aero_compile.runtime.hosts.opening import open_logits, send_share
+from aero_compile.errors import OutOfRangeError, PartyError
+from aero_compile.runtime.hosts.opening import check_guard, open_logits, send_share
 from aero_compile.runtime.program import CLIENT, SERVER, Program, TensorSpec
 from aero_compile.runtime.spu_config import runtime_config
 
@@ -70,6 +70,24 @@ def _other_numbers(share: Any) -> Any:
 def test_another_share_is_refused(change: Any, words: str) -> None:
     with pytest.raises(PartyError, match=words):
         opened(LOGITS, change)
+
+
+@pytest.mark.parametrize(("bit", "error"), [(0.0, None), (1.0, OutOfRangeError), (7.5, PartyError)])
+def test_both_parties_learn_one_bit_of_the_range_check(bit: float, error: type[PartyError] | None) -> None:
+    io = spu.Io(2, runtime_config("semi2k", 64, 18))
+    shares = io.make_shares(np.array([bit], np.float32), spu.Visibility.VIS_SECRET)
+    desc = spu.link.Desc()
+    desc.id, desc.recv_timeout_ms = str(uuid4()), 5000
+    for rank in (SERVER, CLIENT):
+        desc.add_party(f"party{rank}", f"thread{rank}")
+    with ThreadPoolExecutor(2) as threads:
+        links = list(threads.map(lambda rank: spu.link.create_mem(desc, rank), (SERVER, CLIENT)))
+        runs = [threads.submit(check_guard, links[rank], shares[rank], io, rank) for rank in (SERVER, CLIENT)]
+        found = [run.exception() for run in runs]
+        assert [type(each) for each in found] == [error or type(None)] * 2
+        if error is None:
+            (sent, received), (theirs, mine) = (run.result() for run in runs)
+            assert (sent, received) == (mine, theirs)
 
 
 def test_an_announcement_that_is_no_number_is_refused() -> None:
