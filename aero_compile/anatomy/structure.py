@@ -50,6 +50,9 @@ _SCORE_OPS = frozenset(
 )
 
 
+_GAINS = frozenset({aten.mul.Tensor, aten.add.Tensor, aten.div.Tensor, aten.sub.Tensor})
+
+
 def find_structure(model: TransformedModel) -> Structure:
     """Find the parts of `model`.
 
@@ -66,7 +69,7 @@ def find_structure(model: TransformedModel) -> Structure:
     order = [node for node in model.graph.nodes if node in live]
     attentions, depth = _attentions(model, order, live, values)
     ffns = tuple(find_ffns(order, live, depth, len(attentions), values))
-    norms = tuple(_norms(order, depth, attentions, ffns))
+    norms = tuple(_norms(order, live, depth, attentions, ffns))
     rows = int(values[embedding.all_input_nodes[0]].shape[0])
     first = _first_token(order, attentions, depth, values, sample_shape(model)[1])
     return Structure(embedding, rows, attentions, ffns, norms, live, depth, values, first)
@@ -206,24 +209,36 @@ def _scores(softmax: fx.Node, live: set[fx.Node]) -> fx.Node | None:
 
 def _norms(
     order: Sequence[fx.Node],
+    live: set[fx.Node],
     depth: Mapping[fx.Node, int],
     attentions: Sequence[Attention],
     ffns: Sequence[FeedForward],
 ) -> Iterator[Norm]:
-    prefixes = block_prefixes([attention.name for attention in attentions])
-    entries = {ffn.entry: ffn.layer for ffn in ffns}
+    own = list(enumerate(block_prefixes([attention.name for attention in attentions])))
+    # blocks in one flat list: attention, feed-forward, attention, …
+    own += list(zip([ffn.layer for ffn in ffns], block_prefixes([ffn.name for ffn in ffns]), strict=False))
+    entries = {_norm_above(ffn.entry, live): ffn.layer for ffn in ffns}
     for node in order:
         if node.target not in NORMS:
             continue
         name = source_path(node)
-        layer: int | None = next(
-            (i for i, prefix in enumerate(prefixes) if name == prefix or name.startswith(prefix + ".")), None
-        )
+        layer: int | None = next((i for i, block in own if name == block or name.startswith(block + ".")), None)
         if layer is None:
             layer = entries.get(node)
         if layer is None:
             layer = depth[node] if depth[node] < len(attentions) else None
         yield Norm(layer, node, name)
+
+
+def _norm_above(node: fx.Node, live: set[fx.Node]) -> fx.Node:
+    """The norm that `node` is, times a gain or plus a bias of its own; or `node` itself."""
+    found = node
+    while found.target in _GAINS or found.target in VIEWS:
+        inputs = live_inputs(found, live)
+        if len(inputs) != 1:
+            return node
+        found = inputs[0]
+    return found if found.target in NORMS else node
 
 
 def block_prefixes(names: Sequence[str]) -> list[str]:

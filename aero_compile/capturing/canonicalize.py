@@ -11,6 +11,7 @@ Before → after:
     clamp(min=0); glu([a, b])                                     → relu; a·sigmoid(b)
     relu6; max(x, y); max(x, dim) without its indices             → hardtanh(0, 6); maximum; amax
     bmm, baddbmm                                                  → matmul (+ add)
+    linear(x, W) + s·linear(linear(x, A), B)                      → linear(x, W + s·BA) (see capturing.adapters)
     arithmetic and choices that compute gelu, relu, …, LayerNorm, RMSNorm, softmax → the op itself
                                                                     (aero_compile.capturing.probing)
 
@@ -29,6 +30,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from aero_compile.capturing.adapters import join_adapters
 from aero_compile.capturing.convolutions import open_convolutions
 from aero_compile.capturing.dropouts import insert_dropout, make_dropouts
 from aero_compile.capturing.probing import recognize
@@ -83,6 +85,7 @@ def canonicalize(model: TransformedModel) -> TransformedModel:
     _attention(model)
     open_convolutions(model)
     _linear(model)
+    join_adapters(model)
     model.graph_changed()
     recognize(model)
     _biases(model)

@@ -113,6 +113,66 @@ class OwnNorms(Small):
         return self.head(self.final(self.block(self.block(x, 0), 1)))
 
 
+class GainBeside(nn.Module):
+    """LayerNorm without parameters, and a gain after it, as x-transformers has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln, self.gamma = nn.LayerNorm(WIDTH, elementwise_affine=False), nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.ln(x) * self.gamma
+        return out
+
+
+class FlatList(nn.Module):
+    """Attention and feed-forward blocks take turns in one list, each with its norm before it or after it."""
+
+    def __init__(self, pre_norm: bool) -> None:
+        super().__init__()
+        self.pre_norm = pre_norm
+        self.embedding, self.position = nn.Embedding(VOCAB, WIDTH), nn.Embedding(32, WIDTH)
+        feed_forward = [nn.Sequential(nn.Linear(WIDTH, 40), nn.GELU(), nn.Linear(40, WIDTH)) for _ in range(2)]
+        blocks = [block for pair in zip((Attend(), Attend()), feed_forward, strict=True) for block in pair]
+        self.layers = nn.ModuleList(nn.ModuleList([GainBeside(), block]) for block in blocks)
+        self.final, self.head = GainBeside() if pre_norm else nn.Identity(), nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: Tensor) -> Any:
+        x = self.embedding(ids) + self.position(torch.arange(ids.shape[1]))
+        for layer in self.layers:
+            norm, block = layer.children()
+            x = x + block(norm(x)) if self.pre_norm else norm(x + block(x))
+        return self.head(self.final(x))
+
+
+class Attend(Small):
+    def forward(self, x: Tensor) -> Any:
+        return self.attend(x, 0)
+
+
+class AdaptedLinear(nn.Module):
+    """A linear layer and a low-rank adapter beside it, as PEFT has them before they are merged."""
+
+    def __init__(self, base: nn.Linear, dropout: float) -> None:
+        super().__init__()
+        self.base = base
+        self.a, self.b = nn.Linear(base.in_features, 4, bias=False), nn.Linear(4, base.out_features, bias=False)
+        self.drop = nn.Dropout(dropout) if dropout else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x) + self.b(self.a(self.drop(x))) * 2.0
+        return out
+
+
+class Adapted(Small):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        for layers in (self.up, self.down, self.out):
+            base = layers[0]
+            assert isinstance(base, nn.Linear)
+            layers[0] = AdaptedLinear(base, dropout)
+
+
 def stacked() -> nn.Module:
     """A top-level nn.Sequential, whose parts have numbers for names."""
 
@@ -140,6 +200,9 @@ PLAIN: dict[str, tuple[Any, str]] = {
     "norms by F.normalize": (lambda: OwnNorms(NormalizedRms), "SM:6×R^{8×8} LN:4(+1 final)×R^{8×24} G:2×R^{8×40}"),
     "annotated norms": (lambda: OwnNorms(AnnotatedNorm), "SM:6×R^{8×8} LN:4(+1 final)×R^{8×24} G:2×R^{8×40}"),
     "scale norms": (lambda: OwnNorms(ScaleNorm), "SM:6×R^{8×8} LN:4(+1 final)×R^{8×24} G:2×R^{8×40}"),
+    "flat list, norms before": (lambda: FlatList(True), "SM:6×R^{8×8} LN:4(+1 final)×R^{8×24} G:2×R^{8×40}"),
+    "flat list, norms after": (lambda: FlatList(False), "SM:6×R^{8×8} LN:4×R^{8×24} G:2×R^{8×40}"),
+    "adapters": (Adapted, "SM:3×R^{8×8} LN:2×R^{8×24} G:1×R^{8×40}"),
     "sequential": (stacked, "SM:6×R^{8×8} LN:4(+1 final)×R^{8×24} G:2×R^{8×40}"),
 }
 
@@ -240,3 +303,24 @@ def test_one_sequence_freezes_to_its_own_deviation(norm: Any) -> None:
     ids = tokens(1, 1, vocab=VOCAB)
     frozen = aero_compile.transform(source, "freeze-layer-norm", calibration=ids)
     assert torch.allclose(frozen(ids), source(ids), atol=1e-10)
+
+
+@pytest.mark.parametrize("pre_norm", [True, False])
+def test_layers_of_norms_in_a_flat_list(pre_norm: bool) -> None:
+    model = aero_compile.transform(FlatList(pre_norm).eval(), "baseline")
+    assert [norm.layer for norm in model.structure.norms] == [0, 0, 1, 1, *([None] if pre_norm else [])]
+
+
+def test_adapters_stay_trainable() -> None:
+    source = randomize(Adapted()).eval()
+    model = aero_compile.transform(source, "baseline")
+    ids = tokens(vocab=VOCAB)
+    model(ids, labels=ids).loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    factors = [grads[f"{layer}.0.{factor}.weight"] for layer in ("up", "down", "out") for factor in "ab"]
+    assert all(grad is not None and bool(grad.abs().max() > 0) for grad in factors)
+
+
+def test_adapters_with_dropout_are_to_be_merged() -> None:
+    with pytest.raises(aero_compile.errors.UnsupportedModelError, match=r"merge_and_unload.*lora_dropout"):
+        aero_compile.transform(Adapted(0.1).eval(), "baseline")
