@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -110,12 +112,27 @@ _SPECIAL: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+_AS_INITIALIZED: ContextVar[bool] = ContextVar("as_initialized", default=False)
+
+
+@contextmanager
+def as_initialized() -> Iterator[None]:
+    """Within this context models keep the weights that their own code initializes them with, in float32."""
+    token = _AS_INITIALIZED.set(True)
+    try:
+        yield
+    finally:
+        _AS_INITIALIZED.reset(token)
+
+
 def randomize(model: M, seed: int = 0) -> M:
     """Draw every parameter anew, in float64; matrices keep the scale of their input.
 
     With a trained model's small initial weights a model without norms computes almost nothing, and with gains of
     exactly 1 and biases of 0 a lost gain or bias goes unnoticed.
     """
+    if _AS_INITIALIZED.get():
+        return model.float()
     model = model.double()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

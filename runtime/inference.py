@@ -27,10 +27,21 @@ from aero_compile.runtime.hosts.progress import Progress
 from aero_compile.runtime.hosts.tls import TLSConfig
 from aero_compile.runtime.lowering.defer import defer_normalization
 from aero_compile.runtime.lowering.guards import GuardCheck
-from aero_compile.runtime.lowering.partition import Observer, Partition, partition
+from aero_compile.runtime.lowering.norms import (
+    NO_DOUBLINGS,
+    NORMS,
+    Doublings,
+    NormSample,
+    fold,
+    foldable,
+    random_tokens,
+    vocabulary,
+)
+from aero_compile.runtime.lowering.partition import Observer, Partition, op_name, partition
 from aero_compile.runtime.lowering.ranges import RangeCheck
 from aero_compile.runtime.lowering.spu_compile import compile_steps
 from aero_compile.runtime.lowering.to_jax import lower
+from aero_compile.runtime.operators.limits import Format
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.spu_config import check_config, import_spu
 
@@ -209,10 +220,18 @@ def _compile(
     if not clamp and calibration is None:
         raise InputError("clamp=False needs calibration: text that shows how far scores spread")
     ranges = RangeCheck(field, fraction_bits, tolerances)
+    ranges.doublings = _doublings(model, ids, calibration, ranges.form)
     spreads = _calibrated(model, calibration, ranges)
     part = _partition(model, ids, ranges if check_ranges else None)
+    fold(part, ranges.doublings)
     defer_normalization(part)
-    live = lower(part, spreads={} if clamp else spreads, tolerances=tolerances, guards=ranges.form if guards else None)
+    live = lower(
+        part,
+        spreads={} if clamp else spreads,
+        tolerances=tolerances,
+        guards=ranges.form if guards else None,
+        doublings=ranges.doublings,
+    )
     ranges.raise_first(live.executed, live.weights, live.exponentials)
     if live.guards:
         texts = [] if calibration is None else [_checked_ids(model, batch) for batch in token_batches(calibration)]
@@ -221,6 +240,25 @@ def _compile(
             _partition(model, text, check)
         check.raise_first()
     return Compiled(compile_steps(live, protocol, field, fraction_bits), live.weights)
+
+
+def _doublings(model: torch.nn.Module, ids: npt.NDArray[np.int64], calibration: Any, form: Format) -> Doublings:
+    """By which powers of two each norm's rows are multiplied, or the weights before them.
+
+    They follow from the calibration text, or from random tokens of the shape of ``ids``: never from ``ids`` themselves.
+    """
+    if not any(op_name(node) in NORMS for node in _graph(model).nodes):
+        return NO_DOUBLINGS
+    if calibration is None:
+        size = _declared(model)["vocab_size"] or vocabulary(_partition(model, np.zeros_like(ids), None))
+        texts = random_tokens(size, (ids.shape[0], ids.shape[1]))
+    else:
+        texts = iter(token_batches(calibration))
+    sample = NormSample()
+    for text in texts:
+        part = _partition(model, _checked_ids(model, text), sample)
+    found = sample.doublings(form)
+    return Doublings(found, frozenset(name for name in foldable(part) if found.get(name, 0) > 0))
 
 
 def _partition(model: torch.nn.Module, ids: npt.NDArray[np.int64], ranges: Observer | None) -> Partition:

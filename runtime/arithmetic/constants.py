@@ -38,6 +38,11 @@ def fixed_point(fraction_bits: int) -> Iterator[None]:
         _FRACTION_BITS.reset(token)
 
 
+def in_fixed_point() -> bool:
+    """Whether a function is traced for fixed point."""
+    return _FRACTION_BITS.get() is not None
+
+
 def is_public(value: Any) -> bool:
     """Whether an operator's argument is a number or an array that both parties know, not a JAX array."""
     return isinstance(value, (int, float, np.ndarray, np.generic))

@@ -31,9 +31,10 @@ from aero_compile.runtime.lowering.bound_rules import RULES
 from aero_compile.runtime.lowering.bounds import Bound, Shape
 from aero_compile.runtime.lowering.live import LiveStep
 from aero_compile.runtime.lowering.masks import Masked, find_mask
+from aero_compile.runtime.lowering.norms import NO_DOUBLINGS, Doublings
 from aero_compile.runtime.lowering.partition import Domain, Partition, op_name, place_of
 from aero_compile.runtime.operators import registry
-from aero_compile.runtime.operators.limits import LIMITS, Format, Quantity
+from aero_compile.runtime.operators.limits import LEAST_DEVIATION, LEAST_VARIANCE, LIMITS, Format, Quantity
 from aero_compile.runtime.operators.watching import count_outside
 
 COMBINATIONS = 20
@@ -121,8 +122,8 @@ def final_step(steps: Sequence[LiveStep]) -> LiveStep | None:
 class Plan:
     """``guards`` of the values that nodes compute, and what to ``watch`` inside of nodes: (low, high) by name."""
 
-    guards: Mapping[fx.Node, tuple[Guard, ...]]
-    watched: Mapping[fx.Node, Mapping[str, Ends]]
+    guards: Mapping[fx.Node, tuple[Guard, ...]] = field(default_factory=dict)
+    watched: Mapping[fx.Node, Mapping[str, Ends]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -150,21 +151,33 @@ class GuardCheck:
             raise LoweringError(self.found[0])
 
 
-def plan_guards(part: Partition, order: Sequence[fx.Node], form: Format, is_tokens: Callable[[fx.Node], bool]) -> Plan:
+def plan_guards(
+    part: Partition,
+    order: Sequence[fx.Node],
+    form: Format,
+    is_tokens: Callable[[fx.Node], bool],
+    doublings: Doublings = NO_DOUBLINGS,
+) -> Plan:
     """Find the values of the live nodes ``order`` that need a guard, as few and as early ones as possible.
 
     Raises:
         LoweringError: an operator holds on no range that a guard could keep.
     """
-    return Planner(part, order, form, is_tokens).plan()
+    return Planner(part, order, form, is_tokens, doublings).plan()
 
 
 class Planner:
     """Follows bounds through the graph, from the start again after each guard that turned out to be needed."""
 
     def __init__(
-        self, part: Partition, order: Sequence[fx.Node], form: Format, is_tokens: Callable[[fx.Node], bool]
+        self,
+        part: Partition,
+        order: Sequence[fx.Node],
+        form: Format,
+        is_tokens: Callable[[fx.Node], bool],
+        doublings: Doublings = NO_DOUBLINGS,
     ) -> None:
+        self.doublings = doublings
         self.part, self.order, self.form = part, [n for n in order if not is_tokens(n)], form
         self.limits: dict[fx.Node, float] = {}
         self.centered: dict[fx.Node, Guard] = {}
@@ -239,12 +252,17 @@ class Planner:
             for key, value in given.items()
             if isinstance(value, fx.Node) and self.part.domains[value] is Domain.PUBLIC
         }
-        for quantity in LIMITS[name](self.form, stand_ins, public):
+        options = self.doublings.of(node)
+        if options.get("folded"):
+            options = {}  # rows come doubled: limits are those of what they are then
+        for quantity in LIMITS[name](self.form, stand_ins | options, public):
             if quantity.what == "sum of squares":
                 self._rows_to_square(node, given, quantity.high)
             elif quantity.what == "smaller of dividend and divisor":
                 self._narrow(node, given, quantity.high)
-            elif quantity.what != "product":  # a rule of products sees to that
+            elif quantity.what == "variance":
+                self._watch(node, given, quantity, gain=4.0 ** options.get("doublings", 0))
+            elif quantity.what not in _ELSEWHERE:
                 self._watch(node, given, quantity)
 
     def _stand_in(self, value: Any) -> Any:
@@ -273,11 +291,12 @@ class Planner:
             low, most = self.watched.get(node, {}).get("divisor", (None, None))
             self.watched.setdefault(node, {})["divisor"] = (low, min(high, most or high))
 
-    def _watch(self, node: fx.Node, given: Mapping[str, Any], quantity: Quantity) -> None:
+    def _watch(self, node: fx.Node, given: Mapping[str, Any], quantity: Quantity, gain: float = 1.0) -> None:
+        """``gain``: what an operator looks at is so many times the quantity."""
         found = self._reached(quantity.what, node, given)
         ends = (
-            None if found.low >= quantity.low else quantity.low,
-            None if found.high <= quantity.high else quantity.high,
+            None if found.low >= quantity.low else gain * quantity.low,
+            None if found.high <= quantity.high else gain * quantity.high,
         )
         if ends != (None, None):
             self.watched.setdefault(node, {})[quantity.what] = ends
@@ -351,6 +370,9 @@ class Planner:
             return {value}
         return {source for used in value.all_input_nodes for source in self._sources(used)}
 
+
+_ELSEWHERE = frozenset({"product", LEAST_DEVIATION, LEAST_VARIANCE})
+"""What is not watched: a rule of products sees to it, or it costs accuracy alone and wraps nothing."""
 
 _PRODUCTS = frozenset(
     f"aten.{name}" for name in ["matmul", "mm", "bmm", "linear", "einsum", "mul", "square", "pow", "div"]

@@ -21,6 +21,7 @@ from torch import fx
 from aero_compile.errors import LoweringError
 from aero_compile.runtime.arithmetic.exponential import Exponential
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
+from aero_compile.runtime.lowering.norms import NO_DOUBLINGS, Doublings
 from aero_compile.runtime.lowering.partition import MASKED_BELOW, SOFTMAXES, Domain, op_name, place_of
 from aero_compile.runtime.operators import registry
 from aero_compile.runtime.operators.limits import LIMITS, Format
@@ -30,7 +31,8 @@ from aero_compile.runtime.operators.limits import LIMITS, Format
 class RangeCheck:
     """An observer for ``partition``: values on which an operator does not hold, and how far scores spread.
 
-    ``spreads`` has, for each softmax, the largest difference of two allowed scores of a row seen so far.
+    ``spreads`` has, for each softmax, the largest difference of two allowed scores of a row seen so far. ``doublings``
+    tells by which powers of two the rows of norms are multiplied.
     """
 
     ring_bits: int
@@ -38,6 +40,7 @@ class RangeCheck:
     tolerances: Tolerances = DEFAULT
     found: list[tuple[str, str]] = field(default_factory=list)
     spreads: dict[str, float] = field(default_factory=dict)
+    doublings: Doublings = NO_DOUBLINGS
 
     @property
     def form(self) -> Format:
@@ -60,6 +63,7 @@ class RangeCheck:
         name = op_name(node)
         if name in LIMITS:
             given = registry.bind(node.target, args, kwargs)
+            given |= self.doublings.of(node)
             nodes = registry.bind(node.target, node.args, node.kwargs)
             given_by = {key: each for key, each in nodes.items() if isinstance(each, fx.Node)}
             public = {key for key, each in given_by.items() if domains[each] is Domain.PUBLIC}

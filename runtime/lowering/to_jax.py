@@ -29,6 +29,7 @@ from aero_compile.runtime.lowering.constants import checked_literal, to_numpy
 from aero_compile.runtime.lowering.guards import GUARD, Plan, count_name, final_step, guard_step, plan_guards
 from aero_compile.runtime.lowering.live import Call, LiveProgram, LiveStep, Ref, describe, is_part, label, refusing
 from aero_compile.runtime.lowering.masks import Masked, find_mask
+from aero_compile.runtime.lowering.norms import NO_DOUBLINGS, Doublings
 from aero_compile.runtime.lowering.ownership import (
     refuse_huge_table,
     refuse_huge_weight,
@@ -60,6 +61,7 @@ def lower(
     spreads: Mapping[str, float] | None = None,
     tolerances: Tolerances = DEFAULT,
     guards: Format | None = None,
+    doublings: Doublings = NO_DOUBLINGS,
 ) -> LiveProgram:
     """Lower every live node of ``part`` that the logits need.
 
@@ -67,13 +69,13 @@ def lower(
     JAX); ``dtype`` is that of the weights. ``spreads``: for softmaxes, by the name of their node, the largest
     difference of two scores of a row that will come; any may come where it says nothing. ``tolerances``: how far off
     approximations may be. ``guards``: the format whose ranges private checks keep where no bound shows that they are
-    kept; None: none are made.
+    kept; None: none are made. ``doublings``: by which powers of two the rows of norms are multiplied.
 
     Raises:
         InputError: no approximation is as close as is asked for.
         LoweringError: an operator cannot be lowered; the message names it and its place in the model.
     """
-    return _Lowering(part, exact, dtype, spreads or {}, tolerances, guards).program()
+    return _Lowering(part, exact, dtype, spreads or {}, tolerances, guards, doublings).program()
 
 
 @dataclass
@@ -93,13 +95,12 @@ class _Lowering:
         spreads: Mapping[str, float],
         tolerances: Tolerances,
         guards: Format | None,
+        doublings: Doublings,
     ) -> None:
-        self.part = part
-        self.spreads = spreads
-        self.tolerances = tolerances
+        self.part, self.doublings = part, doublings
+        self.spreads, self.tolerances = spreads, tolerances
         self.exponentials: dict[str, Exponential] = {}
-        self.exact = exact
-        self.dtype = dtype
+        self.exact, self.dtype = exact, dtype
         self.masks: dict[fx.Node, Masked] = {}
         self.weights: dict[str, npt.NDArray[Any]] = {}
         self._weight_names: dict[object, str] = {}
@@ -109,7 +110,7 @@ class _Lowering:
         self.strips = dict(self._blocked_products())
         self.vocabulary = self._vocabulary()
         runs = all(op_name(n) in RULES for n in self.order if not self._is_tokens(n))  # else it is refused below
-        self.plan = plan_guards(part, self.order, guards, self._is_tokens) if guards and runs else Plan({}, {})
+        self.plan = plan_guards(part, self.order, guards, self._is_tokens, doublings) if guards and runs else Plan()
 
     # --- which nodes, in which steps ------------------------------------------------------------------
 
@@ -308,7 +309,7 @@ class _Lowering:
         if op_name(node) == "dropout":
             return Call(views.first, {"x": next(iter(live.values()))}, {})
         assert function is not None
-        options = {"exact": self.exact, "tolerances": self.tolerances}
+        options = {"exact": self.exact, "tolerances": self.tolerances} | self.doublings.of(node)
         return Call(refusing(function, self._unsupported, node), live, options)
 
     def _exponential(self, node: fx.Node) -> Exponential:

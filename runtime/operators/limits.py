@@ -54,6 +54,16 @@ class Format:
         """Largest factor that may be multiplied with a rounded reciprocal: 64 times 3 units are 7e-4."""
         return 2.0 ** (self.fraction_bits - 12)
 
+    @property
+    def least_deviation(self) -> float:
+        """Smallest root of variance and eps of a row whose elements are off by two units: below 0.8 % of it."""
+        return 2.0 ** (8 - self.fraction_bits)
+
+    @property
+    def least_variance(self) -> float:
+        """Smallest variance whose inverse root a norm takes: four units less or more of it change that by 0.2 %."""
+        return 2.0 ** (10 - self.fraction_bits) / NORM_GAIN
+
 
 @dataclass(frozen=True)
 class Quantity:
@@ -123,29 +133,65 @@ def _exp(form: Format, given: Mapping[str, Any], public: Collection[str]) -> tup
     return (_argument(power.lowest, power.highest),)
 
 
-def _norm(
-    form: Format, given: Mapping[str, Any], public: Collection[str], centers: bool = False
-) -> tuple[Quantity, ...]:
-    shape = given["normalized_shape"]
-    dims = tuple(range(-len(shape), 0))
+LEAST_DEVIATION = "deviation of a row, root of variance and eps"
+LEAST_VARIANCE = "smallest variance and eps (over the size of the result)"
 
-    def squares(given: Mapping[str, Any]) -> Tensor:
-        x: Tensor = given["input"].double()
-        x = x - x.mean(dims, keepdim=True) if centers else x
-        return x.square().sum(dims)
 
-    def variance(given: Mapping[str, Any]) -> Tensor:
-        divided: Tensor = squares(given) / math.prod(shape)
-        return divided
+def row_variances(given: Mapping[str, Any], name: str) -> Tensor:
+    """Mean square of each row that a norm ("aten.layer_norm" or "aten.rms_norm") takes, less its mean for the first."""
+    x: Tensor = given["input"].double()
+    dims = tuple(range(-len(given["normalized_shape"]), 0))
+    x = x - x.mean(dims, keepdim=True) if name == "aten.layer_norm" else x
+    return x.square().mean(dims)
+
+
+def eps_of(given: Mapping[str, Any]) -> float:
+    """eps of a norm; PyTorch's RMSNorm takes that of the format for None."""
+    eps = given.get("eps")
+    return float(torch.finfo(given["input"].dtype).eps if eps is None else eps)
+
+
+def rooted(variances: Tensor, eps: float) -> Tensor:
+    """Variance and eps of each row over the size of its results: small rows give small results, however they err."""
+    return (variances + eps) ** 1.5 / variances.sqrt()
+
+
+def _norm(form: Format, given: Mapping[str, Any], name: str) -> tuple[Quantity, ...]:
+    gain = 4.0 ** given.get("doublings", 0)
+    eps = eps_of(given)
+    finer = 2.0 ** given.get("doublings", 0) if given.get("folded") else 1.0
+
+    def variances(given: Mapping[str, Any]) -> Tensor:
+        return row_variances(given, name)
+
+    def sums(given: Mapping[str, Any]) -> Tensor:
+        total: Tensor = variances(given) * math.prod(given["normalized_shape"])
+        return total
 
     return (
-        Quantity("sum of squares", 0.0, form.limit, squares),
-        Quantity("variance", 0.0, form.inverse_limit / NORM_GAIN, variance),
+        Quantity("sum of squares", 0.0, form.limit / gain, sums),
+        Quantity("variance", 0.0, form.inverse_limit / NORM_GAIN / gain, variances),
+        Quantity(
+            LEAST_DEVIATION,
+            form.least_deviation / finer,
+            math.inf,
+            lambda given: (variances(given) + eps).sqrt(),
+        ),
+        Quantity(
+            LEAST_VARIANCE,
+            form.least_variance / gain,
+            math.inf,
+            lambda given: rooted(variances(given), eps),
+        ),
     )
 
 
-def _centered_norm(form: Format, given: Mapping[str, Any], public: Collection[str]) -> tuple[Quantity, ...]:
-    return _norm(form, given, public, centers=True)
+def _layer_norm(form: Format, given: Mapping[str, Any], public: Collection[str]) -> tuple[Quantity, ...]:
+    return _norm(form, given, "aten.layer_norm")
+
+
+def _rms_norm(form: Format, given: Mapping[str, Any], public: Collection[str]) -> tuple[Quantity, ...]:
+    return _norm(form, given, "aten.rms_norm")
 
 
 def _scaled_product(form: Format, given: Mapping[str, Any], public: Collection[str]) -> tuple[Quantity, ...]:
@@ -172,8 +218,8 @@ clone alias contiguous detach lift_fresh_copy to _to_copy type_as dropout featur
 LIMITS: dict[str, Row] = {
     **{f"aten.{name}": anywhere for name in _ANYWHERE.split()},
     **dict.fromkeys(("getitem", "dropout"), anywhere),
-    "aten.layer_norm": _centered_norm,
-    "aten.rms_norm": _norm,
+    "aten.layer_norm": _layer_norm,
+    "aten.rms_norm": _rms_norm,
     **dict.fromkeys(("aten.addmm", "aten.baddbmm"), _scaled_product),
     **dict.fromkeys(("aten.sqrt", "aten.rsqrt", "aten.log"), _root),
     "aten.reciprocal": _reciprocal,

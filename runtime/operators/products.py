@@ -10,7 +10,16 @@ from typing import Any
 import numpy as np
 
 from aero_compile.runtime.arithmetic.ciphertexts import REQUEST_BYTES, RESPONSE_BYTES, MatmulCount, matmul
-from aero_compile.runtime.arithmetic.constants import is_public, mean, scale, scaled_table, times
+from aero_compile.runtime.arithmetic.constants import (
+    in_fixed_point,
+    is_public,
+    mean,
+    scale,
+    scale_down,
+    scale_up,
+    scaled_table,
+    times,
+)
 from aero_compile.runtime.arithmetic.roots import inverse_root
 from aero_compile.runtime.arithmetic.squares import square, twice_product
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
@@ -178,16 +187,35 @@ def _addmm(
 
 
 NORM_GAIN = 4.0
-"""Norms take the root of 4 times the variance: two more bits of it survive the fixed point."""
+"""Norms take the root of 4 times the variance: (x + r)² − x² − r² is 2·x·r, and two more bits of it survive."""
+
+LEAST_EPS = 2.0**-16
+"""Under a root eps is no less, so that rounding makes nothing negative of rows of zeros."""
 
 
-def _scale_rows(centered: Any, shape: Sequence[int], eps: float, weight: Any, bias: Any, tolerances: Tolerances) -> Any:
+def _scale_rows(
+    centered: Any,
+    shape: Sequence[int],
+    eps: float,
+    weight: Any,
+    bias: Any,
+    tolerances: Tolerances,
+    doublings: int,
+    folded: bool,
+) -> Any:
+    """``centered`` over the root of its rows' mean square and ``eps``, by rows times 2^``doublings``.
+
+    ``folded``: they are so already.
+    """
     axes = tuple(range(-len(shape), 0))
+    if not folded:
+        centered = scale_up(centered, doublings) if doublings >= 0 else scale_down(centered, -doublings)
     # The sum of squares is divided once, after the sum: one rounding instead of one an element.
     squares = square(centered)
     variance = scale(squares.sum(axis=axes, keepdims=True), NORM_GAIN / math.prod(shape))
     watch("variance", scale(variance, 1.0 / NORM_GAIN))
-    out = twice_product(centered, inverse_root(variance + NORM_GAIN * eps, tolerances.root), squares)
+    least = max(NORM_GAIN * 4.0**doublings * eps, LEAST_EPS if in_fixed_point() else 0.0)
+    out = twice_product(centered, inverse_root(variance + least, tolerances.root), squares)
     out = out if weight is None else out * weight
     return out if bias is None else out + bias
 
@@ -200,10 +228,13 @@ def _layer_norm(
     bias: Any = None,
     eps: float = 1e-5,
     tolerances: Tolerances = DEFAULT,
+    doublings: int = 0,
+    folded: bool = False,
     **_: Any,
 ) -> Any:
     axes = tuple(range(-len(normalized_shape), 0))
-    return _scale_rows(input - mean(input, axes, keepdims=True), normalized_shape, eps, weight, bias, tolerances)
+    centered = input - mean(input, axes, keepdims=True)
+    return _scale_rows(centered, normalized_shape, eps, weight, bias, tolerances, doublings, folded)
 
 
 @operator("rms_norm")
@@ -213,7 +244,9 @@ def _rms_norm(
     weight: Any = None,
     eps: float | None = None,
     tolerances: Tolerances = DEFAULT,
+    doublings: int = 0,
+    folded: bool = False,
     **_: Any,
 ) -> Any:
     tiny = float(np.finfo(input.dtype).eps) if eps is None else eps
-    return _scale_rows(input, normalized_shape, tiny, weight, None, tolerances)
+    return _scale_rows(input, normalized_shape, tiny, weight, None, tolerances, doublings, folded)
