@@ -106,6 +106,15 @@ def scale_up(x: Any, doublings: int) -> Any:
     return x
 
 
+def scale_down(x: Any, halvings: int) -> Any:
+    """x · 2^-``halvings`` for a JAX array, up to two units of the last place, safe to be multiplied with afterwards.
+
+    The unit that is added keeps the compiler from multiplying later factors with 2^-``halvings`` first.
+    """
+    bits = _FRACTION_BITS.get()
+    return x * 2.0**-halvings if bits is None else x * np.float32(2.0**-halvings) + np.float32(2.0**-bits)
+
+
 def mean(x: Any, axis: Any = None, keepdims: bool = False) -> Any:
     """Mean of a JAX array, within a few units of the last place however large it is.
 

@@ -1,0 +1,218 @@
+"""Norms of rows of any variance: right, or refused before anything runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aero_compile.errors import LoweringError
+from aero_compile.runtime import inference
+from aero_compile.runtime.lowering.norms import (
+    Doublings,
+    NormSample,
+    _doublings,
+    _Rows,
+    fold,
+    foldable,
+    random_tokens,
+)
+from aero_compile.runtime.lowering.partition import partition
+from aero_compile.runtime.lowering.to_jax import lower
+from aero_compile.runtime.operators.limits import Format
+from aero_compile.runtime.operators.products import NORM_GAIN
+from aero_compile.runtime.program import one_hot
+from tests.runtime.graphs import TokenRows, aten, expected, simulate
+
+pytest.importorskip("spu")
+
+FORM = Format(64, 18)
+WIDTH = 33
+IN_BOTH = pytest.mark.parametrize("protocol", ["semi2k", pytest.param("cheetah", marks=pytest.mark.slow)])
+
+Norm = Callable[[Any, float], Any]
+
+
+def _layer_norm(x: Any, eps: float) -> Any:
+    return aten.layer_norm.default(x, [WIDTH], None, None, eps)
+
+
+def _rms_norm(x: Any, eps: float) -> Any:
+    return aten.rms_norm.default(x, [WIDTH], None, eps)
+
+
+def _model(values: torch.Tensor, norm: Norm, eps: float = 1e-5, kept: bool = False) -> TokenRows:
+    """A norm of ``values``; ``kept``: another operator reads them too, so that their weights cannot be doubled."""
+
+    def body(x: Any, m: Any) -> Any:
+        return aten.add.Tensor(norm(x, eps), aten.mul.Scalar(x, 0.0)) if kept else norm(x, eps)
+
+    return TokenRows(values, body)
+
+
+def _privately(model: TokenRows, protocol: str = "semi2k") -> npt.NDArray[np.float64]:
+    """What two parties compute; LoweringError if a value is outside what an operator holds on."""
+    ids = model.ids.numpy()
+    compiled = inference._compile(model, ids, protocol, 64, 18, None, True, FORM.tolerances)
+    tokens = one_hot(ids, len(ids[0]))
+    return simulate(compiled.program, {compiled.program.tokens.name: tokens}, compiled.weights)
+
+
+def _rows(deviation: float, rows: int = 16) -> torch.Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * deviation
+
+
+@IN_BOTH
+@pytest.mark.parametrize(
+    ("deviation", "norm", "kept"),
+    [(3e-3, _layer_norm, True), (3e-2, _rms_norm, True), (300.0, _layer_norm, True), (3e-3, _layer_norm, False)],
+)
+def test_rows_of_any_variance(deviation: float, norm: Norm, kept: bool, protocol: str) -> None:
+    model = _model(_rows(deviation), norm, kept=kept)
+    rounding = 4 * 2.0**-18 / deviation if kept else 0.0
+    error = np.abs(_privately(model, protocol) - expected(model))
+    assert error.max() <= 3 * 7e-4 + rounding
+
+
+@pytest.mark.parametrize("deviation", [1e-5, 3000.0])
+def test_weights_in_front_of_a_norm_hold_rows_that_18_bits_do_not(deviation: float) -> None:
+    model = _model(_rows(deviation), _rms_norm, eps=1e-12)
+    assert np.abs(_privately(model) - expected(model)).max() <= 3 * 7e-4
+
+
+@pytest.mark.parametrize(("deviation", "eps"), [(5e-4, 1e-12), (0.0, 1e-8), (0.0, 1e-12)])
+def test_rows_below_what_18_bits_hold_are_refused(deviation: float, eps: float) -> None:
+    with pytest.raises(LoweringError, match=r"deviation of a row.* of aten\.rms_norm"):
+        _privately(_model(_rows(deviation), _rms_norm, eps, kept=True))
+
+
+def test_zeros_and_large_rows_beside_small_ones() -> None:
+    """Padding embeddings are zeros, and first positions may be a thousand times larger than others."""
+    values = _rows(0.5)
+    values[3] = 0.0
+    values[0] *= 300.0
+    model = _model(values, _layer_norm, kept=True)
+    assert np.abs(_privately(model) - expected(model)).max() <= 5e-3
+
+
+def test_rows_too_different_are_refused() -> None:
+    values = _rows(0.01)
+    values[0] *= 1e5
+    with pytest.raises(LoweringError, match=r"smallest variance and eps.* of aten\.layer_norm"):
+        _privately(_model(values, _layer_norm, kept=True))
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    size=st.floats(-9, 5),
+    spread=st.floats(0, 8),
+    eps=st.sampled_from([1e-12, 1e-6, 1e-5, 1e-2]),
+    width=st.integers(1, 8192),
+)
+def test_scaled_rows_fit_with_a_margin(size: float, spread: float, eps: float, width: int) -> None:
+    most = 10.0**size
+    rows = _Rows(10.0 ** (size - spread), most, eps, width)
+    gain = 4.0 ** _doublings(rows, FORM)
+    assert 4 * gain * (most + eps) <= FORM.inverse_limit / NORM_GAIN
+    assert 4 * gain * width * most <= FORM.limit
+    roomy = 16 * gain * width * max(most + eps, 2.0**-18) * 4 <= FORM.limit
+    if roomy and 64 * gain * NORM_GAIN * (most + eps) <= FORM.inverse_limit:  # then nothing is left below its place
+        assert gain * rows.least >= 16 * FORM.least_variance * 0.999
+
+
+@pytest.mark.parametrize("variance", [0.02, 1.0, 500.0])
+def test_ordinary_rows_are_left_as_they_are(variance: float) -> None:
+    assert _doublings(_Rows(variance, variance, 1e-5, 768), FORM) == 0
+
+
+def _fused(x: Any, m: Any) -> Any:
+    q, k, v = (aten.slice.Tensor(aten.linear.default(x, m.w, m.b), -1, 11 * i, 11 * i + 11) for i in range(3))
+    mixed = aten.add.Tensor(aten.rms_norm.default(q, [11], None, 1e-5), aten.rms_norm.default(k, [11], None, 1e-5))
+    return aten.add.Tensor(mixed, v)
+
+
+def _fused_once(x: Any, m: Any) -> Any:
+    both = aten.linear.default(x, m.w, m.b)
+    q, k, v = (aten.slice.Tensor(both, -1, 11 * i, 11 * i + 11) for i in range(3))
+    mixed = aten.add.Tensor(aten.rms_norm.default(q, [11], None, 1e-5), aten.rms_norm.default(k, [11], None, 1e-5))
+    return aten.add.Tensor(mixed, v)
+
+
+@pytest.mark.parametrize("body", [_fused, _fused_once])
+def test_folding_changes_only_what_the_norm_reads(body: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        "w": torch.randn(33, 8, generator=generator, dtype=torch.float64) * 1e-3,
+        "b": torch.randn(33, generator=generator, dtype=torch.float64) * 1e-3,
+    }
+    model = TokenRows(torch.randn(5, 8, generator=generator, dtype=torch.float64), body, weights)
+    import jax
+
+    with jax.experimental.enable_x64():  # type: ignore[no-untyped-call, unused-ignore]
+        sample = NormSample()
+        part = partition(model, model.logits_graph(), model.ids, sample)
+        doublings, names = sample.doublings(FORM), foldable(part)
+        assert len(names) == 2
+        assert all(doublings[name] >= 4 for name in names)
+        both = Doublings(doublings, names.keys())
+        fold(part, both)
+        live = lower(part, exact=True, dtype=np.float64, doublings=both)
+        found = np.asarray(live.run(one_hot(model.ids.numpy(), 5).astype(np.float64)))
+    np.testing.assert_allclose(found, expected(model), rtol=1e-12, atol=1e-12)
+    assert largest(live.weights) > 2 ** min(doublings.values()) * 1e-3
+
+
+def largest(weights: dict[str, Any]) -> float:
+    return max(float(np.abs(array).max()) for name, array in weights.items() if "mul" in name)
+
+
+def test_a_slice_that_others_read_too_is_not_folded() -> None:
+    def body(x: Any, m: Any) -> Any:
+        both = aten.linear.default(x, m.w)
+        q, k = aten.slice.Tensor(both, -1, 0, 6), aten.slice.Tensor(both, -1, 4, 10)
+        return aten.add.Tensor(aten.rms_norm.default(q, [6], None, 1e-5), aten.rms_norm.default(k, [6], None, 1e-5))
+
+    model = TokenRows(torch.randn(5, 8), body, {"w": torch.randn(10, 8)})
+    assert not foldable(partition(model, model.logits_graph(), model.ids))
+
+
+def test_the_program_does_not_depend_on_the_tokens() -> None:
+    model = _model(_rows(1.0) * torch.logspace(-3, 0, 16)[:, None], _layer_norm, kept=True)
+    found = set()
+    for ids in (model.ids, torch.full_like(model.ids, 15)):
+        found.add(tuple(inference._doublings(model, ids.numpy(), None, FORM).by_norm.items()))
+    assert len(found) == 1
+    assert min(dict(*found).values()) > 0
+
+
+def test_calibration_text_decides_where_it_is_given() -> None:
+    values = torch.cat([_rows(1.0, 8), _rows(1e-2, 8)])
+    model = _model(values, _layer_norm, kept=True)
+    small, large = (
+        inference._doublings(model, model.ids.numpy(), torch.full((1, 16), token), FORM).by_norm for token in (12, 2)
+    )
+    assert min(small.values()) >= 3 > max(large.values()) == 0
+
+
+@pytest.mark.parametrize(("shape", "draws"), [((1, 1), 16), ((1, 13), 5), ((2, 128), 1)])
+def test_random_tokens_are_few_and_the_same(shape: tuple[int, int], draws: int) -> None:
+    first, again = list(random_tokens(61, shape)), list(random_tokens(61, shape))
+    assert len(first) == draws
+    assert all(a.shape == shape and torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_least_of_several_texts_counts() -> None:
+    sample = NormSample()
+    for deviation in (1.0, 1e-3, 10.0):
+        model = _model(_rows(deviation), _layer_norm)
+        partition(model, model.logits_graph(), model.ids, sample)
+    (rows,) = sample.rows.values()
+    assert rows.least < 1e-4 < 50 < rows.most
+    assert math.isclose(rows.eps, 1e-5)
