@@ -94,9 +94,11 @@ def _doublings(rows: _Rows, form: Format) -> int:
     room = math.log2(min(form.inverse_limit / NORM_GAIN, form.limit / rows.width) / largest) / 2
     spare = math.log2(MARGIN) / 2
     highest = math.floor(room - spare)
-    if lift > highest:  # rows so different that both ends cannot have all of their margin
-        highest = math.floor(room - spare / 2)
-    return min(math.ceil(max(lift, 0.0)), highest)
+    if lift <= highest:
+        return min(math.ceil(max(lift, 0.0)), highest)
+    needed, utmost = math.ceil(lift - spare), math.floor(room - spare / 2)
+    # Rows so different that not all hold: small ones are right, since large ones are noticed and refused.
+    return utmost if needed <= utmost else max(needed, 0)
 
 
 def random_tokens(vocabulary: int, shape: tuple[int, int]) -> Iterator[Tensor]:

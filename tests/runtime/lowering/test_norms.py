@@ -105,7 +105,7 @@ def test_zeros_and_large_rows_beside_small_ones() -> None:
 def test_rows_too_different_are_refused() -> None:
     values = _rows(0.01)
     values[0] *= 1e5
-    with pytest.raises(LoweringError, match=r"smallest variance and eps.* of aten\.layer_norm"):
+    with pytest.raises(LoweringError, match=r"of aten\.layer_norm .* must lie between"):
         _privately(_model(values, _layer_norm, kept=True))
 
 
@@ -120,11 +120,11 @@ def test_scaled_rows_fit_with_a_margin(size: float, spread: float, eps: float, w
     most = 10.0**size
     rows = _Rows(10.0 ** (size - spread), most, eps, width)
     gain = 4.0 ** _doublings(rows, FORM)
-    assert 4 * gain * (most + eps) <= FORM.inverse_limit / NORM_GAIN
-    assert 4 * gain * width * most <= FORM.limit
-    roomy = 16 * gain * width * max(most + eps, 2.0**-18) * 4 <= FORM.limit
-    if roomy and 64 * gain * NORM_GAIN * (most + eps) <= FORM.inverse_limit:  # then nothing is left below its place
-        assert gain * rows.least >= 16 * FORM.least_variance * 0.999
+    high = gain * max((most + eps) * NORM_GAIN / FORM.inverse_limit, width * most / FORM.limit)
+    low = gain * rows.least / FORM.least_variance
+    assert low >= 0.999  # small rows hold always: nobody would notice
+    if high > 1 / 4:  # rows too different, or all too large for their own size: nothing is scaled up that need not be
+        assert gain <= 1 or low < 64
 
 
 @pytest.mark.parametrize("variance", [0.02, 1.0, 500.0])
