@@ -103,23 +103,31 @@ def test_tables_of_small_entries_are_raised_row_by_row(bits: int) -> None:
     assert (np.ldexp(raised.astype(np.float64), bits) % 1 == 0).all()
 
 
-AVERAGES = torch.from_numpy(np.tril(np.ones((48, 48))) / np.arange(1, 49)[:, None] / 1000)
-PUBLIC = torch.tensor([1e-5, 1.0, -3e-4, 0.02, 7e-7, 0.0, 5.0, 1 / 3], dtype=torch.float64)
+def _decades(x: Any) -> Any:
+    """Public numbers from 0.1 down to 10^-7, [8]: what follows from shapes and literals alone is public."""
+    return aten.exp.default(aten.mul.Scalar(aten.cumsum.default(aten.new_ones.default(x, [8]), 0), -2.0))
+
+
+def _averages(x: Any) -> Any:
+    """The running average of 48 rows over 1000, [48, 48]."""
+    ones = aten.tril.default(aten.new_ones.default(x, [48, 48]))
+    return aten.div.Tensor(ones, aten.mul.Scalar(aten.sum.dim_IntList(ones, [1], True), 1000.0))
+
 
 OPERATORS: tuple[Callable[[Any], Any], ...] = (
     lambda x: aten.mul.Scalar(x, 1e-6),
-    lambda x: aten.mul.Tensor(x, PUBLIC),
-    lambda x: aten.mul.Tensor(PUBLIC, x),
+    lambda x: aten.mul.Tensor(x, _decades(x)),
+    lambda x: aten.mul.Tensor(_decades(x), x),
     lambda x: aten.div.Scalar(x, 3e5),
-    lambda x: aten.div.Tensor(x, torch.arange(1, 9) * 1000),
+    lambda x: aten.div.Tensor(x, aten.cumsum.default(aten.new_full.default(x, [8], 1000.0), 0)),
     lambda x: aten.add.Tensor(aten.mul.Scalar(x, 1e-4), x, alpha=1e-5),
     lambda x: aten.sub.Tensor(aten.mul.Scalar(x, 1e-4), x, alpha=1e-5),
     lambda x: aten.rsub.Scalar(aten.mul.Scalar(x, 1e-4), 1.0, 1e-3),
     lambda x: aten.leaky_relu.default(x, 1e-5),
     lambda x: aten.mean.dim(x, [0], True),
-    lambda x: aten.matmul.default(AVERAGES, x),
-    lambda x: aten.transpose.int(aten.linear.default(aten.transpose.int(x, 0, 1), AVERAGES), 0, 1),
-    lambda x: aten.einsum.default("tk,kd->td", [torch.full_like(AVERAGES, 1 / 48e3), x]),
+    lambda x: aten.matmul.default(_averages(x), x),
+    lambda x: aten.transpose.int(aten.linear.default(aten.transpose.int(x, 0, 1), _averages(x)), 0, 1),
+    lambda x: aten.einsum.default("tk,kd->td", [aten.new_full.default(x, [48, 48], 1 / 48e3), x]),
 )
 
 
@@ -132,10 +140,10 @@ def test_operators_with_small_public_numbers() -> None:
 
 
 def test_small_numbers_over_secrets() -> None:
-    values = torch.rand(4, 8) + 0.5
-    numbers = torch.tensor([1e-5, 1e-3, 0.3, 1.0, 1000.0, -2e-4, 0.0, -5.0])
-    model = TokenRows(values, lambda x, m: aten.div.Tensor(numbers, x))
-    np.testing.assert_allclose(in_spu(model), expected(model), rtol=3e-4, atol=4 * UNIT)
+    values = torch.rand(4, 8, dtype=torch.float64) + 0.5
+    for factor in (1.0, 1000.0):
+        model = TokenRows(values, lambda x, m, f=factor: aten.div.Tensor(aten.mul.Scalar(_decades(x), f), x))
+        np.testing.assert_allclose(in_spu(model), expected(model), rtol=3e-4, atol=4 * UNIT)
 
 
 def test_scores_scaled_by_little() -> None:
@@ -147,8 +155,9 @@ def test_scores_scaled_by_little() -> None:
 def test_division_by_zero_is_refused() -> None:
     from aero_compile.errors import LoweringError
 
-    for divisor in (0.0, torch.zeros(8)):
-        operator = aten.div.Tensor if isinstance(divisor, torch.Tensor) else aten.div.Scalar
-        model = TokenRows(torch.ones(4, 8), lambda x, m, o=operator, d=divisor: o(x, d))
+    for divide in (
+        lambda x, m: aten.div.Scalar(x, 0.0),
+        lambda x, m: aten.div.Tensor(x, aten.new_zeros.default(x, [8])),
+    ):
         with pytest.raises(LoweringError, match="a division by zero"):
-            in_spu(model)
+            in_spu(TokenRows(torch.ones(4, 8), divide))
