@@ -16,6 +16,7 @@ import torch
 from aero_compile.census import census
 from aero_compile.cookbook.recipe import PASSES, recipe_names, recipes, resolve
 from aero_compile.cookbook.recipe_page import recipe_page
+from aero_compile.errors import InputError
 from aero_compile.exit_codes import exit_code
 from aero_compile.files import refuse_existing
 from aero_compile.pipeline import transform
@@ -53,10 +54,12 @@ def _parser() -> argparse.ArgumentParser:
     count.add_argument("--onnx", metavar="FILE", help="count what an ONNX file of any exporter holds instead")
     count.add_argument(
         "--recipes",
-        default=",".join(PAPER),
-        help="names, labels or lists of passes, separated by commas, or by ; (default: the paper's architectures)",
+        help="names, labels or lists of passes, separated by commas, or by ; (default: the paper's architectures; "
+        "a saved artifact is counted as it is)",
     )
-    count.add_argument("--seq-len", type=int, default=128, metavar="T", help="tokens (default: %(default)s)")
+    count.add_argument(
+        "--seq-len", type=int, metavar="T", help="tokens (default: 128; of an ONNX file, what it is fixed to)"
+    )
     count.add_argument("--json", action="store_true", help="print JSON")
     _add_export(commands)
     return parser
@@ -145,12 +148,22 @@ def _count_file(args: argparse.Namespace) -> None:
 def _count(args: argparse.Namespace) -> None:
     from aero_compile.training.models import find_shape
 
-    wanted = [resolve(name) for name in recipe_names(args.recipes)]
-    source = find_shape(args.model, args.seq_len)
+    length = 128 if args.seq_len is None else args.seq_len
+    wanted = [resolve(name) for name in recipe_names(args.recipes or ",".join(PAPER))]
+    source = find_shape(args.model, length)
+    if source.transformed and args.recipes:
+        raise InputError(
+            f"{args.model} is a saved artifact, which has its recipe already: a count of other recipes needs the model "
+            "that it was made of; leave out --recipes to count the artifact"
+        )
     with torch.device("meta" if source.from_scratch else "cpu"):
         model = source.build(50257, None)
-    captured = transform(model, "baseline")
-    rows = {recipe.label or recipe.text: census(transform(captured, recipe), args.seq_len) for recipe in wanted}
+    if source.transformed:
+        saved: Any = model
+        rows = {saved.recipe or "as captured": census(saved, length)}
+    else:
+        captured = transform(model, "baseline")
+        rows = {recipe.label or recipe.text: census(transform(captured, recipe), length) for recipe in wanted}
     if args.json:
         print(json.dumps({label: row.to_dict() for label, row in rows.items()}, indent=1))
         return

@@ -77,7 +77,7 @@ def _mb(count: int) -> str:
 def parser() -> argparse.ArgumentParser:
     """Return the command line's description."""
     p = argparse.ArgumentParser(prog="pass_bytes.py", description=__doc__)
-    p.add_argument("--model", choices=sorted(SHAPES), default="tiny", help="shape, with random weights; default: tiny")
+    p.add_argument("--model", choices=sorted(SHAPES), default="mini", help="shape, with random weights; default: mini")
     p.add_argument("--recipes", default="SM+LN+G,SM+R,softmax_only", metavar="LIST", help="default: %(default)s")
     p.add_argument("--seq-len", type=int, default=32, metavar="T", help="tokens; default: 32")
     p.add_argument("--layers", type=int, metavar="N", help="N layers of the shape instead of its own number")

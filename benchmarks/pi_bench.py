@@ -57,9 +57,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--model",
         nargs="+",
-        default=["tiny"],
+        default=["mini"],
         metavar="MODEL",
-        help=f"shapes with random weights ({', '.join(SHAPES)}) or folders of saved artifacts; default: tiny",
+        help=f"shapes with random weights ({', '.join(SHAPES)}) or folders of saved artifacts; default: mini",
     )
     p.add_argument(
         "--recipes",

@@ -23,8 +23,8 @@ from aero_compile.training.run_directory import versions
 from benchmarks import paper
 
 DEFAULT_RECIPES = "SM+LN+G,SM+LN+R,SM+R,softmax_only"
-TINY: dict[str, Any] = {"vocab_size": 256, "n_positions": 128, "n_embd": 64, "n_head": 4, "bos_token_id": 0}
-LAYERS = {"tiny": 2, "gpt2": 12, "gpt-neo-125m": 12, "pythia-70m": 6}
+MINI: dict[str, Any] = {"vocab_size": 256, "n_positions": 128, "n_embd": 64, "n_head": 4, "bos_token_id": 0}
+LAYERS = {"mini": 2, "gpt2": 12, "gpt-neo-125m": 12, "pythia-70m": 6}
 IN_PAPER = "gpt2"
 """The shape that the paper's tables are of."""
 PAPER_LENGTH = 128
@@ -37,11 +37,11 @@ WARM_UPS: dict[str, Any] = {"full": True, "setup": "setup", "none": False}
 """Names of ``--warm-up``, as `private_inference` takes them."""
 
 
-def tiny(layers: int) -> nn.Module:
+def mini(layers: int) -> nn.Module:
     """Return a GPT-2 block small enough that four recipes take minutes: d=64, 4 heads."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(**TINY, eos_token_id=0, n_layer=layers))
+    return GPT2LMHeadModel(GPT2Config(**MINI, eos_token_id=0, n_layer=layers))
 
 
 def gpt2(layers: int) -> nn.Module:
@@ -73,7 +73,7 @@ def gpt_neo_125m(layers: int) -> nn.Module:
 
 
 SHAPES: dict[str, Callable[[int], nn.Module]] = {
-    "tiny": tiny,
+    "mini": mini,
     "gpt2": gpt2,
     "gpt-neo-125m": gpt_neo_125m,
     "pythia-70m": pythia_70m,

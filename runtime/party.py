@@ -85,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--set-up", action="store_true", help="set up by a short computation before the first forward")
     add("--timeout", type=float, default=3600.0, help="seconds for the computation, after connecting")
     add("--connect-timeout", type=float, default=60.0, help="seconds to wait for the other party")
+    add("--protocol", choices=("cheetah", "semi2k"), default="cheetah", help="refuse a program for another protocol")
     add("--tls-cert", help="PEM certificate of this party")
     add("--tls-key", help="PEM key of this party")
     add("--tls-ca", help="PEM certificate of the authority that signed both")
@@ -107,6 +108,12 @@ class _Party:
         self.output = Path(arguments.output)
         make_private_folder(self.output)
         self.program = Program.load(arguments.program)
+        if self.program.protocol != arguments.protocol:
+            raise InputError(
+                f"{arguments.program} is compiled for {self.program.protocol}, and this party runs "
+                f"{arguments.protocol}: in semi2k the server could open the client's shares. To run it all the same: "
+                f"--protocol {self.program.protocol}"
+            )
         self.own = self._own_inputs()
         self._timer: threading.Timer | None = None
 

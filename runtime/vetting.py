@@ -91,6 +91,9 @@ _BODY = re.compile(
     r"|operand_batching_dims|start_indices_batching_dims)\b"
 )
 _VALUE = re.compile(r"%(?:arg)?\d+")
+_COMPARISON = re.compile(rf"(%\d+) = pphlo\.less %(?:arg)?\d+, %(?:arg)?\d+ : \({_TYPE}, {_TYPE}\) -> {_TYPE}")
+_BIT = re.compile(rf"(%\d+) = pphlo\.multiply (%\d+), (%\d+) : \({_TYPE}, {_TYPE}\) -> {_TYPE}")
+_FOR_A_BIT = frozenset(["constant", "add", "less", "multiply", "free", "secret"])
 
 _Types = dict[str, str]
 
@@ -127,7 +130,7 @@ def check_program(program: Program) -> None:
 
 
 def _check_guard(program: Program, known: _Types, inputs: set[str]) -> None:
-    """The value that both parties open before the logits must be one number that a step made."""
+    """What both parties open before the logits must be one bit: a comparison, times a public number."""
     guard = program.guard
     if guard is None:
         return
@@ -135,6 +138,22 @@ def _check_guard(program: Program, known: _Types, inputs: set[str]) -> None:
         raise InputError(
             f"the program opens {str(guard)[:50]!r} as its range check, which is no single number of a step"
         )
+    (makes,) = [step for step in program.steps if guard in step.outputs]
+    if len(makes.outputs) != 1 or not _gives_one_bit(program.codes[makes.code]):
+        raise InputError(f"the program opens {guard[:50]!r} as its range check, which is no result of a comparison")
+
+
+def _gives_one_bit(code: str) -> bool:
+    """Whether a code that was read before returns a comparison of its own, times a constant, and does little else."""
+    lines = [line.strip() for line in code.splitlines()[2:]]
+    operations = {name for line in lines for name in re.findall(r"pphlo\.(\w+)", line)}
+    constants = {found[1] for line in lines if (found := _CONSTANT.fullmatch(line))}
+    compared = {found[1] for line in lines if (found := _COMPARISON.fullmatch(line))}
+    bits = {
+        found[1] for line in lines if (found := _BIT.fullmatch(line)) and found[2] in compared and found[3] in constants
+    }
+    returned = [found[1] for line in lines if (found := _RETURN.fullmatch(line))]
+    return operations <= _FOR_A_BIT and len(returned) == 1 and returned[0] in bits
 
 
 def _elements(kind: str) -> int:

@@ -6,6 +6,7 @@ import functools
 import json
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -299,3 +300,16 @@ def test_counting_changes_nothing() -> None:
     before = str(model.graph)
     aero_compile.census(model, 5)
     assert str(model.graph) == before
+
+
+def test_an_artifact_is_counted_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from aero_compile.__main__ import main
+
+    saved = transformed("gpt2-eager", "SM+R")
+    aero_compile.save(saved, tmp_path / "saved")
+    assert main(["census", "--model", str(tmp_path / "saved"), "--seq-len", "8"]) == 0
+    shown = capsys.readouterr().out
+    assert str(aero_compile.census(saved, 8)) in shown
+    assert saved.recipe in shown
+    assert main(["census", "--model", str(tmp_path / "saved"), "--recipes", "SM+LN+G"]) == 2
+    assert "has its recipe already" in capsys.readouterr().err

@@ -24,7 +24,7 @@ def test_stages_follow_each_other_and_end_where_the_compiler_does(
     for recipe in ("SM+LN+G", "softmax_only"):
         rows = [row for row in found if row["recipe"] == recipe]
         assert [row["after"] for row in rows[:-1]] == [row["before"] for row in rows[1:]]
-        model = build(Task("tiny", recipe, 8, 1), 0)
+        model = build(Task("mini", recipe, 8, 1), 0)
         assert rows[-1]["after"] == aero_compile.estimate(model, 8, logits="last").bytes
     changed = {(row["recipe"], row["name"]) for row in found if row["after"] < row["before"]}
     assert {("SM+LN+G", "fold-norm-gains"), ("SM+LN+G", "last-token"), ("softmax_only", "last-token")} <= changed

@@ -188,7 +188,7 @@ def test_markdown_has_the_table(bench: ModuleType, runtime: Runtime, tmp_path: P
 
 
 def test_same_seed_gives_the_same_source_weights(bench: ModuleType) -> None:
-    first, second = (pi_rows.build(pi_rows.Task("tiny", r, 8, 1), 0) for r in ("SM+LN+G", "SM+R"))
+    first, second = (pi_rows.build(pi_rows.Task("mini", r, 8, 1), 0) for r in ("SM+LN+G", "SM+R"))
     name = "transformer.h.0.attn.c_attn.weight"
     assert torch.equal(first.get_parameter(name), second.get_parameter(name))
 
@@ -295,7 +295,7 @@ def test_nothing_is_overwritten_unless_offered(
         (["--recipes", "SM+LN+G,SM+X"], "SM+X"),
         (["--recipes", " , "], "no recipe"),
         (["--recipes", "scaled-ffn{init_alfa=1.0};"], "init_alpha"),
-        (["--seq-len", "500"], "longer than the 128 positions of tiny"),
+        (["--seq-len", "500"], "longer than the 128 positions of mini"),
         (["--model", "gpt3"], "nearest: gpt2"),
         (["--model", "no/such/folder"], "neither a known shape nor"),
         (["--resume"], "--resume needs --json"),
@@ -333,7 +333,7 @@ def test_wrong_options_exit_with_2(bench: ModuleType, runtime: Runtime, argument
 def test_artifacts_run_as_they_were_saved(
     bench: ModuleType, runtime: Runtime, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = aero_compile.transform(pi_rows.SHAPES["tiny"](1), "SM+R")
+    model = aero_compile.transform(pi_rows.SHAPES["mini"](1), "SM+R")
     aero_compile.save(model, tmp_path / "trained")
     folder = str(tmp_path / "trained")
     assert bench.main(["--model", folder, "--recipes", "SM", "--seq-len", "8"]) == 2

@@ -344,7 +344,7 @@ def test_a_real_estimate(tmp_path: Path) -> None:
 
 
 def test_saved_models_are_compared_too(estimator: Estimator, tmp_path: Path) -> None:
-    model = aero_compile.transform(pi_rows.tiny(1), "SM+R")
+    model = aero_compile.transform(pi_rows.mini(1), "SM+R")
     aero_compile.save(model, tmp_path / "mine")
     out = tmp_path / "r.json"
     assert pi_bench.main(["--estimate", "--model", str(tmp_path / "mine"), "--seq-len", "8", "--json", str(out)]) == 0

@@ -50,8 +50,11 @@ from aero_compile.graphs.trainable import TransformedModel
 
 aten = torch.ops.aten
 
-MASKED = -65504.0
-"""Score of a hidden position: finite in every dtype, and exactly zero after softmax."""
+MASKED = -1e30
+"""Score of a hidden position: below every score, finite in float32 and bfloat16, and exactly zero after softmax."""
+
+MASKED_HALF = -65504.0
+"""The same in float16, which holds nothing lower."""
 
 _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.view_copy.default)
 _COPIES = (
@@ -72,9 +75,10 @@ def canonicalize(model: TransformedModel) -> TransformedModel:
     graph = model.graph
     if open_writes(model, _sample_values(model)):
         model.graph_changed()
+    masked = _masked(model)
     for node in graph.nodes:
         if node.op == "call_function":
-            _bound_masks(node)
+            _bound_masks(node, masked)
     values = _sample_values(model)
     live = {n for n in tainted_nodes(graph, model.convention.tokens) if is_floating(values.get(n))}
     flexible = live | from_parameters(model)
@@ -98,13 +102,18 @@ def _sample_values(model: TransformedModel) -> dict[fx.Node, Any]:
     return node_values(model, *sample_shape(model))
 
 
-def _bound_masks(node: fx.Node) -> None:
-    """Let fill values of masks be finite in every dtype, so that a row that is hidden whole gives no NaN."""
+def _masked(model: TransformedModel) -> float:
+    kinds = {tensor.dtype for tensor in model.parameters()}
+    return MASKED_HALF if torch.float16 in kinds else MASKED
+
+
+def _bound_masks(node: fx.Node, masked: float) -> None:
+    """Let fill values of masks be finite in the model's dtype, so that a row that is hidden whole gives no NaN."""
     if node.target in (aten.clamp.default, aten.clamp_min.default):
         return
 
     def bounded(value: Any) -> Any:
-        return MASKED if isinstance(value, float) and value <= -1e30 else value
+        return masked if isinstance(value, float) and value <= MASKED else value
 
     node.args = tuple(bounded(value) for value in node.args)
     node.kwargs = {key: bounded(value) for key, value in node.kwargs.items()}
@@ -230,7 +239,9 @@ def _is_identity(node: fx.Node, flexible: set[fx.Node], values: Mapping[fx.Node,
         return _takes_all(node)
     if node.target in (aten.max.other, aten.maximum.default):
         bound = node.args[1]
-        return isinstance(bound, fx.Node) and bound.target is aten.full.default and bool(bound.args[1] == MASKED)
+        return (
+            isinstance(bound, fx.Node) and bound.target is aten.full.default and bound.args[1] in (MASKED, MASKED_HALF)
+        )
     between_floats = is_floating(values.get(node)) and is_floating(values.get(cast("fx.Node", first)))
     return node.target in _CASTS and node in flexible and first in flexible and between_floats
 
@@ -284,7 +295,7 @@ def _open_attention(model: TransformedModel, node: fx.Node, values: dict[fx.Node
         values[mask] = torch.empty(0, dtype=torch.bool)
     if mask is not None:
         if values[mask].dtype == torch.bool:
-            scores = call(aten.where.ScalarOther, mask, scores, MASKED)
+            scores = call(aten.where.ScalarOther, mask, scores, _masked(model))
         else:
             scores = call(aten.add.Tensor, scores, mask)
     probabilities = call(aten.softmax.int, scores, -1)

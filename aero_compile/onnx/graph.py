@@ -52,8 +52,14 @@ _MICROSOFT = "com.microsoft"
 # -- from file to model ----------------------------------------------------------------------------------------
 
 
-def read_decoder(path: str | os.PathLike[str], seq_len: int) -> TransformedModel:
+DEFAULT_LENGTH = 128
+"""Tokens at which a file is read that takes any number of them."""
+
+
+def read_decoder(path: str | os.PathLike[str], seq_len: int | None = None) -> TransformedModel:
     """A canonical model for tokens `[B, seq_len]` (B as the file says, else 1), fit for looking at, not for running.
+
+    Without `seq_len` the length is the one the file is fixed to, or `DEFAULT_LENGTH`, or the most it takes.
 
     Raises:
         InputError: no such file, a damaged one, or one that cannot take `seq_len` tokens.
@@ -62,6 +68,9 @@ def read_decoder(path: str | os.PathLike[str], seq_len: int) -> TransformedModel
     file = Path(path)
     proto = _load(file)
     noted = {entry.key: entry.value for entry in proto.metadata_props}.get("aero_compile.max_positions", "")
+    if seq_len is None:
+        most = int(noted) if noted.isdecimal() else DEFAULT_LENGTH
+        seq_len = _fixed_length(proto, file) or min(most, DEFAULT_LENGTH)
     if noted.isdecimal() and seq_len > int(noted):
         raise InputError(f"{file} takes sequences of at most {noted} tokens, not {seq_len}")
     try:
@@ -73,6 +82,17 @@ def read_decoder(path: str | os.PathLike[str], seq_len: int) -> TransformedModel
         if shorter is None or _fails(proto, file, shorter):
             raise
         raise InputError(f"{file} cannot take sequences of {seq_len} tokens: {error}") from error
+
+
+def _inputs(proto: Any) -> list[Any]:
+    """The inputs of a file that are no weights."""
+    weights = {tensor.name for tensor in proto.graph.initializer}
+    return [each for each in proto.graph.input if each.name not in weights]
+
+
+def _fixed_length(proto: Any, file: Path) -> int | None:
+    sizes = sizes_of(token_input(file, _inputs(proto)))
+    return sizes[-1] if sizes and isinstance(sizes[-1], int) and sizes[-1] > 0 else None
 
 
 def _fails(proto: Any, file: Path, seq_len: int) -> bool:
@@ -141,7 +161,7 @@ class _Importer:
         self.initializers = {tensor.name: tensor for tensor in proto.graph.initializer}
         if proto.graph.sparse_initializer:
             raise UnsupportedModelError(f"{file} keeps weights as sparse tensors, which are not supported")
-        inputs = [each for each in proto.graph.input if each.name not in self.initializers]
+        inputs = _inputs(proto)
         tokens = token_input(file, inputs)
         dims = sizes_of(tokens)
         batch, length = (None, *dims)[-2:] if dims else (None, None)

@@ -79,7 +79,7 @@ def run_parties(
         write_private(client / "tokens.npy", lambda file: np.save(file, input_ids, allow_pickle=False))
         for attempt in range(START_ATTEMPTS):
             try:
-                return _attempt(server, client, runs, set_up, timeout, tls, on_event, network)
+                return _attempt(server, client, program.protocol, runs, set_up, timeout, tls, on_event, network)
             except _PortTaken as error:
                 if attempt == START_ATTEMPTS - 1:
                     raise PartyError(f"no free port on this machine: {error}") from error
@@ -97,6 +97,7 @@ def _directories(root: Path, program: Program) -> tuple[Path, Path]:
 def _attempt(
     server: Path,
     client: Path,
+    protocol: str,
     runs: int,
     set_up: bool,
     timeout: float,
@@ -105,7 +106,7 @@ def _attempt(
     network: Network | None,
 ) -> Outcome:
     addresses = free_addresses(2)
-    common = ["--runs", str(runs), "--timeout", str(timeout)]
+    common = ["--runs", str(runs), "--timeout", str(timeout), "--protocol", protocol]
     common += ["--connect-timeout", str(min(CONNECT_SECONDS, timeout)), "--with-parent"]
     common += ["--set-up"] if set_up else []
     if tls is not None:

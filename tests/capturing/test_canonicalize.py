@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from aero_compile.capturing.canonicalize import MASKED, canonicalize
+from aero_compile.capturing.canonicalize import MASKED, MASKED_HALF, canonicalize
 from aero_compile.capturing.capture import capture
 from aero_compile.graphs.trainable import TransformedModel
 from tests import tiny_models
@@ -216,9 +216,22 @@ def test_fused_attention_with_its_own_scale_and_shared_keys() -> None:
     assert kinds["repeat_interleave"] == 2
 
 
+@pytest.mark.parametrize("masked", ["bool", "float"])
+def test_hidden_positions_stay_hidden_however_large_the_scores(masked: str) -> None:
+    """A fill value that is only as low as float16 holds would lie above scores below −65504."""
+
+    def attend(_: Any, x: Tensor) -> Tensor:
+        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+        bias = torch.zeros(x.shape[1], x.shape[1], device=x.device).masked_fill(~seen, torch.finfo(torch.float32).min)
+        return sdpa(x * 1e4, attn_mask=seen if masked == "bool" else bias)
+
+    assert canonical(attend)["softmax"] == 1
+
+
 def test_a_row_that_sees_nothing_is_finite_and_flat() -> None:
     """Left padding: torch's fused attention gives zeros or NaN there; ours gives the mean, and finite gradients."""
-    assert torch.isfinite(torch.tensor(MASKED, dtype=torch.float16))
+    assert torch.isfinite(torch.tensor(MASKED, dtype=torch.bfloat16))
+    assert torch.isfinite(torch.tensor(MASKED_HALF, dtype=torch.float16))
 
     def attend(_: Any, x: Tensor) -> Tensor:
         blind = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril(-1)

@@ -181,6 +181,9 @@ def test_a_file_for_one_shape() -> None:
     assert_family(path, "nanogpt", 7)  # B = 2 is in the file: counts are those of one sequence
     with pytest.raises(InputError, match="exactly 7 tokens, not 16: give seq_len=7"):
         onnx_census(path, T)
+    assert onnx_census(path) == onnx_census(path, 7)
+    with pytest.raises(InputError, match="whole number"):
+        onnx_census(path, 7.0)  # type: ignore[arg-type]
 
 
 # -- spellings -------------------------------------------------------------------------------------------------

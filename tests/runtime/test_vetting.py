@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from aero_compile.errors import InputError
 from aero_compile.runtime.lowering.partition import partition
 from aero_compile.runtime.lowering.spu_compile import compile_steps
 from aero_compile.runtime.lowering.to_jax import lower
+from aero_compile.runtime.operators.limits import Format
 from aero_compile.runtime.program import FORMAT, Program
 from aero_compile.runtime.vetting import check_program
 from tests.runtime.cases import ALL
@@ -46,6 +48,46 @@ def _load(content: Content, folder: Path) -> Program:
 
 def test_an_honest_program_is_loaded(honest: Content, tmp_path: Path) -> None:
     assert json.loads(_load(honest, tmp_path).to_bytes()) == honest
+
+
+@pytest.fixture(scope="module")
+def checked() -> Content:
+    """A program with a range check."""
+    values = torch.full((6, 32), 1.5)
+    values[4, 7] = 3e6
+    model = TokenRows(values, lambda x, m: aten.square.default(x))
+    part = partition(model, model.logits_graph(), model.ids)
+    program = compile_steps(lower(part, guards=Format(64, 18)), "semi2k", 64, 18)
+    content: Content = json.loads(program.to_bytes())
+    assert content["guard"]
+    return content
+
+
+def test_a_range_check_of_the_compiler_is_taken(checked: Content, tmp_path: Path) -> None:
+    assert _load(checked, tmp_path).guard == checked["guard"]
+
+
+@pytest.mark.parametrize(
+    ("line", "instead"),
+    [
+        (r"%\d+ = pphlo.less .*", "equal"),
+        (r"return (%\d+) : (.*)", "return %arg0 : {1}"),
+        (r"(%\d+) = pphlo.multiply %\d+, (%\d+) : .*", "{0} = pphlo.add %arg0, %arg0 : tensor<1x!pphlo.secret<f32>>"),
+    ],
+)
+def test_a_range_check_that_opens_more_than_a_bit_is_refused(
+    line: str, instead: str, checked: Content, tmp_path: Path
+) -> None:
+    """Both parties open it: a number of the tokens there would go to the server."""
+    content = json.loads(json.dumps(checked))
+    (key,) = [step["code"] for step in content["steps"] if content["guard"] in step["outputs"]]
+    code = content["codes"][key]
+    found = re.search(line, code)
+    assert found is not None
+    new = found[0].replace("pphlo.less", "pphlo.equal") if "equal" in instead else instead.format(*found.groups())
+    content["codes"][key] = code.replace(found[0], new)
+    with pytest.raises(InputError, match="no result of a comparison"):
+        _load(content, tmp_path)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import subprocess
@@ -24,6 +25,7 @@ def party(
     inputs = ["--weights", "weights.npz"] if rank == SERVER else ["--tokens", "tokens.npy"]
     command = [sys.executable, "-m", "aero_compile.runtime.party", "--rank", str(rank), *inputs]
     command += ["--address", address, "--peer", peer, "--program", "program.json", "--output", "out"]
+    command += ["--protocol", json.loads((folder / "program.json").read_bytes())["protocol"]]
     command += ["--connect-timeout", str(connect_timeout), "--timeout", "120", "--runs", "1", *extra]
     process = subprocess.Popen(
         command,

@@ -94,7 +94,9 @@ def test_outside_is_refused_and_inside_is_not(name: str) -> None:
         assert _refused(body, low * 1.001 if low < 0 else low * 0.999)
 
 
-@pytest.mark.parametrize("name", EDGES.keys() - {"relu", "tanh", "softmax", "pow 0.5", "pow -0.5", "pow -1", "mul"})
+@pytest.mark.parametrize(
+    "name", sorted(EDGES.keys() - {"relu", "tanh", "softmax", "pow 0.5", "pow -0.5", "pow -1", "mul"})
+)
 def test_inside_errors_are_those_stated(name: str) -> None:
     pytest.importorskip("spu")
     _, body, low, high, relative, absolute = EDGES[name]
