@@ -247,7 +247,7 @@ def block_prefixes(names: Sequence[str]) -> list[str]:
     if len(names) == 1:
         numbers = [i for i, part in enumerate(split[0]) if part.isdigit()]
         return [".".join(split[0][: numbers[0] + 1])] if numbers else []
-    for depth in range(min(len(parts) for parts in split)):
+    for depth in range(min((len(parts) for parts in split), default=0)):
         if len({parts[depth] for parts in split}) == len(names):
             return [".".join(parts[: depth + 1]) for parts in split]
     return []

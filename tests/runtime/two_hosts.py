@@ -25,7 +25,7 @@ def party(
     inputs = ["--weights", "weights.npz"] if rank == SERVER else ["--tokens", "tokens.npy"]
     command = [sys.executable, "-m", "aero_compile.runtime.party", "--rank", str(rank), *inputs]
     command += ["--address", address, "--peer", peer, "--program", "program.json", "--output", "out"]
-    command += ["--protocol", json.loads((folder / "program.json").read_bytes())["protocol"]]
+    command += ["--protocol", _protocol(folder / "program.json")]
     command += ["--connect-timeout", str(connect_timeout), "--timeout", "120", "--runs", "1", *extra]
     process = subprocess.Popen(
         command,
@@ -41,6 +41,12 @@ def party(
         if process.poll() is None:
             process.kill()
         process.communicate()
+
+
+def _protocol(program: Path) -> str:
+    """The protocol that the program is for; the default one where it does not say."""
+    content = json.loads(program.read_bytes()) if program.is_file() else {}
+    return str(content.get("protocol", "cheetah"))
 
 
 def end_server_in_the_middle(server: subprocess.Popen[str], client: subprocess.Popen[str]) -> str:

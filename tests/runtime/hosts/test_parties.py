@@ -330,9 +330,19 @@ def test_inputs_of_another_format_are_refused(
     with (tmp_path / name).open("wb") as file:
         write(file)
     arguments = ["--rank", str(CLIENT if name == "tokens" else SERVER), "--address", "127.0.0.1:1"]
-    arguments += ["--peer", "127.0.0.1:2", "--program", str(files.client / "program.json")]
+    arguments += ["--peer", "127.0.0.1:2", "--program", str(files.client / "program.json"), "--protocol", "semi2k"]
     assert main([*arguments, f"--{name}", str(tmp_path / name), "--output", str(tmp_path / "out")]) == 2
     assert words in _error("".join(capfd.readouterr()))
+
+
+def test_a_program_for_a_weaker_protocol_is_refused(
+    files: Exported, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A server that hands out a program cannot choose for the client that it can open the client's shares."""
+    arguments = ["--rank", str(CLIENT), "--address", "127.0.0.1:1", "--peer", "127.0.0.1:2", "--tokens", "tokens.npy"]
+    program = ["--program", str(files.client / "program.json"), "--output", str(tmp_path / "out")]
+    assert main([*arguments, *program]) == 2
+    assert "compiled for semi2k, and this party runs cheetah" in _error("".join(capfd.readouterr()))
 
 
 def test_a_program_survives_its_file(files: Exported, tmp_path: Path) -> None:
