@@ -26,7 +26,7 @@ _ACTIVATION_MODULES = {
     "silu": ("SiLU", "SiLUActivation"),
     "relu_squared": ("ReLUSquaredActivation",),
     "relu": ("ReLU",),
-    "exp_min": ("XIELUActivation",),
+    "comparison_exp_minimum": ("XIELUActivation",),
 }
 _KIND_OF_MODULE = {name: kind for kind, names in _ACTIVATION_MODULES.items() for name in names}
 _FUNCTIONS = {

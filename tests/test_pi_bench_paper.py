@@ -58,7 +58,9 @@ class Estimator:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
 
-    def __call__(self, model: Any, seq_len: int, *, batch: int, network: Any, logits: str, warm: Any) -> Any:
+    def __call__(
+        self, model: Any, seq_len: int, *, batch: int, network: Any, logits: str, guards: bool = False, warm: Any
+    ) -> Any:
         self.calls.append((model.recipe, model.num_layers, seq_len, batch, str(network), logits, warm))
         size = 10**6 * model.num_layers * seq_len
         bill = SimpleNamespace(bytes=size, messages=7, seconds=1.5, per_op=[{"op": "softmax", "bytes": size}])

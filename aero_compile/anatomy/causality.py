@@ -35,7 +35,8 @@ def require_causal(
     only_last = values[output][0].shape[1] == 1
     for attention in found:
         for heads in attention.groups:
-            if only_last and values[heads.scores].shape[-2] == 1:
+            queries, keys = values[heads.scores].shape[-2:]
+            if only_last and queries < keys:  # one a head, where the heads are folded into them
                 continue
             added = [size - sample_shape(model)[1] for size in values[heads.softmax].shape[-2:]]
             rows, columns = (length + more for more in added)

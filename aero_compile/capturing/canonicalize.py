@@ -36,6 +36,7 @@ from aero_compile.capturing.dropouts import insert_dropout, make_dropouts
 from aero_compile.capturing.probing import recognize
 from aero_compile.capturing.writes import open_writes
 from aero_compile.graphs.constants import from_parameters, mark_constants
+from aero_compile.graphs.mask_values import MASKED, MASKED_HALF, bound_fill_values, masked
 from aero_compile.graphs.rewriting import (
     bypass,
     insert_call,
@@ -49,12 +50,6 @@ from aero_compile.graphs.rewriting import (
 from aero_compile.graphs.trainable import TransformedModel
 
 aten = torch.ops.aten
-
-MASKED = -1e30
-"""Score of a hidden position: below every score, finite in float32 and bfloat16, and exactly zero after softmax."""
-
-MASKED_HALF = -65504.0
-"""The same in float16, which holds nothing lower."""
 
 _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.view_copy.default)
 _COPIES = (
@@ -75,10 +70,8 @@ def canonicalize(model: TransformedModel) -> TransformedModel:
     graph = model.graph
     if open_writes(model, _sample_values(model)):
         model.graph_changed()
-    masked = _masked(model)
     for node in graph.nodes:
-        if node.op == "call_function":
-            _bound_masks(node, masked)
+        bound_fill_values(node, _dtype(model))
     values = _sample_values(model)
     live = {n for n in tainted_nodes(graph, model.convention.tokens) if is_floating(values.get(n))}
     flexible = live | from_parameters(model)
@@ -102,21 +95,8 @@ def _sample_values(model: TransformedModel) -> dict[fx.Node, Any]:
     return node_values(model, *sample_shape(model))
 
 
-def _masked(model: TransformedModel) -> float:
-    kinds = {tensor.dtype for tensor in model.parameters()}
-    return MASKED_HALF if torch.float16 in kinds else MASKED
-
-
-def _bound_masks(node: fx.Node, masked: float) -> None:
-    """Let fill values of masks be finite in the model's dtype, so that a row that is hidden whole gives no NaN."""
-    if node.target in (aten.clamp.default, aten.clamp_min.default):
-        return
-
-    def bounded(value: Any) -> Any:
-        return masked if isinstance(value, float) and value <= MASKED else value
-
-    node.args = tuple(bounded(value) for value in node.args)
-    node.kwargs = {key: bounded(value) for key, value in node.kwargs.items()}
+def _dtype(model: TransformedModel) -> torch.dtype:
+    return next((tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()), torch.float32)
 
 
 def _simplify(node: fx.Node, live: set[fx.Node], flexible: set[fx.Node], values: dict[fx.Node, Any]) -> None:
@@ -295,7 +275,7 @@ def _open_attention(model: TransformedModel, node: fx.Node, values: dict[fx.Node
         values[mask] = torch.empty(0, dtype=torch.bool)
     if mask is not None:
         if values[mask].dtype == torch.bool:
-            scores = call(aten.where.ScalarOther, mask, scores, _masked(model))
+            scores = call(aten.where.ScalarOther, mask, scores, masked(_dtype(model)))
         else:
             scores = call(aten.add.Tensor, scores, mask)
     probabilities = call(aten.softmax.int, scores, -1)

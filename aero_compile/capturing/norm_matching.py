@@ -102,9 +102,16 @@ def _affine(
         scaled = normal if weight is None else [n * constants[weight].reshape(-1) for n in normal]
         centers = results if bias is None else [r - constants[bias].reshape(-1) for r in results]
         factor = float((scaled[0] * centers[0]).sum() / scaled[0].square().sum())
-        if factor != 0 and all(agree(c, factor * s) for c, s in zip(centers, scaled, strict=True)):
+        if _natural(factor, width) and all(agree(c, factor * s) for c, s in zip(centers, scaled, strict=True)):
             return (1.0 if abs(factor - 1) < 1e-9 else factor), weight, bias
     return None
+
+
+def _natural(factor: float, width: int) -> bool:
+    """Whether a factor comes of how a norm is written; any other is the model's, and stays when norms are stripped."""
+    roots = (1.0, math.sqrt(width), math.sqrt(width - 1), math.sqrt((width - 1) / width))
+    known = (*roots, *(1 / root for root in roots))
+    return any(abs(factor - each) <= 1e-6 * each for each in known)
 
 
 def insert_norm(

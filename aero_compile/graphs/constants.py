@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
+from aero_compile.graphs.mask_values import bound_fill_values
 from aero_compile.graphs.rewriting import SHAPE_ONLY, insert_call, live_values, tainted_nodes
 from aero_compile.graphs.trainable import TransformedModel
 
@@ -49,6 +50,8 @@ def retarget(graph: fx.Graph, device: torch.device, dtype: torch.dtype, tokens: 
         if isinstance(old, torch.device) and old != device:
             node.kwargs = dict(node.kwargs) | {"device": device}
             changed = True
+        if dtype is torch.float16:
+            changed |= bound_fill_values(node, dtype)
     live = tainted_nodes(graph, tokens)
     for node in list(graph.nodes):
         for constant in _frontier(node, live):

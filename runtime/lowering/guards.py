@@ -209,7 +209,7 @@ class Planner:
         limit = limit if known is None else min(limit, known / 2)  # rows of another axis: only small entries bound them
         if not limit > _TOO_SMALL:
             raise self._unbounded(node)
-        self.limits[node] = limit
+        self.limits[node] = 2.0 ** math.floor(math.log2(limit))  # shown by the program: no more than that
 
     def _unbounded(self, node: fx.Node) -> LoweringError:
         at = self._at if self._at is not None else node

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from aero_compile.capturing.canonicalize import MASKED, MASKED_HALF, canonicalize
+from aero_compile.capturing.canonicalize import canonicalize
 from aero_compile.capturing.capture import capture
+from aero_compile.graphs.mask_values import MASKED, MASKED_HALF
 from aero_compile.graphs.trainable import TransformedModel
 from tests import tiny_models
 from tests.tiny_models import LAYERS, WIDTH, captured, tokens

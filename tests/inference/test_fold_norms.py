@@ -52,7 +52,7 @@ def test_gains_that_do_not_fit_the_fixed_point_are_not_folded(size: float) -> No
     model = trained("gpt2-eager", "freeze-layer-norm")
     plain = inference_copy(model)
     with torch.no_grad():
-        model.get_buffer("frozen_layer_norm.0.ffn.std").div_(size)
+        model.get_parameter("frozen_layer_norm.0.ffn.std").div_(size)
     change = check(fold_norms, model)
     fold_norms(plain)
     assert count(model, aten.mul.Tensor) == count(plain, aten.mul.Tensor) + 1

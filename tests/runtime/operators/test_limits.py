@@ -127,7 +127,7 @@ def test_divisors_are_checked_if_anyone_hides_them(value: float) -> None:
     partition(model, model.logits_graph(), model.ids, check)
     assert any("divisor of aten.div" in message for _, message in check.found)
     if value:
-        assert not _refused(lambda x, m: aten.div.Tensor(x, torch.tensor([value], dtype=torch.float64)), 1.0)
+        assert not _refused(lambda x, m: aten.div.Scalar(x, value), 1.0)
 
 
 def test_many_dividends_over_one_large_divisor() -> None:

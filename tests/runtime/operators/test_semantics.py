@@ -78,7 +78,7 @@ SIGNATURES = {
     "slice backwards": Case(lambda x, m: aten.slice.Tensor(x, -1, -5, -1)),
     "slice too far": Case(lambda x, m: aten.slice.Tensor(x, 2, 2, 100)),
     "narrow negative": Case(lambda x, m: aten.narrow.default(x, -1, -4, 2)),
-    "index two": Case(lambda x, m: aten.index.Tensor(x, [torch.tensor([1, 0]), None, torch.tensor([7, 2])])),
+    "index two": Case(lambda x, m: aten.index.Tensor(x, [torch.tensor([1, 0]), None, torch.tensor([7, 6])])),
     "index bool": Case(lambda x, m: aten.index.Tensor(x, [None, torch.tensor([True, False, True])])),
     "split uneven": Case(lambda x, m: aten.split.Tensor(x, 2, 1)[1]),
     "split by default": Case(lambda x, m: aten.split.Tensor(x, 1)[1]),
