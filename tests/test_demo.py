@@ -109,7 +109,14 @@ def test_interrupted_run_is_taken_up_and_finished_run_left_alone(
     tokens = [call[1] for call in runtime.calls]
     assert all(torch.equal(tokens[0], other) for other in tokens)
     assert tokens[0].shape == (1, 16)
-    same = {"protocol": "cheetah", "logits": "all", "warm": True, "network": "loopback", "timeout": 3600.0}
+    same = {
+        "protocol": "cheetah",
+        "logits": "all",
+        "warm": True,
+        "network": "loopback",
+        "timeout": 3600.0,
+        "guards": False,
+    }
     assert all(call[2] == same for call in runtime.calls)
 
     before = (base / "results.json").read_bytes()
