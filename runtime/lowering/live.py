@@ -42,7 +42,7 @@ class LiveProgram:
 
     ``executed`` names the graph's nodes that the steps compute, ``exponentials`` how each softmax, by its node's name,
     computes its exponential. ``guard`` names a value [1] that is 1 if a value left its range and else 0, None if there
-    are no private checks; ``guards`` has those of whole values, by the name of their node.
+    are no private checks; ``guards`` has those that text can be tried on beforehand, by the name of their node.
     """
 
     steps: tuple[LiveStep, ...]

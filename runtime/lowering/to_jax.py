@@ -26,7 +26,8 @@ from aero_compile.runtime.lowering import attention
 from aero_compile.runtime.lowering.blocks import Strip, blocked_scores, choose_strips
 from aero_compile.runtime.lowering.bound_rules import RULES
 from aero_compile.runtime.lowering.constants import checked_literal, to_numpy
-from aero_compile.runtime.lowering.guards import GUARD, Plan, count_name, final_step, guard_step, plan_guards
+from aero_compile.runtime.lowering.guard_plan import Plan, plan_guards
+from aero_compile.runtime.lowering.guards import GUARD, count_name, final_step, guard_step
 from aero_compile.runtime.lowering.live import Call, LiveProgram, LiveStep, Ref, describe, is_part, label, refusing
 from aero_compile.runtime.lowering.masks import Masked, find_mask
 from aero_compile.runtime.lowering.norms import NO_DOUBLINGS, Doublings
@@ -210,7 +211,7 @@ class _Lowering:
             frozenset(node.name for node in self.order),
             self.exponentials,
             GUARD if guard else None,
-            {node.name: each for node, each in self.plan.guards.items()},
+            self.plan.checks(),
         )
 
     def _ends_step(self, node: fx.Node) -> bool:

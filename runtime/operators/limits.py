@@ -156,6 +156,42 @@ def rooted(variances: Tensor, eps: float) -> Tensor:
     return (variances + eps) ** 1.5 / variances.sqrt()
 
 
+@dataclass(frozen=True)
+class SmallRows:
+    """How small the rows of a norm may be, in units of the variance that it computes: 4^doublings times the rows' own.
+
+    ``deviation`` and ``root`` are the least values of ``LEAST_DEVIATION`` and ``LEAST_VARIANCE``.
+    """
+
+    eps: float
+    deviation: float
+    root: float
+
+    @classmethod
+    def of(cls, form: Format, given: Mapping[str, Any], doublings: int = 0, folded: bool = False) -> SmallRows:
+        """Those of a norm with these arguments, ``doublings`` of its rows, or (``folded``) of the weights before."""
+        by_weights = 0 if folded else doublings
+        return cls(4.0**doublings * eps_of(given), 2.0**by_weights * form.least_deviation, form.least_variance)
+
+    def hold(self, variances: Tensor) -> bool:
+        """Whether the norm holds for rows of all these variances."""
+        large = (variances + self.eps).sqrt() >= self.deviation
+        return bool((large & (rooted(variances, self.eps) >= self.root)).all())
+
+    @property
+    def least(self) -> float:
+        """Variance from which on rows hold; 0 if all do, because of eps."""
+        by_rounding = max(0.0, self.deviation**2 - self.eps)
+        # (v + eps)^1.5 / √v is least at v = eps / 2 and grows from there on; at v = root it is no less than root.
+        low, high = self.eps / 2, self.root
+        if 1.5 * math.sqrt(3.0) * self.eps >= self.root:
+            return by_rounding
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if (middle + self.eps) ** 1.5 < self.root * math.sqrt(middle) else (low, middle)
+        return max(by_rounding, high)
+
+
 def _norm(form: Format, given: Mapping[str, Any], name: str) -> tuple[Quantity, ...]:
     gain = 4.0 ** given.get("doublings", 0)
     eps = eps_of(given)

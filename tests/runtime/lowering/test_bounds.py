@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from aero_compile.runtime.lowering.bound_rules import RULES
-from aero_compile.runtime.lowering.guards import Planner
+from aero_compile.runtime.lowering.guard_plan import Planner
 from aero_compile.runtime.lowering.partition import Partition, partition
 from aero_compile.runtime.lowering.to_jax import lower, supported_ops
 from aero_compile.runtime.operators.limits import Format

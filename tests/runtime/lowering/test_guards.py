@@ -102,7 +102,10 @@ def test_scores_of_normed_rows_need_no_check_and_those_of_unbounded_rows_do() ->
         return aten.matmul.default(aten.softmax.int(scores, -1), x)
 
     parameters = {name: torch.randn(32, 32) for name in ("q", "k")}
-    normed = TokenRows(torch.randn(6, 32) * 10, lambda x, m: attention(aten.layer_norm.default(x, [32]), m), parameters)
+    def after_norm(x: Any, m: Any) -> Any:
+        return attention(aten.layer_norm.default(x, [32]), m)
+
+    normed = TokenRows(torch.randn(6, 32) * 10, after_norm, parameters)
     assert not _lowered(normed).guards
     bare = TokenRows(torch.randn(6, 32) * 1e3, attention, parameters)
     found = _lowered(bare)
@@ -139,11 +142,40 @@ def test_heads_are_checked_by_whole_rows() -> None:
 def test_each_kind_of_operator_is_checked_and_fits_end_without_one(body: Any) -> None:
     """On SPU: 0 for what fits, 1 for the same with one entry that makes the operator wrong."""
     pytest.importorskip("spu")
-    from aero_compile.runtime.lowering.spu_compile import compile_steps
-
     values = torch.full((6, 32), 1.5)
     values[4, 7] = 3e6
-    model = TokenRows(values, body, {"w": torch.full((3, 32), 20.0)})
+    _only_row_4_is_outside(TokenRows(values, body, {"w": torch.full((3, 32), 20.0)}))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda x, m: aten.rms_norm.default(x, [32], None, 1e-6),
+        lambda x, m: aten.layer_norm.default(x, [32], m.g, None, 1e-5),
+        lambda x, m: aten.rms_norm.default(aten.add.Tensor(x, x), [32], None, 1e-12),
+        lambda x, m: aten.mul.Tensor(x, aten.rsqrt.default(_mean_square(x))),
+        lambda x, m: aten.div.Tensor(x, aten.sqrt.default(aten.add.Scalar(_mean_square(x), 1e-3))),
+        lambda x, m: aten.div.Tensor(x, aten.clamp_min.default(_mean_square(x), 1e-3)),
+        lambda x, m: aten.mul.Tensor(x, aten.reciprocal.default(_mean_square(x))),
+        lambda x, m: aten.mul.Tensor(x, aten.pow.Tensor_Scalar(_mean_square(x), -0.5)),
+        lambda x, m: aten.mul.Tensor(x, aten.pow.Tensor_Scalar(_mean_square(x), -1)),
+        lambda x, m: aten.mul.Tensor(x, aten.pow.Tensor_Scalar(aten.mean.dim(x, [-1], True), -2)),
+        lambda x, m: aten.log.default(_mean_square(x)),
+    ],
+)
+def test_rows_too_small_are_noticed_where_eps_does_not_help(body: Any) -> None:
+    values = torch.full((6, 32), 1.5) + torch.linspace(-1, 1, 32)
+    values[4] *= 3e-3
+    _only_row_4_is_outside(TokenRows(values, body, {"g": torch.full((32,), 2.0)}))
+
+
+def _mean_square(x: Any) -> Any:
+    return aten.mean.dim(aten.square.default(x), [-1], True)
+
+
+def _only_row_4_is_outside(model: TokenRows) -> None:
+    from aero_compile.runtime.lowering.spu_compile import compile_steps
+
     live = _lowered(model)
     assert live.guard == GUARD
     program = compile_steps(live, "semi2k", 64, 18)

@@ -1,0 +1,339 @@
+"""Where private checks are put: bounds are followed through the graph, and what they do not show gets a check."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from aero_compile.errors import LoweringError
+from aero_compile.runtime.lowering import bounds
+from aero_compile.runtime.lowering.bound_rules import RULES
+from aero_compile.runtime.lowering.bounds import Bound, Shape
+from aero_compile.runtime.lowering.guards import Check, Guard, LeastRows
+from aero_compile.runtime.lowering.masks import Masked, find_mask
+from aero_compile.runtime.lowering.norms import NO_DOUBLINGS, NORMS, Doublings
+from aero_compile.runtime.lowering.partition import Domain, Partition, op_name, place_of
+from aero_compile.runtime.operators import registry
+from aero_compile.runtime.operators.limits import (
+    LEAST_DEVIATION,
+    LEAST_VARIANCE,
+    LIMITS,
+    Format,
+    Quantity,
+    SmallRows,
+    row_variances,
+)
+
+Ends = tuple[float | None, float | None]
+
+_TOO_SMALL = 1e-3
+_ROWS = 4096  # rows of a table that are measured at a time
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``guards`` of the values that nodes compute, and what is ``watched`` inside of nodes: (low, high) by name.
+
+    ``least``: what is watched at the low end of norms, as calibration can look at it.
+    """
+
+    guards: Mapping[fx.Node, tuple[Guard, ...]] = field(default_factory=dict)
+    watched: Mapping[fx.Node, Mapping[str, Ends]] = field(default_factory=dict)
+    least: Mapping[fx.Node, LeastRows] = field(default_factory=dict)
+
+    def checks(self) -> dict[str, tuple[Check, ...]]:
+        """All that text can be tried on beforehand, by the name of the node."""
+        found: dict[str, tuple[Check, ...]] = {node.name: each for node, each in self.guards.items()}
+        for node, least in self.least.items():
+            found[node.name] = (*found.get(node.name, ()), least)
+        return found
+
+
+def plan_guards(
+    part: Partition,
+    order: Sequence[fx.Node],
+    form: Format,
+    is_tokens: Callable[[fx.Node], bool],
+    doublings: Doublings = NO_DOUBLINGS,
+) -> Plan:
+    """Find the values of the live nodes ``order`` that need a guard, as few and as early ones as possible.
+
+    Raises:
+        LoweringError: an operator holds on no range that a guard could keep.
+    """
+    return Planner(part, order, form, is_tokens, doublings).plan()
+
+
+class Planner:
+    """Follows bounds through the graph, from the start again after each guard that turned out to be needed."""
+
+    def __init__(
+        self,
+        part: Partition,
+        order: Sequence[fx.Node],
+        form: Format,
+        is_tokens: Callable[[fx.Node], bool],
+        doublings: Doublings = NO_DOUBLINGS,
+    ) -> None:
+        self.doublings = doublings
+        self.part, self.order, self.form = part, [n for n in order if not is_tokens(n)], form
+        self.limits: dict[fx.Node, float] = {}
+        self.centered: dict[fx.Node, Guard] = {}
+        self.watched: dict[fx.Node, dict[str, Ends]] = {}
+        self.least: dict[fx.Node, LeastRows] = {}
+        self.bounds: dict[fx.Node, Bound] = {}
+        self._of_known: dict[fx.Node, Bound] = {}
+        self._matrices: dict[tuple[int, bool], tuple[Tensor, bounds.Weight]] = {}
+        self._missing: dict[fx.Node, float] = {}
+        self._at: fx.Node | None = None
+
+    def plan(self) -> Plan:
+        while True:
+            self._missing, self.bounds, self.watched, self.centered, self.least = {}, {}, {}, {}, {}
+            for node in self.order:
+                self._visit(node)
+                if self._missing:
+                    break
+            if not self._missing:
+                break
+            for source, limit in self._missing.items():
+                self._limit(source, limit)
+        guards = {node: (Guard(limit),) for node, limit in self.limits.items()}
+        for node, guard in self.centered.items():
+            guards[node] = (*guards.get(node, ()), guard)
+        return Plan(guards, self.watched, self.least)
+
+    def _limit(self, node: fx.Node, limit: float) -> None:
+        known = self.limits.get(node)
+        limit = limit if known is None else min(limit, known / 2)  # rows of another axis: only small entries bound them
+        if not limit > _TOO_SMALL:
+            raise self._unbounded(node)
+        self.limits[node] = 2.0 ** math.floor(math.log2(limit))  # shown by the program: no more than that
+
+    def _unbounded(self, node: fx.Node) -> LoweringError:
+        at = self._at if self._at is not None else node
+        return LoweringError(
+            f"nothing bounds the values of {op_name(node)} (node {node.name}, in {place_of(node)}) to where "
+            f"{op_name(at)} (in {place_of(at)}) holds; compile with guards=False to run it unchecked"
+        )
+
+    def _visit(self, node: fx.Node) -> None:
+        self._at = node
+        given = registry.bind(node.target, node.args, node.kwargs)
+        self._inside(node, given)
+        if not self._missing:
+            found = RULES[op_name(node)](self, node, given)
+            most = 2 * self.form.limit if op_name(node) in _PRODUCTS else self.form.sum_limit  # 2: of a bias
+            if not self._missing and not found.peak <= most:
+                raise self._unbounded(node)
+            self.bounds[node] = self._limited(node, found)
+
+    def _limited(self, node: fx.Node, found: Bound) -> Bound:
+        limit = self.limits.get(node)
+        if limit is not None:
+            found = replace(
+                found,
+                low=max(found.low, -limit),
+                high=min(found.high, limit),
+                length=min(found.length, 4 * limit),
+            )
+        return found.fitted(self.part.shapes[node]) if node in self.part.shapes else found
+
+    # --- what an operator computes inside -------------------------------------------------------------
+
+    def _inside(self, node: fx.Node, given: Mapping[str, Any]) -> None:
+        name = op_name(node)
+        if name not in LIMITS:
+            return
+        stand_ins = {key: self._stand_in(value) for key, value in given.items()}
+        public = {
+            key
+            for key, value in given.items()
+            if isinstance(value, fx.Node) and self.part.domains[value] is Domain.PUBLIC
+        }
+        options = self.doublings.of(node)
+        if options.get("folded"):
+            options = {}  # rows come doubled: limits are those of what they are then
+        if name in NORMS:
+            self._small_rows(node, given)
+        for quantity in LIMITS[name](self.form, stand_ins | options, public):
+            if quantity.what == "sum of squares":
+                self._rows_to_square(node, given, quantity.high)
+            elif quantity.what == "smaller of dividend and divisor":
+                self._narrow(node, given, quantity.high)
+            elif quantity.what == "variance":
+                self._watch(node, given, quantity, gain=4.0 ** options.get("doublings", 0))
+            elif quantity.what not in _ELSEWHERE:
+                self._watch(node, given, quantity)
+
+    def _stand_in(self, value: Any) -> Any:
+        if not isinstance(value, fx.Node):
+            return value
+        if self.part.is_live(value):
+            return torch.empty(self.part.shapes.get(value, ()), device="meta")
+        return self.part.known[value]
+
+    def _rows_to_square(self, node: fx.Node, given: Mapping[str, Any], limit: float) -> None:
+        """Squares of a norm must not wrap, one by one; their sum is watched as the variance."""
+        x, peak = given["input"], math.sqrt(limit)
+        centers = op_name(node) == "aten.layer_norm"
+        if self.of(x).peak * (2 if centers else 1) <= peak:
+            return
+        if not centers:
+            self.need(x, peak)
+        elif len(given["normalized_shape"]) > 1:
+            self.need(x, peak / 2)
+        elif x.op != "placeholder":
+            self._in_ring(x)
+            self.centered[x] = Guard(peak, centered=True)
+
+    def _narrow(self, node: fx.Node, given: Mapping[str, Any], high: float) -> None:
+        if self.of(given["x"]).peak > high:
+            low, most = self.watched.get(node, {}).get("divisor", (None, None))
+            self.watched.setdefault(node, {})["divisor"] = (low, min(high, most or high))
+
+    def _watch(self, node: fx.Node, given: Mapping[str, Any], quantity: Quantity, gain: float = 1.0) -> None:
+        """``gain``: what an operator looks at is so many times the quantity."""
+        found = self._reached(quantity.what, node, given)
+        ends = (
+            None if found.low >= quantity.low else gain * quantity.low,
+            None if found.high <= quantity.high else gain * quantity.high,
+        )
+        if ends != (None, None):
+            self._add(node, quantity.what, *ends)
+
+    def _add(self, node: fx.Node, what: str, low: float | None, high: float | None) -> None:
+        """Watch this, within the narrower of these ends and those known so far."""
+        ends = zip(self.watched.get(node, {}).get(what, (None, None)), (low, high), strict=True)
+        lows, highs = ([each for each in pair if each is not None] for pair in ends)
+        self.watched.setdefault(node, {})[what] = (max(lows, default=None), min(highs, default=None))
+
+    def _small_rows(self, node: fx.Node, given: Mapping[str, Any]) -> None:
+        """Rows of a norm must be large enough for the root of their variance, unless eps makes up for small ones."""
+        options = self.doublings.of(node)
+        gain = 4.0 ** options["doublings"]
+        small = SmallRows.of(self.form, dict(given) | {"input": self._stand_in(given["input"])}, **options)
+        if small.least == 0.0:
+            return
+        rows = self._table_of(given["input"], given["normalized_shape"])
+        if rows is not None:
+            parts = [dict(given) | {"input": part} for part in torch.split(rows, _ROWS)]
+            variances = torch.cat([row_variances(part, op_name(node)) for part in parts])
+            if small.hold(variances if options["folded"] else variances * gain):
+                return
+        self._add(node, "variance", small.least, None)
+        self.least[node] = LeastRows(small.least / gain)
+
+    def _table_of(self, value: Any, shape: Sequence[int]) -> Tensor | None:
+        """All rows [..., d] that may come to a norm which reads nothing but lookups in a known table."""
+        factor = 1.0
+        while isinstance(value, fx.Node) and self.part.is_live(value) and self.shape(value)[-1:] == tuple(shape):
+            name = op_name(value).removeprefix("aten.")
+            if name in ("embedding", "index"):
+                table = self.known(value.args[0])
+                return None if table is None or table.shape[-1:] != tuple(shape) else table * factor
+            if name == "mul":
+                first, second = value.args
+                number = self._number(first) if self._number(second) is None else self._number(second)
+                if number is None:
+                    return None
+                factor, value = factor * number, second if self._number(second) is None else first
+            elif name in _ARRANGING and len(value.all_input_nodes) == 1:
+                value = value.all_input_nodes[0]
+            else:
+                return None
+        return None
+
+    def _reached(self, what: str, node: fx.Node, given: Mapping[str, Any]) -> Bound:
+        if what == "variance":
+            x, shape = self.of(given["input"]), self.shape(given["input"])
+            return Bound(0.0, min(x.fitted(shape).length ** 2 / shape[-1], x.peak**2))
+        found = self.of(given["other"] if op_name(node) == "aten.div" else given["x"])
+        if what == "argument":
+            return found
+        least = 0.0 if found.low <= 0 <= found.high else min(abs(found.low), abs(found.high))
+        return Bound(least, found.peak)
+
+    def _number(self, value: Any) -> float | None:
+        """A factor of all entries, if it is known."""
+        if isinstance(value, (int, float)):
+            return float(value)
+        known = self.known(value)
+        return float(known) if known is not None and known.numel() == 1 else None
+
+    # --- what rules ask for ---------------------------------------------------------------------------
+
+    def of(self, value: Any) -> Bound:
+        if not isinstance(value, fx.Node):
+            return bounds.of_known(value)
+        if value in self.bounds:
+            return self.bounds[value]
+        if value not in self._of_known:
+            self._of_known[value] = bounds.of_known(self.part.known[value])
+        return self._of_known[value]
+
+    def shape(self, value: Any) -> Shape:
+        if isinstance(value, fx.Node) and value in self.part.shapes:
+            return self.part.shapes[value]
+        known = self.known(value)
+        return () if known is None else tuple(known.shape)
+
+    def known(self, value: Any) -> Tensor | None:
+        if isinstance(value, fx.Node):
+            value = self.part.known.get(value)
+        return value if isinstance(value, Tensor) else None
+
+    def matrix(self, weight: Tensor, transposed: bool = False) -> bounds.Weight:
+        key = id(weight), transposed
+        if key not in self._matrices:
+            table = weight[:, None] if weight.dim() == 1 else weight.mT if transposed else weight
+            self._matrices[key] = weight, bounds.of_matrix(table)  # held, so that no other takes its number
+        return self._matrices[key][1]
+
+    def hides(self, value: Any) -> bool:
+        return self.part.is_live(value)
+
+    def mask(self, node: fx.Node) -> Masked:
+        scores = node.args[0]
+        assert isinstance(scores, fx.Node)
+        return find_mask(self.part, scores)
+
+    def need(self, value: Any, peak: float) -> None:
+        for source in self._sources(value):
+            self._in_ring(source)
+            self._missing[source] = min(peak, self._missing.get(source, math.inf))
+
+    def _in_ring(self, node: fx.Node) -> None:
+        """Sums of a row must not come near the end of the ring, so that what is compared is what it seems."""
+        row = (self.shape(node) or (1,))[-1]
+        if not row * self.bounds[node].peak <= self.form.sum_limit:
+            raise self._unbounded(node)
+
+    def _sources(self, value: Any) -> set[fx.Node]:
+        """The values whose entries ``value`` only arranges anew: whole rows are fewer than those of single heads.
+
+        Parts of a value are left as they are: the rest of its rows may be as large as it likes.
+        """
+        if not self.part.is_live(value):
+            return set()
+        if op_name(value).removeprefix("aten.") not in _ARRANGING:
+            return {value}
+        return {source for used in value.all_input_nodes for source in self._sources(used)}
+
+
+_ELSEWHERE = frozenset({"product", LEAST_DEVIATION, LEAST_VARIANCE})
+"""What is not watched by its own name: a rule of products sees to it, or the variance of a norm shows it."""
+
+_PRODUCTS = frozenset(
+    f"aten.{name}" for name in ["matmul", "mm", "bmm", "linear", "einsum", "mul", "square", "pow", "div"]
+)
+_MOVES = (
+    "view reshape _unsafe_view flatten unflatten unsqueeze squeeze expand expand_as repeat transpose t permute movedim "
+    "cat stack clone alias contiguous detach lift_fresh_copy to _to_copy type_as dropout feature_dropout"
+)
+_ARRANGING = frozenset(_MOVES.split(" "))
