@@ -20,6 +20,7 @@ from aero_compile.errors import InputError
 from aero_compile.exit_codes import exit_code
 from aero_compile.files import refuse_existing
 from aero_compile.pipeline import transform
+from aero_compile.plain_help import HelpParser
 from aero_compile.version import __version__
 
 PAPER = [name for name, recipe in recipes().items() if recipe.group == "architectures of the paper"]
@@ -37,7 +38,7 @@ to train a transformed model:  python -m aero_compile.retrain --help
 
 def _parser() -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="aero-compile", description=__doc__, epilog=EXAMPLES, formatter_class=form)
+    parser = HelpParser(prog="aero-compile", description=__doc__, epilog=EXAMPLES, formatter_class=form)
     parser.add_argument("--version", action="version", version=f"aero_compile {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     listing = commands.add_parser("recipes", help="all named recipes and passes")

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script i
 
 from aero_compile.errors import PartyError
 from aero_compile.exit_codes import exit_code
+from aero_compile.plain_help import HelpParser
 from aero_compile.progress import Progress
 from aero_compile.runtime.costs.table import SHIPPED, CostTable, settings_of
 from aero_compile.runtime.spu_config import import_spu
@@ -69,7 +70,7 @@ def processor() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = HelpParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=SHIPPED, help="file to write (default: the shipped table)")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and shapes: less accurate seconds")
     options = parser.parse_args(argv)

@@ -33,6 +33,7 @@ from torch import nn
 from aero_compile.cookbook.recipe import resolve
 from aero_compile.errors import InputError, OutputDirError
 from aero_compile.exit_codes import exit_code
+from aero_compile.plain_help import HelpParser
 from aero_compile.progress import Progress
 from aero_compile.reporting.evaluate import private_row
 from aero_compile.reporting.report import (
@@ -80,7 +81,7 @@ class Settings:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line's description."""
-    p = argparse.ArgumentParser(prog="demo.py", description=(__doc__ or "").split("\n\n")[0])
+    p = HelpParser(prog="demo.py", description=(__doc__ or "").split("\n\n")[0])
     p.add_argument("--output-dir", type=Path, default=Path("runs/demo"), help="default: runs/demo, runs/demo-2, …")
     for field in dataclasses.fields(Settings):
         flag = "--" + field.name.replace("_", "-")

@@ -37,6 +37,7 @@ from aero_compile.cookbook.recipe import Recipe, resolve
 from aero_compile.errors import AeroError, InputError, nearest
 from aero_compile.exit_codes import exit_code
 from aero_compile.files import write_atomically
+from aero_compile.plain_help import HelpParser
 from aero_compile.progress import Progress
 from aero_compile.reporting.report import command_line
 from aero_compile.training.run_directory import finite_or_none, versions
@@ -428,7 +429,7 @@ def entries(only: Sequence[str] | None, named: bool) -> list[Entry]:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line's description."""
-    p = argparse.ArgumentParser(prog="families.py", description=(__doc__ or "").split("\n\n")[0])
+    p = HelpParser(prog="families.py", description=(__doc__ or "").split("\n\n")[0])
     p.add_argument("--only", nargs="+", metavar="FAMILY", help="these families (gpt2) or variants (gpt2:eager)")
     p.add_argument("--named", action="store_true", help="leave out families of transformers that few people use")
     p.add_argument("--list", action="store_true", help="print the names of all entries and stop")

@@ -27,6 +27,7 @@ from aero_compile.cookbook.recipe import resolve
 from aero_compile.errors import InputError
 from aero_compile.exit_codes import exit_code
 from aero_compile.files import refuse_existing, write_atomically
+from aero_compile.plain_help import HelpParser
 from aero_compile.progress import Progress
 from aero_compile.reporting.evaluate import agreement, logits_of
 from aero_compile.reporting.report import command_line
@@ -105,7 +106,7 @@ def table(found: Sequence[Fidelity]) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line's description."""
-    p = argparse.ArgumentParser(prog="fidelity.py", description=__doc__)
+    p = HelpParser(prog="fidelity.py", description=__doc__)
     p.add_argument("--output-dir", type=Path, default=Path("runs/fidelity"), help="of the models; default: %(default)s")
     p.add_argument("--recipes", nargs="+", default=list(RECIPES), metavar="LABEL", help="default: the demo's")
     p.add_argument("--steps", type=int, default=Settings.steps, help="of training; default: %(default)s")

@@ -22,6 +22,7 @@ from aero_compile.files import refuse_existing, write_atomically
 from aero_compile.graphs.trainable import TransformedModel
 from aero_compile.inference.model import inference_copy
 from aero_compile.inference.optimize import passes
+from aero_compile.plain_help import HelpParser
 from aero_compile.progress import Progress
 from aero_compile.reporting.report import command_line
 from aero_compile.training.run_directory import versions
@@ -76,7 +77,7 @@ def _mb(count: int) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line's description."""
-    p = argparse.ArgumentParser(prog="pass_bytes.py", description=__doc__)
+    p = HelpParser(prog="pass_bytes.py", description=__doc__)
     p.add_argument("--model", choices=sorted(SHAPES), default="mini", help="shape, with random weights; default: mini")
     p.add_argument("--recipes", default="SM+LN+G,SM+R,softmax_only", metavar="LIST", help="default: %(default)s")
     p.add_argument("--seq-len", type=int, default=32, metavar="T", help="tokens; default: 32")

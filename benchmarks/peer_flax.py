@@ -49,6 +49,7 @@ from aero_compile.cookbook.recipe import recipe_names, resolve
 from aero_compile.errors import InputError, OutputDirError, nearest
 from aero_compile.exit_codes import exit_code
 from aero_compile.files import write_atomically
+from aero_compile.plain_help import HelpParser
 from aero_compile.progress import Progress
 from aero_compile.reporting.evaluate import agreement, logits_of
 from aero_compile.reporting.report import command_line
@@ -66,7 +67,7 @@ INITIALIZER_RANGE = 0.1
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line's description."""
-    p = argparse.ArgumentParser(prog="peer_flax.py", description=(__doc__ or "").split("\n\n")[0])
+    p = HelpParser(prog="peer_flax.py", description=(__doc__ or "").split("\n\n")[0])
     p.add_argument("--setup", action="store_true", help="make the peer's environment, then stop")
     p.add_argument("--environment", type=Path, default=Path(".peer-venv"), metavar="DIR", help="default: .peer-venv")
     for name, value, what in (

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script i
 from aero_compile.errors import InputError, OutputDirError
 from aero_compile.exit_codes import exit_code
 from aero_compile.files import write_atomically
+from aero_compile.plain_help import HelpParser
 from aero_compile.progress import Progress
 from aero_compile.reporting import paper as beside
 from aero_compile.reporting.report import (
@@ -53,7 +54,7 @@ def positive(text: str) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line's description."""
-    p = argparse.ArgumentParser(prog="pi_bench.py", description=__doc__.split("\n\n")[0])
+    p = HelpParser(prog="pi_bench.py", description=__doc__.split("\n\n")[0])
     p.add_argument(
         "--model",
         nargs="+",

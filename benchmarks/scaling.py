@@ -27,6 +27,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 from aero_compile.errors import InputError, nearest
 from aero_compile.exit_codes import exit_code
 from aero_compile.files import write_atomically
+from aero_compile.plain_help import HelpParser
 from aero_compile.progress import Progress
 from aero_compile.reporting.charts import line_chart
 from aero_compile.reporting.report import command_line
@@ -214,7 +215,7 @@ def chart(rows: Sequence[dict[str, Any]]) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line's description."""
-    p = argparse.ArgumentParser(prog="scaling.py", description=(__doc__ or "").split("\n\n")[0])
+    p = HelpParser(prog="scaling.py", description=(__doc__ or "").split("\n\n")[0])
     p.add_argument("--only", nargs="+", metavar="SHAPE", help=f"of {', '.join(repr(name) for name in SHAPES)}")
     p.add_argument("--repeat", type=int, default=3, help="processes for each shape; default: 3")
     p.add_argument("--recipe", default="softmax_only", help="default: softmax_only")

@@ -29,6 +29,7 @@ import torch
 from aero_compile.errors import InputError
 from aero_compile.exit_codes import exit_code
 from aero_compile.files import refuse_existing, write_atomically
+from aero_compile.plain_help import HelpParser
 from aero_compile.reporting.report import command_line
 from aero_compile.training.run_directory import versions
 from benchmarks import torture_capture, torture_private
@@ -46,7 +47,7 @@ KINDS: dict[str, Callable[[int, str], Outcome]] = {
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line's description."""
-    p = argparse.ArgumentParser(prog="torture.py", description=__doc__)
+    p = HelpParser(prog="torture.py", description=__doc__)
     p.add_argument("--what", choices=list(KINDS), default="private", help="default: %(default)s")
     p.add_argument("--protocol", choices=["semi2k", "cheetah"], default="semi2k", help="default: %(default)s")
     p.add_argument("--seed", type=int, default=0, help="the first; default: %(default)s")

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 import aero_compile
 from aero_compile.errors import AeroError
+from aero_compile.plain_help import HelpParser
 from benchmarks import zoo
 from benchmarks.torture_decoders import POSITIONS, TABLES, VOCAB, Table, Tortured, cached_table, emptied
 from benchmarks.torture_private import CRASH, MISS, REFUSED, WITHIN, Miss, Outcome, kind_of
@@ -172,7 +173,7 @@ def of_the_zoo(number: int, build: Callable[[], nn.Module]) -> Outcome | None:
 
 def main(argv: list[str] | None = None) -> int:
     """Go over the zoo; returns the exit code, 1 if there was a miss or a crash."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = HelpParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="*", help="these alone; default: all")
     parser.add_argument("--out", type=Path, help="JSON file for outcomes by family")
     arguments = parser.parse_args(argv)

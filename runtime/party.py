@@ -34,6 +34,7 @@ import numpy.typing as npt
 
 from aero_compile.errors import AeroError, InputError, PartyError
 from aero_compile.files import make_private_folder, write_private
+from aero_compile.plain_help import HelpParser
 from aero_compile.runtime.hosts.link import PlainWay, Way, connect, not_connected, parse_address, watch_peer
 from aero_compile.runtime.hosts.measure import check_against_wire, check_profile
 from aero_compile.runtime.hosts.opening import check_guard, open_logits, send_share
@@ -71,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m aero_compile.runtime.party", description=__doc__)
+    parser = HelpParser(prog="python -m aero_compile.runtime.party", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--rank", type=int, choices=(SERVER, CLIENT), required=True, help="0 server, 1 client")

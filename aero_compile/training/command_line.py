@@ -10,6 +10,7 @@ import torch
 from transformers import HfArgumentParser
 
 from aero_compile.errors import InputError
+from aero_compile.plain_help import PlainHelp
 from aero_compile.training.options import RetrainArguments, RetrainOptions
 
 
@@ -51,10 +52,14 @@ Every flag may be written with dashes or underscores. Exit code 2: an input that
 """
 
 
+class _Parser(PlainHelp, HfArgumentParser):
+    """Options by dataclasses, those of Hugging Face with the markup of their documentation."""
+
+
 def make_parser() -> HfArgumentParser:
     """The command line: our options first, then every flag of TrainingArguments."""
     kinds: Any = (RetrainOptions, RetrainArguments)
-    return HfArgumentParser(
+    return _Parser(
         kinds,
         prog="python -m aero_compile.retrain",
         usage="%(prog)s [options]",

@@ -15,7 +15,7 @@ from aero_compile.runtime.hosts.parties import run_parties
 from aero_compile.runtime.lowering.guards import COMBINATIONS, GUARD, Guard, GuardCheck, combinations
 from aero_compile.runtime.lowering.partition import partition
 from aero_compile.runtime.lowering.to_jax import lower
-from aero_compile.runtime.operators.limits import Format
+from aero_compile.runtime.operators.limits import Format, SmallRows
 from aero_compile.runtime.program import one_hot
 from tests.runtime.graphs import TokenRows, aten, simulate
 
@@ -102,6 +102,7 @@ def test_scores_of_normed_rows_need_no_check_and_those_of_unbounded_rows_do() ->
         return aten.matmul.default(aten.softmax.int(scores, -1), x)
 
     parameters = {name: torch.randn(32, 32) for name in ("q", "k")}
+
     def after_norm(x: Any, m: Any) -> Any:
         return attention(aten.layer_norm.default(x, [32]), m)
 
@@ -212,6 +213,50 @@ def test_values_that_wrap_end_both_parties_without_logits(compiled: Any) -> None
     with torch.no_grad():
         wanted = _normed(_table(3e4))(torch.tensor([[1, 2, 5, 60]])).numpy()
     assert np.abs(found - wanted).max() > 1  # silently wrong: what the check is for
+
+
+def test_rows_of_a_norm_that_are_too_small_end_both_parties_without_logits() -> None:
+    """Nothing wraps and everything is finite: the answer would be wrong without a sign of it."""
+    pytest.importorskip("spu")
+    model, text = _normed(_table(1e-3)), torch.tensor([[1, 2, 3, 60]])
+    compiled = compile_model(model, 1, 4, "semi2k", calibration=text)
+    with pytest.raises(OutOfRangeError, match="a value left the range"):
+        run_parties(compiled.program, compiled.weights, np.array([[1, 2, 5, 60]]), runs=1, timeout=120)
+    found = run_parties(compiled.program, compiled.weights, text.numpy(), runs=1, timeout=120).logits
+    with torch.no_grad():
+        np.testing.assert_allclose(found, model(text).numpy(), rtol=0, atol=2e-2)
+
+
+def test_rows_of_zeros_are_refused_only_where_they_might_be_small_ones() -> None:
+    """A table of rows all of which a norm holds for, zeros among them, needs no comparison; sums of rows do."""
+    table = _table()
+    table[7] = 0.0
+    direct = _normed(table)
+    assert _lowered(direct).guard is None
+    scaled = TokenRows(table, lambda x, m: aten.layer_norm.default(aten.mul.Tensor(x, 5.6), [32]))
+    assert _lowered(scaled).guard is None
+    summed = TokenRows(table, lambda x, m: aten.layer_norm.default(aten.add.Tensor(x, m.p), [32]), {"p": table[:1]})
+    live = _lowered(summed)
+    assert live.guard == GUARD
+    check = GuardCheck(live.guards)
+    with torch.no_grad():
+        summed.get_parameter("p").zero_()
+    partition(summed, summed.logits_graph(), summed.ids, check)
+    with pytest.raises(LoweringError, match=r"have a variance of 0 .* allows no less than 0\.000"):
+        check.raise_first()
+
+
+@pytest.mark.parametrize(("eps", "doublings", "folded"), [(1e-5, 3, False), (1e-6, 5, False), (1e-12, 3, True)])
+def test_eps_that_makes_up_for_small_rows_saves_the_comparison(eps: float, doublings: int, folded: bool) -> None:
+    given = {"eps": eps, "input": torch.empty(0)}
+    small, before = (SmallRows.of(FORM, given, k, folded) for k in (doublings, doublings - 1))
+    assert before.least > 0
+    assert (small.least == 0) == (eps > 1e-12)
+    for rows in (before, small):
+        variances = torch.logspace(-14, 0, 2000, dtype=torch.float64)
+        held = torch.tensor([rows.hold(each) for each in variances])
+        assert held[variances > 1.001 * rows.least].all()
+        assert not held[(variances < 0.999 * rows.least) & (variances > rows.least / 2)].any()
 
 
 def test_calibration_shows_what_would_end_a_run() -> None:
