@@ -80,13 +80,13 @@ def test_every_module_imports(name: str) -> None:
     importlib.import_module(name)
 
 
-def blocked(code: str) -> subprocess.CompletedProcess[str]:
-    """Run ``code`` in a fresh interpreter in which the heavy packages cannot be imported."""
+def blocked(code: str, *more: str) -> subprocess.CompletedProcess[str]:
+    """Run ``code`` in a fresh interpreter in which the heavy packages, and ``more``, cannot be imported."""
     guard = (
         "import sys\n"
         "class Guard:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        f"        if name.split('.')[0] in {HEAVY!r}:\n"
+        f"        if name.split('.')[0] in {(*HEAVY, *more)!r}:\n"
         "            raise ModuleNotFoundError(f'{name} is blocked', name=name)\n"
         "sys.meta_path.insert(0, Guard())\n"
     )
@@ -98,6 +98,23 @@ def test_import_needs_torch_alone() -> None:
     done = blocked("import aero_compile; print(aero_compile.__version__)")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+def test_a_party_needs_no_torch() -> None:
+    """It starts three times as fast without, and a host that runs parties alone need not have it."""
+    modules = ("party", "hosts.relay", "hosts.tunnel", "hosts.tls", "program", "spu_config")
+    done = blocked("import " + ", ".join(f"aero_compile.runtime.{name}" for name in modules), "torch")
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_is_public_is_no_module() -> None:
+    """`census` is the name of a function and of the file that it is in."""
+    code = (
+        "import aero_compile, aero_compile.census, aero_compile.artifact, aero_compile.pipeline\n"
+        "print(*sorted({type(getattr(aero_compile, name)).__name__ for name in aero_compile.__all__}))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["function", "str", "type"], (done.stdout, done.stderr)
 
 
 def test_the_runtime_is_there_once_it_is_asked_for() -> None:

@@ -1,0 +1,127 @@
+"""How the nonlinear ops of a model's graph are counted, from shapes alone: what `aero_compile.census` is made of."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from aero_compile.anatomy.parts import Structure, nonlinear_kind
+from aero_compile.anatomy.structure import block_prefixes
+from aero_compile.census import NonlinearOp
+from aero_compile.graphs.rewriting import live_inputs, node_values, sample_shape, source_path
+from aero_compile.graphs.trainable import TransformedModel
+
+aten = torch.ops.aten
+
+
+def count(model: TransformedModel, seq_len: int) -> Iterator[NonlinearOp]:
+    """The nonlinear ops of a model for sequences of `seq_len` tokens, which it must take."""
+    structure: Structure = model.structure
+    batch = 1 if model.fixed_shape is None else model.fixed_shape[0]
+    values = node_values(model, batch, seq_len)
+    known = sample_shape(model)
+    if model.fixed_shape is not None:
+        rows = _Rows(values, values, known, known)
+    elif known[1] == seq_len:
+        other = (batch, seq_len - 1 if seq_len == model.max_positions else seq_len + 1)
+        rows = _Rows(values, node_values(model, *other), (batch, seq_len), other)
+    else:
+        rows = _Rows(values, structure.values, (batch, seq_len), known)
+    return _count(structure, rows)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Values of all nodes for two shapes `[B, T]` of the tokens; the same twice if there is no choice.
+
+    How much larger a value is for a longer text says how many matrices it is, and the rest how many rows each has:
+    more than T with a learned prefix, and one where the last position alone is computed.
+    """
+
+    values: Mapping[fx.Node, Any]
+    others: Mapping[fx.Node, Any]
+    shape: tuple[int, int]
+    other_shape: tuple[int, int]
+
+    def entry(self, kind: str, node: fx.Node, layer: int | None, name: str) -> NonlinearOp:
+        """`node` as so many matrices of one shape."""
+        value = _first(self.values[node])
+        width = int(value.shape[-1]) if value.dim() else 1
+        total = _rows_of(value, self.shape[0])
+        grown = total - _rows_of(_first(self.others[node]), self.other_shape[0])
+        length, other = self.shape[1], self.other_shape[1]
+        if length == other:
+            rows = length if total % length == 0 else int(value.shape[-2]) if value.dim() > 1 else 1
+        elif grown == 0:
+            rows = 1
+        else:
+            rows = total * (length - other) // grown
+        count = max(1, total // rows)
+        return NonlinearOp(kind, count, (rows, width), layer, name)
+
+
+def _rows_of(value: Tensor, batch: int) -> int:
+    """Rows of a value for each sequence."""
+    return value.numel() // (batch * (int(value.shape[-1]) if value.dim() else 1))
+
+
+def _count(structure: Structure, rows: _Rows) -> Iterator[NonlinearOp]:
+    values = rows.values
+    for attention in structure.attentions:
+        shape = tuple(int(size) for size in values[attention.groups[0].softmax].shape[-2:])
+        yield NonlinearOp("softmax", attention.heads, shape, attention.layer, attention.name)
+    for norm in structure.norms:
+        yield rows.entry("layernorm", norm.node, norm.layer, norm.name)
+    counted: set[fx.Node] = set()
+    for ffn in structure.ffns:
+        for activation in ffn.activations:
+            counted.update(activation.nodes)
+            yield rows.entry(activation.kind, activation.node, ffn.layer, ffn.name)
+    owner = {node: found for node in structure.live if (found := _dynamic_tanh(node))}
+    for attention in structure.attentions:
+        for heads in attention.groups:
+            node = heads.softmax
+            while node is not heads.scores:  # soft caps and the like, between the product and the softmax
+                owner[node] = (attention.layer, attention.name)
+                node = live_inputs(node, structure.live)[0]
+    for node in values:
+        kind = nonlinear_kind(node, structure.live) if node in structure.live - counted else None
+        if kind is not None:
+            layer, name = owner.get(node, (_layer(node, structure, values), source_path(node) or node.name))
+            yield rows.entry(kind, node, layer, name)
+
+
+def _dynamic_tanh(node: fx.Node) -> tuple[int | None, str] | None:
+    """Layer and name of the tanh that stands for a norm (`layer-norm-to-dyt`): its α is named after the layer."""
+    scaled = node.args[0] if node.target is aten.tanh.default else None
+    for factor in scaled.all_input_nodes if isinstance(scaled, fx.Node) else ():
+        name = re.match(r"layer_norm_to_dyt\.(\d+|final)\.", str(factor.target)) if factor.op == "get_attr" else None
+        if name:
+            return None if name[1] == "final" else int(name[1]), source_path(node) or str(factor.target)
+    return None
+
+
+def _layer(node: fx.Node, structure: Structure, values: Any) -> int | None:
+    """Layer of an op that belongs to no recognized part; None after the last layer.
+
+    That is the block it is in, if modules have names, or else the last attention above it.
+    """
+    blocks = block_prefixes([attention.name for attention in structure.attentions])
+    path, last = source_path(node), structure.depth[node] == len(structure.attentions)
+    own = next((i for i, block in enumerate(blocks) if path == block or path.startswith(block + ".")), None)
+    if own is not None:
+        return own
+    if last and ((blocks and path) or _first(values[node]).shape[-1:] == (structure.vocab_size,)):
+        return None
+    return max(structure.depth[node] - 1, 0)
+
+
+def _first(value: Any) -> Tensor:
+    """The tensor itself, or the first of several results, as the values of a sort are."""
+    found: Tensor = value[0] if isinstance(value, tuple | list) else value
+    return found
