@@ -7,8 +7,9 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from aero_compile.runtime.hosts.progress import Progress
 from aero_compile.runtime.hosts.tls import TLSConfig
 from aero_compile.runtime.lowering.defer import defer_normalization
 from aero_compile.runtime.lowering.guards import GuardCheck
+from aero_compile.runtime.lowering.live import LiveProgram
 from aero_compile.runtime.lowering.norms import (
     NO_DOUBLINGS,
     NORMS,
@@ -43,6 +45,7 @@ from aero_compile.runtime.lowering.spu_compile import compile_steps
 from aero_compile.runtime.lowering.to_jax import lower
 from aero_compile.runtime.operators.limits import Format
 from aero_compile.runtime.program import Program
+from aero_compile.runtime.rehearsal import check_logits
 from aero_compile.runtime.spu_config import check_config, import_spu
 
 
@@ -89,8 +92,8 @@ def private_inference(
             notices. The program then tells the client how far scores spread.
         guards: check privately that no value leaves the range on which operators hold, as programs for two hosts do by
             default. Here the model is evaluated in the clear first, which shows the same and names the place.
-        tolerances: how far off the approximated functions may be, each by itself; `aero_compile.runtime.approximations`
-            tells what they cost.
+        tolerances: how far off the approximated functions may be, each by itself (`aero_compile.runtime.approximations`
+            tells what they cost), and the logits: a rehearsal of the program in the clear refuses what is further off.
         field: ring size in bits; fraction_bits: fixed-point fraction bits.
         warm: True runs twice in the same processes and measures the second forward, without one-time set-up;
             "setup" sets the parties up by a short computation and measures the first forward; False measures the
@@ -106,8 +109,8 @@ def private_inference(
 
     Raises:
         InputError: tokens, shapes or options that the model or the protocol cannot take.
-        LoweringError: the model computes something that cannot be run privately, or values too large for
-            the fixed-point format.
+        LoweringError: the model computes something that cannot be run privately, values too large for the
+            fixed-point format, or logits that would be further off than ``tolerances`` allow.
         PartyError: a party failed or was lost.
         RuntimeUnavailableError: SPU is not installed.
     """
@@ -120,12 +123,17 @@ def private_inference(
     import_spu()
     if warm not in (True, False, "setup"):
         raise InputError(f"warm must be True, False or 'setup', not {warm!r}")
-    graph_model = _with_graph(model)
-    ids = _checked_ids(graph_model, input_ids)
+    given = _with_graph(model)
+    ids = _checked_ids(given, input_ids)
     with Progress(progress) as shown:
         shown.say("compiling")
-        graph_model = _optimized(graph_model, logits, optimize)
-        compiled = _compile(graph_model, ids, protocol, field, fraction_bits, calibration, clamp, guards, tolerances)
+        graph_model = _optimized(given, logits, optimize)
+        compiled, exact = _compile(
+            graph_model, ids, protocol, field, fraction_bits, calibration, clamp, guards, tolerances
+        )
+        if tolerances.logits is not None:
+            shown.say("rehearsing in the clear")
+            _rehearsed(compiled, given, ids, tolerances.logits, exact, "these tokens")
         outcome = run_parties(
             compiled.program,
             compiled.weights,
@@ -170,15 +178,22 @@ def compile_model(
     Options and errors are those of :func:`private_inference`. There are no real inputs here to check ranges against:
     ``guards`` lets the two parties find out, in a run, that a value left the range on which an operator holds; they
     learn this one bit and no logits then. Typical text as ``calibration`` shows before whether that will happen.
+    The logits are rehearsed on that text, cut or repeated to [batch, length], or else on random tokens.
     """
     check_config(protocol, field, fraction_bits)
     import_spu()
-    graph_model = _with_graph(model)
-    ids = _checked_ids(graph_model, np.zeros((batch, length), np.int64))
-    graph_model = _optimized(graph_model, logits, optimize)
-    return _compile(
+    given = _with_graph(model)
+    ids = _checked_ids(given, np.zeros((batch, length), np.int64))
+    graph_model = _optimized(given, logits, optimize)
+    compiled, exact = _compile(
         graph_model, ids, protocol, field, fraction_bits, calibration, clamp, guards, tolerances, check_ranges=False
     )
+    if tolerances.logits is not None:
+        known = calibration is not None
+        text = "the calibration text" if known else "random tokens (calibration= takes typical text instead)"
+        ids = _text(graph_model, calibration, ids) if known else _random_text(graph_model, ids)
+        _rehearsed(compiled, given, ids, tolerances.logits, exact, text)
+    return compiled
 
 
 def export(compiled: Compiled, directory: str | os.PathLike[str]) -> None:
@@ -216,7 +231,8 @@ def _compile(
     guards: bool,
     tolerances: Tolerances,
     check_ranges: bool = True,
-) -> Compiled:
+) -> tuple[Compiled, Callable[[], LiveProgram]]:
+    """The program with its weights, and what makes the same steps with exact functions."""
     if not clamp and calibration is None:
         raise InputError("clamp=False needs calibration: text that shows how far scores spread")
     ranges = RangeCheck(field, fraction_bits, tolerances)
@@ -225,13 +241,15 @@ def _compile(
     part = _partition(model, ids, ranges if check_ranges else None)
     fold(part, ranges.doublings)
     defer_normalization(part)
-    live = lower(
+    lowered = partial(
+        lower,
         part,
         spreads={} if clamp else spreads,
         tolerances=tolerances,
         guards=ranges.form if guards else None,
         doublings=ranges.doublings,
     )
+    live = lowered()
     ranges.raise_first(live.executed, live.weights, live.exponentials)
     if live.guards:
         texts = [] if calibration is None else [_checked_ids(model, batch) for batch in token_batches(calibration)]
@@ -239,7 +257,43 @@ def _compile(
         for text in [*texts, ids] if check_ranges else texts:
             _partition(model, text, check)
         check.raise_first()
-    return Compiled(compile_steps(live, protocol, field, fraction_bits), live.weights)
+    compiled = Compiled(compile_steps(live, protocol, field, fraction_bits), live.weights)
+    return compiled, partial(lowered, exact=True)
+
+
+def _rehearsed(
+    compiled: Compiled,
+    model: torch.nn.Module,
+    ids: npt.NDArray[np.int64],
+    tolerance: float,
+    exact: Callable[[], LiveProgram],
+    text: str,
+) -> None:
+    """Raise LoweringError if the program would give other logits for ``ids`` than ``model`` gives."""
+    found: list[torch.Tensor] = []
+
+    def keep(node: torch.fx.Node, domains: Any, args: Any, kwargs: Any, value: Any) -> None:
+        if any(user.op == "output" for user in node.users):
+            found.append(value)
+
+    _partition(model, ids, keep)
+    expected = found[0][:, -compiled.program.logits.shape[1] :].double().cpu().numpy()
+    check_logits(compiled.program, compiled.weights, ids, expected, tolerance, exact, text)
+
+
+def _text(model: torch.nn.Module, calibration: Any, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Calibration text, cut or repeated to the shape of ``ids``."""
+    rows = [_checked_ids(model, batch).ravel() for batch in token_batches(calibration)]
+    return np.resize(np.concatenate(rows), ids.shape)
+
+
+def _random_text(model: torch.nn.Module, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    (text, *_) = random_tokens(_vocabulary(model, ids), (ids.shape[0], ids.shape[1]))
+    return text.numpy()
+
+
+def _vocabulary(model: torch.nn.Module, ids: npt.NDArray[np.int64]) -> int:
+    return _declared(model)["vocab_size"] or vocabulary(_partition(model, np.zeros_like(ids), None))
 
 
 def _doublings(model: torch.nn.Module, ids: npt.NDArray[np.int64], calibration: Any, form: Format) -> Doublings:
@@ -250,8 +304,7 @@ def _doublings(model: torch.nn.Module, ids: npt.NDArray[np.int64], calibration: 
     if not any(op_name(node) in NORMS for node in _graph(model).nodes):
         return NO_DOUBLINGS
     if calibration is None:
-        size = _declared(model)["vocab_size"] or vocabulary(_partition(model, np.zeros_like(ids), None))
-        texts = random_tokens(size, (ids.shape[0], ids.shape[1]))
+        texts = random_tokens(_vocabulary(model, ids), (ids.shape[0], ids.shape[1]))
     else:
         texts = iter(token_batches(calibration))
     sample = NormSample()

@@ -24,6 +24,10 @@ class Tolerances:
     2^-6 ≤ x ≤ 4 (for larger x, the rounding of 1/x itself counts more). ``root``: of √x and 1/√x, relative, for
     2^-6 ≤ x ≤ 2^8; LayerNorm and RMSNorm take it too. ``log``: of ln x, on the same interval.
 
+    ``logits``: of the model's logits, as a part of their standard deviation over the vocabulary (the largest of all
+    positions), besides 0.02. A rehearsal in the clear, in fixed point, refuses the model before two parties start if
+    its logits would be further off; None: there is no rehearsal.
+
     Raises:
         InputError: one of them is not a positive number.
     """
@@ -34,11 +38,12 @@ class Tolerances:
     reciprocal: float = 2e-4
     root: float = 7e-4
     log: float = 1e-4
+    logits: float | None = 0.05
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             given = isinstance(value, numbers.Real) and not isinstance(value, bool)
-            if not (given and 0 < value < math.inf) and not (value is None and name == "softmax"):
+            if not (given and 0 < value < math.inf) and not (value is None and name in ("softmax", "logits")):
                 raise InputError(f"the tolerance {name} must be a positive number, not {value!r}")
 
 

@@ -12,7 +12,7 @@ import copy
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -145,7 +145,7 @@ def estimate(
         calibration=calibration,
         clamp=clamp,
         guards=guards,
-        tolerances=tolerances,
+        tolerances=replace(tolerances, logits=None),
         field=field,
         fraction_bits=bits,
     )

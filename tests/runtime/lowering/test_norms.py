@@ -60,7 +60,7 @@ def _model(values: torch.Tensor, norm: Norm, eps: float = 1e-5, kept: bool = Fal
 def _privately(model: TokenRows, protocol: str = "semi2k") -> npt.NDArray[np.float64]:
     """What two parties compute; LoweringError if a value is outside what an operator holds on."""
     ids = model.ids.numpy()
-    compiled = inference._compile(model, ids, protocol, 64, 18, None, True, False, FORM.tolerances)
+    compiled, _ = inference._compile(model, ids, protocol, 64, 18, None, True, False, FORM.tolerances)
     tokens = one_hot(ids, len(ids[0]))
     return simulate(compiled.program, {compiled.program.tokens.name: tokens}, compiled.weights)
 

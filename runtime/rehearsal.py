@@ -1,0 +1,158 @@
+"""A rehearsal: the program runs once in the clear, in fixed point, and its logits are compared with the model's own.
+
+Every operator states how far off it is; what these errors add up to depends on the model. A norm of small values, for
+one, magnifies their rounding, however closely it is itself computed, and weights near the last fraction bit are rounded
+away. So before two parties start, the code that they will run computes on plain numbers in the ring that their shares
+will have (SPU's reference protocol), here and with nobody else, and logits that are too far off are refused.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from aero_compile.errors import LoweringError
+from aero_compile.runtime.lowering.live import LiveProgram
+from aero_compile.runtime.program import TOKENS, Program, Step, one_hot
+from aero_compile.runtime.spu_config import import_spu, plain_message, runtime_config
+
+ABSOLUTE = 0.02
+"""By so much a logit may be off in any model: it changes no probability by more than 2 %."""
+
+SAFETY = 1.5
+"""Two parties round at random and a rehearsal always down: their logits may be further off by this factor."""
+
+Look = Callable[[Step, Mapping[str, npt.NDArray[Any]]], None]
+"""Is told the results of each step, by name."""
+
+
+def check_logits(
+    program: Program,
+    weights: Mapping[str, npt.NDArray[Any]],
+    ids: npt.NDArray[np.int64],
+    expected: npt.NDArray[np.floating[Any]],
+    tolerance: float,
+    exact: Callable[[], LiveProgram],
+    text: str,
+) -> None:
+    """Rehearse ``program`` on ``ids`` [B, T] and compare its logits with ``expected`` [B, T, V] (or [B, 1, V]).
+
+    ``tolerance``: how far a logit may be off, as a part of the standard deviation of the logits over the vocabulary
+    (the largest of all positions), besides ``ABSOLUTE``. ``exact`` makes the same steps with exact functions, from
+    which an error can tell where logits go astray; ``text`` says whose tokens these are.
+
+    Raises:
+        LoweringError: they may be further off than that; the message names the operator where the error grows most.
+    """
+    wanted = expected.astype(np.float64)
+    allowed = ABSOLUTE + tolerance * float(wanted.std(-1).max())
+    off = float(np.abs(rehearse(program, weights, ids) - wanted).max())
+    if off * SAFETY <= allowed:  # False for NaN
+        return
+    where = _where(program, weights, ids, wanted, exact())
+    raise LoweringError(
+        f"on {text} the logits would be off by about {off:.3g}: a rehearsal must stay below {allowed / SAFETY:.3g}, so "
+        f"that two parties, who round at random, stay below {allowed:.3g} ({ABSOLUTE:g} and {tolerance:.3g} of the "
+        f"standard deviation of the logits). {where}. Rescale the model there, ask "
+        "for closer approximations (Tolerances) or more fraction bits; Tolerances(logits=None) runs it all the same"
+    )
+
+
+def rehearse(
+    program: Program, weights: Mapping[str, npt.NDArray[Any]], ids: npt.NDArray[np.int64], look: Look | None = None
+) -> npt.NDArray[np.float64]:
+    """Run a program on token ids [B, T] in the clear and in fixed point; returns its logits [B, T, V] (or [B, 1, V]).
+
+    ``look`` is told what every step computes.
+
+    Raises:
+        LoweringError: SPU cannot run a step; the message names it and its place.
+    """
+    spu = import_spu()
+    _quiet()
+    config = runtime_config(program.protocol, program.field, program.fraction_bits)
+    config.protocol = spu.parse_protocol_kind("REF2K")
+    config.enable_pphlo_profile = False
+    desc = spu.link.Desc()
+    desc.add_party("rehearsal", "rehearsal")
+    runtime, io = spu.Runtime(spu.link.create_mem(desc, 0), config), spu.Io(1, config)
+
+    def opened(name: str) -> npt.NDArray[np.float64]:
+        return np.asarray(io.reconstruct([runtime.get_var(name)]), dtype=np.float64)
+
+    for name, value in {**weights, TOKENS: one_hot(ids, program.tokens.shape[2])}.items():
+        runtime.set_var(name, io.make_shares(value, spu.Visibility.VIS_SECRET, 0)[0])
+    for step in program.steps:
+        code = program.codes[step.code].encode()
+        try:
+            runtime.run(spu.Executable(step.label, list(step.inputs), list(step.outputs), code))
+        except Exception as error:
+            raise LoweringError(f"SPU cannot run {step.label} (in {step.place}): {plain_message(error)}") from error
+        if look is not None:
+            look(step, {name: opened(name) for name in step.outputs})
+        for name in step.free:
+            runtime.del_var(name)
+    return opened(program.logits.name)
+
+
+def _where(
+    program: Program,
+    weights: Mapping[str, npt.NDArray[Any]],
+    ids: npt.NDArray[np.int64],
+    expected: npt.NDArray[np.float64],
+    exact: LiveProgram,
+) -> str:
+    """Which step's own error moves the furthest logit most: that error times the logit's derivative by its result."""
+    values: dict[str, Any] = {TOKENS: one_hot(ids, program.tokens.shape[2]), **weights}
+    functions = {step.outputs: step.function for step in exact.steps}
+    own: dict[str, Any] = {}
+
+    def look(step: Step, found: Mapping[str, npt.NDArray[Any]]) -> None:
+        right = functions[step.outputs](*(values[name] for name in step.inputs))
+        for name, value in zip(step.outputs, right, strict=True):
+            own[name] = found[name] - np.asarray(value, np.float64)
+            values[name] = found[name].astype(value.dtype)
+
+    logits = rehearse(program, weights, ids, look)
+    furthest = np.zeros_like(logits)
+    furthest[np.unravel_index(np.argmax(np.abs(logits - expected)), logits.shape)] = 1.0
+    gradients = {program.logits.name: furthest}
+    moved = [_moved(step, functions[step.outputs], values, own, gradients) for step in reversed(program.steps)]
+    size, step = max(zip(moved, reversed(program.steps), strict=True), key=lambda pair: pair[0])
+    return f"The errors of {step.label} (in {step.place}) count most: they move that logit by {size:.2g}"
+
+
+def _moved(
+    step: Step, function: Any, values: Mapping[str, Any], own: Mapping[str, Any], gradients: dict[str, Any]
+) -> float:
+    """By how much a step's own errors move the logit; the gradients by its inputs are added to ``gradients``."""
+    import jax
+
+    none = jax.dtypes.float0  # the gradient of whole numbers
+    if not any(name in gradients for name in step.outputs):
+        return 0.0
+    right, back = jax.vjp(function, *(values[name] for name in step.inputs))
+    given = [gradients.pop(name, np.zeros(value.shape)) for name, value in zip(step.outputs, right, strict=True)]
+    size = abs(sum(float((each * own[name]).sum()) for name, each in zip(step.outputs, given, strict=True)))
+    cotangents = tuple(
+        each.astype(value.dtype) if np.issubdtype(value.dtype, np.floating) else np.zeros(value.shape, none)
+        for each, value in zip(given, right, strict=True)
+    )
+    for name, gradient in zip(step.inputs, back(cotangents), strict=True):
+        if gradient.dtype != none and name in own:
+            gradients[name] = gradients.get(name, 0.0) + np.nan_to_num(np.asarray(gradient, np.float64))
+    return size
+
+
+@cache
+def _quiet() -> None:
+    """SPU tells standard output about its threads; in the user's process only its errors are of interest."""
+    logging = import_spu().libspu.logging
+    options = logging.LogOptions()
+    options.log_level, options.system_log_path = logging.LogLevel.ERROR, os.devnull
+    logging.setup_logging(options)

@@ -1,0 +1,121 @@
+"""The rehearsal: as far off as two parties are, and what is too far off is refused with its place."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import aero_compile
+from aero_compile import runtime
+from aero_compile.errors import LoweringError
+from aero_compile.runtime.program import TOKENS, one_hot
+from aero_compile.runtime.rehearsal import ABSOLUTE, rehearse
+from benchmarks.torture_models import structure
+from tests.random_decoders import build, logits_of
+from tests.runtime.graphs import TokenRows, aten, simulate
+
+pytest.importorskip("spu")
+
+SILENT = aero_compile.Tolerances(logits=None)
+
+
+def _magnified(factor: float, rows: torch.Tensor | None = None) -> TokenRows:
+    """Every operator is within its range; the middle value is `factor` times as large as the logits."""
+
+    def body(x: Any, m: Any) -> Any:
+        small = aten.mul.Tensor(aten.mul.Tensor(x, factor**0.5), m.small)
+        return aten.mul.Tensor(aten.mul.Tensor(small, factor**-0.75), factor**-0.25)
+
+    table = torch.randn(1, 7, 7, generator=torch.Generator().manual_seed(0)) if rows is None else rows
+    return TokenRows(table, body, {"small": torch.full((table.shape[-1],), factor**0.5)})
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_is_as_far_off_as_two_parties_are(seed: int) -> None:
+    torch.manual_seed(seed)
+    model = aero_compile.transform(build(structure(seed)).eval(), "baseline")
+    assert model.vocab_size is not None
+    ids = torch.randint(model.vocab_size, (1, 5))
+    compiled = runtime.compile_model(model, 1, 5, "semi2k", guards=False)
+    rehearsed = rehearse(compiled.program, compiled.weights, ids.numpy())
+    tokens = {TOKENS: one_hot(ids.numpy(), model.vocab_size)}
+    private = simulate(compiled.program, tokens, compiled.weights)
+    with torch.no_grad():
+        wanted = logits_of(model(ids)).double().numpy()
+    errors = np.abs(rehearsed - wanted).max(), np.abs(private - wanted).max()
+    assert max(errors) < 3 * min(errors) + 1e-4
+    assert np.abs(rehearsed - private).max() < errors[0] + 1e-3
+
+
+@pytest.mark.parametrize(("factor", "refused"), [(1e-2, False), (1e-7, True)])
+def test_lost_digits_are_refused_where_they_are_lost(factor: float, refused: bool) -> None:
+    model = _magnified(factor)
+    if not refused:
+        logits, _ = runtime.private_inference(model, model.ids, "semi2k", warm=False)
+        assert np.abs(logits - model(model.ids).detach().numpy()).max() < ABSOLUTE
+        return
+    with pytest.raises(LoweringError, match=r"these tokens .* off by about .* errors of mul .* count most"):
+        runtime.private_inference(model, model.ids, "semi2k", warm=False)
+    logits, _ = runtime.private_inference(model, model.ids, "semi2k", warm=False, tolerances=SILENT)
+    wanted = model(model.ids).detach().numpy()
+    assert np.abs(logits - wanted).max() > 0.05 * wanted.std(-1).max() + ABSOLUTE
+
+
+def test_the_place_is_the_one_that_moves_the_logit() -> None:
+    def body(x: Any, m: Any) -> Any:
+        kept = aten.tanh.default(aten.mul.Tensor(x, 1e-2))  # as wrong as the other, and not magnified
+        lost = aten.mul.Tensor(aten.sigmoid.default(aten.mul.Tensor(x, 1e-2)), 1024.0)
+        return aten.add.Tensor(kept, lost)
+
+    model = TokenRows(torch.randn(1, 5, 5, generator=torch.Generator().manual_seed(1)), body)
+    with pytest.raises(LoweringError, match="errors of sigmoid") as refused:
+        runtime.compile_model(model, 1, 5, "semi2k", tolerances=aero_compile.Tolerances(logits=1e-9))
+    found = re.search(r"off by about ([\d.e-]+).* by ([\d.e-]+)\. Rescale", str(refused.value))
+    assert found is not None
+    assert float(found[2]) == pytest.approx(float(found[1]), rel=0.2)
+
+
+def test_between_hosts_calibration_text_is_rehearsed_or_random_tokens() -> None:
+    rows = torch.randn(1, 6, 6, generator=torch.Generator().manual_seed(2))
+    model = _magnified(1e-7, rows)
+    with pytest.raises(LoweringError, match="on random tokens .*calibration="):
+        runtime.compile_model(model, 1, 6)
+    with pytest.raises(LoweringError, match="on the calibration text"):
+        runtime.compile_model(model, 1, 6, calibration=torch.arange(6)[None])
+    with torch.no_grad():
+        model.table[:3] = 0.0
+    runtime.compile_model(model, 1, 6, calibration=torch.tensor([[0, 2, 1, 1, 0, 2]]))
+    with pytest.raises(LoweringError, match="on the calibration text"):
+        runtime.compile_model(model, 1, 6, calibration=torch.tensor([[0, 2, 1, 1, 0, 5]]))
+
+
+def test_the_tolerance_is_the_callers() -> None:
+    model = _magnified(1e-2)
+    runtime.compile_model(model, 1, 7)
+    strict = aero_compile.Tolerances(logits=1e-9)
+    loud = TokenRows(model.table.detach()[None] * 64, lambda x, m: aten.sigmoid.default(x))
+    runtime.compile_model(loud, 1, 7, tolerances=strict)  # 0.02 is always allowed
+    wide = TokenRows(model.table.detach()[None], lambda x, m: aten.mul.Tensor(aten.tanh.default(x), 512.0))
+    runtime.compile_model(wide, 1, 7)
+    with pytest.raises(LoweringError, match="errors of tanh"):
+        runtime.compile_model(wide, 1, 7, tolerances=strict)
+
+
+def test_nothing_is_said_on_standard_output(capfd: pytest.CaptureFixture[str]) -> None:
+    model = _magnified(1e-2)
+    runtime.compile_model(model, 1, 7)
+    assert capfd.readouterr().out == ""
+
+
+def test_a_row_that_sees_nothing_is_expected_to_be_zeros() -> None:
+    def body(x: Any, m: Any) -> Any:
+        hidden = aten.masked_fill.Scalar(x, torch.ones(4, 4).triu(0).bool(), -torch.inf)
+        return aten.softmax.int(hidden, -1)
+
+    model = TokenRows(torch.randn(1, 4, 4), body)
+    assert torch.isnan(model(model.ids)).any()
+    runtime.compile_model(model, 1, 4)
