@@ -82,7 +82,7 @@ def test_the_place_is_the_one_that_moves_the_logit() -> None:
 def test_between_hosts_calibration_text_is_rehearsed_or_random_tokens() -> None:
     rows = torch.randn(1, 6, 6, generator=torch.Generator().manual_seed(2))
     model = _magnified(1e-7, rows)
-    with pytest.raises(LoweringError, match="on random tokens .*calibration="):
+    with pytest.raises(LoweringError, match=r"on random tokens .*calibration="):
         runtime.compile_model(model, 1, 6)
     with pytest.raises(LoweringError, match="on the calibration text"):
         runtime.compile_model(model, 1, 6, calibration=torch.arange(6)[None])
