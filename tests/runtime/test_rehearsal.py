@@ -80,14 +80,14 @@ def test_the_place_is_the_one_that_moves_the_logit() -> None:
 
 
 def test_between_hosts_calibration_text_is_rehearsed_or_random_tokens() -> None:
+    def body(x: Any, m: Any) -> Any:  # small numbers lose digits, by which the others multiply: zeros lose none
+        return aten.mul.Tensor(aten.mul.Tensor(x, 1e-5), aten.mul.Tensor(x, m.large))
+
     rows = torch.randn(1, 6, 6, generator=torch.Generator().manual_seed(2))
-    model = _magnified(1e-7, rows)
+    rows[0, :3] = 0.0
+    model = TokenRows(rows, body, {"large": torch.full((6,), 1e4)})
     with pytest.raises(LoweringError, match=r"on random tokens .*calibration="):
         runtime.compile_model(model, 1, 6)
-    with pytest.raises(LoweringError, match="on the calibration text"):
-        runtime.compile_model(model, 1, 6, calibration=torch.arange(6)[None])
-    with torch.no_grad():
-        model.table[:3] = 0.0
     runtime.compile_model(model, 1, 6, calibration=torch.tensor([[0, 2, 1, 1, 0, 2]]))
     with pytest.raises(LoweringError, match="on the calibration text"):
         runtime.compile_model(model, 1, 6, calibration=torch.tensor([[0, 2, 1, 1, 0, 5]]))
