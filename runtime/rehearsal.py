@@ -28,7 +28,7 @@ ABSOLUTE = 0.02
 """By so much a logit may be off in any model: it changes no probability by more than 2 %."""
 
 SAFETY = 2.0
-"""Rounding is drawn at random, here and by two parties: theirs may put logits off by this much more (1.4 was seen)."""
+"""Rounding is drawn at random, here and by two parties: theirs may put logits off by this much more (1.7 was seen)."""
 
 ROUNDING = {
     "cheetah": np.repeat(np.float32([-2, -1, 0, 1]), (1, 7, 7, 1)),
