@@ -31,8 +31,8 @@ SAFETY = 2.0
 """Rounding is drawn at random, here and by two parties: theirs may put logits off by this much more (1.7 was seen)."""
 
 ROUNDING = {
-    "cheetah": np.repeat(np.float32([-2, -1, 0, 1]), (1, 7, 7, 1)),
-    "semi2k": np.repeat(np.float32([-1, 0, 1]), (2, 12, 2)),
+    "cheetah": np.repeat(np.arange(-2, 2, dtype=np.float32), (1, 7, 7, 1)),
+    "semi2k": np.repeat(np.arange(-1, 2, dtype=np.float32), (2, 12, 2)),
 }
 """Units of the last fraction bit that a protocol adds to the nearest number, each as likely as the others (measured for
 products of numbers, vectors and matrices)."""
