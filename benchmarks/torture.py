@@ -1,21 +1,37 @@
 """Random models, scales and inputs through the whole compiler: within tolerance or refused, never silently wrong.
 
-`--what capture`: the transformed model against its source in evaluation and training. `--what exact`: capture and every
-exact pass against the source, in float64. `--what private`: these, and then both
-parties, in this process. A run is `within` its tolerance, `refused` before the parties start, a `silent miss`, or a
-`crash`; the last two are bugs. Each seed gives one line of `--output`; the same command goes on where it stopped, and
-`--seeds 17,230 --verbose` replays some, and shows the error of every step of a miss.
+What is tried (--what):
+  private  random decoders, weights, recipes and tokens from a seed: capture, every exact pass, then both parties in
+           this process (--protocol). Some decoders take padding masks; some runs are as between two hosts, with
+           private range checks in the place of the look at the tokens, and with a token whose vector is out of range.
+  exact    the same decoders: capture and every exact pass against the source, in float64
+  capture  random decoders with caches and training-time behaviour: the transformed model against its source in
+           evaluation and training
+  zoo      every family, as its own code initializes it, without a recipe: capture, exact passes, both parties
+
+What is found:
+  within       the error is within its tolerance: of private logits 0.02 and 5 % of their standard deviation
+  refused      an error of ours, before the parties start or, between two hosts, before logits are opened
+  silent miss  a wrong answer: a bug
+  crash        an error that is not ours: a bug
+  not taken    (zoo) capture refuses the family, and says why
+  not tried    (zoo) no tiny model of the family can be made, or its own code fails on one
+
+Each run gives one line of --output; the same command goes on where it stopped. `--seeds 17,230 --verbose` replays
+some, and shows the error of every step of a miss. The exit code is 1 if there was a bug.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import itertools
 import json
+import math
 import os
+import platform
 import sys
-import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,38 +40,56 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script it would know its own folder alone
 
-import torch
-
-from aero_compile.errors import InputError
+from aero_compile.errors import InputError, nearest
 from aero_compile.exit_codes import exit_code
 from aero_compile.files import refuse_existing, write_atomically
 from aero_compile.plain_help import HelpParser
 from aero_compile.reporting.report import command_line
-from aero_compile.training.run_directory import versions
-from benchmarks import torture_capture, torture_private
-from benchmarks.torture_private import CRASH, MISS, REFUSED, WITHIN, Outcome
+from aero_compile.training.run_directory import finite_or_none, versions
+from benchmarks import torture_capture, torture_private, torture_zoo
+from benchmarks.torture_jobs import outcomes, quiet
+from benchmarks.torture_models import SHARED
+from benchmarks.torture_private import ABSOLUTE, CRASH, EXACT, MISS, REFUSED, RELATIVE, WITHIN, Outcome
 from benchmarks.torture_trace import trace
+from benchmarks.torture_zoo import NOT_TAKEN, NOT_TRIED
 
-FORMAT = "aero_compile.torture/1"
+FORMAT = "aero_compile.torture/2"
+RESULTS = Path(__file__).resolve().parent / "results"
 KINDS: dict[str, Callable[[int, str], Outcome]] = {
     "exact": torture_private.exact_run,
     "private": torture_private.private_run,
     "capture": torture_capture.capture_run,
+    "zoo": torture_zoo.zoo_run,
 }
-"""What `--what` can be: a function of a seed and a protocol."""
+"""What `--what` can be: a function of a seed (of the zoo: an entry's number) and a protocol."""
+OUTCOMES = (WITHIN, REFUSED, NOT_TAKEN, NOT_TRIED, MISS, CRASH)
+
+
+_OF_THE_ZOO = (NOT_TAKEN, NOT_TRIED)
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line's description."""
-    p = HelpParser(prog="torture.py", description=__doc__)
+    form = argparse.RawDescriptionHelpFormatter
+    p = HelpParser(prog="torture.py", description=__doc__, formatter_class=form)
     p.add_argument("--what", choices=list(KINDS), default="private", help="default: %(default)s")
     p.add_argument("--protocol", choices=["semi2k", "cheetah"], default="semi2k", help="default: %(default)s")
     p.add_argument("--seed", type=int, default=0, help="the first; default: %(default)s")
-    p.add_argument("--count", type=int, default=200, help="how many; default: %(default)s")
+    p.add_argument("--count", type=int, help="how many; default: 200, of the zoo all")
     p.add_argument("--seeds", metavar="N,N", help="these and no others")
+    p.add_argument("--families", metavar="NAME,NAME", help="of the zoo these alone, such as gpt2 or gpt2:eager")
+    p.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that share the runs; default: 1")
     p.add_argument("--minutes", type=float, help="start no run after so many")
     p.add_argument("--output", type=Path, metavar="FILE", help="one JSON line a run; runs that it has are not repeated")
-    p.add_argument("--json", type=Path, metavar="FILE", help="write the counts here")
+    p.add_argument(
+        "--json",
+        type=Path,
+        nargs="?",
+        const=RESULTS,
+        metavar="FILE",
+        help="write counts here; without FILE to torture.json, torture_cheetah.json, torture_capture.json, … in "
+        "benchmarks/results",
+    )
     p.add_argument("--overwrite", action="store_true", help="replace --json FILE if it exists")
     p.add_argument("--verbose", action="store_true", help="print every run")
     return p
@@ -69,45 +103,91 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Go through the seeds and report."""
+    if args.json == RESULTS:
+        args.json = RESULTS / f"{'_'.join(['torture', *_suffix(args)])}.json"
     refuse_existing(args.json, args.overwrite)
-    if args.count < 1:
-        raise InputError("--count must be at least 1")
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
+    if args.jobs < 1:
+        raise InputError("--jobs must be at least 1")
+    quiet()
     seeds = _seeds(args)
     known = {each["seed"]: each for each in _lines(args.output) if _same(each, args)}
     found = [known[seed] for seed in seeds if seed in known]
-    began = time.monotonic()
-    for number, seed in enumerate(seeds):
-        if seed in known:
-            continue
-        if args.minutes is not None and time.monotonic() - began > 60 * args.minutes:
-            break
-        start = time.monotonic()
-        outcome = KINDS[args.what](seed, args.protocol)
-        line = dataclasses.asdict(outcome) | {"seconds": round(time.monotonic() - start, 3)}
+    seconds = math.inf if args.minutes is None else 60 * args.minutes
+    do = functools.partial(KINDS[args.what], protocol=args.protocol)
+    groups = _groups(args.what, [seed for seed in seeds if seed not in known])
+    for outcome, took in outcomes(do, args.what, args.protocol, groups, args.jobs, seconds):
+        line = dataclasses.asdict(outcome) | {"seconds": took}
         found.append(line)
         _append(args.output, line)
-        _show(args, number + 1, len(seeds), found, outcome)
-    document = report(found, args)
+        _show(args, len(found), len(seeds), found, outcome)
+    document = report(sorted(found, key=lambda line: line["seed"]), args)
     print(f"\r\033[K{table(document)}" if sys.stderr.isatty() else table(document))
     if args.json is not None:
-        write_atomically(args.json, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+        write_atomically(args.json, json.dumps(finite_or_none(document), indent=1, ensure_ascii=False) + "\n")
     return int(any(line["outcome"] in (MISS, CRASH) for line in found))
 
 
+def _suffix(args: argparse.Namespace) -> list[str]:
+    """What the name of a file of results says besides torture."""
+    what = [] if args.what == "private" else [args.what]
+    return [*what, *([args.protocol] if _protocol(args) not in ("", "semi2k") else [])]
+
+
+def _protocol(args: argparse.Namespace) -> str:
+    """The protocol, or nothing where there are no parties."""
+    return str(args.protocol) if args.what in ("private", "zoo") else ""
+
+
 def _seeds(args: argparse.Namespace) -> list[int]:
+    count = 200 if args.count is None else args.count
+    if count < 1:
+        raise InputError("--count must be at least 1")
+    if args.what == "zoo":
+        return _of_the_zoo(args)
+    if args.families is not None:
+        raise InputError("--families goes with --what zoo")
     if args.seeds is None:
-        return list(range(args.seed, args.seed + args.count))
+        return list(range(args.seed, args.seed + count))
+    return _numbers(args.seeds)
+
+
+def _numbers(text: str) -> list[int]:
     try:
-        return [int(each) for each in args.seeds.split(",")]
+        return [int(each) for each in text.split(",")]
     except ValueError as error:
-        raise InputError(f"--seeds takes numbers with commas between them, not {args.seeds!r}") from error
+        raise InputError(f"--seeds takes numbers with commas between them, not {text!r}") from error
+
+
+def _of_the_zoo(args: argparse.Namespace) -> list[int]:
+    entries = torture_zoo.entries()
+    if args.seeds is not None:
+        wrong = [seed for seed in _numbers(args.seeds) if not 0 <= seed < len(entries)]
+        if wrong:
+            raise InputError(f"the zoo's entries are numbered from 0 to {len(entries) - 1}; there is no {wrong[0]}")
+        return _numbers(args.seeds)
+    if args.families is not None:
+        names = args.families.split(",")
+        for name in names:
+            if not any(name in (entry.family, entry.name) for entry in entries):
+                known = [entry.family for entry in entries]
+                raise InputError(f"the zoo has no {name!r}{nearest(name, known)}")
+        return [number for number, entry in enumerate(entries) if {entry.family, entry.name} & set(names)]
+    return list(range(len(entries)))[args.seed :][: args.count]
+
+
+def _groups(what: str, seeds: Sequence[int]) -> list[list[int]]:
+    """Seeds that share a structure."""
+    if what not in ("private", "exact"):
+        return [[seed] for seed in seeds]
+    return [list(group) for _, group in itertools.groupby(seeds, lambda seed: seed // SHARED)]
 
 
 def _same(line: dict[str, Any], args: argparse.Namespace) -> bool:
-    protocol = args.protocol if args.what == "private" else ""
-    return bool(line["what"] == args.what and line["protocol"] == protocol)
+    """Whether a line of a file is of these runs; one of the zoo by its name, since the zoo may grow."""
+    if line["what"] != args.what or line["protocol"] != _protocol(args):
+        return False
+    entries = torture_zoo.entries() if args.what == "zoo" else []
+    return not entries or (line["seed"] < len(entries) and entries[line["seed"]].name == line["config"])
 
 
 def _lines(path: Path | None) -> Iterator[dict[str, Any]]:
@@ -133,16 +213,17 @@ def _show(args: argparse.Namespace, done: int, total: int, found: list[dict[str,
     """A line for each bug (or, with --verbose, each run), and a moving bar on a terminal."""
     bad = outcome.outcome in (MISS, CRASH)
     if bad or args.verbose:
-        what = f"seed {outcome.seed}: {outcome.outcome} {outcome.kind} {outcome.detail}"
+        name = outcome.config if outcome.what == "zoo" else "seed"
+        what = f"{name} {outcome.seed}: {outcome.outcome} {outcome.kind} {outcome.detail}"
         print(f"{what}  [{outcome.recipe}; {outcome.weights}; {list(outcome.shape)}]", flush=True)
     if args.verbose:
         print(
             f"  error {outcome.error}, tolerance {outcome.tolerance}, deviation {outcome.deviation}; {outcome.config}"
         )
-    if args.verbose and outcome.outcome == MISS and outcome.kind == "private":
+    if args.verbose and outcome.outcome == MISS and outcome.kind == "private" and outcome.what == "private":
         print("\n".join(f"  {line}" for line in trace(outcome.seed, args.protocol)), flush=True)
     counts = Counter(line["outcome"] for line in found)
-    said = ", ".join(f"{counts[name]} {name}" for name in (WITHIN, REFUSED, MISS, CRASH))
+    said = ", ".join(f"{counts[name]} {name}" for name in OUTCOMES if counts[name] or name not in _OF_THE_ZOO)
     if sys.stderr.isatty():
         full = 24 * done // total
         print(f"\r\033[K[{'█' * full}{'·' * (24 - full)}] {done}/{total} {said}", end="", file=sys.stderr, flush=True)
@@ -155,22 +236,26 @@ def report(found: Sequence[dict[str, Any]], args: argparse.Namespace) -> dict[st
 
     def counted(lines: Sequence[dict[str, Any]]) -> dict[str, int]:
         counts = Counter(line["outcome"] for line in lines)
-        return {name: counts[name] for name in (WITHIN, REFUSED, MISS, CRASH)}
+        return {name: counts[name] for name in OUTCOMES if args.what == "zoo" or name not in _OF_THE_ZOO}
 
     def kinds(outcome: str) -> dict[str, int]:
         return dict(Counter(line["kind"] for line in found if line["outcome"] == outcome).most_common())
 
     shares = sorted(line["error"] / line["tolerance"] for line in found if line["outcome"] == WITHIN and line["error"])
-    return {
+    options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    document = {
         "format": FORMAT,
         "command": command_line(),
-        "versions": versions(),
+        "config": {name: value for name, value in options.items() if name not in ("json", "overwrite", "verbose")},
+        "versions": versions() | {"platform": platform.platform()},
         "what": args.what,
-        "protocol": args.protocol,
+        "protocol": _protocol(args),
+        "tolerances": {"absolute": ABSOLUTE, "of the standard deviation": RELATIVE, "of exact passes": EXACT},
         "runs": len(found),
-        "seeds": [min(line["seed"] for line in found), max(line["seed"] for line in found)] if found else [],
+        "seeds": ranges([line["seed"] for line in found]),
         "outcomes": counted(found),
         "ordinary": counted([line for line in found if line["ordinary"]]),
+        "by mode": {mode: counted(lines) for mode, lines in _by_mode(found).items()},
         "refused": kinds(REFUSED),
         "misses": kinds(MISS),
         "crashes": kinds(CRASH),
@@ -181,14 +266,47 @@ def report(found: Sequence[dict[str, Any]], args: argparse.Namespace) -> dict[st
         },
         "seconds": round(sum(line["seconds"] for line in found)),
     }
+    if args.what == "zoo":
+        document |= {"not taken": kinds(NOT_TAKEN), "not tried": kinds(NOT_TRIED)}
+        document["families"] = {line["config"]: _of_a_family(line) for line in found}
+    return document
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Numbers as text: 0-19,23."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
+
+
+def _by_mode(found: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The runs by what was special about them."""
+    modes: dict[str, list[dict[str, Any]]] = {}
+    for line in found:
+        modes.setdefault(line.get("mode", ""), []).append(line)
+    return {mode or "plain": lines for mode, lines in sorted(modes.items())}
+
+
+def _of_a_family(line: dict[str, Any]) -> dict[str, Any]:
+    """What became of a family: its error and tolerance, or the reason."""
+    if line["outcome"] in (WITHIN, MISS):
+        numbers = {name: float(f"{line[name]:.3g}") for name in ("error", "tolerance", "deviation") if line[name]}
+        return {"outcome": line["outcome"]} | numbers
+    return {"outcome": line["outcome"], "reason": line["detail"][:160]}
 
 
 def table(document: dict[str, Any]) -> str:
     """The counts as text."""
     lines = [f"{document['runs']} runs, {document['what']} {document['protocol']}: {document['outcomes']}"]
     lines.append(f"ordinary models: {document['ordinary']}")
-    for name in ("refused", "misses", "crashes"):
-        lines += [f"  {name} {count:5d}  {kind}" for kind, count in document[name].items()]
+    if len(document["by mode"]) > 1:
+        lines += [f"{mode}: {counts}" for mode, counts in document["by mode"].items()]
+    for name in ("not taken", "not tried", "refused", "misses", "crashes"):
+        lines += [f"  {name} {count:5d}  {kind}" for kind, count in document.get(name, {}).items()]
     lines.append(f"error as a share of the tolerance: {document['error as a share of the tolerance']}")
     return "\n".join(lines)
 

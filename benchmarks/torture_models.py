@@ -66,7 +66,9 @@ class Seeded:
 class Case:
     """One run: `source` and its capture `captured` have the same weights; `model` is that after a recipe.
 
-    `ordinary`: an initialization that people use, or training moves, without any enlarged scale. `ids` [B, T].
+    `ordinary`: an initialization that people use, or training moves, without any enlarged scale. `ids` [B, T]; `mask`
+    [B, T] is 0 for padding, `right` if all of it comes last. `far`: compiled as for two hosts, without a look at the
+    tokens, of which one in `ids` has a vector that is that many times larger.
     """
 
     seed: int
@@ -79,6 +81,19 @@ class Case:
     ordinary: bool
     ids: Tensor
     logits: str
+    mask: Tensor | None = None
+    right: bool = True
+    far: float | None = None
+
+    @property
+    def mode(self) -> str:
+        """What is special about the run."""
+        return "between hosts" if self.far is not None else "padding" if self.mask is not None else ""
+
+    @property
+    def masked(self) -> dict[str, Tensor]:
+        """The mask as an argument of models that take one."""
+        return {} if self.mask is None else {"attention_mask": self.mask}
 
 
 def structure(number: int) -> Config:
@@ -86,6 +101,9 @@ def structure(number: int) -> Config:
     choose = Seeded("structure", number)
     config = any_config(choose, 2)
     wide = choose.chance(0.3)
+    if Seeded("padding", number).chance(0.15):
+        fused = "sdpa-bool" if config.attention == "sdpa-causal" else config.attention
+        config = dataclasses.replace(config, padding=True, attention=fused)
     return dataclasses.replace(
         config,
         head_width=choose.one(8, 12, 16) if wide else config.head_width,
@@ -104,7 +122,9 @@ def captured(number: int) -> tuple[Config, Decoder, TransformedModel]:
     """A structure with its decoder and capture, in float64; shared, so they must not be changed."""
     config = structure(number)
     source = build(config)
-    return config, source, aero_compile.transform(source, "baseline")
+    example = torch.zeros(2, min(7, config.context), dtype=torch.long)
+    inputs = (example, torch.ones_like(example)) if config.padding else None
+    return config, source, aero_compile.transform(source, "baseline", example_inputs=inputs)
 
 
 def case(seed: int) -> Case:
@@ -119,7 +139,6 @@ def case(seed: int) -> Case:
     source, twin = build(config), aero_compile.transform(plain, "baseline")
     source.load_state_dict(shared.state_dict())
     weights, ordinary = set_weights(choose, source)
-    copy_weights(source, twin)
     plans = Seeded("plans", number)  # a few for each structure, so that programs are compiled once for many seeds
     longest = config.context if config.limit else config.context + 3
     lengths = [plans.one(1, plans.between(2, min(6, longest))), longest]
@@ -127,8 +146,37 @@ def case(seed: int) -> Case:
     recipes = [(), plans.recipe(), plans.recipe()]
     batch, length = choose.one(*shapes)
     ids = torch.randint(config.vocab, (batch, length), generator=choose.generator)
+    hosts = Seeded("hosts", seed)
+    far = far_token(hosts, source, ids) if hosts.chance(0.15) and not config.padding else None
+    copy_weights(source, twin)
     model, recipe = apply(choose, twin, choose.one((), *recipes), config)
-    return Case(seed, config, source, twin, model, recipe, weights, ordinary, ids, choose.one("all", "all", "last"))
+    logits = choose.one("all", "all", "last")
+    if far is not None:
+        weights, ordinary = f"{weights}, one token × {far:.2g}", False
+    made = Case(seed, config, source, twin, model, recipe, weights, ordinary, ids, logits, far=far)
+    return padded(made) if config.padding else made
+
+
+def padded(made: Case) -> Case:
+    """The case with padding after some sequences or before them."""
+    choose = Seeded("padding", made.seed)
+    batch, length = made.ids.shape
+    kept = torch.tensor([[choose.between(1, length)] for _ in range(batch)])
+    right, places = choose.chance(0.7), torch.arange(length)
+    mask = (places < kept if right else places >= length - kept).long()
+    return dataclasses.replace(made, mask=mask, right=right, logits="all" if right else made.logits)
+
+
+def far_token(choose: Seeded, source: Decoder, ids: Tensor) -> float:
+    """Enlarge one token's vector by up to seven decades, and put it among `ids`; returns the factor."""
+    vocab = source.made_from.vocab
+    far, token = choose.decades(0, 7), choose.between(0, vocab - 1)
+    with torch.no_grad():
+        source.embed.weight[token] *= far
+    ids[ids == token] = (token + 1) % vocab
+    ids[torch.rand(ids.shape, generator=choose.generator) < 0.3] = token
+    ids[0, 0] = token
+    return far
 
 
 def copy_weights(source: nn.Module, model: nn.Module) -> None:

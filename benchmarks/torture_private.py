@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import re
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 import aero_compile
-from aero_compile.errors import AeroError, first_line
+from aero_compile.errors import AeroError, OutOfRangeError, first_line
 from aero_compile.graphs.trainable import TransformedModel
 from aero_compile.inference.model import inference_copy
 from aero_compile.inference.optimize import passes
@@ -58,6 +59,7 @@ class Outcome:
     ordinary: bool = False
     shape: Sequence[int] = ()
     config: str = ""
+    mode: str = ""
 
 
 class Miss(Exception):
@@ -78,17 +80,33 @@ def private_run(seed: int, protocol: str) -> Outcome:
 
     def check(made: Case) -> tuple[float, float, float]:
         check_exact(made)
-        return check_private(made, protocol)
+        if made.far is not None:
+            return check_between_hosts(made, protocol)
+        return check_private(made.model, made.ids, made.logits, protocol, made.mask if made.right else None)
 
     return _judged(seed, "private", protocol, check)
 
 
 def _judged(seed: int, what: str, protocol: str, check: Any) -> Outcome:
     made: Case | None = None
+
+    def run() -> Any:
+        nonlocal made
+        made = case(seed)
+        return check(made)
+
+    facts = facts_of(run)
+    if made is not None:
+        facts |= {"recipe": made.recipe, "weights": made.weights, "ordinary": made.ordinary, "mode": made.mode}
+        facts |= {"shape": tuple(made.ids.shape), "config": str(made.config)}
+    return Outcome(seed, what, protocol=protocol, **facts)
+
+
+def facts_of(check: Callable[[], tuple[float, float, float] | None]) -> dict[str, Any]:
+    """What became of a check that returns error, tolerance and deviation, as fields of an `Outcome`."""
     facts: dict[str, Any] = {}
     try:
-        made = case(seed)
-        found = check(made)
+        found = check()
         names = ("error", "tolerance", "deviation")
         facts = {"outcome": WITHIN, **(dict(zip(names, found, strict=True)) if found else {})}
     except Miss as miss:
@@ -100,14 +118,13 @@ def _judged(seed: int, what: str, protocol: str, check: Any) -> Outcome:
         place = traceback.extract_tb(error.__traceback__)[-1]
         kind = f"{type(error).__name__} in {place.filename.rpartition('/')[2]}:{place.name}"
         facts = {"outcome": CRASH, "kind": kind, "detail": first_line(error)}
-    if made is not None:
-        facts |= {"recipe": made.recipe, "weights": made.weights, "ordinary": made.ordinary}
-        facts |= {"shape": tuple(made.ids.shape), "config": str(made.config)}
-    return Outcome(seed, what, protocol=protocol, **facts)
+    return facts
 
 
 def kind_of(error: AeroError) -> str:
     """What a refusal is about, without the names and numbers of one model."""
+    if isinstance(error, OutOfRangeError):
+        return "private range check"
     text = first_line(error)
     found = re.match(r"the (.+?) of (aten\.\w+) .* must (?:lie|stay) ", text)
     if found:
@@ -125,34 +142,48 @@ def check_exact(made: Case) -> None:
     Raises:
         Miss: they differ by more than rounding.
     """
-    wanted = logits_of(made.source(made.ids))
-    _compare("capture", logits_of(made.captured(made.ids)), wanted, made.captured, made.ids)
-    whole = logits_of(made.model(made.ids))
-    twin = inference_copy(made.model)
-    for run in passes(made.logits, True):
+    wanted = logits_of(made.source(made.ids, **made.masked))
+    found = logits_of(made.captured(made.ids, **made.masked))
+    _compare("capture", found, wanted, lambda: _rounding(made.captured, made.ids, made.masked, wanted))
+    check_passes(made.model, made.ids, made.logits, made.masked)
+
+
+@torch.no_grad()
+def check_passes(
+    model: TransformedModel, ids: Tensor, logits: str, masked: Mapping[str, Tensor], part: float = EXACT
+) -> None:
+    """Every pass computes what the model before it did, but for `part` of the largest logit.
+
+    Raises:
+        Miss: one differs by more than rounding.
+    """
+    twin = inference_copy(model)
+    whole = twin(ids, **masked)
+    for run in passes(logits, True):
         change = run(twin)
-        found = twin(made.ids)
-        _compare(change.name, found, whole[:, -found.shape[1] :], made.model, made.ids)
+        found = twin(ids, **masked)
+        wanted = whole[:, -found.shape[1] :]
+        _compare(change.name, found, wanted, functools.partial(_rounding, model, ids, masked, wanted), part)
 
 
-def _compare(name: str, found: Tensor, wanted: Tensor, model: TransformedModel, ids: Tensor) -> None:
+def _compare(name: str, found: Tensor, wanted: Tensor, rounding: Callable[[], float], part: float = EXACT) -> None:
     finite = torch.isfinite(wanted)
     if not finite.all():  # what overflows is for the private run to refuse
         return
     error = float((found - wanted).abs().max().nan_to_num(nan=float("inf")))
-    bound = EXACT * max(1.0, float(wanted.abs().max()))
-    if error > bound and error > 1e6 * _rounding(model, ids, wanted):
+    bound = part * max(1.0, float(wanted.abs().max()))
+    if error > bound and error > 1e6 * rounding():
         raise Miss(name, error, bound)
 
 
-def _rounding(model: TransformedModel, ids: Tensor, wanted: Tensor) -> float:
+def _rounding(model: TransformedModel, ids: Tensor, masked: Mapping[str, Tensor], wanted: Tensor) -> float:
     """By how much logits change if every weight is off by 1e-16 of itself: what float64 cannot tell apart."""
     twin = inference_copy(model)
     generator = torch.Generator().manual_seed(0)
     for parameter in {id(p): p for p in twin.parameters()}.values():
         noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
         parameter.data.mul_(1 + 1e-15 * noise)
-    return float((twin(ids)[:, -wanted.shape[1] :] - wanted).abs().max()) / 10
+    return float((twin(ids, **masked)[:, -wanted.shape[1] :] - wanted).abs().max()) / 10
 
 
 # -- two parties -------------------------------------------------------------------------------------------------
@@ -209,24 +240,66 @@ def _compiled(spu: Any, step: Any, *options: Any) -> str:
 
 
 @torch.no_grad()
-def check_private(made: Case, protocol: str) -> tuple[float, float, float]:
+def check_private(
+    model: TransformedModel,
+    ids: Tensor,
+    logits: str,
+    protocol: str,
+    mask: Tensor | None = None,
+    single: TransformedModel | None = None,
+) -> tuple[float, float, float]:
     """Error of the opened logits, the tolerance, and the standard deviation of the logits.
+
+    `model` is in float64; what runs is `single`, or its copy in float32, as people run it. Batches are dense: with a
+    `mask` of padding that comes last, the logits of what is no padding are compared with those under the mask.
 
     Raises:
         AeroError: the run is refused before the parties start.
         Miss: the logits are off by more than the tolerance.
     """
-    wanted = logits_of(made.model(made.ids))
-    wanted = wanted[:, -1:] if made.logits == "last" else wanted
-    single = copy.deepcopy(made.model).float()  # what people run
-    handed = handed_over(single, made.ids, protocol=protocol, logits=made.logits)
-    program = handed.program
-    tokens = {program.tokens.name: one_hot(handed.ids, program.tokens.shape[2])}
-    found = torch.from_numpy(np.asarray(simulate(program, tokens, handed.weights)))
-    plain = logits_of(single(made.ids)).double()[:, -wanted.shape[1] :]
+    single = copy.deepcopy(model).float() if single is None else single
+    handed = handed_over(single, ids, protocol=protocol, logits=logits)
+    return judge(model, ids, _opened(handed.program, handed.weights, handed.ids), mask)
+
+
+@torch.no_grad()
+def check_between_hosts(made: Case, protocol: str) -> tuple[float, float, float]:
+    """The same, compiled without a look at the tokens: private range checks have to find what leaves its range.
+
+    Raises:
+        AeroError: compiling is refused, or the checks end the run before logits are opened (`OutOfRangeError`).
+        Miss: logits are opened, and off by more than the tolerance.
+    """
+    batch, length = made.ids.shape
+    with _replaced(spu_compile, "_compile", _compiled):
+        compiled = inference.compile_model(
+            copy.deepcopy(made.model).float(), batch, length, protocol, logits=made.logits
+        )
+    return judge(made.model, made.ids, _opened(compiled.program, compiled.weights, made.ids.numpy()))
+
+
+def _opened(program: Program, weights: Any, ids: Any) -> Tensor:
+    tokens = {program.tokens.name: one_hot(ids, program.tokens.shape[2])}
+    return torch.from_numpy(np.asarray(simulate(program, tokens, weights)))
+
+
+def judge(
+    model: TransformedModel, ids: Tensor, found: Tensor, mask: Tensor | None = None
+) -> tuple[float, float, float]:
+    """Error, tolerance and standard deviation of the logits `found`, beside those of `model` in float64.
+
+    Raises:
+        Miss: they are off by more than the tolerance.
+    """
+    masked = {} if mask is None else {"attention_mask": mask}
+    kept = torch.ones(found.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
+    wanted, plain = (
+        inference_copy(each)(ids, **masked)[:, -found.shape[1] :].double()[kept]
+        for each in (model, copy.deepcopy(model).float())
+    )
     deviation = float(wanted.std(-1, correction=0).max())
     tolerance = ABSOLUTE + RELATIVE * deviation + 2 * float((plain - wanted).abs().max())
-    error = float((found - wanted).abs().max().nan_to_num(nan=float("inf")))
+    error = float((found[kept] - wanted).abs().max().nan_to_num(nan=float("inf")))
     if not error <= tolerance:
         raise Miss("private", error, tolerance, deviation)
     return error, tolerance, deviation

@@ -58,6 +58,7 @@ class Config:
     shared: bool = False
     labels: bool = False
     eps: float | None = None
+    padding: bool = False
     seed: int = 0
 
     @property
@@ -218,8 +219,14 @@ class Attention(nn.Module):
         k, v = k.reshape(batch, length, c.groups, d), v.reshape(batch, length, c.groups, c.d_v)
         return q, k, v
 
-    def hidden(self, x: Tensor) -> Tensor:
-        """Which keys a query must not see, [T, T], True = hidden."""
+    def hidden(self, x: Tensor, keep: Tensor | None = None) -> Tensor:
+        """Which keys a query must not see, True = hidden: [T, T], or [B, T, T] with a mask of what is no padding.
+
+        Padding sees itself, so that every query sees something.
+        """
+        if keep is not None:
+            others = ~torch.eye(x.shape[1], dtype=torch.bool, device=x.device)
+            return self.hidden(x) | ((keep == 0)[:, None, :] & others)
         length = x.shape[1]
         if self.config.window:
             i = torch.arange(length, device=x.device)
@@ -231,6 +238,14 @@ class Attention(nn.Module):
             return i[None, :] > i[:, None]
         return torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
 
+    def fitting(self, hidden: Tensor, scores: Tensor) -> Tensor:
+        """`hidden` in a shape that goes with that of scores."""
+        if hidden.dim() == 2:
+            return hidden
+        if self.config.attention == "folded":
+            return hidden.repeat_interleave(self.config.heads, 0)
+        return hidden[(slice(None), *(None,) * (scores.dim() - 3))]
+
     def bias(self, x: Tensor) -> Tensor | None:
         """ALiBi, [H, T, T]."""
         if self.config.positions != "alibi":
@@ -239,20 +254,20 @@ class Attention(nn.Module):
         slopes = torch.tensor([2.0 ** -(h + 1) for h in range(self.config.heads)], dtype=x.dtype, device=x.device)
         return -slopes[:, None, None] * (i[:, None] - i[None, :]).abs()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, keep: Tensor | None = None) -> Tensor:
         c = self.config
         q, k, v = self.project(x)
         q, k = self.q_norm(q), self.k_norm(k)
         if c.positions.startswith("rotary"):
             q, k = rotate(q, c), rotate(k, c)
         if self.temperature is not None or self.seen is not None:
-            mixed = self.plain(x, q, k, v)
+            mixed = self.plain(x, q, k, v, keep)
         elif c.attention.startswith("sdpa"):
-            mixed = self.fused(x, q, k, v)
+            mixed = self.fused(x, q, k, v, keep)
         elif c.attention == "list":
-            mixed = self.one_by_one(x, q, k, v)
+            mixed = self.one_by_one(x, q, k, v, keep)
         else:
-            mixed = self.written(x, q, k, v)
+            mixed = self.written(x, q, k, v, keep)
         out: Tensor = self.out(mixed.reshape(*x.shape[:2], c.heads * c.d_v))
         return out
 
@@ -263,7 +278,7 @@ class Attention(nn.Module):
         """Gemma 2's soft cap."""
         return 5.0 * torch.tanh(scores / 5.0) if self.config.softcap else scores
 
-    def plain(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def plain(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
         """The reference: [B, T, H, d]."""
         repeats = self.config.heads // self.config.groups
         k, v = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
@@ -273,7 +288,9 @@ class Attention(nn.Module):
         scores = self.capped(scores)
         bias = self.bias(x)
         scores = scores if bias is None else scores + bias
-        a = torch.softmax(scores.masked_fill(self.hidden(x), float("-inf")), -1)
+        hidden = self.hidden(x, keep)
+        hidden = hidden if keep is None else hidden[:, None]
+        a = torch.softmax(scores.masked_fill(hidden, float("-inf")), -1)
         if self.seen is not None:
             self.seen.append(a)
         return torch.einsum("bhij,bjhd->bihd", a, v)
@@ -290,7 +307,7 @@ class Attention(nn.Module):
             return y[:, :, None].expand(batch, groups, repeats, length, d).reshape(batch, c.heads, length, d)
         return y.repeat_interleave(repeats, dim=1)
 
-    def fused(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def fused(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
         c = self.config
         options: dict[str, Any] = {"dropout_p": c.dropout if self.training else 0.0}
         if c.scaling == "own":
@@ -298,12 +315,13 @@ class Attention(nn.Module):
         if c.attention == "sdpa-causal":
             options["is_causal"] = True
         else:
-            bias = self.bias(x)
+            bias, hidden = self.bias(x), self.hidden(x, keep)
+            hidden = hidden if keep is None else hidden[:, None]
             if bias is not None or c.attention == "sdpa-float":
                 start = torch.zeros(x.shape[1], x.shape[1], dtype=x.dtype, device=x.device) if bias is None else bias
-                options["attn_mask"] = start.masked_fill(self.hidden(x), float("-inf"))
+                options["attn_mask"] = start.masked_fill(hidden, float("-inf"))
             else:
-                options["attn_mask"] = ~self.hidden(x)
+                options["attn_mask"] = ~hidden
         if c.sharing == "native" and c.groups < c.heads:
             options["enable_gqa"] = True
             k, v = k.transpose(1, 2), v.transpose(1, 2)
@@ -311,7 +329,7 @@ class Attention(nn.Module):
             k, v = self.repeated(k), self.repeated(v)
         return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, **options).transpose(1, 2)
 
-    def one_by_one(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def one_by_one(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
         """Heads in a Python list."""
         c = self.config
         mixed = []
@@ -321,11 +339,11 @@ class Attention(nn.Module):
             scores = q[:, :, head] @ k[:, :, group].transpose(-2, -1) * self.scale()
             scores = self.capped(scores)
             scores = scores if bias is None else scores + bias[head]
-            a = self.drop(F.softmax(scores.masked_fill(self.hidden(x), float("-inf")), dim=-1))
+            a = self.drop(F.softmax(scores.masked_fill(self.hidden(x, keep), float("-inf")), dim=-1))
             mixed.append(a @ v[:, :, group])
         return torch.cat(mixed, dim=-1)
 
-    def written(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def written(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
         """[B, T, H, d] from [B, T, H, d], by products that are written out."""
         c = self.config
         batch, length, _ = x.shape
@@ -351,17 +369,17 @@ class Attention(nn.Module):
             scores = scores / math.sqrt(c.head_width)
         elif c.scaling != "queries":
             scores = scores * self.scale()
-        scores = self.capped(scores)
+        scores, hidden = self.capped(scores), self.fitting(self.hidden(x, keep), scores)
         bias = self.bias(x)
         if bias is not None:
             bias = bias.repeat(batch, 1, 1) if c.attention == "folded" else bias
             scores = scores + bias
         if c.mask == "added":
-            scores = scores + torch.zeros_like(scores).masked_fill(self.hidden(x), torch.finfo(scores.dtype).min)
+            scores = scores + torch.zeros_like(scores).masked_fill(hidden, torch.finfo(scores.dtype).min)
         elif c.mask == "chosen":
-            scores = torch.where(self.hidden(x), torch.full((), -1e9, dtype=scores.dtype, device=x.device), scores)
+            scores = torch.where(hidden, torch.full((), -1e9, dtype=scores.dtype, device=x.device), scores)
         else:
-            scores = scores.masked_fill(self.hidden(x), float("-inf"))
+            scores = scores.masked_fill(hidden, float("-inf"))
         a = self.drop(F.softmax(scores, dim=-1))
         mixed = torch.einsum("bhij,bhjd->bhid", a, v) if c.attention == "einsum" else a @ v
         return mixed.reshape(batch, c.heads, length, c.d_v).transpose(1, 2)
@@ -432,26 +450,26 @@ class Block(nn.Module):
         if c.gains:  # LayerScale
             self.gain_a, self.gain_f = nn.Parameter(torch.ones(c.width)), nn.Parameter(torch.ones(c.width))
 
-    def attend(self, y: Tensor) -> Tensor:
-        y = self.behind_a(self.drop(self.attention(y)))
+    def attend(self, y: Tensor, keep: Tensor | None = None) -> Tensor:
+        y = self.behind_a(self.drop(self.attention(y, keep)))
         return y * self.gain_a if self.config.gains else y
 
     def feed(self, y: Tensor) -> Tensor:
         y = self.behind_f(self.feed_forward(y))
         return self.gain_f * y if self.config.gains else y
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, keep: Tensor | None = None) -> Tensor:
         c = self.config
         if c.block != "sequential":
             y = self.norm_a(x)
-            a, f = self.attend(y), self.feed(y if c.block == "parallel-one-norm" else self.norm_f(x))
+            a, f = self.attend(y, keep), self.feed(y if c.block == "parallel-one-norm" else self.norm_f(x))
             out: Tensor = self.after_f(self.joined(x, a, f))
             return out
         if c.order == "feed-forward-first":
             x = self.after_f(self.mixed(x, self.feed(self.norm_f(x))))
-            x = self.after_a(x + self.attend(self.norm_a(x)))
+            x = self.after_a(x + self.attend(self.norm_a(x), keep))
         else:
-            x = self.after_a(x + self.attend(self.norm_a(x)))
+            x = self.after_a(x + self.attend(self.norm_a(x), keep))
             x = self.after_f(self.mixed(x, self.feed(self.norm_f(x))))
         return x
 
@@ -498,7 +516,7 @@ class Decoder(nn.Module):
     def forward(self, ids: Tensor) -> Any:
         return self.run(ids)
 
-    def run(self, ids: Tensor) -> Any:
+    def run(self, ids: Tensor, keep: Tensor | None = None) -> Any:
         c = self.made_from
         x = self.embed(ids)
         if c.positions == "learned":
@@ -509,7 +527,7 @@ class Decoder(nn.Module):
             x = x + self.table[: ids.shape[1]]
         x = self.drop(self.first(x))
         for block in self.blocks:
-            x = block(x)
+            x = block(x, keep)
         logits = self.head(self.final(x))
         if c.output == "tuple":
             return logits, x
@@ -531,9 +549,17 @@ class DecoderWithLoss(Decoder):
         return (*result, loss) if isinstance(result, tuple) else (result, loss)
 
 
+class DecoderWithPadding(Decoder):
+    """Also takes a mask of what is no padding, [B, T]."""
+
+    def forward(self, ids: Tensor, attention_mask: Tensor | None = None) -> Any:
+        return self.run(ids, attention_mask)
+
+
 def build(config: Config) -> Decoder:
     """The decoder of a configuration, in float64 and evaluation mode, with every parameter drawn."""
-    model = (DecoderWithLoss if config.labels else Decoder)(config).double()
+    kind = DecoderWithPadding if config.padding else DecoderWithLoss if config.labels else Decoder
+    model = kind(config).double()
     generator = torch.Generator().manual_seed(config.seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,17 @@ import torch
 
 from aero_compile.errors import InputError, LoweringError
 from aero_compile.inference.fold_expressions import fold_expressions
-from benchmarks import torture, torture_capture, torture_decoders, torture_models, torture_private
+from benchmarks import (
+    torture,
+    torture_capture,
+    torture_decoders,
+    torture_jobs,
+    torture_models,
+    torture_private,
+    torture_zoo,
+)
 from benchmarks.torture_private import CRASH, MISS, REFUSED, WITHIN
+from benchmarks.torture_zoo import NOT_TAKEN, NOT_TRIED
 from tests.random_decoders import logits_of
 from tests.runtime.graphs import simulate
 
@@ -128,6 +140,103 @@ def test_the_command_goes_on_where_it_stopped(
     assert torture.main([*command, "--seeds", "9,4", "--overwrite"]) == 1
     assert seen == [2, 3, 4, 5, 9]
     assert torture.main([*command, "--seeds", "x", "--overwrite"]) == 2
+
+
+def test_processes_share_the_runs_and_one_that_dies_is_a_crash() -> None:
+    groups = [[1, 2], [DEADLY, 4], [5]]
+    found = {outcome.seed: outcome for outcome, _ in torture_jobs.outcomes(one_dies, "exact", "", groups, 2, 600)}
+    assert sorted(found) == [1, 2, 3, 4, 5]
+    assert found[DEADLY].outcome == CRASH
+    assert {found[seed].outcome for seed in (1, 2, 4, 5)} == {WITHIN}
+    assert not list(torture_jobs.outcomes(one_dies, "exact", "", groups, 1, -1.0))
+
+
+DEADLY = 3
+
+
+def one_dies(seed: int) -> torture_private.Outcome:
+    """A run that ends its process."""
+    if seed == DEADLY:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return torture_private.Outcome(seed, "exact", WITHIN)
+
+
+def test_results_say_what_was_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def one(seed: int, protocol: str) -> torture_private.Outcome:
+        return torture_private.Outcome(seed, "private", REFUSED, "reason", protocol=protocol, mode="padding")
+
+    monkeypatch.setitem(torture.KINDS, "private", one)
+    monkeypatch.setattr(torture, "RESULTS", tmp_path)
+    assert torture.main(["--protocol", "cheetah", "--seeds", "4,2,3,9", "--json"]) == 0
+    document = json.loads((tmp_path / "torture_cheetah.json").read_text())
+    assert document["seeds"] == "2-4,9"
+    assert document["config"]["protocol"] == "cheetah"
+    assert document["versions"]["torch"] == torch.__version__
+    assert document["by mode"] == {"padding": {WITHIN: 0, REFUSED: 4, MISS: 0, CRASH: 0}}
+    assert document["refused"] == {"reason": 4}
+
+
+# -- between hosts, padding --------------------------------------------------------------------------------------
+
+FAR, PADDED = 29, 182
+
+
+def test_what_leaves_its_range_between_hosts_ends_without_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = torture_private.private_run(FAR, "semi2k")
+    assert (found.outcome, found.kind, found.mode) == (REFUSED, "private range check", "between hosts")
+
+    def unchecked(program: Any, *arguments: Any) -> Any:
+        return simulate(dataclasses.replace(program, guard=None), *arguments)
+
+    monkeypatch.setattr(torture_private, "simulate", unchecked)
+    assert torture_private.private_run(FAR, "semi2k").outcome == MISS
+
+
+def test_padding_is_masked_in_exact_passes_and_left_out_of_private_answers() -> None:
+    made = torture_models.case(PADDED)
+    assert made.mask is not None
+    assert made.right
+    assert 0 < int(made.mask.sum()) < made.mask.numel()
+    assert torture_private.private_run(PADDED, "semi2k").outcome == WITHIN
+    with torch.no_grad():
+        whole, masked = logits_of(made.source(made.ids)), logits_of(made.source(made.ids, made.mask))
+    assert not torch.allclose(whole, masked)
+
+
+# -- the zoo -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "outcome"), [("heads in a Python list", WITHIN), ("recurrent (GRU)", NOT_TAKEN), ("blt:eager", NOT_TRIED)]
+)
+def test_families_of_the_zoo_are_sorted(name: str, outcome: str) -> None:
+    number = [entry.name for entry in torture_zoo.entries()].index(name)
+    found = torture_zoo.zoo_run(number, "semi2k")
+    assert (found.outcome, found.config) == (outcome, name), found
+    assert bool(found.detail) == (outcome != WITHIN)
+
+
+def test_the_zoo_is_gone_over_by_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = []
+
+    def one(number: int, protocol: str) -> torture_private.Outcome:
+        seen.append(torture_zoo.entries()[number].name)
+        given = {"error": 0.5, "tolerance": 1.0, "deviation": 0.1}
+        return torture_private.Outcome(number, "zoo", WITHIN, config=seen[-1], protocol=protocol, **given)
+
+    monkeypatch.setitem(torture.KINDS, "zoo", one)
+    kept, counts = str(tmp_path / "zoo.jsonl"), tmp_path / "zoo.json"
+    command = ["--what", "zoo", "--families", "olmo,gemma2:eager", "--output", kept, "--json", str(counts)]
+    for _ in range(2):
+        assert torture.main([*command, "--overwrite"]) == 0
+    assert seen == ["gemma2:eager", "olmo:eager", "olmo:sdpa"]
+    families = json.loads(counts.read_text())["families"]
+    assert families["olmo:sdpa"] == {"outcome": WITHIN, "error": 0.5, "tolerance": 1.0, "deviation": 0.1}
+    assert torture.main(["--what", "zoo", "--families", "olmmo"]) == 2
+    assert "nearest: olmo" in capsys.readouterr().err
+    assert torture.main(["--families", "olmo"]) == 2
 
 
 # -- capture -----------------------------------------------------------------------------------------------------

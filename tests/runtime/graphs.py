@@ -14,6 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import fx
 
+from aero_compile.errors import OutOfRangeError
+from aero_compile.runtime.hosts.opening import check_guard
 from aero_compile.runtime.lowering.defer import defer_normalization
 from aero_compile.runtime.lowering.partition import partition
 from aero_compile.runtime.lowering.to_jax import lower
@@ -97,7 +99,11 @@ def in_spu(model: TokenRows, protocol: str = "semi2k", *, defer: bool = False) -
 def simulate(
     program: Program, tokens: Mapping[str, npt.NDArray[Any]], weights: Mapping[str, npt.NDArray[Any]]
 ) -> npt.NDArray[np.float64]:
-    """Run a program between two threads and return the opened result."""
+    """Run a program between two threads and return the opened result.
+
+    Raises:
+        OutOfRangeError: the private checks of the program found a value outside.
+    """
     import spu
 
     config = runtime_config(program.protocol, program.field, program.fraction_bits)
@@ -113,14 +119,21 @@ def simulate(
     for rank in (SERVER, CLIENT):
         desc.add_party(f"party{rank}", f"thread{rank}")
     results: dict[int, Any] = {}
+    refused: list[OutOfRangeError] = []
 
     def party(rank: int) -> None:
-        runtime = spu.Runtime(spu.link.create_mem(desc, rank), config)
+        link = spu.link.create_mem(desc, rank)
+        runtime = spu.Runtime(link, config)
         for name, pieces in shares.items():
             runtime.set_var(name, pieces[rank])
         for step in program.steps:
             code = program.codes[step.code].encode()
             runtime.run(spu.Executable(step.label, list(step.inputs), list(step.outputs), code))
+        if program.guard is not None:
+            try:
+                check_guard(link, runtime.get_var(program.guard), io, rank)
+            except OutOfRangeError as error:
+                refused.append(error)
         results[rank] = runtime.get_var(program.logits.name)
 
     threads = [threading.Thread(target=party, args=(rank,)) for rank in (SERVER, CLIENT)]
@@ -128,6 +141,9 @@ def simulate(
         thread.start()
     for thread in threads:
         thread.join()
+    if refused:
+        assert len(refused) == 2, "one party alone found a value outside"
+        raise refused[0]
     return np.asarray(io.reconstruct([results[SERVER], results[CLIENT]]), dtype=np.float64)
 
 

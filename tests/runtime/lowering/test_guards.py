@@ -180,7 +180,7 @@ def _only_row_4_is_outside(model: TokenRows) -> None:
     live = _lowered(model)
     assert live.guard == GUARD
     program = compile_steps(live, "semi2k", 64, 18)
-    bit = dataclasses.replace(program, logits=dataclasses.replace(program.logits, name=GUARD))
+    bit = dataclasses.replace(program, logits=dataclasses.replace(program.logits, name=GUARD), guard=None)
     for rows, wanted in (([0, 1, 2, 3, 3, 5], 0.0), ([0, 1, 2, 3, 4, 5], 1.0)):
         tokens = {program.tokens.name: one_hot(np.array([rows]), 6)}
         found = simulate(bit, tokens, live.weights)
