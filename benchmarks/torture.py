@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     known = {each["seed"]: each for each in _lines(args.output) if _same(each, args)}
     found = [known[seed] for seed in seeds if seed in known]
     seconds = math.inf if args.minutes is None else 60 * args.minutes
-    do = functools.partial(KINDS[args.what], protocol=args.protocol)
+    do = functools.partial(_run, args.what, args.protocol)
     groups = _groups(args.what, [seed for seed in seeds if seed not in known])
     for outcome, took in outcomes(do, args.what, args.protocol, groups, args.jobs, seconds):
         line = dataclasses.asdict(outcome) | {"seconds": took}
@@ -125,6 +125,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         write_atomically(args.json, json.dumps(finite_or_none(document), indent=1, ensure_ascii=False) + "\n")
     return int(any(line["outcome"] in (MISS, CRASH) for line in found))
+
+
+def _run(what: str, protocol: str, seed: int) -> Outcome:
+    return KINDS[what](seed, protocol)
 
 
 def _suffix(args: argparse.Namespace) -> list[str]:

@@ -10,7 +10,7 @@ import copy
 import functools
 import os
 import re
-from typing import Any
+from dataclasses import replace
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -46,19 +46,19 @@ def zoo_run(number: int, protocol: str) -> Outcome:
     entry = entries()[number]
     torch.manual_seed(number)
     ids = torch.randint(3, zoo.VOCAB, SHAPE, generator=torch.Generator().manual_seed(number))
-    about = {"config": entry.name, "recipe": "baseline", "weights": "its own", "ordinary": True, "shape": SHAPE}
-    named: Any = functools.partial(Outcome, number, "zoo", protocol=protocol, **about)
+    made = Outcome(number, "zoo", "", protocol=protocol, config=entry.name, recipe="baseline", weights="its own")
+    made = replace(made, ordinary=True, shape=SHAPE)
     try:
         with zoo.as_initialized():
             source = entry.build()
         captured = aero_compile.transform(source, "baseline")
     except zoo.NotTried as error:
-        return named(NOT_TRIED, kind=str(error).partition(":")[0][:90], detail=str(error))
+        return replace(made, outcome=NOT_TRIED, kind=str(error).partition(":")[0][:90], detail=str(error))
     except AeroError as error:
         if problem := _cannot_run(source, ids):
-            return named(NOT_TRIED, kind="its own code fails at these sizes", detail=problem)
-        return named(NOT_TAKEN, kind=_reason(error), detail=first_line(error))
-    return named(**facts_of(lambda: _check(source, captured, ids, protocol)))
+            return replace(made, outcome=NOT_TRIED, kind="its own code fails at these sizes", detail=problem)
+        return replace(made, outcome=NOT_TAKEN, kind=_reason(error), detail=first_line(error))
+    return replace(made, **facts_of(lambda: _check(source, captured, ids, protocol)))
 
 
 def _reason(error: AeroError) -> str:

@@ -223,8 +223,8 @@ def test_the_zoo_is_gone_over_by_name(
 
     def one(number: int, protocol: str) -> torture_private.Outcome:
         seen.append(torture_zoo.entries()[number].name)
-        given = {"error": 0.5, "tolerance": 1.0, "deviation": 0.1}
-        return torture_private.Outcome(number, "zoo", WITHIN, config=seen[-1], protocol=protocol, **given)
+        found = torture_private.Outcome(number, "zoo", WITHIN, config=seen[-1], protocol=protocol)
+        return dataclasses.replace(found, error=0.5, tolerance=1.0, deviation=0.1)
 
     monkeypatch.setitem(torture.KINDS, "zoo", one)
     kept, counts = str(tmp_path / "zoo.jsonl"), tmp_path / "zoo.json"
