@@ -39,11 +39,15 @@ def refuse_private_choices(part: Partition, node: fx.Node, arguments: Mapping[st
 
 def refuse_huge_table(node: fx.Node, array: npt.NDArray[Any]) -> None:
     """Raise LoweringError for a public table that fixed-point numbers cannot hold."""
-    if array.dtype.kind == "f" and not largest(array) <= LARGEST:
-        raise LoweringError(
-            f"{node.name} (in {place_of(node)}) is a public table with {_wrong(array)} entries that "
-            "is not a softmax mask; fixed-point computation cannot hold them"
-        )
+    if array.dtype.kind != "f" or largest(array) <= LARGEST:
+        return
+    hides = not (np.isnan(array) | (array > LARGEST)).any()
+    reason = (
+        "it hides scores that something else than a softmax reads; hidden scores are left out of softmaxes alone"
+        if hides
+        else "fixed-point computation cannot hold them"
+    )
+    raise LoweringError(f"{node.name} (in {place_of(node)}) is a public table with {_wrong(array)} entries: {reason}")
 
 
 def refuse_huge_weight(node: fx.Node, array: npt.NDArray[Any]) -> None:
