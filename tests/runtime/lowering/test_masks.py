@@ -95,7 +95,7 @@ def test_a_mask_is_read_through_a_view_that_merges_heads(form: str) -> None:
         product = aten.matmul.default(aten.reshape.default(value, [6, 5, 5]), torch.eye(5, dtype=torch.float64))
         return aten.view.default(written(aten.view.default(product, [2, 3, 5, 5]), m), [6, 5, 5])
 
-    part, mask = _found(x, merged)
+    _, mask = _found(x, merged)
     assert mask.core.target is aten.matmul.default
     read = _table(mask.allowed, 1, (6, 5, 5)) > 0
     assert torch.equal(read, allowed.expand(2, 3, 5, 5).reshape(6, 5, 5))
