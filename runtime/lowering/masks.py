@@ -90,7 +90,7 @@ def _affine_ancestors(part: Partition, node: fx.Node) -> Iterator[fx.Node]:
 
 def _keeps_rows(part: Partition, node: fx.Node) -> bool:
     source = node.args[0] if node.args else None
-    if op_name(node) not in _RESHAPES or source not in part.shapes:
+    if op_name(node) not in _RESHAPES or not isinstance(source, fx.Node) or source not in part.shapes:
         return False
     return len(part.shapes[node]) > 1 and part.shapes[node][-2:] == part.shapes[source][-2:]
 
