@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 # Before torch is imported anywhere: a few threads per worker beat a crowd of them, and nothing may go online.
@@ -9,6 +10,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Thousands of tiny JAX functions are compiled and run once each: what XLA would optimize takes longer than they do.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +20,13 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector leave alone what was imported, and look less often at what a capture makes."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
 
 
 @pytest.fixture(scope="session")

@@ -29,6 +29,7 @@ from aero_compile import TransformedModel
 from aero_compile.cookbook.recipe import PASSES, Recipe, resolve
 from aero_compile.errors import InputError, LoweringError, RecipeError, UnsupportedGraphError
 from aero_compile.graphs.graph_pass import GraphPass
+from tests.captured_decoders import POOL, captured
 from tests.random_decoders import ACTIVATIONS, Block, Config, Decoder, build, configs, logits_of, reference, rows_of
 
 MANY = int(os.environ.get("AERO_COMPILE_EXAMPLES", "60"))
@@ -38,10 +39,14 @@ few = functools.partial(settings, derandomize=True, phases=(Phase.explicit, Phas
 many = functools.partial(settings, **_calm)
 
 
-@functools.lru_cache(maxsize=4)
 def both(config: Config) -> tuple[Decoder, TransformedModel]:
     """The eager decoder and its capture; shared, so they must not be changed."""
     note(f"{config}")
+    return captured(config) if config in POOL else _both(config)
+
+
+@functools.lru_cache(maxsize=4)
+def _both(config: Config) -> tuple[Decoder, TransformedModel]:
     model = build(config)
     return model, aero_compile.transform(model, "baseline")
 
@@ -332,19 +337,23 @@ def assert_saved(config: Config, model: TransformedModel) -> None:
             assert counts(twin) == counts(model)
 
 
-def passes_cases() -> st.SearchStrategy[tuple[Config, list[GraphPass]]]:
-    return st.tuples(configs(), st.lists(any_pass(), min_size=1, max_size=4))
+POOLED = st.sampled_from(POOL)
+"""Decoders of the few examples, most of which other tests have captured already; the many are drawn from all."""
+
+
+def passes_cases(decoders: st.SearchStrategy[Config]) -> st.SearchStrategy[tuple[Config, list[GraphPass]]]:
+    return st.tuples(decoders, st.lists(any_pass(), min_size=1, max_size=4))
 
 
 @few(max_examples=3)
-@given(passes_cases())
+@given(passes_cases(POOLED))
 def test_passes(case: tuple[Config, list[GraphPass]]) -> None:
     check_passes(*case)
 
 
 @pytest.mark.slow
 @many(max_examples=MANY)
-@given(passes_cases())
+@given(passes_cases(configs()))
 def test_passes_many(case: tuple[Config, list[GraphPass]]) -> None:
     check_passes(*case)
 
@@ -397,14 +406,14 @@ def check_reference(config: Config, texts: list[str], seed: int) -> None:
     assert_entropies(config, expected, result)
 
 
-def reference_cases() -> st.SearchStrategy[tuple[Config, list[str], int]]:
-    return st.tuples(configs(), st.permutations(list(CHANGES)), st.integers(0, 6), st.integers(0, 9)).map(
+def reference_cases(decoders: st.SearchStrategy[Config]) -> st.SearchStrategy[tuple[Config, list[str], int]]:
+    return st.tuples(decoders, st.permutations(list(CHANGES)), st.integers(0, 6), st.integers(0, 9)).map(
         lambda drawn: (drawn[0], drawn[1][: drawn[2]], drawn[3])
     )
 
 
 @few(max_examples=3)
-@given(reference_cases())
+@given(reference_cases(POOLED))
 @example((Config(layers=2, block="parallel-one-norm", order="feed-forward-first"), ["scaled-ffn"], 0))
 def test_reference(case: tuple[Config, list[str], int]) -> None:
     check_reference(*case)
@@ -412,7 +421,7 @@ def test_reference(case: tuple[Config, list[str], int]) -> None:
 
 @pytest.mark.slow
 @many(max_examples=MANY)
-@given(reference_cases())
+@given(reference_cases(configs()))
 def test_reference_many(case: tuple[Config, list[str], int]) -> None:
     check_reference(*case)
 
@@ -446,13 +455,13 @@ def check_weight_norm(config: Config, part: str, seed: int) -> None:
             assert_same(logits_of(result(ids)), logits_of(expected(ids)))
 
 
-def weight_norm_cases() -> st.SearchStrategy[tuple[Config, str, int]]:
+def weight_norm_cases(decoders: st.SearchStrategy[Config]) -> st.SearchStrategy[tuple[Config, str, int]]:
     parts = st.sampled_from(["q", "k", "v", "o", "ffn_in", "ffn_gate", "ffn_out"])
-    return st.tuples(configs(), parts, st.integers(0, 9))
+    return st.tuples(decoders, parts, st.integers(0, 9))
 
 
 @few(max_examples=2)
-@given(weight_norm_cases())
+@given(weight_norm_cases(POOLED))
 @example((Config(heads=4, qkv="by-group", width=16), "k", 0))
 @example((Config(gate="fused", linear="einsum", activation="relu", hidden=256), "ffn_gate", 0))  # ReLU silences some
 def test_weight_norm(case: tuple[Config, str, int]) -> None:
@@ -461,7 +470,7 @@ def test_weight_norm(case: tuple[Config, str, int]) -> None:
 
 @pytest.mark.slow
 @many(max_examples=MANY)
-@given(weight_norm_cases())
+@given(weight_norm_cases(configs()))
 def test_weight_norm_many(case: tuple[Config, str, int]) -> None:
     check_weight_norm(*case)
 
@@ -499,21 +508,21 @@ def randomized(model: TransformedModel) -> TransformedModel:
 
 
 @st.composite
-def commuting_cases(draw: st.DrawFn) -> tuple[Config, GraphPass, GraphPass]:
+def commuting_cases(draw: st.DrawFn, decoders: st.SearchStrategy[Config]) -> tuple[Config, GraphPass, GraphPass]:
     parts = draw(st.permutations([[name for name in part if name in PASSES] for part in PARTS]))
     one, other = [draw(options_of(PASSES[draw(st.sampled_from(part))])) for part in [p for p in parts if p][:2]]
-    return draw(configs()), one, other
+    return draw(decoders), one, other
 
 
 @few(max_examples=3)
-@given(commuting_cases())
+@given(commuting_cases(POOLED))
 def test_commuting(case: tuple[Config, GraphPass, GraphPass]) -> None:
     check_commuting(*case)
 
 
 @pytest.mark.slow
 @many(max_examples=MANY)
-@given(commuting_cases())
+@given(commuting_cases(configs()))
 def test_commuting_many(case: tuple[Config, GraphPass, GraphPass]) -> None:
     check_commuting(*case)
 
@@ -550,7 +559,7 @@ def check_lowering(config: Config, passes: list[GraphPass]) -> None:
 
 @pytest.mark.slow
 @many(max_examples=MANY)
-@given(passes_cases())
+@given(passes_cases(configs()))
 def test_lowering_many(case: tuple[Config, list[GraphPass]]) -> None:
     pytest.importorskip("jax")
     check_lowering(*case)

@@ -14,6 +14,7 @@ from aero_compile.capturing.caches import export_beyond_caches, longest_length, 
 from aero_compile.capturing.exporting import clean_graph, export_program, extra_shapes, feeds
 from aero_compile.capturing.isolation import Memory
 from aero_compile.capturing.modes import require_one_form
+from aero_compile.capturing.reasons import foreign_part
 from aero_compile.capturing.returns import choose_outputs, describe, mark, match_outputs, with_loss, without
 from aero_compile.capturing.sampling import Sample, config_positions, forward_parameters, sample_call
 from aero_compile.errors import InputError, UnsupportedModelError
@@ -159,10 +160,12 @@ def _export_sample(
     """A call that the model takes, what it returns without labels, and the program exported from it.
 
     Tokens that are made up get another length if the model refuses them, or if they are exactly as long as one of
-    its buffers: slicing all of a buffer would fix the length.
+    its buffers: slicing all of a buffer would fix the length. One other is enough for a model with a part that is known
+    to step through the tokens, whatever their number.
     """
     lengths = _SAMPLE_LENGTHS if example_inputs is None else _SAMPLE_LENGTHS[:1]
     refused: UnsupportedModelError | None = None
+    tries = 2 if foreign_part(model) else len(lengths)
     for length in lengths:
         try:
             sample = sample_call(model, example_inputs, length)
@@ -175,7 +178,8 @@ def _export_sample(
         try:
             exported = export_program(model, sample, memory)
         except UnsupportedModelError as error:
-            if length == lengths[-1] or "specializ" not in str(error.__context__):
+            tries -= 1
+            if tries < 1 or length == lengths[-1] or "specializ" not in str(error.__context__):
                 raise
             continue
         longer = None if example_inputs is not None else export_beyond_caches(model, exported, sample, memory)

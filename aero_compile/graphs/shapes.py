@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 class _Known:
     """What was found for one model at one batch and length: the values of nodes, and of the tensors they read."""
 
-    def __init__(self) -> None:
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+    def __init__(self, mode: FakeTensorMode | None = None) -> None:
+        self.mode = mode if mode is not None else FakeTensorMode(allow_non_fake_inputs=True)
         self.nodes: dict[fx.Node, tuple[Any, Any]] = {}
         self.tensors: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -62,7 +63,7 @@ def node_values(model: TransformedModel, batch: int, seq_len: int, guard: Guard 
     changed: set[fx.Node] = set()
     with known.mode, torch.no_grad():
         for node in model.graph.nodes:
-            call = (node.op, node.target, node.args, node.kwargs)
+            call = _call(node)
             old_call, value = known.nodes.get(node, (None, None))
             varies = node.op in ("get_attr", "call_module") or not changed.isdisjoint(node.all_input_nodes)
             if varies or old_call != call:
@@ -79,6 +80,25 @@ def node_values(model: TransformedModel, batch: int, seq_len: int, guard: Guard 
             nodes[node] = call, value
     known.nodes = nodes
     return values
+
+
+def carry(model: torch.nn.Module, twin: torch.nn.Module, copies: Mapping[fx.Node, fx.Node]) -> None:
+    """Let what is known of `model`'s nodes be known of their `copies`, which `twin` runs on tensors of the same names.
+
+    A model is copied before every rewrite; looking at all of it again would cost more than most rewrites do.
+    """
+    for key, known in list(_known.get(model, {}).items()):
+        own = _known.setdefault(twin, {}).setdefault(key, _Known(known.mode))
+        for node, (call, value) in list(known.nodes.items()):
+            if node in copies and call == _call(node):
+                own.nodes[copies[node]] = _call(copies[node]), value
+        for name, (_, fake) in known.tensors.items() if twin is not model else ():
+            with contextlib.suppress(AttributeError):  # an old name
+                own.tensors[name] = operator.attrgetter(name)(twin), fake
+
+
+def _call(node: fx.Node) -> tuple[Any, ...]:
+    return node.op, node.target, node.args, node.kwargs
 
 
 def _value(

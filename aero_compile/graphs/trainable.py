@@ -25,6 +25,7 @@ from aero_compile.graphs.convention import (
 from aero_compile.graphs.deviation_norm import open_deviation_norms
 from aero_compile.graphs.extra_inputs import LENGTH, part_of_example
 from aero_compile.graphs.labels import require_labels
+from aero_compile.graphs.shapes import carry
 from aero_compile.graphs.weight_readers import check_unread
 
 Program = tuple[Callable[..., tuple[Any, ...]], tuple[str, ...]]
@@ -199,7 +200,9 @@ class TransformedModel(nn.Module):
 
         Its inputs are called `input_ids` and, where the model takes one, `attention_mask`. It holds ATen ops alone.
         """
-        graph = self._select((0,), entropies=False)
+        nodes: dict[fx.Node, fx.Node] = {}
+        graph = self._select((0,), False, nodes)
+        carry(self, self, nodes)
         names = {self.convention.tokens: "input_ids", self.convention.attention_mask: "attention_mask"}
         for node in graph.nodes:
             if node.op == "placeholder":
@@ -219,9 +222,12 @@ class TransformedModel(nn.Module):
                 stack.extend(node.all_input_nodes)
         return needed
 
-    def _select(self, outputs: tuple[int, ...], entropies: bool) -> fx.Graph:
+    def _select(
+        self, outputs: tuple[int, ...], entropies: bool, nodes: dict[fx.Node, fx.Node] | None = None
+    ) -> fx.Graph:
+        """A copy of the graph with some of its outputs; `nodes` takes the copy of each node."""
         graph = fx.Graph()
-        nodes: dict[fx.Node, fx.Node] = {}
+        nodes = {} if nodes is None else nodes
         results = graph.graph_copy(self.graph, nodes)
         assert isinstance(results, tuple)
         chosen: list[Any] = [results[i] for i in outputs]
@@ -374,6 +380,7 @@ class TransformedModel(nn.Module):
         state = self.__dict__ | {"_programs": {}, "_structure": None}
         twin.__dict__.update(copy.deepcopy(state, memo))
         twin._programs = dict(self._programs)  # code that takes the module as its argument
+        carry(self, twin, dict(zip(self.graph.nodes, twin.graph.nodes, strict=True)))
         return twin
 
     def __getstate__(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from aero_compile import TransformedModel
 from aero_compile.graphs import shapes
 from aero_compile.graphs.rewriting import insert_call
 from aero_compile.graphs.shapes import node_values
+from aero_compile.inference.model import inference_copy
 from tests import tiny_models
 from tests.tiny_models import HEADS, WIDTH, transformed
 
@@ -28,6 +29,12 @@ def described(values: dict[fx.Node, Any]) -> dict[str, Any]:
         return (tuple(value.shape), value.dtype, value.device) if isinstance(value, Tensor) else value
 
     return {node.name: one(value) for node, value in values.items()}
+
+
+def found_anew(model: TransformedModel) -> dict[fx.Node, Any]:
+    twin = copy.deepcopy(model)
+    shapes._known.pop(twin, None)
+    return node_values(twin, 3, 11)
 
 
 @pytest.fixture
@@ -54,11 +61,36 @@ def test_shapes_are_those_of_the_computation() -> None:
 
 def test_what_is_known_is_not_looked_at_again(looked_at: Counter[str]) -> None:
     model = transformed("gpt2-eager", "baseline")
-    node_values(model, 3, 11)
+    found_anew(model)
     assert looked_at["call_function"] > 50
+    node_values(model, 3, 11)
     looked_at.clear()
     node_values(model, 3, 11)
     assert looked_at["call_function"] == 0
+
+
+def test_what_is_known_of_a_model_is_known_of_its_copies(looked_at: Counter[str]) -> None:
+    model = transformed("gpt2-eager", "SM+ScFFN")
+    expected = described(node_values(model, 3, 11))
+    looked_at.clear()
+    twin = copy.deepcopy(model)
+    assert described(node_values(twin, 3, 11)) == expected
+    assert looked_at["call_function"] == 0
+    assert all(a is not b for a, b in zip(twin.graph.nodes, model.graph.nodes, strict=True))
+    node_values(inference_copy(model), 3, 11)
+    assert looked_at["call_function"] < 10  # what reads the dropouts, which are left out
+
+
+def test_copies_of_what_was_edited_or_moved_are_looked_at_anew() -> None:
+    model = transformed("gpt2-eager", "baseline")
+    node_values(model, 3, 11)
+    head = next(node for node in model.graph.nodes if node.op == "output").args[0][0]
+    last = insert_call(model.graph, head, aten.slice.Tensor, head.args[0], 1, -1)
+    head.args = (last, *head.args[1:])
+    twin = copy.deepcopy(model).float()
+    found = described(node_values(twin, 3, 11))
+    assert found == described(found_anew(twin))
+    assert found[head.name] == ((3, 1, tiny_models.VOCAB), torch.float32, torch.device("cpu"))
 
 
 def test_an_edit_that_keeps_the_shape_is_looked_at_alone(looked_at: Counter[str]) -> None:
@@ -82,14 +114,14 @@ def test_a_changed_shape_reaches_everything_below() -> None:
     head.args = (last, *head.args[1:])
     found = node_values(model, 3, 11)
     assert found[head].shape[1] == 1
-    assert described(found) == described(node_values(copy.deepcopy(model), 3, 11))
+    assert described(found) == described(found_anew(model))
 
 
 @pytest.mark.parametrize("recipe", ["SM+R", "softmax_only"])
 def test_shapes_kept_through_passes_are_those_found_anew(recipe: str) -> None:
     model = aero_compile.transform(tiny_models.captured("llama-sdpa"), recipe)
     kept = described(node_values(model, 3, 11))
-    assert kept == described(node_values(copy.deepcopy(model), 3, 11))
+    assert kept == described(found_anew(model))
 
 
 def test_a_model_that_is_moved_is_looked_at_anew() -> None:

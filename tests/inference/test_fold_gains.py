@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 
 from aero_compile import transform
 from aero_compile.graphs.trainable import TransformedModel
@@ -13,8 +13,11 @@ from aero_compile.inference.fold_gains import LARGEST, fold_gains
 from aero_compile.inference.fold_scales import fold_scales
 from aero_compile.inference.fuse_projections import fuse_projections
 from aero_compile.inference.model import inference_copy
-from tests import random_decoders, tiny_models
+from tests import tiny_models
+from tests.captured_decoders import every_decoder, for_inference
 from tests.inference.folding import aten, calls, check, count, every_family, secret_products, trained
+from tests.random_decoders import Config, build, configs
+from tests.test_properties import MANY, many
 
 L, H, D = tiny_models.LAYERS, tiny_models.HEADS, tiny_models.WIDTH
 
@@ -38,16 +41,7 @@ def test_the_scale_of_the_scores_goes_into_the_queries(family: str) -> None:
     assert removed >= L * (H if family == "lecture" else 1) or other
 
 
-@settings(
-    max_examples=6,
-    derandomize=True,
-    deadline=None,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)
-@given(random_decoders.configs(max_layers=1))
-def test_random_decoders(config: random_decoders.Config) -> None:
-    model = inference_copy(transform(random_decoders.build(config), "baseline"))
+def check_decoder(config: Config, model: TransformedModel) -> None:
     reference = inference_copy(model)
     before = count(model, aten.mul.Tensor, aten.div.Tensor)
     change = fold_gains(model)
@@ -56,6 +50,18 @@ def test_random_decoders(config: random_decoders.Config) -> None:
         with torch.no_grad():
             torch.testing.assert_close(model(ids), reference(ids), rtol=1e-9, atol=1e-9)
     assert change.modified is (count(model, aten.mul.Tensor, aten.div.Tensor) < before)
+
+
+@every_decoder
+def test_random_decoders(config: Config) -> None:
+    check_decoder(config, for_inference(config))
+
+
+@pytest.mark.slow
+@many(max_examples=MANY)
+@given(configs(max_layers=2))
+def test_many_random_decoders(config: Config) -> None:
+    check_decoder(config, inference_copy(transform(build(config), "baseline")))
 
 
 def set_temperature(model: TransformedModel, layer: int, *, shared: bool) -> None:
@@ -121,8 +127,8 @@ def test_gains_of_heads_that_share_values_stay() -> None:
 
 def test_channel_gains_of_branches() -> None:
     """LayerScale: a gain for each channel behind the projections."""
-    config = random_decoders.Config(gains=True, layers=2)
-    model = inference_copy(transform(random_decoders.build(config), "baseline"))
+    config = Config(gains=True, layers=2)
+    model = inference_copy(transform(build(config), "baseline"))
     assert len(secret_products(model)) == 4
     fold_gains(model)
     assert not secret_products(model)

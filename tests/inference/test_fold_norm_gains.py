@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 
-from aero_compile import transform
+from aero_compile import TransformedModel, transform
 from aero_compile.anatomy.parts import NORMS
 from aero_compile.inference.fold_norm_gains import fold_norm_gains
 from aero_compile.inference.model import inference_copy
 from aero_compile.inference.readers import LARGEST, SMALLEST
-from tests import random_decoders, tiny_models
+from tests import tiny_models
+from tests.captured_decoders import every_decoder, for_inference
 from tests.inference.folding import assert_same, calls, check, every_family, trained
+from tests.random_decoders import Config, build, configs
+from tests.test_properties import MANY, many
 
 
 def with_gain(model: torch.nn.Module) -> int:
@@ -30,16 +33,7 @@ def test_same_function_without_gains(family: str) -> None:
     assert len(calls(model, *NORMS)) == norms
 
 
-@settings(
-    max_examples=20,
-    derandomize=True,
-    deadline=None,
-    phases=[Phase.explicit, Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)
-@given(random_decoders.configs(max_layers=2))
-def test_random_decoders(config: random_decoders.Config) -> None:
-    model = inference_copy(transform(random_decoders.build(config), "baseline"))
+def check_decoder(config: Config, model: TransformedModel) -> None:
     reference = inference_copy(model)
     before = with_gain(model)
     change = fold_norm_gains(model)
@@ -50,7 +44,19 @@ def test_random_decoders(config: random_decoders.Config) -> None:
     assert len(change.left) == with_gain(model)
 
 
-def _tokens(config: random_decoders.Config) -> torch.Tensor:
+@every_decoder
+def test_random_decoders(config: Config) -> None:
+    check_decoder(config, for_inference(config))
+
+
+@pytest.mark.slow
+@many(max_examples=MANY)
+@given(configs(max_layers=2))
+def test_many_random_decoders(config: Config) -> None:
+    check_decoder(config, inference_copy(transform(build(config), "baseline")))
+
+
+def _tokens(config: Config) -> torch.Tensor:
     return torch.randint(config.vocab, (2, min(4, config.context)), generator=torch.Generator().manual_seed(0))
 
 

@@ -20,9 +20,10 @@ from aero_compile.graphs.rewriting import insert_call
 from aero_compile.inference.last_token import last_token
 from aero_compile.inference.model import inference_copy
 from tests import tiny_models
+from tests.captured_decoders import every_decoder, for_inference
 from tests.inference.folding import logits, trained
 from tests.random_decoders import Config, build, configs
-from tests.test_properties import MANY, few, many
+from tests.test_properties import MANY, many
 from tests.tiny_models import HEADS, HIDDEN, LAYERS, WIDTH, tokens
 
 aten = torch.ops.aten
@@ -144,11 +145,7 @@ def test_all_families_after_recipes(name: str, recipe: str) -> None:
     assert_narrow(model)
 
 
-def check(config: Config, recipe: str = "baseline") -> None:
-    try:
-        captured = aero_compile.transform(build(config), recipe)
-    except (RecipeError, UnsupportedGraphError):
-        reject()
+def check(config: Config, captured: TransformedModel) -> None:
     model = inference_copy(captured)
     change = last_token(model)
     assert change.modified
@@ -158,24 +155,27 @@ def check(config: Config, recipe: str = "baseline") -> None:
     assert not last_token(model).modified
 
 
-@few(max_examples=4)
-@given(configs(max_layers=2))
+@every_decoder
 def test_random_decoders(config: Config) -> None:
-    check(config)
+    check(config, for_inference(config))
 
 
 @pytest.mark.slow
 @many(max_examples=MANY)
 @given(configs())
 def test_many_random_decoders(config: Config) -> None:
-    check(config)
+    check(config, aero_compile.transform(build(config), "baseline"))
 
 
 @pytest.mark.slow
 @many(max_examples=MANY)
 @given(configs())
 def test_many_random_decoders_without_norms(config: Config) -> None:
-    check(config, "softmax_only")
+    try:
+        captured = aero_compile.transform(build(config), "softmax_only")
+    except (RecipeError, UnsupportedGraphError):
+        reject()
+    check(config, captured)
 
 
 def test_heads_folded_into_positions() -> None:
