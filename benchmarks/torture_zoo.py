@@ -63,7 +63,8 @@ def zoo_run(number: int, protocol: str) -> Outcome:
 
 def _reason(error: AeroError) -> str:
     """Why capture refuses a family, without its name and places."""
-    return re.split(r" \(| at |[;:,]", first_line(error).partition(" ")[2])[0][:90]
+    said = re.sub(r"\b[A-Z]\w*(ForCausalLM|Model|Decoder)\b", "it", first_line(error))
+    return re.split(r" \(| at |[;:,]", said)[0][:90]
 
 
 @torch.no_grad()

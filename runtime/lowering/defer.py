@@ -4,7 +4,7 @@ Before → after (s scores [..., Q, K], v values [..., K, D]; the function is un
     matmul(softmax(s), v) → matmul(e, v) · r        e = exp(s − max s), r = 1 / Σ e, one a row
 
 Normalizing costs one product for each allowed entry of s, putting it off one for each of the Q·D results: less as soon
-as rows have more entries than D.
+as rows have more entries than D. A softmax that a reshape keeps from its mask is moved before it first (``hoist``).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from aero_compile.runtime.lowering.attention import packing
+from aero_compile.runtime.lowering.hoist import before_reshape
 from aero_compile.runtime.lowering.masks import find_mask
 from aero_compile.runtime.lowering.partition import SOFTMAXES, Domain, Partition
 
@@ -39,7 +40,8 @@ def unnormalized_softmax(scores: torch.Tensor, dim: int) -> tuple[torch.Tensor, 
 
 def defer_normalization(part: Partition) -> None:
     """Rewrite the softmaxes of ``part.graph``, in place, whose normalization is cheaper after the product."""
-    for softmax in [node for node in part.graph.nodes if node.target in SOFTMAXES and part.is_live(node)]:
+    for found in [node for node in part.graph.nodes if node.target in SOFTMAXES and part.is_live(node)]:
+        softmax = before_reshape(part, found)
         product = _product_with_values(part, softmax)
         if product not in (None, part.output) and math.prod(part.shapes[product]) < _entries(part, softmax):
             _split(part, softmax, product)
@@ -96,7 +98,7 @@ def _split(part: Partition, softmax: fx.Node, product: fx.Node) -> None:
     for node, size, like in made:
         _declare(part, node, size, like)
     normalized.meta["normalizes"] = True
-    both.meta["softmax"] = softmax.name
+    both.meta.setdefault("softmax", softmax.name)
 
 
 def _declare(part: Partition, node: fx.Node, shape: tuple[int, ...], like: fx.Node) -> None:
