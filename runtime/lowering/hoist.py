@@ -38,7 +38,8 @@ def before_reshape(part: Partition, softmax: fx.Node) -> fx.Node:
 def _moved(part: Partition, softmax: fx.Node, source: fx.Node) -> fx.Node:
     graph = part.graph
     with graph.inserting_after(softmax):
-        moved = graph.create_node("call_function", softmax.target, (source, -1, *softmax.args[2:]), _options(softmax))
+        options = {name: value for name, value in softmax.kwargs.items() if name != "dim"}
+        moved = graph.create_node("call_function", softmax.target, (source, -1, *softmax.args[2:]), options)
     with graph.inserting_after(moved):
         found = graph.call_function(torch.ops.aten.reshape.default, (moved, list(part.shapes[softmax])))
     softmax.replace_all_uses_with(found)
@@ -50,7 +51,3 @@ def _moved(part: Partition, softmax: fx.Node, source: fx.Node) -> fx.Node:
         part.is_float[node] = True
     moved.meta["softmax"] = softmax.name  # the name that spreads of scores are kept under
     return moved
-
-
-def _options(softmax: fx.Node) -> dict[str, object]:
-    return {name: value for name, value in softmax.kwargs.items() if name != "dim"}
