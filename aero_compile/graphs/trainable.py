@@ -263,10 +263,16 @@ class TransformedModel(nn.Module):
     def _program(self, outputs: tuple[int, ...], entropies: bool) -> Program:
         key = (outputs, entropies)
         if key not in self._programs:
-            graph = self._select(outputs, entropies)
+            graph = self.graph if self._is_whole(outputs) and not entropies else self._select(outputs, entropies)
             inputs = tuple(str(n.target) for n in graph.nodes if n.op == "placeholder")
             self._programs[key] = (compile_graph(graph), inputs)
         return self._programs[key]
+
+    def _is_whole(self, outputs: tuple[int, ...]) -> bool:
+        """Whether these are all outputs of the graph, in order, and take all of its inputs."""
+        results = next(node for node in reversed(self.graph.nodes) if node.op == "output").args[0]
+        read = all(node.users for node in self.graph.find_nodes(op="placeholder"))
+        return read and isinstance(results, tuple) and outputs == tuple(range(len(results)))
 
     def forward(
         self,

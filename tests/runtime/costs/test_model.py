@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from aero_compile import TransformedModel, transform
 from aero_compile.errors import InputError
 from aero_compile.runtime.arithmetic.tolerances import Tolerances
 from aero_compile.runtime.costs import model as costs
@@ -94,6 +96,12 @@ def small_gpt2(**sizes: int) -> torch.nn.Module:
     return model.train(False)
 
 
+@functools.cache
+def one_layer() -> TransformedModel:
+    """One layer of it, captured; it is asked for in many ways."""
+    return transform(small_gpt2(n_layer=1), "baseline")
+
+
 def test_against_a_measured_run() -> None:
     pytest.importorskip("spu")
     model = tiny_model()
@@ -131,7 +139,7 @@ def test_against_a_measured_run_of_a_wider_model() -> None:
 
 def test_longer_sequences_cost_more_and_networks_add_time() -> None:
     pytest.importorskip("spu")
-    model = small_gpt2(n_layer=1)
+    model = one_layer()
     program = compile_model(model, 1, 6).program
     short, wan = (costs.estimate_program(program, network=name) for name in ("loopback", "wan"))
     long = estimate(model, 24)
@@ -147,7 +155,7 @@ def test_longer_sequences_cost_more_and_networks_add_time() -> None:
 def test_tolerances_and_calibration_are_those_of_the_run() -> None:
     """What a measured run would be compiled to is what is estimated."""
     pytest.importorskip("spu")
-    model, text = small_gpt2(n_layer=1), torch.arange(24).reshape(2, 12)
+    model, text = one_layer(), torch.arange(24).reshape(2, 12)
     plain = estimate(model, 12)
     options: dict[str, Any]
     for options in ({"calibration": text, "clamp": False}, {"tolerances": Tolerances(activation=2.5e-3)}):
