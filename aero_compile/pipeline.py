@@ -19,7 +19,7 @@ from aero_compile.anatomy.outputs import require_logits, require_past_only
 from aero_compile.capturing.canonicalize import canonicalize
 from aero_compile.capturing.capture import capture
 from aero_compile.cookbook.recipe import Recipe, resolve
-from aero_compile.errors import AeroError, UnsupportedModelError
+from aero_compile.errors import AeroError, UnsupportedModelError, first_line
 from aero_compile.graphs.calibration import token_batches
 from aero_compile.graphs.graph_pass import GraphPass
 from aero_compile.graphs.held_modules import kind_of
@@ -82,7 +82,7 @@ def transform(
 
 @contextmanager
 def _dtypes_named(model: TransformedModel) -> Iterator[None]:
-    """Say so where a graph fails because its weights have several dtypes."""
+    """Say so where a graph fails by the dtypes of its weights: several, or one that not all of it computes in."""
     try:
         yield
     except RuntimeError as error:
@@ -92,6 +92,13 @@ def _dtypes_named(model: TransformedModel) -> Iterator[None]:
             raise UnsupportedModelError(
                 f"the weights of {model.convention.family} have several dtypes, {found}, and it casts between them; "
                 "bring them to one, as by model.float()"
+            ) from error
+        if torch.float32 not in first and first:
+            found = str(next(iter(first))).removeprefix("torch.")
+            where = getattr(error, "place", "an unnamed place")
+            raise UnsupportedModelError(
+                f"the weights of {model.convention.family} are {found}, and what it computes in another type cannot be "
+                f"computed in that one ({where}: {first_line(error)}); transform model.float()"
             ) from error
         raise
 

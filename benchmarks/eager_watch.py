@@ -32,7 +32,7 @@ _KIND_OF_MODULE = {name: kind for kind, names in _ACTIVATION_MODULES.items() for
 _FUNCTIONS = {
     **{name: name for name in ("gelu", "silu", "relu", "tanh", "sigmoid", "erf", "exp", "sqrt", "rsqrt", "softplus")},
     **{name: name for name in ("elu", "mish", "leaky_relu", "log", "abs", "sin", "cos", "reciprocal")},
-    **{name: name for name in ("clamp", "hardtanh", "logsigmoid", "norm")},
+    **{name: name for name in ("clamp", "hardtanh", "logsigmoid", "logsumexp", "norm")},
     "clip": "clamp",
     "layer_norm": "layernorm",
     "relu_": "relu",
@@ -84,8 +84,12 @@ class Watch(TorchFunctionMode):
 
     def _add(self, kind: str, result: Tensor) -> None:
         if self._inside == 0:
-            width = result.shape[-1]
-            self.counts[kind, width] += result.numel() // (self.batch * self.length * width)
+            width, others = result.shape[-1], result.shape[:-1]
+            one_row = (
+                len(others) > 1 and width == self.length and self.length not in others
+            )  # [B, heads, T]
+            rows = 1 if one_row else self.length
+            self.counts[kind, width] += result.numel() // (self.batch * rows * width)
 
     def _edited(self, kind: str) -> bool:
         return bool(self.edit) and kind in ("layernorm", *_ACTIVATION_MODULES)

@@ -15,9 +15,9 @@ Before → after:
     arithmetic and choices that compute gelu, relu, …, LayerNorm, RMSNorm, softmax → the op itself
                                                                     (aero_compile.capturing.probing)
 
-Every rewrite preserves the function (to rounding). Casts between floating-point types are dropped from live values:
-the canonical graph computes in the dtype of its weights, whatever that is, and half-precision kernels of softmax
-and the norms accumulate in float32 on their own.
+Every rewrite preserves the function (to rounding). Casts between floating-point types are dropped from live values,
+and masks and tables of another type are cast: the canonical graph computes in the dtype of its weights, whatever that
+is, and half-precision kernels of softmax and the norms accumulate in float32 on their own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from aero_compile.capturing.convolutions import open_convolutions
 from aero_compile.capturing.dropouts import insert_dropout, make_dropouts
 from aero_compile.capturing.probing import recognize
 from aero_compile.capturing.writes import open_writes
-from aero_compile.graphs.constants import from_parameters, mark_constants
+from aero_compile.graphs.constants import cast_constants, from_parameters, mark_constants
 from aero_compile.graphs.mask_values import MASKED, MASKED_HALF, bound_fill_values, masked
 from aero_compile.graphs.rewriting import (
     bypass,
@@ -78,6 +78,7 @@ def canonicalize(model: TransformedModel) -> TransformedModel:
     for node in list(graph.nodes):
         if node.op == "call_function":
             _simplify(node, live, flexible, values)
+    cast_constants(model, live, values, _dtype(model))
     make_dropouts(model)
     _attention(model)
     open_convolutions(model)
@@ -111,6 +112,7 @@ def _simplify(node: fx.Node, live: set[fx.Node], flexible: set[fx.Node], values:
     elif target is aten.sub.Tensor and node.args[0] in live and isinstance(node.args[1], fx.Node):
         if node.args[1] not in live and not node.kwargs:  # x − mask → x + (−mask): masks are added everywhere
             negative = insert_call(node.graph, node, aten.neg.default, node.args[1])
+            values[negative] = values[node.args[1]]
             node.target, node.args = aten.add.Tensor, (node.args[0], negative)
     elif target in _SOFTMAXES and node in live:
         dim = cast("int", node.args[1])
@@ -134,6 +136,8 @@ def _simplify(node: fx.Node, live: set[fx.Node], flexible: set[fx.Node], values:
         _open_copy(node, values)
     elif target is aten.slice_scatter.default:
         _join(node, values)
+    elif node in flexible and is_floating(values.get(node)) and node.kwargs.get("dtype") is not None:
+        node.kwargs = {name: value for name, value in node.kwargs.items() if name != "dtype"}  # Σx, in float32
     elif target is aten.layer_norm.default:
         node.args = (*_padded(node.args, 5, (None, None, 1e-5))[:5],)
 

@@ -211,10 +211,23 @@ def _plain(recorded: _Recorder, *, dropout: bool) -> _Plain:
             return recorded.given[number]
         return numbers.setdefault(number, len(numbers))
 
-    kept = [each for i, each in enumerate(recorded.operations) if i not in dropped]
+    alive = _alive(recorded)
+    kept = [each for i, each in enumerate(recorded.operations) if i not in dropped and i in alive]
     written = [(str(each.op), tuple(map(plain, each.given)), tuple(map(plain, each.results))) for each in kept]
     form, leaves = recorded.outputs
     return _Plain(written, kept, (form, tuple(map(plain, leaves))), _overwritten(recorded, pairs))
+
+
+def _alive(recorded: _Recorder) -> set[int]:
+    """Numbers of the operations that the outputs are made of, that write to something, or that draw random numbers."""
+    wanted = {ref.number for ref in _refs(recorded.outputs[1])}
+    alive: set[int] = set()
+    for i, each in reversed(list(enumerate(recorded.operations))):
+        acts = each.op._schema.is_mutable or torch.Tag.nondeterministic_seeded in each.op.tags
+        if acts or any(ref.number in wanted for ref in _refs(each.results)):
+            wanted |= {ref.number for ref in _refs(each.given)}
+            alive.add(i)
+    return alive
 
 
 def _dropout_at(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import fx
@@ -35,6 +36,25 @@ def from_parameters(model: TransformedModel) -> set[fx.Node]:
         if own or (node.target not in SHAPE_ONLY and any(parent in found for parent in node.all_input_nodes)):
             found.add(node)
     return found
+
+
+def cast_constants(model: TransformedModel, live: set[fx.Node], values: dict[fx.Node, Any], dtype: torch.dtype) -> None:
+    """Cast masks and tables of another type than the weights, `dtype`, where the `live` nodes read them.
+
+    What is computed from a live value of `dtype` would be of the wider of the two else, and no weight could be
+    multiplied with it. `values` are those of the graph as it was exported.
+    """
+    weights = from_parameters(model)
+
+    def differs(value: Any) -> bool:
+        table = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 0
+        return table and value.dtype != dtype
+
+    for node in [each for each in model.graph.nodes if each in live]:
+        for parent in node.all_input_nodes:
+            if parent not in live and parent not in weights and differs(values.get(parent)):
+                cast = insert_call(model.graph, node, aten.to.dtype, parent, dtype, like=parent)
+                node.replace_input_with(parent, cast)
 
 
 def retarget(graph: fx.Graph, device: torch.device, dtype: torch.dtype, tokens: str) -> bool:

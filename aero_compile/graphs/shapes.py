@@ -131,10 +131,13 @@ def _value(
 
 @contextmanager
 def _reported(node: fx.Node) -> Iterator[None]:
+    from aero_compile.graphs.rewriting import place
+
     try:
         yield
     except Exception as error:
         error.add_note(f"while finding the shape of {node.format_node()}")
+        error.__dict__.setdefault("place", place(node))
         raise
 
 

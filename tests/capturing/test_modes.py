@@ -233,6 +233,20 @@ def test_what_differs_by_more_is_refused_at_its_line(name: str) -> None:
     assert "\n" not in str(raised.value)
 
 
+def test_what_nothing_reads_does_not_count() -> None:
+    """A kernel for training that is not there: its arguments are made, and given up."""
+
+    class Shortcut(Noisy):
+        def on_embeddings(self, x: Tensor) -> Tensor:
+            if self.training:
+                _ = x.flip(-1) * self.head.weight.t()[:, :1].squeeze(1)
+            return x
+
+    source = randomize(Shortcut()).eval()
+    result = aero_compile.transform(source, "baseline")
+    assert torch.equal(*same_draws(source, result, tokens(2, 9, vocab=30)))
+
+
 def test_nothing_is_refused_that_is_switched_off() -> None:
     class Off(NoisyEmbeddings):
         def on_embeddings(self, x: Tensor) -> Tensor:
