@@ -85,9 +85,7 @@ class Watch(TorchFunctionMode):
     def _add(self, kind: str, result: Tensor) -> None:
         if self._inside == 0:
             width, others = result.shape[-1], result.shape[:-1]
-            one_row = (
-                len(others) > 1 and width == self.length and self.length not in others
-            )  # [B, heads, T]
+            one_row = len(others) > 1 and width == self.length and self.length not in others  # [B, heads, T]
             rows = 1 if one_row else self.length
             self.counts[kind, width] += result.numel() // (self.batch * rows * width)
 

@@ -14,6 +14,7 @@ import inspect
 import json
 import os
 import platform
+import re
 import signal
 import sys
 import time
@@ -488,8 +489,15 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: place[row.name])
 
 
+def _anywhere(text: str) -> str:
+    """A reason with the files of the user's code named as they are on any machine."""
+    return re.sub(r"\S*/site-packages/", "", text.replace(f"{ROOT}/", ""))
+
+
 def write(args: argparse.Namespace, rows: Sequence[Row], config: dict[str, Any]) -> None:
     """Write the files that were asked for."""
+    for row in rows:
+        row.note, row.problems = _anywhere(row.note), [_anywhere(problem) for problem in row.problems]
     document = {
         "format": FORMAT,
         "command": command_line().replace(f"{ROOT}/", ""),
