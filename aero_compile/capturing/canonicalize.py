@@ -125,7 +125,10 @@ def _simplify(node: fx.Node, live: set[fx.Node], flexible: set[fx.Node], values:
     elif target is aten.relu6.default and node in live:
         node.target, node.args = aten.hardtanh.default, (node.args[0], 0.0, 6.0)
     elif target in _EXTREMES and node in live and {user.args[1] for user in node.users} == {0}:
-        _without_indices(node)
+        new = _without_indices(node)
+        live.add(new)
+        flexible.add(new)
+        values[new] = values[node][0]
     elif target in _CASTS and node in live and node.args[0] not in live:
         _follow_dtype(node, live)
     elif target is aten.glu.default and node in live:
@@ -142,13 +145,14 @@ def _simplify(node: fx.Node, live: set[fx.Node], flexible: set[fx.Node], values:
         node.args = (*_padded(node.args, 5, (None, None, 1e-5))[:5],)
 
 
-def _without_indices(node: fx.Node) -> None:
+def _without_indices(node: fx.Node) -> fx.Node:
     """max(x, dim) of which only the values are read → amax(x, [dim])."""
     source, dim, *keep = node.args
     new = insert_call(node.graph, node, _EXTREMES[node.target], source, [dim], *keep)
     for user in list(node.users):
         bypass(user, new)
     node.graph.erase_node(node)
+    return new
 
 
 def _follow_dtype(node: fx.Node, live: set[fx.Node]) -> None:

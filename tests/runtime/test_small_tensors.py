@@ -26,6 +26,8 @@ class _Scaled(nn.Module):
     `held`: the small tensor is a "parameter", a "buffer", or a plain "attribute" of the module.
     """
 
+    small: torch.Tensor
+
     def __init__(self, size: float, held: str, normed: bool) -> None:
         super().__init__()
         torch.manual_seed(2)
