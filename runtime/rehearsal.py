@@ -105,7 +105,7 @@ def rehearse(
         code, shapes = code_of[step.code]
         added = [f"rounding:{i}" for i in range(len(shapes))]
         for name, shape in zip(added, shapes, strict=True):
-            noise = units[draw.integers(units.size, size=shape, dtype=np.uint8)]
+            noise = np.asarray(units[draw.integers(units.size, size=shape, dtype=np.uint8)])
             runtime.set_var(name, io.make_shares(noise, spu.Visibility.VIS_PUBLIC)[0])
         try:
             runtime.run(spu.Executable(step.label, [*step.inputs, *added], list(step.outputs), code.encode()))

@@ -31,10 +31,6 @@ _AFFINE = frozenset(
 )
 
 
-# Views that keep the rows of scores: they may merge or split what stands before the last two dimensions.
-_RESHAPES = frozenset({"aten.view", "aten.reshape", "aten._unsafe_view"})
-
-
 @dataclass(frozen=True)
 class Masked:
     """The input of one softmax as ``scale * core + bias`` where ``allowed``, and masked elsewhere.
@@ -79,20 +75,13 @@ def _find_mask(part: Partition, scores: fx.Node) -> Masked:
 
 
 def _affine_ancestors(part: Partition, node: fx.Node) -> Iterator[fx.Node]:
-    while node.op == "call_function" and (op_name(node) in _AFFINE or _keeps_rows(part, node)):
+    while node.op == "call_function" and op_name(node) in _AFFINE:
         live = [used for used in node.all_input_nodes if part.is_live(used)]
         others = [used for used in node.all_input_nodes if not part.is_live(used)]
         if len(live) != 1 or any(part.domains[used] is not Domain.PUBLIC for used in others):
             return
         node = live[0]
         yield node
-
-
-def _keeps_rows(part: Partition, node: fx.Node) -> bool:
-    source = node.args[0] if node.args else None
-    if op_name(node) not in _RESHAPES or not isinstance(source, fx.Node) or source not in part.shapes:
-        return False
-    return len(part.shapes[node]) > 1 and part.shapes[node][-2:] == part.shapes[source][-2:]
 
 
 def _probe(part: Partition, chain: list[fx.Node]) -> Masked | None:
@@ -123,9 +112,7 @@ def _probe(part: Partition, chain: list[fx.Node]) -> Masked | None:
 
 
 def _evaluate(part: Partition, chain: list[fx.Node], value: float) -> torch.Tensor:
-    shape = part.shapes[chain[-1]]
-    whole = any(op_name(node) in _RESHAPES for node in chain)  # a view needs all its entries
-    core = torch.full(shape if whole else [1] * len(shape), value, dtype=torch.float64)
+    core = torch.full([1] * len(part.shapes[chain[-1]]), value, dtype=torch.float64)
     environment: dict[fx.Node, Any] = {chain[-1]: core}
 
     def resolve(node: fx.Node) -> Any:

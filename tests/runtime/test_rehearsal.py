@@ -119,3 +119,10 @@ def test_a_row_that_sees_nothing_is_expected_to_be_zeros() -> None:
     model = TokenRows(torch.randn(1, 4, 4), body)
     assert torch.isnan(model(model.ids)).any()
     runtime.compile_model(model, 1, 4)
+
+
+def test_numbers_without_a_shape_are_rounded_too() -> None:
+    def body(x: Any, m: Any) -> Any:
+        return aten.mul.Tensor(x, aten.mean.default(aten.mul.Tensor(x, x)))
+
+    runtime.compile_model(TokenRows(torch.randn(1, 4, 4), body), 1, 4)

@@ -85,25 +85,6 @@ def test_a_mask_is_read_off_however_it_is_written(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_mask_is_read_through_a_view_that_merges_heads(form: str) -> None:
-    allowed = torch.ones(5, 5, dtype=torch.bool).tril().expand(2, 1, 5, 5).clone()
-    allowed[1, :, :, 0] = False
-    x = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    written = _forms(allowed, 3)[form]
-
-    def merged(value: Any, m: Any) -> Any:
-        product = aten.matmul.default(aten.reshape.default(value, [6, 5, 5]), torch.eye(5, dtype=torch.float64))
-        return aten.view.default(written(aten.view.default(product, [2, 3, 5, 5]), m), [6, 5, 5])
-
-    _, mask = _found(x, merged)
-    assert mask.core.target is aten.matmul.default
-    read = _table(mask.allowed, 1, (6, 5, 5)) > 0
-    assert torch.equal(read, allowed.expand(2, 3, 5, 5).reshape(6, 5, 5))
-    affine = _table(mask.scale, 1, (6, 5, 5)) * x.reshape(6, 5, 5) + _table(mask.bias, 0, (6, 5, 5))
-    torch.testing.assert_close(affine[read], merged(x, None).to(torch.float64)[read], rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("form", FORMS)
 def test_what_heads_share_is_held_once(form: str) -> None:
     allowed = torch.ones(5, 5, dtype=torch.bool).tril()
     _, mask = _found(torch.randn(2, 3, 5, 5, dtype=torch.float64), _forms(allowed, 3)[form])
