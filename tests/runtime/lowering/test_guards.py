@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import aero_compile
 from aero_compile.errors import LoweringError, OutOfRangeError
 from aero_compile.runtime import compile_model
 from aero_compile.runtime.hosts.parties import run_parties
@@ -17,6 +19,7 @@ from aero_compile.runtime.lowering.partition import partition
 from aero_compile.runtime.lowering.to_jax import lower
 from aero_compile.runtime.operators.limits import Format, SmallRows
 from aero_compile.runtime.program import one_hot
+from benchmarks import zoo
 from tests.runtime.graphs import TokenRows, aten, simulate
 
 FORM = Format(64, 18)
@@ -227,11 +230,33 @@ def test_rows_of_a_norm_that_are_too_small_end_both_parties_without_logits() -> 
         np.testing.assert_allclose(found, model(text).numpy(), rtol=0, atol=2e-2)
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "gemma", "opt"])
+@pytest.mark.parametrize("initialized", [True, False])
+def test_ordinary_text_is_not_refused(kind: str, initialized: bool) -> None:
+    """Fresh weights make small rows, others large ones; no text was seen when the program was made."""
+    pytest.importorskip("spu")
+    pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    with zoo.as_initialized() if initialized else contextlib.nullcontext():
+        source = zoo.hugging_face(kind).float()
+    model = aero_compile.transform(source, "baseline")
+    assert model.vocab_size is not None
+    compiled = compile_model(model, 1, 12, "semi2k")
+    program = compiled.program
+    if program.guard is None:
+        return  # bounds show all of it, for any tokens
+    bit = dataclasses.replace(program, logits=dataclasses.replace(program.logits, name=GUARD))
+    for seed in range(2):
+        ids = torch.randint(model.vocab_size, (1, 12), generator=torch.Generator().manual_seed(seed)).numpy()
+        found = simulate(bit, {program.tokens.name: one_hot(ids, model.vocab_size)}, compiled.weights)
+        assert float(found.reshape(-1)[0]) == 0.0
+
+
 def test_rows_of_zeros_are_refused_only_where_they_might_be_small_ones() -> None:
     """A table of rows all of which a norm holds for, zeros among them, needs no comparison; sums of rows do."""
     table = _table()
     table[7] = 0.0
-    direct = _normed(table)
+    direct = _normed(table, rows=64)
     assert _lowered(direct).guard is None
     scaled = TokenRows(table, lambda x, m: aten.layer_norm.default(aten.mul.Tensor(x, 5.6), [32]))
     assert _lowered(scaled).guard is None
