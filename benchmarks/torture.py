@@ -31,6 +31,7 @@ import json
 import math
 import os
 import platform
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -54,7 +55,8 @@ from benchmarks.torture_trace import trace
 from benchmarks.torture_zoo import NOT_TAKEN, NOT_TRIED
 
 FORMAT = "aero_compile.torture/2"
-RESULTS = Path(__file__).resolve().parent / "results"
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 KINDS: dict[str, Callable[[int, str], Outcome]] = {
     "exact": torture_private.exact_run,
     "private": torture_private.private_run,
@@ -243,7 +245,9 @@ def report(found: Sequence[dict[str, Any]], args: argparse.Namespace) -> dict[st
         return {name: counts[name] for name in OUTCOMES if args.what == "zoo" or name not in _OF_THE_ZOO}
 
     def kinds(outcome: str) -> dict[str, int]:
-        return dict(Counter(line["kind"] for line in found if line["outcome"] == outcome).most_common())
+        return dict(
+            Counter(_without_folders(line["kind"]) for line in found if line["outcome"] == outcome).most_common()
+        )
 
     shares = sorted(line["error"] / line["tolerance"] for line in found if line["outcome"] == WITHIN and line["error"])
     options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
@@ -298,9 +302,16 @@ def _by_mode(found: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]
 def _of_a_family(line: dict[str, Any]) -> dict[str, Any]:
     """What became of a family: its error and tolerance, or the reason."""
     if line["outcome"] in (WITHIN, MISS):
-        numbers = {name: float(f"{line[name]:.3g}") for name in ("error", "tolerance", "deviation") if line[name]}
+        numbers = {
+            name: float(f"{line[name]:.3g}") for name in ("error", "tolerance", "deviation") if line[name] is not None
+        }
         return {"outcome": line["outcome"]} | numbers
-    return {"outcome": line["outcome"], "reason": line["detail"][:160]}
+    return {"outcome": line["outcome"], "reason": _without_folders(line["detail"])[:160]}
+
+
+def _without_folders(text: str) -> str:
+    """The text with files named from their package or this repository on, not from the root of this machine."""
+    return re.sub(r"/\S*/site-packages/", "", text).replace(f"{ROOT}/", "")
 
 
 def table(document: dict[str, Any]) -> str:
