@@ -230,8 +230,9 @@ def test_rows_of_a_norm_that_are_too_small_end_both_parties_without_logits() -> 
         np.testing.assert_allclose(found, model(text).numpy(), rtol=0, atol=2e-2)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "gemma", "opt"])
-@pytest.mark.parametrize("initialized", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "initialized"), [("gpt2", True), ("gpt2", False), ("llama", True), ("gemma", True), ("opt", False)]
+)
 def test_ordinary_text_is_not_refused(kind: str, initialized: bool) -> None:
     """Fresh weights make small rows, others large ones; no text was seen when the program was made."""
     pytest.importorskip("spu")
