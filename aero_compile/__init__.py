@@ -10,13 +10,13 @@ from aero_compile.version import __version__
 if TYPE_CHECKING:
     from aero_compile import runtime as runtime
     from aero_compile.artifact import load, save
-    from aero_compile.cookbook.recipe import Recipe, recipes
     from aero_compile.entropy import entropy_regularization
-    from aero_compile.graphs.trainable import TransformedModel
-    from aero_compile.inference.optimize import optimize_for_inference
+    from aero_compile.model import TransformedModel
     from aero_compile.onnx.census import onnx_census
     from aero_compile.onnx.export import export_onnx
+    from aero_compile.optimize import optimize_for_inference
     from aero_compile.pipeline import transform
+    from aero_compile.recipe.recipe import Recipe, recipes
     from aero_compile.runtime import private_inference
     from aero_compile.runtime.arithmetic.tolerances import Tolerances
     from aero_compile.runtime.costs.model import estimate
@@ -46,17 +46,17 @@ __all__ = [
 
 _LAZY = {
     "Network": "aero_compile.runtime.hosts.network_spec",
-    "Recipe": "aero_compile.cookbook.recipe",
+    "Recipe": "aero_compile.recipe.recipe",
     "Tolerances": "aero_compile.runtime.arithmetic.tolerances",
-    "TransformedModel": "aero_compile.graphs.trainable",
+    "TransformedModel": "aero_compile.model",
     "entropy_regularization": "aero_compile.entropy",
     "estimate": "aero_compile.runtime.costs.model",
     "export_onnx": "aero_compile.onnx.export",
     "load": "aero_compile.artifact",
     "onnx_census": "aero_compile.onnx.census",
-    "optimize_for_inference": "aero_compile.inference.optimize",
+    "optimize_for_inference": "aero_compile.optimize",
     "private_inference": "aero_compile.runtime",
-    "recipes": "aero_compile.cookbook.recipe",
+    "recipes": "aero_compile.recipe.recipe",
     "runtime": "aero_compile.runtime",
     "save": "aero_compile.artifact",
     "transform": "aero_compile.pipeline",

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from aero_compile.census import census
-from aero_compile.cookbook.recipe import PASSES, recipe_names, recipes, resolve
-from aero_compile.cookbook.recipe_page import recipe_page
 from aero_compile.errors import InputError
 from aero_compile.exit_codes import exit_code
 from aero_compile.files import refuse_existing
 from aero_compile.pipeline import transform
 from aero_compile.plain_help import HelpParser
+from aero_compile.recipe.page import recipe_page
+from aero_compile.recipe.recipe import PASSES, recipe_names, recipes, resolve
 from aero_compile.version import __version__
 
 PAPER = [name for name, recipe in recipes().items() if recipe.group == "architectures of the paper"]

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from aero_compile.census import census
 from aero_compile.errors import AeroError, ArtifactError
 from aero_compile.files import read_regular, write_atomically
-from aero_compile.graphs.constants import mark_constants
-from aero_compile.graphs.convention import CallConvention
-from aero_compile.graphs.graph_bounds import check_values
-from aero_compile.graphs.graph_json import decode_graph, encode_graph
-from aero_compile.graphs.held_modules import build_module, describe_module, kind_of
-from aero_compile.graphs.trainable import TransformedModel
+from aero_compile.ir.call_convention import CallConvention
+from aero_compile.ir.constants import mark_constants
+from aero_compile.ir.graph_bounds import check_values
+from aero_compile.ir.graph_json import decode_graph, encode_graph
+from aero_compile.ir.submodules import build_module, describe_module, kind_of
+from aero_compile.model import TransformedModel
 from aero_compile.quiet import quiet
 from aero_compile.version import __version__
 

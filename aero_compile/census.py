@@ -45,7 +45,7 @@ class Census:
         Raises:
             InputError: no such kind of op.
         """
-        from aero_compile.anatomy.parts import ACTIVATIONS, ELEMENTARY
+        from aero_compile.analysis.parts import ACTIVATIONS, ELEMENTARY
 
         known = {"softmax", "layernorm", "division", *ACTIVATIONS.values(), *ELEMENTARY.values(), *self.kinds}
         if kind not in known:
@@ -106,7 +106,7 @@ def census(model: nn.Module, seq_len: int = 128) -> Census:
     if type(seq_len) is not int:
         raise InputError(f"seq_len must be a whole number of tokens, got {seq_len!r}")
     from aero_compile.counting import count
-    from aero_compile.graphs.trainable import TransformedModel
+    from aero_compile.model import TransformedModel
 
     if not isinstance(model, TransformedModel):
         from aero_compile.pipeline import transform

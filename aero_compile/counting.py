@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from aero_compile.anatomy.parts import Structure, nonlinear_kind
-from aero_compile.anatomy.structure import block_prefixes
+from aero_compile.analysis.parts import Structure, nonlinear_kind
+from aero_compile.analysis.structure import block_prefixes
 from aero_compile.census import NonlinearOp
-from aero_compile.graphs.rewriting import live_inputs, node_values, sample_shape, source_path
-from aero_compile.graphs.trainable import TransformedModel
+from aero_compile.ir.rewriting import live_inputs, node_values, sample_shape, source_path
+from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten
 

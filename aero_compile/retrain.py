@@ -24,7 +24,7 @@ from aero_compile.artifact import save
 from aero_compile.entropy import EntropyRegularizedModel
 from aero_compile.errors import InputError, OutputDirError
 from aero_compile.exit_codes import exit_code
-from aero_compile.graphs.trainable import TransformedModel
+from aero_compile.model import TransformedModel
 from aero_compile.pipeline import transform
 from aero_compile.training.checkpoints import step_of
 from aero_compile.training.command_line import parse_command_line

@@ -23,8 +23,8 @@ from aero_compile.plain_help import HelpParser
 from aero_compile.progress import Progress
 from aero_compile.runtime.costs.table import SHIPPED, CostTable, settings_of
 from aero_compile.runtime.spu_config import import_spu
-from benchmarks.calibrate_cases import FIELD, FRACTION_BITS, PROTOCOL, cases, configuration, measure
-from benchmarks.calibrate_fit import table_of
+from benchmarks.lib.calibrate_cases import FIELD, FRACTION_BITS, PROTOCOL, cases, configuration, measure
+from benchmarks.lib.calibrate_fit import table_of
 
 
 def calibrate(quick: bool = False) -> CostTable:

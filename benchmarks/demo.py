@@ -30,11 +30,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from torch import nn
 
-from aero_compile.cookbook.recipe import resolve
 from aero_compile.errors import InputError, OutputDirError
 from aero_compile.exit_codes import exit_code
 from aero_compile.plain_help import HelpParser
 from aero_compile.progress import Progress
+from aero_compile.recipe.recipe import resolve
 from aero_compile.reporting.evaluate import private_row
 from aero_compile.reporting.report import (
     Row,

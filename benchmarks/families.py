@@ -34,17 +34,17 @@ from torch import Tensor, nn
 
 import aero_compile
 from aero_compile import TransformedModel
-from aero_compile.cookbook.recipe import Recipe, resolve
 from aero_compile.errors import AeroError, InputError, nearest
 from aero_compile.exit_codes import exit_code
 from aero_compile.files import write_atomically
 from aero_compile.plain_help import HelpParser
 from aero_compile.progress import Progress
+from aero_compile.recipe.recipe import Recipe, resolve
 from aero_compile.reporting.report import command_line
 from aero_compile.training.run_directory import finite_or_none, versions
-from benchmarks import zoo
-from benchmarks.eager_watch import Watch, entropies, watch
-from benchmarks.zoo import POSITIONS, Entry, NotTried
+from benchmarks.lib import zoo
+from benchmarks.lib.eager_watch import Watch, entropies, watch
+from benchmarks.lib.zoo import POSITIONS, Entry, NotTried
 
 ROOT = Path(__file__).resolve().parent.parent
 FORMAT = "aero_compile.families/1"

@@ -45,17 +45,17 @@ import torch
 from torch import Tensor
 
 import aero_compile
-from aero_compile.cookbook.recipe import recipe_names, resolve
 from aero_compile.errors import InputError, OutputDirError, nearest
 from aero_compile.exit_codes import exit_code
 from aero_compile.files import write_atomically
 from aero_compile.plain_help import HelpParser
 from aero_compile.progress import Progress
+from aero_compile.recipe.recipe import recipe_names, resolve
 from aero_compile.reporting.evaluate import agreement, logits_of
 from aero_compile.reporting.report import command_line
 from aero_compile.training.run_directory import finite_or_none, versions
-from benchmarks.peer_flax_run import VARIANTS, check_environment, flax_weights, run_peer, set_up
-from benchmarks.peer_flax_table import RATIOS, Line, table, times_less, verdict
+from benchmarks.lib.peer_flax_run import VARIANTS, check_environment, flax_weights, run_peer, set_up
+from benchmarks.lib.peer_flax_table import RATIOS, Line, table, times_less, verdict
 
 FORMAT = "aero_compile.peer/1"
 DEFAULT_RECIPES = "SM+LN+G,SM+LN+R,SM+R,softmax_only"

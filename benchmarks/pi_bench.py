@@ -37,9 +37,9 @@ from aero_compile.reporting.report import (
 )
 from aero_compile.reporting.report_html import write_html
 from aero_compile.runtime.hosts.network_spec import parse_network
-from benchmarks import pi_pool, pi_rows
-from benchmarks.paper import with_paper
-from benchmarks.pi_rows import DEFAULT_RECIPES, SHAPES, Task, check_lengths, row_key, tasks
+from benchmarks.lib import pi_pool, pi_rows
+from benchmarks.lib.paper import with_paper
+from benchmarks.lib.pi_rows import DEFAULT_RECIPES, SHAPES, Task, check_lengths, row_key, tasks
 
 TITLE = "Cost of private inference"
 

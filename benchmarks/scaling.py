@@ -72,8 +72,8 @@ def measure(name: str, recipe: str) -> dict[str, Any]:
     import torch
 
     import aero_compile
+    from aero_compile import model as trainable
     from aero_compile import pipeline
-    from aero_compile.graphs import trainable
 
     torch.set_num_threads(1)
     build, meta = SHAPES[name]

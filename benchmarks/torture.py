@@ -47,12 +47,13 @@ from aero_compile.files import refuse_existing, write_atomically
 from aero_compile.plain_help import HelpParser
 from aero_compile.reporting.report import command_line
 from aero_compile.training.run_directory import finite_or_none, versions
-from benchmarks import torture_capture, torture_private, torture_zoo
-from benchmarks.torture_jobs import outcomes, quiet
-from benchmarks.torture_models import SHARED
-from benchmarks.torture_private import ABSOLUTE, CRASH, EXACT, MISS, REFUSED, RELATIVE, WITHIN, Outcome
-from benchmarks.torture_trace import trace
-from benchmarks.torture_zoo import NOT_TAKEN, NOT_TRIED
+from benchmarks import torture_capture
+from benchmarks.lib import torture_private, torture_zoo
+from benchmarks.lib.torture_jobs import outcomes, quiet
+from benchmarks.lib.torture_models import SHARED
+from benchmarks.lib.torture_private import ABSOLUTE, CRASH, EXACT, MISS, REFUSED, RELATIVE, WITHIN, Outcome
+from benchmarks.lib.torture_trace import trace
+from benchmarks.lib.torture_zoo import NOT_TAKEN, NOT_TRIED
 
 FORMAT = "aero_compile.torture/2"
 ROOT = Path(__file__).resolve().parent.parent

@@ -31,9 +31,9 @@ from torch import Tensor, nn
 import aero_compile
 from aero_compile.errors import AeroError
 from aero_compile.plain_help import HelpParser
-from benchmarks import zoo
-from benchmarks.torture_decoders import POSITIONS, TABLES, VOCAB, Table, Tortured, cached_table, emptied
-from benchmarks.torture_private import CRASH, MISS, REFUSED, WITHIN, Miss, Outcome, kind_of
+from benchmarks.lib import zoo
+from benchmarks.lib.torture_decoders import POSITIONS, TABLES, VOCAB, Table, Tortured, cached_table, emptied
+from benchmarks.lib.torture_private import CRASH, MISS, REFUSED, WITHIN, Miss, Outcome, kind_of
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
 """Largest difference relative to the largest logit; sums may be taken in another order."""

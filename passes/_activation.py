@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from aero_compile.anatomy.layer_sets import chosen_layers
-from aero_compile.anatomy.parts import ACTIVATIONS, Activation, FeedForward
-from aero_compile.anatomy.structure import require_ffns
+from aero_compile.analysis.layer_sets import chosen_layers
+from aero_compile.analysis.parts import ACTIVATIONS, Activation, FeedForward
+from aero_compile.analysis.structure import require_ffns
 from aero_compile.errors import UnsupportedGraphError
-from aero_compile.graphs.rewriting import bypass, insert_call, place
-from aero_compile.graphs.trainable import TransformedModel
+from aero_compile.ir.rewriting import bypass, insert_call, place
+from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten
 

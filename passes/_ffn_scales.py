@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from aero_compile.anatomy.structure import require_ffns
+from aero_compile.analysis.structure import require_ffns
 from aero_compile.errors import UnsupportedGraphError
-from aero_compile.graphs.rewriting import insert_call, parameter_node
-from aero_compile.graphs.trainable import TransformedModel
+from aero_compile.ir.rewriting import insert_call, parameter_node
+from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten
 

@@ -10,13 +10,13 @@ from typing import ClassVar
 
 from torch import fx
 
-from aero_compile.anatomy.layer_sets import chosen_layers, parse_layers
-from aero_compile.anatomy.norm_sites import PARTS, NormSite, find_norm_sites, parse_norms
-from aero_compile.anatomy.parts import Norm, nonlinear_kind
+from aero_compile.analysis.layer_sets import chosen_layers, parse_layers
+from aero_compile.analysis.norm_sites import PARTS, NormSite, find_norm_sites, parse_norms
+from aero_compile.analysis.parts import Norm, nonlinear_kind
 from aero_compile.errors import UnsupportedGraphError
-from aero_compile.graphs.graph_pass import GraphPass, PassResult
-from aero_compile.graphs.rewriting import bypass, replace_node
-from aero_compile.graphs.trainable import TransformedModel
+from aero_compile.graph_pass import GraphPass, PassResult
+from aero_compile.ir.rewriting import bypass, replace_node
+from aero_compile.model import TransformedModel
 from aero_compile.passes._split_rows import split_rows
 
 
@@ -35,7 +35,7 @@ class NormPass(GraphPass):
     """A pass over norms.
 
     Options:
-        layers: a set of layers (see `aero_compile.anatomy.layer_sets`).
+        layers: a set of layers (see `aero_compile.analysis.layer_sets`).
         norms: which norms of these layers, names joined by `+`: `all`, `attention` (the norm before it, alone on the
             way to queries and keys: `qk`, to values: `v`), `ffn`, `query` and `key` (norms of the heads'
             queries and keys), `post-attention` and `post-ffn` (norms of their results), `other`, `final`. The final

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from aero_compile.graphs.rewriting import insert_call
+from aero_compile.ir.rewriting import insert_call
 
 aten = torch.ops.aten
 

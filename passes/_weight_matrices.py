@@ -6,7 +6,7 @@ matrices of their own, also where one layer computes several of them, in whateve
 The expression is inserted between the parameter and the layer, at the place of its use: the parameter keeps its name
 and shape, and others that are tied to it read it as before. `torch.nn.utils.parametrizations` would need a module that
 owns each weight, one for all rows of a fused layer, and its code at load. Nodes that read weights alone are plain
-graph: evaluated once by the server before a private run, folded for ONNX (`aero_compile.graphs.fold_weights`), and
+graph: evaluated once by the server before a private run, folded for ONNX (`aero_compile.ir.fold_weights`), and
 stored in an artifact like any others.
 """
 
@@ -23,14 +23,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from aero_compile.anatomy.layer_sets import chosen_layers, parse_layers
-from aero_compile.anatomy.parts import FeedForward
-from aero_compile.anatomy.projections import Projection, find_projections, rows_behind
-from aero_compile.anatomy.structure import require_ffns
+from aero_compile.analysis.layer_sets import chosen_layers, parse_layers
+from aero_compile.analysis.parts import FeedForward
+from aero_compile.analysis.projections import Projection, find_projections, rows_behind
+from aero_compile.analysis.structure import require_ffns
 from aero_compile.errors import RecipeError, UnsupportedGraphError
-from aero_compile.graphs.graph_pass import GraphPass, PassResult
-from aero_compile.graphs.rewriting import VIEWS, ancestors, insert_call, live_inputs
-from aero_compile.graphs.trainable import TransformedModel
+from aero_compile.graph_pass import GraphPass, PassResult
+from aero_compile.ir.rewriting import VIEWS, ancestors, insert_call, live_inputs
+from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten
 
@@ -67,7 +67,7 @@ class WeightPass(GraphPass):
 
     Options:
         on: `q`, `k`, `v`, `o`, `qk`, `qkv`, `qkvo` (projections of the attention) and `ffn`, joined by `+`.
-        layers: a set of layers (see `aero_compile.anatomy.layer_sets`).
+        layers: a set of layers (see `aero_compile.analysis.layer_sets`).
     """
 
     on: str = "ffn"

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, fx, nn
 
-from aero_compile.anatomy.projections import Projection
+from aero_compile.analysis.projections import Projection
 from aero_compile.errors import UnsupportedGraphError
-from aero_compile.graphs.rewriting import place
-from aero_compile.graphs.trainable import TransformedModel
-from aero_compile.graphs.weight_readers import weight_readers
+from aero_compile.ir.rewriting import place
+from aero_compile.ir.weight_readers import weight_readers
+from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten
 

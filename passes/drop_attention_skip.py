@@ -14,11 +14,11 @@ from typing import ClassVar
 
 from torch import fx
 
-from aero_compile.anatomy.attention_block import find_skip
+from aero_compile.analysis.attention_block import find_skip
 from aero_compile.errors import UnsupportedGraphError
-from aero_compile.graphs.graph_pass import GraphPass, PassResult
-from aero_compile.graphs.rewriting import bypass
-from aero_compile.graphs.trainable import TransformedModel
+from aero_compile.graph_pass import GraphPass, PassResult
+from aero_compile.ir.rewriting import bypass
+from aero_compile.model import TransformedModel
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from aero_compile.errors import RecipeError
-from aero_compile.graphs.graph_pass import GraphPass, PassResult
-from aero_compile.graphs.trainable import TransformedModel
+from aero_compile.graph_pass import GraphPass, PassResult
+from aero_compile.model import TransformedModel
 from aero_compile.passes._ffn_scales import Scale, scale_ffns
 
 

@@ -17,12 +17,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from aero_compile.anatomy.parts import Structure
+from aero_compile.analysis.calibration import NormStatistics, deviations
+from aero_compile.analysis.parts import Structure
 from aero_compile.errors import InputError, UnsupportedGraphError
-from aero_compile.graphs.calibration import NormStatistics, deviations
-from aero_compile.graphs.deviation_norm import deviation_norm
-from aero_compile.graphs.rewriting import insert_call, node_values, parameter_node, place
-from aero_compile.graphs.trainable import TransformedModel
+from aero_compile.ir.deviation_norm import deviation_norm
+from aero_compile.ir.rewriting import insert_call, node_values, parameter_node, place
+from aero_compile.model import TransformedModel
 from aero_compile.passes._norms import Chosen, NormPass, free_name, redirect
 
 aten = torch.ops.aten

@@ -17,10 +17,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from aero_compile.anatomy.layer_sets import chosen_layers, parse_layers
+from aero_compile.analysis.layer_sets import chosen_layers, parse_layers
 from aero_compile.errors import RecipeError, UnsupportedGraphError
-from aero_compile.graphs.graph_pass import GraphPass, PassResult
-from aero_compile.graphs.trainable import TransformedModel
+from aero_compile.graph_pass import GraphPass, PassResult
+from aero_compile.model import TransformedModel
 from aero_compile.passes._activation import chosen_activations, keep_neurons, span
 
 

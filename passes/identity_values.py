@@ -17,15 +17,15 @@ from typing import Any, ClassVar
 import torch
 from torch import fx, nn
 
-from aero_compile.anatomy.attention_block import stream_value
-from aero_compile.anatomy.layer_sets import chosen_layers, parse_layers
-from aero_compile.anatomy.parts import Attention, Heads, Structure
-from aero_compile.anatomy.projections import Projections, find_projections, mixed_values, weighted_sum
+from aero_compile.analysis.attention_block import stream_value
+from aero_compile.analysis.layer_sets import chosen_layers, parse_layers
+from aero_compile.analysis.parts import Attention, Heads, Structure
+from aero_compile.analysis.projections import Projections, find_projections, mixed_values, weighted_sum
 from aero_compile.errors import UnsupportedGraphError
-from aero_compile.graphs.graph_pass import GraphPass, PassResult
-from aero_compile.graphs.rewriting import ancestors, bypass, insert_call, parameter_node, place
-from aero_compile.graphs.trainable import TransformedModel
-from aero_compile.graphs.weight_readers import weight_readers
+from aero_compile.graph_pass import GraphPass, PassResult
+from aero_compile.ir.rewriting import ancestors, bypass, insert_call, parameter_node, place
+from aero_compile.ir.weight_readers import weight_readers
+from aero_compile.model import TransformedModel
 from aero_compile.passes._weights import kept_rows, stored
 
 aten = torch.ops.aten
@@ -36,7 +36,7 @@ class IdentityValues(GraphPass):
     """Remove W_V and W_O.
 
     Options:
-        trained_values, trained_projections: layers (see `aero_compile.anatomy.layer_sets`) in which W_V or W_O stays.
+        trained_values, trained_projections: layers (see `aero_compile.analysis.layer_sets`) in which W_V or W_O stays.
     """
 
     trained_values: str = "none"

@@ -20,8 +20,8 @@ import torch
 from torch import fx, nn
 
 from aero_compile.errors import RecipeError
-from aero_compile.graphs.rewriting import insert_call, parameter_node
-from aero_compile.graphs.trainable import TransformedModel
+from aero_compile.ir.rewriting import insert_call, parameter_node
+from aero_compile.model import TransformedModel
 from aero_compile.passes._norms import Chosen, NormPass, free_name, redirect
 
 aten = torch.ops.aten

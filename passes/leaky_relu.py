@@ -20,12 +20,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor, fx, nn
 
-from aero_compile.anatomy.layer_sets import parse_layers
-from aero_compile.anatomy.parts import Activation
+from aero_compile.analysis.layer_sets import parse_layers
+from aero_compile.analysis.parts import Activation
 from aero_compile.errors import RecipeError
-from aero_compile.graphs.graph_pass import GraphPass, PassResult
-from aero_compile.graphs.rewriting import insert_call, parameter_node, replace_node
-from aero_compile.graphs.trainable import TransformedModel
+from aero_compile.graph_pass import GraphPass, PassResult
+from aero_compile.ir.rewriting import insert_call, parameter_node, replace_node
+from aero_compile.model import TransformedModel
 from aero_compile.passes._activation import chosen_activations
 
 aten = torch.ops.aten

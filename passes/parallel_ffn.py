@@ -16,13 +16,13 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from aero_compile.anatomy.attention_block import attention_input, stream_value
-from aero_compile.anatomy.parts import Structure
-from aero_compile.anatomy.projections import views_below
-from aero_compile.anatomy.structure import require_ffns
-from aero_compile.graphs.graph_pass import GraphPass, PassResult
-from aero_compile.graphs.rewriting import insert_call
-from aero_compile.graphs.trainable import TransformedModel
+from aero_compile.analysis.attention_block import attention_input, stream_value
+from aero_compile.analysis.parts import Structure
+from aero_compile.analysis.projections import views_below
+from aero_compile.analysis.structure import require_ffns
+from aero_compile.graph_pass import GraphPass, PassResult
+from aero_compile.ir.rewriting import insert_call
+from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten
 

@@ -25,12 +25,12 @@ from typing import Any, ClassVar
 import torch
 from torch import fx, nn
 
-from aero_compile.anatomy.parts import Attention, Heads, Structure
-from aero_compile.anatomy.projections import Projection, find_projections, weighted_sum
+from aero_compile.analysis.parts import Attention, Heads, Structure
+from aero_compile.analysis.projections import Projection, find_projections, weighted_sum
 from aero_compile.errors import RecipeError, UnsupportedGraphError
-from aero_compile.graphs.graph_pass import GraphPass, PassResult
-from aero_compile.graphs.rewriting import VIEWS, insert_call, live_inputs, parameter_node, place, placeholder
-from aero_compile.graphs.trainable import TransformedModel
+from aero_compile.graph_pass import GraphPass, PassResult
+from aero_compile.ir.rewriting import VIEWS, insert_call, live_inputs, parameter_node, place, placeholder
+from aero_compile.model import TransformedModel
 from aero_compile.passes._weights import fill_rows
 
 aten = torch.ops.aten

@@ -19,11 +19,11 @@ from typing import ClassVar
 import torch
 from torch import fx, nn
 
-from aero_compile.anatomy.parts import Heads, Structure
+from aero_compile.analysis.parts import Heads, Structure
 from aero_compile.errors import RecipeError, UnsupportedGraphError
-from aero_compile.graphs.graph_pass import GraphPass, PassResult
-from aero_compile.graphs.rewriting import insert_call, live_inputs, parameter_node, placeholder, sample_shape
-from aero_compile.graphs.trainable import TransformedModel
+from aero_compile.graph_pass import GraphPass, PassResult
+from aero_compile.ir.rewriting import insert_call, live_inputs, parameter_node, placeholder, sample_shape
+from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten
 

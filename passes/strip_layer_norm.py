@@ -6,7 +6,7 @@ Before → after:
 
 The paper's norm-free architectures (SM+G, SM+R, SM) drop the final norm as well. With `norms` a part of a norm can
 go: `norms=qk` lets queries and keys read x, while values go on reading the norm; a fused projection is cut in two then.
-`aero_compile.anatomy.norm_sites.removal_schedule` lists the steps that take the norms one at a time.
+`aero_compile.analysis.norm_sites.removal_schedule` lists the steps that take the norms one at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import ClassVar
 from torch import fx
 
 from aero_compile.errors import RecipeError
-from aero_compile.graphs.trainable import TransformedModel
+from aero_compile.model import TransformedModel
 from aero_compile.passes._norms import Chosen, NormPass, redirect
 
 

@@ -18,8 +18,8 @@ import torch
 from torch import fx, nn
 
 from aero_compile.errors import UnsupportedGraphError
-from aero_compile.graphs.rewriting import insert_call, parameter_node, place, weight_value
-from aero_compile.graphs.trainable import TransformedModel
+from aero_compile.ir.rewriting import insert_call, parameter_node, place, weight_value
+from aero_compile.model import TransformedModel
 from aero_compile.passes._weight_matrices import WeightPass
 
 aten = torch.ops.aten

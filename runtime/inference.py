@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from aero_compile.analysis.calibration import token_batches
 from aero_compile.errors import InputError
 from aero_compile.files import make_private_folder, write_private
-from aero_compile.graphs.calibration import token_batches
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.hosts.measure import Measurement, combine
 from aero_compile.runtime.hosts.network_spec import Network, parse_network

@@ -20,8 +20,8 @@ from torch import nn
 import aero_compile
 from aero_compile.artifact import FORMAT, GRAPH_FILE
 from aero_compile.errors import AeroError, ArtifactError
-from tests import tiny_models
-from tests.tiny_models import captured, logits_of, tokens, transformed
+from tests.support import tiny_models
+from tests.support.tiny_models import captured, logits_of, tokens, transformed
 
 
 def call(model: nn.Module, name: str) -> torch.Tensor:

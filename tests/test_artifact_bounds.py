@@ -19,9 +19,9 @@ import torch
 import aero_compile
 from aero_compile.artifact import GRAPH_FILE
 from aero_compile.errors import AeroError, ArtifactError
-from aero_compile.graphs.allowed_ops import is_allowed
-from tests.capturing.test_capture import Small
-from tests.tiny_models import randomize
+from aero_compile.ir.allowed_ops import is_allowed
+from tests.frontend.test_capture import Small
+from tests.support.tiny_models import randomize
 
 aten = torch.ops.aten
 
@@ -108,7 +108,7 @@ def test_more_nodes_are_as_good_as_any(saved: Path) -> None:
 
 
 def test_modules_have_bounds_as_well() -> None:
-    from aero_compile.graphs.held_modules import build_module
+    from aero_compile.ir.submodules import build_module
 
     with pytest.raises(ArtifactError, match="n_power_iterations=10000000000"):
         build_module({"kind": "spectral_norm", "rows": 2, "columns": 2, "n_power_iterations": 10**10}, {})
@@ -129,7 +129,7 @@ def test_ops_that_a_file_may_hold() -> None:
 def test_what_could_not_be_read_is_not_written(model: Any, tmp_path: Path) -> None:
     import copy
 
-    from aero_compile.graphs.rewriting import insert_call
+    from aero_compile.ir.rewriting import insert_call
 
     strided = copy.deepcopy(model)
     output = next(n for n in reversed(strided.graph.nodes) if n.op == "output")

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.calibrate_cases import profiles
-from benchmarks.calibrate_fit import non_negative, table_of
+from benchmarks.lib.calibrate_cases import profiles
+from benchmarks.lib.calibrate_fit import non_negative, table_of
 
 PROFILE = """
 2026-01-01 [info] HLO profiling: total time 0.5

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import aero_compile
 from aero_compile.errors import InputError
-from tests import tiny_models
-from tests.tiny_models import HEADS, LAYERS, captured, source, tokens, transformed
+from tests.support import tiny_models
+from tests.support.tiny_models import HEADS, LAYERS, captured, source, tokens, transformed
 
 aten = torch.ops.aten
 
@@ -215,7 +215,7 @@ def test_counting_does_not_depend_on_the_batch_or_dtype() -> None:
     ],
 )
 def test_no_nonlinearity_is_silent(activation: Any, kinds: set[str] | None) -> None:
-    from tests.capturing.test_capture import Small
+    from tests.frontend.test_capture import Small
 
     class Changed(Small):
         def activate(self, x: torch.Tensor) -> torch.Tensor:
@@ -230,7 +230,7 @@ def test_no_nonlinearity_is_silent(activation: Any, kinds: set[str] | None) -> N
 
 
 def test_maxout_counts_one_maximum_for_each_result() -> None:
-    from tests.capturing.test_capture import Small
+    from tests.frontend.test_capture import Small
 
     class Maxout(Small):
         def activate(self, x: torch.Tensor) -> torch.Tensor:

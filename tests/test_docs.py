@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from aero_compile import census, load, recipes, transform
-from aero_compile.cookbook.recipe import Recipe
-from aero_compile.cookbook.recipe_page import recipe_page
 from aero_compile.errors import UnsupportedGraphError
+from aero_compile.recipe.page import recipe_page
+from aero_compile.recipe.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor, nn
 
 import aero_compile
-from aero_compile.anatomy.feed_forward import find_ffns
+from aero_compile.analysis.feed_forward import find_ffns
 from aero_compile.errors import UnsupportedModelError
-from tests import tiny_models
-from tests.tiny_models import HEADS, LAYERS, WIDTH, all_logits, captured, source, tokens
+from tests.support import tiny_models
+from tests.support.tiny_models import HEADS, LAYERS, WIDTH, all_logits, captured, source, tokens
 
 pytest.importorskip("transformers")
-from benchmarks import families, zoo
-from benchmarks.eager_watch import entropies
+from benchmarks import families
+from benchmarks.lib import zoo
+from benchmarks.lib.eager_watch import entropies
 
 aten = torch.ops.aten
 

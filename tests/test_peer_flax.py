@@ -18,9 +18,10 @@ import torch
 
 import aero_compile.runtime
 from aero_compile.errors import InputError, OutputDirError, PartyError, RuntimeUnavailableError
-from benchmarks import peer_flax, peer_flax_run, peer_flax_worker
-from benchmarks.peer_flax_run import VARIANTS, PeerBill, combine, flax_weights, run_peer, set_up
-from benchmarks.peer_flax_table import Line, table, times_less, verdict
+from benchmarks import peer_flax
+from benchmarks.lib import peer_flax_run, peer_flax_worker
+from benchmarks.lib.peer_flax_run import VARIANTS, PeerBill, combine, flax_weights, run_peer, set_up
+from benchmarks.lib.peer_flax_table import Line, table, times_less, verdict
 
 transformers = pytest.importorskip("transformers")
 

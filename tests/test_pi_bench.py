@@ -20,7 +20,8 @@ from aero_compile.errors import PartyError, RuntimeUnavailableError
 
 pytest.importorskip("transformers")
 
-from benchmarks import pi_bench, pi_rows
+from benchmarks import pi_bench
+from benchmarks.lib import pi_rows
 
 BUILD = pi_rows.build
 RECIPES = ["SM+LN+G", "SM+LN+R", "SM+R", "SM(t)+ScFFN"]

@@ -14,12 +14,13 @@ import pytest
 import torch
 
 import aero_compile
-from aero_compile.cookbook.recipe import recipes, resolve
+from aero_compile.recipe.recipe import recipes, resolve
 from aero_compile.reporting.report import Row
 
 pytest.importorskip("transformers")
 
-from benchmarks import paper, pi_bench, pi_pool, pi_rows
+from benchmarks import pi_bench
+from benchmarks.lib import paper, pi_pool, pi_rows
 
 LONGER = {(12, 256): 1, (12, 512): 1}
 COST_MODEL = "aero_compile.runtime.costs.model"

@@ -26,11 +26,21 @@ from torch import Tensor
 
 import aero_compile
 from aero_compile import TransformedModel
-from aero_compile.cookbook.recipe import PASSES, Recipe, resolve
 from aero_compile.errors import InputError, LoweringError, RecipeError, UnsupportedGraphError
-from aero_compile.graphs.graph_pass import GraphPass
-from tests.captured_decoders import POOL, captured
-from tests.random_decoders import ACTIVATIONS, Block, Config, Decoder, build, configs, logits_of, reference, rows_of
+from aero_compile.graph_pass import GraphPass
+from aero_compile.recipe.recipe import PASSES, Recipe, resolve
+from tests.support.captured_decoders import POOL, captured
+from tests.support.random_decoders import (
+    ACTIVATIONS,
+    Block,
+    Config,
+    Decoder,
+    build,
+    configs,
+    logits_of,
+    reference,
+    rows_of,
+)
 
 MANY = int(os.environ.get("AERO_COMPILE_EXAMPLES", "60"))
 

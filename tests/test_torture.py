@@ -14,20 +14,13 @@ import pytest
 import torch
 
 from aero_compile.errors import InputError, LoweringError
-from aero_compile.inference.fold_expressions import fold_expressions
-from benchmarks import (
-    torture,
-    torture_capture,
-    torture_decoders,
-    torture_jobs,
-    torture_models,
-    torture_private,
-    torture_zoo,
-)
-from benchmarks.torture_private import CRASH, MISS, REFUSED, WITHIN
-from benchmarks.torture_zoo import NOT_TAKEN, NOT_TRIED
-from tests.random_decoders import logits_of
-from tests.runtime.graphs import simulate
+from aero_compile.passes.inference.fold_expressions import fold_expressions
+from benchmarks import torture, torture_capture
+from benchmarks.lib import torture_decoders, torture_jobs, torture_models, torture_private, torture_zoo
+from benchmarks.lib.torture_private import CRASH, MISS, REFUSED, WITHIN
+from benchmarks.lib.torture_zoo import NOT_TAKEN, NOT_TRIED
+from tests.support.random_decoders import logits_of
+from tests.support.runtime_graphs import simulate
 
 pytest.importorskip("spu")
 
@@ -252,7 +245,7 @@ def test_capture_is_its_source_in_both_modes_or_refused(seed: int) -> None:
 
 
 def test_what_training_leaves_frozen_is_a_silent_miss(monkeypatch: pytest.MonkeyPatch) -> None:
-    from aero_compile.capturing import caches, capture
+    from aero_compile.frontend import caches, capture
 
     def unchecked(model: Any, sample: Any, memory: Any) -> Any:
         return caches.sample_run(model, sample, memory)[0]

@@ -23,9 +23,9 @@ from aero_compile.errors import (
     UnsupportedGraphError,
     UnsupportedModelError,
 )
-from tests import eager_references as eager
-from tests import tiny_models
-from tests.tiny_models import (
+from tests.support import eager_references as eager
+from tests.support import tiny_models
+from tests.support.tiny_models import (
     FAMILIES,
     HEADS,
     LAYERS,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from aero_compile.errors import AeroError, ExportError, first_line
-from aero_compile.graphs.trainable import TransformedModel
+from aero_compile.model import TransformedModel
 
 LONGEST_CHECK = 1024
 """Longest sequence that the file is run on."""

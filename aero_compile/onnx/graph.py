@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from torch import fx
 
-from aero_compile.capturing.canonicalize import canonicalize
 from aero_compile.errors import AeroError, InputError, UnsupportedModelError, first_line
-from aero_compile.graphs.convention import CallConvention
-from aero_compile.graphs.trainable import TransformedModel
+from aero_compile.frontend.canonicalize import canonicalize
+from aero_compile.ir.call_convention import CallConvention
+from aero_compile.model import TransformedModel
 from aero_compile.onnx.builder import Array, Builder, Op, Value
 from aero_compile.onnx.file_nodes import (
     STANDARD,

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import nn
 
-from aero_compile.cookbook.recipe import Recipe, resolve
 from aero_compile.errors import AeroError, InputError
+from aero_compile.recipe.recipe import Recipe, resolve
 from aero_compile.training.options import DEFAULT_RECIPE, RetrainOptions
 from aero_compile.training.sources import first_line
 from aero_compile.training.tokenizer import has_tokenizer

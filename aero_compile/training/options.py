@@ -12,9 +12,9 @@ import torch
 from transformers import TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
 
-from aero_compile.cookbook.recipe import resolve
 from aero_compile.entropy import REDUCTIONS
 from aero_compile.errors import InputError
+from aero_compile.recipe.recipe import resolve
 
 DEFAULT_RECIPE = "EReg(SM(t)+ScFFN)"
 # Weights of regularized recipes where none is given. The listing's is the paper's; it sums over positions, so for

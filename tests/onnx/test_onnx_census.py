@@ -27,9 +27,9 @@ import aero_compile
 from aero_compile import onnx_census
 from aero_compile.__main__ import main
 from aero_compile.errors import AeroError, InputError, UnsupportedModelError
-from tests import tiny_models
-from tests.onnx_decoders import EACH, HEADS, HIDDEN, POSITIONS, VOCAB, WIDTH, Decoder, decoder, saved
-from tests.tiny_models import captured, source
+from tests.support import tiny_models
+from tests.support.onnx_decoders import EACH, HEADS, HIDDEN, POSITIONS, VOCAB, WIDTH, Decoder, decoder, saved
+from tests.support.tiny_models import captured, source
 
 T = 16
 PLAIN = f"SM:3×R^{{{T}×{T}}} LN:2(+1 final)×R^{{{T}×{WIDTH}}} G:1×R^{{{T}×{HIDDEN}}}"

@@ -30,8 +30,8 @@ from aero_compile.errors import ExportError
 from aero_compile.onnx import export as onnx_export
 from aero_compile.onnx.census import onnx_census
 from aero_compile.onnx.export import OnnxReport
-from tests import tiny_models
-from tests.tiny_models import POSITIONS, VOCAB, transformed
+from tests.support import tiny_models
+from tests.support.tiny_models import POSITIONS, VOCAB, transformed
 
 NONLINEAR = {"Gelu", "LayerNormalization", "RMSNormalization", "Relu", "LeakyRelu", "Sigmoid", "Tanh", "Erf", "Pow"}
 NONLINEAR |= {"Sqrt", "Reciprocal", "Div", "Exp", "Log", "ReduceMean", "ReduceMax", "Max", "Min", "Clip", "Abs"}

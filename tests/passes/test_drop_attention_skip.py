@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import aero_compile
-from aero_compile.anatomy.attention_block import find_skip
+from aero_compile.analysis.attention_block import find_skip
 from aero_compile.errors import UnsupportedGraphError
-from tests import eager_simplified as eager
-from tests.tiny_models import LAYERS, all_logits, captured, source, tokens, transformed
+from tests.support import eager_simplified as eager
+from tests.support.tiny_models import LAYERS, all_logits, captured, source, tokens, transformed
 
 NAME = "drop-attention-skip"
 FAMILIES = [

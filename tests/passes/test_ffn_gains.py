@@ -8,8 +8,8 @@ import torch
 import aero_compile
 from aero_compile.errors import RecipeError
 from aero_compile.passes.ffn_gains import FFNGains
-from tests import eager_simplified as eager
-from tests.tiny_models import LAYERS, all_logits, source, tokens, transformed
+from tests.support import eager_simplified as eager
+from tests.support.tiny_models import LAYERS, all_logits, source, tokens, transformed
 
 
 @pytest.mark.parametrize("name", ["gpt2-eager", "nanogpt", "llama-sdpa", "gpt_neox-sequential"])

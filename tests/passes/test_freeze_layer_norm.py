@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import aero_compile
-from aero_compile.anatomy.norm_sites import removal_schedule
+from aero_compile.analysis.norm_sites import removal_schedule
 from aero_compile.errors import InputError, UnsupportedGraphError
 from aero_compile.runtime.lowering.partition import Domain, partition
-from tests import tiny_models
-from tests.passes import norm_references as references
-from tests.tiny_models import LAYERS, VOCAB, all_logits, captured, source, tokens
+from tests.support import norm_references as references
+from tests.support import tiny_models
+from tests.support.tiny_models import LAYERS, VOCAB, all_logits, captured, source, tokens
 
 TEXT = tokens(5, 19, seed=7)
 FIRST = "freeze-layer-norm{first_token=True}"

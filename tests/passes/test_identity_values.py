@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import aero_compile
-from aero_compile.anatomy.projections import find_projections
+from aero_compile.analysis.projections import find_projections
 from aero_compile.errors import RecipeError, UnsupportedGraphError
-from tests import eager_simplified as eager
-from tests import tiny_models
-from tests.tiny_models import LAYERS, WIDTH, all_logits, captured, source, tokens, transformed
+from tests.support import eager_simplified as eager
+from tests.support import tiny_models
+from tests.support.tiny_models import LAYERS, WIDTH, all_logits, captured, source, tokens, transformed
 
 LAYOUTS = ["gpt2-eager", "nanogpt-flash", "gpt_neox-eager", "llama-sdpa", "lecture", "functional", "encoder-pre"]
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import aero_compile
 from aero_compile.errors import RecipeError, UnsupportedGraphError
-from tests import tiny_models
-from tests.passes import norm_references as references
-from tests.tiny_models import HEADS, LAYERS, WIDTH, all_logits, captured, source, tokens, transformed
+from tests.support import norm_references as references
+from tests.support import tiny_models
+from tests.support.tiny_models import HEADS, LAYERS, WIDTH, all_logits, captured, source, tokens, transformed
 
 RECIPE = "layer-norm-to-dyt{init_alpha=0.3}"
 

@@ -12,12 +12,12 @@ from torch import nn
 
 import aero_compile
 from aero_compile import TransformedModel
-from aero_compile.cookbook.recipe import resolve
 from aero_compile.errors import RecipeError, UnsupportedGraphError
 from aero_compile.passes.leaky_relu import LeakyRelu, learned_slopes
-from tests import eager_references as eager
-from tests import tiny_models
-from tests.tiny_models import HIDDEN, LAYERS, captured, source, tokens, transformed
+from aero_compile.recipe.recipe import resolve
+from tests.support import eager_references as eager
+from tests.support import tiny_models
+from tests.support.tiny_models import HIDDEN, LAYERS, captured, source, tokens, transformed
 
 NAMES = ["gpt2-eager", "gpt_neox-sequential", "opt-eager", "llama-eager", "nanogpt"]
 

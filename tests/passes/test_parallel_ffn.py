@@ -8,8 +8,8 @@ from torch import nn
 
 import aero_compile
 from aero_compile.errors import UnsupportedGraphError
-from tests import eager_simplified as eager
-from tests.tiny_models import HEADS, LAYERS, all_logits, captured, source, tokens, transformed
+from tests.support import eager_simplified as eager
+from tests.support.tiny_models import HEADS, LAYERS, all_logits, captured, source, tokens, transformed
 
 NAME = "parallel-ffn"
 

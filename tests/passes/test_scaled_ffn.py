@@ -9,9 +9,9 @@ from torch import nn
 import aero_compile
 from aero_compile.errors import RecipeError
 from aero_compile.passes.scaled_ffn import ScaledFFN
-from tests import eager_references as eager
-from tests import tiny_models
-from tests.tiny_models import LAYERS, captured, source, tokens, transformed
+from tests.support import eager_references as eager
+from tests.support import tiny_models
+from tests.support.tiny_models import LAYERS, captured, source, tokens, transformed
 
 
 @pytest.mark.parametrize("name", tiny_models.EVERY)

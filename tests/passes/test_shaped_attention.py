@@ -12,9 +12,9 @@ from torch import nn
 import aero_compile
 from aero_compile.errors import RecipeError, UnsupportedGraphError
 from aero_compile.passes.shaped_attention import ShapedAttention
-from tests import eager_simplified as eager
-from tests import tiny_models
-from tests.tiny_models import HEADS, LAYERS, all_logits, captured, source, tokens, transformed
+from tests.support import eager_simplified as eager
+from tests.support import tiny_models
+from tests.support.tiny_models import HEADS, LAYERS, all_logits, captured, source, tokens, transformed
 
 PLAIN = "shaped-attention{zero_queries=False}"
 EAGER = ["gpt2-eager", "nanogpt", "llama-sdpa", "gpt_neox-sequential"]
@@ -105,7 +105,7 @@ def test_gains_are_per_head_and_learn(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2-eager", "gpt_neox-eager", "lecture", "encoder-pre"])
 def test_only_queries_are_set_to_zero(name: str) -> None:
-    from aero_compile.anatomy.projections import find_projections
+    from aero_compile.analysis.projections import find_projections
 
     model, before = transformed(name, "shaped-attention"), dict(captured(name).named_parameters())
     zero = {

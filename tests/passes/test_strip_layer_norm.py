@@ -12,13 +12,12 @@ import torch
 from torch import nn
 
 import aero_compile
-from aero_compile.anatomy.norm_sites import find_norm_sites, removal_schedule
+from aero_compile.analysis.norm_sites import find_norm_sites, removal_schedule
 from aero_compile.errors import RecipeError, UnsupportedGraphError
 from aero_compile.passes.strip_layer_norm import StripLayerNorm
-from tests import eager_references as eager
-from tests import tiny_models
-from tests.passes import norm_references
-from tests.tiny_models import LAYERS, captured, source, tokens, transformed
+from tests.support import eager_references as eager
+from tests.support import norm_references, tiny_models
+from tests.support.tiny_models import LAYERS, captured, source, tokens, transformed
 
 aten = torch.ops.aten
 NORMS = (aten.layer_norm.default, aten.rms_norm.default)

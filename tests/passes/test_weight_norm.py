@@ -15,14 +15,14 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
 import aero_compile
-from aero_compile.cookbook.recipe import resolve
 from aero_compile.errors import RecipeError, UnsupportedGraphError
-from aero_compile.graphs.fold_weights import fold_weights
-from aero_compile.graphs.rewriting import ancestors
-from aero_compile.graphs.trainable import TransformedModel
+from aero_compile.ir.fold_weights import fold_weights
+from aero_compile.ir.rewriting import ancestors
+from aero_compile.model import TransformedModel
 from aero_compile.passes.weight_norm import WeightNorm
-from tests import tiny_models
-from tests.tiny_models import HEADS, HIDDEN, WIDTH, all_logits, captured, source, tokens, transformed
+from aero_compile.recipe.recipe import resolve
+from tests.support import tiny_models
+from tests.support.tiny_models import HEADS, HIDDEN, WIDTH, all_logits, captured, source, tokens, transformed
 
 FAMILIES = ["gpt2-eager", "gpt_neox-sdpa", "llama-sdpa", "nanogpt", "lecture"]
 PLACES = ["qk", "ffn", "qk+ffn", "qkv+ffn", "qkvo+ffn"]

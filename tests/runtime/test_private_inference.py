@@ -21,7 +21,7 @@ from aero_compile import runtime
 from aero_compile.errors import InputError, LoweringError, RuntimeUnavailableError
 from aero_compile.runtime import Measurement, private_inference
 from aero_compile.runtime.costs.model import estimate_program
-from tests.runtime.tiny import IDS, logits_of, tiny_model
+from tests.support.runtime_tiny import IDS, logits_of, tiny_model
 
 pytest.importorskip("spu")
 transformers = pytest.importorskip("transformers")
@@ -189,7 +189,7 @@ def test_a_raw_module_is_captured_first() -> None:
 
 def test_works_from_standard_input_without_any_ritual(root: Path) -> None:
     script = """
-        from tests.runtime.tiny import IDS, tiny_model
+        from tests.support.runtime_tiny import IDS, tiny_model
         import aero_compile
         logits, bill = aero_compile.private_inference(tiny_model(), IDS, "semi2k", warm=False, progress=True)
         print(logits.shape, bill)

@@ -13,7 +13,7 @@ import aero_compile
 from aero_compile.errors import LoweringError
 from aero_compile.runtime import private_inference
 from aero_compile.runtime.rehearsal import ABSOLUTE
-from tests.tiny_models import tokens
+from tests.support.tiny_models import tokens
 
 pytest.importorskip("spu")
 

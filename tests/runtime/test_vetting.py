@@ -18,9 +18,9 @@ from aero_compile.runtime.lowering.to_jax import lower
 from aero_compile.runtime.operators.limits import Format
 from aero_compile.runtime.program import FORMAT, Program
 from aero_compile.runtime.vetting import check_program
-from tests.runtime.cases import ALL
-from tests.runtime.graphs import TokenRows, any_table_public, aten
-from tests.runtime.tiny import tiny_model
+from tests.support.operator_cases import ALL
+from tests.support.runtime_graphs import TokenRows, any_table_public, aten
+from tests.support.runtime_tiny import tiny_model
 
 pytest.importorskip("spu")
 

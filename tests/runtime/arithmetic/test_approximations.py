@@ -14,7 +14,7 @@ from aero_compile.errors import InputError
 from aero_compile.runtime.arithmetic.approximations import activation, approximations, left_over, squares_for
 from aero_compile.runtime.arithmetic.logarithm import logarithm
 from aero_compile.runtime.arithmetic.tolerances import Tolerances
-from tests.runtime.two_parties import bytes_of, in_two_parties
+from tests.support.two_parties import bytes_of, in_two_parties
 
 pytest.importorskip("jax")
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from aero_compile.runtime.arithmetic.constants import fixed_point, mean, scale, scale_up, scaled_table
-from tests.runtime.graphs import TokenRows, aten, expected, in_spu
-from tests.runtime.two_parties import bytes_of, in_two_parties
+from tests.support.runtime_graphs import TokenRows, aten, expected, in_spu
+from tests.support.two_parties import bytes_of, in_two_parties
 
 pytest.importorskip("spu")
 

@@ -21,7 +21,7 @@ from aero_compile.runtime.arithmetic.exponential import (
     choose_power,
 )
 from aero_compile.runtime.arithmetic.reciprocal import reciprocal_of_sums
-from tests.runtime.two_parties import bytes_of, in_two_parties
+from tests.support.two_parties import bytes_of, in_two_parties
 
 pytest.importorskip("jax")
 

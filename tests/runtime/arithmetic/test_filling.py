@@ -21,7 +21,7 @@ from aero_compile.runtime.arithmetic.filling import (
     square_parts,
 )
 from aero_compile.runtime.arithmetic.squares import square
-from tests.runtime.two_parties import bytes_of, in_two_parties
+from tests.support.two_parties import bytes_of, in_two_parties
 
 pytest.importorskip("jax")
 

@@ -15,7 +15,7 @@ from aero_compile.runtime.arithmetic.reciprocal import (
     reciprocal,
     reciprocal_of_sums,
 )
-from tests.runtime.two_parties import bytes_of, in_two_parties
+from tests.support.two_parties import bytes_of, in_two_parties
 
 pytest.importorskip("jax")
 

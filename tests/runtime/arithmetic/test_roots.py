@@ -7,7 +7,7 @@ import pytest
 
 from aero_compile.errors import InputError
 from aero_compile.runtime.arithmetic.roots import INVERSE_ROOTS, ROOTS, inverse_root, root
-from tests.runtime.two_parties import bytes_of, in_two_parties
+from tests.support.two_parties import bytes_of, in_two_parties
 
 pytest.importorskip("spu")
 

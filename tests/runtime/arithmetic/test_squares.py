@@ -16,8 +16,8 @@ from aero_compile.runtime.arithmetic.squares import (
     squares_by_exp,
     twice_product,
 )
-from tests.runtime.graphs import TokenRows, aten, expected, in_spu
-from tests.runtime.two_parties import bytes_of, in_two_parties
+from tests.support.runtime_graphs import TokenRows, aten, expected, in_spu
+from tests.support.two_parties import bytes_of, in_two_parties
 
 pytest.importorskip("jax")
 

@@ -19,7 +19,7 @@ from aero_compile.runtime.costs.session import Cost
 from aero_compile.runtime.costs.table import CostTable
 from aero_compile.runtime.hosts.network_spec import Network, parse_network
 from aero_compile.runtime.inference import compile_model
-from tests.runtime.tiny import IDS, tiny_model
+from tests.support.runtime_tiny import IDS, tiny_model
 
 # --- the network ----------------------------------------------------------------------------------------
 

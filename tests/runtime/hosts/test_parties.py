@@ -27,8 +27,8 @@ from aero_compile.runtime.hosts.link import free_addresses
 from aero_compile.runtime.party import main
 from aero_compile.runtime.program import CLIENT, FORMAT, SERVER, one_hot
 from aero_compile.runtime.spu_config import runtime_config
-from tests.runtime.tiny import IDS, Exported, exported, logits_of, tiny_model
-from tests.runtime.two_hosts import Wire, end_server_in_the_middle, party
+from tests.support.runtime_tiny import IDS, Exported, exported, logits_of, tiny_model
+from tests.support.two_hosts import Wire, end_server_in_the_middle, party
 
 spu = pytest.importorskip("spu")
 
@@ -388,7 +388,7 @@ def test_a_party_ends_when_its_launcher_is_gone(files: Exported, tmp_path: Path)
 
 def test_a_killed_launcher_leaves_no_weights_behind(tmp_path: Path) -> None:
     text = (
-        "from tests.runtime.tiny import IDS, tiny_model; import aero_compile;"
+        "from tests.support.runtime_tiny import IDS, tiny_model; import aero_compile;"
         "aero_compile.private_inference(tiny_model(), IDS, 'semi2k')"
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}

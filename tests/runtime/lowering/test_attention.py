@@ -14,7 +14,7 @@ from aero_compile.runtime.lowering.attention import packing, row_maximum
 from aero_compile.runtime.lowering.defer import defer_normalization
 from aero_compile.runtime.lowering.partition import op_name, partition
 from aero_compile.runtime.lowering.to_jax import lower
-from tests.runtime.graphs import TokenRows, any_table_public, aten, expected, in_jax, in_spu
+from tests.support.runtime_graphs import TokenRows, any_table_public, aten, expected, in_jax, in_spu
 
 pytest.importorskip("jax")
 

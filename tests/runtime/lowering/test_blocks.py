@@ -12,7 +12,7 @@ from aero_compile.runtime.lowering import blocks
 from aero_compile.runtime.lowering.blocks import blocked_scores, choose_strips
 from aero_compile.runtime.lowering.partition import partition
 from aero_compile.runtime.lowering.to_jax import lower
-from tests.runtime.graphs import TokenRows, aten, expected
+from tests.support.runtime_graphs import TokenRows, aten, expected
 
 pytest.importorskip("jax")
 

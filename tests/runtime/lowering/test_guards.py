@@ -19,8 +19,8 @@ from aero_compile.runtime.lowering.partition import partition
 from aero_compile.runtime.lowering.to_jax import lower
 from aero_compile.runtime.operators.limits import Format, SmallRows
 from aero_compile.runtime.program import one_hot
-from benchmarks import zoo
-from tests.runtime.graphs import TokenRows, aten, simulate
+from benchmarks.lib import zoo
+from tests.support.runtime_graphs import TokenRows, aten, simulate
 
 FORM = Format(64, 18)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from aero_compile.errors import LoweringError
-from tests.runtime.graphs import TokenRows, aten, expected, in_spu
+from tests.support.runtime_graphs import TokenRows, aten, expected, in_spu
 
 pytest.importorskip("spu")
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from aero_compile.runtime.arithmetic.approximations import approximations
-from tests.runtime import cases
-from tests.runtime.graphs import TokenRows, aten, expected, in_spu
+from tests.support import operator_cases as cases
+from tests.support.runtime_graphs import TokenRows, aten, expected, in_spu
 
 pytest.importorskip("spu")
 

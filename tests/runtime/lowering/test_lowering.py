@@ -14,8 +14,8 @@ from aero_compile.errors import LoweringError
 from aero_compile.runtime.arithmetic.approximations import approximations
 from aero_compile.runtime.lowering.partition import partition
 from aero_compile.runtime.lowering.to_jax import lower, supported_ops
-from tests.runtime import cases
-from tests.runtime.graphs import TokenRows, any_table_public, aten, expected, in_jax
+from tests.support import operator_cases as cases
+from tests.support.runtime_graphs import TokenRows, any_table_public, aten, expected, in_jax
 
 pytest.importorskip("jax")
 

@@ -12,7 +12,7 @@ from torch import fx
 
 from aero_compile.runtime.lowering.masks import Masked, find_mask
 from aero_compile.runtime.lowering.partition import SOFTMAXES, Partition, partition
-from tests.runtime.graphs import Body, TokenRows, any_table_public, aten
+from tests.support.runtime_graphs import Body, TokenRows, any_table_public, aten
 
 INF = float("inf")
 

@@ -29,7 +29,7 @@ from aero_compile.runtime.lowering.to_jax import lower
 from aero_compile.runtime.operators.limits import Format
 from aero_compile.runtime.operators.products import NORM_GAIN
 from aero_compile.runtime.program import one_hot
-from tests.runtime.graphs import TokenRows, aten, expected, simulate
+from tests.support.runtime_graphs import TokenRows, aten, expected, simulate
 
 pytest.importorskip("spu")
 

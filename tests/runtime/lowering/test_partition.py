@@ -9,7 +9,7 @@ import torch
 from aero_compile.errors import LoweringError
 from aero_compile.runtime.lowering.partition import Domain, partition
 from aero_compile.runtime.lowering.to_jax import lower
-from tests.runtime.graphs import TokenRows, aten
+from tests.support.runtime_graphs import TokenRows, aten
 
 
 def _domains(model: TokenRows) -> dict[str, Domain]:

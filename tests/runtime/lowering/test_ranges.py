@@ -14,7 +14,7 @@ from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.lowering.partition import partition
 from aero_compile.runtime.lowering.ranges import RangeCheck
 from aero_compile.runtime.lowering.to_jax import lower
-from tests.runtime.graphs import TokenRows, aten
+from tests.support.runtime_graphs import TokenRows, aten
 
 Body = Callable[[Any, Any], Any]
 

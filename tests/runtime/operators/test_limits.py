@@ -17,7 +17,7 @@ from aero_compile.runtime.lowering.partition import partition
 from aero_compile.runtime.lowering.ranges import RangeCheck
 from aero_compile.runtime.lowering.to_jax import lower, supported_ops
 from aero_compile.runtime.operators.limits import LIMITS, Format, anywhere
-from tests.runtime.graphs import TokenRows, aten, expected, in_spu
+from tests.support.runtime_graphs import TokenRows, aten, expected, in_spu
 
 FORM = Format(64, 18)
 LEAST, MOST = FORM.least, FORM.inverse_limit

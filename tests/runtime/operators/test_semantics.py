@@ -8,9 +8,9 @@ import torch
 
 from aero_compile.errors import LoweringError
 from aero_compile.runtime.lowering.to_jax import supported_ops
-from tests.runtime import cases
-from tests.runtime.cases import Case
-from tests.runtime.graphs import aten, expected, in_jax
+from tests.support import operator_cases as cases
+from tests.support.operator_cases import Case
+from tests.support.runtime_graphs import aten, expected, in_jax
 
 pytest.importorskip("jax")
 

@@ -1,0 +1,156 @@
+"""Nodes that are affine in each row `[d]` of a hidden value, the same for all rows, and what they multiply it with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from aero_compile.analysis.parts import Structure
+from aero_compile.ir.rewriting import is_floating, live_inputs, weight_value
+from aero_compile.model import TransformedModel
+
+aten = torch.ops.aten
+
+COPIES = frozenset({aten.contiguous.default, aten.clone.default, aten.alias.default})
+RESHAPES = frozenset({aten.reshape.default, aten.view.default})
+MOVES = frozenset({aten.transpose.int, aten.permute.default, aten.slice.Tensor, aten.select.int, aten.expand.default})
+"""Views that need not keep the order of rows."""
+
+LAYOUT = COPIES | RESHAPES | MOVES | {aten.unsqueeze.default, aten.squeeze.dim}
+SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
+SCALES = frozenset({aten.mul.Tensor, aten.div.Tensor})
+
+_ROWS = 8192  # of a vocabulary's weights that are multiplied at a time, in float64
+
+
+class AffineNodes:
+    """The affine nodes of a model, found from shapes and data flow: `nodes`; all others are leaves for them.
+
+    Coefficients are float64 `[d_in, d_out]`, or 0-dimensional for multiples of the identity; rows are multiplied with
+    them from the left.
+    """
+
+    def __init__(self, model: TransformedModel) -> None:
+        structure: Structure = model.structure
+        self.model = model
+        self.live, self.values = structure.live, structure.values
+        self.constants = _constants(model.graph)
+        self.known: dict[fx.Node, Any] = {}
+        self.nodes = {node for node in model.graph.nodes if node in self.live and self._is_affine(node)}
+
+    def width(self, node: fx.Node) -> int:
+        """Number of features of a value."""
+        return int(self.values[node].shape[-1])
+
+    def constant(self, node: Any) -> Tensor:
+        """The value of a node that is computed from weights alone, in its own dtype."""
+        value: Tensor = weight_value(self.model, node, self.known)
+        return value.detach()
+
+    def factor(self, node: fx.Node) -> Tensor:
+        """What a product or quotient multiplies with: 0-dimensional, or one number for every feature."""
+        value: Any = node.args[1] if node.args[0] in self.live else node.args[0]
+        if isinstance(value, fx.Node):
+            found = self.constant(value).double().flatten()
+        else:
+            found = torch.tensor([value], dtype=torch.float64)
+        found = found.to(self.values[node].device)
+        found = found if found.numel() > 1 else found.reshape(())
+        return 1 / found if node.target is aten.div.Tensor else found
+
+    def is_private(self, node: fx.Node) -> bool:
+        """Whether `node` multiplies with numbers that the server alone knows."""
+        return node.target in SCALES and all(isinstance(each, fx.Node) for each in node.args)
+
+    def is_row(self, node: fx.Node) -> bool:
+        """Whether `node` is one row of weights, a bias for instance."""
+        return node in self.constants and int(self.values[node].numel()) == self.width(node)
+
+    def derivatives(self, node: fx.Node, coefficient: Tensor) -> Iterator[tuple[Any, Tensor]]:
+        """What an affine node reads, numbers and biases included, with the coefficients that follow from its own."""
+        if node.target is aten.linear.default:
+            yield node.args[0], times(self.constant(node.args[1]).double().T, coefficient)
+            if len(node.args) > 2 and node.args[2] is not None:
+                yield node.args[2], coefficient
+        elif node.target in SUMS:
+            yield node.args[0], coefficient
+            yield node.args[1], -coefficient if node.target is aten.sub.Tensor else coefficient
+        elif node.target in SCALES:
+            factor = self.factor(node)
+            yield live_inputs(node, self.live)[0], times(factor.diag() if factor.dim() else factor, coefficient)
+        else:
+            yield node.args[0], -coefficient if node.target is aten.neg.default else coefficient
+
+    def _is_affine(self, node: fx.Node) -> bool:
+        inputs, shape = live_inputs(node, self.live), getattr(self.values[node], "shape", ())
+        if not inputs or not shape or node.op != "call_function":
+            return False
+        if node.target is aten.linear.default:
+            weights = [each for each in node.args[1:] if each is not None]
+            return inputs == [node.args[0]] and all(each in self.constants for each in weights)
+        if node.target in LAYOUT:
+            return node.all_input_nodes[0] is node.args[0] and inputs == [node.args[0]] and self._keeps_features(node)
+        if node.kwargs or any(getattr(self.values[each], "shape", ()) != shape for each in inputs):
+            return False
+        if node.target in SUMS:
+            return all(self._is_addend(each, shape) for each in node.args)
+        if node.target in SCALES:
+            first, second = node.args
+            factor = second if first in self.live else first
+            return (first in self.live or node.target is aten.mul.Tensor) and self._is_factor(factor, shape)
+        return node.target is aten.neg.default
+
+    def _keeps_features(self, node: fx.Node) -> bool:
+        """Whether a view moves whole rows only: rows that are all 0, 1, 2, … must come out as they went in."""
+        source = self.values[node.all_input_nodes[0]]
+        numbers = torch.arange(source.shape[-1])
+        args = fx.map_arg(node.args[1:], self.values.__getitem__)
+        result = node.target(numbers.expand(source.shape), *args)  # type: ignore[operator]
+        return bool(result.shape[-1:] == numbers.shape and (result == numbers).all())
+
+    def _is_addend(self, value: Any, shape: torch.Size) -> bool:
+        """A hidden value, a number, or rows known before the tokens are."""
+        if not isinstance(value, fx.Node) or value in self.live:
+            return isinstance(value, fx.Node | int | float)
+        fake = self.values[value]
+        return is_floating(fake) and 0 < fake.dim() <= len(shape) and fake.shape[-1] == shape[-1]
+
+    def _is_factor(self, value: Any, shape: torch.Size) -> bool:
+        """A number, or one for every feature."""
+        if not isinstance(value, fx.Node):
+            return isinstance(value, int | float)
+        if value not in self.constants or not is_floating(self.values[value]):
+            return False
+        return int(self.values[value].numel()) == 1 or (self.is_row(value) and self.width(value) == shape[-1])
+
+
+def times(left: Tensor, right: Tensor) -> Tensor:
+    """The product of two coefficients, or of a row and one."""
+    return left @ right if left.dim() and right.dim() else left * right
+
+
+def plus(left: Tensor, right: Tensor) -> Tensor:
+    """The sum of two coefficients of one value."""
+    if left.dim() == right.dim():
+        return left + right
+    dense, multiple = (left, right) if left.dim() else (right, left)
+    return dense + multiple * torch.eye(len(dense), dtype=dense.dtype, device=dense.device)
+
+
+def by_rows(weight: Tensor, matrix: Tensor) -> Tensor:
+    """`weight`, `[rows, d]`, times `matrix`, computed in float64, in the dtype of `weight`."""
+    parts = [weight[start : start + _ROWS] for start in range(0, len(weight), _ROWS)]
+    return torch.cat([times(rows.double(), matrix).to(weight.dtype) for rows in parts])
+
+
+def _constants(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that are computed from weights, and depend on no input, not even on its shape."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        inside = node.op == "get_attr" or (node.op in ("call_function", "call_module") and bool(node.all_input_nodes))
+        if inside and all(parent in found for parent in node.all_input_nodes):
+            found.add(node)
+    return found

@@ -1,0 +1,158 @@
+"""Masks: which positions attention sees, from the constants of the graph; no weight is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+from aero_compile.analysis.parts import Attention, Heads
+from aero_compile.errors import UnsupportedModelError
+from aero_compile.ir.extra_inputs import shape_of
+from aero_compile.ir.rewriting import live_inputs, place, sample_shape, tainted_nodes
+from aero_compile.model import TransformedModel
+
+aten = torch.ops.aten
+
+_LARGEST = 2**24
+"""Most entries of a matrix of distances that is evaluated."""
+
+
+def require_causal(
+    model: TransformedModel, found: Sequence[Attention], live: set[fx.Node], values: Mapping[fx.Node, Any]
+) -> None:
+    """Evaluate the masks, which depend on shapes alone, and refuse attention that sees later positions.
+
+    Where a model gives the logits of the last position alone, that position is the one query of its last attention.
+    """
+    length = 5 if model.max_positions is None else max(2, min(5, model.max_positions))
+    if model.fixed_shape is not None:
+        length = model.fixed_shape[1]
+    constants: dict[fx.Node, Any] = {}
+    output = next(node for node in reversed(model.graph.nodes) if node.op == "output")
+    only_last = values[output][0].shape[1] == 1
+    for attention in found:
+        for heads in attention.groups:
+            queries, keys = values[heads.scores].shape[-2:]
+            if only_last and queries < keys:  # one a head, where the heads are folded into them
+                continue
+            added = [size - sample_shape(model)[1] for size in values[heads.softmax].shape[-2:]]
+            rows, columns = (length + more for more in added)
+            hidden = torch.zeros(rows, columns, dtype=torch.bool)
+            unknown, masked = False, False
+            for node, mask in _masks(heads, live):
+                masked = True
+                value = _evaluate(model, mask, length, constants)
+                if value is None:  # a buffer without values, on the meta device
+                    unknown = True
+                elif value.dim() >= 2 and value.shape[-1] == columns and value.shape[-2] in (1, rows):
+                    hidden |= _hides(node, value, live).reshape(-1, value.shape[-2], columns).all(0)
+            if not unknown and not hidden[_ahead(rows, columns, *added)].all():
+                raise UnsupportedModelError(
+                    f"attention of layer {attention.layer} ({place(heads.softmax)}) is not causal: "
+                    f"{'its mask lets' if masked else 'no mask stops'} positions see later ones; supported are "
+                    "decoder-only transformers"
+                )
+
+
+def _ahead(rows: int, columns: int, more_rows: int, more_columns: int) -> Tensor:
+    """Which scores `[rows, columns]` are of a token that comes after the row's.
+
+    There may be more rows, or more columns, than tokens: those of a learned prefix, which comes first, and which may
+    be seen by all, but sees no token.
+    """
+    ahead = torch.ones(rows, columns, dtype=torch.bool).triu(1 + more_columns - more_rows)
+    ahead[:, : max(0, more_columns)] = False
+    return ahead
+
+
+def _masks(heads: Heads, live: set[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """(node, constant it combines with the scores) on the way from the product to the softmax."""
+    node = heads.softmax.args[0]
+    while isinstance(node, fx.Node) and node is not heads.scores:
+        for parent in node.all_input_nodes:
+            if parent not in live:
+                yield node, parent
+        node = live_inputs(node, live)[0]
+
+
+def _hides(node: fx.Node, value: Tensor, live: set[fx.Node]) -> Tensor:
+    """Which scores a mask hides, as it is used by `node`."""
+    if value.dtype != torch.bool:
+        return value.double() < -1e3
+    keeps = node.target in (aten.where.self, aten.where.ScalarOther) and node.args[1] in live
+    return ~value if keeps else value
+
+
+def _evaluate(model: TransformedModel, node: fx.Node, length: int, known: dict[fx.Node, Any]) -> Tensor | None:
+    """Value of a node that does not depend on tokens, at batch 1; None if it needs a buffer without values.
+
+    Weights without values are taken for zeros: what is learned is finite, and hides nothing.
+    """
+
+    def value_of(current: fx.Node) -> Any:
+        if current in known:
+            return known[current]
+        if current.op == "placeholder":
+            known[current] = model.stand_in(str(current.target), torch.ones(1, length, dtype=torch.int64))
+        elif current.op == "get_attr":
+            parent, _, leaf = str(current.target).rpartition(".")
+            tensor = getattr(model.get_submodule(parent), leaf)
+            if tensor.device.type == "meta" and not isinstance(tensor, torch.nn.Parameter):
+                raise LookupError(current.name)
+            known[current] = torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().cpu()
+        elif current.op != "call_function":
+            raise LookupError(current.name)
+        elif current.target is aten.sym_size.int and str(current.args[0]) in model.convention.extras:
+            sizes = shape_of(model.convention.extras[str(current.args[0])], 1, length)
+            known[current] = sizes[cast("int", current.args[1])]
+        else:
+            args, kwargs = fx.map_arg((current.args, current.kwargs), value_of)
+            kwargs = {k: torch.device("cpu") if k == "device" and v is not None else v for k, v in kwargs.items()}
+            known[current] = current.target(*args, **kwargs)  # type: ignore[operator]
+        return known[current]
+
+    try:
+        result = value_of(node)
+    except (LookupError, RuntimeError, RecursionError):
+        return None
+    return result if isinstance(result, Tensor) else None
+
+
+def position_limit(model: TransformedModel) -> int | None:
+    """Longest sequence that the position tables allow, or None if no lookup of positions leaves its table.
+
+    A table of distances that are clamped, or put into buckets, limits nothing.
+    """
+    tainted = tainted_nodes(model.graph, model.convention.tokens)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    limits = []
+    for node in model.graph.nodes:
+        lookup = node.target is aten.embedding.default and node not in tainted
+        if lookup and node.args[0].op == "get_attr" and node.args[0].target in parameters:
+            limits.append(_table_limit(model, node.args[1], parameters[node.args[0].target].shape[0]))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _table_limit(model: TransformedModel, index: fx.Node, rows: int) -> int | None:
+    """Longest sequence whose `index` stays within a table of `rows`; None if longer ones do as well."""
+    short, long = (_evaluate(model, index, length, {}) for length in (2, 3))
+    if short is None or long is None or not short.numel() or long.max() <= short.max():
+        return None  # a table of something else, such as token types
+    fits, over = 2, rows + 1
+    if short.dim() > 1 and short.numel() < long.numel() and over * over > _LARGEST:
+        return rows - int(short.max()) + 1  # distances: too many to look at, each token adds one
+    if _within(model, index, over, rows):
+        return None
+    while over - fits > 1:
+        middle = (fits + over) // 2
+        fits, over = (middle, over) if _within(model, index, middle, rows) else (fits, middle)
+    return fits
+
+
+def _within(model: TransformedModel, index: fx.Node, length: int, rows: int) -> bool:
+    """Whether all rows that `index` names exist at `length`; where it cannot be said, another limit is tighter."""
+    value = _evaluate(model, index, length, {})
+    return value is None or (int(value.min()) >= 0 and int(value.max()) < rows)

@@ -1,0 +1,184 @@
+"""Follow the channels of a linear layer's result: which of them every element of a later value is made of.
+
+A value that is moved, negated, multiplied by constants, or summed within itself (rotary positions, attention scores,
+averages) scales with the channels that it is made of. So a factor on such a value can be put on rows of the weight,
+if no channel in question goes anywhere else. Channels that meet in one element must have the same factor: they are
+merged into one class.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from aero_compile.ir.rewriting import SHAPE_ONLY, VIEWS
+
+aten = torch.ops.aten
+
+_MOVES = VIEWS | {
+    aten.select.int,
+    aten.repeat.default,
+    aten.repeat_interleave.self_int,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.chunk.default,
+    aten.unbind.int,
+    operator.getitem,
+}
+_JOINS = frozenset({aten.cat.default, aten.stack.default})
+_SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
+_PRODUCTS = frozenset({aten.mul.Tensor, aten.div.Tensor})
+
+
+def is_product_with_constant(node: fx.Node, live: set[fx.Node]) -> bool:
+    """Whether `node` is a live value times, or divided by, one that is not live."""
+    if node.target not in _PRODUCTS or node.kwargs:
+        return False
+    left, right = node.args
+    if node.target is aten.div.Tensor:
+        return left in live and right not in live
+    return (left in live) != (right in live)
+
+
+def live_operand(node: fx.Node, live: set[fx.Node]) -> tuple[fx.Node, Any]:
+    """The live and the other operand of a product."""
+    left, right = node.args
+    if left not in live:
+        left, right = right, left
+    assert isinstance(left, fx.Node)
+    return left, right
+
+
+def origins(graph: fx.Graph, live: set[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """For every live node the one that its channels come from: a linear layer, or where they cannot be followed."""
+    found: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node not in live:
+            continue
+        parents = [parent for parent in node.all_input_nodes if parent in live]
+        behind = {found[parent] for parent in parents}
+        found[node] = node
+        if node.target is aten.matmul.default:
+            left, right = node.args
+            first = found.get(left)
+            if first is not None and (first.target is aten.linear.default or right not in live):
+                found[node] = first
+            elif right in live:
+                found[node] = found[right]
+        elif len(behind) == 1 and _is_followed(node, live):
+            found[node] = behind.pop()
+    return found
+
+
+def _is_followed(node: fx.Node, live: set[fx.Node]) -> bool:
+    if node.target in _MOVES or node.target is aten.neg.default or is_product_with_constant(node, live):
+        return True
+    return node.target in _JOINS or (node.target in _SUMS and all(each in live for each in node.args))
+
+
+class Channels:
+    """Where the channels of `origin` go, up to `end`.
+
+    Attributes:
+        origin: a live node whose last dimension holds the channels.
+        labels: for every node reached, the channel that each element is made of; a tuple for splits.
+        leaving: channels that reach anything but `end` in a form that a factor would not go along with.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, live: set[fx.Node], values: Mapping[fx.Node, Any], origin: fx.Node, end: fx.Node
+    ) -> None:
+        self.live, self.values, self.origin = live, values, origin
+        shape = values[origin].shape
+        self.labels: dict[fx.Node, Any] = {origin: torch.arange(shape[-1]).expand(shape)}
+        self.leaving: set[int] = set()
+        self._class = list(range(shape[-1]))
+        for node in graph.nodes:
+            read = [parent for parent in node.all_input_nodes if parent in self.labels]
+            if not read or node is end or node is origin or node.target in SHAPE_ONLY:
+                continue
+            reached = self._reached(node)
+            if reached is None:
+                for parent in read:
+                    self._leave(self.labels[parent])
+            else:
+                self.labels[node] = reached
+
+    def classes(self, node: fx.Node) -> Tensor:
+        """The class of every element of `node`, int64."""
+        return self.class_of(self.labels[node])
+
+    def class_of(self, labels: Tensor) -> Tensor:
+        """The classes of channels, int64 of the same shape."""
+        table = torch.tensor([self._find(label) for label in range(len(self._class))])
+        return table[labels]
+
+    def members(self, classes: Tensor) -> Tensor:
+        """Channels, in order, that belong to any of `classes`."""
+        return torch.isin(self.class_of(torch.arange(len(self._class))), classes).nonzero().flatten()
+
+    def leaves(self, classes: Tensor) -> bool:
+        """Whether a channel of these classes goes elsewhere, too."""
+        return not {self._find(label) for label in self.leaving}.isdisjoint(classes.flatten().tolist())
+
+    def between(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes from the origin, which is left out, to `node`, in graph order."""
+        wanted, stack = {node}, [node]
+        while stack:
+            for parent in stack.pop().all_input_nodes:
+                if parent in self.labels and parent not in wanted:
+                    wanted.add(parent)
+                    stack.append(parent)
+        return [each for each in self.labels if each in wanted and each is not self.origin]
+
+    def _reached(self, node: fx.Node) -> Any:
+        """Labels of a node's elements, or None if a factor would not pass."""
+        if node.target in _MOVES:
+            return self._moved(node)
+        if node.target in _JOINS:
+            parts = node.args[0]
+            return self._moved(node) if all(part in self.labels for part in parts) else None  # type: ignore[union-attr]
+        if node.target is aten.neg.default:
+            return self.labels[node.args[0]]  # type: ignore[index]
+        if is_product_with_constant(node, self.live):
+            return self.labels[live_operand(node, self.live)[0]].expand(self.values[node].shape)
+        if node.target in _SUMS and all(each in self.labels for each in node.args):
+            left, right = (self.labels[each].expand(self.values[node].shape) for each in node.args)  # type: ignore[index]
+            self._merge(left, right)
+            return left
+        return self._product(node) if node.target is aten.matmul.default else None
+
+    def _product(self, node: fx.Node) -> Tensor | None:
+        """Labels of a matrix product: those of the left factor's rows, or else of the right one's columns."""
+        left, right = (self.labels.get(each) for each in node.args)  # type: ignore[arg-type]
+        shape = self.values[node].shape
+        factor, axis = (left, -1) if left is not None else (right, -2)
+        if factor is None or factor.dim() != len(shape):
+            return None
+        if left is not None and right is not None:
+            self._leave(right)
+        first = factor.narrow(axis, 0, 1)
+        self._merge(first.expand(factor.shape), factor)
+        spread: Tensor = first.expand(shape)
+        return spread
+
+    def _moved(self, node: fx.Node) -> Any:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.labels.get(n, self.values[n]))
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _leave(self, labels: Any) -> None:
+        for part in labels if isinstance(labels, tuple | list) else [labels]:
+            self.leaving.update(part.flatten().tolist())
+
+    def _merge(self, left: Tensor, right: Tensor) -> None:
+        for one, other in set(zip(left.flatten().tolist(), right.flatten().tolist(), strict=True)):
+            self._class[self._find(one)] = self._find(other)
+
+    def _find(self, label: int) -> int:
+        while self._class[label] != label:
+            label = self._class[label]
+        return label

@@ -1,0 +1,227 @@
+"""Where a decoder's norms are read: by queries and keys, by values, by feed-forward blocks, or elsewhere.
+
+Passes that remove or replace norms choose among these *sites*, so that a driver can take one norm at a time. One norm
+has several sites where several parts read it: GPT-2's first norm feeds queries and keys (`qk`) and values (`v`), that
+of a parallel block (GPT-J) the feed-forward (`ffn`) as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+
+from aero_compile.analysis.parts import NORMS, Attention, Norm, Structure
+from aero_compile.analysis.projections import find_projections
+from aero_compile.errors import RecipeError, UnsupportedGraphError, nearest
+from aero_compile.ir.rewriting import SHAPE_ONLY, VIEWS, live_inputs, through_views
+from aero_compile.model import TransformedModel
+
+aten = torch.ops.aten
+
+PARTS = ("qk", "v", "ffn", "query", "key", "post-attention", "post-ffn", "final", "other")
+"""Names of sites: what reads the norm (`qk`, `v`, `ffn`), or where it is: on the heads' queries or keys, on the result
+of attention or feed-forward (sandwich norms), after the last layer, elsewhere (on embeddings, inside a block)."""
+
+_GROUPS: Mapping[str, frozenset[str]] = {"all": frozenset(PARTS), "attention": frozenset({"qk", "v"})}
+_STARTS = frozenset({aten.linear.default, aten.matmul.default, aten.softmax.int, aten.embedding.default})
+
+
+@dataclass(frozen=True)
+class Reader:
+    """`user` reads the norm through its argument `value`, the norm's result or a view of it.
+
+    `rows` are the rows of a linear layer's weight that are meant, or None for all of the user.
+    """
+
+    user: fx.Node
+    value: fx.Node
+    rows: frozenset[int] | None = None
+
+
+@dataclass(frozen=True)
+class NormSite:
+    """One norm as one part of the model reads it; `part` is one of `PARTS`."""
+
+    norm: Norm
+    part: str
+    readers: tuple[Reader, ...]
+
+
+def parse_norms(text: str) -> frozenset[str]:
+    """The parts meant by names joined with `+`: those of `PARTS`, `attention` (`qk+v`) or `all`.
+
+    Raises:
+        RecipeError: an unknown name.
+    """
+    parts: set[str] = set()
+    for term in text.replace(" ", "").split("+"):
+        if term not in _GROUPS and term not in PARTS:
+            raise RecipeError(f"unknown norms {term!r}{nearest(term, [*_GROUPS, *PARTS])}; join several with +")
+        parts |= _GROUPS.get(term, {term})
+    return frozenset(parts)
+
+
+def find_norm_sites(model: TransformedModel, *, exact: bool = True) -> tuple[NormSite, ...]:
+    """All sites of all norms, in graph order; no reader belongs to two sites.
+
+    With `exact=False`, for choices that do not divide `qk` from `v`, an attention whose fused projection cannot be
+    told apart has both parts read all of it.
+
+    Raises:
+        UnsupportedGraphError: a projection cannot be told apart (`aero_compile.analysis.projections`), and `exact`.
+    """
+    structure: Structure = model.structure
+    rows = _rows_of_attention(model, exact)
+    on_heads = _norms_on_heads(structure)
+    found = []
+    for norm in structure.norms:
+        readers = [Reader(user, value) for user, value in _users(norm.node)]
+        part = "final" if norm.layer is None else on_heads.get(norm.node) or _after_block(norm, structure, rows)
+        by_part: dict[str, list[Reader]] = {part: readers} if part else {}
+        for reader in [] if part else readers:
+            for name, each in _split(reader, structure, rows):
+                by_part.setdefault(name, []).append(each)
+        rest = by_part.pop("", [])
+        if rest and structure.depth[norm.node] == 0:  # a norm of the embeddings, which all layers read
+            by_part = {"other": readers}
+        elif rest:  # a residual sum, for instance: it goes with the last part that reads the norm
+            by_part.setdefault(next((name for name in ("v", "ffn", "qk") if name in by_part), "other"), []).extend(rest)
+        found += [NormSite(norm, name, tuple(by_part[name])) for name in PARTS if name in by_part]
+    return tuple(found)
+
+
+def removal_schedule(
+    model: nn.Module,
+    order: str = "ffn,qk,v,query,key,post-attention,post-ffn,other,final",
+    pass_name: str = "strip-layer-norm",
+) -> tuple[str, ...]:
+    """Passes, as text, that take the norms of `model` one site at a time; each is valid after those before it.
+
+    The default order is that of Heimersheim 2024 and Baroni et al. 2025 (`ln_2`, `ln_1` for queries and keys, `ln_1`
+    for values, `ln_f`), with norms that GPT-2 does not have before the final one.
+
+    Args:
+        model: a TransformedModel, or any model that `transform` takes.
+        order: names of parts, divided by commas; `attention` is one step a layer. Norms that are not named stay.
+        pass_name: `strip-layer-norm`, `freeze-layer-norm` or `layer-norm-to-dyt`.
+
+    Raises:
+        RecipeError: an unknown name.
+    """
+    if not isinstance(model, TransformedModel):
+        from aero_compile.pipeline import transform
+
+        model = transform(model, "baseline")
+    sites = find_norm_sites(model)
+    steps: list[str] = []
+    for name in order.replace(" ", "").split(","):
+        parts = parse_norms(name)
+        if "final" not in parts or len(parts) > 1:
+            layers = sorted({s.norm.layer for s in sites if s.part in parts and s.norm.layer is not None})
+            steps += [f"{pass_name}{{layers={layer},norms={name}}}" for layer in layers]
+        if "final" in parts and any(site.part == "final" for site in sites):
+            steps.append(f"{pass_name}{{norms=final}}")
+    return tuple(dict.fromkeys(steps))
+
+
+def _users(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """(user, argument) of everything that reads the values of `node`, seen through views and dropout."""
+    for user in node.users:
+        if user.target in SHAPE_ONLY:
+            continue
+        if user.op == "call_module" or user.target in VIEWS:
+            yield from _users(user)
+        else:
+            yield user, node
+
+
+def _rows_of_attention(model: TransformedModel, exact: bool) -> dict[fx.Node, dict[str, frozenset[int]]]:
+    """For each linear layer before an attention, the rows of its weight that make queries and keys, and values."""
+    rows: dict[fx.Node, dict[str, frozenset[int]]] = {}
+    for attention in model.structure.attentions:
+        try:
+            found = find_projections(model, attention)
+        except UnsupportedGraphError:
+            if exact:
+                raise
+            rows |= _whole_layers(attention, model.structure)
+            continue
+        for part, each in (("qk", (*found.queries, *found.keys)), ("v", found.values)):
+            for projection in each:
+                own = rows.setdefault(projection.linear, {})
+                own[part] = own.get(part, frozenset()) | frozenset(projection.rows)
+        if found.output is not None:
+            rows.setdefault(found.output, {})["output"] = frozenset()
+    return rows
+
+
+def _whole_layers(attention: Attention, structure: Structure) -> dict[fx.Node, dict[str, frozenset[int]]]:
+    """The linear layers before an attention whose rows cannot be told apart."""
+    found: dict[fx.Node, dict[str, frozenset[int]]] = {}
+    for node in _above([operand for heads in attention.groups for operand in heads.scores.args], structure):
+        if node.target is aten.linear.default:
+            found[node] = dict.fromkeys(("qk", "v"), frozenset(range(structure.values[node].shape[-1])))
+    return found
+
+
+def _split(
+    reader: Reader, structure: Structure, rows: Mapping[fx.Node, Mapping[str, frozenset[int]]]
+) -> Iterator[tuple[str, Reader]]:
+    """The parts of the model that `reader` computes, with the rows of its weight that each takes; "" if none."""
+    user = reader.user
+    inside = "ffn" if any(user in ffn.inputs for ffn in structure.ffns) else ""
+    own = {part: taken for part, taken in rows.get(user, {}).items() if taken}
+    if not own or reader.value is not user.args[0]:
+        yield inside, reader
+        return
+    every = frozenset(range(structure.values[user].shape[-1]))
+    if own.get("qk") == own.get("v"):  # one projection for both, or one that could not be told apart
+        yield from (("qk", reader), ("v", reader))
+        return
+    left = every.difference(*own.values())
+    if left:
+        home = inside or ("v" if "v" in own else "qk")
+        own[home] = own.get(home, frozenset()) | left
+    for part, taken in own.items():
+        yield part, Reader(user, reader.value, None if taken == every else taken)
+
+
+def _norms_on_heads(structure: Structure) -> dict[fx.Node, str]:
+    """Norms between a projection and the attention scores: of queries, or of keys."""
+    sides: dict[fx.Node, set[str]] = {}
+    for attention in structure.attentions:
+        for heads in attention.groups:
+            for operand, part in zip(heads.scores.args, ("query", "key"), strict=False):
+                for node in _above([operand], structure):
+                    if node.target in NORMS:
+                        sides.setdefault(node, set()).add(part)
+    return {norm: parts.pop() for norm, parts in sides.items() if len(parts) == 1}
+
+
+def _above(nodes: Iterable[object], structure: Structure) -> Iterator[fx.Node]:
+    """Hidden values that `nodes` are computed from, back to linear layers and products, these included."""
+    stack, seen = [node for node in nodes if isinstance(node, fx.Node)], set()
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            stack += [] if node.target in _STARTS else live_inputs(node, structure.live)
+
+
+def _after_block(norm: Norm, structure: Structure, rows: Mapping[fx.Node, Mapping[str, frozenset[int]]]) -> str | None:
+    """Whether `norm` is applied to the very result of an attention or a feed-forward block."""
+    node = norm.node.args[0]
+    while isinstance(node, fx.Node):
+        node = through_views(node)
+        if any(node is ffn.output for ffn in structure.ffns):
+            return "post-ffn"
+        if "output" in rows.get(node, {}):
+            return "post-attention"
+        if node.op != "call_module":
+            return None
+        node = node.args[0]
+    return None

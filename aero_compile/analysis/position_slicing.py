@@ -1,0 +1,352 @@
+"""Which part of its inputs a node needs to be computed at one position, op by op.
+
+An axis is followed from a result back to the operands by what each op does, never by its size alone: sizes of heads,
+widths and lengths may coincide. Where an op mixes positions, or is not known, there is no cut.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from aero_compile.ir.deviation_norm import deviation_norm
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One batch and length, both above 1, and the (fake) values that all nodes have there."""
+
+    batch: int
+    length: int
+    values: Mapping[fx.Node, Any]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The dimension `dim` runs over positions: its index is `(o·T + t)·inner + i` at position t.
+
+    Mostly `inner` is 1 and there is one o. Products over shared keys fold heads into it, `[B, T·H, d]`, linear layers
+    written for matrices the batch, `[B·T, d]` or `[T·B, d]`. So `inner` is given for each sample.
+    """
+
+    dim: int
+    inner: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A node at one position: the axes along which inputs are cut (the others stay whole), and the call's arguments."""
+
+    inputs: Mapping[fx.Node, Axis]
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Site:
+    """A node whose result is wanted at one position of (`dim`, `inner`), looked at in one sample."""
+
+    node: fx.Node
+    dim: int
+    inner: int
+    sample: Sample
+
+    def arg(self, index: int, default: Any = None) -> Any:
+        return self.node.args[index] if len(self.node.args) > index else default
+
+    def shape(self, node: fx.Node | None = None) -> tuple[int, ...]:
+        value = self.sample.values[self.node if node is None else node]
+        return tuple((value if isinstance(value, Tensor) else value[0]).shape)
+
+    def at(self, dim: int) -> Where:
+        return dim, self.inner
+
+    def aligned(self, node: fx.Node) -> Where | None:
+        """The axis in an operand that is broadcast to the result; None if it is the same at all positions."""
+        shape = self.shape(node)
+        dim = self.dim - len(self.shape()) + len(shape)
+        return self.at(dim) if dim >= 0 and shape[dim] != 1 else None
+
+    def outer(self) -> int:
+        return self.shape()[self.dim] // (self.sample.length * self.inner)
+
+
+Where = tuple[int, int]
+"""(dim, inner) of an axis in one sample."""
+Operands = list[tuple[Any, Where | None]]
+Rule = Callable[[Site], Operands | None]
+
+
+def find_cut(node: fx.Node, axis: Axis, samples: Sequence[Sample]) -> Cut | None:
+    """How to compute `node` at one position of `axis`, given its inputs at that position; None if that is unknown.
+
+    Args:
+        node: a node whose result is a tensor, or a list of tensors that are cut along the same axis.
+        axis: of the result.
+        samples: at least one; the cut is right in all of them.
+    """
+    rule = _pointwise if _is_pointwise(node) else _RULES.get(node.target)
+    sites = [Site(node, axis.dim, inner, sample) for inner, sample in zip(axis.inner, samples, strict=True)]
+    found = [rule(site) for site in sites] if rule is not None else [None]
+    args = _resized(sites) if node.target in _SIZED else node.args
+    if args is None or not all(found):
+        return None
+    inputs: dict[fx.Node, Axis | None] = {}
+    for operands in zip(*(each or () for each in found), strict=True):
+        wheres = [where for _, where in operands]
+        dims = {where and where[0] for where in wheres}
+        merged = None if None in dims else Axis(wheres[0][0], tuple(inner for _, inner in wheres))
+        # a value that is needed both whole and at one position, or along other dimensions in other samples
+        if len(dims) > 1 or inputs.setdefault(operands[0][0], merged) != merged:
+            return None
+    return Cut({operand: where for operand, where in inputs.items() if where is not None}, args)
+
+
+# -- element by element ------------------------------------------------------------------------------------------
+
+_ALSO_POINTWISE = frozenset(
+    {
+        aten.masked_fill.Tensor,
+        aten.where.ScalarOther,
+        aten.where.ScalarSelf,
+        aten.hardswish.default,
+        aten.to.dtype,
+        aten.alias.default,
+        aten.contiguous.default,
+        aten.detach.default,
+        aten.dropout.default,
+        aten.zeros_like.default,
+        aten.ones_like.default,
+        aten.full_like.default,
+        aten.empty_like.default,
+    }
+)
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    if node.op == "call_module":  # dropout: what else a graph holds computes weights
+        return True
+    return node.target in _ALSO_POINTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _pointwise(site: Site) -> Operands:
+    tensors = [each for each in site.node.all_input_nodes if isinstance(site.sample.values[each], Tensor)]
+    return [(each, site.aligned(each)) for each in tensors]
+
+
+def _prelu(site: Site) -> Operands | None:
+    x, slope = site.arg(0), site.arg(1)
+    return [(x, site.at(site.dim)), (slope, None)] if math.prod(site.shape(slope)) == 1 else None
+
+
+# -- along other dimensions --------------------------------------------------------------------------------------
+
+
+def _beside(index: int, default: Any = 0, *, operands: int = 1) -> Rule:
+    """An op along the dimension in argument `index`: it leaves every other one as it is."""
+
+    def rule(site: Site) -> Operands | None:
+        dim = site.arg(index, default)
+        if dim is None or dim % len(site.shape(site.node.all_input_nodes[0])) == site.dim:
+            return None
+        return [(site.arg(i), site.at(site.dim)) for i in range(operands)]
+
+    return rule
+
+
+def _cat(site: Site) -> Operands | None:
+    if site.arg(1, 0) % len(site.shape()) == site.dim:
+        return None
+    return [(each, site.at(site.dim)) for each in site.arg(0)]
+
+
+def _stack(site: Site) -> Operands | None:
+    dim = site.arg(1, 0) % len(site.shape())
+    if dim == site.dim:
+        return None
+    return [(each, site.at(site.dim - (dim < site.dim))) for each in site.arg(0)]
+
+
+def _select(site: Site) -> Operands:
+    """Also unbind: a dimension is gone."""
+    dim = site.arg(1, 0) % len(site.shape(site.arg(0)))
+    return [(site.arg(0), site.at(site.dim + (dim <= site.dim)))]
+
+
+def _reduce(site: Site) -> Operands | None:
+    inner, dims, keep = site.arg(0), site.arg(1), site.arg(2, site.node.kwargs.get("keepdim", False))
+    rank = len(site.shape(inner))
+    if not dims:
+        return None
+    gone = {dim % rank for dim in ([dims] if isinstance(dims, int) else dims)}
+    left = [dim for dim in range(rank) if keep or dim not in gone]
+    return None if left[site.dim] in gone else [(inner, site.at(left[site.dim]))]
+
+
+def _norm(site: Site) -> Operands | None:
+    return [(site.arg(0), site.at(site.dim))] if site.dim < len(site.shape()) - len(site.arg(1)) else None
+
+
+def _pad(site: Site) -> Operands | None:
+    padded = len(site.arg(1)) // 2
+    return [(site.arg(0), site.at(site.dim))] if site.dim < len(site.shape()) - padded else None
+
+
+# -- products and lookups ----------------------------------------------------------------------------------------
+
+
+def _linear(site: Site) -> Operands | None:
+    """Also view_as_real: everything but the last dimension stays."""
+    return [(site.arg(0), site.at(site.dim))] if site.dim < len(site.shape()) - 1 else None
+
+
+def _matmul(site: Site) -> Operands | None:
+    left, right = site.arg(0), site.arg(1)
+    ranks = len(site.shape(left)), len(site.shape(right))
+    rank = len(site.shape())
+    if min(ranks) < 2:
+        return None
+    if site.dim == rank - 2:
+        return [(left, site.at(ranks[0] - 2)), (right, None)]
+    if site.dim == rank - 1:
+        return [(left, None), (right, site.at(ranks[1] - 1))]
+    return [(left, site.aligned(left)), (right, site.aligned(right))]
+
+
+def _embedding(site: Site) -> Operands | None:
+    table, ids = site.arg(0), site.arg(1)
+    return [(table, None), (ids, site.at(site.dim))] if site.dim < len(site.shape(ids)) else None
+
+
+def _index(site: Site) -> Operands | None:
+    """Rows of a table, or entries along dimensions behind the axis."""
+    table, indices = site.arg(0), site.arg(1)
+    used = [i for i, each in enumerate(indices) if each is not None]
+    if len(used) == 1 and site.dim < used[0]:
+        return [(table, site.at(site.dim))]
+    if used == [0] and site.dim < len(site.shape(indices[0])):
+        return [(table, None), (indices[0], site.at(site.dim))]
+    return None
+
+
+# -- views -------------------------------------------------------------------------------------------------------
+
+
+def _transpose(site: Site) -> Operands:
+    rank = len(site.shape())
+    one, other = (site.arg(i) % rank for i in (1, 2))
+    return [(site.arg(0), site.at({one: other, other: one}.get(site.dim, site.dim)))]
+
+
+def _permute(site: Site) -> Operands:
+    return [(site.arg(0), site.at(site.arg(1)[site.dim] % len(site.shape())))]
+
+
+def _reshape(site: Site) -> Operands | None:
+    """Views that keep the order of elements: the axis is where a step of one position is as many elements wide."""
+    step = site.inner * math.prod(site.shape()[site.dim + 1 :])
+    shape = site.shape(site.arg(0))
+    for dim, size in enumerate(shape):
+        below = math.prod(shape[dim + 1 :])
+        inner = step // below
+        if step % below == 0 and inner and size % (inner * site.sample.length) == 0:
+            return [(site.arg(0), (dim, inner))]
+    return None
+
+
+def _squeeze(site: Site) -> Operands | None:
+    rank = len(site.shape(site.arg(0)))
+    stays = rank == len(site.shape()) and site.arg(1) % rank == site.dim
+    return None if stays else _reshape(site)  # one position would be squeezed out
+
+
+def _expand(site: Site) -> Operands:
+    return [(site.arg(0), site.aligned(site.arg(0)))]
+
+
+def _repeat(site: Site) -> Operands | None:
+    return [(site.arg(0), site.aligned(site.arg(0)))] if site.arg(1)[site.dim] == 1 else None
+
+
+def _getitem(site: Site) -> Operands:
+    return [(site.arg(0), site.at(site.dim))]
+
+
+_SIZED = frozenset({aten.view.default, aten.reshape.default, aten.expand.default, aten.unflatten.int})
+
+
+def _resized(sites: Sequence[Site]) -> tuple[Any, ...] | None:
+    """The arguments of a view whose result has one position."""
+    node, at = sites[0].node, sites[0].dim
+    arguments: tuple[Any, ...] = node.args
+    *before, sizes = arguments
+    if node.target is aten.unflatten.int:
+        at -= before[1] % len(sites[0].shape(before[0]))
+        if not 0 <= at < len(sizes):
+            return node.args
+    sizes = list(sizes)
+    single = all(site.outer() == 1 for site in sites) and len({site.inner for site in sites}) == 1
+    if node.target is aten.expand.default and sites[0].aligned(before[0]) is not None:
+        sizes[at] = -1
+    elif single:
+        sizes[at] = sites[0].inner
+    elif node.target is aten.expand.default or -1 in sizes[:at] + sizes[at + 1 :]:
+        return None
+    else:
+        sizes[at] = -1
+    return (*before, sizes)
+
+
+_RULES: dict[Any, Rule] = {
+    operator.getitem: _getitem,
+    aten.prelu.default: _prelu,
+    aten.softmax.int: _beside(1),
+    aten.cumsum.default: _beside(1),
+    aten.index_select.default: _beside(1),
+    aten.slice.Tensor: _beside(1),
+    aten.split.Tensor: _beside(2),
+    aten.split_with_sizes.default: _beside(2),
+    aten.chunk.default: _beside(2),
+    aten.repeat_interleave.self_int: _beside(2, None),
+    aten.slice_scatter.default: _beside(2, operands=2),
+    aten.cat.default: _cat,
+    aten.stack.default: _stack,
+    aten.select.int: _select,
+    aten.unbind.int: _select,
+    aten.sum.dim_IntList: _reduce,
+    aten.mean.dim: _reduce,
+    aten.amax.default: _reduce,
+    aten.amin.default: _reduce,
+    aten.layer_norm.default: _norm,
+    aten.rms_norm.default: _norm,
+    deviation_norm: _norm,
+    aten.constant_pad_nd.default: _pad,
+    aten.linear.default: _linear,
+    aten.view_as_real.default: _linear,
+    aten.view_as_complex.default: _getitem,
+    aten.matmul.default: _matmul,
+    aten.embedding.default: _embedding,
+    aten.index.Tensor: _index,
+    aten.transpose.int: _transpose,
+    aten.permute.default: _permute,
+    aten.squeeze.dim: _squeeze,
+    aten.expand.default: _expand,
+    aten.repeat.default: _repeat,
+    **dict.fromkeys(
+        (
+            aten.view.default,
+            aten.reshape.default,
+            aten.flatten.using_ints,
+            aten.unflatten.int,
+            aten.unsqueeze.default,
+        ),
+        _reshape,
+    ),
+}

@@ -1,0 +1,261 @@
+"""Which weights make the queries, keys and values of an attention, and which one projects its result.
+
+Found from data flow: the part of the graph between a linear layer and the attention is run on random numbers, and the
+gradient tells which rows of the layer's weight `[out, in]` the queries (or keys, values) come from. So one fused
+projection is told apart in any layout: thirds, interleaved by head, grouped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from aero_compile.analysis.parts import Attention, Structure
+from aero_compile.errors import UnsupportedGraphError
+from aero_compile.ir.rewriting import VIEWS, live_inputs, place
+from aero_compile.model import TransformedModel
+
+aten = torch.ops.aten
+
+_ENDS = frozenset({aten.linear.default, aten.matmul.default, aten.softmax.int, aten.embedding.default})
+"""Ops whose result is taken as it is, not computed from what lies before."""
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Some rows, in ascending order, of the weight `[out, in]` of the node `linear`."""
+
+    linear: fx.Node
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Projections:
+    """The linear layers of one attention.
+
+    Attributes:
+        queries, keys, values: usually one projection each; one for each head where heads are a Python list; none
+            where the attention takes its input as it is.
+        output: node of the linear layer that the heads' results go into, or None.
+    """
+
+    queries: tuple[Projection, ...]
+    keys: tuple[Projection, ...]
+    values: tuple[Projection, ...]
+    output: fx.Node | None
+
+
+def find_projections(model: TransformedModel, attention: Attention) -> Projections:
+    """The projections of `attention`, a part of `model.structure`. Works on the meta device as well.
+
+    Raises:
+        UnsupportedGraphError: the softmax's result is not multiplied by values, or a model without weights selects
+            rows by indices that it does not have.
+    """
+    structure: Structure = model.structure
+    products = [weighted_sum(heads.softmax, structure) for heads in attention.groups]
+    operands = [
+        [heads.scores.args[0] for heads in attention.groups],
+        [heads.scores.args[1] for heads in attention.groups],
+        [product.args[1] for product in products],
+    ]
+    queries = _sources(model, operands[0])
+    taken = frozenset(each for found in queries for each in views_below(found.linear.args[0]))
+    keys, values = (_sources(model, each, taken) for each in operands[1:])
+    outputs = {_next_linear(mixed_values(product, structure), structure) for product in products}
+    return Projections(queries, keys, values, outputs.pop() if len(outputs) == 1 else None)
+
+
+def rows_behind(model: TransformedModel, value: fx.Node) -> tuple[Projection, ...]:
+    """The linear layers that a hidden value is next computed from, with the rows that it depends on."""
+    return _sources(model, [value])
+
+
+def weighted_sum(softmax: fx.Node, structure: Structure) -> fx.Node:
+    """The product of the probabilities with the values.
+
+    Raises:
+        UnsupportedGraphError: the probabilities are used in any other way.
+    """
+    node = softmax
+    while True:
+        users = [user for user in node.users if user in structure.live]
+        products = [user for user in users if user.target is aten.matmul.default and user.args[0] is node]
+        if len(products) == 1:
+            return products[0]
+        if len(users) != 1 or (users[0].op != "call_module" and users[0].target not in VIEWS):
+            raise UnsupportedGraphError(f"the probabilities at {place(softmax)} are not multiplied by values")
+        node = users[0]
+
+
+def mixed_values(product: fx.Node, structure: Structure) -> fx.Node:
+    """What heads give: `product`, or its sum with multiples and constant averages of the same values (αV, C·V)."""
+    values = product.args[1]
+    node = result = product
+    while True:
+        users = [user for user in node.users if user in structure.live]
+        if len(users) != 1:
+            return result
+        node = users[0]
+        inputs = live_inputs(node, structure.live)
+        if node.target is aten.add.Tensor and any(_is_multiple(each, values, structure) for each in inputs):
+            result = node
+        elif node.target is not aten.mul.Tensor or len(inputs) != 1:
+            return result
+
+
+def _is_multiple(node: fx.Node, values: Any, structure: Structure) -> bool:
+    """Whether `node` is `values` times something that is not live, at least once."""
+    factors = 0
+    while node is not values:
+        inputs = live_inputs(node, structure.live)
+        if node.target not in (aten.mul.Tensor, aten.matmul.default) or len(inputs) != 1:
+            return False
+        node, factors = inputs[0], factors + 1
+    return factors > 0
+
+
+def _next_linear(node: fx.Node, structure: Structure) -> fx.Node | None:
+    """The one linear layer that reads `node`, seen through views, dropout and concatenation."""
+    passed = VIEWS | {aten.cat.default, aten.stack.default}
+    while True:
+        users = [user for user in node.users if user in structure.live]
+        if len(users) != 1:
+            return None
+        node = users[0]
+        if node.target is aten.linear.default:
+            return node
+        if node.op != "call_module" and node.target not in passed:
+            return None
+
+
+def views_below(node: Any) -> Iterator[fx.Node]:
+    """`node`, what it is a view of, what that is a view of, and so on."""
+    while isinstance(node, fx.Node):
+        yield node
+        node = node.args[0] if node.target in VIEWS else None
+
+
+def _sources(
+    model: TransformedModel, operands: Iterable[Any], taken: frozenset[fx.Node] = frozenset()
+) -> tuple[Projection, ...]:
+    """Linear layers behind `operands`, with the rows that they depend on; none behind `taken`, the block's input."""
+    structure: Structure = model.structure
+    rows: dict[fx.Node, set[int]] = {}
+    for operand in operands:
+        for linear, found in _Segment(model, structure, operand, taken).rows().items():
+            rows.setdefault(linear, set()).update(found)
+    return tuple(Projection(linear, tuple(sorted(found))) for linear, found in rows.items())
+
+
+class _Segment:
+    """The live nodes between linear layers and `end`, run on random float64 numbers at the sample shape."""
+
+    def __init__(self, model: TransformedModel, structure: Structure, end: fx.Node, taken: frozenset[fx.Node]) -> None:
+        self.model = model
+        self.structure = structure
+        self.end = end
+        self.taken = taken
+        self.random = torch.Generator()
+        self.scale = 1.0
+        self.results: dict[fx.Node, Any] = {}
+        self.leaves: dict[fx.Node, Tensor] = {}
+
+    def rows(self) -> dict[fx.Node, set[int]]:
+        """Rows of each linear layer that `end` depends on.
+
+        A neuron may be silent for some numbers: behind a ReLU below 0, behind a saturated activation far from 0. So
+        what the layers give is taken with either sign, and much larger than any bias besides.
+        """
+        found: dict[fx.Node, set[int]] = {}
+        for scale in (1.0, -1.0, 1e3, -1e3):
+            for linear, used in self._rows(scale).items():
+                found.setdefault(linear, set()).update(used)
+        return found
+
+    def _rows(self, scale: float) -> dict[fx.Node, set[int]]:
+        self.random.manual_seed(0)
+        self.scale, self.results, self.leaves = scale, {}, {}
+        with torch.enable_grad():
+            result = self._value(self.end)
+            if not self.leaves:
+                return {}
+            weighted = (result * self._noise(result.shape)).sum()
+        gradients = torch.autograd.grad(weighted, list(self.leaves.values()), allow_unused=True)
+        found: dict[fx.Node, set[int]] = {}
+        for linear, gradient in zip(self.leaves, gradients, strict=True):
+            if gradient is not None:
+                used = gradient.nan_to_num().flatten(0, -2).abs().sum(0).nonzero().flatten()
+                if used.numel():
+                    found[linear] = set(used.tolist())
+        return found
+
+    def _noise(self, shape: Iterable[int]) -> Tensor:
+        return torch.randn(tuple(shape), generator=self.random, dtype=torch.float64)
+
+    def _value(self, end: fx.Node) -> Any:
+        """Value of `end`; without recursion, since position tables can hang on long chains of nodes."""
+        stack = [end]
+        while stack:
+            node = stack[-1]
+            if node in self.results:
+                stack.pop()
+            elif self._is_start(node):
+                self.results[stack.pop()] = self._start(node)
+            else:
+                missing = [parent for parent in node.all_input_nodes if parent not in self.results]
+                stack.extend(missing)
+                if not missing:
+                    self.results[stack.pop()] = self._run(node)
+        return self.results[end]
+
+    def _is_start(self, node: fx.Node) -> bool:
+        """Where the segment begins: linear layers, other hidden values it cannot pass, constants of any kind."""
+        if node in self.structure.live:
+            blocked = node.target in (
+                aten.linear.default,
+                aten.matmul.default,
+                aten.softmax.int,
+                aten.embedding.default,
+            )
+            return blocked or node in self.taken or not live_inputs(node, self.structure.live)
+        fake = self.structure.values.get(node)
+        return node.op in ("placeholder", "get_attr") or not isinstance(fake, Tensor) or fake.is_floating_point()
+
+    def _start(self, node: fx.Node) -> Any:
+        fake = self.structure.values.get(node)
+        if not isinstance(fake, Tensor):
+            return fake
+        if node in self.structure.live or fake.is_floating_point():
+            value = self._noise(fake.shape)
+            if node in self.structure.live and node.target is aten.linear.default:
+                value = self.leaves[node] = (self.scale * value).requires_grad_()
+            return value
+        if fake.is_complex():
+            return torch.complex(self._noise(fake.shape), self._noise(fake.shape))
+        if node.op == "get_attr":
+            return self._stored(node)
+        return torch.zeros(tuple(fake.shape), dtype=fake.dtype)
+
+    def _stored(self, node: fx.Node) -> Tensor:
+        """A buffer of indices or flags."""
+        stored = self.model.get_buffer(str(node.target))
+        if stored.is_meta:
+            raise UnsupportedGraphError(
+                f"the projections of {place(self.end)} are told apart by the values of {node.target}, which a model "
+                "without weights does not have; build the model on the CPU"
+            )
+        return stored.cpu()
+
+    def _run(self, node: fx.Node) -> Any:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self.results.__getitem__)
+        if node.op == "call_module":
+            return args[0]
+        if "device" in kwargs:
+            kwargs = dict(kwargs) | {"device": torch.device("cpu")}
+        function: Callable[..., Any] = node.target  # type: ignore[assignment]
+        return function(*args, **kwargs)

@@ -1,0 +1,223 @@
+"""The residual stream as linear algebra: its values as sums over earlier ones, found from data flow.
+
+A *hub* is a value of the stream that has to be computed: linear layers read it (queries, keys, values, the LM head), or
+something that is not affine does (a norm). Every hub h, `[…, d]`, is a sum
+
+    h = Σ_q q·S_q + Σ_a a·B_a + c
+
+over the hubs q before it, over other live values a (what heads give, activations, token vectors), and over values that
+depend on no token (position vectors). Whatever lies between, linear FFNs and scalar factors among it, is in S, B and c.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from aero_compile.analysis.affine import LAYOUT, MOVES, SCALES, SUMS, AffineNodes, plus, times
+from aero_compile.analysis.parts import Structure
+from aero_compile.ir.rewriting import live_inputs
+from aero_compile.model import TransformedModel
+
+aten = torch.ops.aten
+
+Basis = tuple[Tensor, Tensor]
+"""A matrix R and its inverse, float64 `[d, d]`, or 0-dimensional for multiples of the identity: z = h·R."""
+
+
+@dataclass(eq=False)
+class Hub:
+    """One value of the stream.
+
+    Attributes:
+        node: where it is computed.
+        region: the affine nodes it is computed by, from other hubs and leaves on, in graph order.
+        readers: linear layers that read it.
+        fixed: whether something else reads it, so that its basis must stay.
+        leaves: what it is computed from, with the shape of the coefficient, `()` for multiples of the identity.
+        skips: the other hubs among the leaves, with their coefficients S.
+    """
+
+    node: fx.Node
+    region: list[fx.Node]
+    readers: list[fx.Node]
+    fixed: bool
+    leaves: list[tuple[fx.Node, tuple[int, ...]]] = field(default_factory=list)
+    skips: list[tuple[fx.Node, Tensor]] = field(default_factory=list)
+
+
+@dataclass
+class Term:
+    """`leaf` times `coefficient`, after which the nodes of `views` bring its rows to where the hub has them."""
+
+    leaf: fx.Node
+    coefficient: Tensor
+    views: tuple[fx.Node, ...] = ()
+
+    @property
+    def moves(self) -> tuple[fx.Node, ...]:
+        """The views that do not keep the order of rows."""
+        return tuple(view for view in self.views if view.target in MOVES)
+
+
+class ResidualStream:
+    """The hubs of a model, in graph order: `hubs`, by node."""
+
+    def __init__(self, model: TransformedModel) -> None:
+        structure: Structure = model.structure
+        self.model = model
+        self.affine = AffineNodes(model)
+        self.width = self.affine.width
+        self.live, self.values = structure.live, structure.values
+        self.embedding, self.vocabulary = structure.embedding, structure.vocab_size
+        self.order = {node: number for number, node in enumerate(model.graph.nodes)}
+        self.hubs: dict[fx.Node, Hub] = {}
+        self._find_hubs()
+
+    def linked(self) -> dict[fx.Node, Hub]:
+        """For each hub the one that continues it: that is computed from this hub alone, by a square matrix."""
+        found: dict[fx.Node, Hub] = {}
+        for hub in self.hubs.values():
+            if len(hub.skips) == 1 and self.width(hub.skips[0][0]) == self.width(hub.node):
+                found.setdefault(hub.skips[0][0], hub)
+        return found
+
+    def form(self, hub: Hub) -> tuple[list[Term], Tensor]:
+        """The sum that a hub is, and its constant row `[d]`: coefficients go back from it, as gradients do."""
+        whole = Term(hub.node, torch.ones((), dtype=torch.float64, device=self.values[hub.node].device))
+        constant = torch.zeros(self.width(hub.node), dtype=torch.float64, device=whole.coefficient.device)
+        found: dict[tuple[fx.Node, tuple[fx.Node, ...]], Term] = {(hub.node, ()): whole}
+        for node in reversed(hub.region):
+            for key in [key for key in found if key[0] is node]:
+                term = found.pop(key)
+                for leaf, coefficient in self.affine.derivatives(node, term.coefficient):
+                    if not isinstance(leaf, fx.Node):
+                        constant = constant + times(
+                            torch.full_like(constant[:1], leaf).expand(self.width(node)), coefficient
+                        )
+                    elif self.affine.is_row(leaf):
+                        constant = constant + times(self.affine.constant(leaf).double().flatten(), coefficient)
+                    else:
+                        new = Term(leaf, coefficient, (node, *term.views) if node.target in LAYOUT else term.views)
+                        old = found.setdefault((leaf, new.moves), new)
+                        old.coefficient = new.coefficient if old is new else plus(old.coefficient, coefficient)
+        return list(found.values()), constant
+
+    # -- costs ------------------------------------------------------------------------------------------
+
+    def cost(self, hub: Hub) -> int:
+        """Elements of the weights that private products compute `hub` with now; a private scale counts as a product."""
+        linear = [node for node in hub.region if node.target is aten.linear.default]
+        total = sum(int(self.affine.values[node.all_input_nodes[1]].numel()) for node in linear)
+        return total + sum(self.width(node) ** 2 for node in hub.region if self.affine.is_private(node))
+
+    def new_cost(self, hub: Hub, bases: Mapping[fx.Node, Basis], parent: fx.Node | None) -> int:
+        """The same, once it is rewritten in `bases`; `parent` is the hub that it then continues without a product."""
+        total, turned = 0, hub.node in bases
+        for leaf, shape in hub.leaves:
+            if leaf is parent or leaf not in self.live:
+                continue
+            if self.is_looked_up(leaf, hub):
+                total += self.vocabulary * (self.width(hub.node) - self.width(leaf))
+            elif shape or turned or leaf in bases:
+                total += math.prod(shape) if shape else self.width(hub.node) ** 2
+        scales = [s for leaf, s in hub.skips if s.dim() == 0 and leaf is not parent and leaf not in bases]
+        if not turned and not self.is_public(hub):
+            total += sum(self.width(hub.node) ** 2 for s in scales if float(s) != 1)
+        return total
+
+    def is_public(self, hub: Hub) -> bool:
+        """Whether every factor in a hub's region is a number that both parties know."""
+        return not any(self.affine.is_private(node) for node in hub.region)
+
+    def is_looked_up(self, leaf: fx.Node, hub: Hub) -> bool:
+        """Whether a leaf of `hub` is the token vectors, for this hub alone: a product goes into their table."""
+        return leaf is self.embedding and (leaf is hub.node or leaf not in self.hubs)
+
+    # -- finding ----------------------------------------------------------------------------------------
+
+    def _find_hubs(self) -> None:
+        fixed: set[fx.Node] = set()
+        readers: dict[fx.Node, list[fx.Node]] = {}
+        inside = self.affine.nodes | {self.embedding}
+        for node in self.order:
+            if node not in inside or all(user in self.affine.nodes for user in node.users):
+                continue
+            reader = self._reader(node)
+            base = self._base(node if reader is None else live_inputs(reader, self.live)[0], scaled=reader is not None)
+            if reader is None:
+                fixed |= {base} & inside
+            elif base in inside and reader not in readers.setdefault(base, []):
+                readers[base].append(reader)
+        hubs = fixed | set(readers) | {n for n in self.affine.nodes if n.target in SUMS and self._adds_rows(n)}
+        reached: dict[fx.Node, set[fx.Node]] = {}
+        for node in reversed([node for node in self.order if node in inside]):
+            reached[node] = {hub for user in node.users for hub in reached.get(user, ())}
+            if node in hubs or len(reached[node]) > 1:  # also what several hubs are computed from
+                hubs.add(node)
+                reached[node] = {node}
+        for node in sorted(hubs, key=self.order.__getitem__):
+            self._add(Hub(node, self._region(node, hubs), readers.get(node, []), node in fixed))
+
+    def _add(self, hub: Hub) -> None:
+        read = {parent for node in hub.region for parent in live_inputs(node, self.live)} | {hub.node}
+        multiplies = any(node.target is aten.linear.default for node in hub.region)
+        if not multiplies and self.embedding not in read and not any(each in self.hubs for each in read):
+            return  # attention scores and the like: no part of the stream
+        self.hubs[hub.node] = hub
+        terms, _ = self.form(hub)
+        hub.leaves = [(term.leaf, tuple(term.coefficient.shape)) for term in terms]
+        hub.skips = [(term.leaf, term.coefficient) for term in terms if term.leaf in self.hubs and hub.region]
+
+    def _reader(self, node: fx.Node) -> fx.Node | None:
+        """The linear layer that `node` is the result of, up to scales and constants; None if it is none alone."""
+        while node in self.affine.nodes and node.target is not aten.linear.default:
+            inputs = live_inputs(node, self.live)
+            if len(inputs) > 1:
+                return None
+            node = inputs[0]
+        return node if node in self.affine.nodes and not self._merges(node) else None
+
+    def _merges(self, second: fx.Node) -> bool:
+        """Whether a linear layer is the only reader of another one, and both are smaller as one."""
+        first = live_inputs(second, self.live)[0]
+        while first in self.affine.nodes and first.target is not aten.linear.default:
+            inputs = live_inputs(first, self.live)
+            if len(first.users) > 1 or len(inputs) > 1:
+                return False
+            first = inputs[0]
+        if first not in self.affine.nodes or len(first.users) > 1:
+            return False
+        before, between, after = (self.width(each) for each in (live_inputs(first, self.live)[0], first, second))
+        return before * after < between * (before + after)
+
+    def _base(self, node: fx.Node, scaled: bool) -> fx.Node:
+        """What `node` is a view of, or, if `scaled`, a view of a multiple of."""
+        while node in self.affine.nodes:
+            multiple = node.target is aten.neg.default
+            multiple = multiple or (node.target in SCALES and self.affine.factor(node).dim() == 0)
+            if node.target not in LAYOUT and not (scaled and multiple):
+                break
+            node = live_inputs(node, self.live)[0]
+        return node
+
+    def _adds_rows(self, node: fx.Node) -> bool:
+        """Whether a sum has a term, known before the tokens are, that differs by row (position vectors)."""
+        others: list[Any] = [self.values[each] for each in node.all_input_nodes if each not in self.live]
+        return any(other.numel() > self.width(node) for other in others)
+
+    def _region(self, hub: fx.Node, hubs: set[fx.Node]) -> list[fx.Node]:
+        seen: set[fx.Node] = set()
+        stack = [hub]
+        while stack:
+            node = stack.pop()
+            if node in seen or node not in self.affine.nodes or (node in hubs and node is not hub):
+                continue
+            seen.add(node)
+            stack.extend(live_inputs(node, self.live))
+        return sorted(seen, key=self.order.__getitem__)

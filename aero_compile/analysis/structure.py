@@ -1,0 +1,271 @@
+"""Find the parts of a decoder in its canonical graph: attention, feed-forward, norms, residual merges.
+
+Everything is found from data flow. Module names captured from the source are used for messages and to decide
+which layer a norm belongs to where the flow alone leaves a choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from aero_compile.analysis.causality import require_causal
+from aero_compile.analysis.feed_forward import find_ffns
+from aero_compile.analysis.parts import NORMS, Attention, FeedForward, Heads, Norm, Structure, nonlinear_kind
+from aero_compile.errors import UnsupportedGraphError, UnsupportedModelError
+from aero_compile.ir.rewriting import (
+    VIEWS,
+    hidden_nodes,
+    live_inputs,
+    node_values,
+    place,
+    sample_shape,
+    source_path,
+    tainted_nodes,
+)
+from aero_compile.model import TransformedModel
+
+aten = torch.ops.aten
+
+_SELECTIONS = frozenset({aten.topk.default, aten.sort.default, aten.argsort.default, aten.bincount.default})
+_SCORE_OPS = frozenset(
+    {
+        aten.mul.Tensor,
+        aten.div.Tensor,
+        aten.add.Tensor,
+        aten.sub.Tensor,
+        aten.masked_fill.Scalar,
+        aten.masked_fill.Tensor,
+        aten.where.self,
+        aten.where.ScalarOther,
+        aten.where.ScalarSelf,
+        aten.maximum.default,
+        aten.max.other,
+        aten.clamp.default,
+        aten.tanh.default,
+    }
+)
+
+
+_GAINS = frozenset({aten.mul.Tensor, aten.add.Tensor, aten.div.Tensor, aten.sub.Tensor})
+
+
+def find_structure(model: TransformedModel) -> Structure:
+    """Find the parts of `model`.
+
+    Raises:
+        UnsupportedModelError: the graph is no causal decoder (no attention softmax, a router, attention that
+            looks ahead, …); the message says what was found.
+    """
+    graph = model.logits_nodes()
+    values = node_values(model, *sample_shape(model))
+    tainted = tainted_nodes(model.graph, model.convention.tokens)
+    live = {n for n in hidden_nodes(model.graph, model.convention.tokens, values) & graph if n.op != "output"}
+    embedding = _embedding(model, live, tainted, values)
+    _refuse_selection(model, live, tainted & graph)
+    order = [node for node in model.graph.nodes if node in live]
+    attentions, depth = _attentions(model, order, live, values)
+    ffns = tuple(find_ffns(order, live, depth, len(attentions), values))
+    norms = tuple(_norms(order, live, depth, attentions, ffns))
+    rows = int(values[embedding.all_input_nodes[0]].shape[0])
+    first = _first_token(order, attentions, depth, values, sample_shape(model)[1])
+    return Structure(embedding, rows, attentions, ffns, norms, live, depth, values, first)
+
+
+def _first_token(
+    order: Sequence[fx.Node],
+    attentions: Sequence[Attention],
+    depth: Mapping[fx.Node, int],
+    values: Mapping[fx.Node, Any],
+    length: int,
+) -> int | None:
+    """The row of the first token: how many learned positions come before it. None if that cannot be told."""
+    added = {int(values[heads.softmax].shape[-2]) - length for one in attentions for heads in one.groups} - {1 - length}
+    if added <= {0}:
+        return 0
+    before = set()
+    for node in order:
+        if node.target is aten.cat.default and depth[node] == 0:
+            parts, dim = cast("list[fx.Node]", node.args[0]), cast("int", node.args[1] if len(node.args) > 1 else 0)
+            live = [i for i, part in enumerate(parts) if part in depth]
+            if dim % values[node].dim() == values[node].dim() - 2 and len(live) == 1:
+                before.add(sum(int(values[part].shape[dim]) for part in parts[: live[0]]))
+    return before.pop() if len(added) == len(before) == 1 else None
+
+
+def _embedding(
+    model: TransformedModel, live: set[fx.Node], tainted: set[fx.Node], values: Mapping[fx.Node, Any]
+) -> fx.Node:
+    """The lookup of token vectors: the first live node that is indexed by tokens."""
+    nodes: list[fx.Node] = [node for node in model.graph.nodes if node in live]
+    for node in nodes:
+        table = node.args[0] if node.args else None
+        if node.target is aten.embedding.default and node.args[1] in tainted:
+            return node
+        if node.target is aten.index.Tensor and isinstance(table, fx.Node) and values[table].dim() == 2:
+            return node
+    raise UnsupportedModelError(
+        f"no token embedding found in {model.convention.family}: no table is looked up with "
+        f"{model.convention.tokens}; supported are decoder-only transformers over token ids"
+    )
+
+
+def _refuse_selection(model: TransformedModel, live: set[fx.Node], tainted: set[fx.Node]) -> None:
+    """Refuse what sorts hidden values or selects among them, and say by what it selects from what it probably is."""
+    for node in model.graph.nodes:
+        if node not in tainted or node.target not in _SELECTIONS:
+            continue
+        origin = _origin(node.args[0], live)
+        known: dict[Any, str] = {
+            aten.matmul.default: "keeps the largest attention scores only",
+            aten.linear.default: "selects among a linear layer's results, as a router of experts does",
+        }
+        what = known.get(origin and origin.target, "sorts hidden values or selects among them")
+        raise UnsupportedModelError(
+            f"{model.convention.family} {what} ({node.target} at {place(node)}), which is not supported; dense "
+            "decoder-only transformers with softmax attention are"
+        )
+
+
+def _origin(node: object, live: set[fx.Node]) -> fx.Node | None:
+    """The product that `node` is computed from by ops of one hidden value, if there is one."""
+    while isinstance(node, fx.Node) and node.target not in (aten.matmul.default, aten.linear.default):
+        inputs = live_inputs(node, live)
+        node = inputs[0] if len(inputs) == 1 else None
+    return node if isinstance(node, fx.Node) else None
+
+
+def _attentions(
+    model: TransformedModel, order: Sequence[fx.Node], live: set[fx.Node], values: Mapping[fx.Node, Any]
+) -> tuple[tuple[Attention, ...], dict[fx.Node, int]]:
+    """The attention of each layer, and for each live node how many attentions it comes after.
+
+    Softmaxes that do not depend on each other are heads of one layer.
+    """
+    family = model.convention.family
+    layers: list[list[Heads]] = []
+    depth: dict[fx.Node, int] = {}
+    for node in order:
+        depth[node] = max((depth[parent] for parent in live_inputs(node, live)), default=0)
+        if node.target is not aten.softmax.int:
+            continue
+        scores = _scores(node, live)
+        if scores is None:
+            raise UnsupportedModelError(
+                f"{family} has a softmax that is not over attention scores at {place(node)}; supported are "
+                "dense decoder-only transformers with softmax attention"
+            )
+        shape = values[node].shape
+        _require_rows(model, node, shape)
+        count = values[node].numel() // (sample_shape(model)[0] * shape[-1] * shape[-2])
+        if depth[node] == len(layers):
+            layers.append([])
+        layers[depth[node]].append(Heads(node, scores, count))
+        depth[node] += 1
+    if not layers:
+        kinds = sorted({str(n.target) for n in order if n.target in NORMS or nonlinear_kind(n, live)})
+        raise UnsupportedModelError(
+            f"no attention softmax found in {family} (found: {', '.join(kinds) or 'no nonlinear op'}); "
+            "supported are decoder-only transformers with softmax attention"
+        )
+    found = tuple(
+        Attention(layer, tuple(groups), source_path(groups[0].softmax)) for layer, groups in enumerate(layers)
+    )
+    require_causal(model, found, live, values)
+    return found, depth
+
+
+def _require_rows(model: TransformedModel, softmax: fx.Node, shape: Sequence[int]) -> None:
+    """Refuse attention weights that are laid out otherwise than `[…, queries, keys]`, normalized over the keys."""
+    family, where = model.convention.family, place(softmax)
+    if softmax.args[1] != -1:
+        raise UnsupportedModelError(
+            f"{family} normalizes attention weights over dimension {softmax.args[1]} of {len(shape)} at {where}; "
+            "supported is softmax over the last one, the keys (transpose the scores before it)"
+        )
+    length = sample_shape(model)[1]
+    if shape[-2] not in (length, shape[-1], 1):
+        raise UnsupportedModelError(
+            f"{family} has attention weights {list(shape)} for {length} tokens at {where}, whose rows are not the "
+            "queries; supported are weights [batch, heads, queries, keys]"
+        )
+
+
+def _scores(softmax: fx.Node, live: set[fx.Node]) -> fx.Node | None:
+    """The product of two live values that `softmax` normalizes, seen through scale, bias and mask."""
+    node = softmax.args[0]
+    while isinstance(node, fx.Node):
+        inputs = live_inputs(node, live)
+        if node.target is aten.matmul.default and len(inputs) == 2:
+            return node
+        if len(inputs) != 1 or (node.target not in _SCORE_OPS and node.target not in VIEWS):
+            return None
+        node = inputs[0]
+    return None
+
+
+def _norms(
+    order: Sequence[fx.Node],
+    live: set[fx.Node],
+    depth: Mapping[fx.Node, int],
+    attentions: Sequence[Attention],
+    ffns: Sequence[FeedForward],
+) -> Iterator[Norm]:
+    own = list(enumerate(block_prefixes([attention.name for attention in attentions])))
+    # blocks in one flat list: attention, feed-forward, attention, …
+    own += list(zip([ffn.layer for ffn in ffns], block_prefixes([ffn.name for ffn in ffns]), strict=False))
+    entries = {_norm_above(ffn.entry, live): ffn.layer for ffn in ffns}
+    for node in order:
+        if node.target not in NORMS:
+            continue
+        name = source_path(node)
+        layer: int | None = next((i for i, block in own if name == block or name.startswith(block + ".")), None)
+        if layer is None:
+            layer = entries.get(node)
+        if layer is None:
+            layer = depth[node] if depth[node] < len(attentions) else None
+        yield Norm(layer, node, name)
+
+
+def _norm_above(node: fx.Node, live: set[fx.Node]) -> fx.Node:
+    """The norm that `node` is, times a gain or plus a bias of its own; or `node` itself."""
+    found = node
+    while found.target in _GAINS or found.target in VIEWS:
+        inputs = live_inputs(found, live)
+        if len(inputs) != 1:
+            return node
+        found = inputs[0]
+    return found if found.target in NORMS else node
+
+
+def block_prefixes(names: Sequence[str]) -> list[str]:
+    """Module path of each block (`transformer.h.3`), from the paths of its attention; empty if not named."""
+    split = [name.split(".") for name in names]
+    if len(names) == 1:
+        numbers = [i for i, part in enumerate(split[0]) if part.isdigit()]
+        return [".".join(split[0][: numbers[0] + 1])] if numbers else []
+    for depth in range(min((len(parts) for parts in split), default=0)):
+        if len({parts[depth] for parts in split}) == len(names):
+            return [".".join(parts[: depth + 1]) for parts in split]
+    return []
+
+
+def require_ffns(structure: Structure, looking_for: str) -> tuple[FeedForward, ...]:
+    """The FFNs, or an UnsupportedGraphError that says what was looked for and what was nearest."""
+    if structure.ffns:
+        return structure.ffns
+    order = [node for node in structure.values if node in structure.live]
+    linear = [node for node in order if node.target is aten.linear.default]
+    nearest = f"{place(linear[-1])}, which {_readers(linear[-1])}" if linear else "no linear layer at all"
+    raise UnsupportedGraphError(
+        f"no feed-forward block found for {looking_for}: two linear layers with element-wise ops between them, "
+        f"whose result is added to the residual stream (nearest: {nearest})"
+    )
+
+
+def _readers(node: fx.Node) -> str:
+    users = [str(user.target) for user in node.users if user.op == "call_function"]
+    return f"goes into {', '.join(users)}" if users else "is the output"

@@ -1,0 +1,101 @@
+"""Caches that grow with the tokens: masks and tables that are made anew when a call is longer than those before."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from aero_compile.errors import UnsupportedModelError
+from aero_compile.frontend.example_call import Sample, fake_call, sample_call
+from aero_compile.frontend.export import export_program
+from aero_compile.frontend.isolation import Memory, isolated
+from aero_compile.frontend.reasons import watched
+
+_SAME = 1e-4
+"""How far a program may be from its model, relative to the model's largest logit, where a cache is left out."""
+
+
+def sample_run(model: nn.Module, sample: Sample, memory: Memory) -> tuple[Any, Memory]:
+    """What a copy of the model returns for the sample without labels, in shapes alone; the memory of the copy then.
+
+    Buffers that it replaces on the way become plain attributes of it: torch.export cannot follow a buffer that is
+    registered while it looks on.
+    """
+    replaced: list[tuple[nn.Module, str]] = []
+    with isolated(memory):
+        plain = fake_call(model, sample.without_labels(), replaced)
+    for module, name in replaced:
+        module.__dict__[name] = module._buffers.pop(name, None)
+        module._non_persistent_buffers_set.discard(name)
+        module.__dict__["register_buffer"] = functools.partial(_set_attribute, module)
+    return plain, Memory(model) if replaced else memory
+
+
+def _set_attribute(module: nn.Module, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+    if name in module._buffers:
+        module._buffers[name] = tensor
+    else:
+        module.__dict__[name] = tensor
+
+
+def longest_length(exported: torch.export.ExportedProgram, sample: Sample) -> int | None:
+    """The longest sequence that an exported program takes by its shape constraints, or None."""
+    names = dict(zip(sample.kwargs, exported.graph_signature.user_inputs, strict=False))
+    tokens = next(node for node in exported.graph.nodes if node.name == names[sample.tokens])
+    length = tokens.meta["val"].shape[1]
+    if not isinstance(length, torch.SymInt):
+        return int(length)
+    found = exported.range_constraints.get(length.node.expr)
+    upper = math.inf if found is None else float(found.upper)
+    return int(upper) if upper < 2**31 else None
+
+
+def export_beyond_caches(
+    model: nn.Module, exported: torch.export.ExportedProgram, sample: Sample, memory: Memory
+) -> tuple[Sample, Any, torch.export.ExportedProgram] | None:
+    """Sample, result and program of a call that is too long for the caches that the model holds, if it has any.
+
+    A cache that was filled before, by calls of a certain length, would limit the program to that length. The longer
+    program computes what the cache holds; it is taken if for short sequences it computes what the model does.
+    """
+    limit = longest_length(exported, sample)
+    if limit is None:
+        return None
+    longer = sample_call(model, None, limit + 2)
+    if longer.kwargs[longer.tokens].shape[1] <= limit:
+        return None
+    try:
+        filled = [_filled(model, each.kwargs, memory) for each in (sample, longer)]
+        if filled[1] <= filled[0]:
+            return None
+        plain, memory = sample_run(model, longer, memory)
+        program = export_program(model, longer, memory)
+    except UnsupportedModelError:  # the limit is the model's own
+        return None
+    return (longer, plain, program) if _is_same(model, program, sample, memory) else None
+
+
+def _filled(model: nn.Module, kwargs: dict[str, Any], memory: Memory) -> set[tuple[int, Any]]:
+    """What the model fills or replaces when it is called so."""
+    replaced: list[tuple[nn.Module, str]] = []
+    with isolated(memory):
+        fake_call(model, kwargs, replaced)
+        return memory.changed() | {(id(module._buffers), name) for module, name in replaced}
+
+
+def _is_same(model: nn.Module, program: torch.export.ExportedProgram, sample: Sample, memory: Memory) -> bool:
+    """Whether a program computes what the model does for the sample, in training with the same random numbers."""
+    if any(tensor.device.type == "meta" for tensor in [*model.parameters(), *model.buffers()]):
+        return False
+    results = []
+    with isolated(memory), torch.no_grad(), watched():
+        for run in (model, program.module(check_guards=False).forward):  # past the check of the length
+            torch.manual_seed(0)
+            results.append([x for x in pytree.tree_leaves(run(**sample.kwargs)) if isinstance(x, Tensor)])
+    pairs = list(zip(*results, strict=True))
+    return all(a.shape == b.shape and bool((a - b).abs().max() <= _SAME * a.abs().max()) for a, b in pairs)

@@ -1,0 +1,85 @@
+"""Convolutions over the sequence with a kernel of one token are linear layers that are written sideways.
+
+Before → after:
+    conv1d(xᵀ, w[out, in, 1], b)                        → linear(x, w[out, in], b)ᵀ
+    f(xᵀ)ᵀ for element-wise f, such as an activation    → f(x)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from aero_compile.analysis.parts import ACTIVATIONS, ELEMENTARY
+from aero_compile.ir.rewriting import bypass, copy_place, insert_call, node_values, replace_node, sample_shape
+from aero_compile.model import TransformedModel
+
+aten = torch.ops.aten
+
+_NEUTRAL = {"stride": 1, "padding": 0, "dilation": 1, "transposed": 0, "output_padding": 0, "groups": 1}
+_NAMES: Mapping[Any, tuple[str, ...]] = {
+    aten.conv1d.default: ("stride", "padding", "dilation", "groups"),
+    aten.convolution.default: ("stride", "padding", "dilation", "transposed", "output_padding", "groups"),
+}
+
+_ARITHMETIC = (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor, aten.neg.default)
+_ELEMENTWISE = {*ACTIVATIONS, *ELEMENTARY, *_ARITHMETIC, aten.pow.Tensor_Scalar, aten.square.default}
+
+
+def open_convolutions(model: TransformedModel) -> None:
+    """Make linear layers of the convolutions with a kernel of one token; others are left alone."""
+    found = [node for node in model.graph.nodes if node.target in _NAMES]
+    if not found:
+        return
+    values = node_values(model, *sample_shape(model))
+    for node in found:
+        if _is_pointwise(node, values):
+            _open(model.graph, node)
+    _move_down(model.graph, node_values(model, *sample_shape(model)))
+    model.graph_changed()
+
+
+def _is_pointwise(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
+    weight = node.args[1]
+    assert isinstance(weight, fx.Node)
+    given = dict(zip(_NAMES[node.target], node.args[3:], strict=False)) | dict(node.kwargs)
+    neutral = all(value in (_NEUTRAL.get(name), [_NEUTRAL.get(name)]) for name, value in given.items())
+    return neutral and values[weight].shape[2:] == (1,) and values[node].dim() == 3
+
+
+def _open(graph: fx.Graph, node: fx.Node) -> None:
+    source, weight = node.args[:2]
+    bias = node.args[2] if len(node.args) > 2 else None
+    assert isinstance(weight, fx.Node)
+    plain = weight.target is aten.unsqueeze.default and weight.args[1] in (-1, 2)
+    matrix = weight.args[0] if plain else insert_call(graph, node, aten.squeeze.dim, weight, -1)
+    rows = insert_call(graph, node, aten.transpose.int, source, 1, 2)
+    linear = insert_call(graph, node, aten.linear.default, rows, matrix, *([bias] if bias is not None else []))
+    replace_node(node, insert_call(graph, node, aten.transpose.int, linear, 1, 2))
+
+
+def _is_sideways(node: fx.Node) -> bool:
+    return node.target is aten.transpose.int and set(node.args[1:]) in ({1, 2}, {-1, -2})
+
+
+def _move_down(graph: fx.Graph, values: Mapping[fx.Node, Any]) -> None:
+    """Move transpositions of [B, ·, ·] below element-wise ops, until others undo them."""
+    shapes = {node: value.shape for node, value in values.items() if isinstance(value, Tensor)}
+    for node in list(graph.nodes):
+        inputs = node.all_input_nodes
+        if not inputs or any(not _is_sideways(parent) or len(shapes[parent]) != 3 for parent in inputs):
+            continue
+        if _is_sideways(node):
+            bypass(node, inputs[0].args[0])
+        elif node.target in _ELEMENTWISE or node.op == "call_module":
+            if any(shapes[parent] != shapes[node] for parent in inputs):
+                continue
+            with graph.inserting_before(node):
+                moved = graph.node_copy(node, lambda parent: parent.args[0])
+            copy_place(node, moved)
+            turned = insert_call(graph, node, aten.transpose.int, moved, 1, 2)
+            shapes[turned] = shapes[node]
+            replace_node(node, turned)

@@ -1,0 +1,201 @@
+"""torch.export of a sample call: a functional program, and its graph with plain inputs and flat outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from aero_compile.errors import UnsupportedModelError
+from aero_compile.frontend.example_call import Sample
+from aero_compile.frontend.hints import without_hints
+from aero_compile.frontend.isolation import Memory, isolated
+from aero_compile.frontend.reasons import Watched, foreign_part, reason, watched
+from aero_compile.ir.extra_inputs import BATCH, LENGTH
+from aero_compile.ir.rewriting import VIEWS, ancestors
+from aero_compile.model import remove_dead_nodes
+
+aten = torch.ops.aten
+
+_OPENED = (aten.einsum.default,)
+"""Ops that export keeps whole and that are opened into products and views."""
+
+_KEPT_VIEWS = VIEWS | {
+    *(aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.select.int),
+    *(aten.numpy_T.default, aten.t.default, aten.detach.default, aten.type_as.default),
+    *(aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other),
+}
+"""Ops that may return a view of their input and that what follows understands."""
+
+_CHECKS = ("aten._assert", "aten.sym_constrain", "aten._assert_tensor_metadata", "<built-in function assert")
+
+
+def export_program(model: nn.Module, sample: Sample, memory: Memory) -> torch.export.ExportedProgram:
+    """The functional program of the sample call, with dynamic batch and sequence; `memory` is of the model.
+
+    Raises:
+        UnsupportedModelError: torch.export refuses the model.
+    """
+    dynamic = torch.export.Dim.DYNAMIC
+    shape = sample.kwargs[sample.tokens].shape
+    dims: dict[str, Any] = {
+        name: {0: dynamic, 1: dynamic} if isinstance(value, Tensor) and value.shape == shape else None
+        for name, value in sample.kwargs.items()
+    }
+    dims |= {name: dict.fromkeys(range(sample.kwargs[name].dim()), torch.export.Dim.AUTO) for name in sample.extras}
+    seen = Watched()
+    try:
+        with watched() as seen, without_hints():
+            for module in model.modules():
+                if _iterates(module):  # its vectors are weights like any other, and stay as they are
+                    module.eval()
+                    memory.note(module.__dict__)
+            program = _functional(model, sample, dims, memory)
+            kept = _kept_between_calls(program)
+    except Exception as error:
+        found = foreign_part(model) or f"{type(model).__name__} could not be captured"
+        raise UnsupportedModelError(
+            f"{found}: {reason(error, seen)}; supported are "
+            "decoder-only transformers without data-dependent Python control flow"
+        ) from None  # torch's traceback is long
+    if kept:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} computes its logits from {kept}, which every call changes (a batch norm in "
+            "training, for instance); supported are models whose calls do not depend on those before"
+        )
+    return program
+
+
+def _iterates(module: nn.Module) -> bool:
+    """Whether a module is torch's spectral norm, of either kind: it takes a power iteration in training."""
+    hooks = [type(hook).__name__ for hook in module._forward_pre_hooks.values()]
+    return type(module).__name__ == "_SpectralNorm" or "SpectralNorm" in hooks
+
+
+def _kept_between_calls(program: torch.export.ExportedProgram) -> str:
+    """Name of a buffer that the program both reads for its result and changes, or an empty string."""
+    signature, nodes = program.graph_signature, {node.name: node for node in program.graph.nodes}
+    changed = set(signature.buffers_to_mutate.values())
+    results = [nodes[name] for name in map(str, signature.user_outputs) if name in nodes]
+    needed = ancestors(results, set(nodes.values()))
+    inputs = signature.inputs_to_buffers.items()
+    return next((buffer for name, buffer in inputs if buffer in changed and nodes[name] in needed), "")
+
+
+def _functional(
+    model: nn.Module, sample: Sample, dims: Mapping[str, Any], memory: Memory
+) -> torch.export.ExportedProgram:
+    with isolated(memory):
+        program = torch.export.export(model, (), sample.kwargs, dynamic_shapes=dict(dims), strict=False)
+    if all(_is_functional(part.graph) for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)):
+        return program  # tracing it again, as below, would take twice as long as the export
+    known = torch.export.default_decompositions()
+    opened: torch.export.ExportedProgram = program.run_decompositions({op: known[op] for op in _OPENED})
+    return opened
+
+
+def _is_functional(graph: fx.Graph) -> bool:
+    """Whether no op of an exported graph writes to its inputs or has to be opened."""
+    for node in graph.nodes:
+        op = node.target
+        if isinstance(op, torch._ops.OpOverload):
+            views = any(result.alias_info for result in op._schema.returns)
+            if op._schema.is_mutable or op in _OPENED or (views and op not in _KEPT_VIEWS):
+                return False
+        elif isinstance(op, torch._ops.OperatorBase) and not _is_inlined(node):
+            return False
+    return True
+
+
+def _is_inlined(node: fx.Node) -> bool:
+    """Whether `node` runs a part of the model without gradients, or without autocast, and does nothing else."""
+    higher = torch.ops.higher_order
+    if node.target is higher.wrap_with_autocast:
+        return node.args[2] is False
+    return node.target is higher.wrap_with_set_grad_enabled
+
+
+def _inline(module: nn.Module, graph: fx.Graph) -> None:
+    """Put the parts that `_is_inlined` nodes of `graph` run in their place."""
+    todo = [node for node in graph.nodes if node.op == "call_function" and _is_inlined(node)]
+    while todo:
+        node = todo.pop()
+        first = next(i for i, arg in enumerate(node.args) if isinstance(arg, fx.Node) and arg.op == "get_attr")
+        path = cast("fx.Node", node.args[first]).target
+        part = cast("fx.GraphModule", module.get_submodule(str(path))).graph
+        inner = dict(zip(part.find_nodes(op="placeholder"), cast("Any", node.args[first + 1 :]), strict=True))
+        given = set(inner)
+        with graph.inserting_before(node):
+            results: Any = graph.graph_copy(part, inner)
+        for user in list(node.users):
+            user.replace_all_uses_with(results[user.args[1]])
+            graph.erase_node(user)
+        graph.erase_node(node)
+        for copied in [inner[n] for n in part.nodes if n in inner and n not in given]:
+            if copied.op == "get_attr":
+                copied.target = f"{path}.{copied.target}"
+            elif copied.op == "call_function" and _is_inlined(copied):
+                todo.append(copied)
+
+
+def extra_shapes(exported: torch.export.ExportedProgram, sample: Sample) -> dict[str, list[int | str]]:
+    """Sizes of the arguments beside the tokens: numbers, or whether they are the batch's or the length.
+
+    Raises:
+        UnsupportedModelError: a size is neither.
+    """
+    values = {node.name: node.meta.get("val") for node in exported.graph.nodes if node.op == "placeholder"}
+    names = {str(size): kind for size, kind in zip(values[sample.tokens].shape, (BATCH, LENGTH), strict=True)}
+    found: dict[str, list[int | str]] = {}
+    for name in sample.extras:
+        value = values.get(name)
+        if not isinstance(value, Tensor):
+            continue
+        sizes: list[int | str] = [n if type(n) is int else names.get(str(n), "") for n in value.shape]
+        if "" in sizes:
+            raise UnsupportedModelError(
+                f"the argument {name} {list(sample.kwargs[name].shape)} has a size that is neither fixed nor the "
+                "batch's nor the sequence's"
+            )
+        found[name] = sizes
+    return found
+
+
+def feeds(exported: torch.export.ExportedProgram) -> Callable[[int, int], bool]:
+    """Whether the flat output with the second number is computed from the one with the first."""
+    nodes = {node.name: node for node in exported.graph.nodes}
+    outputs = [nodes.get(str(name)) for name in exported.graph_signature.user_outputs]
+
+    def feeds(first: int, second: int) -> bool:
+        source, result = outputs[first], outputs[second]
+        return source is not None and result is not None and source in ancestors([result], set(nodes.values()))
+
+    return feeds
+
+
+def clean_graph(
+    exported: torch.export.ExportedProgram, order: Sequence[int], flat_logits: bool
+) -> tuple[nn.Module, fx.Graph]:
+    """The exported program's graph with plain inputs and a flat tuple of outputs."""
+    with watched():
+        module = exported.module(check_guards=False)
+    graph = fx.Graph()
+    nodes: dict[fx.Node, fx.Node] = {}
+    results = graph.graph_copy(module.graph, nodes)
+    outputs = [pytree.tree_leaves(results)[i] for i in order]
+    if flat_logits:
+        outputs[0] = outputs[0].args[0]
+    graph.output(tuple(outputs))
+    _inline(module, graph)
+    for node in list(graph.nodes):
+        if node.op == "call_function" and not node.users and str(node.target).startswith(_CHECKS):
+            graph.erase_node(node)
+    remove_dead_nodes(graph)
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and not node.users:
+            graph.erase_node(node)
+        node.meta = {k: v for k, v in node.meta.items() if k == "nn_module_stack"}
+    return module, graph

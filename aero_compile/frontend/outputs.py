@@ -1,0 +1,129 @@
+"""What the source model returns, described by the outputs of its graph (see `convention.Template`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from aero_compile.errors import UnsupportedModelError
+from aero_compile.ir.call_convention import Template
+from aero_compile.ir.named_tuples import remember_tuple
+
+
+def choose_outputs(
+    returned: Any, leaves: Sequence[Any], tokens: Tensor, family: str, feeds: Callable[[int, int], bool]
+) -> tuple[list[int], tuple[int, ...] | None]:
+    """Which flat outputs the graph keeps, logits first; the shape to restore if the source flattens logits.
+
+    Of several outputs that could be the logits, those are taken that are called so, else those that no other one is
+    computed from (`feeds(i, j)`: output j is computed from i), else the widest.
+    """
+    batch, length = tokens.shape
+    tensors = {i: t for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.is_floating_point()}
+    full = [i for i, t in tensors.items() if t.dim() == 3 and tuple(t.shape[:2]) == (batch, length)]
+    flat = [i for i, t in tensors.items() if t.dim() == 2 and t.shape[0] == batch * length]
+    if not full and not flat:
+        shapes = [list(t.shape) for t in tensors.values()]
+        raise UnsupportedModelError(
+            f"{family} returns no logits [B, T, V] for tokens [{batch}, {length}] (its outputs: {shapes}); "
+            "supported are decoder-only transformers"
+        )
+    named = returned.get("logits") if isinstance(returned, Mapping) else getattr(returned, "logits", None)
+    last = {i for i in full or flat if not any(feeds(i, j) for j in full or flat if j != i)}
+    logits = max(full or flat, key=lambda i: (leaves[i] is named, i in last, leaves[i].shape[-1]))
+    view = None if full else (batch, length, int(leaves[logits].shape[1]))
+    return [logits, *(i for i in tensors if i != logits)], view
+
+
+def describe(value: Any, leaves: Sequence[Any], index: Mapping[int, int]) -> Template:
+    """Describe a return value by graph outputs."""
+    if value is None:
+        return {"kind": "none"}
+    if isinstance(value, Tensor):
+        position = next(i for i, leaf in enumerate(leaves) if leaf is value)
+        return {"kind": "tensor", "index": index[position]} if position in index else {"kind": "none"}
+    if hasattr(value, "to_tuple"):
+        items = {k: describe(v, leaves, index) for k, v in value.items()}
+        kept = {k: v for k, v in items.items() if v["kind"] != "none"}
+        return {"kind": "model_output", "class": _path(value), "items": kept}
+    if isinstance(value, Mapping):
+        return {"kind": "dict", "items": {k: describe(v, leaves, index) for k, v in value.items()}}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        parts = [describe(v, leaves, index) for v in value]
+        name = remember_tuple(type(value))
+        return {"kind": "namedtuple", "class": name, "fields": list(value._fields), "items": parts}
+    if isinstance(value, list | tuple):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return {"kind": kind, "items": [describe(v, leaves, index) for v in value]}
+    raise UnsupportedModelError(f"the model returns a {type(value).__name__}, which cannot be rebuilt")
+
+
+def match_outputs(
+    value: Any, outputs: Sequence[Tensor], order: Sequence[int], view: tuple[int, ...] | None
+) -> Template:
+    """Describe what a call without labels returns, by the outputs of the graph captured with them.
+
+    `order` says where each graph output stands in what a call with labels returns: outputs of one shape (logits and
+    hidden states of a model as wide as its vocabulary) are told apart by it.
+    """
+    leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    index: dict[int, int] = {}
+    last: dict[int, bool] = {}
+    by_place = sorted(range(len(outputs)), key=order.__getitem__)
+    batch, length, width = view if view is not None else (int(n) for n in outputs[0].shape)
+    for position, leaf in enumerate(leaves):
+        shape = tuple(leaf.shape)
+        same = [i for i in by_place if outputs[i].shape == leaf.shape and leaf.dim() > 0 and i not in index.values()]
+        if same:
+            index[position] = same[0]
+        elif shape == (batch, length, width):
+            index[position] = 0
+        elif shape in ((batch, 1, width), (batch, width)):
+            index[position] = 0
+            last[position] = len(shape) == 2
+    template = describe(value, leaves, index)
+    for position, squeezed in last.items():
+        mark(template, value, leaves[position], {"kind": "last", "squeezed": squeezed})
+    for position, leaf in enumerate(leaves):
+        if leaf.dim() == 2 and index.get(position) == 0 and position not in last:
+            mark(template, value, leaf, {"kind": "flat"})
+    return template
+
+
+def mark(template: Template, value: Any, leaf: Tensor, update: Template) -> None:
+    """Change the description of the leaf of `value` that is `leaf`."""
+    if isinstance(value, Tensor):
+        if value is leaf:
+            template.update(update)
+        return
+    children = value.values() if isinstance(value, Mapping) else value
+    items = template.get("items", ())
+    slots = list(items.values()) if isinstance(items, dict) else items
+    for child, slot in zip(children, slots, strict=False):
+        if child is not None and not isinstance(child, int | float | str):
+            mark(slot, child, leaf, update)
+
+
+def with_loss(template: Template) -> Template:
+    """A Hugging Face output with the loss that goes first in it."""
+    return template | {"items": {"loss": {"kind": "loss"}, **template["items"]}}
+
+
+def without(template: Template, index: int | None) -> Template:
+    """A return value with None in the place of the graph output `index`."""
+    if template.get("index") == index and "index" in template:
+        return {"kind": "none"}
+    items = template.get("items")
+    if isinstance(items, dict):
+        kept = {name: without(item, index) for name, item in items.items()}
+        if template["kind"] == "model_output":
+            kept = {name: item for name, item in kept.items() if item["kind"] != "none"}
+        return template | {"items": kept}
+    return template | {"items": [without(item, index) for item in items]} if isinstance(items, list) else template
+
+
+def _path(value: Any) -> str:
+    return f"{type(value).__module__}:{type(value).__name__}"

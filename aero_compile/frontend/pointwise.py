@@ -1,0 +1,116 @@
+"""What an element-wise piece of arithmetic computes, found by running it on a grid of numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn import functional as F
+
+from aero_compile.ir.rewriting import VIEWS
+from aero_compile.model import TransformedModel
+
+aten = torch.ops.aten
+
+TOLERANCE = 1e-7
+"""Largest difference, relative to max(1, |y|), at which a region counts as the op."""
+
+Function = Callable[[Tensor], Tensor]
+
+_ACTIVATIONS: Mapping[tuple[Any, ...], Function] = {
+    ("gelu", "none"): F.gelu,
+    ("gelu", "tanh"): lambda x: F.gelu(x, approximate="tanh"),
+    ("silu",): F.silu,
+    ("relu",): F.relu,
+    ("tanh",): torch.tanh,
+    ("sigmoid",): torch.sigmoid,
+    ("mish",): F.mish,
+    ("hardswish",): F.hardswish,
+}
+
+_FILLED = {
+    **dict.fromkeys((aten.zeros_like.default, aten.zeros.default, aten.new_zeros.default), 0.0),
+    **dict.fromkeys((aten.ones_like.default, aten.ones.default, aten.new_ones.default), 1.0),
+}
+_FILLS = {
+    aten.full_like.default: 1,
+    aten.full.default: 1,
+    aten.new_full.default: 2,
+    aten.scalar_tensor.default: 0,
+}
+"""Op → which argument every element of its result has."""
+
+_PASSED = VIEWS | {
+    *(aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.type_as.default),
+    *(aten.expand_as.default, aten.lift_fresh_copy.default, aten.detach.default),
+}
+
+
+def agree(value: Any, reference: Tensor) -> bool:
+    """Whether `value` is finite and within `TOLERANCE` of `reference`."""
+    if not isinstance(value, Tensor) or value.shape != reference.shape:
+        return False
+    error = (value - reference).abs() / reference.abs().clamp_min(1.0)
+    return bool(torch.isfinite(value).all()) and float(error.max()) < TOLERANCE
+
+
+def uniform_value(model: TransformedModel, node: fx.Node) -> float | None:
+    """The number that every element of a constant has, or None: of a fill, or of a buffer with one element."""
+    while node.op == "call_function" and node.target in _PASSED and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    if node.op == "get_attr":
+        parent, _, leaf = str(node.target).rpartition(".")
+        buffer = model.get_submodule(parent)._buffers.get(leaf)
+        known = buffer is not None and buffer.device.type != "meta" and buffer.numel() == 1
+        return float(buffer) if known and buffer is not None else None
+    if node.target in _FILLED:
+        return _FILLED[node.target]
+    given = node.args[_FILLS[node.target]] if node.target in _FILLS else None
+    return float(given) if isinstance(given, int | float) else None
+
+
+def classify(run: Function, literals: Iterable[float], exit_kind: str) -> tuple[Any, ...] | None:
+    """The op that computes what `run` computes, as a name and its options; None if none of them does.
+
+    Args:
+        run: maps float64 numbers to numbers of the same shape, one by one.
+        literals: numbers in the arithmetic. A function of pieces changes at them, so they are tried as well.
+        exit_kind: name of the op that the arithmetic ends with, which is no answer.
+    """
+    near, far = _grids(literals)
+    value = run(near)
+    if not isinstance(value, Tensor) or value.shape != near.shape or not value.is_floating_point():
+        return None
+    for name, function in _candidates(near, value):
+        if name == ("relu",) and bool((value[near < 0] != 0).any()):
+            continue  # max(x, 1e-12) guards a division: its zero would be no zero
+        if name[0] != exit_kind and agree(value, function(near)):
+            wide, expected = run(far), function(far)
+            finite = torch.isfinite(wide)  # exponentials overflow where their quotients do not
+            if agree(wide[finite], expected[finite]):
+                return name
+    return None
+
+
+def _grids(literals: Iterable[float]) -> tuple[Tensor, Tensor]:
+    """Numbers where an activation differs from what only resembles it: moderate ones, and large ones."""
+    small = torch.logspace(-9, 1.7, 215, dtype=torch.float64)
+    large = torch.logspace(1.7, 6, 44, dtype=torch.float64)
+    special = torch.tensor([x for x in literals if 0 < abs(x) < 1e6], dtype=torch.float64)
+    special = torch.cat([special, -special])
+    around = torch.cat([special * factor for factor in (0.999, 1.0, 1.001)])
+    plain = [torch.linspace(-60, 60, 961), torch.linspace(-4, 4, 513)]
+    near = torch.cat([*plain, small, -small, around[around.abs() <= 60]]).double()
+    return near, torch.cat([large, -large, around[around.abs() > 60]])
+
+
+def _candidates(x: Tensor, y: Tensor) -> Iterable[tuple[tuple[Any, ...], Function]]:
+    yield from _ACTIVATIONS.items()
+    slope = float(y[x == -4.0][0] / -4.0)
+    if math.isfinite(slope) and abs(slope) < 1.0:
+        slope = float(f"{slope:.12g}")  # the quotient of two roundings → the number that was written
+        if slope != 0.0:
+            yield ("leaky_relu", slope), lambda v: F.leaky_relu(v, slope)

@@ -1,0 +1,118 @@
+"""The model that inference passes rewrite: a copy that computes logits and nothing else."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from aero_compile.errors import InputError
+from aero_compile.ir.structural import structural_attributes
+from aero_compile.model import TransformedModel, remove_dead_nodes
+from aero_compile.passes.inference.change import Change
+
+_DROPOUT = frozenset({torch.ops.aten.dropout.default, torch.ops.aten.feature_dropout.default})
+
+
+class InferenceModel(TransformedModel):
+    """A decoder for inference: `model(input_ids, attention_mask=None)` returns the logits, `[B, T, V]` or `[B, 1, V]`.
+
+    Attributes:
+        passes_run: what each inference pass did, in order.
+        positions_kept: "all" if there are logits for every position, "last" if only for the last one.
+    """
+
+    passes_run: tuple[Change, ...] = ()
+    positions_kept: str = "all"
+    _vocab_size: int = 0
+    _num_layers: int = 0
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens; known from the source, since passes may reshape the embedding."""
+        return self._vocab_size
+
+    @property
+    def num_layers(self) -> int:
+        """Number of attention layers of the source."""
+        return self._num_layers
+
+    def prepare(self) -> TransformedModel:
+        """Make the function that calls will need; entropies are not among them."""
+        self._program((0,), False)
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the logits, float `[B, T, V]`, or `[B, 1, V]` after `logits="last"`.
+
+        Raises:
+            InputError: tokens or arguments that the model cannot take; entropies and losses are not computed here.
+        """
+        for name in ("output_entropies", "labels"):
+            if kwargs.get(name) is not None and kwargs[name] is not False:
+                raise InputError(f"a model for inference takes no {name}; call the model it was made from")
+        return super().forward(*args, **kwargs)
+
+    def optimization(self) -> str:
+        """The passes' report as text: what was folded, fused and removed, and what was left and why."""
+        lines = []
+        for change in self.passes_run:
+            lines.append(f"{change.name}: {'; '.join(change.done) if change.modified else 'nothing to do'}")
+            lines += [f"  left: {text}" for text in change.left]
+        return "\n".join(lines)
+
+
+def inference_copy(model: TransformedModel) -> InferenceModel:
+    """Return a copy of `model` in eval mode whose graph has the logits as its only output, and no dropout.
+
+    Its inputs are `input_ids` (int64 `[B, T]`) and, where the source takes one, `attention_mask`.
+    """
+    vocab_size, num_layers = model.vocab_size, model.num_layers
+    twin: Any = copy.deepcopy(model)
+    twin.__class__ = InferenceModel
+    twin._vocab_size, twin._num_layers = vocab_size, num_layers
+    twin.graph = _without_dropout(twin, twin.logits_graph())
+    known = model.convention
+    arguments = ("input_ids", "attention_mask")
+    twin.convention = replace(
+        known,
+        arguments=arguments[: 1 + (known.attention_mask is not None)],
+        tokens="input_ids",
+        attention_mask="attention_mask" if known.attention_mask is not None else None,
+        labels=None,
+        loss_index=None,
+        output={"kind": "tensor", "index": 0},
+        output_with_labels=None,
+    )
+    twin.graph_changed()
+    _hide_buffers(twin)
+    assert isinstance(twin, InferenceModel)
+    return twin.eval()
+
+
+def _hide_buffers(model: TransformedModel) -> None:
+    """Make parameters of the buffers that are the server's, so that every pass treats them as it does weights."""
+    structural = structural_attributes(model, model.graph)
+    weight = next(model.parameters())
+    made: dict[int, nn.Parameter] = {}
+    for name in dict.fromkeys(str(node.target) for node in model.graph.nodes if node.op == "get_attr"):
+        path, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(path)
+        buffer = owner._buffers.get(leaf)
+        if buffer is None or name in structural or buffer.dtype != weight.dtype:
+            continue  # of another type it stays what it is, the server's too
+        delattr(owner, leaf)
+        made.setdefault(id(buffer), nn.Parameter(buffer, requires_grad=False))
+        owner.register_parameter(leaf, made[id(buffer)])
+
+
+def _without_dropout(model: nn.Module, graph: fx.Graph) -> fx.Graph:
+    for node in list(graph.nodes):
+        held = node.op == "call_module" and isinstance(model.get_submodule(str(node.target)), nn.Dropout)
+        if held or node.target in _DROPOUT:
+            node.replace_all_uses_with(node.args[0])
+    remove_dead_nodes(graph)
+    return graph

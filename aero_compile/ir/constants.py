@@ -1,0 +1,96 @@
+"""Masks, positions and tables that a graph computes: what becomes of them when the model changes device or dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from aero_compile.ir.mask_values import bound_fill_values
+from aero_compile.ir.rewriting import SHAPE_ONLY, insert_call, live_values, tainted_nodes
+from aero_compile.model import TransformedModel
+
+aten = torch.ops.aten
+
+
+def mark_constants(model: TransformedModel) -> None:
+    """Note the dtype of masks and tables where they meet live values, for `retarget`."""
+    live, values = live_values(model)
+    weights = from_parameters(model)
+    for node in live:
+        for parent in node.all_input_nodes:
+            value = values.get(parent)
+            constant = parent not in live and parent not in weights
+            if constant and isinstance(value, torch.Tensor) and value.is_floating_point():
+                parent.meta["dtype"] = value.dtype
+
+
+def from_parameters(model: TransformedModel) -> set[fx.Node]:
+    """Nodes whose value is computed from parameters."""
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    found: set[fx.Node] = set()
+    for node in model.graph.nodes:
+        own = node.op == "get_attr" and node.target in names
+        if own or (node.target not in SHAPE_ONLY and any(parent in found for parent in node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
+def cast_constants(model: TransformedModel, live: set[fx.Node], values: dict[fx.Node, Any], dtype: torch.dtype) -> None:
+    """Cast masks and tables of another type than the weights, `dtype`, where the `live` nodes read them.
+
+    What is computed from a live value of `dtype` would be of the wider of the two else, and no weight could be
+    multiplied with it. `values` are those of the graph as it was exported.
+    """
+    weights = from_parameters(model)
+
+    def differs(value: Any) -> bool:
+        table = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 0
+        return table and value.dtype != dtype
+
+    for node in [each for each in model.graph.nodes if each in live]:
+        for parent in node.all_input_nodes:
+            if parent not in live and parent not in weights and differs(values.get(parent)):
+                cast = insert_call(model.graph, node, aten.to.dtype, parent, dtype, like=parent)
+                node.replace_input_with(parent, cast)
+
+
+def retarget(graph: fx.Graph, device: torch.device, dtype: torch.dtype, tokens: str) -> bool:
+    """Follow a model that was moved: constants made in the graph get its device, and its dtype at the frontier.
+
+    Masks and rotary tables are computed inside the graph, so `.to(...)` of the parameters does not reach them.
+    Positions and angles keep their own precision; the value that meets the hidden states is cast.
+    Returns whether the graph was changed.
+    """
+    changed = False
+    for node in graph.nodes:
+        old = node.kwargs.get("device")
+        if isinstance(old, torch.device) and old != device:
+            node.kwargs = dict(node.kwargs) | {"device": device}
+            changed = True
+        if dtype is torch.float16:
+            changed |= bound_fill_values(node, dtype)
+    live = tainted_nodes(graph, tokens)
+    for node in list(graph.nodes):
+        for constant in _frontier(node, live):
+            if constant.target is aten.to.dtype:
+                if constant.args[1] != dtype:
+                    constant.args = (constant.args[0], dtype)
+                    changed = True
+            elif dtype != constant.meta["dtype"]:
+                cast = insert_call(graph, node, aten.to.dtype, constant, dtype, like=constant)
+                cast.meta["dtype"] = dtype
+                node.replace_input_with(constant, cast)
+                changed = True
+    return changed
+
+
+def _frontier(node: fx.Node, live: set[fx.Node]) -> Iterator[fx.Node]:
+    """Computed floating-point constants that `node`, a live one, reads directly."""
+    if node not in live or node.op != "call_function":
+        return
+    for parent in node.all_input_nodes:
+        if parent not in live and parent.op == "call_function" and "dtype" in parent.meta:
+            yield parent

@@ -1,0 +1,68 @@
+"""Norms whose ε stands outside the root: neither a LayerNorm nor an RMSNorm for any ε, but a norm like them.
+
+σ is the deviation of x over its last dimensions (around the mean, or around 0), and
+
+    added:     (x − mean)/(σ + ε)·γ + b       Annotated Transformer, Zhang & Sennrich's RMSNorm
+    at_least:  x/max(σ, ε)·γ + b              ScaleNorm (Nguyen & Salazar 2019), torch's F.normalize
+
+`deviation_norm` is an op of the canonical graph beside `layer_norm` and `rms_norm`; `open_deviation_norms` writes it as
+arithmetic, for what knows ATen ops only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, fx
+
+aten = torch.ops.aten
+
+FORMS = ("added", "at_least")
+
+
+def deviation_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool, form: str
+) -> Tensor:
+    """Normalize `x`, `[…, *shape]`, over its last `len(shape)` dimensions.
+
+    Args:
+        x: floating-point values.
+        shape: sizes of the dimensions that are normalized.
+        weight, bias: γ and b of that shape, or None.
+        eps: ε ≥ 0.
+        centered: whether the mean is taken off.
+        form: one of `FORMS`.
+    """
+    dims = list(range(-len(shape), 0))
+    if centered:
+        x = x - x.mean(dims, keepdim=True)
+    y = x / bounded_deviation(x.square().mean(dims, keepdim=True), eps, form)
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
+def bounded_deviation(square: Tensor, eps: float, form: str) -> Tensor:
+    """σ + ε or max(σ, ε), from σ²."""
+    return square.sqrt() + eps if form == "added" else square.sqrt().clamp(min=eps)
+
+
+def open_deviation_norms(graph: fx.Graph) -> bool:
+    """Write every deviation norm of `graph` as arithmetic, in place; returns whether there was one."""
+    from aero_compile.ir.rewriting import insert_call, replace_node
+
+    found = [node for node in graph.nodes if node.target is deviation_norm]
+    for node in found:
+        x, shape, weight, bias, eps, centered, form = node.args
+        dims = list(range(-len(shape), 0))
+        if centered:
+            x = insert_call(graph, node, aten.sub.Tensor, x, insert_call(graph, node, aten.mean.dim, x, dims, True))
+        square = insert_call(graph, node, aten.mul.Tensor, x, x)
+        deviation = insert_call(
+            graph, node, aten.sqrt.default, insert_call(graph, node, aten.mean.dim, square, dims, True)
+        )
+        bound = aten.add.Tensor if form == "added" else aten.clamp_min.default
+        y = insert_call(graph, node, aten.div.Tensor, x, insert_call(graph, node, bound, deviation, eps))
+        y = y if weight is None else insert_call(graph, node, aten.mul.Tensor, y, weight)
+        replace_node(node, y if bias is None else insert_call(graph, node, aten.add.Tensor, y, bias))
+    return bool(found)

@@ -1,0 +1,267 @@
+"""Fold what is computed from weights alone into plain weights, for inference and export.
+
+Before → after (V, g, α, log t, W parameters; u, v buffers of a spectral norm):
+    linear(x, V·g/‖V‖)        → linear(x, W')
+    linear(x, W/σ(W; u, v))   → linear(x, W')
+    (1/α)·y                   → a·y
+    exp(−log_t[:, :T])        → s[:, :T]     element-wise ops move above slices and lookups
+
+The function is unchanged; dropout of a weight, if there is any, is as in evaluation mode. What depends on an input or
+its shape, and what only moves elements (the transpose of a weight), stays in the graph.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from aero_compile.ir.rewriting import (
+    SHAPE_ONLY,
+    ancestors,
+    insert_call,
+    node_values,
+    replace_node,
+    sample_shape,
+    tainted_nodes,
+    weight_value,
+)
+from aero_compile.ir.structural import structural_attributes
+from aero_compile.ir.weight_readers import MOVES, stored, weights_read
+from aero_compile.model import TransformedModel, remove_dead_nodes
+
+aten = torch.ops.aten
+
+_MOVES = MOVES | {aten.embedding.default}
+"""Ops that put elements of their first argument elsewhere."""
+
+_CASTS = frozenset({aten._to_copy.default, aten.to.dtype, aten.to.device, aten.detach.default})
+"""Ops that compute nothing either."""
+
+_TABLES = frozenset({aten.linear.default, aten.embedding.default})
+"""Ops whose weight keeps its name when its expression is folded."""
+
+
+def fold_weights(model: TransformedModel) -> TransformedModel:
+    """A copy of `model`, in eval mode, in which every expression over weights is one weight.
+
+    The weight or bias of a linear layer and the table of an embedding keep the name, and the layout, of the one
+    parameter of their shape that the expression replaces: after weight or spectral normalization, the layers' weights
+    have the names and shapes of the source. Every other result is named after its first weight and its last op:
+    `scaled_ffn.0.alpha_reciprocal`.
+    """
+    folded = copy.deepcopy(model)
+    fold_in_place(folded)
+    return folded.prepare().eval()
+
+
+def fold_in_place(model: TransformedModel, *, in_double: bool = False) -> int:
+    """As `fold_weights`, for a model that belongs to the caller; its mode stays as it is.
+
+    Args:
+        model: the model, which is changed.
+        in_double: for private inference: compute with float64, rounding once to the type of the result, and leave
+            what is computed from structure alone (masks, positions) to both parties.
+
+    Returns:
+        How many expressions became weights.
+    """
+    _move_late(model)
+    structural = structural_attributes(model, model.graph)
+    expressions = [each for each in _expressions(model, in_double) if each.is_foldable]
+    if in_double:
+        expressions = [each for each in expressions if not each.reads_only(structural)]
+    names = list(_names(model, expressions))
+    reads = [
+        _redirect(model, expression, name, transposed)
+        for expression, (name, transposed) in zip(expressions, names, strict=True)
+    ]
+    remove_dead_nodes(model.graph)  # what still reads a weight is now what needs its old value
+    known: dict[str, set[fx.Node]] = {}
+    for node in reads:
+        known.setdefault(str(node.target), set()).add(node)
+    for expression, (name, transposed) in zip(expressions, names, strict=True):
+        _store(model, expression, name, transposed, known[name], not expression.reads_only(structural))
+    model.graph_changed()
+    return len(expressions)
+
+
+@dataclass(frozen=True, eq=False)
+class _Expression:
+    """The nodes that compute `value`, the value of `root`, from `weights`, which are in graph order."""
+
+    root: fx.Node
+    nodes: set[fx.Node]
+    weights: dict[fx.Node, Tensor]
+    value: Any
+
+    @property
+    def is_foldable(self) -> bool:
+        """Numbers always; flags and indices only of parameters."""
+        if not isinstance(self.value, Tensor):
+            return False
+        return self.value.is_floating_point() or any(isinstance(t, nn.Parameter) for t in self.weights.values())
+
+    def reads_only(self, names: frozenset[str]) -> bool:
+        """Whether the tensors that are read all have one of these names."""
+        return all(str(node.target) in names for node in self.weights)
+
+
+def _expressions(model: TransformedModel, in_double: bool) -> Iterator[_Expression]:
+    constant = _constant_nodes(model.graph)
+    order = {node: number for number, node in enumerate(model.graph.nodes)}
+    known: dict[fx.Node, Any] = {}
+    shapes = node_values(model, *sample_shape(model)) if in_double else {}
+    for root in model.graph.nodes:
+        if _is_root(root, constant):
+            nodes = ancestors([root], constant)
+            read = sorted((node for node in nodes if node.op == "get_attr"), key=order.__getitem__)
+            weights = {node: stored(model, node) for node in read}
+            value = _double_value(model, root, shapes[root]) if in_double else weight_value(model, root, known)
+            yield _Expression(root, nodes, weights, value)
+
+
+def _double_value(model: TransformedModel, root: fx.Node, like: Any) -> Any:
+    """`weight_value` with every step in float64, rounded to the type of `like`, what the graph gives as the result."""
+    known: dict[fx.Node, Any] = {}
+
+    def value(node: fx.Node) -> Any:
+        if node in known:
+            return known[node]
+        if node.op == "call_function":
+            args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+            with torch.no_grad():
+                found = node.target(*args, **kwargs)  # type: ignore[operator]
+        else:  # modules know the type of their buffers only
+            found = weight_value(model, node)
+        known[node] = found.double() if isinstance(found, Tensor) and found.is_floating_point() else found
+        return known[node]
+
+    found = value(root)
+    return found.to(like.dtype) if isinstance(found, Tensor) else found
+
+
+def _move_late(model: TransformedModel) -> None:
+    """f(move(w)) → move(f(w)) for an element-wise f of one tensor and a move that depends on the input's shape."""
+    graph = model.graph
+    constant, live = _constant_nodes(graph), tainted_nodes(graph, model.convention.tokens)
+    for node in list(graph.nodes):
+        if node in live or len(node.all_input_nodes) != 1 or not _is_elementwise(node.target):
+            continue
+        source, moves = node.all_input_nodes[0], []
+        while source.target in _MOVES and source not in constant and isinstance(source.args[0], fx.Node):
+            moves.append(source)
+            source = source.args[0]
+        if not moves or source not in constant:
+            continue
+        result = _copy(node, node, moves[0], source)
+        constant.add(result)
+        for move in reversed(moves):
+            result = _copy(move, node, move.args[0], result)
+        replace_node(node, result)
+    remove_dead_nodes(graph)
+
+
+def _copy(node: fx.Node, before: fx.Node, old: Any, new: fx.Node) -> fx.Node:
+    """A copy of `node`, in front of `before`, that reads `new` instead of `old`."""
+    with before.graph.inserting_before(before):
+        return before.graph.node_copy(node, lambda read: new if read is old else read)
+
+
+def _is_elementwise(target: Any) -> bool:
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and torch.Tag.pointwise in target.tags
+        and _is_fixed(target)
+        and target not in _CASTS
+    )
+
+
+def _is_fixed(target: Any) -> bool:
+    """Whether a function gives the same result every time."""
+    return not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags
+
+
+def _constant_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that depend on no input, not even on its shape."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        inside = node.op in ("get_attr", "call_module") or (node.op == "call_function" and _is_fixed(node.target))
+        if inside and all(parent in found for parent in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _is_root(node: fx.Node, constant: set[fx.Node]) -> bool:
+    """Whether `node` ends an expression that reads weights and computes something."""
+    if node not in constant or node.target in SHAPE_ONLY or all(user in constant for user in node.users):
+        return False
+    nodes = ancestors([node], constant)
+    computes = any(n.op != "get_attr" and n.target not in _MOVES | _CASTS for n in nodes)
+    return computes and any(n.op == "get_attr" for n in nodes)
+
+
+def _names(model: TransformedModel, expressions: list[_Expression]) -> Iterator[tuple[str, bool]]:
+    """For every expression the name of its weight, and whether that is stored transposed."""
+    still_read = weights_read(model, model.graph, {expression.root for expression in expressions})
+    sharing = Counter(each for expression in expressions for each in {id(t) for t in expression.weights.values()})
+    free = {each for each, count in sharing.items() if count == 1} - still_read
+    taken = {name for name, _ in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]}
+    for expression in expressions:
+        kept = _kept_name(expression, free)
+        if kept is None:
+            kept = _fresh_name(expression, taken), False
+            taken.add(kept[0])
+        yield kept
+
+
+def _kept_name(expression: _Expression, free: set[int]) -> tuple[str, bool] | None:
+    """The name of the parameter that a table's expression replaces, if it is `free`: nothing else reads it."""
+    root, shape = expression.root, tuple(expression.value.shape)
+    if not any(user.target in _TABLES for user in root.users):
+        return None
+    for node, tensor in expression.weights.items():
+        transposed = all(user.target is aten.t.default for user in node.users if user in expression.nodes)
+        fits = (shape[::-1] if transposed else shape) == tuple(tensor.shape)
+        if isinstance(tensor, nn.Parameter) and fits and id(tensor) in free:
+            return str(node.target), transposed
+    return None
+
+
+def _fresh_name(expression: _Expression, taken: set[str]) -> str:
+    operation = str(expression.root.target).removeprefix("aten.").partition(".")[0]
+    base = f"{next(iter(expression.weights)).target}_{operation}"
+    return next(name for name in (base, *(f"{base}_{i}" for i in range(2, len(taken) + 3))) if name not in taken)
+
+
+def _redirect(model: TransformedModel, expression: _Expression, name: str, transposed: bool) -> fx.Node:
+    """Let the users of an expression read the weight `name`, which gets its value, instead; returns what reads that."""
+    root = expression.root
+    with model.graph.inserting_before(root):
+        read: fx.Node = model.graph.create_node("get_attr", name, (), {})
+    new = insert_call(model.graph, root, aten.t.default, read, like=root) if transposed else read
+    root.replace_all_uses_with(new)
+    return read
+
+
+def _store(
+    model: TransformedModel, expression: _Expression, name: str, transposed: bool, known: set[fx.Node], hidden: bool
+) -> None:
+    """Give the model a weight of an expression's value, which the nodes `known` alone may read.
+
+    It is a parameter where weights, or buffers that are to stay `hidden` with the server, are read.
+    """
+    read = expression.weights
+    value = (expression.value.t() if transposed else expression.value).clone(memory_format=torch.contiguous_format)
+    parameters = [tensor for tensor in read.values() if isinstance(tensor, nn.Parameter)]
+    if parameters or hidden:
+        trains = value.is_floating_point() and any(parameter.requires_grad for parameter in parameters)
+        model.replace_tensor(name, nn.Parameter(value, requires_grad=trains), known)
+    else:
+        saved = model.state_dict().keys()
+        model.replace_tensor(name, value, known, persistent=any(str(node.target) in saved for node in read))

@@ -1,0 +1,153 @@
+"""Shapes of every value of a graph, without computing any; what is known already is not looked at again."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from aero_compile.ir.extra_inputs import dtype_of, shape_of
+
+if TYPE_CHECKING:
+    from aero_compile.model import TransformedModel
+
+
+class _Known:
+    """What was found for one model at one batch and length: the values of nodes, and of the tensors they read."""
+
+    def __init__(self, mode: FakeTensorMode | None = None) -> None:
+        self.mode = mode if mode is not None else FakeTensorMode(allow_non_fake_inputs=True)
+        self.nodes: dict[fx.Node, tuple[Any, Any]] = {}
+        self.tensors: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def tensor(self, model: torch.nn.Module, name: str) -> Tensor:
+        """The fake twin of a parameter or buffer."""
+        real = operator.attrgetter(name)(model)
+        old, fake = self.tensors.get(name, (None, None))
+        if old is not real or fake is None or not _same(fake, real):
+            meta = real.device.type == "meta"
+            twin = real.detach()  # the mode would remember `real` itself, with the dtype that it had then
+            if meta:
+                twin = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="meta")
+            fake = self.mode.from_tensor(twin, static_shapes=None if meta else True)
+            self.tensors[name] = real, fake
+        return fake
+
+
+_known: WeakKeyDictionary[torch.nn.Module, dict[Any, _Known]] = WeakKeyDictionary()
+
+
+Guard = tuple[Callable[[fx.Node, Mapping[fx.Node, Any]], None], Callable[[fx.Node, Any], None]]
+"""Called before a node is looked at, with what is known of those before it, and after, with its value."""
+
+
+def node_values(model: TransformedModel, batch: int, seq_len: int, guard: Guard | None = None) -> dict[fx.Node, Any]:
+    """Fake value (shape, dtype, device) of every node at `[batch, seq_len]`, without computing anything.
+
+    Only nodes that are new since the last call, that were edited, or that follow one whose shape was changed by
+    that are looked at: passes ask often, and one look costs as much as running the layer would. Those that are
+    looked at are shown to `guard`, which may raise.
+    """
+    weight = next(model.parameters(), None)
+    device = weight.device if weight is not None else torch.device("cpu")
+    known = _known.setdefault(model, {}).setdefault((batch, seq_len, device), _Known())
+    values: dict[fx.Node, Any] = {}
+    nodes: dict[fx.Node, tuple[Any, Any]] = {}
+    changed: set[fx.Node] = set()
+    with known.mode, torch.no_grad():
+        for node in model.graph.nodes:
+            call = _call(node)
+            old_call, value = known.nodes.get(node, (None, None))
+            varies = node.op in ("get_attr", "call_module") or not changed.isdisjoint(node.all_input_nodes)
+            if varies or old_call != call:
+                if guard is not None:
+                    guard[0](node, values)
+                with _reported(node):
+                    new = _value(model, known, node, values, (batch, seq_len), device)
+                if guard is not None:
+                    guard[1](node, new)
+                if old_call is None or not _same(new, value):
+                    changed.add(node)
+                    value = new
+            values[node] = value
+            nodes[node] = call, value
+    known.nodes = nodes
+    return values
+
+
+def carry(model: torch.nn.Module, twin: torch.nn.Module, copies: Mapping[fx.Node, fx.Node]) -> None:
+    """Let what is known of `model`'s nodes be known of their `copies`, which `twin` runs on tensors of the same names.
+
+    A model is copied before every rewrite; looking at all of it again would cost more than most rewrites do.
+    """
+    for key, known in list(_known.get(model, {}).items()):
+        own = _known.setdefault(twin, {}).setdefault(key, _Known(known.mode))
+        for node, (call, value) in list(known.nodes.items()):
+            if node in copies and call == _call(node):
+                own.nodes[copies[node]] = _call(copies[node]), value
+        for name, (_, fake) in known.tensors.items() if twin is not model else ():
+            with contextlib.suppress(AttributeError):  # an old name
+                own.tensors[name] = operator.attrgetter(name)(twin), fake
+
+
+def _call(node: fx.Node) -> tuple[Any, ...]:
+    return node.op, node.target, node.args, node.kwargs
+
+
+def _value(
+    model: TransformedModel,
+    known: _Known,
+    node: fx.Node,
+    values: dict[fx.Node, Any],
+    shape: tuple[int, int],
+    device: torch.device,
+) -> Any:
+    if node.op == "placeholder":
+        extra = model.convention.extras.get(str(node.target))
+        if extra is not None:
+            return torch.zeros(shape_of(extra, *shape), dtype=dtype_of(extra), device=device)
+        make = torch.zeros if node.target == model.convention.tokens else torch.ones
+        return make(shape, dtype=torch.int64, device=device)
+    if node.op == "get_attr":
+        return known.tensor(model, str(node.target))
+    args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+    if node.op == "output":
+        return args[0]
+    if node.op == "call_function":
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+    from aero_compile.ir.rewriting import call_in_eval
+
+    module = model.get_submodule(str(node.target))
+    state = {name: known.tensor(model, f"{node.target}.{name}") for name, _ in module.named_buffers()}
+    return call_in_eval(module, *args, buffers=state) if state else args[0]  # without buffers it is a dropout
+
+
+@contextmanager
+def _reported(node: fx.Node) -> Iterator[None]:
+    from aero_compile.ir.rewriting import place
+
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"while finding the shape of {node.format_node()}")
+        error.__dict__.setdefault("place", place(node))
+        raise
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Whether two values look alike to everything that only sees shapes."""
+    if isinstance(left, tuple | list) and isinstance(right, tuple | list):
+        return len(left) == len(right) and all(map(_same, left, right))
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        if getattr(left, "constant", None) is not None:
+            return left is right
+        described = [(t.shape, t.stride(), t.dtype, t.device) for t in (left, right)]
+        return described[0] == described[1]
+    return type(left) is type(right) and bool(left == right)

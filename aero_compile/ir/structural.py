@@ -1,0 +1,154 @@
+"""Which tables of a model are shown to be structure: they follow from shapes and literals, no weight hides in them.
+
+Everything else that a model holds is the server's: parameters, and every buffer, constant and tensor attribute of any
+type that is not recognized here. A table is recognized by what it holds, whatever it is called and however it is
+registered: masks of bands, blocks and prefixes, positions, the rates, angles, cosines and sines of rotary positions,
+slopes and tables of ALiBi, and single numbers such as 1/√d. A few numbers give each of them; a table of weights they
+do not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, fx, nn
+
+from aero_compile.ir.structural_masks import MASKED_BELOW, compact, is_pattern
+from aero_compile.ir.structural_series import LEAST, is_outer, is_series, is_wave, slack
+
+
+def structural_attributes(module: nn.Module, graph: fx.Graph) -> frozenset[str]:
+    """Names of the tensors that `graph` reads from `module` and that are structure; all others are the server's."""
+    sizes: frozenset[int] | None = None
+    found = set()
+    for node in graph.nodes:
+        if node.op != "get_attr":
+            continue
+        owner, _, leaf = str(node.target).rpartition(".")
+        value = getattr(module.get_submodule(owner), leaf)
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            sizes = known_sizes(module, graph) if sizes is None else sizes
+            if is_structural(value, sizes):
+                found.add(str(node.target))
+    return frozenset(found)
+
+
+def known_sizes(module: nn.Module, graph: fx.Graph) -> frozenset[int]:
+    """Sizes that the architecture shows: of the dimensions of parameters, and integers written in the graph."""
+    sizes = {size for parameter in module.parameters() for size in parameter.shape}
+    for node in graph.nodes:
+        for value in itertools.chain(node.args, node.kwargs.values()):
+            sizes.update(each for each in (value if isinstance(value, list | tuple) else [value]) if type(each) is int)
+    return frozenset(sizes)
+
+
+def is_structural(table: Tensor, sizes: Collection[int] = ()) -> bool:
+    """Whether a tensor of any shape and type is structure. `sizes` are numbers that single values may be made of."""
+    if table.is_meta or table.is_quantized or table.is_sparse:
+        return False
+    if table.numel() == 0:
+        return True
+    table = table.detach().cpu()
+    if table.is_complex():
+        table = torch.view_as_real(table.resolve_conj())
+    many = table.numel() > 1
+    table = compact(table)
+    if table.numel() == 1:
+        # Ones and zeros may be gains and biases; what hides everything, or flags, are not.
+        plain = many and table.is_floating_point() and not bool(table <= MASKED_BELOW)
+        return not plain and _is_number(table, sizes)
+    if table.dtype == torch.bool:
+        return is_pattern(table)
+    error = slack(table.dtype)
+    values = table.double()
+    if bool(values.isnan().any()):
+        return False
+    if bool(((values == 0) | (values == 1)).all()):
+        return is_pattern(values == 1)
+    hidden = values <= MASKED_BELOW
+    if bool(hidden.any()):
+        if not is_pattern(compact(hidden)):
+            return False
+        return bool((hidden | (values == 0)).all()) or is_ramp(values, ~hidden, error)
+    if values.dim() == 1:
+        return is_series(values, error) or (len(values) >= LEAST and is_wave(values[:, None], error))
+    if bool((values == values.round()).all()) and _is_clipped_ramp(values):
+        return True
+    return bool(values.isfinite().all()) and (
+        is_ramp(values, ~hidden, error) or is_outer(values, error) or is_wave(values, error)
+    )
+
+
+def is_ramp(table: Tensor, shown: Tensor, error: float) -> bool:
+    """Whether the entries `shown` of `[.., Q, K]` are a + b·q + c·k, the same for all heads but for the heads' slopes.
+
+    Relative positions, and the biases of ALiBi (Press et al. 2022). Slopes of heads must be a series themselves.
+    """
+    planes = table.reshape(-1, *table.shape[-2:])
+    shown = shown.expand(table.shape).reshape(planes.shape)
+    rows, columns = planes.shape[-2:]
+    if rows * columns < 6:
+        return False
+    grid = torch.meshgrid(torch.arange(rows) - rows / 2, torch.arange(columns) - columns / 2, indexing="ij")
+    places = torch.stack([torch.ones(rows, columns), *grid], dim=-1).double()
+    fitted = []
+    for plane, visible in zip(planes, shown, strict=True):
+        near, values = places[visible], plane[visible]
+        if len(values) < 6 or not bool(values.isfinite().all()):
+            return False
+        coefficients = torch.linalg.pinv(near.T @ near, hermitian=True) @ (near.T @ values)
+        if bool((near @ coefficients - values).abs().max() > 8 * error * values.abs().max() + 1e-12):
+            return False
+        constant, down, right = coefficients.tolist()
+        fitted.append(torch.tensor([constant - down * rows / 2 - right * columns / 2, down, right]).double())
+    coarse = 64 * error * float(torch.stack(fitted).abs().max())
+    return all(
+        _are_head_slopes(slopes.where(slopes.abs() > coarse, 0.0), error) for slopes in torch.stack(fitted, dim=1)
+    )
+
+
+def _is_clipped_ramp(table: Tensor) -> bool:
+    """Whether whole numbers `[Q, K]` are c ± q ± k between two bounds, as relative positions are."""
+    if table.dim() != 2 or min(table.shape) < LEAST:
+        return False
+    places = [torch.arange(size, dtype=torch.float64) for size in table.shape]
+    low, high = table.min(), table.max()
+    inside = ((table > low) & (table < high)).nonzero()
+    if not len(inside):
+        return False
+    row, column = inside[0].tolist()
+    for down, right in itertools.product((1, -1), repeat=2):
+        ramp = table[row, column] + down * (places[0][:, None] - row) + right * (places[1] - column)
+        if torch.equal(ramp.clamp(low, high), table):
+            return True
+    return False
+
+
+def _are_head_slopes(slopes: Tensor, error: float) -> bool:
+    """Whether a coefficient of every head is 0 for all, the same whole number or power of two, or a series."""
+    slopes = compact(slopes)
+    if slopes.numel() > 1:
+        return is_series(slopes, 64 * error)
+    size = abs(float(slopes))
+    return size == 0 or _is_near(size, round(size), 64 * error) or _is_near(math.log2(size) % 1, 0.0, 1e-4)
+
+
+def _is_number(table: Tensor, sizes: Collection[int]) -> bool:
+    """Whether one number follows from the architecture: 0, ±1, what masks, a size, its inverse or their roots."""
+    value = float(table.reshape(()))
+    if table.dtype == torch.bool or value in (0, 1, -1):
+        return True
+    if not table.is_floating_point():
+        return abs(value) in {2, *sizes}
+    if value <= MASKED_BELOW or math.isinf(value):
+        return True
+    error = slack(table.dtype)
+    made = (form for n in sizes if n > 0 for form in (n, 1 / n, math.sqrt(n), 1 / math.sqrt(n)))
+    return any(_is_near(abs(value), each, error) for each in made)
+
+
+def _is_near(value: float, wanted: float, error: float) -> bool:
+    return abs(value - wanted) <= error * max(1e-9, abs(wanted)) or (wanted == 0 and abs(value) <= error)

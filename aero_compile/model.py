@@ -1,0 +1,446 @@
+"""TransformedModel: an nn.Module whose forward is a canonical FX graph and whose parameters keep their names."""
+
+from __future__ import annotations
+
+import copy
+import linecache
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from aero_compile.entropy import attention_entropy
+from aero_compile.errors import InputError, UnsupportedGraphError
+from aero_compile.ir.call_convention import (
+    CallConvention,
+    CausalOutput,
+    Template,
+    build_output,
+    leaf_indices,
+    next_token_loss,
+    output_class,
+)
+from aero_compile.ir.deviation_norm import open_deviation_norms
+from aero_compile.ir.extra_inputs import LENGTH, part_of_example
+from aero_compile.ir.labels import require_labels
+from aero_compile.ir.shapes import carry
+from aero_compile.ir.weight_readers import check_unread
+
+Program = tuple[Callable[..., tuple[Any, ...]], tuple[str, ...]]
+
+
+class TransformedModel(nn.Module):
+    """A decoder held as an FX graph of canonical ATen ops; it is called like the model it came from.
+
+    Attributes:
+        graph: the `torch.fx.Graph`; output 0 is the logits `[B, T, V]`, further outputs are what else the
+            source model returned (its loss, for instance). Passes edit it in place and call `graph_changed`.
+        convention: how the source model was called and what it returned.
+        history: text of every pass that was applied, in order.
+        max_positions: longest sequence the model can take, or None if nothing in it limits the length.
+        fixed_shape: the one `[B, T]` that the graph is made for (if it was read from a file), or None for any.
+        examples: values that arguments beside the tokens were captured with, as long as the model is not saved.
+        calibration: token batches for passes that measure the model; set by `run_passes` while they run.
+
+    Every transformed model also takes `labels=` (token ids as in Hugging Face: shifted inside, -100 ignored)
+    and `output_entropies=True`, which adds `.entropies`: one tensor `[B, H, T]` in nats for each layer.
+    """
+
+    calibration: tuple[Tensor, ...] | None = None
+    fixed_shape: tuple[int, int] | None = None
+    examples: Mapping[str, Tensor] = MappingProxyType({})
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        tensors: Mapping[str, Tensor],
+        modules: Mapping[str, nn.Module],
+        convention: CallConvention,
+        *,
+        non_persistent: frozenset[str] = frozenset(),
+        max_positions: int | None = None,
+        history: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__()
+        self.graph = graph
+        self.convention = convention
+        self.max_positions = max_positions
+        self.history = history
+        self._programs: dict[tuple[tuple[int, ...], bool], Program] = {}
+        self._structure: Any = None
+        self.reports: tuple[Any, ...] = ()
+        if "class" in convention.output:
+            output_class(convention.output["class"])  # now: an import would stop torch.compile
+        for name, tensor in tensors.items():
+            self.add_tensor(name, tensor, persistent=name not in non_persistent)
+        for name, module in modules.items():
+            self.add_child(name, module)
+
+    # -- what is inside ---------------------------------------------------------------------------------
+
+    @property
+    def structure(self) -> Any:
+        """The decoder's parts (`aero_compile.analysis.parts.Structure`), found anew after each change of the graph."""
+        if self._structure is None:
+            from aero_compile.analysis.structure import find_structure
+
+            self._structure = find_structure(self)
+        return self._structure
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.structure.attentions)
+
+    @property
+    def num_heads(self) -> tuple[int, ...]:
+        """Attention heads of each layer."""
+        return tuple(attention.heads for attention in self.structure.attentions)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of rows of the token embedding."""
+        return int(self.structure.vocab_size)
+
+    @property
+    def recipe(self) -> str:
+        """Text of the passes applied so far; empty for a model that was only captured."""
+        return ",".join(self.history)
+
+    def temperatures(self) -> dict[int, Tensor]:
+        """Softmax temperatures `t > 0`, `[H, T_max]`, by layer; empty where the recipe has none."""
+        found = dict(self.named_parameters())
+        names = {i: f"softmax_temperature.{i}.log_t" for i in range(self.num_layers)}
+        return {i: found[name].detach().exp() for i, name in names.items() if name in found}
+
+    # -- edits (used by passes) -------------------------------------------------------------------------
+
+    def add_child(self, name: str, module: nn.Module) -> None:
+        """Register `module` under a dotted name, making the containers on the way."""
+        path, _, leaf = name.rpartition(".")
+        self._modules_at(path).add_module(leaf, module)
+
+    def add_tensor(self, name: str, tensor: Tensor, *, persistent: bool = True) -> None:
+        """Register a parameter (if it is an `nn.Parameter`) or a buffer under a dotted name that is free.
+
+        Raises:
+            UnsupportedGraphError: the model has a parameter or buffer of that name.
+        """
+        path, _, leaf = name.rpartition(".")
+        parent = self._modules_at(path)
+        if leaf in parent._parameters or leaf in parent._buffers:
+            raise UnsupportedGraphError(f"the model has a weight called {name} already")
+        self._register(parent, leaf, tensor, persistent)
+
+    def replace_tensor(
+        self, name: str, tensor: Tensor, readers: Collection[fx.Node], *, persistent: bool = True
+    ) -> None:
+        """Give the weight `name`, which may be new, the value `tensor`.
+
+        Args:
+            name: dotted; other names of the same tensor keep the old value.
+            tensor: the new parameter or buffer.
+            readers: the `get_attr` nodes that are meant to read the new value.
+            persistent: of a buffer: whether it is saved.
+
+        Raises:
+            UnsupportedGraphError: other nodes read that weight.
+        """
+        check_unread(self, self.graph, name, readers)
+        path, _, leaf = name.rpartition(".")
+        self._register(self._modules_at(path), leaf, tensor, persistent)
+
+    def _modules_at(self, path: str) -> nn.Module:
+        """The module at a dotted path; containers on the way are made."""
+        parent: nn.Module = self
+        for part in filter(None, path.split(".")):
+            if part not in parent._modules:
+                parent.add_module(part, nn.Module())
+            parent = parent.get_submodule(part)
+        return parent
+
+    @staticmethod
+    def _register(parent: nn.Module, leaf: str, tensor: Tensor, persistent: bool) -> None:
+        if isinstance(tensor, nn.Parameter):
+            parent._buffers.pop(leaf, None)
+            parent.register_parameter(leaf, tensor)
+        else:
+            parent._parameters.pop(leaf, None)
+            parent.register_buffer(leaf, tensor, persistent=persistent)
+
+    def graph_changed(self) -> None:
+        """Forget everything derived from the graph, drop dead nodes and the parameters nothing reads."""
+        remove_dead_nodes(self.graph)
+        self.graph.lint()
+        self._programs.clear()
+        self._structure = None
+        self._drop_orphans()
+
+    def _drop_orphans(self) -> None:
+        held = {str(node.target) for node in self.graph.nodes if node.op == "call_module"}
+        tensors = dict(self.named_parameters(remove_duplicate=False)) | dict(self.named_buffers(remove_duplicate=False))
+        used = {str(node.target) for node in self.graph.nodes if node.op == "get_attr"}
+        used |= {name for name in tensors if name.rpartition(".")[0] in held}
+        kept = {id(tensors[name]) for name in used if name in tensors}
+        for name, tensor in tensors.items():
+            if id(tensor) not in kept:
+                parent, _, leaf = name.rpartition(".")
+                delattr(self.get_submodule(parent), leaf)
+        for name, module in reversed(list(self.named_modules())):
+            empty = not module._parameters and not module._buffers and not module._modules
+            if name and empty and name not in held:
+                parent, _, leaf = name.rpartition(".")
+                delattr(self.get_submodule(parent), leaf)
+
+    # -- running ----------------------------------------------------------------------------------------
+
+    def logits_graph(self) -> fx.Graph:
+        """A copy of the graph that computes the logits `[B, T, V]` alone.
+
+        Its inputs are called `input_ids` and, where the model takes one, `attention_mask`. It holds ATen ops alone.
+        """
+        nodes: dict[fx.Node, fx.Node] = {}
+        graph = self._select((0,), False, nodes)
+        carry(self, self, nodes)
+        names = {self.convention.tokens: "input_ids", self.convention.attention_mask: "attention_mask"}
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                node.target = names.get(str(node.target), node.target)
+        open_deviation_norms(graph)
+        return graph
+
+    def logits_nodes(self) -> set[fx.Node]:
+        """Nodes of `graph` that the logits depend on."""
+        output = next(node for node in reversed(self.graph.nodes) if node.op == "output")
+        needed: set[fx.Node] = set()
+        stack = [output.args[0][0]]
+        while stack:
+            node = stack.pop()
+            if isinstance(node, fx.Node) and node not in needed:
+                needed.add(node)
+                stack.extend(node.all_input_nodes)
+        return needed
+
+    def _select(
+        self, outputs: tuple[int, ...], entropies: bool, nodes: dict[fx.Node, fx.Node] | None = None
+    ) -> fx.Graph:
+        """A copy of the graph with some of its outputs; `nodes` takes the copy of each node."""
+        graph = fx.Graph()
+        nodes = {} if nodes is None else nodes
+        results = graph.graph_copy(self.graph, nodes)
+        assert isinstance(results, tuple)
+        chosen: list[Any] = [results[i] for i in outputs]
+        if entropies:
+            chosen += self._entropy_taps(graph, nodes)
+        graph.output(tuple(chosen))
+        remove_dead_nodes(graph)
+        for node in list(graph.nodes):
+            if node.op == "placeholder" and not node.users:
+                graph.erase_node(node)
+        return graph
+
+    def _entropy_taps(self, graph: fx.Graph, nodes: Mapping[fx.Node, fx.Node]) -> Iterator[fx.Node]:
+        first = self.structure.first_token
+        if first is None:
+            raise InputError(
+                f"{self.convention.family} adds positions of its own; which are the tokens' cannot be told"
+            )
+        tokens = next(n for n in graph.nodes if n.op == "placeholder" and n.target == self.convention.tokens)
+        for attention in self.structure.attentions:
+            softmaxes = [nodes[heads.softmax] for heads in attention.groups]
+            counts = [heads.count for heads in attention.groups]
+            yield graph.call_function(_entropies_by_head, (softmaxes, tokens, counts, first))
+
+    def prepare(self) -> TransformedModel:
+        """Make the functions that calls will need now, so that torch.compile finds them; returns the model."""
+        with_entropies = (False,) if self.structure.first_token is None else (False, True)
+        for template in filter(None, (self.convention.output, self.convention.output_with_labels)):
+            for entropies in with_entropies:
+                self._program(_wanted(template), entropies)
+        return self
+
+    def _program(self, outputs: tuple[int, ...], entropies: bool) -> Program:
+        key = (outputs, entropies)
+        if key not in self._programs:
+            graph = self.graph if self._is_whole(outputs) and not entropies else self._select(outputs, entropies)
+            inputs = tuple(str(n.target) for n in graph.nodes if n.op == "placeholder")
+            self._programs[key] = (compile_graph(graph), inputs)
+        return self._programs[key]
+
+    def _is_whole(self, outputs: tuple[int, ...]) -> bool:
+        """Whether these are all outputs of the graph, in order, and take all of its inputs."""
+        results = next(node for node in reversed(self.graph.nodes) if node.op == "output").args[0]
+        read = all(node.users for node in self.graph.find_nodes(op="placeholder"))
+        return read and isinstance(results, tuple) and outputs == tuple(range(len(results)))
+
+    def forward(
+        self,
+        *args: Any,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_entropies: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Call the model as its source was called.
+
+        Args:
+            *args, **kwargs: the arguments of the source's forward. Token ids are int64 `[B, T]`.
+            input_ids, attention_mask, labels: accepted for every model, whatever its source calls them, so
+                that Hugging Face's Trainer can train it. Where the source has no `labels`, the next-token
+                loss is added; where it has no mask, only a mask of ones is taken.
+            output_entropies: also return the attention entropies.
+
+        Returns:
+            What the source returns. With `output_entropies`, or with `labels` that the source does not know,
+            an object with `.logits`, `.loss` and `.entropies` that can also be indexed.
+
+        Raises:
+            InputError: an argument that is not part of the captured graph, tokens that are no integer matrix,
+                or a sequence longer than the model's positions.
+        """
+        named = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+        call = self.convention.bind(args, kwargs | {k: v for k, v in named.items() if v is not None})
+        self.check_tokens(call.tokens)
+        require_labels(self, call)
+        template = self.convention.template(call)
+        wanted = _wanted(template)
+        run, names = self._program(wanted, output_entropies)
+        results = run(self, *[self._in_own_dtype(name, call.inputs[name]) for name in names])
+        values = dict(zip(wanted, results, strict=False))
+        entropies: Sequence[Tensor] | None = results[len(wanted) :] if output_entropies else None
+        loss = None
+        if call.labels is not None and call.loss_outside_graph:
+            loss = next_token_loss(values[0], call.labels, call.num_items_in_batch)
+        if call.own_output or (output_entropies and not self.convention.returns_model_output):
+            graph_loss = values.get(self.convention.loss_index) if self.convention.loss_index else None
+            return CausalOutput(
+                logits=values[0],
+                loss=loss if loss is not None else graph_loss,
+                entropies=None if entropies is None else tuple(entropies),
+            )
+        return build_output(template, values, loss, entropies, as_tuple=call.as_tuple)
+
+    def _in_own_dtype(self, name: str, value: Tensor) -> Tensor:
+        """An argument beside the tokens, such as a mask of -inf, in the dtype of the weights."""
+        if name not in self.convention.extras or not value.is_floating_point():
+            return value
+        weight = next(self.parameters(), None)
+        return value if weight is None else value.to(weight.dtype)
+
+    @property
+    def example_length(self) -> int | None:
+        """Tokens that `examples` are for; None if there are none."""
+        found = [
+            int(size)
+            for name, value in self.examples.items()
+            for size, kind in zip(value.shape, self.convention.extras[name]["shape"], strict=True)
+            if kind == LENGTH
+        ]
+        return min(found, default=None)
+
+    def stand_in(self, name: str, tokens: Tensor) -> Tensor:
+        """A value of the graph's input `name` for tokens `[B, T]`, on their device.
+
+        Raises:
+            LookupError: an argument beside the tokens that was captured with fewer of them, or loaded.
+        """
+        extra = self.convention.extras.get(name)
+        if extra is None:
+            return tokens if name in (self.convention.tokens, "input_ids") else torch.ones_like(tokens)
+        batch, length = (int(n) for n in tokens.shape)
+        value = part_of_example(extra, self.examples.get(name), batch, length).to(tokens.device)
+        return self._in_own_dtype(name, value)
+
+    def check_tokens(self, tokens: Tensor) -> None:
+        """Raise InputError for token ids `[B, T]` that are too long or, on the CPU, outside the vocabulary."""
+        if self.max_positions is not None and tokens.shape[1] > self.max_positions:
+            raise InputError(
+                f"sequence of {tokens.shape[1]} tokens, but the model has {self.max_positions} positions; "
+                "shorten the input"
+            )
+        # On an accelerator, or while compiling, looking at the values would stall every step.
+        if type(tokens) is Tensor and tokens.device.type == "cpu" and not torch.compiler.is_compiling():
+            low, high = int(tokens.min()), int(tokens.max())
+            if low < 0 or high >= self.vocab_size:
+                wrong = low if low < 0 else high
+                raise InputError(f"token id {wrong} is outside the vocabulary of {self.vocab_size} tokens")
+
+    # -- being a module ---------------------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TransformedModel:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        from aero_compile.ir.constants import retarget
+
+        weight = next(self.parameters(), None)
+        if weight is not None and retarget(self.graph, weight.device, weight.dtype, self.convention.tokens):
+            self._programs.clear()
+            self._structure = None
+            self.prepare()
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TransformedModel:
+        twin = self.__class__.__new__(self.__class__)
+        memo[id(self)] = twin
+        state = self.__dict__ | {"_programs": {}, "_structure": None}
+        twin.__dict__.update(copy.deepcopy(state, memo))
+        twin._programs = dict(self._programs)  # code that takes the module as its argument
+        carry(self, twin, dict(zip(self.graph.nodes, twin.graph.nodes, strict=True)))
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        from aero_compile.ir.graph_json import encode_graph
+
+        return self.__dict__ | {"_programs": {}, "_structure": None, "graph": encode_graph(self.graph)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        from aero_compile.ir.constants import mark_constants
+        from aero_compile.ir.graph_json import decode_graph
+        from aero_compile.ir.submodules import kind_of
+
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        tensors = [name for name, _ in self.named_parameters(remove_duplicate=False)]
+        tensors += [name for name, _ in self.named_buffers(remove_duplicate=False)]
+        modules = [name for name, module in self.named_modules() if kind_of(module)]
+        inputs = self.convention.graph_inputs
+        self.graph = decode_graph(state["graph"], inputs=inputs, tensors=tensors, modules=modules)
+        mark_constants(self)
+        self.prepare()
+
+    def extra_repr(self) -> str:
+        return f"source={self.convention.family}, recipe={self.recipe or 'none'!r}"
+
+
+def _wanted(template: Template) -> tuple[int, ...]:
+    """Graph outputs to compute for a return value: the logits always, they come first."""
+    return (0, *(index for index in leaf_indices(template) if index != 0))
+
+
+def _entropies_by_head(probabilities: Sequence[Tensor], tokens: Tensor, heads: Sequence[int], first: int) -> Tensor:
+    """Entropies of one layer, `[B, H, T]`, from attention of any layout (heads in a list, or folded into B).
+
+    `first`: row of the first token; other rows are learned positions.
+    """
+    batch, length = tokens.shape
+    parts = [
+        attention_entropy(each).reshape(batch, count, -1)[..., first : first + length]
+        for each, count in zip(probabilities, heads, strict=True)
+    ]
+    return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+
+
+def remove_dead_nodes(graph: fx.Graph) -> None:
+    """Erase nodes whose value nobody uses; inputs and output stay."""
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+
+
+def compile_graph(graph: fx.Graph) -> Callable[..., tuple[Any, ...]]:
+    """Turn the graph into a Python function of (module, *inputs), as GraphModule does, visible in tracebacks."""
+    source = graph.python_code(root_module="self")
+    filename = f"<aero_compile graph {id(graph)}>"
+    namespace: dict[str, Any] = dict(source.globals)
+    exec(compile(source.src, filename, "exec"), namespace)
+    linecache.cache[filename] = (len(source.src), None, source.src.splitlines(keepends=True), filename)
+    function: Callable[..., tuple[Any, ...]] = namespace["forward"]
+    return function

@@ -1,0 +1,80 @@
+"""`optimize_for_inference`: the inference passes in order, on a copy of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from aero_compile.errors import InputError
+from aero_compile.inference_model import InferenceModel, inference_copy
+from aero_compile.model import TransformedModel
+from aero_compile.passes.inference.change import Change
+from aero_compile.passes.inference.eliminate_ffn import eliminate_ffn
+from aero_compile.passes.inference.fold_expressions import fold_expressions
+from aero_compile.passes.inference.fold_first_position import fold_first_position
+from aero_compile.passes.inference.fold_gains import fold_gains
+from aero_compile.passes.inference.fold_norm_gains import fold_norm_gains
+from aero_compile.passes.inference.fold_norms import fold_norms
+from aero_compile.passes.inference.fold_scales import fold_scales
+from aero_compile.passes.inference.fold_slopes import fold_slopes
+from aero_compile.passes.inference.fuse_linear_ffn import fuse_linear_ffn
+from aero_compile.passes.inference.fuse_projections import fuse_projections
+from aero_compile.passes.inference.last_token import last_token
+from aero_compile.pipeline import transform
+
+Pass = Callable[[TransformedModel], Change]
+
+
+def optimize_for_inference(model: nn.Module, *, logits: str = "all", eliminate: bool = True) -> InferenceModel:
+    """Return a copy of `model` that computes the same logits with fewer and cheaper private operators.
+
+    Every pass is exact: in float64 the logits agree to rounding. The copy is made for inference: it has no dropout, no
+    loss and no entropies, and its parameters are products of the source's. `print(copy.optimization())` tells what
+    was folded, fused and removed, and what was left and why.
+
+    Args:
+        model: a TransformedModel, or any decoder, which is captured first. It is not changed.
+        logits: "all", for every position `[B, T, V]`, or "last", for the last position alone `[B, 1, V]`.
+        eliminate: remove linear feed-forward blocks by a change of basis where the fixed point bears it; otherwise
+            they are only fused.
+
+    Raises:
+        InputError: another value of `logits`.
+        UnsupportedModelError, UnsupportedGraphError: the model is no decoder that can be captured.
+    """
+    if logits not in ("all", "last"):
+        raise InputError(f"logits must be 'all' or 'last', not {logits!r}")
+    if isinstance(model, InferenceModel):
+        raise InputError("the model was optimized for inference already; start from the trained one")
+    captured = model if isinstance(model, TransformedModel) else transform(model, "baseline")
+    twin = inference_copy(captured)
+    for run in passes(logits, eliminate):
+        twin.passes_run = (*twin.passes_run, run(twin))
+    twin.positions_kept = logits
+    twin.prepare()
+    return twin
+
+
+def passes(logits: str, eliminate: bool) -> tuple[Pass, ...]:
+    """The passes in the order in which they run; each finds the graph as the one before it left it.
+
+    Weights come first, since every other pass reads them; then everything that makes a norm plain or a block linear.
+    Gains of heads go before the basis is changed, which would hide them; what could not be eliminated is fused. The
+    first position is split off after the last one, which needs no split. Layers are joined last, when it is known which
+    of them run for one position only.
+    """
+    linear_blocks: tuple[Pass, ...] = (eliminate_ffn, fuse_linear_ffn) if eliminate else (fuse_linear_ffn,)
+    narrow = (last_token,) if logits == "last" else ()
+    return (
+        fold_expressions,
+        fold_slopes,
+        fold_norms,
+        fold_norm_gains,
+        fold_gains,
+        *linear_blocks,
+        fold_scales,
+        *narrow,
+        fold_first_position,
+        fuse_projections,
+    )

@@ -1,0 +1,147 @@
+"""The paper's labels for architectures, such as SM+LN+G or SM(t)+ScFFN, as a small language.
+
+A label says what remains of a GPT-2; every term may be left out but the first:
+
+    SM, SM(t)                           softmax attention; with a learnable temperature
+    LN, LN(final), LN(frozen), DyT      LayerNorm kept, the final one only, frozen statistics, tanh instead
+    G, R, G(last:3), R(even), G(25%)    GELU or ReLU in all FFNs, in a set of layers, for a share of the neurons
+    LR(0.05), LR(layer), LR(global)     LeakyReLU of fixed slope, of one learnable slope a layer, of one for all
+    ScFFN                               ScaledFFN
+    WNorm(FFN), SNorm(QK+FFN)           weight or spectral normalization of these linear layers
+    SAS(…), SAS-P(…)                    in the simplified blocks of He & Hofmann 2024, sequential or parallel
+    EReg(…)                             around it all: trained with entropy regularization, the same architecture
+"""
+
+from __future__ import annotations
+
+import re
+
+from aero_compile.analysis.layer_sets import parse_layers
+from aero_compile.errors import RecipeError
+
+_NORMS = {
+    "LN": "",
+    "LN(final)": "strip-layer-norm{keep_final=True}",
+    "LN(frozen)": "freeze-layer-norm",
+    "DyT": "layer-norm-to-dyt",
+}
+_SIMPLIFIED = {
+    "sas": "drop-attention-skip,identity-values{trained_values=0},shaped-attention",
+    "sas-p": "drop-attention-skip,identity-values{trained_values=0},shaped-attention,parallel-ffn",
+}
+_TERM = re.compile(r"([a-z]+)(?:\((.*)\))?", re.IGNORECASE)
+_PLACES = re.compile(r"(qk|qkv|qkvo|q|k|v|o|ffn)(\+(qk|qkv|qkvo|q|k|v|o|ffn))*")
+
+
+def plain_label(text: str) -> str:
+    """A label in lower case, without spaces and without the note that entropy regularization is used in training."""
+    plain = text.replace(" ", "").lower()
+    match = re.fullmatch(r"ereg\((.*)\)", plain)
+    return match.group(1) if match else plain
+
+
+def label_passes(label: str) -> str | None:
+    """Text of the passes that make a GPT-2 into the architecture `label`; None if it is no label.
+
+    Raises:
+        RecipeError: a label with a term that is unknown, wrong or given twice.
+    """
+    block, inner = _in_block(label)
+    terms = split_terms(inner, "+")
+    if terms[0] not in ("sm", "sm(t)"):
+        return None
+    found: dict[str, str] = {}
+    for term in terms[1:]:
+        slot, text = _read(term, label)
+        if slot in found:
+            raise RecipeError(f"label {label!r} has {term!r} beside another {slot}")
+        found[slot] = text
+    order = (
+        block,
+        found.get("norm", "strip-layer-norm"),
+        found.get("activation", "gelu-to-identity"),
+        _scales("scale" in found, simplified=bool(block)),
+        "softmax-temperature" if terms[0] == "sm(t)" else "",
+        found.get("weight norm", ""),
+    )
+    return ",".join(text for text in order if text)
+
+
+def _in_block(label: str) -> tuple[str, str]:
+    """The passes that make the simplified block that a label asks for, if any, and the plain label inside."""
+    plain = plain_label(label)
+    match = re.fullmatch(r"(sas(?:-p)?)\((.*)\)", plain)
+    return (_SIMPLIFIED[match[1]], match[2]) if match else ("", plain)
+
+
+def _scales(scaled: bool, simplified: bool) -> str:
+    """The pass for the scales of the FFN; simplified blocks have gains anyway, and start their FFN at 0.1."""
+    if simplified:
+        return "scaled-ffn{init_alpha=10.0}" if scaled else "ffn-gains"
+    return "scaled-ffn" if scaled else ""
+
+
+def _read(term: str, label: str) -> tuple[str, str]:
+    """What a term is about, and the text of its passes."""
+    norms = {name.lower(): text for name, text in _NORMS.items()}
+    if term in norms:
+        return "norm", norms[term]
+    match = _TERM.fullmatch(term)
+    name, inner = (match[1], match[2]) if match else ("", None)
+    if name in ("g", "r"):
+        passes = [*(["gelu-to-relu"] if name == "r" else []), *([] if inner is None else [_kept(inner)])]
+        return "activation", ",".join(passes)
+    if name == "lr" and inner:
+        return "activation", _leaky(inner)
+    if term == "scffn":
+        return "scale", "scaled-ffn"
+    if name in ("wnorm", "snorm") and inner and _PLACES.fullmatch(inner):
+        return "weight norm", f"{'weight' if name == 'wnorm' else 'spectral'}-norm{{on={inner}}}"
+    raise RecipeError(
+        f"label {label!r} has the unknown term {term!r}: the terms are SM, SM(t), {', '.join(_NORMS)}, G, R, "
+        "G(last:3), R(25%), LR(0.05), LR(layer), LR(global), ScFFN, WNorm(FFN), SNorm(QK+FFN)"
+    )
+
+
+def _kept(inner: str) -> str:
+    """The pass that leaves activations in a set of layers, or for a percentage of the neurons."""
+    if not inner.endswith("%"):
+        return f"gelu-to-identity{{keep={parse_layers(inner)}}}"
+    try:
+        share = float(inner[:-1]) / 100
+    except ValueError:
+        raise RecipeError(f"{inner!r} is no percentage: write G(25%)") from None
+    return f"gelu-to-identity{{keep_fraction={share:g}}}"
+
+
+def _leaky(inner: str) -> str:
+    if inner in ("layer", "global"):
+        return f"leaky-relu{{learn={inner}}}"
+    try:
+        return f"leaky-relu{{slope={float(inner)}}}"
+    except ValueError:
+        raise RecipeError(f"LR({inner}) is no LeakyReLU: write LR(0.05), LR(layer) or LR(global)") from None
+
+
+def remaining(label: str) -> tuple[str, ...]:
+    """What a label says remains: SM, LN, tanh, G, R, LR."""
+    kinds = {"ln": "LN", "dyt": "tanh", "g": "G", "r": "R", "lr": "LR"}
+    found = ["SM"]
+    for term in split_terms(_in_block(label)[1], "+")[1:]:
+        name = term.partition("(")[0]
+        if name in kinds and term != "ln(frozen)":
+            found.append(kinds[name])
+    return tuple(found)
+
+
+def split_terms(text: str, separator: str) -> list[str]:
+    """Split at the separators that are outside braces and brackets."""
+    parts, depth, start = [], 0, 0
+    for position, character in enumerate(text):
+        depth += character in "{[("
+        depth -= character in "}])"
+        if character == separator and depth == 0:
+            parts.append(text[start:position])
+            start = position + 1
+    parts.append(text[start:])
+    return [part.strip() for part in parts]

@@ -1,0 +1,291 @@
+"""Turn the records of a calibration into the cost table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from aero_compile.runtime.arithmetic import ciphertexts
+from aero_compile.runtime.costs.session import MUTUAL, OPEN, TILE, TRANSFER, matmul_work
+from aero_compile.runtime.costs.table import LUMPS, CostTable, Kernel
+from benchmarks.lib.calibrate_cases import MOVED
+
+Record = dict[str, Any]
+
+REFILL_COUNT = 10_485_760 - (452_000 + 1280 * 13)
+"""Oblivious transfers that a refill yields, less what it keeps for the next one (SPU's yacl_ote_adapter.h)."""
+
+_TRANSFERS = {"trunc_a": (1, 0), "msb_a2b": (64 + 15, 15), "mul_a1b": (1, 1)}
+"""Oblivious transfers per element, server and client sending: the leaves and the 15 nodes of a comparison of 16
+digits (compare_prot.cc), a selection (basic_ot_prot.cc), the carry of a truncation (truncate_prot.cc)."""
+
+_PRODUCTS = {"mul_aa": "product", "square_s": "square", "trunc_a": "trunc"}
+
+
+def table_of(
+    records: Sequence[Record],
+    settings: dict[str, Any],
+    cores: int,
+    machine: dict[str, str],
+    versions: dict[str, str],
+    measured: str,
+) -> CostTable:
+    """Fit the table to ``records``; raises ValueError when a kernel that is needed was not observed."""
+    kernels = {
+        "trunc": _kernel(records, "trunc", ("trunc_a",), cores),
+        "less": _kernel(records, "choose", ("msb_a2b",), cores),
+        "select": _kernel(records, "choose", ("mul_a1b",), cores),
+        "b2a": _kernel(records, "b2a", ("b2a",), cores),
+        "widen": _kernel(records, "widen", ("b2a",), cores),
+        "and": _kernel(records, "and", ("and_bb",), cores),
+    }
+    kernels["halve"] = _halve(records, kernels["trunc"])
+    expansions = {}
+    for name in LUMPS:
+        seen = _typical(records, name)[0]["MPC"]
+        expansions[name] = {ours: _sizes(seen[theirs], ours) for theirs, ours in _PRODUCTS.items() if theirs in seen}
+        bitwise = tuple(kernel for kernel in seen if kernel not in _PRODUCTS and seen[kernel]["sent"] > 0)
+        kernels[name] = _kernel(records, name, bitwise, cores)
+    return CostTable(
+        settings=settings,
+        ciphertext_bytes=_ciphertexts(records),
+        moduli=int(_row(records, "square", (8192,), "square_s")["receives"]),
+        kernels=kernels,
+        expansions=expansions,
+        refill=_refill(records),
+        seconds={**_product_seconds(records), **_matmul_seconds(records), **_step_seconds(records)},
+        local=_local(records),
+        cores=cores,
+        machine=machine,
+        versions=versions,
+        measured=measured,
+    )
+
+
+def _of(records: Sequence[Record], name: str) -> list[Record]:
+    found = [record for record in records if record["name"] == name]
+    if not found:
+        raise ValueError(f"nothing was measured for {name}")
+    return found
+
+
+def _typical(records: Sequence[Record], name: str) -> list[Record]:
+    """The run of each size with the median time, of those with the fewest messages (no store was refilled in them)."""
+    runs: dict[tuple[int, ...], list[Record]] = {}
+    for record in _of(records, name):
+        runs.setdefault(tuple(record["n"]), []).append(record)
+    return [
+        _median([each for each in runs[size] if _messages(each) == min(map(_messages, runs[size]))])
+        for size in sorted(runs)
+    ]
+
+
+def _messages(record: Record) -> float:
+    return float(sum(row["sends"] + row["receives"] for row in record["MPC"].values()))
+
+
+def _median(records: Sequence[Record]) -> Record:
+    ranked = sorted(records, key=lambda record: sum(row["seconds"] for row in record["MPC"].values()))
+    return ranked[len(ranked) // 2]
+
+
+def _at(records: Sequence[Record], name: str, *size: int) -> Record:
+    for record in _typical(records, name):
+        if tuple(record["n"]) == size:
+            return record
+    raise ValueError(f"{name} was not measured for {size}")
+
+
+def _row(records: Sequence[Record], name: str, size: tuple[int, ...], kernel: str) -> dict[str, float]:
+    found: dict[str, float] = _at(records, name, *size)["MPC"][kernel]
+    return found
+
+
+# --- bitwise protocols ----------------------------------------------------------------------------------
+
+
+def _kernel(records: Sequence[Record], name: str, parts: tuple[str, ...], cores: int) -> Kernel:
+    """Sum the kernels ``parts`` of each size of case ``name``."""
+    points = []
+    for record in _typical(records, name):
+        rows = [record["MPC"][part] for part in parts]
+        sent, received, seconds = (sum(row[column] for row in rows) for column in ("sent", "received", "seconds"))
+        points.append((int(record["n"][0]), sent, received, seconds))
+    smallest, middle, largest = _typical(records, name)[0], _at(records, name, TILE), _typical(records, name)[-1]
+    messages, transfers, exchanges = [0, 0], [0, 0], list[str]()
+    for part in parts:
+        alone = round(smallest["MPC"][part]["sends"])
+        double = round(middle["MPC"][part]["sends"]) - alone if cores > 1 else 0  # 2n elements fill two tiles
+        messages[0] += alone - double
+        messages[1] += double
+        row = largest["MPC"][part]
+        for sender, count in enumerate(_transfers(part, row, int(largest["n"][0]))):
+            transfers[sender] += count
+        exchanges += _exchanges(part, alone, int(row["count"]))
+    return Kernel(tuple(points), (messages[0], messages[1]), (transfers[0], transfers[1]), tuple(exchanges))
+
+
+def _sizes(row: dict[str, float], kind: str) -> list[int]:
+    """Sizes of the calls of a kernel in a function of one element: all of one element but perhaps the last."""
+    sent = {"product": 16, "trunc": 8}  # a masked pair of factors, a carry
+    count = int(row["count"])
+    total = round(row["sent"] / sent[kind]) if kind in sent else count
+    return [1] * (count - 1) + [total - count + 1]
+
+
+def _transfers(part: str, row: dict[str, float], n: int) -> tuple[int, int]:
+    if part in _TRANSFERS:
+        first, second = _TRANSFERS[part]
+        return first * int(row["count"]), second * int(row["count"])
+    if part == "b2a":  # the client's choices: a bit each
+        return round(row["received"] * 8 / n), 0
+    if part in ("and_bb", "a2b"):  # two masked bits are opened for each AND, which took a transfer both ways
+        return round(row["sent"] * 4 / n), round(row["sent"] * 4 / n)
+    raise ValueError(f"how many oblivious transfers {part} takes is not known")
+
+
+def _exchanges(part: str, sends: int, count: int) -> list[str]:
+    if part == "msb_a2b":
+        return [TRANSFER] * count + [OPEN] * (sends - count)
+    if part == "mul_a1b":
+        return [MUTUAL] * count
+    return [TRANSFER if part in ("trunc_a", "b2a") else OPEN] * sends
+
+
+def _halve(records: Sequence[Record], trunc: Kernel) -> Kernel:
+    """A truncation by fewer bits: the other one of an exponential, whose carries are shorter messages."""
+    n = 8192
+    both, one = _row(records, "square", (n,), "trunc_a")["sent"], trunc.at(n)[0]
+    points = tuple((n, server * (both - one) / one, client, seconds) for n, server, client, seconds in trunc.points)
+    return replace(trunc, points=points)
+
+
+def _refill(records: Sequence[Record]) -> dict[str, float]:
+    runs = _of(records, "refill")[1:]
+    row = [record["MPC"]["msb_a2b"] for record in runs]
+    messages = np.array([each["sends"] + each["receives"] for each in row])
+    usual = np.median(messages)
+    dry = [each for each, count in zip(row, messages, strict=True) if count > 2 * usual]
+    if not dry:
+        raise ValueError("the store of oblivious transfers never ran dry: more repeats are needed")
+    one = min(dry, key=lambda each: each["sends"] + each["receives"])
+    calm = [each for each, count in zip(row, messages, strict=True) if count == usual]
+    typical = {column: float(np.median([each[column] for each in calm])) for column in one}
+    return {
+        "bytes": one["sent"] + one["received"] - typical["sent"] - typical["received"],
+        "messages": one["sends"] + one["receives"] - typical["sends"] - typical["receives"],
+        "seconds": one["seconds"] - typical["seconds"],
+        "count": float(REFILL_COUNT),
+    }
+
+
+# --- homomorphic encryption -----------------------------------------------------------------------------
+
+
+def _ciphertexts(records: Sequence[Record]) -> dict[str, float]:
+    square = _row(records, "square", (8192,), "square_s")
+    small = _row(records, "matmul", (8, 32, 96), "mmul_sv")  # the client's matrix travels in one ciphertext
+    return {
+        "product_sent": square["received"] / square["receives"],
+        "product_answer": square["sent"] / square["sends"],
+        "matmul_sent": small["received"] / small["receives"],
+        "matmul_answer": small["sent"] / small["sends"],
+    }
+
+
+def _product_seconds(records: Sequence[Record]) -> dict[str, float]:
+    moduli = _row(records, "square", (8192,), "square_s")["receives"]
+
+    def ciphertexts_of(n: int) -> float:
+        return moduli * ciphertexts.splits(n)
+
+    owned = [(r["n"][0], r["MPC"]["mul_av"]["seconds"]) for r in _typical(records, "owned")]
+    slope, call = _line([(ciphertexts_of(n), seconds) for n, seconds in owned])
+
+    def both_ways(name: str, kernel: str) -> float:
+        found = [(r["n"][0], r["MPC"][kernel]["seconds"]) for r in _typical(records, name) if r["n"][0] > 8192]
+        return float(np.mean([max(0.0, s - call) / (2 * ciphertexts_of(n // 2)) for n, s in found]))
+
+    cached = _typical(records, "cached")[0]
+    return {
+        "product_call": call,
+        "product_one_way": slope,
+        "product_both_ways_1": both_ways("square", "square_s"),
+        "product_both_ways_2": both_ways("product", "mul_aa"),
+        "product_local": cached["MPC"]["mul_aa"]["seconds"] / cached["n"][0],
+    }
+
+
+def _matmul_seconds(records: Sequence[Record]) -> dict[str, float]:
+    """Fit seconds to the amounts of work; all coefficients are at least 0, relative errors count."""
+    rows, seconds = [], []
+    for record in _typical(records, "matmul"):
+        m, k, n = record["n"]
+        rows.append([*matmul_work(ciphertexts.matmul(m, k, n)).values(), float(m * k * n)])
+        seconds.append(record["MPC"]["mmul_sv"]["seconds"])
+    weights = 1 / np.array(seconds)
+    found = non_negative(np.array(rows) * weights[:, None], np.ones(len(seconds)))
+    names = [*(f"matmul_{name}" for name in matmul_work(ciphertexts.matmul(1, 1, 1))), "matmul_plain"]
+    return dict(zip(names, map(float, found), strict=True))
+
+
+def non_negative(matrix: Any, target: Any) -> Any:
+    """Solve least squares with coefficients of at least 0 (Lawson and Hanson's active sets)."""
+    scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
+    scaled = matrix / scale
+    solution = np.zeros(scaled.shape[1])
+    free: list[int] = []
+    for _ in range(10 * len(solution)):
+        gradient = scaled.T @ (target - scaled @ solution)
+        blocked = [i for i in range(len(solution)) if i not in free]
+        if not blocked or max(gradient[i] for i in blocked) < 1e-10:
+            break
+        free.append(max(blocked, key=lambda i: float(gradient[i])))
+        while free:
+            trial = np.zeros_like(solution)
+            trial[free] = np.linalg.lstsq(scaled[:, free], target, rcond=None)[0]
+            negative = [i for i in free if trial[i] <= 0]
+            if not negative:
+                solution = trial
+                break
+            step = min(solution[i] / (solution[i] - trial[i]) for i in negative)
+            solution = solution + step * (trial - solution)
+            free = [i for i in free if solution[i] > 1e-12]
+    return solution / scale
+
+
+# --- the rest -------------------------------------------------------------------------------------------
+
+
+def _step_seconds(records: Sequence[Record]) -> dict[str, float]:
+    """What starting an executable takes besides its operations, by the length of its text."""
+    found = [
+        (float(record["code_bytes"]), record["seconds"] - sum(row["seconds"] for row in record["HLO"].values()))
+        for record in records
+        if record["run"] > 0
+    ]
+    slope, start = _line(found)
+    return {"step": start, "step_byte": slope}
+
+
+def _local(records: Sequence[Record]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for record in records:
+        kind = record["name"].removeprefix("move:")
+        if kind != record["name"] and record["run"] > 0:
+            seconds = record["HLO"][f"pphlo.{'custom_call: ' if '.' in kind else ''}{kind}"]["seconds"]
+            rate = seconds / (MOVED[0] * MOVED[1])
+            found[kind] = min(rate, found.get(kind, rate))
+    found["other"] = 0.0
+    return found
+
+
+def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return slope and intercept, neither below 0, of the line with the least relative errors."""
+    x, y = np.array(points).T
+    weights = 1 / np.maximum(y, 1e-6)
+    found = non_negative(np.stack([x, np.ones_like(x)], 1) * weights[:, None], y * weights)
+    return float(found[0]), float(found[1])

@@ -1,0 +1,122 @@
+"""Take the queries of the last attention out of the product that computes them with its keys and values.
+
+Before → after (rows Q of W make the queries, rows R the rest):
+    y = linear(x, W, b); q from y, k and v from y → q from linear(x, W[Q], b[Q]), k and v from linear(x, W[R], b[R])
+
+The views behind the product keep their layout, whatever it is (thirds, interleaved by head, grouped): results are put
+where their rows were, and what nobody reads any more is filled with copies of some other channel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from aero_compile.analysis.parts import Attention, Structure
+from aero_compile.analysis.projections import find_projections, rows_behind
+from aero_compile.ir.rewriting import ancestors, insert_call, replace_node
+from aero_compile.model import TransformedModel
+
+aten = torch.ops.aten
+
+_READERS = frozenset({aten.linear.default, aten.matmul.default, aten.softmax.int})
+
+
+def part_queries(model: TransformedModel) -> tuple[str, ...]:
+    """Give the last attention's queries a product of their own, and say which could not get one and why.
+
+    Raises:
+        UnsupportedGraphError: the projections of the last attention cannot be told apart.
+    """
+    attention = model.structure.attentions[-1]
+    found = find_projections(model, attention)
+    left = []
+    for projection in found.queries:
+        linear, queries = projection.linear, set(projection.rows)
+        others = _rows_read_elsewhere(model, attention, linear)
+        if not others:
+            continue
+        if others & queries:
+            left.append(f"queries of layer {attention.layer} are computed at all positions: other values share them")
+            continue
+        twin = _copy_for_queries(model, attention, linear)
+        size = int(model.structure.values[linear].shape[-1])
+        rank = model.structure.values[linear].dim()
+        _keep_rows(model, twin, (rank, size), sorted(queries))
+        _keep_rows(model, linear, (rank, size), sorted(others))
+    model.graph_changed()
+    return tuple(left)
+
+
+def _query_operands(attention: Attention) -> list[fx.Node]:
+    return [group.scores.args[0] for group in attention.groups if isinstance(group.scores.args[0], fx.Node)]
+
+
+def _behind(linear: fx.Node, structure: Structure) -> list[fx.Node]:
+    """Hidden values computed from `linear` before any product or softmax reads them, in order, itself first."""
+    found = {linear: None}
+    for node in linear.graph.nodes:
+        if node in structure.live and node.target not in _READERS and any(p in found for p in node.all_input_nodes):
+            found[node] = None
+    return list(found)
+
+
+def _rows_read_elsewhere(model: TransformedModel, attention: Attention, linear: fx.Node) -> set[int]:
+    """Rows of `linear` that anything but the scores' queries depends on."""
+    structure = model.structure
+    scores = {group.scores for group in attention.groups}
+    read = set()
+    for node in _behind(linear, structure):
+        for user in node.users:
+            if user.op == "output" or (user.target in _READERS and not (user in scores and user.args[1] is not node)):
+                read.add(node)
+    return {row for node in read for each in rows_behind(model, node) if each.linear is linear for row in each.rows}
+
+
+def _copy_for_queries(model: TransformedModel, attention: Attention, linear: fx.Node) -> fx.Node:
+    """A copy of `linear`, and of what lies between it and the scores, that the queries alone are taken from."""
+    operands = _query_operands(attention)
+    needed = ancestors(operands, set(_behind(linear, model.structure)))
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in list(model.graph.nodes):
+        if node in needed:
+            with model.graph.inserting_after(node):
+                copies[node] = model.graph.node_copy(node, lambda each: copies.get(each, each))
+    for group in attention.groups:
+        arguments: tuple[Any, ...] = group.scores.args
+        group.scores.args = (copies.get(arguments[0], arguments[0]), *arguments[1:])
+    return copies[linear]
+
+
+def _keep_rows(model: TransformedModel, linear: fx.Node, shape: tuple[int, int], rows: list[int]) -> None:
+    """Compute only `rows` of a linear layer, whose result has `shape` (rank, channels); the others repeat the first."""
+    rank, size = shape
+    where = {row: i for i, row in enumerate(rows)}
+    kept, channels = (_indices(model, linear, each) for each in (rows, [where.get(row, 0) for row in range(size)]))
+    x, *weights = linear.args
+    taken = [insert_call(linear.graph, linear, aten.index_select.default, w, 0, kept) for w in weights if w is not None]
+    product = insert_call(linear.graph, linear, aten.linear.default, x, *taken, like=linear)
+    behind = [*[None] * (rank - 1), channels]
+    replace_node(linear, insert_call(linear.graph, linear, aten.index.Tensor, product, behind))
+
+
+def _indices(model: TransformedModel, before: fx.Node, numbers: list[int]) -> fx.Node:
+    """`numbers` as an int64 vector that the graph computes: a table of them would be taken for the server's."""
+    device = next(model.parameters()).device
+    pieces: list[fx.Node] = []
+    at = 0
+    while at < len(numbers):
+        step = 1 if numbers[at + 1 : at + 2] == [numbers[at] + 1] else 0
+        end = at + 1
+        while end < len(numbers) and numbers[end] == numbers[end - 1] + step:
+            end += 1
+        if step:
+            piece = insert_call(before.graph, before, aten.arange.start, numbers[at], numbers[end - 1] + 1)
+        else:
+            piece = insert_call(before.graph, before, aten.full.default, [end - at], numbers[at])
+        piece.kwargs = {"dtype": torch.int64, "device": device}
+        pieces.append(piece)
+        at = end
+    return pieces[0] if len(pieces) == 1 else insert_call(before.graph, before, aten.cat.default, pieces, 0)

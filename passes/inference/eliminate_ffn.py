@@ -1,0 +1,144 @@
+"""eliminate-ffn: write the residual stream in a basis of each layer's own, in which linear FFNs cost nothing.
+
+Before → after, for a sequential block whose linear FFN and residual connection are one matrix M_l:
+    x_{l+1} = (x_l + a_l·W_o)·M_l + c_l      → z_{l+1} = z_l + a_l·(W_o·R_l) + c_l·R_{l+1}
+    linear(x_l, W) (queries, keys, values)   → linear(z_l, W·R_l⁻ᵀ)
+    embedding(E, ids) + positions            → embedding(E·R_0, ids) + positions·R_0
+
+with z_l = x_l·R_l and R_l = M_l·R_{l+1}. A parallel block, x_l·M_l + a_l·W_o·β + c_l, has a_l·(β·W_o·R_{l+1}) instead.
+Every other linear reader (the first layer of an FFN with activation, the LM head) takes R⁻¹ too, and gets a weight of
+its own if it was tied. Norms, and all else that is not linear, read the stream as it is: R is the identity there.
+
+R is ill-conditioned in the end, and the fixed point of a private run bears only so much (`bases`): where a condition
+would exceed the bound, the basis starts anew, at the price of one d×d product.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor, fx
+
+from aero_compile.analysis.parts import FeedForward
+from aero_compile.analysis.residual_stream import Basis, Hub, ResidualStream
+from aero_compile.errors import InputError
+from aero_compile.model import TransformedModel
+from aero_compile.passes.inference._bases import Segment, find_segments
+from aero_compile.passes.inference._stream_rewriting import StreamRewriting
+from aero_compile.passes.inference.change import Change
+from aero_compile.passes.inference.fuse_linear_ffn import name_of, why_not_linear
+
+NAME = "eliminate-ffn"
+PREFIX = "eliminate_ffn"
+
+LARGEST_CONDITION = 64.0
+"""Values and errors grow by √64 at most, three bits of the fixed point; a trained 4-layer GPT-2 (d = 64) is at 5."""
+
+
+def eliminate_ffn(model: TransformedModel, *, largest_condition: float = LARGEST_CONDITION) -> Change:
+    """Eliminate the linear FFNs of `model`, in place; the function stays the same.
+
+    Weights are multiplied in float64 and stored in the model's dtype. Works for any batch and length. A model in which
+    FFNs were eliminated stays as it is: the bound is meant with respect to the basis that it had before.
+
+    Args:
+        model: an inference copy.
+        largest_condition: largest condition (see `bases`) of a segment of layers with one basis, at least 1. Larger
+            values restart the basis less often and cost precision.
+
+    Raises:
+        InputError: `largest_condition` is less than 1.
+    """
+    if not largest_condition >= 1:
+        raise InputError(f"largest_condition={largest_condition}: the condition of a basis is at least 1")
+    if any(name.startswith(f"{PREFIX}.") for name, _ in model.named_parameters()):
+        return Change(NAME, False)
+    stream, ffns = ResidualStream(model), model.structure.ffns
+    plan = _Plan(stream, largest_condition)
+    done, left = tuple(plan.done(ffns)), tuple(plan.left(ffns))
+    if plan.saved() <= 0:
+        return Change(NAME, False, (), left)
+    rewriting = StreamRewriting(stream, PREFIX, plan.bases)
+    for hub in plan.rewritten:
+        rewriting.rewrite(hub, plan.parents.get(hub))
+    rewriting.finish()
+    return Change(NAME, True, done, left)
+
+
+class _Plan:
+    """The bases of all hubs. `parents[h]` is the hub that h continues without a product."""
+
+    def __init__(self, stream: ResidualStream, largest: float) -> None:
+        self.stream = stream
+        self.bases: dict[fx.Node, Basis] = {}
+        self.parents: dict[Hub, fx.Node] = {}
+        self.segments: list[tuple[Segment, list[Hub]]] = []
+        for hubs in _chains(stream):
+            steps = [hub.skips[0][1] for hub in hubs[1:]]
+            for segment in find_segments(steps, [hub.fixed for hub in hubs], largest):
+                if any(step.dim() for step in steps[segment.first : segment.last]):
+                    self._take(segment, hubs[segment.first : segment.last + 1], steps)
+        self.looked_up = [hub for hub in stream.hubs.values() if self._goes_into_table(hub)]
+        changed = {*self.bases, *(hub.node for hub in self.looked_up)}
+        self.rewritten = [
+            hub for hub in stream.hubs.values() if changed & {hub.node, *(leaf for leaf, _ in hub.leaves)}
+        ]
+
+    def _take(self, segment: Segment, hubs: list[Hub], steps: Sequence[Tensor]) -> None:
+        self.segments.append((segment, hubs))
+        for number, basis in segment.bases(steps).items():
+            if basis[0].dim() or float(basis[0]) != 1:
+                self.bases[hubs[number - segment.first].node] = basis
+        for before, hub in itertools.pairwise(hubs):
+            self.parents[hub] = before.node
+
+    def _goes_into_table(self, hub: Hub) -> bool:
+        """Whether linear layers take token vectors alone, so that the table can hold their results."""
+        dense = any(self.stream.is_looked_up(leaf, hub) and shape for leaf, shape in hub.leaves)
+        return dense and self.stream.new_cost(hub, {}, None) < self.stream.cost(hub)
+
+    def saved(self) -> int:
+        """How many fewer weights are multiplied."""
+        costs = [self.stream.new_cost(hub, self.bases, self.parents.get(hub)) for hub in self.rewritten]
+        return sum(map(self.stream.cost, self.rewritten)) - sum(costs)
+
+    def done(self, ffns: Sequence[FeedForward]) -> Iterator[str]:
+        """A sentence for each segment."""
+        for segment, hubs in self.segments:
+            inside = [str(ffn.layer) for ffn in ffns if any(ffn.output in hub.region for hub in hubs[1:])]
+            places = f"FFN of layer {', '.join(inside)}" if inside else "linear layers of the residual stream"
+            yield f"{places}: no product left, in a basis of condition {segment.condition:.3g}"
+        for hub in self.looked_up:
+            names = ", ".join(name_of(ffn) for ffn in ffns if ffn.output in hub.region)
+            yield f"{names or 'linear layers'}: no product left, in the table of token vectors"
+
+    def left(self, ffns: Sequence[FeedForward]) -> Iterator[str]:
+        """A sentence for each FFN that did not vanish."""
+        for ffn in ffns:
+            hub = next((hub for hub in self.stream.hubs.values() if ffn.output in hub.region), None)
+            if ffn.activations:
+                yield why_not_linear(ffn)
+            elif hub not in self.looked_up and (hub not in self.parents or not hub.skips[0][1].dim()):
+                yield f"{name_of(ffn)}: {self._reason(hub)}"
+
+    def _reason(self, hub: Hub | None) -> str:
+        if hub is None or len(hub.skips) != 1:
+            return "no residual connection that a basis could follow"
+        if not hub.skips[0][1].dim():
+            return "reads a norm, or something else that is not linear in the residual stream"
+        if hub in self.rewritten:
+            return "one product is left, where the basis starts anew: its condition would be too large otherwise"
+        return "the condition of its basis would be too large"
+
+
+def _chains(stream: ResidualStream) -> Iterator[list[Hub]]:
+    """Runs of hubs that continue each other."""
+    following = stream.linked()
+    continued = set(following.values())
+    for hub in stream.hubs.values():
+        chain = [hub]
+        while hub not in continued and chain[-1].node in following:
+            chain.append(following[chain[-1].node])
+        if len(chain) > 1:
+            yield chain

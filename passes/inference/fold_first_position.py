@@ -1,0 +1,77 @@
+"""Scale the first position alone, where a table of the server scales that one only.
+
+Before → after (r of the server, T the length):
+    x·[r, 1, 1, …]  → cat(x[:1]·r, x[1:])      1×d private products instead of T×d
+
+Norms frozen with averages of their own for position 0 are written that way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from aero_compile.ir.rewriting import insert_call, replace_node, tainted_nodes, weight_value
+from aero_compile.model import TransformedModel
+from aero_compile.passes.inference.change import Change
+
+aten = torch.ops.aten
+
+
+def fold_first_position(model: TransformedModel) -> Change:
+    """Change such products in place; with one token, the other part is empty."""
+    live = tainted_nodes(model.graph, model.convention.tokens)
+    count = sum(node in live and _cut(model, node) for node in list(model.graph.nodes))
+    if not count:
+        return Change("fold-first-position", False)
+    model.graph_changed()
+    return Change("fold-first-position", True, (f"{count} products for the first position alone",))
+
+
+def first_position(model: TransformedModel, product: fx.Node) -> tuple[fx.Node, int] | None:
+    """(ratio, dimension from the last) if `product` scales the first position along one dimension; None if not."""
+    found = _table(product.args[1]) if product.target is aten.mul.Tensor else None
+    if found is None:
+        return None
+    value = weight_value(model, found[0])
+    return found if tuple(value.shape) == (2,) and value[1] == 1 else None
+
+
+def _cut(model: TransformedModel, product: fx.Node) -> bool:
+    """Rewrite one product, if it is of that form."""
+    found = first_position(model, product)
+    if found is None:
+        return False
+    ratio, position = found
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        return insert_call(model.graph, product, target, *args)
+
+    first = call(aten.slice.Tensor, product.args[0], position, 0, 1)
+    scaled = call(aten.mul.Tensor, first, call(aten.slice.Tensor, ratio, 0, 0, 1))
+    others = call(aten.slice.Tensor, product.args[0], position, 1, 2**63 - 1)
+    replace_node(product, call(aten.cat.default, [scaled, others], position))
+    return True
+
+
+def _table(rows: Any) -> tuple[fx.Node, int] | None:
+    """(ratio, dimension from the last) if `rows` is ratio[min(position, 1)] along one dimension, of weights alone."""
+    if not _calls(rows, aten.reshape.default) or not _calls(rows.args[0], aten.index.Tensor):
+        return None
+    ratio, places = rows.args[0].args
+    if len(places) != 1 or not _calls(places[0], aten.clamp_max.default) or not _of_weights(ratio):
+        return None
+    positions, largest = places[0].args
+    counts = largest == 1 and _calls(positions, aten.arange.default) and len(positions.args) == 1
+    return (ratio, -len(rows.args[1])) if counts else None
+
+
+def _calls(node: Any, target: Any) -> bool:
+    return isinstance(node, fx.Node) and node.target is target
+
+
+def _of_weights(node: fx.Node) -> bool:
+    """Whether parameters and buffers are all that `node` is computed from."""
+    return node.op == "get_attr" or (bool(node.all_input_nodes) and all(map(_of_weights, node.all_input_nodes)))

@@ -1,0 +1,239 @@
+"""Put gains and scalings into rows of the linear layers that make what they scale.
+
+Before → after (g of the server or public, one number for each head or channel; c a number):
+    g·views(linear(x, W, b))              → views(linear(x, diag(g)·W, g·b))
+    softmax(c·(g·q)·kᵀ)                   → softmax(q'·kᵀ), the rows of q' scaled by c·g; also through rotary positions
+    β·(A·V) + α·V − γ·(C·V)               → A·V₁ + V₂ − C·V₃, three layers in place of one (shaped attention)
+
+A gain of the server costs a private product for each element, more than a few columns of a product with a weight;
+`fuse_projections` then makes them columns of a layer that reads x anyway. A public number costs a truncation. A softmax
+temperature goes if it is the same for all positions of a head; one that varies by position stays.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from aero_compile.analysis.channels import Channels, is_product_with_constant, live_operand, origins
+from aero_compile.ir.fold_weights import fold_in_place
+from aero_compile.ir.rewriting import (
+    ancestors,
+    insert_call,
+    node_values,
+    parameter_node,
+    place,
+    replace_node,
+    sample_shape,
+    tainted_nodes,
+    weight_value,
+)
+from aero_compile.model import TransformedModel, remove_dead_nodes
+from aero_compile.passes.inference._shared_temperatures import share_temperatures
+from aero_compile.passes.inference.change import Change
+from aero_compile.passes.inference.fold_first_position import first_position
+
+aten = torch.ops.aten
+
+LARGEST, SMALLEST = 2.0**10, 2.0**-6
+"""Largest gain that is folded, and how small it may be: rows of a weight lose the bits that a gain takes away."""
+
+_SPREADS = frozenset({aten.repeat.default, aten.expand.default, aten.reshape.default, aten.view.default})
+"""What may depend on the shape of the input without giving other numbers."""
+
+
+def fold_gains(model: TransformedModel) -> Change:
+    """Fold gains of the server, and public numbers, into the rows of linear layers."""
+    trimmed = share_temperatures(model)
+    folding = _Folding(model)
+    live = tainted_nodes(model.graph, model.convention.tokens)
+    for node in [n for n in model.graph.nodes if n in live and is_product_with_constant(n, live)]:
+        folding.visit(node)
+    if folding.count or trimmed:
+        fold_in_place(model, in_double=True)
+    done = (f"{folding.count} gains and scalings went into the rows of linear layers",) if folding.count else ()
+    return Change("fold-gains", bool(folding.count or trimmed), done, tuple(folding.left))
+
+
+class _Folding:
+    def __init__(self, model: TransformedModel) -> None:
+        self.model = model
+        self.count = 0
+        self.left: list[str] = []
+        self.parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+    def visit(self, product: fx.Node) -> None:
+        """Fold one product with something that is not live, if that is possible and pays."""
+        graph = self.model.graph
+        live = tainted_nodes(graph, self.model.convention.tokens)
+        values = node_values(self.model, *sample_shape(self.model))
+        scaled, factor = live_operand(product, live)
+        if values[scaled].shape != values[product].shape:
+            return
+        weights = self._weights_behind(factor)
+        if not _is_fixed(factor):
+            if weights and first_position(self.model, product) is None:
+                self._leave(product, weights, "varies by position: one private product of T×d")
+            return
+        gain = self._value(factor, values).expand(values[product].shape)
+        gain = 1 / gain if product.target is aten.div.Tensor else gain
+        origin = origins(graph, live)[scaled]
+        is_linear = origin.target is aten.linear.default and origin.args[1] not in live
+        if not is_linear and not (weights and _is_read_by_linear(origin)):
+            return
+        channels = Channels(graph, live, values, origin, product)
+        if scaled not in channels.labels:
+            return
+        classes = channels.classes(scaled)
+        table = _by_class(classes, gain)
+        if table is None:
+            if weights:
+                self._leave(product, weights, "differs between heads that share weights: one private product of T×d")
+            return
+        largest = float(table.abs().max())
+        if not SMALLEST <= largest <= LARGEST:
+            self._leave(product, weights, f"is as large as {largest:.3g}, too far from 1 for the fixed point")
+            return
+        members = channels.members(classes)
+        if not is_linear and len(members) == values[origin].shape[-1] and bool((gain == gain.flatten()[0]).all()):
+            return  # a scalar on the residual stream: `fold_scales` carries it on
+        rows = table[channels.class_of(members)]
+        if is_linear and not channels.leaves(classes):
+            self._scale_rows(origin, values[origin].shape[-1], members, rows)
+            replace_node(product, scaled)
+        elif weights:
+            replace_node(product, self._copy(product, scaled, channels, members, rows))
+        else:
+            return
+        remove_dead_nodes(graph)
+        self.count += 1
+
+    # -- edits ------------------------------------------------------------------------------------------
+
+    def _scale_rows(self, linear: fx.Node, size: int, members: Tensor, rows: Tensor) -> None:
+        """linear → diag(gain)·linear, the gain being `rows` for the channels `members` and 1 for the others."""
+        gain = torch.ones(size, dtype=torch.float64).index_put((members,), rows)
+        vector = self._vector(gain, linear)
+
+        def call(target: Any, *args: Any) -> fx.Node:
+            return insert_call(linear.graph, linear, target, *args)
+
+        value, weight, *rest = linear.args
+        scaled = call(aten.mul.Tensor, weight, call(aten.unsqueeze.default, vector, 1))
+        bias = [None if each is None else call(aten.mul.Tensor, each, vector) for each in rest]
+        linear.args = (value, scaled, *bias)
+
+    def _copy(self, product: fx.Node, scaled: fx.Node, channels: Channels, members: Tensor, rows: Tensor) -> fx.Node:
+        """A second way from the origin to `scaled`, through a layer that has the gain in its weight."""
+        graph, origin = self.model.graph, channels.origin
+        size = int(channels.values[origin].shape[-1])
+
+        def call(target: Any, *args: Any) -> fx.Node:
+            return insert_call(graph, product, target, *args, like=scaled)
+
+        column = call(aten.unsqueeze.default, self._vector(rows, origin), 1)
+        if origin.target is aten.linear.default:
+            value, weight, *rest = origin.args
+            chosen = [_pick(call, each, members, size) for each in (weight, *rest) if each is not None]
+            args = [call(aten.mul.Tensor, chosen[0], column)]
+            args += [call(aten.mul.Tensor, each, call(aten.squeeze.dim, column, 1)) for each in chosen[1:]]
+        else:
+            value = origin
+            args = [call(aten.mul.Tensor, self._vector(torch.eye(size)[members], origin), column)]
+        result = _lay_out(call, call(aten.linear.default, value, *args), members, size)
+        twins = {origin: result}
+        for node in channels.between(scaled):
+            with graph.inserting_before(product):
+                twins[node] = graph.node_copy(node, lambda each: twins.get(each, each))
+        return twins[scaled]
+
+    def _vector(self, value: Tensor, like: fx.Node) -> fx.Node:
+        """A parameter of that value at the head of the graph; a weight takes it up at the end."""
+        name = next(f"gains.{i}" for i in itertools.count() if f"gains.{i}" not in self.parameters)
+        self.parameters.add(name)
+        weight = next(self.model.parameters())
+        self.model.add_tensor(name, nn.Parameter(value.to(weight), requires_grad=weight.requires_grad))
+        return parameter_node(self.model, name, like)
+
+    # -- constants --------------------------------------------------------------------------------------
+
+    def _weights_behind(self, factor: Any) -> list[str]:
+        """Names of the parameters that a factor is computed from."""
+        if not isinstance(factor, fx.Node):
+            return []
+        behind = ancestors([factor], set(self.model.graph.nodes))
+        return sorted(str(n.target) for n in behind if n.op == "get_attr" and str(n.target) in self.parameters)
+
+    def _value(self, factor: Any, values: Any) -> Tensor:
+        if not isinstance(factor, fx.Node):
+            return torch.tensor(float(factor), dtype=torch.float64)
+        sizes = {node: value for node, value in values.items() if isinstance(value, int)}
+        found: Tensor = weight_value(self.model, factor, sizes).double().cpu()
+        return found
+
+    def _leave(self, product: fx.Node, weights: Sequence[str], reason: str) -> None:
+        layer = re.match(r"softmax_temperature\.(\d+)\.", weights[0]) if weights else None
+        what = f"temperature of layer {layer[1]}" if layer else f"the factor at {place(product)}"
+        self.left.append(f"{what} {reason}")
+
+
+def _is_fixed(factor: Any) -> bool:
+    """Whether a factor has the same numbers for every batch and length."""
+    if not isinstance(factor, fx.Node):
+        return isinstance(factor, int | float)
+    if factor.op != "call_function" or factor.target is aten.sym_size.int:
+        return factor.op == "get_attr"
+    read = [factor.args[0]] if factor.target in _SPREADS else factor.all_input_nodes
+    return all(map(_is_fixed, read))
+
+
+def _is_read_by_linear(node: fx.Node) -> bool:
+    """Whether a linear layer reads `node`, that is, takes further columns at little cost."""
+    readers = [user for view in node.users if view.target is aten.reshape.default for user in view.users]
+    return any(user.target is aten.linear.default for user in [*node.users, *readers])
+
+
+def _by_class(classes: Tensor, gain: Tensor) -> Tensor | None:
+    """The gain of every class, `[largest class + 1]`; None if it is not the same for all elements of one."""
+    table = torch.ones(int(classes.max()) + 1, dtype=torch.float64)
+    table[classes.flatten()] = gain.flatten()
+    return table if bool((table[classes] == gain).all()) else None
+
+
+def _pick(call: Any, tensor: Any, members: Tensor, size: int) -> Any:
+    """The rows `members` of a weight or bias of `size` rows."""
+    runs = _runs(members)
+    if runs == [(0, size)]:
+        return tensor
+    pieces = [call(aten.slice.Tensor, tensor, 0, start, stop) for start, stop in runs]
+    return pieces[0] if len(pieces) == 1 else call(aten.cat.default, pieces, 0)
+
+
+def _lay_out(call: Any, result: fx.Node, members: Tensor, size: int) -> fx.Node:
+    """Put channels that are `members` of `size` where they belong; what is between them is read by nothing."""
+    pieces, taken, end = [], 0, 0
+    for start, stop in [*_runs(members), (size, size)]:
+        for gap in _cuts(start - end, len(members)):
+            pieces.append(call(aten.slice.Tensor, result, -1, 0, gap))
+        if stop > start:
+            pieces.append(call(aten.slice.Tensor, result, -1, taken, taken + stop - start))
+        taken, end = taken + stop - start, stop
+    whole: fx.Node = result if len(members) == size else call(aten.cat.default, pieces, -1)
+    return whole
+
+
+def _cuts(width: int, most: int) -> list[int]:
+    return [min(most, width - start) for start in range(0, width, most)]
+
+
+def _runs(members: Tensor) -> list[tuple[int, int]]:
+    """Consecutive channels, as (first, last + 1)."""
+    numbers = members.tolist()
+    starts = [n for n in numbers if n - 1 not in set(numbers)]
+    stops = [n + 1 for n in numbers if n + 1 not in set(numbers)]
+    return list(zip(starts, stops, strict=True))

@@ -1,0 +1,86 @@
+"""Carry gains and biases of LayerNorm and RMSNorm into the linear layers that read them.
+
+Before → after (g, c of the server, [d]; x̂ the normalized x):
+    linear(x̂·g + c, W, b)  → linear(x̂, W·diag(g), b + W·c)
+
+What is saved is a product with a server's number for every element of x. All readers must be linear: what adds the
+norm's result to the residual stream needs the product anyway. An LM head that shares its weight with the embedding
+gets one of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from aero_compile.analysis.linear_consumers import (
+    LARGEST,
+    SMALLEST,
+    linear_readers,
+    move_shift,
+    other_reader,
+    scale_columns,
+)
+from aero_compile.analysis.parts import NORMS
+from aero_compile.ir.fold_weights import fold_in_place
+from aero_compile.ir.rewriting import node_values, place, sample_shape, tainted_nodes, weight_value
+from aero_compile.model import TransformedModel
+from aero_compile.passes.inference.change import Change
+
+aten = torch.ops.aten
+
+
+def fold_norm_gains(model: TransformedModel) -> Change:
+    """Leave norms without gain and bias wherever linear layers are all that reads them."""
+    live = tainted_nodes(model.graph, model.convention.tokens)
+    values = node_values(model, *sample_shape(model))
+    done, left = 0, []
+    for norm in [node for node in model.graph.nodes if node in live and node.target in NORMS]:
+        gain, bias = _gain_and_bias(norm)
+        if gain is None and bias is None:
+            continue
+        linears = linear_readers(norm, values)
+        reason = _reason(model, norm, gain, live, linears)
+        if reason:
+            left.append(f"the gain of {place(norm)}: {reason}")
+            continue
+        for linear in linears:
+            if bias is not None:
+                move_shift(linear, bias)
+            if gain is not None:
+                scale_columns(linear, gain)
+        _set_plain(norm)
+        done += 1
+    if done:
+        fold_in_place(model, in_double=True)
+    said = (f"gains and biases of {done} norms went into the linear layers that read them",) if done else ()
+    return Change("fold-norm-gains", bool(done), said, tuple(left))
+
+
+def _gain_and_bias(norm: fx.Node) -> tuple[Any, Any]:
+    optional = [*norm.args[2:], None, None]
+    return optional[0], None if norm.target is aten.rms_norm.default else optional[1]
+
+
+def _set_plain(norm: fx.Node) -> None:
+    weights = 1 if norm.target is aten.rms_norm.default else 2
+    x, shape, *rest = norm.args
+    norm.args = (x, shape, *[None] * weights, *rest[weights:])
+
+
+def _reason(model: TransformedModel, norm: fx.Node, gain: Any, live: set[fx.Node], linears: list[fx.Node]) -> str:
+    """Why the gain stays; empty if it goes."""
+    if len(norm.args[1]) != 1:  # type: ignore[arg-type]
+        return "it normalizes over several dimensions"
+    if norm.kwargs or not linears:
+        return f"{other_reader(norm) or 'something else'} reads it, too"
+    if any(linear.args[1] in live for linear in linears):
+        return "it is multiplied by a value that depends on the tokens"
+    if gain is None:
+        return ""
+    largest = float(weight_value(model, gain).abs().max())
+    if not SMALLEST <= largest <= LARGEST:
+        return f"its largest gain is {largest:.3g}, outside {SMALLEST:g} … {LARGEST:g}"
+    return ""

@@ -1,0 +1,150 @@
+"""Carry frozen norms, and other affine maps of single tokens, into the linear layers that read them.
+
+Before → after (g, c of the server, [d] or one number; the function is unchanged up to rounding):
+    linear(x·g, W, b)         → linear(x, W·diag(g), b)
+    linear(x + c, W, b)       → linear(x, W, b + W·c)
+    linear(x − mean(x), W, b) → linear(x, W − rowmean(W), b)
+
+A frozen LayerNorm, (x − mean(x))·(γ/σ̄) + β, is such a chain: what it costs in private, a product for each element, goes
+away. It stays where something else reads it, too, or where its gains are too large or too small for the fixed point.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from aero_compile.analysis.linear_consumers import (
+    LARGEST,
+    SMALLEST,
+    linear_readers,
+    move_shift,
+    other_reader,
+    scale_columns,
+)
+from aero_compile.ir.fold_weights import fold_in_place
+from aero_compile.ir.rewriting import insert_call, node_values, place, sample_shape, tainted_nodes, weight_value
+from aero_compile.model import TransformedModel
+from aero_compile.passes.inference.change import Change
+
+aten = torch.ops.aten
+
+_KINDS = {aten.mul.Tensor: "mul", aten.div.Tensor: "div", aten.add.Tensor: "add", aten.sub.Tensor: "sub"}
+
+
+def fold_norms(model: TransformedModel) -> Change:
+    """Fold chains of products, sums and centrings in front of linear layers into these."""
+    folding = _Folding(model)
+    for node in reversed(list(model.graph.nodes)):
+        folding.visit(node)
+    if not folding.done:
+        return Change("fold-norms", False, (), tuple(folding.left))
+    fold_in_place(model, in_double=True)
+    said = f"{folding.done} chains of products and sums went into the linear layers that read them"
+    return Change("fold-norms", True, (said,), tuple(folding.left))
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One affine map, `node` = its `source` times `factor`, plus `term`, or minus its mean."""
+
+    node: fx.Node
+    source: fx.Node
+    kind: str
+    other: Any = None
+
+
+class _Folding:
+    def __init__(self, model: TransformedModel) -> None:
+        self.model = model
+        self.done = 0
+        self.left: list[str] = []
+        self.live = tainted_nodes(model.graph, model.convention.tokens)
+        self.values = node_values(model, *sample_shape(model))
+        self.constant: set[fx.Node] = set()
+        for node in model.graph.nodes:
+            inside = node.op == "get_attr" or (node.op == "call_function" and bool(node.all_input_nodes))
+            if inside and self.constant.issuperset(node.all_input_nodes):
+                self.constant.add(node)
+        self.known: dict[fx.Node, Any] = {}
+        self.seen: set[fx.Node] = set()
+
+    def visit(self, node: fx.Node) -> None:
+        """Fold the chain that ends in `node`, if linear layers are all that reads it."""
+        if node not in self.live or node in self.seen or self._step(node) is None:
+            return
+        steps = self._chain(node)
+        linears = linear_readers(node, self.values)
+        self.seen.update(step.node for step in steps)
+        reason = self._reason(node, steps, linears)
+        if reason:
+            if any(step.kind == "center" for step in steps):  # other sums and products are no surprise
+                self.left.append(f"a frozen norm at {place(node)}: {reason}")
+            return
+        for linear in linears:
+            for step in steps:
+                _fold(linear, step)
+        node.replace_all_uses_with(steps[-1].source)
+        self.done += 1
+
+    def _reason(self, node: fx.Node, steps: list[_Step], linears: list[fx.Node]) -> str:
+        """Why the chain stays; empty if it goes."""
+        if not linears:
+            return f"{other_reader(node) or 'something else'} reads it, too"
+        gain = torch.ones(1, dtype=torch.float64)
+        for step in steps:
+            if step.kind in ("mul", "div"):
+                value = torch.as_tensor(self._value(step.other)).abs().double().cpu()
+                gain = gain * value if step.kind == "mul" else gain / value
+        largest = float(gain.max())
+        return "" if SMALLEST <= largest <= LARGEST else f"its largest gain is {largest:.3g}"
+
+    def _chain(self, node: fx.Node) -> list[_Step]:
+        """The affine maps that end in `node`, last first, as far as nothing else reads what is between them."""
+        steps: list[_Step] = []
+        while (step := self._step(node)) is not None:
+            steps.append(step)
+            node = step.source
+            inside = {step.node, *(user for user in node.users if user.target is aten.mean.dim)}
+            if not set(node.users) <= inside:
+                break
+        return steps
+
+    def _step(self, node: fx.Node) -> _Step | None:
+        if node.kwargs or node.target not in _KINDS:
+            return None
+        left, right = node.args
+        kind = _KINDS[node.target]
+        if kind in ("mul", "add") and right in self.live:
+            left, right = right, left
+        if left not in self.live or not isinstance(left, fx.Node):
+            return None
+        if kind == "sub" and isinstance(right, fx.Node) and right.target is aten.mean.dim:
+            whole = right.args[0] is left and tuple(right.args[1:]) == ([-1], True) and set(right.users) == {node}
+            return _Step(node, left, "center") if whole else None
+        return _Step(node, left, kind, right) if self._is_row(right) else None
+
+    def _is_row(self, value: Any) -> bool:
+        """Whether it is a number, or a vector of the server that has one number for each channel or one for all."""
+        if not isinstance(value, fx.Node):
+            return isinstance(value, int | float)
+        return value in self.constant and value not in self.live and self._value(value).dim() <= 1
+
+    def _value(self, value: Any) -> Any:
+        return weight_value(self.model, value, self.known) if isinstance(value, fx.Node) else value
+
+
+def _fold(linear: fx.Node, step: _Step) -> None:
+    """Move one step into the weight and the bias of a linear layer."""
+    if step.kind == "center":
+        weight = linear.args[1]
+        mean = insert_call(linear.graph, linear, aten.mean.dim, weight, [1], True)
+        centered = insert_call(linear.graph, linear, aten.sub.Tensor, weight, mean)
+        linear.args = (linear.args[0], centered, *linear.args[2:])
+    elif step.kind in ("mul", "div"):
+        scale_columns(linear, step.other, inverse=step.kind == "div")
+    else:
+        move_shift(linear, step.other, negative=step.kind == "sub")

@@ -1,0 +1,179 @@
+"""Carry scalars of the server past the private computation, into weights, where they cost nothing.
+
+Before → after (α, β one-element values of the server; the function is unchanged up to rounding):
+    linear(β·x, W, b)            → linear(x, β·W, b)
+    β·x + (1/α)·linear(y, W, b)  → β·(x + linear(y, W/(αβ), b/(αβ))), with β carried on; also for sums of linear layers
+
+A product with β is thus put off along the residual stream until a weight takes it up. Without norms that is always
+possible; a norm needs the product itself. Where carrying would not save products, the graph stays as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from aero_compile.ir.fold_weights import fold_in_place
+from aero_compile.ir.rewriting import VIEWS, tainted_nodes, weight_value
+from aero_compile.model import TransformedModel, remove_dead_nodes
+from aero_compile.passes.inference.change import Change
+
+aten = torch.ops.aten
+
+LARGEST = 64.0
+"""A carried scale beyond this, or below its inverse, is applied at once: values must fit the fixed point."""
+
+
+def fold_scales(model: TransformedModel) -> Change:
+    """Carry scalars of the server along the residual stream, if that saves products."""
+    before = _products(model.graph, model.convention.tokens)
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(model.graph, {}))
+    _Folding(graph, model).run()
+    remove_dead_nodes(graph)
+    after = _products(graph, model.convention.tokens)
+    if after >= before:
+        return Change("fold-scales", False)
+    model.graph = graph
+    fold_in_place(model, in_double=True)
+    return Change("fold-scales", True, (f"{before - after} products with a scalar of the server",))
+
+
+def _products(graph: fx.Graph, tokens: str) -> int:
+    live = tainted_nodes(graph, tokens)
+    return sum(node in live and node.target in (aten.mul.Tensor, aten.div.Tensor) for node in graph.nodes)
+
+
+class _Folding:
+    """One pass over the graph. ``owed[n]`` is the scale by which the value of ``n`` is still to be multiplied."""
+
+    def __init__(self, graph: fx.Graph, model: TransformedModel) -> None:
+        self.graph = graph
+        self.model = model
+        self.live = tainted_nodes(graph, model.convention.tokens)
+        self.owed: dict[fx.Node, tuple[fx.Node, float]] = {}
+        self.known: dict[fx.Node, torch.Tensor | None] = {}
+        self.parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self.hoisted: dict[fx.Node, fx.Node] = {}
+        nodes: list[fx.Node] = list(graph.nodes)
+        self.head = next(node for node in nodes if node.op not in ("get_attr", "placeholder"))
+
+    def run(self) -> None:
+        for node in list(self.graph.nodes):
+            if node in self.live and node.op != "placeholder":
+                self._visit(node)
+
+    def _visit(self, node: fx.Node) -> None:
+        if node.target is aten.mul.Tensor and self._take(node):
+            return
+        owing = [parent for parent in node.all_input_nodes if parent in self.owed]
+        if not owing:
+            return
+        if node.target is aten.linear.default and node.args[0] in self.owed:
+            self._scale_weight(node, *self.owed[owing[0]], bias=False)
+        elif node.op == "call_module" or node.target in VIEWS:
+            self.owed[node] = self.owed[owing[0]]
+        elif node.target is not aten.add.Tensor or node.kwargs or not self._add(node):
+            for parent in owing:
+                self._apply(node, parent)
+
+    def _take(self, node: fx.Node) -> bool:
+        """A product with a scalar of the server: let the users of ``node`` owe it."""
+        left, right = node.args
+        for value, scalar in ((left, right), (right, left)):
+            if not isinstance(value, fx.Node) or not isinstance(scalar, fx.Node) or scalar in self.live:
+                continue
+            number = self._value(scalar)
+            if number is None or value not in self.live:
+                return False
+            scale, size = self._hoist(scalar), abs(float(number))
+            if value in self.owed:
+                before, earlier = self.owed[value]
+                scale, size = self._call(aten.mul.Tensor, before, scale), size * earlier
+            if not 1 / LARGEST <= size <= LARGEST:
+                return False
+            # an alias keeps the scaled value apart from other users of the value itself
+            node.target, node.args = aten.alias.default, (value,)
+            self.owed[node] = (scale, size)
+            return True
+        return False
+
+    def _add(self, node: fx.Node) -> bool:
+        """Put both terms on one scale: that of one term, if a linear layer can give the other the same."""
+        left, right = node.args
+        if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
+            return False
+        for kept, other in ((left, right), (right, left)):
+            linears = self._only_linears(other) if kept in self.owed else []
+            if not linears or kept not in self.live:
+                continue
+            scale, size = self.owed[kept]
+            factor = self._call(aten.reciprocal.default, scale)
+            if other in self.owed:
+                factor = self._call(aten.mul.Tensor, factor, self.owed[other][0])
+            for linear in linears:
+                self._scale_weight(linear, factor, 1.0, bias=True)
+            self.owed[node] = (scale, size)
+            return True
+        return False
+
+    def _only_linears(self, node: fx.Node) -> list[fx.Node]:
+        """The linear layers whose result, or sum of results, ``node`` is, if nothing else reads them; else none."""
+        while len(node.users) == 1:
+            if node.target is aten.linear.default:
+                return [node]
+            if node.target is aten.add.Tensor and not node.kwargs and all(each in self.live for each in node.args):
+                left, right = (self._only_linears(each) for each in node.args)  # type: ignore[arg-type]
+                return left + right if left and right else []
+            if node.op != "call_module" and node.target not in VIEWS:
+                return []
+            node = next(parent for parent in node.all_input_nodes if parent in self.live)
+        return []
+
+    def _scale_weight(self, linear: fx.Node, scale: fx.Node, _size: float, *, bias: bool) -> None:
+        value, weight, *rest = linear.args
+        with self.graph.inserting_before(linear):
+            args: list[Any] = [value, self.graph.call_function(aten.mul.Tensor, (weight, scale))]
+            for each in rest:
+                scaled = bias and each is not None
+                args.append(self.graph.call_function(aten.mul.Tensor, (each, scale)) if scaled else each)
+        linear.args = tuple(args)
+
+    def _apply(self, node: fx.Node, parent: fx.Node) -> None:
+        """Do the product that ``parent`` owes, for ``node`` alone."""
+        with self.graph.inserting_before(node):
+            product = self.graph.call_function(aten.mul.Tensor, (parent, self.owed[parent][0]))
+        product.meta = dict(parent.meta)
+        node.replace_input_with(parent, product)
+
+    # -- scalars of the server --------------------------------------------------------------------------
+
+    def _value(self, node: fx.Node) -> torch.Tensor | None:
+        """Value of a one-element expression over parameters, or None if ``node`` is something else."""
+        if node not in self.known:
+            self.known[node] = None
+            if node.op == "get_attr":
+                value = weight_value(self.model, node)
+                single = value.numel() == 1 and str(node.target) in self.parameters
+                self.known[node] = value if single else None
+            elif node.op == "call_function" and node.all_input_nodes:
+                single = all(self._value(parent) is not None for parent in node.all_input_nodes)
+                self.known[node] = weight_value(self.model, node) if single else None
+        return self.known[node]
+
+    def _hoist(self, node: fx.Node) -> fx.Node:
+        """The same expression at the head of the graph, where every linear layer can read it."""
+        if node.op == "get_attr" and node not in self.hoisted:
+            self.head.prepend(node)
+            self.hoisted[node] = node
+        if node not in self.hoisted:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), self._hoist)
+            with self.graph.inserting_before(self.head):
+                self.hoisted[node] = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        return self.hoisted[node]
+
+    def _call(self, target: Any, *args: Any) -> fx.Node:
+        with self.graph.inserting_before(self.head):
+            return self.graph.call_function(target, args)

@@ -1,0 +1,74 @@
+"""fuse-linear-ffn: a feed-forward block without activation, its scales and its residual connection become one matrix.
+
+Before → after (y = x + attention, or y = x in a parallel block):
+    β·y + (1/α)·linear(linear(y, W_in, b_in), W_out, b_out)  → y·M + c
+        with M = β·I + W_inᵀ·W_outᵀ/α and c = (W_out·b_in + b_out)/α
+    y + (1/α)·linear(linear(norm(y), W_in, b_in), W_out, b_out)  → y + norm(y)·M + c, M without β·I
+
+In a sequential block M goes into the attention's output projection as well: x·M + mixed·(W_oᵀ·M). Anything that is
+affine in the residual stream is merged like that (see `residual_stream`), wherever fewer weights are multiplied then:
+a narrow bottleneck (2·d·d_ffn < d²) stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from aero_compile.analysis.parts import FeedForward
+from aero_compile.analysis.residual_stream import Hub, ResidualStream
+from aero_compile.ir.rewriting import place
+from aero_compile.model import TransformedModel
+from aero_compile.passes.inference._stream_rewriting import StreamRewriting
+from aero_compile.passes.inference.change import Change
+
+
+def fuse_linear_ffn(model: TransformedModel) -> Change:
+    """Fuse what is linear along the residual stream of `model`, in place; the function stays the same.
+
+    Weights are multiplied in float64 and stored in the model's dtype. Works for any batch and length.
+    """
+    stream, ffns = ResidualStream(model), model.structure.ffns
+    smaller = [hub for hub in stream.hubs.values() if _fuses(stream, hub)]
+    done = tuple(_described(stream, hub, ffns) for hub in smaller)
+    left = tuple(_kept(stream, ffns, smaller))
+    if smaller:
+        rewriting = StreamRewriting(stream, "fuse_linear_ffn", {})
+        for hub in smaller:
+            rewriting.rewrite(hub)
+        rewriting.finish()
+    return Change("fuse-linear-ffn", bool(smaller), done, left)
+
+
+def name_of(ffn: FeedForward) -> str:
+    """An FFN by layer and place."""
+    return f"FFN of layer {ffn.layer} ({ffn.name})" if ffn.name else f"FFN of layer {ffn.layer}"
+
+
+def why_not_linear(ffn: FeedForward) -> str:
+    """A sentence on an FFN with activations."""
+    return f"{name_of(ffn)}: not linear ({', '.join(activation.kind for activation in ffn.activations)})"
+
+
+def _fuses(stream: ResidualStream, hub: Hub) -> bool:
+    """Whether there are fewer products in a hub's sum than before, and fewer weights in them."""
+    before = sum(node.target is torch.ops.aten.linear.default for node in hub.region)
+    after = sum(leaf in stream.live and bool(shape) for leaf, shape in hub.leaves)
+    return after < before and stream.new_cost(hub, {}, None) < stream.cost(hub)
+
+
+def _described(stream: ResidualStream, hub: Hub, ffns: Sequence[FeedForward]) -> str:
+    names = ", ".join(name_of(ffn) for ffn in ffns if ffn.output in hub.region) or place(hub.node)
+    return f"{names}: {stream.cost(hub):,} weights multiplied before, {stream.new_cost(hub, {}, None):,} now"
+
+
+def _kept(stream: ResidualStream, ffns: Sequence[FeedForward], fused: Sequence[Hub]) -> Iterator[str]:
+    for ffn in ffns:
+        parts = {ffn.output, *ffn.inputs}
+        if ffn.activations:
+            yield why_not_linear(ffn)
+        elif not any(parts <= set(hub.region) for hub in stream.hubs.values()):
+            yield f"{name_of(ffn)}: its features change places between its linear layers"
+        elif not any(ffn.output in hub.region for hub in fused):
+            yield f"{name_of(ffn)}: not smaller as one matrix"

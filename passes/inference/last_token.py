@@ -1,0 +1,241 @@
+"""Compute the logits of the last position only, and with them as little as possible.
+
+Before → after, for x [B, T, d] in front of the last block, written with its residual additions:
+    x + proj(softmax(q(x)·k(x)ᵀ + mask)·v(x))   → x' + proj(softmax(q(x')·k(x)ᵀ + mask[-1:])·v(x)), x' = x[:, -1:]
+    y + ffn(norm(y)), y the line above          → the same of [B, 1, d]
+    head(norm(z))                               → the same of [B, 1, d]: logits [B, 1, V]
+
+"Last" is the last entry of the token matrix, for any batch and length: with right padding that is padding. The result
+is `logits[:, -1:]` of the model as it was, so batches of unequal texts are padded on the left.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from aero_compile.analysis.parts import Structure
+from aero_compile.analysis.position_slicing import Axis, Cut, Sample, find_cut
+from aero_compile.errors import UnsupportedGraphError
+from aero_compile.ir.rewriting import node_values, place, placeholder, sample_shape
+from aero_compile.model import TransformedModel
+from aero_compile.passes.inference._query_rows import part_queries
+from aero_compile.passes.inference.change import Change
+
+aten = torch.ops.aten
+
+NAME = "last-token"
+
+
+def last_token(model: TransformedModel) -> Change:
+    """Let `model`, an inference copy, compute `logits[:, -1:]`, `[B, 1, V]`, instead of all logits.
+
+    Going back from the logits, a node that works position by position is computed at the last one. Keys, values and
+    whatever else is needed at all positions stay whole, and slices are taken where the two meet. The function is
+    unchanged for every batch and length; further outputs of the graph, if there are any, stay whole. A model that
+    returns one position already is left as it is.
+    """
+    logits = _results(model)[0]
+    if any(sample.length == 1 or sample.values[logits].shape[1] != sample.length for sample in _samples(model)):
+        return Change(NAME, modified=False)
+    _read_sizes_from_tokens(model)
+    kept = _part_queries(model)
+    plan = _Plan(model, _samples(model))
+    left = (*kept, *(f"{place(node)} is computed at all positions: {_reason(node)}" for node in plan.stopped))
+    done = _names(model, plan.cuts)
+    plan.carry_out()
+    model.graph_changed()
+    return Change(NAME, True, (f"{done or 'logits'} on one position",), left)
+
+
+class _Plan:
+    """What is computed at one position, decided from the logits backwards, and where slices are taken."""
+
+    def __init__(self, model: TransformedModel, samples: Sequence[Sample]) -> None:
+        self.model = model
+        self.samples = samples
+        self.dependent = _dependent(model)
+        self.logits = Axis(1, (1,) * len(samples))
+        self.cuts: dict[fx.Node, Cut] = {}
+        self.stopped: list[fx.Node] = []
+        self.wanted: dict[fx.Node, set[Axis | None]] = {node: set() for node in model.graph.nodes}
+        for index, result in enumerate(_results(model)):
+            self.wanted[result].add(self.logits if index == 0 else None)
+        for node in reversed(model.graph.nodes):
+            if node.op not in ("output", "placeholder") and self.wanted[node]:
+                self._visit(node)
+        for node in model.graph.nodes:  # lists cannot be sliced: what is taken out of them is
+            if node.target is operator.getitem and node.args[0] not in self.cuts:
+                self.cuts.pop(node, None)
+
+    def _visit(self, node: fx.Node) -> None:
+        cut = None
+        if None not in self.wanted[node] and node in self.dependent:
+            cut = self._cut(node, self.wanted[node])
+        if cut is not None:
+            self.cuts[node] = cut
+        for parent in node.all_input_nodes:
+            self.wanted[parent].add(cut.inputs.get(parent) if cut is not None else None)
+
+    def _cut(self, node: fx.Node, axes: set[Axis | None]) -> Cut | None:
+        cut = None
+        if len(axes) == 1:
+            (axis,) = axes
+            assert axis is not None
+            cut = find_cut(node, axis, self.samples)
+        if cut is None or any(_size(self.samples, axis.inner) is None for axis in cut.inputs.values()):
+            self.stopped.append(node)
+            return None
+        return cut
+
+    def carry_out(self) -> None:
+        sliced: dict[tuple[fx.Node, Axis], fx.Node] = {}
+
+        def at_last(node: fx.Node, axis: Axis) -> fx.Node:
+            if node not in self.cuts and (node, axis) not in sliced:
+                sliced[node, axis] = self._slice(node, axis)
+            return node if node in self.cuts else sliced[node, axis]
+
+        for node in list(self.model.graph.nodes):
+            if node in self.cuts:
+                cut = self.cuts[node]
+                taken = {parent: at_last(parent, axis) for parent, axis in cut.inputs.items()}
+                node.args, node.kwargs = _with(taken, cut.args), _with(taken, node.kwargs)
+        results: Any = _output(self.model).args[0]
+        _output(self.model).args = ((at_last(results[0], self.logits), *results[1:]),)
+
+    def _slice(self, node: fx.Node, axis: Axis) -> fx.Node:
+        """`node` at the last position, right behind it in the graph."""
+        graph, dim = self.model.graph, axis.dim
+        tokens = placeholder(graph, self.model.convention.tokens)
+        folded = any(sample.values[node].shape[dim] != sample.length for sample in self.samples)
+        following = node.next
+        with graph.inserting_before(following):
+            last = node
+            if folded:
+                inner = _insert_size(tokens, _size(self.samples, axis.inner))
+                sizes: Any = [-1, graph.call_function(aten.sym_size.int, (tokens, 1)), inner]
+                last = graph.call_function(aten.unflatten.int, (last, dim, sizes))
+            last = graph.call_function(aten.slice.Tensor, (last, dim + folded, -1, sys.maxsize))
+            if folded:
+                last = graph.call_function(aten.flatten.using_ints, (last, dim, dim + 2))
+        return last
+
+
+# -- the graph -----------------------------------------------------------------------------------------------------
+
+
+def _output(model: TransformedModel) -> fx.Node:
+    node: fx.Node = next(node for node in reversed(model.graph.nodes) if node.op == "output")
+    return node
+
+
+def _with(replacements: Mapping[fx.Node, fx.Node], arguments: Any) -> Any:
+    return fx.map_arg(arguments, lambda each: replacements.get(each, each))
+
+
+def _results(model: TransformedModel) -> list[fx.Node]:
+    results: Any = _output(model).args[0]
+    return [each for each in results if isinstance(each, fx.Node)]
+
+
+def _samples(model: TransformedModel) -> list[Sample]:
+    """Two batches and lengths, as far as the model can take two lengths above 1."""
+    batch, length = sample_shape(model)
+    shapes = [(batch, length)]
+    if model.fixed_shape is None:
+        shapes.append((batch + 2, max(2, length - 4)))
+    return [Sample(*shape, node_values(model, *shape)) for shape in shapes]
+
+
+def _dependent(model: TransformedModel) -> set[fx.Node]:
+    """Nodes that hang on the tokens in any way but through sizes of the token matrix itself."""
+    found = {placeholder(model.graph, model.convention.tokens)}
+    for node in model.graph.nodes:
+        if node.target is not aten.sym_size.int and not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _read_sizes_from_tokens(model: TransformedModel) -> None:
+    """Let sizes of hidden values be read from the tokens instead: hidden values will be cut."""
+    samples, dependent = _samples(model), _dependent(model)
+    tokens = placeholder(model.graph, model.convention.tokens)
+    for node in list(model.graph.find_nodes(op="call_function", target=aten.sym_size.int)):
+        if node.args[0] is not tokens and node.args[0] in dependent:
+            size = _size(samples, [sample.values[node] for sample in samples], ((0,), (1,), (0, 1)))
+            if size is not None:
+                with model.graph.inserting_before(node):
+                    node.replace_all_uses_with(_insert_size(tokens, size))
+    model.graph_changed()
+
+
+Size = tuple[tuple[int, ...], int]
+"""(dimensions of the tokens, factor): the product of all."""
+
+
+def _size(
+    samples: Sequence[Sample], sizes: Sequence[int], units: Sequence[tuple[int, ...]] = ((), (0,), (1,), (0, 1))
+) -> Size | None:
+    """A size that has these values in the samples: a multiple of one of `units`, which are 1, B, T and B·T."""
+    for dims in units:
+        each = [math.prod((sample.batch, sample.length)[dim] for dim in dims) for sample in samples]
+        factor = sizes[0] // each[0]
+        if all(size == factor * unit for size, unit in zip(sizes, each, strict=True)):
+            return dims, factor
+    return None
+
+
+def _insert_size(tokens: fx.Node, size: Size | None) -> fx.Node | int:
+    assert size is not None
+    dims, factor = size
+    product: fx.Node | int = factor
+    for dim in dims:
+        found = tokens.graph.call_function(aten.sym_size.int, (tokens, dim))
+        product = found if product == 1 else tokens.graph.call_function(operator.mul, (found, product))
+    return product
+
+
+# -- the report ----------------------------------------------------------------------------------------------------
+
+
+def _reason(node: fx.Node) -> str:
+    op = str(node.target).removeprefix("aten.")
+    return f"{op} mixes positions there, or is not known to work position by position"
+
+
+def _names(model: TransformedModel, cuts: Mapping[fx.Node, Cut]) -> str:
+    """What is cut, in the terms of the model."""
+    structure: Structure = model.structure
+    layer = len(structure.attentions) - 1
+    head = next((node for node in reversed(model.graph.nodes) if node.target is aten.linear.default), None)
+    final = {norm.node for norm in structure.norms if norm.layer is None}
+    feed_forward = {node for ffn in structure.ffns for node in (*ffn.inputs, ffn.output)}
+    softmaxes = {group.softmax for group in structure.attentions[-1].groups}
+    ends, parts = [], []
+    for node in reversed(model.graph.nodes):
+        if node not in cuts:
+            continue
+        if node is head or node in final:
+            ends.append("LM head" if node is head else "final norm")
+        elif node in feed_forward:
+            parts.append("FFN")
+        elif node in softmaxes:
+            parts.append("softmax")
+        elif node.target is aten.linear.default:
+            parts.append("output projection" if structure.depth[node] > layer else "queries")
+    inside = f"{', '.join(dict.fromkeys(parts))} of layer {layer}"
+    return "; ".join(filter(None, (", ".join(ends), inside if parts else "")))
+
+
+def _part_queries(model: TransformedModel) -> tuple[str, ...]:
+    try:
+        return part_queries(model)
+    except UnsupportedGraphError as error:
+        return (f"the last queries stay with keys and values: {error}",)

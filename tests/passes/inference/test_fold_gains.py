@@ -1,0 +1,143 @@
+"""Gains, scalings and temperatures in rows of the linear layers behind them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+
+from aero_compile import transform
+from aero_compile.inference_model import inference_copy
+from aero_compile.model import TransformedModel
+from aero_compile.passes.inference.fold_expressions import fold_expressions
+from aero_compile.passes.inference.fold_gains import LARGEST, fold_gains
+from aero_compile.passes.inference.fold_scales import fold_scales
+from aero_compile.passes.inference.fuse_projections import fuse_projections
+from tests.support import tiny_models
+from tests.support.captured_decoders import every_decoder, for_inference
+from tests.support.folding import aten, calls, check, count, every_family, secret_products, trained
+from tests.support.random_decoders import Config, build, configs
+from tests.test_properties import MANY, many
+
+L, H, D = tiny_models.LAYERS, tiny_models.HEADS, tiny_models.WIDTH
+
+
+def products_after_scores(model: TransformedModel) -> int:
+    """Products that read a matrix product: the 1/√d of the scores, gains of heads."""
+    return sum(
+        any(p.target is aten.matmul.default for p in n.all_input_nodes)
+        for n in calls(model, aten.mul.Tensor, aten.div.Tensor)
+    )
+
+
+@every_family
+def test_the_scale_of_the_scores_goes_into_the_queries(family: str) -> None:
+    model = trained(family)
+    other = "sdpa" in family and family.startswith("opt")  # scales the queries themselves
+    before = count(model, aten.mul.Tensor, aten.div.Tensor)
+    check(fold_gains, model)
+    assert products_after_scores(model) == 0
+    removed = before - count(model, aten.mul.Tensor, aten.div.Tensor)
+    assert removed >= L * (H if family == "lecture" else 1) or other
+
+
+def check_decoder(config: Config, model: TransformedModel) -> None:
+    reference = inference_copy(model)
+    before = count(model, aten.mul.Tensor, aten.div.Tensor)
+    change = fold_gains(model)
+    for batch, length in ((2, min(4, config.context)), (1, 1)):
+        ids = torch.randint(config.vocab, (batch, length), generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            torch.testing.assert_close(model(ids), reference(ids), rtol=1e-9, atol=1e-9)
+    assert change.modified is (count(model, aten.mul.Tensor, aten.div.Tensor) < before)
+
+
+@every_decoder
+def test_random_decoders(config: Config) -> None:
+    check_decoder(config, for_inference(config))
+
+
+@pytest.mark.slow
+@many(max_examples=MANY)
+@given(configs(max_layers=2))
+def test_many_random_decoders(config: Config) -> None:
+    check_decoder(config, inference_copy(transform(build(config), "baseline")))
+
+
+def set_temperature(model: TransformedModel, layer: int, *, shared: bool) -> None:
+    log_t = model.get_parameter(f"softmax_temperature.{layer}.log_t")
+    with torch.no_grad():
+        if shared:
+            log_t.copy_(log_t[:, :1].expand_as(log_t))
+
+
+@pytest.mark.parametrize(
+    "family", ["gpt2-eager", "gpt_neox-eager", "llama-eager", "encoder-pre", "lecture", "opt-sdpa"]
+)
+def test_temperatures_of_heads_go_and_those_of_positions_stay(family: str) -> None:
+    model = trained(family, "softmax-temperature")
+    set_temperature(model, 0, shared=True)
+    before = len(secret_products(model))
+    fold_expressions(model)
+    change = check(fold_gains, model)
+    assert len(secret_products(model)) == before - before // L
+    assert all(text == "temperature of layer 1 varies by position: one private product of T×d" for text in change.left)
+    assert len(change.left) == before // L
+
+
+def test_a_temperature_that_is_too_large_stays() -> None:
+    model = trained("nanogpt", "softmax-temperature")
+    with torch.no_grad():
+        for layer in range(L):
+            model.get_parameter(f"softmax_temperature.{layer}.log_t").fill_(-10.0)
+    fold_expressions(model)
+    assert torch.tensor(10.0).exp() > LARGEST
+    change = check(fold_gains, model)
+    assert len(secret_products(model)) == L
+    assert all("too far from 1" in text for text in change.left)
+
+
+SHAPED = ["shaped-attention", "simplified_norm_free_relu", "simplified_relu", "simplified_parallel_norm_free_relu"]
+
+
+@pytest.mark.parametrize("family", ["gpt2-eager", "nanogpt", "gpt_neox-sdpa", "lecture"])
+@pytest.mark.parametrize("recipe", SHAPED)
+def test_shaped_attention_costs_columns_and_no_products(family: str, recipe: str) -> None:
+    model = trained(family, recipe)
+    heads = H if family == "lecture" else 1
+    fold_expressions(model)
+    check(fold_gains, model)
+    fold_scales(model)
+    fuse_projections(model)
+    plain = 1 if recipe == "simplified_relu" else 0  # in front of the final norm
+    assert len(secret_products(model)) <= plain
+    assert count(model, aten.softmax.int) == L * heads, "C is public, A is computed once"
+    assert count(model, aten.matmul.default) == 3 * L * heads  # QKᵀ, A·V, C·V
+
+
+def test_gains_of_heads_that_share_values_stay() -> None:
+    """Grouped keys: one value for two heads with two gains."""
+    model = trained("llama-eager", "shaped-attention")
+    fold_expressions(model)
+    change = check(fold_gains, model)
+    assert len(secret_products(model)) == 3 * L
+    assert len(change.left) == 3 * L
+    assert all("differs between heads that share weights" in text for text in change.left)
+
+
+def test_channel_gains_of_branches() -> None:
+    """LayerScale: a gain for each channel behind the projections."""
+    config = Config(gains=True, layers=2)
+    model = inference_copy(transform(build(config), "baseline"))
+    assert len(secret_products(model)) == 4
+    fold_gains(model)
+    assert not secret_products(model)
+
+
+def test_what_else_reads_a_channel_keeps_it_as_it_is() -> None:
+    """The scaled queries are read by something else, too: the rows are copied, nothing else changes."""
+    model = trained("nanogpt", "shaped-attention")
+    layers = count(model, aten.linear.default)
+    fold_expressions(model)
+    fold_gains(model)
+    assert count(model, aten.linear.default) == layers + 2 * L  # two copies, and the last in place

@@ -1,0 +1,60 @@
+"""Carrying scalars of the server along the residual stream: the same function with fewer private products."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from aero_compile.passes.inference.fold_expressions import fold_expressions
+from aero_compile.passes.inference.fold_gains import fold_gains
+from aero_compile.passes.inference.fold_scales import LARGEST, fold_scales
+from tests.support import tiny_models
+from tests.support.folding import check, secret_products, trained
+
+FAMILIES = ["gpt2-eager", "gpt_neox-sdpa", "llama-eager", "nanogpt", "encoder-pre"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("recipe", ["SM+ScFFN", "scaled-ffn"])
+def test_same_function_with_fewer_products(family: str, recipe: str) -> None:
+    model = trained(family, recipe)
+    before = len(secret_products(model))
+    check(fold_scales, model)
+    left = len(secret_products(model))
+    assert left < before
+    if recipe == "SM+ScFFN" and family != "gpt_neox-sdpa":  # no norm needs a product; parallel blocks see below
+        assert left == 0
+
+
+def test_parallel_blocks_need_no_product_after_their_gains_were_folded() -> None:
+    model = trained("gpt_neox-sdpa", "gelu-to-relu,strip-layer-norm,scaled-ffn")
+    fold_expressions(model)
+    fold_gains(model)
+    check(fold_scales, model)
+    assert not secret_products(model)
+
+
+def test_after_other_expressions_became_weights() -> None:
+    model = trained("nanogpt", "SM+ScFFN")
+    fold_expressions(model)
+    check(fold_scales, model)
+    assert not secret_products(model)
+
+
+def test_scalars_are_gone_from_the_parameters() -> None:
+    model = trained("nanogpt", "SM+ScFFN")
+    fold_scales(model)
+    assert not any(name.startswith("scaled_ffn") for name, _ in model.named_parameters())
+
+
+def test_a_model_without_scalars_is_left_alone() -> None:
+    check(fold_scales, trained("gpt2-eager", "SM+R"), modified=False)
+
+
+def test_a_scale_too_large_to_carry_is_applied() -> None:
+    model = trained("gpt2-eager", "SM+ScFFN")
+    with torch.no_grad():
+        for layer in range(tiny_models.LAYERS):
+            model.get_parameter(f"scaled_ffn.{layer}.beta").fill_(LARGEST * 4)
+    check(fold_scales, model, modified=False)
+    assert len(secret_products(model)) == 2 * tiny_models.LAYERS

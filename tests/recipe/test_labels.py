@@ -1,0 +1,79 @@
+"""The paper's labels as a language."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aero_compile.errors import RecipeError
+from aero_compile.recipe.labels import label_passes, remaining
+
+KNOWN = {
+    "SM+LN+G": "",
+    "SM+LN+R": "gelu-to-relu",
+    "SM+LN": "gelu-to-identity",
+    "SM+G": "strip-layer-norm",
+    "SM+R": "strip-layer-norm,gelu-to-relu",
+    "SM": "strip-layer-norm,gelu-to-identity",
+    "SM+ScFFN": "strip-layer-norm,gelu-to-identity,scaled-ffn",
+    "SM(t)+ScFFN": "strip-layer-norm,gelu-to-identity,scaled-ffn,softmax-temperature",
+    "EReg(SM(t) + ScFFN)": "strip-layer-norm,gelu-to-identity,scaled-ffn,softmax-temperature",
+    "EReg(SM+G)": "strip-layer-norm",
+    "EReg(SM+R)": "strip-layer-norm,gelu-to-relu",
+    "SM(t)+LN+G": "softmax-temperature",
+    "SM+LN(final)+G": "strip-layer-norm{keep_final=True}",
+    "SM+LN(frozen)+G": "freeze-layer-norm",
+    "SM+DyT+R": "layer-norm-to-dyt,gelu-to-relu",
+    "SM+LN+G(9-11)": "gelu-to-identity{keep=9-11}",
+    "SM+R(0-2+last:1)": "strip-layer-norm,gelu-to-relu,gelu-to-identity{keep=0-2+last:1}",
+    "SM+LN+G(12.5%)": "gelu-to-identity{keep_fraction=0.125}",
+    "SM+LR(5e-2)": "strip-layer-norm,leaky-relu{slope=0.05}",
+    "SM+LN+LR(layer)": "leaky-relu{learn=layer}",
+    "SM+WNorm(FFN)": "strip-layer-norm,gelu-to-identity,weight-norm{on=ffn}",
+    "SM+SNorm(QKVO+FFN)": "strip-layer-norm,gelu-to-identity,spectral-norm{on=qkvo+ffn}",
+}
+
+
+@pytest.mark.parametrize("label", KNOWN)
+def test_known_labels(label: str) -> None:
+    passes = label_passes(label)
+    assert passes == KNOWN[label]
+    assert label_passes(label.lower()) == passes
+
+
+@given(terms=st.permutations(["LN", "R(even)", "ScFFN", "WNorm(QK)"]))
+def test_terms_come_in_any_order(terms: list[str]) -> None:
+    assert label_passes("+".join(["SM(t)", *terms])) == (
+        "gelu-to-relu,gelu-to-identity{keep=even},scaled-ffn,softmax-temperature,weight-norm{on=qk}"
+    )
+
+
+@pytest.mark.parametrize("text", ["softmax_only", "strip-layer-norm", "G", "", "SMX+G"])
+def test_what_is_no_label(text: str) -> None:
+    assert label_passes(text) is None
+
+
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [
+        ("SM+X", r"unknown term 'x': the terms are SM, SM\(t\), LN"),
+        ("SM+G+R", "has 'r' beside another activation"),
+        ("SM+LN+DyT", "has 'dyt' beside another norm"),
+        ("SM+G(x%)", "'x%' is no percentage"),
+        ("SM+G(5-3)", "is no set of layers"),
+        ("SM+LR(wide)", r"LR\(wide\) is no LeakyReLU"),
+        ("SM+WNorm(LN)", "unknown term"),
+        ("SM+", "unknown term"),
+    ],
+)
+def test_wrong_labels_are_explained(label: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        label_passes(label)
+
+
+def test_what_remains() -> None:
+    assert remaining("SM(t)+ScFFN") == ("SM",)
+    assert remaining("SM+LN(final)+G(even)") == ("SM", "LN", "G")
+    assert remaining("SM+LN(frozen)+LR(layer)") == ("SM", "LR")
+    assert remaining("SM+DyT") == ("SM", "tanh")

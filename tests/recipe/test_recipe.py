@@ -1,0 +1,223 @@
+"""Recipes: names, the paper's labels, text that round-trips, and errors that show the nearest name."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import aero_compile
+from aero_compile.errors import RecipeError, nearest
+from aero_compile.graph_pass import GraphPass
+from aero_compile.passes.scaled_ffn import ScaledFFN
+from aero_compile.passes.softmax_temperature import SoftmaxTemperature
+from aero_compile.passes.strip_layer_norm import StripLayerNorm
+from aero_compile.recipe.recipe import PASSES, Recipe, parse_pass, recipes, resolve
+
+PAPER = {
+    "baseline": "SM+LN+G",
+    "relu": "SM+LN+R",
+    "linear_ffn": "SM+LN",
+    "norm_free_gelu": "SM+G",
+    "norm_free_relu": "SM+R",
+    "norm_free_linear": "SM",
+    "scaled_ffn": "SM+ScFFN",
+    "softmax_only": "SM(t)+ScFFN",
+}
+
+
+def test_the_paper_s_architectures_are_there() -> None:
+    found = {name: r for name, r in recipes().items() if r.group == "architectures of the paper"}
+    assert {name: recipe.label for name, recipe in found.items()} == PAPER
+    for recipe in found.values():
+        assert set(recipe.remains) == set(recipe.label.replace("(t)", "").replace("+ScFFN", "").split("+"))
+
+
+def test_every_named_recipe_is_whole_and_unlike_the_others() -> None:
+    found = aero_compile.recipes()
+    assert len({recipe.label for recipe in found.values()}) == len(found)
+    assert len({recipe.text for recipe in found.values()}) == len(found)
+    for name, recipe in found.items():
+        assert recipe.name == name
+        assert re.fullmatch(r"[a-z][a-z0-9_]*", name)
+        assert recipe.description.endswith(".")
+        assert recipe.group
+        assert "SM" in recipe.remains
+        assert set(recipe.knobs) == {one.name for one in recipe.passes}
+        for one in recipe.passes:
+            fields = {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
+            assert recipe.knobs[one.name] == fields
+
+
+def test_what_preserves_the_function() -> None:
+    preserving = {name for name, recipe in recipes().items() if recipe.preserves_numerics}
+    assert preserving == {"baseline"}
+    assert resolve("scaled-ffn,softmax-temperature").preserves_numerics
+    assert not resolve("scaled-ffn{init_beta=0.5}").preserves_numerics
+    assert not resolve("scaled-ffn,strip-layer-norm").preserves_numerics
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_names_labels_and_texts_mean_the_same(name: str) -> None:
+    recipe = recipes()[name]
+    spellings = [name, f" {name} ", recipe.label, recipe.label.lower(), f"EReg({recipe.label})", recipe.text]
+    spellings += [recipe.label.replace("+", " + "), f"ereg( {recipe.label} )"]
+    assert recipe.text or name == "baseline"
+    for spelling in spellings:
+        assert resolve(spelling) == recipe, spelling
+    assert resolve(recipe) is recipe
+
+
+LAYERS = st.sampled_from(["all", "none", "even", "0", "2-5", "1/3", "first:2", "last:3", "0-2+last:1"])
+WORDS: dict[str, st.SearchStrategy[str]] = {
+    "layers": LAYERS,
+    "keep": LAYERS,
+    "trained_values": LAYERS,
+    "trained_projections": LAYERS,
+    "norms": st.sampled_from(["all", "attention", "qk", "v", "ffn", "attention+ffn"]),
+    "learn": st.sampled_from(["none", "layer", "global"]),
+    "on": st.sampled_from(["ffn", "qk", "qk+ffn", "qkvo+ffn", "v+o"]),
+}
+NUMBERS: dict[str, st.SearchStrategy[Any]] = {
+    "init": st.floats(1e-30, 1e6),
+    "max_positions": st.integers(0, 10**6),
+    "keep_fraction": st.floats(0.0, 1.0, exclude_max=True),
+    "slope": st.floats(-0.9, 0.9),
+    "n_power_iterations": st.integers(1, 9),
+}
+
+
+def options_of(kind: type[GraphPass]) -> st.SearchStrategy[GraphPass]:
+    """Any valid options of a pass."""
+    finite = st.floats(-1e6, 1e6, allow_nan=False).filter(lambda x: x != 0)
+    by_type: dict[type, st.SearchStrategy[Any]] = {bool: st.booleans(), float: finite, int: st.integers(1, 9)}
+    known: dict[str, st.SearchStrategy[Any]] = WORDS | NUMBERS
+    values = {f.name: known.get(f.name, by_type.get(type(f.default))) for f in dataclasses.fields(kind)}
+    return st.builds(kind, **values)  # type: ignore[arg-type]
+
+
+@given(st.lists(st.sampled_from(list(PASSES.values())).flatmap(options_of), max_size=5))
+def test_text_round_trips(passes: list[GraphPass]) -> None:
+    recipe = Recipe("mine", "", tuple(passes))
+    again = resolve(recipe.text)
+    assert again.passes == recipe.passes
+    assert again.text == recipe.text
+    spaced = recipe.text.replace(",", " , ").replace("{", " { ").replace("=", " = ")
+    assert resolve(spaced).passes == recipe.passes
+
+
+@given(st.text(max_size=30))
+def test_any_text_is_a_recipe_or_a_clear_error(text: str) -> None:
+    with contextlib.suppress(RecipeError):
+        assert isinstance(resolve(text), Recipe)
+
+
+@given(st.sampled_from(sorted(PASSES)), st.text(alphabet="{}[]()=,ab01.-'\" ", max_size=20))
+def test_any_options_are_read_or_refused(name: str, options: str) -> None:
+    with contextlib.suppress(RecipeError):
+        assert isinstance(resolve(f"{name}{{{options}}}"), Recipe)
+
+
+def test_defaults_are_not_written() -> None:
+    assert recipes()["softmax_only"].text == "strip-layer-norm,gelu-to-identity,scaled-ffn,softmax-temperature"
+    assert str(ScaledFFN(init_beta=0.25)) == "scaled-ffn{init_beta=0.25}"
+    assert str(SoftmaxTemperature(init=1e-2, max_positions=512)) == "softmax-temperature{init=0.01,max_positions=512}"
+    assert str(StripLayerNorm(keep_final=True)) == "strip-layer-norm{keep_final=True}"
+    assert str(StripLayerNorm()) == "strip-layer-norm"
+
+
+def test_every_pass_is_registered_under_its_name() -> None:
+    for name, kind in PASSES.items():
+        assert kind.name == name
+        assert isinstance(kind.preserves_numerics, bool)
+        assert dataclasses.is_dataclass(kind)
+        assert kind() == kind()
+        assert hash(kind()) == hash(kind())
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            kind().name = "other"  # type: ignore[misc]
+        assert kind.__doc__
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("softmax_onyl", "softmax_onyl.*nearest: softmax_only"),
+        ("SM+LN+X", r"SM\+LN\+X.*unknown term 'x'"),
+        ("strip-layernorm", "nearest: strip-layer-norm"),
+        ("zzzzqqqq", r"^.{0,160}nearest: [^,]*, [^,]*, [^,)]*\).*`aero-compile recipes` lists all$"),
+        ("strip-layer-norm,gelu-to-rleu", "gelu-to-rleu.*nearest: gelu-to-relu"),
+        ("strip-layer-norm,,gelu-to-relu", "unknown pass ''"),
+        ("scaled-ffn{init_bta=1}", "scaled-ffn.*init_bta.*init_beta"),
+        ("gelu-to-relu{slope=1}", "gelu-to-relu.*slope.*layers"),
+        ("scaled-ffn{init_beta=abc}", "init_beta.*scaled-ffn.*float.*abc"),
+        ("scaled-ffn{init_beta=True}", "init_beta.*float.*True"),
+        ("scaled-ffn{init_beta}", "init_beta.*option=value"),
+        ("scaled-ffn{init_beta=1", "scaled-ffn"),
+        ("scaled-ffn}init_beta=1{", "scaled-ffn"),
+        ("scaled-ffn{init_beta=1,init_beta=2}", "init_beta.*twice"),
+        ("scaled-ffn{init_alpha=0}", "init_alpha.*not 0"),
+        ("scaled-ffn{init_beta=1e400}", "finite"),
+        ("softmax-temperature{init=0}", "positive"),
+        ("softmax-temperature{init=-1.5}", "positive"),
+        ("softmax-temperature{max_positions=-1}", "negative"),
+        ("softmax-temperature{max_positions=1.5}", "max_positions.*int.*1.5"),
+        ("strip-layer-norm{keep_final=1}", "keep_final.*bool.*1"),
+    ],
+)
+def test_mistakes_are_named(text: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        resolve(text)
+
+
+@pytest.mark.parametrize("value", [None, 3, ["strip-layer-norm"], StripLayerNorm()])
+def test_what_is_no_recipe(value: Any) -> None:
+    with pytest.raises(RecipeError, match=type(value).__name__):
+        resolve(value)
+
+
+def test_with_option_changes_one_pass() -> None:
+    recipe = recipes()["softmax_only"].with_option("softmax-temperature", init=0.01)
+    assert recipe.passes[-1] == SoftmaxTemperature(init=0.01)
+    assert recipe.passes[:-1] == recipes()["softmax_only"].passes[:-1]
+    assert recipes()["softmax_only"].passes[-1] == SoftmaxTemperature()
+    assert recipes()["baseline"].with_option("softmax-temperature", init=0.01).passes == ()
+    with pytest.raises(RecipeError, match=r"softmax-temprature.*softmax-temperature"):
+        recipe.with_option("softmax-temprature", init=1.0)
+    with pytest.raises(RecipeError, match=r"inti.*init"):
+        recipe.with_option("softmax-temperature", inti=1.0)
+    with pytest.raises(RecipeError, match="positive"):
+        recipe.with_option("softmax-temperature", init=0.0)
+    with pytest.raises(RecipeError, match="init"):
+        recipe.with_option("softmax-temperature", init="hot")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (ScaledFFN, {"init_alpha": "1"}),
+        (ScaledFFN, {"init_beta": None}),
+        (SoftmaxTemperature, {"init": "hot"}),
+        (SoftmaxTemperature, {"max_positions": 1.5}),
+        (StripLayerNorm, {"keep_final": "no"}),
+    ],
+)
+def test_options_of_the_wrong_type_given_in_python(kind: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(RecipeError, match=next(iter(options))):
+        kind(**options)
+
+
+def test_parse_pass() -> None:
+    assert parse_pass("scaled-ffn{ init_beta = 2 }") == ScaledFFN(init_beta=2.0)
+    assert parse_pass("scaled-ffn{}") == ScaledFFN()
+    assert isinstance(ScaledFFN(init_beta=2.0).init_beta, float)
+
+
+def test_nearest_names() -> None:
+    assert nearest("relo", ["relu", "gelu", "softmax"]).startswith(" (nearest: relu")
+    assert nearest("qqq", ["b", "a"]) == " (known: a, b)"
+    assert "Relu" in nearest("RELU", ["Relu", "x"])

@@ -1,0 +1,39 @@
+"""One JAX function of shared secrets, run between two threads: for functions that are no operator of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from aero_compile.runtime.costs.model import estimate_program
+from aero_compile.runtime.lowering.live import LiveProgram, LiveStep
+from aero_compile.runtime.lowering.spu_compile import compile_steps
+from aero_compile.runtime.program import TOKENS
+from tests.support.runtime_graphs import simulate
+
+Array = npt.NDArray[np.float64]
+
+
+def in_two_parties(function: Callable[[Any], Any], x: Array, protocol: str = "semi2k") -> Array:
+    """``function`` of a secret that each party holds a summand of."""
+    clients = np.random.default_rng(0).integers(-(2**18), 2**18, x.shape) * 2.0**-10
+    live = _program(function, (x - clients).astype(np.float32))
+    return simulate(compile_steps(live, protocol, 64, 18), {TOKENS: clients.astype(np.float32)}, live.weights)
+
+
+def bytes_of(function: Callable[[Any], Any], rows: int, entries: int) -> float:
+    """What ``function`` of a secret [rows, entries] sends in Cheetah, both ways, by the cost model."""
+    live = _program(function, np.zeros((rows, entries), np.float32))
+    return float(estimate_program(compile_steps(live, "cheetah", 64, 18)).per_step[0]["bytes"])
+
+
+def _program(function: Callable[[Any], Any], servers: npt.NDArray[np.float32]) -> LiveProgram:
+    step = LiveStep(
+        *("softmax", "here", "softmax", ("server", TOKENS), ("result",), (servers.shape,) * 2, ("float32",) * 2),
+        lambda server, client: (function(server + client),),
+    )
+    rows, entries = servers.shape
+    return LiveProgram((step,), {"server": servers}, (1, rows, entries), "result", servers.shape, frozenset())
