@@ -13,7 +13,8 @@ from aero_compile.analysis.layer_sets import chosen_layers
 from aero_compile.analysis.parts import ACTIVATIONS, Activation, FeedForward
 from aero_compile.analysis.structure import require_ffns
 from aero_compile.errors import UnsupportedGraphError
-from aero_compile.ir.rewriting import bypass, insert_call, place
+from aero_compile.ir.places import place
+from aero_compile.ir.rewriting import bypass, insert_call
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 
 from aero_compile.analysis.projections import Projection
 from aero_compile.errors import UnsupportedGraphError
-from aero_compile.ir.rewriting import place
+from aero_compile.ir.places import place
 from aero_compile.ir.weight_readers import weight_readers
 from aero_compile.model import TransformedModel
 

@@ -21,7 +21,9 @@ from aero_compile.analysis.calibration import NormStatistics, deviations
 from aero_compile.analysis.parts import Structure
 from aero_compile.errors import InputError, UnsupportedGraphError
 from aero_compile.ir.deviation_norm import deviation_norm
-from aero_compile.ir.rewriting import insert_call, node_values, parameter_node, place
+from aero_compile.ir.places import place
+from aero_compile.ir.rewriting import insert_call, parameter_node
+from aero_compile.ir.shapes import node_values
 from aero_compile.model import TransformedModel
 from aero_compile.passes._norms import Chosen, NormPass, free_name, redirect
 

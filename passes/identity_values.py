@@ -23,7 +23,9 @@ from aero_compile.analysis.parts import Attention, Heads, Structure
 from aero_compile.analysis.projections import Projections, find_projections, mixed_values, weighted_sum
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass, PassResult
-from aero_compile.ir.rewriting import ancestors, bypass, insert_call, parameter_node, place
+from aero_compile.ir.dataflow import ancestors
+from aero_compile.ir.places import place
+from aero_compile.ir.rewriting import bypass, insert_call, parameter_node
 from aero_compile.ir.weight_readers import weight_readers
 from aero_compile.model import TransformedModel
 from aero_compile.passes._weights import kept_rows, stored

@@ -29,7 +29,9 @@ from aero_compile.analysis.parts import Attention, Heads, Structure
 from aero_compile.analysis.projections import Projection, find_projections, weighted_sum
 from aero_compile.errors import RecipeError, UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass, PassResult
-from aero_compile.ir.rewriting import VIEWS, insert_call, live_inputs, parameter_node, place, placeholder
+from aero_compile.ir.dataflow import live_inputs, placeholder
+from aero_compile.ir.places import place
+from aero_compile.ir.rewriting import VIEWS, insert_call, parameter_node
 from aero_compile.model import TransformedModel
 from aero_compile.passes._weights import fill_rows
 

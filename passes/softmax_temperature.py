@@ -22,7 +22,9 @@ from torch import fx, nn
 from aero_compile.analysis.parts import Heads, Structure
 from aero_compile.errors import RecipeError, UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass, PassResult
-from aero_compile.ir.rewriting import insert_call, live_inputs, parameter_node, placeholder, sample_shape
+from aero_compile.ir.dataflow import live_inputs, placeholder
+from aero_compile.ir.rewriting import insert_call, parameter_node
+from aero_compile.ir.shapes import sample_shape
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten

@@ -19,8 +19,10 @@ from typing import ClassVar
 from torch import fx
 
 from aero_compile.errors import RecipeError, UnsupportedGraphError
-from aero_compile.ir.rewriting import copy_place, place, weight_value
+from aero_compile.ir.places import place
+from aero_compile.ir.rewriting import copy_place
 from aero_compile.ir.spectral import SpectralNorm as SpectralNormModule
+from aero_compile.ir.weight_values import weight_value
 from aero_compile.model import TransformedModel
 from aero_compile.passes._weight_matrices import WeightPass
 

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, fx
 
 from aero_compile.analysis.parts import Structure
-from aero_compile.ir.rewriting import is_floating, live_inputs, weight_value
+from aero_compile.ir.dataflow import live_inputs
+from aero_compile.ir.shapes import is_floating
+from aero_compile.ir.weight_values import weight_value
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ from aero_compile.analysis.feed_forward import find_merge
 from aero_compile.analysis.parts import Attention, Structure
 from aero_compile.analysis.projections import find_projections, mixed_values, views_below, weighted_sum
 from aero_compile.errors import UnsupportedGraphError
-from aero_compile.ir.rewriting import place
+from aero_compile.ir.places import place
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten

@@ -10,8 +10,10 @@ from torch import Tensor, fx
 
 from aero_compile.analysis.parts import Attention, Heads
 from aero_compile.errors import UnsupportedModelError
+from aero_compile.ir.dataflow import live_inputs, tainted_nodes
 from aero_compile.ir.extra_inputs import shape_of
-from aero_compile.ir.rewriting import live_inputs, place, sample_shape, tainted_nodes
+from aero_compile.ir.places import place
+from aero_compile.ir.shapes import sample_shape
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten

@@ -13,7 +13,9 @@ from torch import fx
 
 from aero_compile.analysis.parts import ACTIVATIONS, ELEMENTARY, NORMS, Activation, FeedForward, nonlinear_kind
 from aero_compile.errors import UnsupportedGraphError
-from aero_compile.ir.rewriting import VIEWS, ancestors, live_inputs, place, source_path, through_views
+from aero_compile.ir.dataflow import ancestors, live_inputs, through_views
+from aero_compile.ir.places import place, source_path
+from aero_compile.ir.rewriting import VIEWS
 
 aten = torch.ops.aten
 

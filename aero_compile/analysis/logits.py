@@ -9,7 +9,9 @@ from torch import Tensor, fx
 
 from aero_compile.analysis.parts import NORMS, Structure
 from aero_compile.errors import UnsupportedModelError
-from aero_compile.ir.rewriting import call_in_eval, live_inputs, place
+from aero_compile.ir.dataflow import live_inputs
+from aero_compile.ir.places import place
+from aero_compile.ir.weight_values import call_in_eval
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten

@@ -15,7 +15,9 @@ import torch
 from torch import fx, nn
 
 from aero_compile.errors import UnsupportedModelError
-from aero_compile.ir.rewriting import bypass, insert_call, live_values, place
+from aero_compile.ir.dataflow import live_values
+from aero_compile.ir.places import place
+from aero_compile.ir.rewriting import bypass, insert_call
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten

@@ -36,17 +36,10 @@ from aero_compile.frontend.dropouts import insert_dropout, make_dropouts
 from aero_compile.frontend.recognize import recognize
 from aero_compile.frontend.writes import open_writes
 from aero_compile.ir.constants import cast_constants, from_parameters, mark_constants
+from aero_compile.ir.dataflow import live_values, tainted_nodes
 from aero_compile.ir.mask_values import MASKED, MASKED_HALF, bound_fill_values, masked
-from aero_compile.ir.rewriting import (
-    bypass,
-    insert_call,
-    is_floating,
-    live_values,
-    node_values,
-    replace_node,
-    sample_shape,
-    tainted_nodes,
-)
+from aero_compile.ir.rewriting import bypass, insert_call, replace_node
+from aero_compile.ir.shapes import is_floating, node_values, sample_shape
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten

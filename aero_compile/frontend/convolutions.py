@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, fx
 
 from aero_compile.analysis.parts import ACTIVATIONS, ELEMENTARY
-from aero_compile.ir.rewriting import bypass, copy_place, insert_call, node_values, replace_node, sample_shape
+from aero_compile.ir.rewriting import bypass, copy_place, insert_call, replace_node
+from aero_compile.ir.shapes import node_values, sample_shape
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten

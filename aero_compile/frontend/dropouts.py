@@ -16,15 +16,9 @@ import torch
 from torch import fx, nn
 
 from aero_compile.errors import UnsupportedModelError
-from aero_compile.ir.rewriting import (
-    bypass,
-    copy_place,
-    node_values,
-    place,
-    replace_node,
-    sample_shape,
-    source_path,
-)
+from aero_compile.ir.places import place, source_path
+from aero_compile.ir.rewriting import bypass, copy_place, replace_node
+from aero_compile.ir.shapes import node_values, sample_shape
 from aero_compile.ir.shared_dropout import SharedDropout
 from aero_compile.model import TransformedModel
 

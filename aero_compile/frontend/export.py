@@ -14,8 +14,9 @@ from aero_compile.frontend.example_call import Sample
 from aero_compile.frontend.hints import without_hints
 from aero_compile.frontend.isolation import Memory, isolated
 from aero_compile.frontend.reasons import Watched, foreign_part, reason, watched
+from aero_compile.ir.dataflow import ancestors
 from aero_compile.ir.extra_inputs import BATCH, LENGTH
-from aero_compile.ir.rewriting import VIEWS, ancestors
+from aero_compile.ir.rewriting import VIEWS
 from aero_compile.model import remove_dead_nodes
 
 aten = torch.ops.aten

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from aero_compile.frontend.pointwise import agree
 from aero_compile.ir.deviation_norm import deviation_norm
-from aero_compile.ir.rewriting import is_floating
+from aero_compile.ir.shapes import is_floating
 
 aten = torch.ops.aten
 

@@ -21,15 +21,9 @@ from torch import Tensor, fx
 
 from aero_compile.frontend.norm_matching import drop_expansions, insert_norm, match_norm
 from aero_compile.frontend.pointwise import agree, classify, uniform_value
-from aero_compile.ir.rewriting import (
-    copy_place,
-    hidden_nodes,
-    is_floating,
-    live_values,
-    node_values,
-    replace_node,
-    sample_shape,
-)
+from aero_compile.ir.dataflow import hidden_nodes, live_values
+from aero_compile.ir.rewriting import copy_place, replace_node
+from aero_compile.ir.shapes import is_floating, node_values, sample_shape
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten

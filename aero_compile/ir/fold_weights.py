@@ -21,18 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from aero_compile.ir.rewriting import (
-    SHAPE_ONLY,
-    ancestors,
-    insert_call,
-    node_values,
-    replace_node,
-    sample_shape,
-    tainted_nodes,
-    weight_value,
-)
+from aero_compile.ir.dataflow import ancestors, tainted_nodes
+from aero_compile.ir.rewriting import SHAPE_ONLY, insert_call, replace_node
+from aero_compile.ir.shapes import node_values, sample_shape
 from aero_compile.ir.structural import structural_attributes
 from aero_compile.ir.weight_readers import MOVES, stored, weights_read
+from aero_compile.ir.weight_values import weight_value
 from aero_compile.model import TransformedModel, remove_dead_nodes
 
 aten = torch.ops.aten

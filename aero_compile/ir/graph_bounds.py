@@ -12,8 +12,7 @@ from torch import Tensor, fx
 
 from aero_compile.errors import ArtifactError
 from aero_compile.ir.graph_json import NUMBERS
-from aero_compile.ir.rewriting import sample_shape
-from aero_compile.ir.shapes import node_values
+from aero_compile.ir.shapes import node_values, sample_shape
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten

@@ -17,7 +17,7 @@ from torch import fx
 from aero_compile.errors import ArtifactError
 from aero_compile.ir.allowed_ops import is_allowed
 from aero_compile.ir.deviation_norm import deviation_norm
-from aero_compile.ir.rewriting import source_path
+from aero_compile.ir.places import source_path
 
 _ON_NUMBERS = ["add", "sub", "mul", "floordiv", "truediv", "mod", "neg", "pow", "getitem"]
 _ON_NUMBERS += ["eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "not_"]

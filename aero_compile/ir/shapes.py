@@ -14,6 +14,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from aero_compile.ir.extra_inputs import dtype_of, shape_of
+from aero_compile.ir.places import place
+from aero_compile.ir.weight_values import call_in_eval
 
 if TYPE_CHECKING:
     from aero_compile.model import TransformedModel
@@ -97,6 +99,20 @@ def carry(model: torch.nn.Module, twin: torch.nn.Module, copies: Mapping[fx.Node
                 own.tensors[name] = operator.attrgetter(name)(twin), fake
 
 
+def sample_shape(model: TransformedModel) -> tuple[int, int]:
+    """`[B, T]` at which shapes are looked at: no size is 1, to see folded batches, unless there is no choice."""
+    if model.fixed_shape is not None:
+        return model.fixed_shape
+    return 3, 11 if model.max_positions is None else max(2, min(11, model.max_positions))
+
+
+def is_floating(value: Any) -> bool:
+    """Whether a node's value is a floating-point or complex tensor, or a tuple that holds one."""
+    if isinstance(value, tuple | list):
+        return any(is_floating(item) for item in value)
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
 def _call(node: fx.Node) -> tuple[Any, ...]:
     return node.op, node.target, node.args, node.kwargs
 
@@ -122,7 +138,6 @@ def _value(
         return args[0]
     if node.op == "call_function":
         return node.target(*args, **kwargs)  # type: ignore[operator]
-    from aero_compile.ir.rewriting import call_in_eval
 
     module = model.get_submodule(str(node.target))
     state = {name: known.tensor(model, f"{node.target}.{name}") for name, _ in module.named_buffers()}
@@ -131,7 +146,6 @@ def _value(
 
 @contextmanager
 def _reported(node: fx.Node) -> Iterator[None]:
-    from aero_compile.ir.rewriting import place
 
     try:
         yield

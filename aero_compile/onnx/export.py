@@ -34,7 +34,8 @@ from aero_compile.artifact import load
 from aero_compile.census import census
 from aero_compile.errors import ExportError, first_line
 from aero_compile.ir.fold_weights import fold_in_place
-from aero_compile.ir.rewriting import bypass, source_path
+from aero_compile.ir.places import source_path
+from aero_compile.ir.rewriting import bypass
 from aero_compile.model import TransformedModel, compile_graph
 from aero_compile.onnx.comparison import compare
 from aero_compile.pipeline import transform

@@ -16,7 +16,8 @@ from torch import fx
 
 from aero_compile.analysis.parts import Attention, Structure
 from aero_compile.analysis.projections import find_projections, rows_behind
-from aero_compile.ir.rewriting import ancestors, insert_call, replace_node
+from aero_compile.ir.dataflow import ancestors
+from aero_compile.ir.rewriting import insert_call, replace_node
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten

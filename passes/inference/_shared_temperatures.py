@@ -11,7 +11,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from aero_compile.ir.rewriting import SHAPE_ONLY, tainted_nodes, weight_value
+from aero_compile.ir.dataflow import tainted_nodes
+from aero_compile.ir.rewriting import SHAPE_ONLY
+from aero_compile.ir.weight_values import weight_value
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten

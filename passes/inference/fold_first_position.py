@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from aero_compile.ir.rewriting import insert_call, replace_node, tainted_nodes, weight_value
+from aero_compile.ir.dataflow import tainted_nodes
+from aero_compile.ir.rewriting import insert_call, replace_node
+from aero_compile.ir.weight_values import weight_value
 from aero_compile.model import TransformedModel
 from aero_compile.passes.inference.change import Change
 

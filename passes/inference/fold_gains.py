@@ -21,18 +21,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from aero_compile.analysis.channels import Channels, is_product_with_constant, live_operand, origins
+from aero_compile.ir.dataflow import ancestors, tainted_nodes
 from aero_compile.ir.fold_weights import fold_in_place
-from aero_compile.ir.rewriting import (
-    ancestors,
-    insert_call,
-    node_values,
-    parameter_node,
-    place,
-    replace_node,
-    sample_shape,
-    tainted_nodes,
-    weight_value,
-)
+from aero_compile.ir.places import place
+from aero_compile.ir.rewriting import insert_call, parameter_node, replace_node
+from aero_compile.ir.shapes import node_values, sample_shape
+from aero_compile.ir.weight_values import weight_value
 from aero_compile.model import TransformedModel, remove_dead_nodes
 from aero_compile.passes.inference._shared_temperatures import share_temperatures
 from aero_compile.passes.inference.change import Change

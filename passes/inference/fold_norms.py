@@ -25,8 +25,12 @@ from aero_compile.analysis.linear_consumers import (
     other_reader,
     scale_columns,
 )
+from aero_compile.ir.dataflow import tainted_nodes
 from aero_compile.ir.fold_weights import fold_in_place
-from aero_compile.ir.rewriting import insert_call, node_values, place, sample_shape, tainted_nodes, weight_value
+from aero_compile.ir.places import place
+from aero_compile.ir.rewriting import insert_call
+from aero_compile.ir.shapes import node_values, sample_shape
+from aero_compile.ir.weight_values import weight_value
 from aero_compile.model import TransformedModel
 from aero_compile.passes.inference.change import Change
 

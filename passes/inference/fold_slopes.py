@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from aero_compile.ir.dataflow import tainted_nodes
 from aero_compile.ir.fold_weights import fold_in_place
-from aero_compile.ir.rewriting import insert_call, place, tainted_nodes
+from aero_compile.ir.places import place
+from aero_compile.ir.rewriting import insert_call
 from aero_compile.model import TransformedModel
 from aero_compile.passes.inference.change import Change
 

@@ -18,7 +18,7 @@ import torch
 
 from aero_compile.analysis.parts import FeedForward
 from aero_compile.analysis.residual_stream import Hub, ResidualStream
-from aero_compile.ir.rewriting import place
+from aero_compile.ir.places import place
 from aero_compile.model import TransformedModel
 from aero_compile.passes.inference._stream_rewriting import StreamRewriting
 from aero_compile.passes.inference.change import Change

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from aero_compile.ir.dataflow import ancestors, tainted_nodes
 from aero_compile.ir.fold_weights import fold_in_place
-from aero_compile.ir.rewriting import ancestors, insert_call, node_values, sample_shape, tainted_nodes
+from aero_compile.ir.rewriting import insert_call
+from aero_compile.ir.shapes import node_values, sample_shape
 from aero_compile.model import TransformedModel
 from aero_compile.passes.inference.change import Change
 

@@ -23,7 +23,9 @@ from torch import fx
 from aero_compile.analysis.parts import Structure
 from aero_compile.analysis.position_slicing import Axis, Cut, Sample, find_cut
 from aero_compile.errors import UnsupportedGraphError
-from aero_compile.ir.rewriting import node_values, place, placeholder, sample_shape
+from aero_compile.ir.dataflow import placeholder
+from aero_compile.ir.places import place
+from aero_compile.ir.shapes import node_values, sample_shape
 from aero_compile.model import TransformedModel
 from aero_compile.passes.inference._query_rows import part_queries
 from aero_compile.passes.inference.change import Change

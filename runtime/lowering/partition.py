@@ -25,9 +25,10 @@ import torch
 from torch import fx
 
 from aero_compile.errors import LoweringError
-from aero_compile.ir.rewriting import call_in_eval, source_path
+from aero_compile.ir.places import source_path
 from aero_compile.ir.structural import structural_attributes
 from aero_compile.ir.structural_masks import MASKED_BELOW as MASKED_BELOW
+from aero_compile.ir.weight_values import call_in_eval
 
 SOFTMAXES = frozenset(
     {torch.ops.aten.softmax.int, torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default}

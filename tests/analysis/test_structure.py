@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 import aero_compile
 from aero_compile.analysis.structure import require_ffns
 from aero_compile.errors import UnsupportedGraphError, UnsupportedModelError
-from aero_compile.ir.rewriting import source_path
+from aero_compile.ir.places import source_path
 from tests.frontend.test_capture import Small
 from tests.support import tiny_models
 from tests.support.tiny_models import HEADS, LAYERS, VOCAB, captured, randomize, tokens, transformed
@@ -62,7 +62,7 @@ def test_feed_forward_blocks(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt_neox-eager", "gpt_neox-sequential", "gpt2-eager", "encoder-post"])
 def test_parallel_blocks_are_told_from_sequential_ones(name: str) -> None:
     """In a parallel block the feed-forward does not depend on the attention of its own layer."""
-    from aero_compile.ir.rewriting import ancestors
+    from aero_compile.ir.dataflow import ancestors
 
     structure = captured(name).structure
     for ffn, attention in zip(structure.ffns, structure.attentions, strict=True):

@@ -16,8 +16,8 @@ from torch.nn.utils import parametrizations, parametrize
 
 import aero_compile
 from aero_compile.errors import RecipeError, UnsupportedGraphError
+from aero_compile.ir.dataflow import ancestors
 from aero_compile.ir.fold_weights import fold_weights
-from aero_compile.ir.rewriting import ancestors
 from aero_compile.model import TransformedModel
 from aero_compile.passes.weight_norm import WeightNorm
 from aero_compile.recipe.recipe import resolve

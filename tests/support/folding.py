@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from aero_compile import transform
 from aero_compile.inference_model import inference_copy
-from aero_compile.ir.rewriting import tainted_nodes
+from aero_compile.ir.dataflow import tainted_nodes
 from aero_compile.model import TransformedModel
 from aero_compile.passes.inference.change import Change
 from tests.support import tiny_models

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from aero_compile.ir.rewriting import tainted_nodes
+from aero_compile.ir.dataflow import tainted_nodes
 from aero_compile.model import TransformedModel
 from aero_compile.passes.inference.fold_first_position import fold_first_position
 from aero_compile.passes.inference.fold_norms import fold_norms
