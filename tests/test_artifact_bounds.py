@@ -20,7 +20,7 @@ import aero_compile
 from aero_compile.artifact import GRAPH_FILE
 from aero_compile.errors import AeroError, ArtifactError
 from aero_compile.ir.allowed_ops import is_allowed
-from tests.frontend.test_capture import Small
+from tests.support.small_decoder import Small
 from tests.support.tiny_models import randomize
 
 aten = torch.ops.aten

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import aero_compile
 from aero_compile.errors import InputError
 from tests.support import tiny_models
+from tests.support.gpt2_shapes import SECONDS, gpt2_shape
+from tests.support.small_decoder import Small
 from tests.support.tiny_models import HEADS, LAYERS, captured, source, tokens, transformed
 
 aten = torch.ops.aten
@@ -44,24 +45,6 @@ PAPER: tuple[tuple[str, int, int, dict[str, int]], ...] = (
     ("SM+ScFFN", 12, 512, {"softmax": 144}),
     ("EReg(SM(t)+ScFFN)", 12, 512, {"softmax": 144}),
 )
-
-
-SECONDS: dict[int, float] = {}
-"""How long the capture of that many layers took, in seconds of this process."""
-
-
-@functools.cache
-def gpt2_shape(layers: int) -> aero_compile.TransformedModel:
-    """GPT-2 small with that many layers, without weights."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    with torch.device("meta"):
-        model = GPT2LMHeadModel(GPT2Config(n_layer=layers))
-    start = time.process_time()
-    result = aero_compile.transform(model, "baseline")
-    SECONDS[layers] = time.process_time() - start
-    assert all(p.device.type == "meta" for p in result.parameters())
-    return result
 
 
 def test_gpt2_small_in_the_paper_s_form() -> None:
@@ -215,8 +198,6 @@ def test_counting_does_not_depend_on_the_batch_or_dtype() -> None:
     ],
 )
 def test_no_nonlinearity_is_silent(activation: Any, kinds: set[str] | None) -> None:
-    from tests.frontend.test_capture import Small
-
     class Changed(Small):
         def activate(self, x: torch.Tensor) -> torch.Tensor:
             return activation(x)  # type: ignore[no-any-return]
@@ -230,8 +211,6 @@ def test_no_nonlinearity_is_silent(activation: Any, kinds: set[str] | None) -> N
 
 
 def test_maxout_counts_one_maximum_for_each_result() -> None:
-    from tests.frontend.test_capture import Small
-
     class Maxout(Small):
         def activate(self, x: torch.Tensor) -> torch.Tensor:
             return x.reshape(*x.shape[:-1], 20, 2).max(-1).values.repeat(1, 1, 2)

@@ -68,6 +68,13 @@ def test_what_passes_may_import_does_not_import_passes(root: Path) -> None:
             assert "passes" not in set(ours(path)), path
 
 
+def test_no_test_is_imported(root: Path) -> None:
+    """What tests share lies in tests/support/."""
+    for folder in ("tests", "benchmarks"):
+        for path in (root / folder).rglob("*.py"):
+            assert not [name for name in imports(path) if name.startswith("tests.") and ".test_" in name], path
+
+
 @pytest.mark.parametrize("name", ["passes", "runtime"])
 def test_symlinks_are_relative(root: Path, name: str) -> None:
     link = root / "aero_compile" / name

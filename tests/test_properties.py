@@ -11,7 +11,6 @@ import copy
 import dataclasses
 import functools
 import inspect
-import os
 import re
 import tempfile
 from collections import Counter
@@ -20,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, example, given, note, reject, settings
+from hypothesis import example, given, note, reject
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -29,6 +28,7 @@ from aero_compile import TransformedModel
 from aero_compile.errors import InputError, LoweringError, RecipeError, UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass
 from aero_compile.recipe.recipe import PASSES, Recipe, resolve
+from tests.support.budgets import MANY, few, many
 from tests.support.captured_decoders import POOL, captured
 from tests.support.random_decoders import (
     ACTIVATIONS,
@@ -41,12 +41,6 @@ from tests.support.random_decoders import (
     reference,
     rows_of,
 )
-
-MANY = int(os.environ.get("AERO_COMPILE_EXAMPLES", "60"))
-
-_calm: dict[str, Any] = {"deadline": None, "suppress_health_check": list(HealthCheck)}
-few = functools.partial(settings, derandomize=True, phases=(Phase.explicit, Phase.generate), **_calm)
-many = functools.partial(settings, **_calm)
 
 
 def both(config: Config) -> tuple[Decoder, TransformedModel]:

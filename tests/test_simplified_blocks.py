@@ -14,8 +14,8 @@ import torch
 import aero_compile
 from aero_compile.recipe.recipe import recipes, resolve
 from tests.support import eager_simplified as eager
+from tests.support.gpt2_shapes import gpt2_shape
 from tests.support.tiny_models import HEADS, LAYERS, VOCAB, WIDTH, all_logits, captured, source, tokens, transformed
-from tests.test_census import gpt2_shape
 
 NAMES = [name for name, recipe in recipes().items() if recipe.label.startswith("SAS")]
 FAMILIES = ["gpt2-eager", "llama-sdpa", "nanogpt", "gpt_neox-sequential"]

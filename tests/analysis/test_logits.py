@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import aero_compile
 from aero_compile.errors import UnsupportedGraphError, UnsupportedModelError
-from tests.frontend.test_capture import Small
+from tests.support.small_decoder import Small
 from tests.support.tiny_models import randomize
 
 

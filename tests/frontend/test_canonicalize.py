@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +17,7 @@ from aero_compile.ir.mask_values import MASKED, MASKED_HALF
 from aero_compile.model import TransformedModel
 from tests.support import tiny_models
 from tests.support.tiny_models import LAYERS, WIDTH, captured, tokens
+from tests.support.wrapped_functions import Wrapped, canonical, kind, run
 
 aten = torch.ops.aten
 
@@ -29,13 +29,6 @@ LIVE_OPS = {
     "stack repeat repeat_interleave flatten unflatten index type_as",
 }
 ALLOWED = {name for line in LIVE_OPS for name in line.split()}
-
-
-def kind(node: fx.Node) -> str:
-    """Bare name of an op."""
-    if node.target is operator.getitem:
-        return "getitem"
-    return str(node.target).removeprefix("aten.").partition(".")[0]
 
 
 def live_kinds(model: TransformedModel) -> Counter[str]:
@@ -120,18 +113,6 @@ def test_biases_are_inside_the_linear() -> None:
         assert with_bias == {"gpt2-eager": 4, "functional": 1, "gpt_neox-sdpa": 4}[name] * LAYERS
 
 
-def run(model: TransformedModel, ids: Tensor) -> Tensor:
-    """Logits straight from the graph: these tests are about graphs that need not be decoders."""
-    graph = model.logits_graph()
-    inputs = [
-        ids if n.target in ("ids", "input_ids", "idx") else torch.ones_like(ids)
-        for n in graph.nodes
-        if n.op == "placeholder"
-    ]
-    out: Tensor = fx.GraphModule(model, graph)(*inputs)[0]
-    return out
-
-
 def run_raw(model: TransformedModel, ids: Tensor) -> Tensor:
     """The same for a graph that is not canonical yet: its dropouts are baked in, so they are taken out here."""
     graph = model.logits_graph()
@@ -154,32 +135,6 @@ def run_raw(model: TransformedModel, ids: Tensor) -> Tensor:
 
 
 # -- op by op --------------------------------------------------------------------------------------------------
-
-
-class Wrapped(nn.Module):
-    """tokens → embedding → a function → head: enough for a graph, without attention."""
-
-    def __init__(self, function: Callable[..., Tensor], width: int = 12) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(20, width), nn.Linear(width, 20, bias=False)
-        self.weight, self.bias = nn.Parameter(torch.zeros(width, width)), nn.Parameter(torch.zeros(width))
-        self.function = function
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.function(self, self.embed(ids)))  # type: ignore[no-any-return]
-
-
-def canonical(function: Callable[..., Tensor], *, approximately: float = 1e-12) -> Counter[str]:
-    """Kinds of the canonical graph of `function(module, x)`, after checking that it computes the same."""
-    model = tiny_models.randomize(Wrapped(function)).eval()
-    result = canonicalize(capture(model)).eval()
-    ids = tokens(3, 7, vocab=20)
-    with torch.no_grad():
-        error = float((run(result, ids) - model(ids)).abs().max())
-    assert error < approximately
-    kinds = Counter(kind(n) for n in result.graph.nodes if n.op == "call_function")
-    kinds["dropout"] = sum(n.op == "call_module" for n in result.graph.nodes)
-    return kinds
 
 
 def sdpa(x: Tensor, **options: Any) -> Tensor:

@@ -15,20 +15,8 @@ from torch.nn import functional as F
 import aero_compile
 from aero_compile.errors import InputError, UnsupportedModelError
 from tests.support import tiny_models
-from tests.support.tiny_models import captured, hugging_face, logits_of, randomize, source, tokens, transformed
-
-
-def same_function(model: nn.Module, *, tolerance: float = 1e-10, example: Any = None, vocab: int = 30) -> Any:
-    """Transform by the baseline and compare in evaluation mode; returns the transformed model."""
-    model.eval()
-    result = aero_compile.transform(model, "baseline", example_inputs=example)
-    for batch, length in ((2, 9), (1, 1)):
-        ids = tokens(batch, length, vocab=vocab)
-        expected, got = logits_of(model(ids)), logits_of(result(ids))
-        assert got.shape == expected.shape
-        assert float((got - expected).detach().abs().max() / expected.detach().abs().max()) < tolerance
-    return result
-
+from tests.support.small_decoder import Small, same_function
+from tests.support.tiny_models import captured, hugging_face, randomize, source, tokens, transformed
 
 # -- random configurations -------------------------------------------------------------------------------------
 
@@ -93,49 +81,6 @@ def test_random_hugging_face(kind: str, attention: str, heads: int, layers: int,
 
 
 # -- spellings of a block --------------------------------------------------------------------------------------
-
-
-class Small(nn.Module):
-    """A one- or two-block decoder in which tests swap parts."""
-
-    tri: Tensor
-
-    def __init__(self, layers: int = 1, width: int = 24, heads: int = 3, positions: int = 32) -> None:
-        super().__init__()
-        self.heads, self.layers = heads, layers
-        self.embed, self.position = nn.Embedding(30, width), nn.Embedding(positions, width)
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2 * layers))
-        self.qkv = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(layers))
-        self.out = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
-        self.up = nn.ModuleList(nn.Linear(width, 40) for _ in range(layers))
-        self.down = nn.ModuleList(nn.Linear(40, width) for _ in range(layers))
-        self.head = nn.Linear(width, 30)
-        self.register_buffer("tri", torch.tril(torch.ones(positions, positions)))
-
-    def attend(self, x: Tensor, layer: int) -> Tensor:
-        batch, length, width = x.shape
-        q, k, v = (part.view(batch, length, self.heads, -1).transpose(1, 2) for part in self.qkv[layer](x).chunk(3, -1))
-        scores = q @ k.transpose(-1, -2) / math.sqrt(width // self.heads)
-        mixed = self.weigh(scores, self.tri[:length, :length]) @ v
-        out: Tensor = self.out[layer](mixed.transpose(1, 2).reshape(batch, length, width))
-        return out
-
-    def weigh(self, scores: Tensor, mask: Tensor) -> Tensor:
-        return F.softmax(scores.masked_fill(mask == 0, float("-inf")), -1)
-
-    def activate(self, x: Tensor) -> Tensor:
-        return F.gelu(x)
-
-    def block(self, x: Tensor, layer: int) -> Tensor:
-        x = x + self.attend(self.norms[2 * layer](x), layer)
-        out: Tensor = x + self.down[layer](self.activate(self.up[layer](self.norms[2 * layer + 1](x))))
-        return out
-
-    def forward(self, ids: Tensor) -> Any:
-        x = self.embed(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
-        for layer in range(self.layers):
-            x = self.block(x, layer)
-        return self.head(x)
 
 
 class LegacyMask(Small):

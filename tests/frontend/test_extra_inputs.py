@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import aero_compile
 from aero_compile.errors import InputError, UnsupportedModelError
-from tests.frontend.test_capture import Small
+from tests.support.small_decoder import Small
 from tests.support.tiny_models import logits_of, randomize, tokens
 
 VOCAB = 30

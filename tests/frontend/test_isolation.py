@@ -19,7 +19,7 @@ import aero_compile
 from aero_compile.errors import AeroError
 from benchmarks.lib import zoo
 from benchmarks.torture_capture import fingerprint, generators
-from tests.frontend.test_capture import Small
+from tests.support.small_decoder import Small
 from tests.support.tiny_models import hugging_face, randomize, tokens
 
 # -- places to keep a mask in ------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import aero_compile
 from aero_compile.errors import UnsupportedModelError
 from aero_compile.ir.shared_dropout import SharedDropout
-from tests.frontend.test_capture import Small
+from tests.support.small_decoder import Small
 from tests.support.tiny_models import randomize, tokens
 
 WIDTH = 24

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import aero_compile
 from aero_compile.ir.deviation_norm import deviation_norm
 from aero_compile.optimize import optimize_for_inference
-from tests.frontend.test_capture import Small, same_function
+from tests.support.small_decoder import Small, same_function
 from tests.support.tiny_models import randomize, tokens
 
 WIDTH, HEADS, VOCAB = 24, 3, 30

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from aero_compile.frontend.pointwise import classify
-from tests.frontend.test_canonicalize import canonical
+from tests.support.wrapped_functions import canonical
 
 Function = Callable[[Tensor], Tensor]
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import aero_compile
 from aero_compile.errors import UnsupportedModelError
 from aero_compile.frontend.reasons import foreign_part, has_word, watched
-from tests.frontend.test_capture import Small
+from tests.support.small_decoder import Small
 
 
 class CheckedIds(Small):

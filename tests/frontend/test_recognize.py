@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 from aero_compile.frontend.canonicalize import canonicalize
 from aero_compile.frontend.capture import capture
-from tests.frontend.test_canonicalize import Wrapped, canonical, kind, run
 from tests.support import tiny_models
 from tests.support.tiny_models import tokens
+from tests.support.wrapped_functions import Wrapped, canonical, kind, run
 
 ARITHMETIC = (
     "tanh",

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import aero_compile
 from aero_compile.errors import ArtifactError, InputError, UnsupportedModelError
 from aero_compile.ir.named_tuples import tuple_class
-from tests.frontend.test_capture import Small
+from tests.support.small_decoder import Small
 from tests.support.tiny_models import randomize
 
 IDS = torch.arange(14).reshape(2, 7)

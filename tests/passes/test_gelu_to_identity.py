@@ -16,9 +16,9 @@ import aero_compile
 from aero_compile.errors import RecipeError, UnsupportedGraphError
 from aero_compile.passes.gelu_to_identity import GeluToIdentity
 from aero_compile.recipe.recipe import resolve
-from tests.frontend.test_capture import Small
 from tests.support import eager_references as eager
 from tests.support import tiny_models
+from tests.support.small_decoder import Small
 from tests.support.tiny_models import HIDDEN, LAYERS, captured, randomize, source, tokens, transformed
 
 aten = torch.ops.aten

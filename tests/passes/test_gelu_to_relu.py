@@ -9,9 +9,9 @@ from torch import Tensor, nn
 import aero_compile
 from aero_compile.errors import RecipeError, UnsupportedGraphError
 from aero_compile.passes.gelu_to_relu import GeluToRelu
-from tests.frontend.test_capture import Small
 from tests.support import eager_references as eager
 from tests.support import tiny_models
+from tests.support.small_decoder import Small
 from tests.support.tiny_models import LAYERS, randomize, source, tokens, transformed
 
 aten = torch.ops.aten

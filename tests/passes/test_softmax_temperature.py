@@ -11,9 +11,9 @@ import torch
 import aero_compile
 from aero_compile.errors import InputError, RecipeError, UnsupportedGraphError
 from aero_compile.passes.softmax_temperature import SoftmaxTemperature
-from tests.frontend.test_capture import Small
 from tests.support import eager_references as eager
 from tests.support import tiny_models
+from tests.support.small_decoder import Small
 from tests.support.tiny_models import HEADS, LAYERS, POSITIONS, captured, source, tokens, transformed
 
 

@@ -20,11 +20,11 @@ from aero_compile.inference_model import inference_copy
 from aero_compile.ir.rewriting import insert_call
 from aero_compile.passes.inference.last_token import last_token
 from tests.support import tiny_models
+from tests.support.budgets import MANY, many
 from tests.support.captured_decoders import every_decoder, for_inference
 from tests.support.folding import logits, trained
 from tests.support.random_decoders import Config, build, configs
 from tests.support.tiny_models import HEADS, HIDDEN, LAYERS, WIDTH, tokens
-from tests.test_properties import MANY, many
 
 aten = torch.ops.aten
 SHAPES = ((2, 13), (1, 1), (3, 2), (1, 29))

@@ -13,12 +13,11 @@ from aero_compile.runtime.lowering.guard_plan import Planner
 from aero_compile.runtime.lowering.partition import Partition, partition
 from aero_compile.runtime.lowering.to_jax import lower, supported_ops
 from aero_compile.runtime.operators.limits import Format
-from tests.runtime.operators.test_semantics import SIGNATURES
 from tests.support import operator_cases as cases
 from tests.support.runtime_graphs import TokenRows, aten
 
 FORM = Format(64, 18)
-CASES = {**cases.ALL, **SIGNATURES}
+CASES = {**cases.ALL, **cases.SIGNATURES}
 
 
 def test_every_operator_has_a_rule() -> None:
