@@ -45,9 +45,9 @@ class Census:
         Raises:
             InputError: no such kind of op.
         """
-        from aero_compile.analysis.parts import ACTIVATIONS, ELEMENTARY
+        from aero_compile.ir.ops import OPS
 
-        known = {"softmax", "layernorm", "division", *ACTIVATIONS.values(), *ELEMENTARY.values(), *self.kinds}
+        known = {"softmax", "layernorm", *(row.kind for row in OPS.values() if row.kind), *self.kinds}
         if kind not in known:
             raise InputError(f"unknown kind of nonlinear op {kind!r}{nearest(kind, known)}")
         return sum(op.count for op in self.ops if op.kind == kind and (final or op.layer is not None))

@@ -8,6 +8,7 @@ from torch import nn
 
 from aero_compile.errors import InputError
 from aero_compile.inference_model import InferenceModel, inference_copy
+from aero_compile.ir.verify import verify
 from aero_compile.model import TransformedModel
 from aero_compile.passes.inference.change import Change
 from aero_compile.passes.inference.eliminate_ffn import eliminate_ffn
@@ -51,6 +52,7 @@ def optimize_for_inference(model: nn.Module, *, logits: str = "all", eliminate: 
     twin = inference_copy(captured)
     for run in passes(logits, eliminate):
         twin.passes_run = (*twin.passes_run, run(twin))
+        verify(twin, run.__name__)
     twin.positions_kept = logits
     twin.prepare()
     return twin

@@ -22,6 +22,7 @@ from aero_compile.frontend.canonicalize import canonicalize
 from aero_compile.frontend.capture import capture
 from aero_compile.graph_pass import GraphPass
 from aero_compile.ir.submodules import kind_of
+from aero_compile.ir.verify import verify
 from aero_compile.model import TransformedModel
 from aero_compile.recipe.recipe import Recipe, resolve
 
@@ -75,6 +76,7 @@ def transform(
             require_logits(transformed)
             require_past_only(transformed)
     _ = transformed.structure  # refuses what is no causal decoder, also when there is no pass to run
+    verify(transformed, "canonicalization")
     transformed.train(model.training)
     run_passes(transformed, chosen.passes, batches)
     return transformed.prepare().train(model.training)
@@ -119,6 +121,7 @@ def run_passes(
             model.calibration = calibration
             result = one.call(model)
             model.graph.lint()
+            verify(model, str(one))
         except AeroError:
             raise
         except Exception as error:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, fx
 
 from aero_compile.analysis.layer_sets import chosen_layers
-from aero_compile.analysis.parts import ACTIVATIONS, Activation, FeedForward
+from aero_compile.analysis.parts import Activation, FeedForward
 from aero_compile.analysis.structure import require_ffns
 from aero_compile.errors import UnsupportedGraphError
+from aero_compile.ir.ops import ACTIVATIONS
 from aero_compile.ir.places import place
 from aero_compile.ir.rewriting import bypass, insert_call
 from aero_compile.model import TransformedModel

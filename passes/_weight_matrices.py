@@ -30,7 +30,8 @@ from aero_compile.analysis.structure import require_ffns
 from aero_compile.errors import RecipeError, UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.dataflow import ancestors, live_inputs
-from aero_compile.ir.rewriting import VIEWS, insert_call
+from aero_compile.ir.ops import VIEWS
+from aero_compile.ir.rewriting import insert_call
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten

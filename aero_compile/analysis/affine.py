@@ -10,20 +10,18 @@ from torch import Tensor, fx
 
 from aero_compile.analysis.parts import Structure
 from aero_compile.ir.dataflow import live_inputs
+from aero_compile.ir.ops import SCALES, SUMS, of_form
 from aero_compile.ir.shapes import is_floating
 from aero_compile.ir.weight_values import weight_value
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten
 
-COPIES = frozenset({aten.contiguous.default, aten.clone.default, aten.alias.default})
-RESHAPES = frozenset({aten.reshape.default, aten.view.default})
-MOVES = frozenset({aten.transpose.int, aten.permute.default, aten.slice.Tensor, aten.select.int, aten.expand.default})
+MOVES = of_form("transpose", "permute", "slice", "select", "expand")
 """Views that need not keep the order of rows."""
 
-LAYOUT = COPIES | RESHAPES | MOVES | {aten.unsqueeze.default, aten.squeeze.dim}
-SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
-SCALES = frozenset({aten.mul.Tensor, aten.div.Tensor})
+LAYOUT = MOVES | of_form("copy") | {aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim}
+"""Views whose rows can be followed."""
 
 _ROWS = 8192  # of a vocabulary's weights that are multiplied at a time, in float64
 

@@ -8,35 +8,23 @@ merged into one class.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from aero_compile.ir.rewriting import SHAPE_ONLY, VIEWS
+from aero_compile.ir.ops import SCALES, SHAPE_ONLY, SPLITS, SUMS, VIEWS, of_form
 
 aten = torch.ops.aten
 
-_MOVES = VIEWS | {
-    aten.select.int,
-    aten.repeat.default,
-    aten.repeat_interleave.self_int,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    aten.chunk.default,
-    aten.unbind.int,
-    operator.getitem,
-}
-_JOINS = frozenset({aten.cat.default, aten.stack.default})
-_SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
-_PRODUCTS = frozenset({aten.mul.Tensor, aten.div.Tensor})
+_MOVES = VIEWS | SPLITS | of_form("select", "repeat", "repeat_interleave", "part")
+_JOINS = of_form("cat", "stack")
 
 
 def is_product_with_constant(node: fx.Node, live: set[fx.Node]) -> bool:
     """Whether `node` is a live value times, or divided by, one that is not live."""
-    if node.target not in _PRODUCTS or node.kwargs:
+    if node.target not in SCALES or node.kwargs:
         return False
     left, right = node.args
     if node.target is aten.div.Tensor:
@@ -77,7 +65,7 @@ def origins(graph: fx.Graph, live: set[fx.Node]) -> dict[fx.Node, fx.Node]:
 def _is_followed(node: fx.Node, live: set[fx.Node]) -> bool:
     if node.target in _MOVES or node.target is aten.neg.default or is_product_with_constant(node, live):
         return True
-    return node.target in _JOINS or (node.target in _SUMS and all(each in live for each in node.args))
+    return node.target in _JOINS or (node.target in SUMS and all(each in live for each in node.args))
 
 
 class Channels:
@@ -146,7 +134,7 @@ class Channels:
             return self.labels[node.args[0]]  # type: ignore[index]
         if is_product_with_constant(node, self.live):
             return self.labels[live_operand(node, self.live)[0]].expand(self.values[node].shape)
-        if node.target in _SUMS and all(each in self.labels for each in node.args):
+        if node.target in SUMS and all(each in self.labels for each in node.args):
             left, right = (self.labels[each].expand(self.values[node].shape) for each in node.args)  # type: ignore[index]
             self._merge(left, right)
             return left

@@ -4,36 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from aero_compile.analysis.parts import ACTIVATIONS, ELEMENTARY, NORMS, Activation, FeedForward, nonlinear_kind
+from aero_compile.analysis.parts import Activation, FeedForward, nonlinear_kind
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.ir.dataflow import ancestors, live_inputs, through_views
+from aero_compile.ir.ops import CHOICES, NORMS, SCALES, SPLITS, SUMS, VIEWS, of_form
 from aero_compile.ir.places import place, source_path
-from aero_compile.ir.rewriting import VIEWS
 
 aten = torch.ops.aten
 
-_BRANCH_OPS = frozenset({aten.mul.Tensor, aten.div.Tensor, aten.neg.default})
-_POWERS = frozenset({aten.pow.Tensor_Scalar, aten.square.default})
-_CHOICES = frozenset({aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf})
-_ELEMENTWISE = frozenset(
-    {*ACTIVATIONS, *ELEMENTARY, *_BRANCH_OPS, *_POWERS, *_CHOICES, aten.add.Tensor, aten.sub.Tensor}
-)
-_SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int})
-_PARTS = frozenset({operator.getitem, aten.slice.Tensor, aten.select.int})
-_FFN_OPS = _ELEMENTWISE | _SPLITS | NORMS | VIEWS | _PARTS | {aten.cat.default, aten.mean.dim}
+_BRANCH_OPS = SCALES | of_form("negation")
+_POWERS = of_form("power")
+_PARTS = of_form("part", "slice", "select")
+_FFN_OPS = VIEWS | SPLITS | NORMS | SUMS | CHOICES | _BRANCH_OPS | _POWERS | _PARTS | {aten.mean.dim}
+_FFN_OPS |= of_form("activation", "prelu", "function", "extreme", "vector_norm", "cat")
 
-_PASSED = VIEWS | NORMS | _BRANCH_OPS | {aten.add.Tensor, aten.sub.Tensor, aten.tanh.default}
+_PASSED = VIEWS | NORMS | SUMS | _BRANCH_OPS | {aten.tanh.default}
 """Ops between an FFN's output and the residual stream."""
 
-
-_NORM_OPS = NORMS | VIEWS | _BRANCH_OPS | {aten.add.Tensor, aten.sub.Tensor, aten.mean.dim, aten.tanh.default}
+_NORM_OPS = _PASSED | {aten.mean.dim}
 """Ops that norms, and what replaces them, consist of."""
 
 
@@ -119,7 +113,7 @@ def _is_curved(node: fx.Node, live: set[fx.Node]) -> bool:
     if nonlinear_kind(node, live) or node.target in _POWERS:
         return True
     operands = [a for a in node.args if isinstance(a, fx.Node) and a in live]
-    return node.target in (aten.mul.Tensor, aten.div.Tensor) and len(operands) > 1
+    return node.target in SCALES and len(operands) > 1
 
 
 def _smallest_region(

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from aero_compile.ir.rewriting import SHAPE_ONLY, VIEWS, insert_call
+from aero_compile.ir.ops import SHAPE_ONLY, VIEWS
+from aero_compile.ir.rewriting import insert_call
 
 aten = torch.ops.aten
 

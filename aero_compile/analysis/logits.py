@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from aero_compile.analysis.parts import NORMS, Structure
+from aero_compile.analysis.parts import Structure
 from aero_compile.errors import UnsupportedModelError
 from aero_compile.ir.dataflow import live_inputs
+from aero_compile.ir.ops import NORMS
 from aero_compile.ir.places import place
 from aero_compile.ir.weight_values import call_in_eval
 from aero_compile.model import TransformedModel

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
-from aero_compile.analysis.parts import NORMS, Attention, Norm, Structure
+from aero_compile.analysis.parts import Attention, Norm, Structure
 from aero_compile.analysis.projections import find_projections
 from aero_compile.errors import RecipeError, UnsupportedGraphError, nearest
 from aero_compile.ir.dataflow import live_inputs, through_views
-from aero_compile.ir.rewriting import SHAPE_ONLY, VIEWS
+from aero_compile.ir.ops import NORMS, SHAPE_ONLY, VIEWS
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,159 +9,32 @@ from typing import Any
 import torch
 from torch import fx
 
-from aero_compile.ir.deviation_norm import deviation_norm
-from aero_compile.ir.rewriting import VIEWS
-
-aten = torch.ops.aten
-
-NORMS: frozenset[Any] = frozenset({aten.layer_norm.default, aten.rms_norm.default, deviation_norm})
-
-ACTIVATIONS: Mapping[Any, str] = {
-    aten.gelu.default: "gelu",
-    aten.relu.default: "relu",
-    aten.silu.default: "silu",
-    aten.leaky_relu.default: "leaky_relu",
-    aten.prelu.default: "leaky_relu",
-    aten.tanh.default: "tanh",
-    aten.sigmoid.default: "sigmoid",
-    aten.elu.default: "elu",
-    aten.mish.default: "mish",
-    aten.softplus.default: "softplus",
-    aten.hardswish.default: "hardswish",
-    aten.hardtanh.default: "hardtanh",
-}
-"""Nonlinear element-wise ops, and the kind they are counted as."""
-
-
-COMPARISONS = frozenset(
-    getattr(getattr(aten, name), form) for name in ("gt", "ge", "lt", "le", "eq", "ne") for form in ("Scalar", "Tensor")
-)
-
-_TRUTH = COMPARISONS | frozenset(
-    {
-        *(aten.logical_not.default, aten.logical_and.default, aten.logical_or.default, aten.logical_xor.default),
-        *(aten.bitwise_not.default, aten.bitwise_and.Tensor, aten.bitwise_or.Tensor, aten.bitwise_xor.Tensor),
-        *(aten.__and__.Tensor, aten.__or__.Tensor, aten.__xor__.Tensor),
-    }
-)
-"""Ops that give truth values."""
-
-_INDICES = frozenset({aten.argmax.default, aten.argmin.default, aten.one_hot.default})
-
-_CASTS = frozenset({aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout, aten.to.other, aten.type_as.default})
-
-ELEMENTARY: Mapping[Any, str] = {
-    aten.exp.default: "exp",
-    aten.expm1.default: "exp",
-    aten.log.default: "log",
-    aten.log1p.default: "log",
-    aten.erf.default: "erf",
-    aten.sqrt.default: "sqrt",
-    aten.rsqrt.default: "rsqrt",
-    aten.reciprocal.default: "reciprocal",
-    aten.linalg_vector_norm.default: "norm",
-    aten.abs.default: "abs",
-    aten.sin.default: "sin",
-    aten.cos.default: "cos",
-    aten.clamp.default: "clamp",
-    aten.clamp_min.default: "clamp",
-    aten.clamp_max.default: "clamp",
-    aten.maximum.default: "maximum",
-    aten.minimum.default: "minimum",
-    aten.amax.default: "maximum",
-    aten.amin.default: "minimum",
-    aten.max.dim: "maximum",
-    aten.min.dim: "minimum",
-    aten.max.default: "maximum",
-    aten.min.default: "minimum",
-    aten.relu6.default: "hardtanh",
-    aten.sign.default: "comparison",
-    aten.sgn.default: "comparison",
-    aten.heaviside.default: "comparison",
-    **dict.fromkeys(COMPARISONS, "comparison"),
-}
-"""Nonlinear ops that no recognized activation, norm or softmax contains: counted under their own names.
-
-Comparisons of hidden values are one kind; what is done with their truth values is a choice or a product."""
-
-
-LINEAR = VIEWS | {
-    aten.linear.default,
-    aten.matmul.default,
-    aten.embedding.default,
-    aten.index.Tensor,
-    aten.index_select.default,
-    aten.gather.default,
-    aten.add.Tensor,
-    aten.sub.Tensor,
-    aten.rsub.Scalar,
-    aten.neg.default,
-    aten.mul.Tensor,
-    aten.square.default,
-    aten.cat.default,
-    aten.slice_scatter.default,
-    aten.stack.default,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    aten.chunk.default,
-    aten.unbind.int,
-    aten.select.int,
-    aten.repeat.default,
-    aten.repeat_interleave.self_int,
-    aten.roll.default,
-    aten.flip.default,
-    aten.sum.dim_IntList,
-    aten.mean.dim,
-    aten.cumsum.default,
-    aten.convolution.default,
-    aten.conv1d.default,
-    aten.conv2d.default,
-    aten.constant_pad_nd.default,
-    aten.pad.default,
-    aten.masked_fill.Scalar,
-    aten.masked_fill.Tensor,
-    aten.where.self,
-    aten.where.ScalarOther,
-    aten.where.ScalarSelf,
-    aten.tril.default,
-    aten.triu.default,
-    aten.detach.default,
-    aten.view_as_complex.default,
-    aten.view_as_real.default,
-    *(_TRUTH - COMPARISONS),
-    operator.getitem,
-}
-"""Ops that are linear in hidden values, select them, or multiply them: not counted.
-
-Comparisons that make the choice are counted, so that a choice by hidden values counts once."""
+from aero_compile.ir.ops import facts
 
 
 def nonlinear_kind(node: fx.Node, live: set[fx.Node]) -> str | None:
-    """What a live node is counted as, or None for linear ops and products; unknown ops go by their own name.
+    """What a live node is counted as, or None for linear ops, choices and products of live values.
 
     Softmax and norms, which are counted as such, give None as well.
     """
-    if node.op != "call_function" or node.target in LINEAR or node.target in NORMS:
+    if node.op != "call_function":
         return None
-    if node.target is aten.softmax.int:
-        return None
-    if node.target is aten.pow.Tensor_Scalar:
+    row = facts(node.target)
+    if row.form == "cast":
+        return "truncation" if _truncates(node) else None
+    if row.kind == "pow":
         exponent = node.args[1]
         whole = isinstance(exponent, int | float) and float(exponent).is_integer() and exponent > 0
         return None if whole else "pow"
-    if node.target is aten.div.Tensor:
-        return "division" if node.args[1] in live else None
-    if node.target in _CASTS:
-        return "truncation" if _truncates(node) else None
-    known = ACTIVATIONS.get(node.target) or ELEMENTARY.get(node.target)
-    return known or str(node.target).removeprefix("aten.").partition(".")[0]
+    beside = (a in live for i, a in enumerate(node.args) if isinstance(a, fx.Node) and i not in row.linear)
+    return row.kind if not row.linear or any(beside) else None
 
 
 def _truncates(cast: fx.Node) -> bool:
     """Whether a cast makes integers of fractions."""
     wanted = cast.kwargs.get("dtype", cast.args[1] if len(cast.args) > 1 else None)
     source = cast.args[0]
-    whole = isinstance(source, fx.Node) and (source.target in _TRUTH or source.target in _INDICES)
+    whole = isinstance(source, fx.Node) and facts(source.target).gives != "numbers"
     return isinstance(wanted, torch.dtype) and not wanted.is_floating_point and not wanted.is_complex and not whole
 
 

@@ -17,8 +17,8 @@ from torch import Tensor, fx
 from aero_compile.analysis.parts import Attention, Structure
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.ir.dataflow import live_inputs
+from aero_compile.ir.ops import VIEWS
 from aero_compile.ir.places import place
-from aero_compile.ir.rewriting import VIEWS
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from aero_compile.analysis.affine import LAYOUT, MOVES, SCALES, SUMS, AffineNodes, plus, times
+from aero_compile.analysis.affine import LAYOUT, MOVES, AffineNodes, plus, times
 from aero_compile.analysis.parts import Structure
 from aero_compile.ir.dataflow import live_inputs
+from aero_compile.ir.ops import SCALES, SUMS
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten

@@ -14,11 +14,11 @@ from torch import fx
 
 from aero_compile.analysis.causality import require_causal
 from aero_compile.analysis.feed_forward import find_ffns
-from aero_compile.analysis.parts import NORMS, Attention, FeedForward, Heads, Norm, Structure, nonlinear_kind
+from aero_compile.analysis.parts import Attention, FeedForward, Heads, Norm, Structure, nonlinear_kind
 from aero_compile.errors import UnsupportedGraphError, UnsupportedModelError
 from aero_compile.ir.dataflow import hidden_nodes, live_inputs, tainted_nodes
+from aero_compile.ir.ops import NORMS, VIEWS
 from aero_compile.ir.places import place, source_path
-from aero_compile.ir.rewriting import VIEWS
 from aero_compile.ir.shapes import node_values, sample_shape
 from aero_compile.model import TransformedModel
 

@@ -10,7 +10,8 @@ Before → after:
     addmm, mm, matmul with a weight, + bias; conv1d of one token  → linear
     clamp(min=0); glu([a, b])                                     → relu; a·sigmoid(b)
     relu6; max(x, y); max(x, dim) without its indices             → hardtanh(0, 6); maximum; amax
-    bmm, baddbmm                                                  → matmul (+ add)
+    other products: mm, bmm, addmm, baddbmm                       → matmul (+ add)
+    numpy_T                                                       → permute
     linear(x, W) + s·linear(linear(x, A), B)                      → linear(x, W + s·BA) (see capturing.adapters)
     arithmetic and choices that compute gelu, relu, …, LayerNorm, RMSNorm, softmax → the op itself
                                                                     (aero_compile.frontend.recognize)
@@ -55,7 +56,6 @@ _CASTS = (aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout, aten.to.de
 _SOFTMAXES = (aten.softmax.int, aten._softmax.default, aten._safe_softmax.default)
 _BINARY: Mapping[Any, Any] = {aten.max.other: aten.maximum.default, aten.min.other: aten.minimum.default}
 _EXTREMES: Mapping[Any, Any] = {aten.max.dim: aten.amax.default, aten.min.dim: aten.amin.default}
-_PRODUCTS = (aten.bmm.default, aten.mm.default, aten.matmul.default)
 
 
 def canonicalize(model: TransformedModel) -> TransformedModel:
@@ -115,6 +115,8 @@ def _simplify(node: fx.Node, live: set[fx.Node], flexible: set[fx.Node], values:
         node.target, node.args, node.kwargs = aten.relu.default, (node.args[0],), {}
     elif target in _BINARY and node in live:
         node.target = _BINARY[target]
+    elif target is aten.numpy_T.default:
+        node.target, node.args = aten.permute.default, (node.args[0], list(range(values[node].dim()))[::-1])
     elif target is aten.relu6.default and node in live:
         node.target, node.args = aten.hardtanh.default, (node.args[0], 0.0, 6.0)
     elif target in _EXTREMES and node in live and {user.args[1] for user in node.users} == {0}:
@@ -243,9 +245,9 @@ def _attention(model: TransformedModel) -> None:
     for node in list(model.graph.nodes):
         if node.target is aten.scaled_dot_product_attention.default:
             _open_attention(model, node, values)
-        elif node.target is aten.baddbmm.default:
-            _open_baddbmm(model.graph, node)
-        elif node.target is aten.bmm.default:
+        elif node.target is aten.baddbmm.default or (node.target is aten.addmm.default and node.kwargs):
+            replace_node(node, _open_product(model.graph, node))
+        elif node.target in (aten.bmm.default, aten.mm.default):
             node.target = aten.matmul.default
 
 
@@ -289,8 +291,8 @@ def _open_attention(model: TransformedModel, node: fx.Node, values: dict[fx.Node
     replace_node(node, output)
 
 
-def _open_baddbmm(graph: fx.Graph, node: fx.Node) -> None:
-    """baddbmm(c, a, b, beta, alpha) → matmul(a, b)·alpha + c·beta."""
+def _open_product(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """baddbmm(c, a, b, beta, alpha), or addmm → matmul(a, b)·alpha + c·beta."""
     bias, left, right = node.args[:3]
     result = insert_call(graph, node, aten.matmul.default, left, right)
     alpha, beta = node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)
@@ -299,36 +301,42 @@ def _open_baddbmm(graph: fx.Graph, node: fx.Node) -> None:
     if beta != 0:
         term = bias if beta == 1 else insert_call(graph, node, aten.mul.Tensor, bias, beta)
         result = insert_call(graph, node, aten.add.Tensor, result, term)
-    replace_node(node, result)
+    return result
 
 
 def _linear(model: TransformedModel) -> None:
     """Products of a live value with a 2-D weight → linear(x, weight.t(), bias)."""
     live, values = live_values(model)
     for node in list(model.graph.nodes):
-        if node.target is aten.addmm.default and not node.kwargs:
-            bias, left, right = node.args
-        elif node.target in _PRODUCTS:
-            bias, (left, right) = None, node.args
-        else:
+        if node.target not in (aten.addmm.default, aten.matmul.default):
             continue
-        if left not in live or right in live:
+        *bias, left, right = node.args
+        if not _has_weight(left, right, live, values):
+            if bias and node in live:
+                opened = _open_product(model.graph, node)
+                live.add(opened)
+                values[opened] = values[node]
+                replace_node(node, opened)
             continue
-        rank = values[right].dim()
-        if not 2 <= rank <= max(2, values[left].dim()) or any(size != 1 for size in values[right].shape[:-2]):
-            continue
-        if rank > 2:  # einsum makes a batch of one
+        if values[right].dim() > 2:  # einsum makes a batch of one
             right = insert_call(model.graph, node, aten.reshape.default, right, list(values[right].shape[-2:]))
         weight = _transposed(model.graph, node, right)
-        args = (left, weight) if bias is None else (left, weight, bias)
-        new = insert_call(model.graph, node, aten.linear.default, *args)
+        new = insert_call(model.graph, node, aten.linear.default, left, weight, *bias)
         live.add(new)  # it may be an operand of the next product
         values[new] = values[node]
         replace_node(node, new)
 
 
+def _has_weight(left: Any, right: Any, live: set[fx.Node], values: Mapping[fx.Node, Any]) -> bool:
+    """Whether a product's left factor is live, and its right one a matrix that is not."""
+    if left not in live or right in live:
+        return False
+    shape = values[right].shape
+    return 2 <= len(shape) <= max(2, values[left].dim()) and all(size == 1 for size in shape[:-2])
+
+
 def _transposed(graph: fx.Graph, before: fx.Node, weight: fx.Node) -> fx.Node:
-    plain = weight.target in (aten.t.default, aten.numpy_T.default) or (
+    plain = weight.target is aten.t.default or (
         weight.target in (aten.transpose.int, aten.permute.default)
         and tuple(weight.args[1:]) in ((0, 1), (1, 0), (-2, -1), (-1, -2), ([1, 0],))
     )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from aero_compile.analysis.parts import ACTIVATIONS, ELEMENTARY
+from aero_compile.ir.ops import ELEMENTWISE
 from aero_compile.ir.rewriting import bypass, copy_place, insert_call, replace_node
 from aero_compile.ir.shapes import node_values, sample_shape
 from aero_compile.model import TransformedModel
@@ -25,9 +25,6 @@ _NAMES: Mapping[Any, tuple[str, ...]] = {
     aten.conv1d.default: ("stride", "padding", "dilation", "groups"),
     aten.convolution.default: ("stride", "padding", "dilation", "transposed", "output_padding", "groups"),
 }
-
-_ARITHMETIC = (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor, aten.neg.default)
-_ELEMENTWISE = {*ACTIVATIONS, *ELEMENTARY, *_ARITHMETIC, aten.pow.Tensor_Scalar, aten.square.default}
 
 
 def open_convolutions(model: TransformedModel) -> None:
@@ -75,7 +72,7 @@ def _move_down(graph: fx.Graph, values: Mapping[fx.Node, Any]) -> None:
             continue
         if _is_sideways(node):
             bypass(node, inputs[0].args[0])
-        elif node.target in _ELEMENTWISE or node.op == "call_module":
+        elif node.target in ELEMENTWISE or node.op == "call_module":
             if any(shapes[parent] != shapes[node] for parent in inputs):
                 continue
             with graph.inserting_before(node):

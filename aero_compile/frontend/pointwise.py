@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from aero_compile.ir.rewriting import VIEWS
+from aero_compile.ir.ops import VIEWS
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten

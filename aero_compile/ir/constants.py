@@ -10,7 +10,8 @@ from torch import fx
 
 from aero_compile.ir.dataflow import live_values, tainted_nodes
 from aero_compile.ir.mask_values import bound_fill_values
-from aero_compile.ir.rewriting import SHAPE_ONLY, insert_call
+from aero_compile.ir.ops import SHAPE_ONLY
+from aero_compile.ir.rewriting import insert_call
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten

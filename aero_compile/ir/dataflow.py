@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from aero_compile.ir.rewriting import SHAPE_ONLY, VIEWS
+from aero_compile.ir.ops import SHAPE_ONLY, VIEWS
 from aero_compile.ir.shapes import is_floating, node_values, sample_shape
 
 if TYPE_CHECKING:

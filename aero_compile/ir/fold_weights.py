@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from aero_compile.ir.dataflow import ancestors, tainted_nodes
-from aero_compile.ir.rewriting import SHAPE_ONLY, insert_call, replace_node
+from aero_compile.ir.ops import SHAPE_ONLY
+from aero_compile.ir.rewriting import insert_call, replace_node
 from aero_compile.ir.shapes import node_values, sample_shape
 from aero_compile.ir.structural import structural_attributes
 from aero_compile.ir.weight_readers import MOVES, stored, weights_read

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from aero_compile.errors import InputError
-from aero_compile.ir.rewriting import VIEWS
+from aero_compile.ir.ops import VIEWS
 
 if TYPE_CHECKING:
     from aero_compile.ir.call_convention import Call

@@ -5,49 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import fx
 
 if TYPE_CHECKING:
     from aero_compile.model import TransformedModel
-
-aten = torch.ops.aten
-
-SHAPE_ONLY = frozenset(
-    {
-        aten.sym_size.int,
-        aten.sym_numel.default,
-        aten.zeros_like.default,
-        aten.ones_like.default,
-        aten.full_like.default,
-        aten.empty_like.default,
-        aten.new_zeros.default,
-        aten.new_ones.default,
-        aten.new_full.default,
-        aten.new_empty.default,
-    }
-)
-"""Ops whose result depends on the shape of their tensor argument and not on its values."""
-
-VIEWS = frozenset(
-    {
-        aten.reshape.default,
-        aten.view.default,
-        aten.unsqueeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.default,
-        aten.flatten.using_ints,
-        aten.alias.default,
-        aten.clone.default,
-        aten.contiguous.default,
-        aten.expand.default,
-        aten.slice.Tensor,
-        aten.transpose.int,
-        aten.permute.default,
-        aten.unflatten.int,
-    }
-)
-"""Ops that only move elements."""
 
 
 def insert_call(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from aero_compile.errors import UnsupportedGraphError
-from aero_compile.ir.rewriting import VIEWS
+from aero_compile.ir.ops import VIEWS
 
 aten = torch.ops.aten
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from aero_compile.ir.dataflow import tainted_nodes
-from aero_compile.ir.rewriting import SHAPE_ONLY
+from aero_compile.ir.ops import SHAPE_ONLY
 from aero_compile.ir.weight_values import weight_value
 from aero_compile.model import TransformedModel
 

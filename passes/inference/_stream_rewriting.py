@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from aero_compile.analysis.affine import COPIES, RESHAPES, by_rows, times
+from aero_compile.analysis.affine import by_rows, times
 from aero_compile.analysis.residual_stream import Basis, Hub, ResidualStream, Term
 from aero_compile.ir.rewriting import insert_call, parameter_node
 
@@ -83,13 +83,13 @@ class StreamRewriting:
     def _viewed(self, value: fx.Node, term: Term, hub: Hub) -> fx.Node:
         """`value` with its rows where the hub has them."""
         values, width = self.stream.values, self.stream.width(hub.node)
-        views = [view for view in term.views if view.target not in COPIES]
+        views = [view for view in term.views if view.target is not aten.alias.default]
         if not term.moves:
             same = values[term.leaf].shape[:-1] == values[hub.node].shape[:-1] or term.leaf not in self.stream.live
-            views = [] if same else views[-1:] if views[-1].target in RESHAPES else views
+            views = [] if same else views[-1:] if views[-1].target is aten.reshape.default else views
         for view in views:
             args: Any = view.args[1:]
-            if view.target in RESHAPES or view.target is aten.expand.default:
+            if view.target in (aten.reshape.default, aten.expand.default):
                 args = ([*args[0][:-1], width],)
             value = insert_call(self.model.graph, hub.node, view.target, value, *args)  # type: ignore[arg-type]
         return value

@@ -23,9 +23,9 @@ from aero_compile.analysis.linear_consumers import (
     other_reader,
     scale_columns,
 )
-from aero_compile.analysis.parts import NORMS
 from aero_compile.ir.dataflow import tainted_nodes
 from aero_compile.ir.fold_weights import fold_in_place
+from aero_compile.ir.ops import NORMS
 from aero_compile.ir.places import place
 from aero_compile.ir.shapes import node_values, sample_shape
 from aero_compile.ir.weight_values import weight_value

@@ -17,7 +17,7 @@ from torch import fx
 
 from aero_compile.ir.dataflow import tainted_nodes
 from aero_compile.ir.fold_weights import fold_in_place
-from aero_compile.ir.rewriting import VIEWS
+from aero_compile.ir.ops import VIEWS
 from aero_compile.ir.weight_values import weight_value
 from aero_compile.model import TransformedModel, remove_dead_nodes
 from aero_compile.passes.inference.change import Change
