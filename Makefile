@@ -45,7 +45,7 @@ lint: $(READY)
 
 # One worker per core: the tests are single-threaded, but for those that start two parties.
 test: lint
-	$(PY) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	$(PY) -m pytest -n $(JOBS) --dist worksteal --durations=10 $(ARGS)
 
 slow: $(READY)
 	$(PY) -m pytest -m slow $(ARGS)

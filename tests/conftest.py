@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 
 # Before torch is imported anywhere: a few threads per worker beat a crowd of them, and nothing may go online.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -33,6 +34,21 @@ def pytest_collection_finish() -> None:
 def root() -> Path:
     """Folder of the repository."""
     return ROOT
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What tests and the processes they start leave in the temporary folder goes with them."""
+    tmp_path_factory.getbasetemp()  # stays where it is, for a look at what a failed test wrote
+    before = os.environ.get("TMPDIR")
+    with tempfile.TemporaryDirectory(prefix="aero-compile-tests-", ignore_cleanup_errors=True) as folder:
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        yield
+        tempfile.tempdir = None
+        if before is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = before
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ import aero_compile
 from aero_compile.analysis.feed_forward import find_ffns
 from aero_compile.errors import UnsupportedModelError
 from tests.support import tiny_models
+from tests.support.budgets import by_default
 from tests.support.tiny_models import HEADS, LAYERS, WIDTH, all_logits, captured, source, tokens
 
 pytest.importorskip("transformers")
@@ -35,7 +36,7 @@ def every() -> dict[str, zoo.Entry]:
     return {entry.name: entry for entry in families.entries(None, False)}
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", by_default(QUICK, *QUICK[:2]))
 def test_family_goes_through(name: str) -> None:
     row = families.check(every()[name])
     assert row.status == families.WORKS, (row.problems, row.note)
@@ -70,12 +71,13 @@ def foreign(name: str) -> nn.Module:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("convolutional", "no attention softmax found in Convolutional"),
         ("recurrent (GRU)", "recurrent layers .GRU at cells"),
         ("linear attention", "no attention softmax"),
         ("experts with a soft router", "softmax that is not over attention scores"),
-        ("encoder-decoder (T5)", "encoder-decoder"),
-        ("bidirectional encoder (BERT)", "not causal"),
+        # the same kinds as in tests/test_transform.py, as the zoo builds them
+        pytest.param("convolutional", "no attention softmax found in Convolutional", marks=pytest.mark.slow),
+        pytest.param("encoder-decoder (T5)", "encoder-decoder", marks=pytest.mark.slow),
+        pytest.param("bidirectional encoder (BERT)", "not causal", marks=pytest.mark.slow),
     ],
 )
 def test_other_kinds_of_models_are_refused(name: str, message: str) -> None:
@@ -84,7 +86,7 @@ def test_other_kinds_of_models_are_refused(name: str, message: str) -> None:
     assert "decoder-only transformers" in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "mamba", "rwkv"])
+@pytest.mark.parametrize("kind", by_default(("mixtral", "mamba", "rwkv"), "rwkv"))
 def test_experts_and_states_are_named(kind: str) -> None:
     with pytest.raises(UnsupportedModelError, match=r"experts|state-space|recurrent") as caught:
         aero_compile.transform(zoo.hugging_face(kind), "baseline")

@@ -42,6 +42,9 @@ from tests.support.random_decoders import (
     rows_of,
 )
 
+POOLED = st.sampled_from(POOL)
+"""Decoders of the few examples, most of which other tests have captured already; the many are drawn from all."""
+
 
 def both(config: Config) -> tuple[Decoder, TransformedModel]:
     """The eager decoder and its capture; shared, so they must not be changed."""
@@ -174,8 +177,8 @@ def assert_dropout(config: Config, source: Decoder, model: TransformedModel) -> 
 # -- the tests -------------------------------------------------------------------------------------------------
 
 
-@few(max_examples=2)
-@given(configs(max_layers=2))
+@few(max_examples=1)
+@given(POOLED)
 @example(Config(vocab=8, width=8, output="dict"))  # hidden states of the logits' shape
 @example(Config(vocab=8, width=24, output="tuple"))  # … and wider than the logits
 @example(Config(vocab=8, width=8, output="tuple", labels=True))
@@ -341,10 +344,6 @@ def assert_saved(config: Config, model: TransformedModel) -> None:
             assert counts(twin) == counts(model)
 
 
-POOLED = st.sampled_from(POOL)
-"""Decoders of the few examples, most of which other tests have captured already; the many are drawn from all."""
-
-
 def passes_cases(decoders: st.SearchStrategy[Config]) -> st.SearchStrategy[tuple[Config, list[GraphPass]]]:
     return st.tuples(decoders, st.lists(any_pass(), min_size=1, max_size=4))
 
@@ -416,7 +415,7 @@ def reference_cases(decoders: st.SearchStrategy[Config]) -> st.SearchStrategy[tu
     )
 
 
-@few(max_examples=3)
+@few(max_examples=2)
 @given(reference_cases(POOLED))
 @example((Config(layers=2, block="parallel-one-norm", order="feed-forward-first"), ["scaled-ffn"], 0))
 def test_reference(case: tuple[Config, list[str], int]) -> None:

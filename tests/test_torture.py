@@ -27,7 +27,7 @@ pytest.importorskip("spu")
 SEEDS = (23, 25, 27)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", [SEEDS[0], *(pytest.param(seed, marks=pytest.mark.slow) for seed in SEEDS[1:])])
 def test_a_few_seeds_have_no_bug(seed: int) -> None:
     found = torture_private.private_run(seed, "semi2k")
     assert found.outcome in (WITHIN, REFUSED), found
@@ -135,6 +135,7 @@ def test_the_command_goes_on_where_it_stopped(
     assert torture.main([*command, "--seeds", "x", "--overwrite"]) == 2
 
 
+@pytest.mark.slow
 def test_processes_share_the_runs_and_one_that_dies_is_a_crash() -> None:
     groups = [[1, 2], [DEADLY, 4], [5]]
     found = {outcome.seed: outcome for outcome, _ in torture_jobs.outcomes(one_dies, "exact", "", groups, 2, 600)}
@@ -201,7 +202,12 @@ def test_padding_is_masked_in_exact_passes_and_left_out_of_private_answers() -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "outcome"), [("heads in a Python list", WITHIN), ("recurrent (GRU)", NOT_TAKEN), ("blt:eager", NOT_TRIED)]
+    ("name", "outcome"),
+    [
+        pytest.param("heads in a Python list", WITHIN, marks=pytest.mark.slow),
+        ("recurrent (GRU)", NOT_TAKEN),
+        ("blt:eager", NOT_TRIED),
+    ],
 )
 def test_families_of_the_zoo_are_sorted(name: str, outcome: str) -> None:
     number = [entry.name for entry in torture_zoo.entries()].index(name)
@@ -238,7 +244,7 @@ def test_the_zoo_is_gone_over_by_name(
 CAPTURED = (0, 3, 4, 9)
 
 
-@pytest.mark.parametrize("seed", CAPTURED)
+@pytest.mark.parametrize("seed", [CAPTURED[0], *(pytest.param(seed, marks=pytest.mark.slow) for seed in CAPTURED[1:])])
 def test_capture_is_its_source_in_both_modes_or_refused(seed: int) -> None:
     found = torture_capture.capture_run(seed, "")
     assert found.outcome == WITHIN or (found.outcome == REFUSED and not found.ordinary), found

@@ -433,7 +433,7 @@ def test_state_dict_round_trip(name: str) -> None:
     assert torch.equal(call(other, name, ids), call(model, name, ids))
 
 
-@pytest.mark.parametrize("name", ["gpt2-sdpa", "nanogpt"])
+@pytest.mark.parametrize("name", [pytest.param("gpt2-sdpa", marks=pytest.mark.slow), "nanogpt"])
 def test_compile_with_backward(name: str) -> None:
     model = randomized(transformed(name, "softmax_only"))
     fast: Any = torch.compile(model, backend="aot_eager", dynamic=True, fullgraph=True)

@@ -21,7 +21,7 @@ from tests.support.tiny_models import captured, hugging_face, randomize, source,
 # -- random configurations -------------------------------------------------------------------------------------
 
 
-@settings(max_examples=4, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=2, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(
     heads=st.sampled_from([1, 2, 3, 11]),
     head_width=st.sampled_from([1, 2, 11]),
@@ -52,7 +52,7 @@ def test_random_nanogpt(
     assert aero_compile.census(norm_free, positions).kinds == ("softmax",)
 
 
-@settings(max_examples=3, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=2, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(
     kind=st.sampled_from(["gpt2", "gpt_neox", "llama"]),
     attention=st.sampled_from(["eager", "sdpa"]),

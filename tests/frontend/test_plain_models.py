@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import aero_compile
 from aero_compile.ir.deviation_norm import deviation_norm
 from aero_compile.optimize import optimize_for_inference
+from tests.support.budgets import by_default
 from tests.support.small_decoder import Small, same_function
 from tests.support.tiny_models import randomize, tokens
 
@@ -207,7 +208,14 @@ PLAIN: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize(
+    "name",
+    by_default(
+        PLAIN,
+        *("tutorial, sequence first", "mask in the dtype of hidden states", "mask written into a view"),
+        *("norms by F.normalize", "scale norms", "flat list, norms after", "adapters", "sequential"),
+    ),
+)
 def test_plain_models(name: str, tmp_path: Path) -> None:
     make, expected = PLAIN[name]
     result = same_function(randomize(make()))

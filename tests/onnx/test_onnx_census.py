@@ -93,8 +93,21 @@ TRACED = ["gpt2-eager", "gpt2-sdpa", "gpt_neox-eager", "gpt_neox-sequential", "o
 TRACED += ["nanogpt-flash", "mingpt", "lecture", "functional"]
 
 
-@pytest.mark.parametrize("name", TRACED)
-@pytest.mark.parametrize("opset", [11, 17])
+EARLY, LATE = (
+    ("gpt2-eager", "llama-eager", "mingpt"),
+    ("gpt2-eager", "gpt2-sdpa", "llama-eager", "lecture", "functional"),
+)
+QUICK = {*((name, 11) for name in EARLY), *((name, 17) for name in LATE)}
+
+
+@pytest.mark.parametrize(
+    ("name", "opset"),
+    [
+        pytest.param(name, opset, marks=() if (name, opset) in QUICK else pytest.mark.slow)
+        for opset in (11, 17)
+        for name in TRACED
+    ],
+)
 def test_files_of_the_older_exporter(name: str, opset: int) -> None:
     """Opset 11 has no LayerNormalization and opset 17 no Gelu: both are arithmetic there."""
     if opset == 11 and name in ("gpt2-sdpa", "opt-sdpa", "nanogpt-flash", "functional"):

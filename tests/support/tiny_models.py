@@ -390,6 +390,9 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
 
 EVERY = tuple(FAMILIES)
 
+UNLIKE = ("gpt2-eager", "llama-sdpa", "nanogpt", "lecture", "functional", "encoder-post")
+"""Six that share the least: layers, heads, norms, positions and outputs are written another way in each."""
+
 
 @functools.cache
 def source(name: str) -> nn.Module:

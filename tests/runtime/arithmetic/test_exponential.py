@@ -75,7 +75,7 @@ def check_softmax(exponential: Exponential, entries: int, protocol: str) -> None
     assert np.abs(in_two_parties(softmax, rows, protocol) - exact).max() <= exponential.error_in(entries) + half
 
 
-@pytest.mark.parametrize("entries", [128, 1024])
+@pytest.mark.parametrize("entries", [128, pytest.param(1024, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("exponential", ERRORS, ids=str)
 def test_published_softmax_error_holds_in_semi2k(exponential: Exponential, entries: int) -> None:
     pytest.importorskip("spu")

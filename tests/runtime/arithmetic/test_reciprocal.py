@@ -38,8 +38,11 @@ def test_in_exact_arithmetic(most: int) -> None:
     assert np.abs(found * x - 1).max() < RECIPROCAL_ERROR / 3
 
 
-@pytest.mark.parametrize("protocol", ["semi2k", "cheetah"])
-@pytest.mark.parametrize("most", [1, 2, 33, 128])
+@pytest.mark.parametrize(
+    ("most", "protocol"),
+    [(1, "semi2k"), (2, "semi2k"), (33, "semi2k"), (128, "semi2k"), (128, "cheetah")]
+    + [pytest.param(most, "cheetah", marks=pytest.mark.slow) for most in (1, 2, 33)],
+)
 def test_in_spu(most: int, protocol: str) -> None:
     pytest.importorskip("spu")
     x = sums(most)
