@@ -42,9 +42,10 @@ from aero_compile.progress import Progress
 from aero_compile.recipe.recipe import Recipe, resolve
 from aero_compile.reporting.report import command_line
 from aero_compile.training.run_directory import finite_or_none, versions
-from benchmarks.lib import zoo
+from benchmarks.lib import written_decoders, zoo
 from benchmarks.lib.eager_watch import Watch, entropies, watch
-from benchmarks.lib.zoo import POSITIONS, Entry, NotTried
+from benchmarks.lib.written_decoders import POSITIONS
+from benchmarks.lib.zoo import Entry, NotTried
 
 ROOT = Path(__file__).resolve().parent.parent
 FORMAT = "aero_compile.families/1"
@@ -130,7 +131,7 @@ def check(entry: Entry, *, steps: int = 50, seconds: int = 600) -> Row:
 def _check(entry: Entry, row: Row, steps: int) -> None:
     source = entry.build()
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(3, zoo.VOCAB, (BATCH, LENGTH), generator=generator)
+    ids = torch.randint(3, written_decoders.VOCAB, (BATCH, LENGTH), generator=generator)
     tolerance = TOLERANCE
     if problem := _cannot_run(source, ids):
         source, tolerance = source.float(), 1e-3
@@ -307,9 +308,9 @@ def train(model: TransformedModel, steps: int) -> tuple[float, float]:
     torch.manual_seed(2)  # of dropout
     losses = []
     for _ in range(steps):
-        tokens = [torch.randint(3, zoo.VOCAB, (8,), generator=generator)]
+        tokens = [torch.randint(3, written_decoders.VOCAB, (8,), generator=generator)]
         for _ in range(15):
-            tokens.append(3 + (tokens[-1] * 5 + 7) % (zoo.VOCAB - 3))
+            tokens.append(3 + (tokens[-1] * 5 + 7) % (written_decoders.VOCAB - 3))
         ids = torch.stack(tokens, 1)
         optimizer.zero_grad()
         loss = model(ids, labels=ids).loss

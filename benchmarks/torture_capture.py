@@ -12,14 +12,12 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
-import hashlib
 import inspect
 import json
 import random
 import sys
 import time
 import traceback
-import types
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -31,45 +29,13 @@ from torch import Tensor, nn
 import aero_compile
 from aero_compile.errors import AeroError
 from aero_compile.plain_help import HelpParser
-from benchmarks.lib import zoo
+from benchmarks.lib import written_decoders, zoo
+from benchmarks.lib.fingerprint import fingerprint, generators
 from benchmarks.lib.torture_decoders import POSITIONS, TABLES, VOCAB, Table, Tortured, cached_table, emptied
 from benchmarks.lib.torture_private import CRASH, MISS, REFUSED, WITHIN, Miss, Outcome, kind_of
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
 """Largest difference relative to the largest logit; sums may be taken in another order."""
-
-
-def fingerprint(value: Any, seen: dict[int, int] | None = None) -> Any:
-    """Everything that an object holds, down to the bytes of tensors, as nested tuples."""
-    seen = {} if seen is None else seen
-    if value is None or isinstance(value, int | float | str | bytes | torch.dtype | torch.device):
-        return value
-    if id(value) in seen:
-        return ("again", seen[id(value)])
-    seen[id(value)] = len(seen)
-    if isinstance(value, Tensor):
-        kind = (type(value).__name__, str(value.dtype), tuple(value.shape), value.requires_grad, value.is_leaf)
-        if kind[0] == "FakeTensor" or value.device.type == "meta":
-            return kind
-        return (*kind, hashlib.sha256(value.detach().flatten().view(torch.uint8).numpy().tobytes()).hexdigest())
-    if isinstance(value, dict):
-        return tuple((fingerprint(k, seen), fingerprint(v, seen)) for k, v in dict.items(value))
-    if isinstance(value, list | tuple):
-        return tuple(fingerprint(item, seen) for item in value)
-    if isinstance(value, set | frozenset):
-        return sorted(map(str, value))
-    if isinstance(value, types.FunctionType):
-        return (id(value), tuple(fingerprint(cell.cell_contents, seen) for cell in value.__closure__ or ()))
-    if isinstance(value, nn.Module) or hasattr(value, "__dict__"):
-        return (id(type(value)), fingerprint(getattr(value, "__dict__", {}), seen))
-    return str(value)
-
-
-def generators() -> Any:
-    """States of the random generators of torch, Python and NumPy."""
-    import numpy as np
-
-    return torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
 
 
 def leaves(value: Any) -> list[Tensor]:
@@ -166,7 +132,7 @@ def of_the_zoo(number: int, build: Callable[[], nn.Module]) -> Outcome | None:
     except zoo.NotTried:
         return None
     tokens = "input_ids" if hasattr(source, "config") else next(iter(inspect.signature(source.forward).parameters))
-    calls = [{tokens: torch.randint(zoo.VOCAB, shape)} for shape in ((2, 9), (1, 1))]
+    calls = [{tokens: torch.randint(written_decoders.VOCAB, shape)} for shape in ((2, 9), (1, 1))]
     tolerance = 1e-4  # families compute masks and rotary tables in float32
     return judged(number, True, lambda: check_capture(source, calls, tolerance), tolerance)
 

@@ -75,6 +75,16 @@ def test_no_test_is_imported(root: Path) -> None:
             assert not [name for name in imports(path) if name.startswith("tests.") and ".test_" in name], path
 
 
+def test_what_tests_and_benchmarks_share_lies_in_benchmarks_lib(root: Path) -> None:
+    """A command of benchmarks/ is known to its own tests alone, and benchmarks know nothing of the tests."""
+    for path in (root / "benchmarks").rglob("*.py"):
+        assert not [name for name in imports(path) if name.split(".")[0] == "tests"], path
+    for path in (root / "tests").rglob("*.py"):
+        if path.parent.name != "benchmarks":
+            asked = {tuple(name.split(".")[:2]) for name in imports(path) if name.startswith("benchmarks")}
+            assert asked <= {("benchmarks", "lib")}, path
+
+
 @pytest.mark.parametrize("name", ["passes", "runtime"])
 def test_symlinks_are_relative(root: Path, name: str) -> None:
     link = root / "aero_compile" / name

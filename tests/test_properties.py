@@ -28,19 +28,19 @@ from aero_compile import TransformedModel
 from aero_compile.errors import InputError, LoweringError, RecipeError, UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass
 from aero_compile.recipe.recipe import PASSES, Recipe, resolve
-from tests.support.budgets import MANY, few, many
-from tests.support.captured_decoders import POOL, captured
-from tests.support.random_decoders import (
+from benchmarks.lib.random_decoders import (
     ACTIVATIONS,
     Block,
     Config,
     Decoder,
     build,
-    configs,
     logits_of,
     reference,
     rows_of,
 )
+from tests.support.budgets import MANY, few, many
+from tests.support.captured_decoders import POOL, captured
+from tests.support.drawn_decoders import configs
 
 POOLED = st.sampled_from(POOL)
 """Decoders of the few examples, most of which other tests have captured already; the many are drawn from all."""

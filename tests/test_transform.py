@@ -23,6 +23,7 @@ from aero_compile.errors import (
     UnsupportedGraphError,
     UnsupportedModelError,
 )
+from benchmarks.lib import written_decoders
 from tests.support import eager_references as eager
 from tests.support import tiny_models
 from tests.support.tiny_models import (
@@ -525,14 +526,14 @@ class Feedforward(nn.Module):
         return self.head(torch.relu(self.embed(ids)))  # type: ignore[no-any-return]
 
 
-class Bidirectional(tiny_models.EncoderStack):
+class Bidirectional(written_decoders.EncoderStack):
     """The same encoder without its mask."""
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(self.encoder(self.embedding(ids)))  # type: ignore[no-any-return]
 
 
-class Router(tiny_models.NanoBlock):
+class Router(written_decoders.NanoBlock):
     """A soft mixture of two feed-forward experts."""
 
     def __init__(self) -> None:
@@ -547,7 +548,7 @@ class Router(tiny_models.NanoBlock):
 
 
 def mixture() -> nn.Module:
-    model = tiny_models.NanoGPT(layers=1)
+    model = written_decoders.NanoGPT(layers=1)
     model.transformer["h"][0] = Router()  # type: ignore[operator]
     return model
 

@@ -27,9 +27,9 @@ from aero_compile.optimize import passes
 from aero_compile.runtime import inference
 from aero_compile.runtime.lowering import spu_compile
 from aero_compile.runtime.program import Program, one_hot
+from benchmarks.lib.random_decoders import logits_of
 from benchmarks.lib.torture_models import Case, case
-from tests.support.random_decoders import logits_of
-from tests.support.runtime_graphs import simulate
+from benchmarks.lib.two_threads import simulate
 
 WITHIN, REFUSED, MISS, CRASH = "within", "refused", "silent miss", "crash"
 

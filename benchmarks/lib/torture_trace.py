@@ -20,7 +20,7 @@ from aero_compile.model import TransformedModel
 from aero_compile.runtime.program import Program, one_hot
 from benchmarks.lib.torture_models import case
 from benchmarks.lib.torture_private import handed_over
-from tests.support.runtime_graphs import simulate
+from benchmarks.lib.two_threads import simulate
 
 
 def trace(seed: int, protocol: str) -> Iterator[str]:

@@ -23,7 +23,7 @@ from aero_compile.errors import AeroError, first_line
 from aero_compile.inference_model import inference_copy
 from aero_compile.model import TransformedModel
 from benchmarks.families import _call, _cannot_run
-from benchmarks.lib import zoo
+from benchmarks.lib import written_decoders, zoo
 from benchmarks.lib.torture_private import EXACT, Miss, Outcome, check_passes, check_private, facts_of
 
 NOT_TAKEN, NOT_TRIED = "not taken", "not tried"
@@ -45,7 +45,7 @@ def zoo_run(number: int, protocol: str) -> Outcome:
     """The entry of that number."""
     entry = entries()[number]
     torch.manual_seed(number)
-    ids = torch.randint(3, zoo.VOCAB, SHAPE, generator=torch.Generator().manual_seed(number))
+    ids = torch.randint(3, written_decoders.VOCAB, SHAPE, generator=torch.Generator().manual_seed(number))
     made = Outcome(number, "zoo", "", protocol=protocol, config=entry.name, recipe="baseline", weights="its own")
     made = replace(made, ordinary=True, shape=SHAPE)
     try:

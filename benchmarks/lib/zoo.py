@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-VOCAB, WIDTH, HEADS, LAYERS, POSITIONS, HIDDEN = 61, 32, 4, 2, 48, 56
-HEAD = WIDTH // HEADS
+from benchmarks.lib import written_decoders as written
+from benchmarks.lib.written_decoders import HEAD, HEADS, HIDDEN, LAYERS, POSITIONS, VOCAB, WIDTH
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -259,118 +259,8 @@ def hugging_face_entries() -> list[Entry]:
 # -- decoders that are not from transformers ---------------------------------------------------------------------
 
 
-class HeadsBlock(nn.Module):
-    """torch's nn.MultiheadAttention and a feed-forward, pre- or post-norm."""
-
-    def __init__(self, norm_first: bool) -> None:
-        super().__init__()
-        self.norm_first = norm_first
-        self.attention = nn.MultiheadAttention(WIDTH, HEADS, dropout=0.1, batch_first=True)
-        self.ln1, self.ln2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.ffn = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH))
-
-    def attend(self, x: Tensor) -> Tensor:
-        """Causal self-attention."""
-        ahead = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
-        out: Tensor = self.attention(x, x, x, attn_mask=ahead, need_weights=False)[0]
-        return out
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.norm_first:
-            x = x + self.attend(self.ln1(x))
-            return x + self.ffn(self.ln2(x))  # type: ignore[no-any-return]
-        x = self.ln1(x + self.attend(x))
-        return self.ln2(x + self.ffn(x))  # type: ignore[no-any-return]
-
-
-class Decoder(nn.Module):
-    """Token and position embeddings, blocks, a head; `final_norm` for pre-norm blocks."""
-
-    def __init__(self, blocks: Iterable[nn.Module], *, positions: bool = True, final_norm: bool = True) -> None:
-        super().__init__()
-        self.tokens, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
-        self.positions = nn.Embedding(POSITIONS, WIDTH) if positions else None
-        self.blocks = nn.ModuleList(blocks)
-        self.norm = nn.LayerNorm(WIDTH) if final_norm else nn.Identity()
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids)
-        if self.positions is not None:
-            x = x + self.positions(torch.arange(ids.shape[1], device=ids.device))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))  # type: ignore[no-any-return]
-
-
-class ComplexRotaryBlock(nn.Module):
-    """RMSNorm, rotary positions as complex numbers, grouped heads, SwiGLU: Llama as its authors' code writes it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(WIDTH, eps=1e-6), nn.RMSNorm(WIDTH, eps=1e-6)
-        self.wq, self.wo = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
-        self.wk, self.wv = (nn.Linear(WIDTH, WIDTH // 2, bias=False) for _ in range(2))
-        self.w1, self.w3 = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
-        self.w2 = nn.Linear(HIDDEN, WIDTH, bias=False)
-        self.register_buffer("rates", 100.0 ** -(torch.arange(0, HEAD, 2) / HEAD), persistent=False)
-
-    def rotate(self, x: Tensor) -> Tensor:
-        """Turn pairs of channels by angles that grow with the position."""
-        angles = torch.outer(torch.arange(x.shape[1], device=x.device), self.rates)  # type: ignore[arg-type]
-        turns = torch.polar(torch.ones_like(angles), angles)[None, :, None]
-        pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
-        return torch.view_as_real(pairs * turns).flatten(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm1(x)
-        batch, length, _ = x.shape
-        q = self.rotate(self.wq(y).view(batch, length, HEADS, HEAD))
-        k = self.rotate(self.wk(y).view(batch, length, HEADS // 2, HEAD)).repeat_interleave(2, dim=2)
-        v = self.wv(y).view(batch, length, HEADS // 2, HEAD).repeat_interleave(2, dim=2)
-        scores = torch.matmul(q.transpose(1, 2), k.permute(0, 2, 3, 1)) / math.sqrt(HEAD)
-        scores = scores + torch.full((length, length), float("-inf"), device=x.device).triu(1)
-        mixed = torch.matmul(nn.functional.softmax(scores, dim=-1), v.transpose(1, 2))
-        x = x + self.wo(mixed.transpose(1, 2).contiguous().view(batch, length, -1))
-        y = self.norm2(x)
-        return x + self.w2(nn.functional.silu(self.w1(y)) * self.w3(y))  # type: ignore[no-any-return]
-
-
-class RealRotaryBlock(ComplexRotaryBlock):
-    """The same with real arithmetic."""
-
-    def rotate(self, x: Tensor) -> Tensor:
-        angles = torch.outer(torch.arange(x.shape[1], device=x.device), self.rates)  # type: ignore[arg-type]
-        cos, sin = angles.cos()[None, :, None], angles.sin()[None, :, None]
-        even, odd = x[..., 0::2], x[..., 1::2]
-        return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
-
-
-class AlibiParallelBlock(nn.Module):
-    """One norm for attention and feed-forward side by side, all heads sharing keys and values, ALiBi."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, WIDTH + 2 * HEAD)
-        self.out, self.fc, self.proj = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        batch, length, _ = x.shape
-        q, k, v = self.qkv(y).split([WIDTH, HEAD, HEAD], dim=-1)
-        scores = torch.einsum("bthd,bsd->bhts", q.reshape(batch, length, HEADS, HEAD), k) * HEAD**-0.5
-        places = torch.arange(length, device=x.device)
-        slopes = 2.0 ** -torch.arange(1, HEADS + 1, device=x.device)
-        scores = scores + slopes[:, None, None] * (places[None, :] - places[:, None])
-        scores = scores.masked_fill(places[None, :] > places[:, None], float("-inf"))
-        mixed = torch.einsum("bhts,bsd->bthd", scores.softmax(-1), v).reshape(batch, length, WIDTH)
-        return x + self.out(mixed) + self.proj(torch.relu(self.fc(y)))  # type: ignore[no-any-return]
-
-
 def plain_entries() -> list[Entry]:
     """Decoders in the styles that people write themselves."""
-    from tests.support import tiny_models as written
-
     own: dict[str, tuple[Callable[[], nn.Module], int]] = {
         "nanoGPT": (written.NanoGPT, 4 * WIDTH),
         "nanoGPT: flash, no bias": (lambda: written.NanoGPT(flash=True, bias=False), 4 * WIDTH),
@@ -379,11 +269,11 @@ def plain_entries() -> list[Entry]:
         "functions and einsum": (written.FunctionalDecoder, HIDDEN),
         "nn.TransformerEncoder: pre-LN": (lambda: written.EncoderStack(norm_first=True), HIDDEN),
         "nn.TransformerEncoder: post-LN": (lambda: written.EncoderStack(norm_first=False), HIDDEN),
-        "nn.MultiheadAttention: pre-LN": (lambda: _stack(HeadsBlock, True), HIDDEN),
-        "nn.MultiheadAttention: post-LN": (lambda: _stack(HeadsBlock, False, final_norm=False), HIDDEN),
-        "Llama, complex rotary": (lambda: _stack(ComplexRotaryBlock, positions=False), HIDDEN),
-        "Llama, real rotary": (lambda: _stack(RealRotaryBlock, positions=False), HIDDEN),
-        "parallel, multi-query, ALiBi, einsum": (lambda: _stack(AlibiParallelBlock, positions=False), HIDDEN),
+        "nn.MultiheadAttention: pre-LN": (lambda: _stack(written.HeadsBlock, True), HIDDEN),
+        "nn.MultiheadAttention: post-LN": (lambda: _stack(written.HeadsBlock, False, final_norm=False), HIDDEN),
+        "Llama, complex rotary": (lambda: _stack(written.ComplexRotaryBlock, positions=False), HIDDEN),
+        "Llama, real rotary": (lambda: _stack(written.RealRotaryBlock, positions=False), HIDDEN),
+        "parallel, multi-query, ALiBi, einsum": (lambda: _stack(written.AlibiParallelBlock, positions=False), HIDDEN),
     }
     arithmetic = ("minGPT", "functions and einsum")
     return [
@@ -398,8 +288,8 @@ def plain_entries() -> list[Entry]:
     ]
 
 
-def _stack(block: Callable[..., nn.Module], *args: Any, **options: bool) -> Decoder:
-    return Decoder((block(*args) for _ in range(LAYERS)), **options)
+def _stack(block: Callable[..., nn.Module], *args: Any, **options: bool) -> written.Decoder:
+    return written.Decoder((block(*args) for _ in range(LAYERS)), **options)
 
 
 def _plain(build: Callable[[], nn.Module]) -> nn.Module:
@@ -412,63 +302,6 @@ def _fixed(sizes: tuple[int, int, int], model: nn.Module) -> tuple[int, int, int
 
 
 # -- what is no dense decoder-only transformer -------------------------------------------------------------------
-
-
-class Convolutional(nn.Module):
-    """A causal convolutional language model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
-        self.convolution = nn.Conv1d(WIDTH, WIDTH, 3)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = nn.functional.pad(self.tokens(ids).transpose(1, 2), (2, 0))
-        return self.head(torch.relu(self.convolution(x)).transpose(1, 2))  # type: ignore[no-any-return]
-
-
-class Recurrent(nn.Module):
-    """A recurrent language model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
-        self.cells = nn.GRU(WIDTH, WIDTH, LAYERS, batch_first=True)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.cells(self.tokens(ids))[0])  # type: ignore[no-any-return]
-
-
-class LinearAttentionBlock(nn.Module):
-    """Attention without softmax: feature maps and cumulative sums."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).chunk(3, dim=-1)
-        q, k = nn.functional.elu(q) + 1, nn.functional.elu(k) + 1
-        state = torch.cumsum(torch.einsum("btd,bte->btde", k, v), dim=1)
-        mixed = torch.einsum("btd,btde->bte", q, state) / (q * k.cumsum(1)).sum(-1, keepdim=True)
-        return x + self.out(mixed)  # type: ignore[no-any-return]
-
-
-class ExpertsBlock(HeadsBlock):
-    """A feed-forward of two experts that a router mixes."""
-
-    def __init__(self) -> None:
-        super().__init__(norm_first=True)
-        self.router, experts = nn.Linear(WIDTH, 2), []
-        for _ in range(2):
-            experts.append(nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)))
-        self.experts = nn.ModuleList(experts)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attend(self.ln1(x))
-        y = self.ln2(x)
-        shares = self.router(y).softmax(-1)
-        return x + sum(shares[..., i : i + 1] * expert(y) for i, expert in enumerate(self.experts))  # type: ignore
 
 
 def _t5(kind: str) -> nn.Module:
@@ -500,10 +333,10 @@ def foreign_entries() -> list[Entry]:
         "num_attention_heads": HEADS,
     }
     own: dict[str, Callable[[], nn.Module]] = {
-        "convolutional": Convolutional,
-        "recurrent (GRU)": Recurrent,
-        "linear attention": lambda: _stack(LinearAttentionBlock),
-        "experts with a soft router": lambda: _stack(ExpertsBlock),
+        "convolutional": written.Convolutional,
+        "recurrent (GRU)": written.Recurrent,
+        "linear attention": lambda: _stack(written.LinearAttentionBlock),
+        "experts with a soft router": lambda: _stack(written.ExpertsBlock),
         "encoder-decoder (T5)": lambda: _t5("T5"),
         "encoder-decoder (BART)": lambda: _t5("BART"),
         "bidirectional encoder (BERT)": lambda: transformers.BertForMaskedLM(

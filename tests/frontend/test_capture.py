@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import aero_compile
 from aero_compile.errors import InputError, UnsupportedModelError
+from benchmarks.lib import written_decoders
 from tests.support import tiny_models
 from tests.support.small_decoder import Small, same_function
 from tests.support.tiny_models import captured, hugging_face, randomize, source, tokens, transformed
@@ -37,7 +38,9 @@ def test_random_nanogpt(
     """Sizes of 1, and sizes equal to those of the sample tokens (3 and 11), must not be mistaken for axes."""
     width = heads * head_width
     model = randomize(
-        tiny_models.NanoGPT(flash, bias=bias, vocab=vocab, width=width, heads=heads, layers=layers, positions=positions)
+        written_decoders.NanoGPT(
+            flash, bias=bias, vocab=vocab, width=width, heads=heads, layers=layers, positions=positions
+        )
     ).eval()
     result = aero_compile.transform(model, "baseline")
     assert result.num_heads == (heads,) * layers
@@ -449,7 +452,7 @@ def test_more_families(name: str) -> None:
 
 
 def test_blocks_that_share_a_module() -> None:
-    model = tiny_models.NanoGPT(vocab=30)
+    model = written_decoders.NanoGPT(vocab=30)
     blocks: Any = model.transformer["h"]
     blocks[1].mlp = blocks[0].mlp
     result = same_function(randomize(model))

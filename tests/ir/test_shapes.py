@@ -16,6 +16,7 @@ from aero_compile.inference_model import inference_copy
 from aero_compile.ir import shapes
 from aero_compile.ir.rewriting import insert_call
 from aero_compile.ir.shapes import node_values
+from benchmarks.lib import written_decoders
 from tests.support import tiny_models
 from tests.support.tiny_models import HEADS, WIDTH, transformed
 
@@ -148,7 +149,7 @@ def test_work_grows_with_layers_as_layers_do(looked_at: Counter[str]) -> None:
     for layers in (1, 2, 3):
         looked_at.clear()
         with torch.device("meta"):
-            model = tiny_models.NanoGPT(layers=layers)
+            model = written_decoders.NanoGPT(layers=layers)
         result = aero_compile.transform(model, "softmax_only")
         assert isinstance(result, TransformedModel)
         aero_compile.census(result, 16)

@@ -10,8 +10,8 @@ import aero_compile
 from aero_compile import TransformedModel
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.ir.weight_readers import readers_of, weight_readers, weights_read
-from tests.support import random_decoders
-from tests.support.random_decoders import Config
+from benchmarks.lib import random_decoders
+from benchmarks.lib.random_decoders import Config
 
 aten = torch.ops.aten
 

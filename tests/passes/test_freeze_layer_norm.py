@@ -16,6 +16,7 @@ import aero_compile
 from aero_compile.analysis.norm_sites import removal_schedule
 from aero_compile.errors import InputError, UnsupportedGraphError
 from aero_compile.runtime.lowering.partition import Domain, partition
+from benchmarks.lib import written_decoders
 from tests.support import norm_references as references
 from tests.support import tiny_models
 from tests.support.tiny_models import LAYERS, VOCAB, all_logits, captured, source, tokens
@@ -108,8 +109,8 @@ def test_one_way_into_attention(part: str) -> None:
 
 
 def test_a_norm_of_embeddings_that_feeds_another_norm() -> None:
-    plain = tiny_models.NanoGPT(layers=1)
-    plain.transformer["drop"] = tiny_models.NanoNorm(tiny_models.WIDTH, True)
+    plain = written_decoders.NanoGPT(layers=1)
+    plain.transformer["drop"] = written_decoders.NanoNorm(tiny_models.WIDTH, True)
     base = aero_compile.transform(tiny_models.randomize(plain), "baseline").eval()
     steps = removal_schedule(base)
     assert steps[-2:] == ("strip-layer-norm{layers=0,norms=other}", "strip-layer-norm{norms=final}")
@@ -157,7 +158,7 @@ def test_a_trained_model_survives_freezing_but_not_stripping() -> None:
 def trained() -> tuple[nn.Module, Tensor]:
     """A tiny model after some steps on sequences x, 3x + 1, … modulo 17, a tenth of them wrong."""
     torch.manual_seed(0)
-    model = tiny_models.NanoGPT(vocab=17, width=16, heads=2, layers=2, positions=24)
+    model = written_decoders.NanoGPT(vocab=17, width=16, heads=2, layers=2, positions=24)
 
     def text(batch: int) -> Tensor:
         rows = [torch.randint(17, (batch,))]

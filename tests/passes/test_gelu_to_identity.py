@@ -16,6 +16,7 @@ import aero_compile
 from aero_compile.errors import RecipeError, UnsupportedGraphError
 from aero_compile.passes.gelu_to_identity import GeluToIdentity
 from aero_compile.recipe.recipe import resolve
+from benchmarks.lib import written_decoders
 from tests.support import eager_references as eager
 from tests.support import tiny_models
 from tests.support.small_decoder import Small
@@ -125,7 +126,7 @@ PAPER: dict[str, tuple[Sequence[int], int]] = {
 
 @functools.cache
 def twelve_layers() -> aero_compile.TransformedModel:
-    return aero_compile.transform(randomize(tiny_models.NanoGPT(layers=12)).eval(), "baseline")
+    return aero_compile.transform(randomize(written_decoders.NanoGPT(layers=12)).eval(), "baseline")
 
 
 @pytest.mark.parametrize("options", PAPER)

@@ -11,8 +11,8 @@ from torch import nn
 import aero_compile
 from aero_compile.analysis.projections import find_projections
 from aero_compile.errors import RecipeError, UnsupportedGraphError
+from benchmarks.lib import written_decoders
 from tests.support import eager_simplified as eager
-from tests.support import tiny_models
 from tests.support.tiny_models import LAYERS, WIDTH, all_logits, captured, source, tokens, transformed
 
 LAYOUTS = ["gpt2-eager", "nanogpt-flash", "gpt_neox-eager", "llama-sdpa", "lecture", "functional", "encoder-pre"]
@@ -123,7 +123,7 @@ def test_second_application_and_a_saved_model(tmp_path: Any) -> None:
 
 def test_without_weights() -> None:
     with torch.device("meta"):
-        model = tiny_models.NanoGPT()
+        model = written_decoders.NanoGPT()
     small = aero_compile.transform(model, "identity-values{trained_values=0}")
     assert small.get_parameter("transformer.h.1.attn.c_attn.weight").shape == (2 * WIDTH, WIDTH)
     assert small.get_parameter("transformer.h.1.attn.c_attn.weight").is_meta

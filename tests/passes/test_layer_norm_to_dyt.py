@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import aero_compile
 from aero_compile.errors import RecipeError, UnsupportedGraphError
+from benchmarks.lib import written_decoders
 from tests.support import norm_references as references
 from tests.support import tiny_models
 from tests.support.tiny_models import HEADS, LAYERS, WIDTH, all_logits, captured, source, tokens, transformed
@@ -122,7 +123,7 @@ def test_everything_learns() -> None:
 
 
 def test_a_norm_without_gain_gets_one() -> None:
-    class Bare(tiny_models.MinGPT):
+    class Bare(written_decoders.MinGPT):
         def __init__(self) -> None:
             super().__init__()
             self.ln_f = nn.LayerNorm(self.ln_f.normalized_shape, elementwise_affine=False)

@@ -12,6 +12,7 @@ from torch import nn
 import aero_compile
 from aero_compile.errors import RecipeError, UnsupportedGraphError
 from aero_compile.passes.shaped_attention import ShapedAttention
+from benchmarks.lib import written_decoders
 from tests.support import eager_simplified as eager
 from tests.support import tiny_models
 from tests.support.tiny_models import HEADS, LAYERS, all_logits, captured, source, tokens, transformed
@@ -179,7 +180,7 @@ def test_saved_and_loaded(tmp_path: Any) -> None:
 
 def test_without_weights() -> None:
     with torch.device("meta"):
-        model = tiny_models.NanoGPT()
+        model = written_decoders.NanoGPT()
     shaped = aero_compile.transform(model, "shaped-attention")
     assert shaped.get_parameter("shaped_attention.1.centre").is_meta
     assert aero_compile.census(shaped, 8).total("softmax") == LAYERS * HEADS

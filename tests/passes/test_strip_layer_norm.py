@@ -15,6 +15,7 @@ import aero_compile
 from aero_compile.analysis.norm_sites import find_norm_sites, removal_schedule
 from aero_compile.errors import RecipeError, UnsupportedGraphError
 from aero_compile.passes.strip_layer_norm import StripLayerNorm
+from benchmarks.lib import written_decoders
 from tests.support import eager_references as eager
 from tests.support import norm_references, tiny_models
 from tests.support.tiny_models import LAYERS, captured, source, tokens, transformed
@@ -87,7 +88,7 @@ def test_norms_of_queries_and_keys_go_too() -> None:
 
 
 def test_a_model_that_never_had_norms() -> None:
-    class Plain(tiny_models.MinGPT):
+    class Plain(written_decoders.MinGPT):
         def __init__(self) -> None:
             super().__init__()
             self.ln_f = nn.Identity()  # type: ignore[assignment]

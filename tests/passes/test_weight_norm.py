@@ -21,6 +21,7 @@ from aero_compile.ir.fold_weights import fold_weights
 from aero_compile.model import TransformedModel
 from aero_compile.passes.weight_norm import WeightNorm
 from aero_compile.recipe.recipe import resolve
+from benchmarks.lib import written_decoders
 from tests.support import tiny_models
 from tests.support.tiny_models import HEADS, HIDDEN, WIDTH, all_logits, captured, source, tokens, transformed
 
@@ -224,7 +225,7 @@ def test_a_part_of_a_fused_layer(name: str, on: str) -> None:
 @functools.cache
 def shared_source() -> nn.Module:
     """A nanoGPT whose blocks share one FFN."""
-    model = tiny_models.NanoGPT()
+    model = written_decoders.NanoGPT()
     blocks: Any = model.transformer["h"]
     blocks[1].mlp = blocks[0].mlp
     return tiny_models.randomize(model).eval()

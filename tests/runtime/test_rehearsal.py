@@ -14,9 +14,10 @@ from aero_compile import runtime
 from aero_compile.errors import LoweringError
 from aero_compile.runtime.program import TOKENS, one_hot
 from aero_compile.runtime.rehearsal import ABSOLUTE, rehearse
+from benchmarks.lib.random_decoders import build, logits_of
 from benchmarks.lib.torture_models import structure
-from tests.support.random_decoders import build, logits_of
-from tests.support.runtime_graphs import TokenRows, aten, simulate
+from benchmarks.lib.two_threads import simulate
+from tests.support.runtime_graphs import TokenRows, aten
 
 pytest.importorskip("spu")
 

@@ -15,7 +15,7 @@ import pytest
 import aero_compile
 from aero_compile import TransformedModel
 from aero_compile.inference_model import inference_copy
-from tests.support.random_decoders import Config, Decoder, any_config, build
+from benchmarks.lib.random_decoders import Config, Decoder, any_config, build
 
 
 class FromSeed:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.lib import written_decoders
 from tests.support import tiny_models
 
 _NORMS: tuple[str, ...] = (
@@ -138,7 +139,7 @@ def _watch_parallel(block: Any, stream: dict[str, Tensor]) -> None:
 @contextlib.contextmanager
 def temperature(model: nn.Module, t: Tensor) -> Iterator[None]:
     """Inside, attention scores of `model` (eager attention) are divided by `t`, `[L, H, T_max]`, before the mask."""
-    if isinstance(model, tiny_models.NanoGPT):
+    if isinstance(model, written_decoders.NanoGPT):
         with contextlib.ExitStack() as stack:
             for layer, block in enumerate(_blocks(model)):
                 stack.enter_context(_replaced(block.attn, "scale_scores", _divider(t[layer])))

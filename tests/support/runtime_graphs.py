@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
@@ -14,13 +12,11 @@ import numpy.typing as npt
 import torch
 from torch import fx
 
-from aero_compile.errors import OutOfRangeError
-from aero_compile.runtime.hosts.opening import check_guard
 from aero_compile.runtime.lowering.defer import defer_normalization
 from aero_compile.runtime.lowering.partition import partition
 from aero_compile.runtime.lowering.to_jax import lower
-from aero_compile.runtime.program import CLIENT, SERVER, Program, one_hot
-from aero_compile.runtime.spu_config import runtime_config
+from aero_compile.runtime.program import one_hot
+from benchmarks.lib.two_threads import simulate
 
 aten = torch.ops.aten
 Body = Callable[..., Any]
@@ -94,57 +90,6 @@ def in_spu(model: TokenRows, protocol: str = "semi2k", *, defer: bool = False) -
     program = compile_steps(live, protocol, 64, 18)
     tokens = one_hot(model.ids.numpy(), live.token_shape[2])
     return simulate(program, {program.tokens.name: tokens}, live.weights)
-
-
-def simulate(
-    program: Program, tokens: Mapping[str, npt.NDArray[Any]], weights: Mapping[str, npt.NDArray[Any]]
-) -> npt.NDArray[np.float64]:
-    """Run a program between two threads and return the opened result.
-
-    Raises:
-        OutOfRangeError: the private checks of the program found a value outside.
-    """
-    import spu
-
-    config = runtime_config(program.protocol, program.field, program.fraction_bits)
-    config.enable_pphlo_profile = False
-    io = spu.Io(2, config)
-    shares = {
-        name: io.make_shares(array, spu.Visibility.VIS_SECRET, owner)
-        for owner, arrays in ((SERVER, weights), (CLIENT, tokens))
-        for name, array in arrays.items()
-    }
-    desc = spu.link.Desc()
-    desc.id = uuid.uuid4().hex  # links of the same name are the same link, with what an earlier run left in it
-    for rank in (SERVER, CLIENT):
-        desc.add_party(f"party{rank}", f"thread{rank}")
-    results: dict[int, Any] = {}
-    refused: list[OutOfRangeError] = []
-
-    def party(rank: int) -> None:
-        link = spu.link.create_mem(desc, rank)
-        runtime = spu.Runtime(link, config)
-        for name, pieces in shares.items():
-            runtime.set_var(name, pieces[rank])
-        for step in program.steps:
-            code = program.codes[step.code].encode()
-            runtime.run(spu.Executable(step.label, list(step.inputs), list(step.outputs), code))
-        if program.guard is not None:
-            try:
-                check_guard(link, runtime.get_var(program.guard), io, rank)
-            except OutOfRangeError as error:
-                refused.append(error)
-        results[rank] = runtime.get_var(program.logits.name)
-
-    threads = [threading.Thread(target=party, args=(rank,)) for rank in (SERVER, CLIENT)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if refused:
-        assert len(refused) == 2, "one party alone found a value outside"
-        raise refused[0]
-    return np.asarray(io.reconstruct([results[SERVER], results[CLIENT]]), dtype=np.float64)
 
 
 def expected(model: TokenRows) -> npt.NDArray[np.float64]:

@@ -13,7 +13,8 @@ from torch import Tensor, fx
 import aero_compile
 from aero_compile.inference_model import inference_copy
 from aero_compile.model import TransformedModel
-from tests.support import random_decoders, tiny_models
+from benchmarks.lib import random_decoders
+from tests.support import tiny_models
 
 aten = torch.ops.aten
 

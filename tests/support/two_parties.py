@@ -12,7 +12,7 @@ from aero_compile.runtime.costs.model import estimate_program
 from aero_compile.runtime.lowering.live import LiveProgram, LiveStep
 from aero_compile.runtime.lowering.spu_compile import compile_steps
 from aero_compile.runtime.program import TOKENS
-from tests.support.runtime_graphs import simulate
+from benchmarks.lib.two_threads import simulate
 
 Array = npt.NDArray[np.float64]
 

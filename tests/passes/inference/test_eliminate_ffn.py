@@ -12,8 +12,8 @@ from aero_compile.errors import InputError
 from aero_compile.model import TransformedModel
 from aero_compile.passes.inference.eliminate_ffn import LARGEST_CONDITION, eliminate_ffn
 from aero_compile.passes.inference.fuse_linear_ffn import fuse_linear_ffn
+from benchmarks.lib.random_decoders import Config
 from tests.support import tiny_models
-from tests.support.random_decoders import Config
 from tests.support.streams import LINEAR, assert_same, aten, decoder, drawn, products, rounded
 
 D, H, LAYERS = tiny_models.WIDTH, tiny_models.HIDDEN, tiny_models.LAYERS

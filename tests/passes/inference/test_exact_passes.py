@@ -16,9 +16,10 @@ from aero_compile.errors import InputError, UnsupportedGraphError
 from aero_compile.inference_model import inference_copy
 from aero_compile.model import TransformedModel
 from aero_compile.optimize import passes
+from benchmarks.lib.random_decoders import Config, build
 from tests.support import tiny_models
 from tests.support.captured_decoders import POOL, for_inference
-from tests.support.random_decoders import Config, build, configs
+from tests.support.drawn_decoders import configs
 
 TOLERANCE = 1e-9
 """Of the largest logit; rounding is a million times smaller, a scale kept in float32 a hundred times larger."""

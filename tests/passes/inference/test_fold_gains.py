@@ -13,11 +13,12 @@ from aero_compile.passes.inference.fold_expressions import fold_expressions
 from aero_compile.passes.inference.fold_gains import LARGEST, fold_gains
 from aero_compile.passes.inference.fold_scales import fold_scales
 from aero_compile.passes.inference.fuse_projections import fuse_projections
+from benchmarks.lib.random_decoders import Config, build
 from tests.support import tiny_models
 from tests.support.budgets import MANY, many
 from tests.support.captured_decoders import every_decoder, for_inference
+from tests.support.drawn_decoders import configs
 from tests.support.folding import aten, calls, check, count, every_family, secret_products, trained
-from tests.support.random_decoders import Config, build, configs
 
 L, H, D = tiny_models.LAYERS, tiny_models.HEADS, tiny_models.WIDTH
 

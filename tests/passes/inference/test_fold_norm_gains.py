@@ -11,11 +11,12 @@ from aero_compile.analysis.linear_consumers import LARGEST, SMALLEST
 from aero_compile.inference_model import inference_copy
 from aero_compile.ir.ops import NORMS
 from aero_compile.passes.inference.fold_norm_gains import fold_norm_gains
+from benchmarks.lib.random_decoders import Config, build
 from tests.support import tiny_models
 from tests.support.budgets import MANY, many
 from tests.support.captured_decoders import every_decoder, for_inference
+from tests.support.drawn_decoders import configs
 from tests.support.folding import assert_same, calls, check, every_family, trained
-from tests.support.random_decoders import Config, build, configs
 
 
 def with_gain(model: torch.nn.Module) -> int:

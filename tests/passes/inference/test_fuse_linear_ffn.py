@@ -10,8 +10,8 @@ from torch import nn
 
 from aero_compile.ir.rewriting import insert_call
 from aero_compile.passes.inference.fuse_linear_ffn import fuse_linear_ffn
+from benchmarks.lib.random_decoders import Config
 from tests.support import tiny_models
-from tests.support.random_decoders import Config
 from tests.support.streams import LINEAR, assert_same, aten, decoder, drawn, products
 
 D, LAYERS = tiny_models.WIDTH, tiny_models.LAYERS

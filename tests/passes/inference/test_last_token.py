@@ -19,11 +19,13 @@ from aero_compile.errors import RecipeError, UnsupportedGraphError
 from aero_compile.inference_model import inference_copy
 from aero_compile.ir.rewriting import insert_call
 from aero_compile.passes.inference.last_token import last_token
+from benchmarks.lib import written_decoders
+from benchmarks.lib.random_decoders import Config, build
 from tests.support import tiny_models
 from tests.support.budgets import MANY, many
 from tests.support.captured_decoders import every_decoder, for_inference
+from tests.support.drawn_decoders import configs
 from tests.support.folding import logits, trained
-from tests.support.random_decoders import Config, build, configs
 from tests.support.tiny_models import HEADS, HIDDEN, LAYERS, WIDTH, tokens
 
 aten = torch.ops.aten
@@ -180,7 +182,8 @@ def test_many_random_decoders_without_norms(config: Config) -> None:
 
 def test_heads_folded_into_positions() -> None:
     """All heads share one key: queries `[B, T·H, d]` times keys `[B, d, T]`."""
-    from benchmarks.lib.zoo import AlibiParallelBlock, Decoder, randomize
+    from benchmarks.lib.written_decoders import AlibiParallelBlock, Decoder
+    from benchmarks.lib.zoo import randomize
 
     source = randomize(Decoder((AlibiParallelBlock() for _ in range(2)), positions=False)).eval()
     captured = aero_compile.transform(source, "baseline")
@@ -205,7 +208,7 @@ def test_fused_queries_leave_the_product_of_keys_and_values(name: str, ffns: flo
 
 def _one_layer(name: str, wanted: str) -> TransformedModel:
     source = (
-        tiny_models.randomize(tiny_models.NanoGPT(layers=1))
+        tiny_models.randomize(written_decoders.NanoGPT(layers=1))
         if name == "nanogpt"
         else tiny_models.hugging_face("gpt_neox", num_hidden_layers=1)
     )

@@ -20,7 +20,8 @@ from aero_compile.runtime.lowering.to_jax import lower
 from aero_compile.runtime.operators.limits import Format, SmallRows
 from aero_compile.runtime.program import one_hot
 from benchmarks.lib import zoo
-from tests.support.runtime_graphs import TokenRows, aten, simulate
+from benchmarks.lib.two_threads import simulate
+from tests.support.runtime_graphs import TokenRows, aten
 
 FORM = Format(64, 18)
 

@@ -29,7 +29,8 @@ from aero_compile.runtime.lowering.to_jax import lower
 from aero_compile.runtime.operators.limits import Format
 from aero_compile.runtime.operators.products import NORM_GAIN
 from aero_compile.runtime.program import one_hot
-from tests.support.runtime_graphs import TokenRows, aten, expected, simulate
+from benchmarks.lib.two_threads import simulate
+from tests.support.runtime_graphs import TokenRows, aten, expected
 
 pytest.importorskip("spu")
 

@@ -1,4 +1,4 @@
-"""Random decoders: a hypothesis strategy over configurations, and one eager module that spells any of them.
+"""Random decoders: configurations drawn from choices, and one eager module that spells any of them.
 
 The module is written apart from the compiler and knows no graph. It also is the reference of the passes: what a pass
 must compute is another configuration with the same weights (`reference`), or the learned scales set on the module.
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -621,27 +620,8 @@ class Choices(Protocol):
         """A whole number, both ends included."""
 
 
-class Drawn:
-    """Choices that hypothesis makes, and shrinks."""
-
-    def __init__(self, draw: st.DrawFn) -> None:
-        self._draw = draw
-
-    def one(self, *choices: Any) -> Any:
-        return self._draw(st.sampled_from(choices))
-
-    def between(self, low: int, high: int) -> int:
-        return self._draw(st.integers(low, high))
-
-
-@st.composite
-def configs(draw: st.DrawFn, max_layers: int = 3) -> Config:
-    """Any decoder that makes sense, small."""
-    return any_config(Drawn(draw), max_layers)
-
-
 def any_config(choices: Choices, max_layers: int = 3) -> Config:
-    """The same, chosen by `choices`."""
+    """Any decoder that makes sense, small."""
     one, between = choices.one, choices.between
     groups = between(1, 3)
     heads = groups * between(1, 3 if groups < 3 else 1)

@@ -22,7 +22,7 @@ from tests.support.tiny_models import HEADS, LAYERS, WIDTH, all_logits, captured
 
 pytest.importorskip("transformers")
 from benchmarks import families
-from benchmarks.lib import zoo
+from benchmarks.lib import written_decoders, zoo
 from benchmarks.lib.eager_watch import entropies
 
 aten = torch.ops.aten
@@ -131,8 +131,8 @@ class WithoutGradient(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = tiny_models.NanoGPT()
-        self.table = nn.Parameter(torch.ones(zoo.WIDTH))
+        self.inner = written_decoders.NanoGPT()
+        self.table = nn.Parameter(torch.ones(written_decoders.WIDTH))
 
     def forward(self, ids: Tensor) -> Tensor:
         with torch.no_grad():
@@ -162,7 +162,7 @@ class WritesInPlace(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = tiny_models.NanoGPT()
+        self.inner = written_decoders.NanoGPT()
 
     def forward(self, ids: Tensor) -> Tensor:
         logits, _ = self.inner(ids, ids)
@@ -179,7 +179,7 @@ def test_what_is_written_in_place_is_captured() -> None:
         torch.testing.assert_close(found(ids), model(ids), rtol=0, atol=1e-9)
 
 
-class FilledHeads(zoo.RealRotaryBlock):
+class FilledHeads(written_decoders.RealRotaryBlock):
     """Queries of two parts that are written into an empty tensor, as in multi-head latent attention."""
 
     def rotate(self, x: Tensor) -> Tensor:
@@ -203,9 +203,9 @@ def test_tensors_filled_in_parts_are_concatenations() -> None:
 def test_tables_that_are_not_of_positions_limit_nothing() -> None:
     """Token types are looked up in a table of two rows."""
 
-    class Typed(zoo.Decoder):
+    class Typed(written_decoders.Decoder):
         def __init__(self) -> None:
-            super().__init__([zoo.HeadsBlock(True)])
+            super().__init__([written_decoders.HeadsBlock(True)])
             self.types = nn.Embedding(2, WIDTH)
 
         def forward(self, ids: Tensor) -> Tensor:
@@ -221,11 +221,11 @@ def test_tables_that_are_not_of_positions_limit_nothing() -> None:
             return out
 
     assert aero_compile.transform(zoo._plain(Typed), "baseline").max_positions is None
-    assert aero_compile.transform(zoo._plain(Both), "baseline").max_positions == zoo.POSITIONS - 2
+    assert aero_compile.transform(zoo._plain(Both), "baseline").max_positions == written_decoders.POSITIONS - 2
 
 
 def test_activations_with_branches_belong_to_the_ffn() -> None:
-    class Branched(zoo.HeadsBlock):
+    class Branched(written_decoders.HeadsBlock):
         def __init__(self) -> None:
             super().__init__(True)
             self.slope = nn.Parameter(torch.tensor(0.3))

@@ -17,10 +17,10 @@ from aero_compile.errors import InputError, LoweringError
 from aero_compile.passes.inference.fold_expressions import fold_expressions
 from benchmarks import torture, torture_capture
 from benchmarks.lib import torture_decoders, torture_jobs, torture_models, torture_private, torture_zoo
+from benchmarks.lib.random_decoders import logits_of
 from benchmarks.lib.torture_private import CRASH, MISS, REFUSED, WITHIN
 from benchmarks.lib.torture_zoo import NOT_TAKEN, NOT_TRIED
-from tests.support.random_decoders import logits_of
-from tests.support.runtime_graphs import simulate
+from benchmarks.lib.two_threads import simulate
 
 pytest.importorskip("spu")
 

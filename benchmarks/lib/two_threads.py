@@ -1,0 +1,67 @@
+"""Both parties of a program as threads of one process: what they compute, without processes and links between them."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from aero_compile.errors import OutOfRangeError
+from aero_compile.runtime.hosts.opening import check_guard
+from aero_compile.runtime.program import CLIENT, SERVER, Program
+from aero_compile.runtime.spu_config import runtime_config
+
+
+def simulate(
+    program: Program, tokens: Mapping[str, npt.NDArray[Any]], weights: Mapping[str, npt.NDArray[Any]]
+) -> npt.NDArray[np.float64]:
+    """Run a program between two threads and return the opened result.
+
+    Raises:
+        OutOfRangeError: the private checks of the program found a value outside.
+    """
+    import spu
+
+    config = runtime_config(program.protocol, program.field, program.fraction_bits)
+    config.enable_pphlo_profile = False
+    io = spu.Io(2, config)
+    shares = {
+        name: io.make_shares(array, spu.Visibility.VIS_SECRET, owner)
+        for owner, arrays in ((SERVER, weights), (CLIENT, tokens))
+        for name, array in arrays.items()
+    }
+    desc = spu.link.Desc()
+    desc.id = uuid.uuid4().hex  # links of the same name are the same link, with what an earlier run left in it
+    for rank in (SERVER, CLIENT):
+        desc.add_party(f"party{rank}", f"thread{rank}")
+    results: dict[int, Any] = {}
+    refused: list[OutOfRangeError] = []
+
+    def party(rank: int) -> None:
+        link = spu.link.create_mem(desc, rank)
+        runtime = spu.Runtime(link, config)
+        for name, pieces in shares.items():
+            runtime.set_var(name, pieces[rank])
+        for step in program.steps:
+            code = program.codes[step.code].encode()
+            runtime.run(spu.Executable(step.label, list(step.inputs), list(step.outputs), code))
+        if program.guard is not None:
+            try:
+                check_guard(link, runtime.get_var(program.guard), io, rank)
+            except OutOfRangeError as error:
+                refused.append(error)
+        results[rank] = runtime.get_var(program.logits.name)
+
+    threads = [threading.Thread(target=party, args=(rank,)) for rank in (SERVER, CLIENT)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if refused:
+        assert len(refused) == 2, "one party alone found a value outside"
+        raise refused[0]
+    return np.asarray(io.reconstruct([results[SERVER], results[CLIENT]]), dtype=np.float64)
