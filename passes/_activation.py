@@ -15,7 +15,7 @@ from aero_compile.analysis.structure import require_ffns
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.ir.ops import ACTIVATIONS
 from aero_compile.ir.places import place
-from aero_compile.ir.rewriting import bypass, insert_call
+from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten
@@ -94,7 +94,7 @@ def _width(node: fx.Node, values: Values) -> int:
     return int(values[node].shape[-1])
 
 
-def keep_neurons(graph: fx.Graph, activation: Activation, count: int, values: Values) -> None:
+def keep_neurons(activation: Activation, count: int, values: Values) -> None:
     """Let only the first `count` neurons keep `activation`; the others become linear.
 
     Before → after, `w` neurons of which `count` are kept:
@@ -102,24 +102,21 @@ def keep_neurons(graph: fx.Graph, activation: Activation, count: int, values: Va
     """
     where = span(activation, values)
     if count == 0:
-        bypass(where.result, where.value)
+        Rewriter(where.result).replace(where.value)
         return
-
-    def cut(value: fx.Node, start: int, end: int, before: fx.Node) -> fx.Node:
-        return insert_call(graph, before, aten.slice.Tensor, value, -1, start, end, like=activation.node)
-
-    first = cut(where.value, 0, count, where.value.next)
-    others = cut(where.value, count, where.width, activation.node.next)
+    behind = Rewriter.after(activation.node)
+    first = Rewriter.after(where.value, like=activation.node).call(aten.slice.Tensor, where.value, -1, 0, count)
+    others = behind.call(aten.slice.Tensor, where.value, -1, count, where.width)
     for node in activation.nodes:
         node.replace_input_with(activation.source, first)
         for parent in node.all_input_nodes:  # a constant for each neuron
             if parent not in (first, *activation.nodes) and _is_per_neuron(values.get(parent), where.kept):
-                node.replace_input_with(parent, cut(parent, 0, count, node))
+                part = Rewriter(node, like=activation.node).call(aten.slice.Tensor, parent, -1, 0, count)
+                node.replace_input_with(parent, part)
     if where.result is not activation.node:
         where.result.args = ([activation.node, others], -1)
         return
-    joined = insert_call(graph, others.next, aten.cat.default, [activation.node, others], -1)
-    activation.node.replace_all_uses_with(joined, delete_user_cb=lambda user: user is not joined)
+    behind.redirect(behind.call(aten.cat.default, [activation.node, others], -1))
 
 
 def _is_per_neuron(value: Any, width: int) -> bool:

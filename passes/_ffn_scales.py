@@ -10,7 +10,7 @@ from torch import nn
 
 from aero_compile.analysis.structure import require_ffns
 from aero_compile.errors import UnsupportedGraphError
-from aero_compile.ir.rewriting import insert_call, parameter_node
+from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten
@@ -53,14 +53,15 @@ def scale_ffns(
         for scale in (branch, residual):
             value = torch.full((1,), scale.initial, dtype=weight.dtype, device=weight.device)
             model.add_tensor(f"{path}.{scale.leaf}", nn.Parameter(value))
-        factor = parameter_node(model, f"{path}.{branch.leaf}", ffn.output)
-        kept_factor = parameter_node(model, f"{path}.{residual.leaf}", ffn.output)
         add, result = ffn.branch
+        rewriter = Rewriter(add, like=ffn.output)
+        factor = rewriter.parameter(f"{path}.{branch.leaf}")
+        kept_factor = rewriter.parameter(f"{path}.{residual.leaf}")
         if divide_branch:  # 1/α depends on a weight alone, so a private run multiplies instead of dividing
-            factor = insert_call(model.graph, add, aten.reciprocal.default, factor, like=ffn.output)
-        add.replace_input_with(result, insert_call(model.graph, add, aten.mul.Tensor, result, factor, like=ffn.output))
+            factor = rewriter.call(aten.reciprocal.default, factor)
+        add.replace_input_with(result, rewriter.call(aten.mul.Tensor, result, factor))
         for merge, sibling in ffn.residual:
-            kept = insert_call(model.graph, merge, aten.mul.Tensor, sibling, kept_factor, like=ffn.output)
+            kept = Rewriter(merge, like=ffn.output).call(aten.mul.Tensor, sibling, kept_factor)
             merge.replace_input_with(sibling, kept)
     model.graph_changed()
     return True

@@ -15,7 +15,7 @@ from aero_compile.analysis.norm_sites import PARTS, NormSite, find_norm_sites, p
 from aero_compile.analysis.parts import Norm, nonlinear_kind
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass, PassResult
-from aero_compile.ir.rewriting import bypass, replace_node
+from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
 from aero_compile.passes._split_rows import split_rows
 
@@ -129,10 +129,7 @@ def redirect(model: TransformedModel, chosen: Chosen, value: fx.Node) -> None:
     """Let what the chosen sites say read `value` instead of the norm."""
     norm = chosen.norm.node
     if chosen.whole:
-        if value is norm.args[0]:
-            bypass(norm, value)
-        else:
-            replace_node(norm, value)
+        Rewriter(norm).replace(value)
         return
     values = model.structure.values
     rows: dict[fx.Node, set[int]] = {}
@@ -148,7 +145,7 @@ def redirect(model: TransformedModel, chosen: Chosen, value: fx.Node) -> None:
         if len(taken) == size:
             linear.replace_input_with(old, new)
         else:
-            replace_node(linear, split_rows(linear, size, taken, new, old))
+            Rewriter(linear).replace(split_rows(linear, size, taken, new, old))
 
 
 def _same_view(view: fx.Node, norm: fx.Node, value: fx.Node) -> fx.Node:
@@ -157,9 +154,7 @@ def _same_view(view: fx.Node, norm: fx.Node, value: fx.Node) -> fx.Node:
         return value
     source = view.args[0]
     assert isinstance(source, fx.Node)
-    inner = _same_view(source, norm, value)
-    with view.graph.inserting_after(view):
-        return view.graph.node_copy(view, lambda node: inner if node is source else node)
+    return Rewriter.after(view).copy(view, {source: _same_view(source, norm, value)})
 
 
 def _name(sites: tuple[NormSite, ...]) -> str:

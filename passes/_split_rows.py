@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection
-from typing import Any
 
 import torch
 from torch import fx
 
-from aero_compile.ir.rewriting import insert_call
+from aero_compile.ir.rewriter import Rewriter
 
 aten = torch.ops.aten
 
@@ -30,9 +29,7 @@ def split_rows(linear: fx.Node, size: int, rows: Collection[int], chosen: fx.Nod
     period = next(p for p in range(1, size + 1) if size % p == 0 and taken == taken[:p] * (size // p))
     repeats = size // period
     runs = [(flag, len(list(run))) for flag, run in itertools.groupby(taken[:period])]
-
-    def call(target: Any, *args: Any) -> fx.Node:
-        return insert_call(linear.graph, linear, target, *args)
+    call = Rewriter(linear).call
 
     def pick(tensor: fx.Node, wanted: bool) -> fx.Node:
         """The rows of a weight or bias that are wanted."""

@@ -31,7 +31,7 @@ from aero_compile.errors import RecipeError, UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.dataflow import ancestors, live_inputs
 from aero_compile.ir.ops import VIEWS
-from aero_compile.ir.rewriting import insert_call
+from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten
@@ -168,9 +168,7 @@ class WeightPass(GraphPass):
         period = next(p for p in range(1, size + 1) if size % p == 0 and owner == owner[:p] * (size // p))
         repeats = size // period
         runs = [(name, len(list(run))) for name, run in itertools.groupby(owner[:period])]
-
-        def call(target: Any, *args: Any) -> fx.Node:
-            return insert_call(model.graph, before, target, *args)
+        call = Rewriter(before).call
 
         def split(table: fx.Node, sizes: list[int]) -> list[fx.Node]:
             if len(sizes) == 1:

@@ -17,7 +17,7 @@ from torch import fx
 from aero_compile.analysis.attention_block import find_skip
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass, PassResult
-from aero_compile.ir.rewriting import bypass
+from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
 
 
@@ -42,6 +42,6 @@ class DropAttentionSkip(GraphPass):
         for add, around in filter(None, skips):
             kept = next(each for each in add.all_input_nodes if each is not around)
             assert isinstance(kept, fx.Node)
-            bypass(add, kept)
+            Rewriter(add).replace(kept)
         model.graph_changed()
         return PassResult(model, modified=True)

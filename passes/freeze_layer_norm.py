@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -22,7 +22,7 @@ from aero_compile.analysis.parts import Structure
 from aero_compile.errors import InputError, UnsupportedGraphError
 from aero_compile.ir.deviation_norm import deviation_norm
 from aero_compile.ir.places import place
-from aero_compile.ir.rewriting import insert_call, parameter_node
+from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.shapes import node_values
 from aero_compile.model import TransformedModel
 from aero_compile.passes._norms import Chosen, NormPass, free_name, redirect
@@ -63,8 +63,7 @@ class FreezeLayerNorm(NormPass):
                 )
             name = free_name(model, f"frozen_layer_norm.{chosen.name}")
             model.add_tensor(f"{name}.std", std.to(weight))
-            frozen = _frozen(norm.node, parameter_node(model, f"{name}.std", norm.node), norm.position, model)
-            redirect(model, chosen, frozen)
+            redirect(model, chosen, _frozen(norm.node, f"{name}.std", norm.position, model))
 
     def _position(self, model: TransformedModel, chosen: Chosen) -> int | None:
         """Dimension, from the last, of the norm's input that counts positions; None unless position 0 is apart."""
@@ -83,12 +82,10 @@ class FreezeLayerNorm(NormPass):
         return grows[0] - len(sizes[0])
 
 
-def _frozen(norm: fx.Node, std: fx.Node, position: int | None, model: TransformedModel) -> fx.Node:
-    """The linear form of `norm`, in front of it."""
-
-    def call(target: Any, *args: Any) -> fx.Node:
-        return insert_call(norm.graph, norm, target, *args)
-
+def _frozen(norm: fx.Node, name: str, position: int | None, model: TransformedModel) -> fx.Node:
+    """The linear form of `norm`, in front of it, with the deviations called `name`."""
+    rewriter = Rewriter(norm)
+    call, std = rewriter.call, rewriter.parameter(name)
     x, shape, weight, *more = *norm.args, None, None
     assert isinstance(x, fx.Node)
     assert isinstance(shape, list | tuple)
@@ -108,8 +105,7 @@ def _frozen(norm: fx.Node, std: fx.Node, position: int | None, model: Transforme
 def _rows(call: Callable[..., fx.Node], x: fx.Node, std: fx.Node, position: int, like: Tensor) -> fx.Node:
     """`[T, 1, …]`: std[1] / std[0] at position 0, else 1."""
     length = call(aten.sym_size.int, x, position)
-    positions = call(aten.arange.default, length)
-    positions.kwargs = {"device": like.device, "pin_memory": False}
+    positions = call(aten.arange.default, length, device=like.device, pin_memory=False)
     ratio = call(aten.div.Tensor, call(aten.slice.Tensor, std, 0, 1, 2), std)
     rows = call(aten.index.Tensor, ratio, [call(aten.clamp_max.default, positions, 1)])
     return call(aten.reshape.default, rows, [-1] + [1] * (-1 - position))

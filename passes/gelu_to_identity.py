@@ -62,7 +62,7 @@ class GeluToIdentity(GraphPass):
                     f"{self.name}: layer {ffn.layer} has {neurons} neurons, but the last dimension of its activation "
                     f"has {where.width} entries; keep_fraction needs one entry a neuron, keep does not"
                 )
-            keep_neurons(model.graph, activation, count, values)
+            keep_neurons(activation, count, values)
             modified = True
         if modified:
             model.graph_changed()

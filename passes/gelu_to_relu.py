@@ -16,7 +16,7 @@ import torch
 
 from aero_compile.analysis.layer_sets import parse_layers
 from aero_compile.graph_pass import GraphPass, PassResult
-from aero_compile.ir.rewriting import insert_call, replace_node
+from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
 from aero_compile.passes._activation import chosen_activations
 
@@ -44,8 +44,8 @@ class GeluToRelu(GraphPass):
         found = chosen_activations(model, self.name, self.layers, applied=self.was_applied(model))
         changed = [activation for _, activation in found if activation.kind != "relu"]
         for activation in changed:
-            relu = insert_call(model.graph, activation.node, aten.relu.default, activation.source)
-            replace_node(activation.node, relu)
+            rewriter = Rewriter(activation.node)
+            rewriter.replace(rewriter.call(aten.relu.default, activation.source))
         if changed:
             model.graph_changed()
         return PassResult(model, modified=bool(changed))

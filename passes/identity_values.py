@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx, nn
@@ -25,7 +25,7 @@ from aero_compile.errors import UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.dataflow import ancestors
 from aero_compile.ir.places import place
-from aero_compile.ir.rewriting import bypass, insert_call, parameter_node
+from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.weight_readers import weight_readers
 from aero_compile.model import TransformedModel
 from aero_compile.passes._weights import kept_rows, stored
@@ -99,7 +99,7 @@ class IdentityValues(GraphPass):
         for heads, product, size in zip(attention.groups, products, sizes, strict=True):
             part = source
             if size != width:
-                part = insert_call(model.graph, first, aten.slice.Tensor, source, -1, start, start + size)
+                part = Rewriter(first).call(aten.slice.Tensor, source, -1, start, start + size)
             _replace_values(structure, heads, product, _in_heads(structure, heads, product, part))
             start += size
 
@@ -112,23 +112,22 @@ class IdentityValues(GraphPass):
                 f"{self.name} cannot remove the output projection of layer {attention.layer} ({place(output)}): it "
                 f"makes {after} channels of {before}"
             )
-        bypass(output, self._trained(model, f"{attention.layer}.projection", source, output) if trained else source)
+        if trained:
+            source = self._trained(model, f"{attention.layer}.projection", source, output)
+        Rewriter(output).replace(source)
 
     def _trained(self, model: TransformedModel, leaf: str, source: fx.Node, before: fx.Node) -> fx.Node:
         """source · Wᵀ with a new W that starts as the identity."""
         weight, width = next(model.parameters()), int(model.structure.values[source].shape[-1])
         name = f"identity_values.{leaf}"
         model.add_tensor(name, nn.Parameter(torch.eye(width, dtype=weight.dtype, device=weight.device)))
-        return insert_call(model.graph, before, aten.linear.default, source, parameter_node(model, name, before))
+        rewriter = Rewriter(before)
+        return rewriter.call(aten.linear.default, source, rewriter.parameter(name))
 
 
 def _in_heads(structure: Structure, heads: Heads, product: fx.Node, part: fx.Node) -> fx.Node:
     """Channels `[B, T, H·d]` laid out as the heads' results: `[B, H, T, d]`, `[B, G, H/G, T, d]` or `[B·H, T, d]`."""
-    shape = structure.values[product].shape
-
-    def call(target: Any, *args: Any) -> fx.Node:
-        return insert_call(product.graph, product, target, *args)
-
+    shape, call = structure.values[product].shape, Rewriter(product).call
     if len(shape) == 3 and heads.count == 1:
         return part
     if len(shape) == 5:
@@ -186,11 +185,8 @@ def _lay_out(linear: fx.Node, size: int, rows: tuple[int, ...]) -> None:
     chosen = set(rows)
     taken = [row in chosen for row in range(size)]
     period = next(p for p in range(1, size + 1) if size % p == 0 and taken == taken[:p] * (size // p))
-    kept, after = sum(taken[:period]), linear.next
-
-    def call(target: Any, *args: Any) -> fx.Node:
-        return insert_call(linear.graph, after, target, *args, like=linear)
-
+    kept, rewriter = sum(taken[:period]), Rewriter.after(linear)
+    call = rewriter.call
     parts = call(aten.unflatten.int, linear, -1, [size // period, kept])
     start, pieces = 0, []
     for flag, run in itertools.groupby(taken[:period]):
@@ -201,5 +197,4 @@ def _lay_out(linear: fx.Node, size: int, rows: tuple[int, ...]) -> None:
         while not flag and length > 0:
             pieces.append(call(aten.slice.Tensor, parts, -1, 0, min(length, kept)))
             length -= kept
-    result = call(aten.flatten.using_ints, call(aten.cat.default, pieces, -1), -2, -1)
-    linear.replace_all_uses_with(result, delete_user_cb=lambda user: user is not parts)
+    rewriter.redirect(call(aten.flatten.using_ints, call(aten.cat.default, pieces, -1), -2, -1))

@@ -14,13 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx, nn
 
 from aero_compile.errors import RecipeError
-from aero_compile.ir.rewriting import insert_call, parameter_node
+from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
 from aero_compile.passes._norms import Chosen, NormPass, free_name, redirect
 
@@ -53,14 +53,13 @@ class LayerNormToDyT(NormPass):
     def _dyt(self, model: TransformedModel, chosen: Chosen) -> fx.Node:
         norm, name = chosen.norm.node, free_name(model, f"layer_norm_to_dyt.{chosen.name}")
         like = next(model.parameters())
-
-        def call(target: Any, *args: Any) -> fx.Node:
-            return insert_call(norm.graph, norm, target, *args)
+        rewriter = Rewriter(norm)
+        call = rewriter.call
 
         def parameter(leaf: str, shape: Sequence[int], value: float) -> fx.Node:
             filled = torch.full(tuple(shape), value, dtype=like.dtype, device=like.device)
             model.add_tensor(f"{name}.{leaf}", nn.Parameter(filled))
-            return parameter_node(model, f"{name}.{leaf}", norm)
+            return rewriter.parameter(f"{name}.{leaf}")
 
         x, shape, weight, *more = *norm.args, None, None
         assert isinstance(shape, Sequence)

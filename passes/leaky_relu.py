@@ -24,7 +24,7 @@ from aero_compile.analysis.layer_sets import parse_layers
 from aero_compile.analysis.parts import Activation
 from aero_compile.errors import RecipeError
 from aero_compile.graph_pass import GraphPass, PassResult
-from aero_compile.ir.rewriting import insert_call, parameter_node, replace_node
+from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
 from aero_compile.passes._activation import chosen_activations
 
@@ -64,9 +64,9 @@ class LeakyRelu(GraphPass):
         found = chosen_activations(model, self.name, self.layers, applied=self.was_applied(model))
         changed = [(ffn.layer, one) for ffn, one in found if not self._is_made(ffn.layer, one)]
         for layer, activation in changed:
-            target, slope = self._target_and_slope(model, layer, activation.node)
-            leaky = insert_call(model.graph, activation.node, target, activation.source, slope)
-            replace_node(activation.node, leaky)
+            rewriter = Rewriter(activation.node)
+            target, slope = self._target_and_slope(model, layer, rewriter)
+            rewriter.replace(rewriter.call(target, activation.source, slope))
         if changed:
             model.graph_changed()
         return PassResult(model, modified=bool(changed))
@@ -83,7 +83,7 @@ class LeakyRelu(GraphPass):
         return isinstance(parameter, fx.Node) and parameter.target == self._parameter(layer)
 
     def _target_and_slope(
-        self, model: TransformedModel, layer: int, before: fx.Node
+        self, model: TransformedModel, layer: int, rewriter: Rewriter
     ) -> tuple[torch._ops.OpOverload, fx.Node | float]:
         if self.learn == "none":
             return aten.leaky_relu.default, self.slope
@@ -92,7 +92,7 @@ class LeakyRelu(GraphPass):
             weight = next(model.parameters())
             value = torch.full((1,), self.slope, dtype=weight.dtype, device=weight.device)
             model.add_tensor(name, nn.Parameter(value))
-        return aten.prelu.default, parameter_node(model, name, before)
+        return aten.prelu.default, rewriter.parameter(name)
 
 
 def fixed_slope(leaky_relu: fx.Node) -> float:

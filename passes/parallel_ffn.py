@@ -21,7 +21,7 @@ from aero_compile.analysis.parts import Structure
 from aero_compile.analysis.projections import views_below
 from aero_compile.analysis.structure import require_ffns
 from aero_compile.graph_pass import GraphPass, PassResult
-from aero_compile.ir.rewriting import insert_call
+from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten
@@ -53,8 +53,9 @@ def _read(structure: Structure, linear: fx.Node, value: fx.Node) -> None:
     """Let `linear` read `value`, `[B, T, d]`, in the layout in which it reads its input now."""
     old = stream_value(structure, linear.args[0])
     views = list(itertools.takewhile(lambda each: each is not old, views_below(linear.args[0])))
+    rewriter = Rewriter(linear)
     if structure.values[old].dim() == 2:  # the norm before it works on [B·T, d] (OPT)
-        value = insert_call(linear.graph, linear, aten.flatten.using_ints, value, 0, 1)
+        value = rewriter.call(aten.flatten.using_ints, value, 0, 1)
     for view in reversed(views):  # copies: others may read these views
-        value = insert_call(linear.graph, linear, view.target, value, *view.args[1:])  # type: ignore[arg-type]
+        value = rewriter.call(view.target, value, *view.args[1:])
     linear.args = (value, *linear.args[1:])

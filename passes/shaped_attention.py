@@ -32,7 +32,7 @@ from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.dataflow import live_inputs, placeholder
 from aero_compile.ir.ops import VIEWS
 from aero_compile.ir.places import place
-from aero_compile.ir.rewriting import insert_call, parameter_node
+from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
 from aero_compile.passes._weights import fill_rows
 
@@ -112,34 +112,30 @@ def _shape(model: TransformedModel, heads: Heads, name: str, which: slice, unifo
     product = weighted_sum(heads.softmax, structure)
     values = product.args[1]
     assert isinstance(values, fx.Node)
-
-    def call(target: Any, *args: Any) -> fx.Node:
-        return insert_call(model.graph, after, target, *args, like=product)
-
-    after = product.next
+    rewriter = Rewriter.after(product)
+    call = rewriter.call
     constant = _uniform_attention(model, heads, product, uniform)
-    gains = {leaf: _column(model, f"{name}.{leaf}", heads, product, which) for leaf in ("identity", "attention")}
-    centre = call(aten.neg.default, _column(model, f"{name}.centre", heads, product, which))
-    attended = call(aten.mul.Tensor, product, gains["attention"])
-    own = call(aten.mul.Tensor, values, gains["identity"])
-    average = call(aten.mul.Tensor, call(aten.matmul.default, constant, values), centre)
-    result = call(aten.add.Tensor, call(aten.add.Tensor, attended, own), average)
-    product.replace_all_uses_with(result, delete_user_cb=lambda user: user is not attended)
+    identity, attention, centre = (
+        _column(model, f"{name}.{leaf}", heads, rewriter, which) for leaf in ("identity", "attention", "centre")
+    )
+    attended = call(aten.mul.Tensor, product, attention)
+    own = call(aten.mul.Tensor, values, identity)
+    average = call(aten.mul.Tensor, call(aten.matmul.default, constant, values), call(aten.neg.default, centre))
+    rewriter.redirect(call(aten.add.Tensor, call(aten.add.Tensor, attended, own), average))
 
 
-def _column(model: TransformedModel, name: str, heads: Heads, product: fx.Node, which: slice) -> fx.Node:
-    """The gains of one group of heads, in a shape that broadcasts with `product`."""
-    graph, after = model.graph, product.next
-    gains = parameter_node(model, name, product)
+def _column(model: TransformedModel, name: str, heads: Heads, rewriter: Rewriter, which: slice) -> fx.Node:
+    """The gains of one group of heads, in a shape that broadcasts with their product, where the rewriter is."""
+    call, gains = rewriter.call, rewriter.parameter(name)
     if heads.count != model.get_parameter(name).shape[0]:  # heads in a list: each has its own gain
-        gains = insert_call(graph, after, aten.slice.Tensor, gains, 0, which.start, which.stop)
-    shape = model.structure.values[product].shape
+        gains = call(aten.slice.Tensor, gains, 0, which.start, which.stop)
+    shape = model.structure.values[rewriter.node].shape
     if len(shape) == 5:  # heads grouped over shared keys: [B, G, H/G, T, d]
-        return insert_call(graph, after, aten.reshape.default, gains, [shape[1], -1, 1, 1])
-    column = insert_call(graph, after, aten.reshape.default, gains, [-1, 1, 1])
+        return call(aten.reshape.default, gains, [shape[1], -1, 1, 1])
+    column = call(aten.reshape.default, gains, [-1, 1, 1])
     if len(shape) == 3 and heads.count > 1:  # heads folded into the batch: [B·H, T, d]
-        batch = insert_call(graph, after, aten.sym_size.int, placeholder(graph, model.convention.tokens), 0)
-        column = insert_call(graph, after, aten.repeat.default, column, [batch, 1, 1])
+        batch = call(aten.sym_size.int, placeholder(model.graph, model.convention.tokens), 0)
+        column = call(aten.repeat.default, column, [batch, 1, 1])
     return column
 
 
@@ -164,8 +160,7 @@ def _uniform_attention(model: TransformedModel, heads: Heads, product: fx.Node, 
         args, kwargs = fx.map_arg((step.args, step.kwargs), functools.partial(_swapped, swap))
         key = (step.target, str(args), str(kwargs))
         if key not in known:
-            known[key] = insert_call(model.graph, product, step.target, *args, like=product)  # type: ignore[arg-type]
-            known[key].kwargs = kwargs
+            known[key] = Rewriter(product).call(step.target, *args, **kwargs)
         current = known[key]
     current.meta["dtype"] = structure.values[heads.softmax].dtype
     return current
@@ -178,12 +173,12 @@ def _swapped(swap: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
 def _zeros(model: TransformedModel, heads: Heads, product: fx.Node, known: dict[Any, fx.Node], whole: bool) -> fx.Node:
     """Scores of zero: of the full shape, or one matrix for all batches, heads and layers."""
     if whole:
-        return insert_call(model.graph, product, aten.zeros_like.default, heads.scores)
+        return Rewriter(product).call(aten.zeros_like.default, heads.scores)
     rank = len(model.structure.values[heads.scores].shape)
     key = ("zeros", rank)
     if key not in known:
         tokens = placeholder(model.graph, model.convention.tokens)
-        length = insert_call(model.graph, product, aten.sym_size.int, tokens, 1)
+        length = Rewriter(product).call(aten.sym_size.int, tokens, 1)
         shape = [*[1] * (rank - 2), length, length]
-        known[key] = insert_call(model.graph, product, aten.new_zeros.default, heads.scores, shape)
+        known[key] = Rewriter(product).call(aten.new_zeros.default, heads.scores, shape)
     return known[key]

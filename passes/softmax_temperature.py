@@ -23,7 +23,7 @@ from aero_compile.analysis.parts import Heads, Structure
 from aero_compile.errors import RecipeError, UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.dataflow import live_inputs, placeholder
-from aero_compile.ir.rewriting import insert_call, parameter_node
+from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.shapes import sample_shape
 from aero_compile.model import TransformedModel
 
@@ -83,16 +83,12 @@ class SoftmaxTemperature(GraphPass):
         return PassResult(model, modified=True)
 
     def _insert(self, model: TransformedModel, structure: Structure, heads: Heads, name: str, first: int) -> None:
-        graph = model.graph
-        tokens = placeholder(graph, model.convention.tokens)
+        tokens = placeholder(model.graph, model.convention.tokens)
         scores = _first_by_position(structure, heads)
         shape = structure.values[scores].shape
-        before = scores if scores is heads.scores else scores.next
-
-        def call(target: object, *args: object) -> fx.Node:
-            return insert_call(graph, before, target, *args, like=heads.scores)  # type: ignore[arg-type]
-
-        log_t = parameter_node(model, name, before)
+        inside = scores is heads.scores
+        rewriter = Rewriter(scores) if inside else Rewriter.after(scores, like=heads.scores)
+        call, log_t = rewriter.call, rewriter.parameter(name)
         length = call(aten.sym_size.int, tokens, 1)
         rows = call(aten.slice.Tensor, log_t, 1, 0, length)
         if heads.count != model.get_parameter(name).shape[0]:  # heads in a list: each has its own rows
@@ -104,9 +100,8 @@ class SoftmaxTemperature(GraphPass):
             column = call(aten.repeat.default, column, [batch, 1, 1])
         elif len(shape) == 5:  # heads grouped over shared keys: [B, G, H/G, T, T]
             column = call(aten.reshape.default, column, [shape[1], heads.count // shape[1], -1, 1])
-        if scores is not heads.scores:
-            divided = call(aten.mul.Tensor, scores, column)
-            scores.replace_all_uses_with(divided, delete_user_cb=lambda user: user is not divided)
+        if not inside:
+            rewriter.redirect(call(aten.mul.Tensor, scores, column))
             return
         queries, keys = heads.scores.args
         assert isinstance(queries, fx.Node)

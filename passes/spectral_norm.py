@@ -20,7 +20,7 @@ from torch import fx
 
 from aero_compile.errors import RecipeError, UnsupportedGraphError
 from aero_compile.ir.places import place
-from aero_compile.ir.rewriting import copy_place
+from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.spectral import SpectralNorm as SpectralNormModule
 from aero_compile.ir.weight_values import weight_value
 from aero_compile.model import TransformedModel
@@ -59,7 +59,4 @@ class SpectralNorm(WeightPass):
         full_name = f"spectral_norm.{name}"
         module = SpectralNormModule.of(value, self.n_power_iterations).train(model.training)
         model.add_child(full_name, module)
-        with model.graph.inserting_before(before):
-            node = model.graph.call_module(full_name, (weight,))
-        copy_place(before, node)
-        return node
+        return Rewriter(before).module(full_name, weight)

@@ -12,14 +12,14 @@ The AERO paper (table SNormVsWNorm) applies it to the Softmax-only model on QK, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx, nn
 
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.ir.places import place
-from aero_compile.ir.rewriting import insert_call, parameter_node
+from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.weight_values import weight_value
 from aero_compile.model import TransformedModel
 from aero_compile.passes._weight_matrices import WeightPass
@@ -43,9 +43,8 @@ class WeightNorm(WeightPass):
         return model.get_parameter(str(node.target)).numel()
 
     def insert(self, model: TransformedModel, name: str, weight: fx.Node, before: fx.Node) -> fx.Node:
-        def call(target: Any, *args: Any) -> fx.Node:
-            return insert_call(model.graph, before, target, *args)
-
+        rewriter = Rewriter(before)
+        call = rewriter.call
         norm = call(aten.linalg_vector_norm.default, weight, 2, [1], True)
         length = weight_value(model, norm).flatten()
         if length.device.type != "meta" and not bool(length.any()):
@@ -54,6 +53,6 @@ class WeightNorm(WeightPass):
             )
         full_name = f"weight_norm.{name}.g"
         model.add_tensor(full_name, nn.Parameter(length.clone()))
-        g = call(aten.unsqueeze.default, parameter_node(model, full_name, before), 1)
+        g = call(aten.unsqueeze.default, rewriter.parameter(full_name), 1)
         safe = call(aten.masked_fill.Scalar, norm, call(aten.eq.Scalar, norm, 0), 1.0)
         return call(aten.mul.Tensor, weight, call(aten.div.Tensor, g, safe))

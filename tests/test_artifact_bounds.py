@@ -129,11 +129,11 @@ def test_ops_that_a_file_may_hold() -> None:
 def test_what_could_not_be_read_is_not_written(model: Any, tmp_path: Path) -> None:
     import copy
 
-    from aero_compile.ir.rewriting import insert_call
+    from aero_compile.ir.rewriter import Rewriter
 
     strided = copy.deepcopy(model)
     output = next(n for n in reversed(strided.graph.nodes) if n.op == "output")
-    view = insert_call(strided.graph, output, aten.as_strided.default, output.args[0][0], [2, 2, 30], [60, 30, 1])
+    view = Rewriter(output).call(aten.as_strided.default, output.args[0][0], [2, 2, 30], [60, 30, 1])
     output.args = ((view,),)
     strided.graph_changed()
     with pytest.raises(ArtifactError, match=r"as_strided.default, which an artifact may not hold"):

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from aero_compile.errors import InputError
 from aero_compile.ir.deviation_norm import bounded_deviation, deviation_norm
-from aero_compile.ir.rewriting import insert_call
+from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel, compile_graph, remove_dead_nodes
 
 aten = torch.ops.aten
@@ -71,7 +71,7 @@ def deviations(model: TransformedModel, norms: Sequence[NormStatistics], batches
         if norm.node.target is deviation_norm:
             centered, form = bool(norm.node.args[5]), str(norm.node.args[6])
         args = (nodes[source], len(shape), _epsilon(norm.node), centered, form, norm.position)
-        sums.append(insert_call(graph, nodes[norm.node], _sums_of_deviations, *args))
+        sums.append(Rewriter(nodes[norm.node]).call(_sums_of_deviations, *args))
     graph.output(tuple(sums))
     remove_dead_nodes(graph)
     for node in list(graph.nodes):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from aero_compile.ir.ops import SHAPE_ONLY, VIEWS
-from aero_compile.ir.rewriting import insert_call
+from aero_compile.ir.rewriter import Rewriter
 
 aten = torch.ops.aten
 
@@ -66,15 +66,12 @@ def scale_columns(linear: fx.Node, gain: Any, *, inverse: bool = False) -> None:
     """linear(x·gain, W, b) → linear(x, W·diag(gain), b); divided by `gain` if `inverse`."""
     value, weight, *rest = linear.args
     target = aten.div.Tensor if inverse else aten.mul.Tensor
-    linear.args = (value, insert_call(linear.graph, linear, target, weight, gain), *rest)
+    linear.args = (value, Rewriter(linear).call(target, weight, gain), *rest)
 
 
 def move_shift(linear: fx.Node, shift: Any, *, negative: bool = False) -> None:
     """linear(x + shift, W, b) → linear(x, W, b + W·shift); − if `negative`."""
-
-    def call(target: Any, *args: Any) -> fx.Node:
-        return insert_call(linear.graph, linear, target, *args)
-
+    call = Rewriter(linear).call
     value, weight, *rest = linear.args
     moved = call(aten.sum.dim_IntList, call(aten.mul.Tensor, weight, shift), [1])
     if rest and rest[0] is not None:

@@ -17,7 +17,7 @@ from torch import fx, nn
 from aero_compile.errors import UnsupportedModelError
 from aero_compile.ir.dataflow import live_values
 from aero_compile.ir.places import place
-from aero_compile.ir.rewriting import bypass, insert_call
+from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten
@@ -53,18 +53,19 @@ def join_adapters(model: TransformedModel) -> bool:
                     "which no single linear layer computes in training; merge it (merge_and_unload() of PEFT), or set "
                     "its dropout (lora_dropout) to 0"
                 )
-            _join(model.graph, linear, adapter)
-            bypass(node, base)
+            _join(linear, adapter)
+            Rewriter(node).replace(base)
             changed = True
             break
     return changed
 
 
-def _join(graph: fx.Graph, linear: fx.Node, adapter: _Adapter) -> None:
-    product = insert_call(graph, linear, aten.matmul.default, adapter.up, adapter.down)
+def _join(linear: fx.Node, adapter: _Adapter) -> None:
+    call = Rewriter(linear).call
+    product = call(aten.matmul.default, adapter.up, adapter.down)
     if adapter.factor != 1.0:
-        product = insert_call(graph, linear, aten.mul.Tensor, product, adapter.factor)
-    weight = insert_call(graph, linear, aten.add.Tensor, linear.args[1], product)
+        product = call(aten.mul.Tensor, product, adapter.factor)
+    weight = call(aten.add.Tensor, linear.args[1], product)
     linear.args = (linear.args[0], weight, *linear.args[2:])
 
 

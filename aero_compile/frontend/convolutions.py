@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from aero_compile.ir.ops import ELEMENTWISE
-from aero_compile.ir.rewriting import bypass, copy_place, insert_call, replace_node
+from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.shapes import node_values, sample_shape
 from aero_compile.model import TransformedModel
 
@@ -35,7 +35,7 @@ def open_convolutions(model: TransformedModel) -> None:
     values = node_values(model, *sample_shape(model))
     for node in found:
         if _is_pointwise(node, values):
-            _open(model.graph, node)
+            _open(node)
     _move_down(model.graph, node_values(model, *sample_shape(model)))
     model.graph_changed()
 
@@ -48,36 +48,34 @@ def _is_pointwise(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
     return neutral and values[weight].shape[2:] == (1,) and values[node].dim() == 3
 
 
-def _open(graph: fx.Graph, node: fx.Node) -> None:
+def _open(node: fx.Node) -> None:
+    rewriter = Rewriter(node)
+    call = rewriter.call
     source, weight = node.args[:2]
     bias = node.args[2] if len(node.args) > 2 else None
     assert isinstance(weight, fx.Node)
     plain = weight.target is aten.unsqueeze.default and weight.args[1] in (-1, 2)
-    matrix = weight.args[0] if plain else insert_call(graph, node, aten.squeeze.dim, weight, -1)
-    rows = insert_call(graph, node, aten.transpose.int, source, 1, 2)
-    linear = insert_call(graph, node, aten.linear.default, rows, matrix, *([bias] if bias is not None else []))
-    replace_node(node, insert_call(graph, node, aten.transpose.int, linear, 1, 2))
+    matrix = weight.args[0] if plain else call(aten.squeeze.dim, weight, -1)
+    rows = call(aten.transpose.int, source, 1, 2)
+    linear = call(aten.linear.default, rows, matrix, *([bias] if bias is not None else []))
+    rewriter.replace(call(aten.transpose.int, linear, 1, 2))
 
 
 def _is_sideways(node: fx.Node) -> bool:
     return node.target is aten.transpose.int and set(node.args[1:]) in ({1, 2}, {-1, -2})
 
 
-def _move_down(graph: fx.Graph, values: Mapping[fx.Node, Any]) -> None:
+def _move_down(graph: fx.Graph, values: dict[fx.Node, Any]) -> None:
     """Move transpositions of [B, ·, ·] below element-wise ops, until others undo them."""
-    shapes = {node: value.shape for node, value in values.items() if isinstance(value, Tensor)}
     for node in list(graph.nodes):
         inputs = node.all_input_nodes
-        if not inputs or any(not _is_sideways(parent) or len(shapes[parent]) != 3 for parent in inputs):
+        if not inputs or any(not _is_sideways(parent) or values[parent].dim() != 3 for parent in inputs):
             continue
+        rewriter = Rewriter(node, values=values)
         if _is_sideways(node):
-            bypass(node, inputs[0].args[0])
+            rewriter.replace(inputs[0].args[0])
         elif node.target in ELEMENTWISE or node.op == "call_module":
-            if any(shapes[parent] != shapes[node] for parent in inputs):
+            if any(values[parent].shape != values[node].shape for parent in inputs):
                 continue
-            with graph.inserting_before(node):
-                moved = graph.node_copy(node, lambda parent: parent.args[0])
-            copy_place(node, moved)
-            turned = insert_call(graph, node, aten.transpose.int, moved, 1, 2)
-            shapes[turned] = shapes[node]
-            replace_node(node, turned)
+            moved = rewriter.copy(node, {parent: parent.args[0] for parent in inputs})
+            rewriter.replace(rewriter.call(aten.transpose.int, moved, 1, 2))

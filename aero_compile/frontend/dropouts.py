@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from aero_compile.errors import UnsupportedModelError
 from aero_compile.ir.places import place, source_path
-from aero_compile.ir.rewriting import bypass, copy_place, replace_node
+from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.shapes import node_values, sample_shape
 from aero_compile.ir.shared_dropout import SharedDropout
 from aero_compile.model import TransformedModel
@@ -50,7 +50,7 @@ def make_dropouts(model: TransformedModel) -> None:
         axes = list(range(2, rank)) if node.target is aten.feature_dropout.default else []
         for result in results:
             if probability == 0.0 or node.args[2] is False:
-                bypass(result, source)
+                Rewriter(result).replace(source)
             elif node.target in (*_SWITCHED, aten.native_dropout.default):
                 insert_dropout(model, result, source, probability, axes)
     model.graph_changed()
@@ -111,7 +111,5 @@ def insert_dropout(
         count += 1
         name = f"{base}_{count}"
     model.add_child(name, SharedDropout(probability, axes) if axes else nn.Dropout(probability))
-    with model.graph.inserting_before(old):
-        new = model.graph.call_module(name, (source,))
-    copy_place(old, new)
-    replace_node(old, new)
+    rewriter = Rewriter(old)
+    rewriter.replace(rewriter.module(name, source))

@@ -21,6 +21,7 @@ from torch import Tensor, fx
 
 from aero_compile.frontend.pointwise import agree
 from aero_compile.ir.deviation_norm import deviation_norm
+from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.shapes import is_floating
 
 aten = torch.ops.aten
@@ -115,22 +116,23 @@ def _natural(factor: float, width: int) -> bool:
 
 
 def insert_norm(
-    graph: fx.Graph, x: fx.Node, found: MatchedNorm, constants: Mapping[fx.Node, tuple[int, ...]], width: int
+    rewriter: Rewriter, x: fx.Node, found: MatchedNorm, constants: Mapping[fx.Node, tuple[int, ...]], width: int
 ) -> fx.Node:
-    """The matched norm of `x`, where `graph` inserts. `constants`: what the region reads, and of which shape.
+    """The matched norm of `x`, where the rewriter is. `constants`: what the region reads, and of which shape.
 
     The factor goes into the gain; where there is none, and where the op has no bias, it stands behind.
     """
+    call = rewriter.call
 
     def vector(index: int | None, factor: float = 1.0) -> fx.Node | None:
         if index is None:
             return None
         node, size = list(constants.items())[index]
         if len(size) != 1:
-            node = graph.call_function(aten.reshape.default, (node, [-1]))
+            node = call(aten.reshape.default, node, [-1])
         if factor != 1.0:
-            node = graph.call_function(aten.mul.Tensor, (node, factor))
-        return node if math.prod(size) == width else graph.call_function(aten.expand.default, (node, [width]))
+            node = call(aten.mul.Tensor, node, factor)
+        return node if math.prod(size) == width else call(aten.expand.default, node, [width])
 
     shape, weight, bias = [width], vector(found.weight, found.factor), vector(found.bias)
     behind = 1.0 if weight is not None else found.factor
@@ -138,14 +140,14 @@ def insert_norm(
     inner = bias if has_bias and behind == 1.0 else None
     if found.form != "root":
         args = (x, shape, weight, inner, found.eps, found.centered, found.form)
-        norm = graph.call_function(deviation_norm, args)
+        norm = call(deviation_norm, *args)
     elif found.centered:
-        norm = graph.call_function(aten.layer_norm.default, (x, shape, weight, inner, found.eps))
+        norm = call(aten.layer_norm.default, x, shape, weight, inner, found.eps)
     else:
-        norm = graph.call_function(aten.rms_norm.default, (x, shape, weight, found.eps))
+        norm = call(aten.rms_norm.default, x, shape, weight, found.eps)
     if behind != 1.0:
-        norm = graph.call_function(aten.mul.Tensor, (norm, behind))
-    return norm if bias is inner else graph.call_function(aten.add.Tensor, (norm, bias))
+        norm = call(aten.mul.Tensor, norm, behind)
+    return norm if bias is inner else call(aten.add.Tensor, norm, bias)
 
 
 def drop_expansions(graph: fx.Graph, live: set[fx.Node], values: Mapping[fx.Node, Any]) -> None:

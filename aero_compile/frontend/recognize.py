@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from aero_compile.frontend.norm_matching import drop_expansions, insert_norm, match_norm
 from aero_compile.frontend.pointwise import agree, classify, uniform_value
 from aero_compile.ir.dataflow import hidden_nodes, live_values
-from aero_compile.ir.rewriting import copy_place, replace_node
+from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.shapes import is_floating, node_values, sample_shape
 from aero_compile.model import TransformedModel
 
@@ -51,7 +51,7 @@ _ALLOWED = _POINTWISE | _REDUCING | _BROADCASTING
 _SEEDS = frozenset(["tanh", "erf", "sigmoid", "exp", "rsqrt", "sqrt", "pow", "div", "softplus", "reciprocal", "std"])
 _SEEDS |= _COMPARISONS | _BOUNDS | {"abs", "relu"}
 
-Build = Callable[[fx.Graph, fx.Node, fx.Node], fx.Node]
+Build = Callable[[Rewriter, fx.Node], fx.Node]
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,9 @@ def recognize(model: TransformedModel) -> int:
         renewed: dict[fx.Node, fx.Node] = {}
         for region, build in found:
             # the entry may be the exit of a region that was replaced just now
-            new = build(model.graph, region.exit, renewed.get(region.entry, region.entry))
-            copy_place(region.exit, new)
-            replace_node(region.exit, new)
+            rewriter = Rewriter(region.exit)
+            new = build(rewriter, renewed.get(region.entry, region.entry))
+            rewriter.replace(new)
             renewed[region.exit] = new
         replaced += len(found)
         if not found:
@@ -261,17 +261,16 @@ def _match_softmax(probes: Sequence[Tensor], results: Sequence[Tensor], shapes: 
 def _builder(description: tuple[Any, ...], region: Region, width: int) -> Build:
     kind, *details = description
 
-    def build(graph: fx.Graph, before: fx.Node, entry: fx.Node) -> fx.Node:
-        with graph.inserting_before(before):
-            if kind == "softmax":
-                return graph.call_function(aten.softmax.int, (entry, -1))
-            if kind == "norm":
-                norm, shapes = details
-                return insert_norm(graph, entry, norm, dict(zip(region.constants, shapes, strict=True)), width)
-            name, *form = details
-            op = getattr(aten, name).default
-            if name == "gelu":
-                return graph.call_function(op, (entry,), {"approximate": form[0]})
-            return graph.call_function(op, (entry, *form))
+    def build(rewriter: Rewriter, entry: fx.Node) -> fx.Node:
+        if kind == "softmax":
+            return rewriter.call(aten.softmax.int, entry, -1)
+        if kind == "norm":
+            norm, shapes = details
+            return insert_norm(rewriter, entry, norm, dict(zip(region.constants, shapes, strict=True)), width)
+        name, *form = details
+        op = getattr(aten, name).default
+        if name == "gelu":
+            return rewriter.call(op, entry, approximate=form[0])
+        return rewriter.call(op, entry, *form)
 
     return build

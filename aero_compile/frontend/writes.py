@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from aero_compile.ir.rewriting import insert_call, replace_node
+from aero_compile.ir.rewriter import Rewriter
+from aero_compile.ir.shapes import node_values, sample_shape
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten
@@ -25,33 +26,28 @@ aten = torch.ops.aten
 _SAME = (aten.clone.default, aten.alias.default, aten.lift_fresh_copy.default, aten.detach.default)
 
 
-def open_writes(model: TransformedModel, values: dict[fx.Node, Any]) -> bool:
-    """Rewrite the writes of a captured graph, in place; `values` are the fake values of its nodes, new ones included.
-
-    Returns whether there were any.
-    """
-    changed = False
+def open_writes(model: TransformedModel) -> None:
+    """Rewrite the writes of a captured graph, in place."""
+    values = node_values(model, *sample_shape(model))
     for node in list(model.graph.nodes):
         new: fx.Node | None = None
+        rewriter = Rewriter(node, values=values)
         if node.target in (aten.type_as.default, aten.to.other):
-            new = _own_dtype(node, values)
+            new = _own_dtype(rewriter, node, values)
         elif node.target is aten.index_put.default:
-            new = _filled(model, node, values)
+            new = _filled(model, rewriter, node, values)
         elif node.target is aten.slice_scatter.default and _writes_all(node, values):
             new = node.args[1]
         if new is not None:
-            values[new] = values[node]
-            replace_node(node, new)
-            changed = True
-    return changed
+            rewriter.replace(new)
 
 
-def _own_dtype(node: fx.Node, values: Mapping[fx.Node, Any]) -> fx.Node | None:
+def _own_dtype(rewriter: Rewriter, node: fx.Node, values: Mapping[fx.Node, Any]) -> fx.Node | None:
     source = node.args[0]
     assert isinstance(source, fx.Node)
     if values[source].dtype == values[node].dtype:
         return source
-    return insert_call(node.graph, node, aten.to.dtype, source, values[node].dtype)
+    return rewriter.call(aten.to.dtype, source, values[node].dtype)
 
 
 def _writes_all(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
@@ -61,7 +57,9 @@ def _writes_all(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
     return whole and (values[into].shape, values[into].dtype) == (values[source].shape, values[source].dtype)
 
 
-def _filled(model: TransformedModel, node: fx.Node, values: Mapping[fx.Node, Any]) -> fx.Node | None:
+def _filled(
+    model: TransformedModel, rewriter: Rewriter, node: fx.Node, values: Mapping[fx.Node, Any]
+) -> fx.Node | None:
     """The masked_fill that an index_put is, if it writes one value to where a mask is true."""
     args: Sequence[Any] = node.args
     into, indices, value, *accumulate = args
@@ -70,11 +68,11 @@ def _filled(model: TransformedModel, node: fx.Node, values: Mapping[fx.Node, Any
         return None
     mask, leading = masks[0], list(indices).index(masks[0])
     for _ in range(values[into].dim() - leading - values[mask].dim()):
-        mask = insert_call(node.graph, node, aten.unsqueeze.default, mask, -1)
+        mask = rewriter.call(aten.unsqueeze.default, mask, -1)
     number = _number(model, value)
     if number is not None:
-        return insert_call(node.graph, node, aten.masked_fill.Scalar, into, mask, number)
-    return insert_call(node.graph, node, aten.masked_fill.Tensor, into, mask, value)
+        return rewriter.call(aten.masked_fill.Scalar, into, mask, number)
+    return rewriter.call(aten.masked_fill.Tensor, into, mask, value)
 
 
 def _number(model: TransformedModel, node: fx.Node) -> float | int | None:

@@ -11,7 +11,7 @@ from torch import fx
 from aero_compile.ir.dataflow import live_values, tainted_nodes
 from aero_compile.ir.mask_values import bound_fill_values
 from aero_compile.ir.ops import SHAPE_ONLY
-from aero_compile.ir.rewriting import insert_call
+from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten
@@ -55,7 +55,7 @@ def cast_constants(model: TransformedModel, live: set[fx.Node], values: dict[fx.
     for node in [each for each in model.graph.nodes if each in live]:
         for parent in node.all_input_nodes:
             if parent not in live and parent not in weights and differs(values.get(parent)):
-                cast = insert_call(model.graph, node, aten.to.dtype, parent, dtype, like=parent)
+                cast = Rewriter(node, like=parent).call(aten.to.dtype, parent, dtype)
                 node.replace_input_with(parent, cast)
 
 
@@ -82,7 +82,7 @@ def retarget(graph: fx.Graph, device: torch.device, dtype: torch.dtype, tokens: 
                     constant.args = (constant.args[0], dtype)
                     changed = True
             elif dtype != constant.meta["dtype"]:
-                cast = insert_call(graph, node, aten.to.dtype, constant, dtype, like=constant)
+                cast = Rewriter(node, like=constant).call(aten.to.dtype, constant, dtype)
                 cast.meta["dtype"] = dtype
                 node.replace_input_with(constant, cast)
                 changed = True

@@ -49,20 +49,19 @@ def bounded_deviation(square: Tensor, eps: float, form: str) -> Tensor:
 
 def open_deviation_norms(graph: fx.Graph) -> bool:
     """Write every deviation norm of `graph` as arithmetic, in place; returns whether there was one."""
-    from aero_compile.ir.rewriting import insert_call, replace_node
+    from aero_compile.ir.rewriter import Rewriter
 
     found = [node for node in graph.nodes if node.target is deviation_norm]
     for node in found:
         x, shape, weight, bias, eps, centered, form = node.args
         dims = list(range(-len(shape), 0))
+        rewriter = Rewriter(node)
+        call = rewriter.call
         if centered:
-            x = insert_call(graph, node, aten.sub.Tensor, x, insert_call(graph, node, aten.mean.dim, x, dims, True))
-        square = insert_call(graph, node, aten.mul.Tensor, x, x)
-        deviation = insert_call(
-            graph, node, aten.sqrt.default, insert_call(graph, node, aten.mean.dim, square, dims, True)
-        )
+            x = call(aten.sub.Tensor, x, call(aten.mean.dim, x, dims, True))
+        deviation = call(aten.sqrt.default, call(aten.mean.dim, call(aten.mul.Tensor, x, x), dims, True))
         bound = aten.add.Tensor if form == "added" else aten.clamp_min.default
-        y = insert_call(graph, node, aten.div.Tensor, x, insert_call(graph, node, bound, deviation, eps))
-        y = y if weight is None else insert_call(graph, node, aten.mul.Tensor, y, weight)
-        replace_node(node, y if bias is None else insert_call(graph, node, aten.add.Tensor, y, bias))
+        y = call(aten.div.Tensor, x, call(bound, deviation, eps))
+        y = y if weight is None else call(aten.mul.Tensor, y, weight)
+        rewriter.replace(y if bias is None else call(aten.add.Tensor, y, bias))
     return bool(found)

@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 
 from aero_compile.ir.dataflow import ancestors, tainted_nodes
 from aero_compile.ir.ops import SHAPE_ONLY
-from aero_compile.ir.rewriting import insert_call, replace_node
+from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.shapes import node_values, sample_shape
 from aero_compile.ir.structural import structural_attributes
 from aero_compile.ir.weight_readers import MOVES, stored, weights_read
@@ -154,18 +154,13 @@ def _move_late(model: TransformedModel) -> None:
             source = source.args[0]
         if not moves or source not in constant:
             continue
-        result = _copy(node, node, moves[0], source)
+        rewriter = Rewriter(node)
+        result = rewriter.copy(node, {moves[0]: source})
         constant.add(result)
         for move in reversed(moves):
-            result = _copy(move, node, move.args[0], result)
-        replace_node(node, result)
+            result = rewriter.copy(move, {move.args[0]: result})
+        rewriter.replace(result)
     remove_dead_nodes(graph)
-
-
-def _copy(node: fx.Node, before: fx.Node, old: Any, new: fx.Node) -> fx.Node:
-    """A copy of `node`, in front of `before`, that reads `new` instead of `old`."""
-    with before.graph.inserting_before(before):
-        return before.graph.node_copy(node, lambda read: new if read is old else read)
 
 
 def _is_elementwise(target: Any) -> bool:
@@ -239,7 +234,7 @@ def _redirect(model: TransformedModel, expression: _Expression, name: str, trans
     root = expression.root
     with model.graph.inserting_before(root):
         read: fx.Node = model.graph.create_node("get_attr", name, (), {})
-    new = insert_call(model.graph, root, aten.t.default, read, like=root) if transposed else read
+    new = Rewriter(root).call(aten.t.default, read) if transposed else read
     root.replace_all_uses_with(new)
     return read
 

@@ -15,3 +15,10 @@ def place(node: fx.Node) -> str:
     """Where `node` is, for error messages."""
     path = source_path(node)
     return f"{node.name} in {path}" if path else node.name
+
+
+def copy_place(source: fx.Node, target: fx.Node) -> None:
+    """Let `target` be reported at the place of `source`."""
+    for key in ("nn_module_stack", "path"):
+        if key in source.meta:
+            target.meta[key] = source.meta[key]

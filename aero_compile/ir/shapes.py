@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from aero_compile.ir.extra_inputs import dtype_of, shape_of
 from aero_compile.ir.places import place
@@ -82,6 +82,16 @@ def node_values(model: TransformedModel, batch: int, seq_len: int, guard: Guard 
             nodes[node] = call, value
     known.nodes = nodes
     return values
+
+
+def new_value(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    """Fake value of a call of a function or a module, from `values`, which are `node_values` of those before it."""
+    if node.op == "call_module":  # a dropout, or a weight divided by its norm
+        return values[node.all_input_nodes[0]]
+    mode = next(value.fake_mode for value in values.values() if isinstance(value, FakeTensor))
+    args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+    with mode, torch.no_grad():
+        return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def carry(model: torch.nn.Module, twin: torch.nn.Module, copies: Mapping[fx.Node, fx.Node]) -> None:

@@ -35,7 +35,7 @@ from aero_compile.census import census
 from aero_compile.errors import ExportError, first_line
 from aero_compile.ir.fold_weights import fold_in_place
 from aero_compile.ir.places import source_path
-from aero_compile.ir.rewriting import bypass
+from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel, compile_graph
 from aero_compile.onnx.comparison import compare
 from aero_compile.pipeline import transform
@@ -241,7 +241,7 @@ def _graph(twin: TransformedModel) -> fx.GraphModule:
     graph = folded.logits_graph()
     for node in list(graph.nodes):
         if node.op == "call_module" and isinstance(folded.get_submodule(str(node.target)), nn.Dropout):
-            bypass(node, node.all_input_nodes[0])
+            Rewriter(node).replace(node.all_input_nodes[0])
     for node in graph.nodes:
         where = source_path(node)
         if node.op == "call_function":  # the exporter notes these paths beside the nodes it makes

@@ -17,7 +17,7 @@ from torch import fx
 from aero_compile.analysis.parts import Attention, Structure
 from aero_compile.analysis.projections import find_projections, rows_behind
 from aero_compile.ir.dataflow import ancestors
-from aero_compile.ir.rewriting import insert_call, replace_node
+from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten
@@ -83,8 +83,7 @@ def _copy_for_queries(model: TransformedModel, attention: Attention, linear: fx.
     copies: dict[fx.Node, fx.Node] = {}
     for node in list(model.graph.nodes):
         if node in needed:
-            with model.graph.inserting_after(node):
-                copies[node] = model.graph.node_copy(node, lambda each: copies.get(each, each))
+            copies[node] = Rewriter.after(node).copy(node, copies)
     for group in attention.groups:
         arguments: tuple[Any, ...] = group.scores.args
         group.scores.args = (copies.get(arguments[0], arguments[0]), *arguments[1:])
@@ -95,17 +94,18 @@ def _keep_rows(model: TransformedModel, linear: fx.Node, shape: tuple[int, int],
     """Compute only `rows` of a linear layer, whose result has `shape` (rank, channels); the others repeat the first."""
     rank, size = shape
     where = {row: i for i, row in enumerate(rows)}
-    kept, channels = (_indices(model, linear, each) for each in (rows, [where.get(row, 0) for row in range(size)]))
+    rewriter = Rewriter(linear)
+    kept, channels = (_indices(model, rewriter, each) for each in (rows, [where.get(row, 0) for row in range(size)]))
     x, *weights = linear.args
-    taken = [insert_call(linear.graph, linear, aten.index_select.default, w, 0, kept) for w in weights if w is not None]
-    product = insert_call(linear.graph, linear, aten.linear.default, x, *taken, like=linear)
+    taken = [rewriter.call(aten.index_select.default, w, 0, kept) for w in weights if w is not None]
+    product = rewriter.call(aten.linear.default, x, *taken)
     behind = [*[None] * (rank - 1), channels]
-    replace_node(linear, insert_call(linear.graph, linear, aten.index.Tensor, product, behind))
+    rewriter.replace(rewriter.call(aten.index.Tensor, product, behind))
 
 
-def _indices(model: TransformedModel, before: fx.Node, numbers: list[int]) -> fx.Node:
+def _indices(model: TransformedModel, rewriter: Rewriter, numbers: list[int]) -> fx.Node:
     """`numbers` as an int64 vector that the graph computes: a table of them would be taken for the server's."""
-    device = next(model.parameters()).device
+    kind: dict[str, Any] = {"dtype": torch.int64, "device": next(model.parameters()).device}
     pieces: list[fx.Node] = []
     at = 0
     while at < len(numbers):
@@ -114,10 +114,8 @@ def _indices(model: TransformedModel, before: fx.Node, numbers: list[int]) -> fx
         while end < len(numbers) and numbers[end] == numbers[end - 1] + step:
             end += 1
         if step:
-            piece = insert_call(before.graph, before, aten.arange.start, numbers[at], numbers[end - 1] + 1)
+            pieces.append(rewriter.call(aten.arange.start, numbers[at], numbers[end - 1] + 1, **kind))
         else:
-            piece = insert_call(before.graph, before, aten.full.default, [end - at], numbers[at])
-        piece.kwargs = {"dtype": torch.int64, "device": device}
-        pieces.append(piece)
+            pieces.append(rewriter.call(aten.full.default, [end - at], numbers[at], **kind))
         at = end
-    return pieces[0] if len(pieces) == 1 else insert_call(before.graph, before, aten.cat.default, pieces, 0)
+    return pieces[0] if len(pieces) == 1 else rewriter.call(aten.cat.default, pieces, 0)

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from aero_compile.analysis.affine import by_rows, times
 from aero_compile.analysis.residual_stream import Basis, Hub, ResidualStream, Term
-from aero_compile.ir.rewriting import insert_call, parameter_node
+from aero_compile.ir.rewriter import Rewriter
 
 aten = torch.ops.aten
 
@@ -52,7 +52,7 @@ class StreamRewriting:
             pieces.append(self._stored("constant", constant, hub))
         total = pieces[0]
         for piece in pieces[1:]:
-            total = insert_call(self.model.graph, hub.node, aten.add.Tensor, total, piece)
+            total = Rewriter(hub.node).call(aten.add.Tensor, total, piece)
         self.new[hub.node] = total
 
     def finish(self) -> None:
@@ -65,20 +65,19 @@ class StreamRewriting:
         self.model.graph_changed()
 
     def _product(self, leaf: fx.Node, coefficient: Tensor, hub: Hub) -> fx.Node:
-        value, graph = self.new.get(leaf, leaf), self.model.graph
+        value, rewriter = self.new.get(leaf, leaf), Rewriter(hub.node)
         if coefficient.dim() == 0 and float(coefficient) == 1:
             return value
         if self.stream.is_looked_up(leaf, hub):
             table = by_rows(self.stream.affine.constant(leaf.args[0]), coefficient)
-            with graph.inserting_before(hub.node):
-                value = graph.node_copy(leaf)
+            value = rewriter.copy(leaf, {})
             value.args = (self._stored("embedding", table, hub), *leaf.args[1:])
             return value
         if coefficient.dim():
-            return insert_call(graph, hub.node, aten.linear.default, value, self._stored("weight", coefficient.T, hub))
+            return rewriter.call(aten.linear.default, value, self._stored("weight", coefficient.T, hub))
         public = self.stream.is_public(hub) and hub.node not in self.bases and leaf not in self.bases
         factor: Any = float(coefficient) if public else self._stored("scale", coefficient.reshape(1), hub)
-        return insert_call(graph, hub.node, aten.mul.Tensor, value, factor)
+        return rewriter.call(aten.mul.Tensor, value, factor)
 
     def _viewed(self, value: fx.Node, term: Term, hub: Hub) -> fx.Node:
         """`value` with its rows where the hub has them."""
@@ -91,7 +90,7 @@ class StreamRewriting:
             args: Any = view.args[1:]
             if view.target in (aten.reshape.default, aten.expand.default):
                 args = ([*args[0][:-1], width],)
-            value = insert_call(self.model.graph, hub.node, view.target, value, *args)  # type: ignore[arg-type]
+            value = Rewriter(hub.node).call(view.target, value, *args)
         return value
 
     def _turn_readers(self, hub: Hub, inverse: Tensor) -> None:
@@ -106,4 +105,4 @@ class StreamRewriting:
         self.count += 1
         dtype = self.stream.values[hub.node].dtype
         self.model.add_tensor(name, nn.Parameter(value.to(dtype).contiguous(), requires_grad=False))
-        return parameter_node(self.model, name, hub.node)
+        return Rewriter(hub.node).parameter(name)

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from aero_compile.ir.dataflow import tainted_nodes
-from aero_compile.ir.rewriting import insert_call, replace_node
+from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.weight_values import weight_value
 from aero_compile.model import TransformedModel
 from aero_compile.passes.inference.change import Change
@@ -47,14 +47,12 @@ def _cut(model: TransformedModel, product: fx.Node) -> bool:
     if found is None:
         return False
     ratio, position = found
-
-    def call(target: Any, *args: Any) -> fx.Node:
-        return insert_call(model.graph, product, target, *args)
-
+    rewriter = Rewriter(product)
+    call = rewriter.call
     first = call(aten.slice.Tensor, product.args[0], position, 0, 1)
     scaled = call(aten.mul.Tensor, first, call(aten.slice.Tensor, ratio, 0, 0, 1))
     others = call(aten.slice.Tensor, product.args[0], position, 1, 2**63 - 1)
-    replace_node(product, call(aten.cat.default, [scaled, others], position))
+    rewriter.replace(call(aten.cat.default, [scaled, others], position))
     return True
 
 

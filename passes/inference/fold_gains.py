@@ -24,7 +24,7 @@ from aero_compile.analysis.channels import Channels, is_product_with_constant, l
 from aero_compile.ir.dataflow import ancestors, tainted_nodes
 from aero_compile.ir.fold_weights import fold_in_place
 from aero_compile.ir.places import place
-from aero_compile.ir.rewriting import insert_call, parameter_node, replace_node
+from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.shapes import node_values, sample_shape
 from aero_compile.ir.weight_values import weight_value
 from aero_compile.model import TransformedModel, remove_dead_nodes
@@ -99,9 +99,9 @@ class _Folding:
         rows = table[channels.class_of(members)]
         if is_linear and not channels.leaves(classes):
             self._scale_rows(origin, values[origin].shape[-1], members, rows)
-            replace_node(product, scaled)
+            Rewriter(product).replace(scaled)
         elif weights:
-            replace_node(product, self._copy(product, scaled, channels, members, rows))
+            Rewriter(product).replace(self._copy(product, scaled, channels, members, rows))
         else:
             return
         remove_dead_nodes(graph)
@@ -112,11 +112,7 @@ class _Folding:
     def _scale_rows(self, linear: fx.Node, size: int, members: Tensor, rows: Tensor) -> None:
         """linear → diag(gain)·linear, the gain being `rows` for the channels `members` and 1 for the others."""
         gain = torch.ones(size, dtype=torch.float64).index_put((members,), rows)
-        vector = self._vector(gain, linear)
-
-        def call(target: Any, *args: Any) -> fx.Node:
-            return insert_call(linear.graph, linear, target, *args)
-
+        vector, call = self._vector(gain, linear), Rewriter(linear).call
         value, weight, *rest = linear.args
         scaled = call(aten.mul.Tensor, weight, call(aten.unsqueeze.default, vector, 1))
         bias = [None if each is None else call(aten.mul.Tensor, each, vector) for each in rest]
@@ -124,12 +120,8 @@ class _Folding:
 
     def _copy(self, product: fx.Node, scaled: fx.Node, channels: Channels, members: Tensor, rows: Tensor) -> fx.Node:
         """A second way from the origin to `scaled`, through a layer that has the gain in its weight."""
-        graph, origin = self.model.graph, channels.origin
-        size = int(channels.values[origin].shape[-1])
-
-        def call(target: Any, *args: Any) -> fx.Node:
-            return insert_call(graph, product, target, *args, like=scaled)
-
+        origin, rewriter = channels.origin, Rewriter(product, like=scaled)
+        size, call = int(channels.values[origin].shape[-1]), rewriter.call
         column = call(aten.unsqueeze.default, self._vector(rows, origin), 1)
         if origin.target is aten.linear.default:
             value, weight, *rest = origin.args
@@ -142,8 +134,7 @@ class _Folding:
         result = _lay_out(call, call(aten.linear.default, value, *args), members, size)
         twins = {origin: result}
         for node in channels.between(scaled):
-            with graph.inserting_before(product):
-                twins[node] = graph.node_copy(node, lambda each: twins.get(each, each))
+            twins[node] = rewriter.copy(node, twins)
         return twins[scaled]
 
     def _vector(self, value: Tensor, like: fx.Node) -> fx.Node:
@@ -152,7 +143,7 @@ class _Folding:
         self.parameters.add(name)
         weight = next(self.model.parameters())
         self.model.add_tensor(name, nn.Parameter(value.to(weight), requires_grad=weight.requires_grad))
-        return parameter_node(self.model, name, like)
+        return Rewriter(like).parameter(name)
 
     # -- constants --------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from aero_compile.analysis.linear_consumers import (
 from aero_compile.ir.dataflow import tainted_nodes
 from aero_compile.ir.fold_weights import fold_in_place
 from aero_compile.ir.places import place
-from aero_compile.ir.rewriting import insert_call
+from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.shapes import node_values, sample_shape
 from aero_compile.ir.weight_values import weight_value
 from aero_compile.model import TransformedModel
@@ -145,8 +145,8 @@ def _fold(linear: fx.Node, step: _Step) -> None:
     """Move one step into the weight and the bias of a linear layer."""
     if step.kind == "center":
         weight = linear.args[1]
-        mean = insert_call(linear.graph, linear, aten.mean.dim, weight, [1], True)
-        centered = insert_call(linear.graph, linear, aten.sub.Tensor, weight, mean)
+        call = Rewriter(linear).call
+        centered = call(aten.sub.Tensor, weight, call(aten.mean.dim, weight, [1], True))
         linear.args = (linear.args[0], centered, *linear.args[2:])
     elif step.kind in ("mul", "div"):
         scale_columns(linear, step.other, inverse=step.kind == "div")

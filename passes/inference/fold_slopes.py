@@ -20,7 +20,7 @@ from torch import fx
 from aero_compile.ir.dataflow import tainted_nodes
 from aero_compile.ir.fold_weights import fold_in_place
 from aero_compile.ir.places import place
-from aero_compile.ir.rewriting import insert_call
+from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
 from aero_compile.passes.inference.change import Change
 
@@ -41,7 +41,7 @@ def fold_slopes(model: TransformedModel) -> Change:
 
 def _fold(model: TransformedModel, prelu: fx.Node) -> str:
     """Rewrite one activation; or say why it stays."""
-    graph, slope = model.graph, prelu.args[1]
+    slope = prelu.args[1]
     parameters = dict(model.named_parameters(remove_duplicate=False))
     if not isinstance(slope, fx.Node) or slope.op != "get_attr" or str(slope.target) not in parameters:
         return "it is no parameter"
@@ -59,10 +59,7 @@ def _fold(model: TransformedModel, prelu: fx.Node) -> str:
         return "a change of layout stands between the linear layers"
     weight_in, bias_in = _parameters(first)
     weight_out, bias_out = _parameters(second)
-
-    def call(target: Any, *args: Any) -> fx.Node:
-        return insert_call(graph, second, target, *args)
-
+    call = Rewriter(second).call
     kept = call(aten.mul.Tensor, weight_out, call(aten.rsub.Scalar, slope, 1))
     passed = call(aten.mul.Tensor, weight_out, slope)
     weight = call(aten.cat.default, [kept, call(aten.matmul.default, passed, weight_in)], 1)

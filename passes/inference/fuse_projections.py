@@ -16,7 +16,7 @@ from torch import fx
 
 from aero_compile.ir.dataflow import ancestors, tainted_nodes
 from aero_compile.ir.fold_weights import fold_in_place
-from aero_compile.ir.rewriting import insert_call
+from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.shapes import node_values, sample_shape
 from aero_compile.model import TransformedModel
 from aero_compile.passes.inference.change import Change
@@ -60,10 +60,7 @@ def _fuse(model: TransformedModel, source: fx.Node, linears: list[fx.Node], valu
     needed = [each for linear in linears for each in linear.args[1:]]
     needed += [size for each in linears if each.args[0] is not value for size in each.args[0].args[1]]  # type: ignore[union-attr]
     _move_up(graph, needed, first)
-
-    def call(target: Any, *args: Any) -> fx.Node:
-        return insert_call(graph, first, target, *args)
-
+    call = Rewriter(first).call
     sizes = [int(values[linear].shape[-1]) for linear in linears]
     biases = [linear.args[2] if len(linear.args) > 2 else None for linear in linears]
     args = [call(aten.cat.default, [linear.args[1] for linear in linears], 0)]

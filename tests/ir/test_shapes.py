@@ -14,7 +14,7 @@ import aero_compile
 from aero_compile import TransformedModel
 from aero_compile.inference_model import inference_copy
 from aero_compile.ir import shapes
-from aero_compile.ir.rewriting import insert_call
+from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.shapes import node_values
 from benchmarks.lib import written_decoders
 from tests.support import tiny_models
@@ -86,7 +86,7 @@ def test_copies_of_what_was_edited_or_moved_are_looked_at_anew() -> None:
     model = transformed("gpt2-eager", "baseline")
     node_values(model, 3, 11)
     head = next(node for node in model.graph.nodes if node.op == "output").args[0][0]
-    last = insert_call(model.graph, head, aten.slice.Tensor, head.args[0], 1, -1)
+    last = Rewriter(head).call(aten.slice.Tensor, head.args[0], 1, -1)
     head.args = (last, *head.args[1:])
     twin = copy.deepcopy(model).float()
     found = described(node_values(twin, 3, 11))
@@ -99,7 +99,7 @@ def test_an_edit_that_keeps_the_shape_is_looked_at_alone(looked_at: Counter[str]
     node_values(model, 3, 11)
     looked_at.clear()
     norm = model.structure.norms[0].node
-    doubled = insert_call(model.graph, norm, aten.mul.Tensor, norm.args[0], 2.0)
+    doubled = Rewriter(norm).call(aten.mul.Tensor, norm.args[0], 2.0)
     norm.args = (doubled, *norm.args[1:])
     looked_at.clear()
     values = node_values(model, 3, 11)
@@ -111,7 +111,7 @@ def test_a_changed_shape_reaches_everything_below() -> None:
     model = transformed("gpt2-eager", "baseline")
     node_values(model, 3, 11)
     head = next(node for node in model.graph.nodes if node.op == "output").args[0][0]
-    last = insert_call(model.graph, head, aten.slice.Tensor, head.args[0], 1, -1)
+    last = Rewriter(head).call(aten.slice.Tensor, head.args[0], 1, -1)
     head.args = (last, *head.args[1:])
     found = node_values(model, 3, 11)
     assert found[head].shape[1] == 1

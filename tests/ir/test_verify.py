@@ -12,7 +12,7 @@ from torch import fx
 from aero_compile import TransformedModel, optimize_for_inference
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass, PassResult
-from aero_compile.ir.rewriting import insert_call
+from aero_compile.ir.ops import insert_call
 from aero_compile.ir.verify import verify
 from aero_compile.pipeline import run_passes
 from tests.support.tiny_models import captured, transformed

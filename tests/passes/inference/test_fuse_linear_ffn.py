@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from aero_compile.ir.rewriting import insert_call
+from aero_compile.ir.rewriter import Rewriter
 from aero_compile.passes.inference.fuse_linear_ffn import fuse_linear_ffn
 from benchmarks.lib.random_decoders import Config
 from tests.support import tiny_models
@@ -146,7 +146,7 @@ def test_numbers_of_the_graph_keep_all_their_digits() -> None:
     """0.1 multiplied into weights as a float32 would be off by 1.5e-8 of itself."""
     model = decoder(Config(norm="none", activation="none"), "baseline")
     output = model.structure.ffns[0].output
-    scaled = insert_call(model.graph, output.next, aten.mul.Tensor, output, 0.1)
+    scaled = Rewriter(output.next).call(aten.mul.Tensor, output, 0.1)
     output.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)
     model.graph_changed()
     reference = copy.deepcopy(model)

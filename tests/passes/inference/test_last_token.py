@@ -17,7 +17,7 @@ import aero_compile
 from aero_compile import TransformedModel
 from aero_compile.errors import RecipeError, UnsupportedGraphError
 from aero_compile.inference_model import inference_copy
-from aero_compile.ir.rewriting import insert_call
+from aero_compile.ir.rewriter import Rewriter
 from aero_compile.passes.inference.last_token import last_token
 from benchmarks.lib import written_decoders
 from benchmarks.lib.random_decoders import Config, build
@@ -278,7 +278,7 @@ def test_an_op_that_mixes_positions_is_computed_whole() -> None:
     head = [node for node in model.graph.nodes if node.target is aten.linear.default][-1]
     normed = head.args[0]
     assert isinstance(normed, fx.Node)
-    head.replace_input_with(normed, insert_call(model.graph, head, aten.cumsum.default, normed, 1))
+    head.replace_input_with(normed, Rewriter(head).call(aten.cumsum.default, normed, 1))
     model.graph_changed()
     reference = copy.deepcopy(model)
     change = last_token(model)
@@ -310,7 +310,7 @@ def test_a_model_of_one_position_is_left_alone() -> None:
     output = next(node for node in model.graph.nodes if node.op == "output")
     (whole,) = output.args[0]
     assert isinstance(whole, fx.Node)
-    output.args = ((insert_call(model.graph, output, aten.slice.Tensor, whole, 1, -1, sys.maxsize),),)
+    output.args = ((Rewriter(output).call(aten.slice.Tensor, whole, 1, -1, sys.maxsize),),)
     model.graph_changed()
     text = str(model.graph)
     assert not last_token(model).modified

@@ -1,0 +1,280 @@
+"""Spellings of one op, each rewritten where it stands, without a look at what is around it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from aero_compile.frontend.products import open_sum
+from aero_compile.ir.constants import cast_constants, from_parameters
+from aero_compile.ir.dataflow import tainted_nodes
+from aero_compile.ir.mask_values import MASKED, MASKED_HALF, bound_fill_values
+from aero_compile.ir.rewriter import Rewriter
+from aero_compile.ir.shapes import is_floating, node_values, sample_shape
+from aero_compile.model import TransformedModel
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What is known of a graph: fake values, which nodes are live floating-point values, which come of parameters."""
+
+    values: dict[fx.Node, Any]
+    live: set[fx.Node]
+    weights: set[fx.Node]
+
+    def at(self, node: fx.Node) -> Rewriter:
+        return Rewriter(node, values=self.values, live=self.live)
+
+    def is_flexible(self, node: Any) -> bool:
+        """Whether the type of a value may follow that of the weights."""
+        return node in self.live or node in self.weights
+
+
+def unify_spellings(model: TransformedModel) -> None:
+    """Rewrite every node that has a spelling in the table below, and cast masks and tables to the weights' type."""
+    values = node_values(model, *sample_shape(model))
+    live = {node for node in tainted_nodes(model.graph, model.convention.tokens) if is_floating(values.get(node))}
+    known = _Known(values, live, from_parameters(model))
+    for node in list(model.graph.nodes):
+        if node.op == "call_function" and node in values:  # not erased by a rewrite before it
+            _SPELLINGS.get(node.target, _drop_dtype)(node, known)
+    cast_constants(model, known.live, known.values, model_dtype(model))
+
+
+def bound_fills(model: TransformedModel) -> None:
+    """Let what masks fill in be finite."""
+    for node in model.graph.nodes:
+        bound_fill_values(node, model_dtype(model))
+
+
+def model_dtype(model: TransformedModel) -> torch.dtype:
+    """The floating-point type of the weights."""
+    return next((tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()), torch.float32)
+
+
+def padded(args: tuple[Any, ...], defaults: tuple[Any, ...], length: int) -> tuple[Any, ...]:
+    """`length` arguments, the last ones from `defaults` where they are not given."""
+    return args + defaults[len(defaults) - (length - len(args)) :] if len(args) < length else args
+
+
+# -- gone ----------------------------------------------------------------------------------------------------------
+
+
+def _erase(node: fx.Node, known: _Known) -> None:
+    known.at(node).erase()
+
+
+def _drop_copy(node: fx.Node, known: _Known) -> None:
+    known.at(node).replace(node.all_input_nodes[0])
+
+
+def _drop_whole_slice(node: fx.Node, known: _Known) -> None:
+    """x[:] → x"""
+    start, end, step = padded(node.args, (0, None, None, 1), 5)[2:5]
+    whole = end is None or (isinstance(end, int) and end >= 2**62)
+    if start in (0, None) and whole and step == 1:
+        known.at(node).replace(node.all_input_nodes[0])
+
+
+def _cast(node: fx.Node, known: _Known) -> None:
+    """A cast between floats of live values or weights → its operand.
+
+    A cast of what was compared, or rounded, to the dtype of hidden values → type_as one of them: the dtype that was
+    written would stay behind when the model gets another.
+    """
+    source = node.all_input_nodes[0]
+    between_floats = is_floating(known.values[node]) and is_floating(known.values[source])
+    if known.is_flexible(node) and known.is_flexible(source) and between_floats:
+        known.at(node).replace(source)
+    elif node in known.live and source not in known.live:
+        compared = source
+        while compared.all_input_nodes and compared not in known.live:
+            inputs = compared.all_input_nodes
+            compared = next((each for each in inputs if each in known.live), inputs[0])
+        if compared in known.live:
+            node.target, node.args, node.kwargs = aten.type_as.default, (source, compared), {}
+
+
+def _drop_dtype(node: fx.Node, known: _Known) -> None:
+    """Σx, in float32 → Σx"""
+    if known.is_flexible(node) and is_floating(known.values[node]) and node.kwargs.get("dtype") is not None:
+        node.kwargs = {name: value for name, value in node.kwargs.items() if name != "dtype"}
+
+
+# -- under another name --------------------------------------------------------------------------------------------
+
+
+def _reshape(node: fx.Node, known: _Known) -> None:
+    node.target = aten.reshape.default
+
+
+def _matmul(node: fx.Node, known: _Known) -> None:
+    node.target = aten.matmul.default
+
+
+def _permute(node: fx.Node, known: _Known) -> None:
+    """numpy_T → permute"""
+    node.target, node.args = aten.permute.default, (node.args[0], list(range(known.values[node].dim()))[::-1])
+
+
+def _softmax(node: fx.Node, known: _Known) -> None:
+    """Over a dimension that is counted from the last."""
+    if node not in known.live:
+        _drop_dtype(node, known)
+        return
+    source, dim = node.args[:2]
+    assert isinstance(dim, int)
+    last = dim - known.values[node].dim() if dim >= 0 else dim
+    node.target, node.args, node.kwargs = aten.softmax.int, (source, last), {}
+
+
+def _maximum(node: fx.Node, known: _Known) -> None:
+    """max(x, y) → maximum; the lower bound of a mask is gone, since its fill values are bounded."""
+    bound = node.args[1]
+    if isinstance(bound, fx.Node) and bound.target is aten.full.default and bound.args[1] in (MASKED, MASKED_HALF):
+        known.at(node).replace(node.all_input_nodes[0])
+    elif node in known.live:
+        node.target = aten.maximum.default
+
+
+def _minimum(node: fx.Node, known: _Known) -> None:
+    if node in known.live:
+        node.target = aten.minimum.default
+
+
+def _relu(node: fx.Node, known: _Known) -> None:
+    """clamp(min=0) → relu"""
+    bounds = dict(zip(("min", "max"), node.args[1:], strict=False)) | dict(node.kwargs)
+    if node in known.live and (bounds.get("min"), bounds.get("max")) == (0, None):
+        node.target, node.args, node.kwargs = aten.relu.default, (node.args[0],), {}
+
+
+def _hardtanh(node: fx.Node, known: _Known) -> None:
+    """relu6 → hardtanh(0, 6)"""
+    if node in known.live:
+        node.target, node.args = aten.hardtanh.default, (node.args[0], 0.0, 6.0)
+
+
+def _layer_norm(node: fx.Node, known: _Known) -> None:
+    """With all five arguments."""
+    node.args = padded(node.args, (None, None, 1e-5), 5)[:5]
+
+
+# -- as other ops --------------------------------------------------------------------------------------------------
+
+
+def _add_negative(node: fx.Node, known: _Known) -> None:
+    """x − mask → x + (−mask): masks are added everywhere."""
+    left, right = node.args
+    if left in known.live and isinstance(right, fx.Node) and right not in known.live and not node.kwargs:
+        negative = known.at(node).call(aten.neg.default, right)
+        node.target, node.args = aten.add.Tensor, (left, negative)
+
+
+def _extreme(node: fx.Node, known: _Known) -> None:
+    """max(x, dim) of which only the values are read → amax(x, [dim])."""
+    if node not in known.live or {user.args[1] for user in node.users} != {0}:
+        return
+    source, dim, *keep = node.args
+    op = aten.amax.default if node.target is aten.max.dim else aten.amin.default
+    new = known.at(node).call(op, source, [dim], *keep)
+    for user in list(node.users):
+        known.at(user).replace(new)
+    _erase(node, known)
+
+
+def _glu(node: fx.Node, known: _Known) -> None:
+    """glu([a, b]) → a·sigmoid(b)"""
+    if node not in known.live:
+        return
+    source, dim = padded(node.args, (-1,), 2)
+    rewriter = known.at(node)
+    halves = rewriter.call(aten.split.Tensor, source, known.values[node].shape[dim], dim)
+    a, b = (rewriter.call(operator.getitem, halves, i) for i in range(2))
+    rewriter.replace(rewriter.call(aten.mul.Tensor, a, rewriter.call(aten.sigmoid.default, b)))
+
+
+def _baddbmm(node: fx.Node, known: _Known) -> None:
+    rewriter = known.at(node)
+    rewriter.replace(open_sum(rewriter, node))
+
+
+def _addmm(node: fx.Node, known: _Known) -> None:
+    if node.kwargs:
+        _baddbmm(node, known)
+
+
+def _copy(node: fx.Node, known: _Known) -> None:
+    """copy(into, x) → x in the shape of `into`"""
+    into, source = node.args[:2]
+    assert isinstance(into, fx.Node)
+    if not isinstance(source, fx.Node) or known.values[source].dtype != known.values[into].dtype:
+        return
+    rewriter = known.at(node)
+    if known.values[source].shape != known.values[into].shape:
+        source = rewriter.call(aten.expand_as.default, source, into)
+    rewriter.replace(source)
+    if not into.users and into.op == "call_function":  # was there for its shape; a user less for what it is a part of
+        _erase(into, known)
+
+
+def _slice_scatter(node: fx.Node, known: _Known) -> None:
+    """A tensor that is filled part by part, y[..., :n] = a and y[..., n:] = b → cat([a, b])"""
+    inner = node.args[0]
+    if not isinstance(inner, fx.Node) or inner.target is not aten.slice_scatter.default or len(inner.users) > 1:
+        return
+    values, rank = known.values, known.values[node].dim()
+    outer, first = (padded(each.args, (0, None, None, 1), 6) for each in (node, inner))
+    sizes = [values[each[1]].shape[each[2] % rank] for each in (first, outer)]
+    adjoin = first[3] in (0, None) and first[4] == outer[3] == sizes[0] and (first[5], outer[5]) == (1, 1)
+    if outer[2] % rank == first[2] % rank and adjoin and sum(sizes) == values[node].shape[outer[2] % rank]:
+        rewriter = known.at(node)
+        rewriter.replace(rewriter.call(aten.cat.default, [first[1], outer[1]], outer[2] % rank - rank))
+
+
+_SPELLINGS: Mapping[Any, Callable[[fx.Node, _Known], None]] = {
+    aten._assert_async.default: _erase,
+    aten._assert_async.msg: _erase,
+    aten._assert_scalar.default: _erase,
+    aten._assert_tensor_metadata.default: _erase,
+    aten.clone.default: _drop_copy,
+    aten.contiguous.default: _drop_copy,
+    aten.alias.default: _drop_copy,
+    aten.lift_fresh_copy.default: _drop_copy,
+    aten.slice.Tensor: _drop_whole_slice,
+    aten._to_copy.default: _cast,
+    aten.to.dtype: _cast,
+    aten.to.dtype_layout: _cast,
+    aten.to.device: _cast,
+    aten.view.default: _reshape,
+    aten._unsafe_view.default: _reshape,
+    aten.view_copy.default: _reshape,
+    aten.numpy_T.default: _permute,
+    aten.bmm.default: _matmul,
+    aten.mm.default: _matmul,
+    aten.softmax.int: _softmax,
+    aten._softmax.default: _softmax,
+    aten._safe_softmax.default: _softmax,
+    aten.max.other: _maximum,
+    aten.maximum.default: _maximum,
+    aten.min.other: _minimum,
+    aten.clamp.default: _relu,
+    aten.clamp_min.default: _relu,
+    aten.relu6.default: _hardtanh,
+    aten.layer_norm.default: _layer_norm,
+    aten.sub.Tensor: _add_negative,
+    aten.max.dim: _extreme,
+    aten.min.dim: _extreme,
+    aten.glu.default: _glu,
+    aten.baddbmm.default: _baddbmm,
+    aten.addmm.default: _addmm,
+    aten.copy.default: _copy,
+    aten.slice_scatter.default: _slice_scatter,
+}

@@ -1,0 +1,98 @@
+"""Edits of a graph that keep it valid, and what is known of its nodes true."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+
+from aero_compile.ir.ops import SHAPE_ONLY
+from aero_compile.ir.places import copy_place
+from aero_compile.ir.shapes import new_value
+
+
+class Rewriter:
+    """Adds nodes in front of `node`, in the order of the calls, and replaces `node`.
+
+    Args:
+        node: where new nodes go, and what `replace` and `redirect` are about.
+        like: the node whose place in the source model new nodes take; `node` if not given.
+        values: fake values of the graph's nodes; those of new nodes are added.
+        live: live nodes (see `aero_compile.ir.dataflow`); new nodes that are computed from them are added.
+    """
+
+    def __init__(
+        self,
+        node: fx.Node,
+        *,
+        like: fx.Node | None = None,
+        values: dict[fx.Node, Any] | None = None,
+        live: set[fx.Node] | None = None,
+    ) -> None:
+        self.node = node
+        self.graph = node.graph
+        self._following = node
+        self._like = node if like is None else like
+        self._values = values
+        self._live = live
+
+    @classmethod
+    def after(cls, node: fx.Node, *, like: fx.Node | None = None) -> Rewriter:
+        """Adds nodes behind `node`, the last one last."""
+        found = cls(node, like=like)
+        found._following = node.next
+        return found
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A call of the function `target`."""
+        return self._added("call_function", target, args, kwargs)
+
+    def module(self, name: str, *args: Any) -> fx.Node:
+        """A call of the model's submodule `name`."""
+        return self._added("call_module", name, args, {})
+
+    def copy(self, node: fx.Node, swap: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        """A copy of `node`, at its own place in the source, that reads other nodes for those in `swap`."""
+        with self.graph.inserting_before(self._following):
+            new = self.graph.node_copy(node, lambda read: swap.get(read, read))
+        self._know(new)
+        return new
+
+    def parameter(self, name: str) -> fx.Node:
+        """The node that reads the parameter or buffer `name`; at the head of the graph if there was none."""
+        found: list[fx.Node] = list(self.graph.find_nodes(op="get_attr", target=name))
+        if found:
+            return found[0]
+        with self.graph.inserting_before(next(iter(self.graph.nodes))):
+            return self.graph.create_node("get_attr", name, (), {})
+
+    def redirect(self, new: fx.Node) -> None:
+        """Let everything behind `new` that reads the node read `new` instead."""
+        self.node.replace_all_uses_with(new, delete_user_cb=lambda user: user > new)
+
+    def replace(self, new: fx.Node) -> None:
+        """Let everything that reads the node read `new`, of the same shape, and erase the node."""
+        self.redirect(new)
+        self.erase()
+
+    def erase(self) -> None:
+        """Take the node, which nothing reads, out of the graph."""
+        self.graph.erase_node(self.node)
+        if self._values is not None:
+            self._values.pop(self.node, None)
+        if self._live is not None:
+            self._live.discard(self.node)
+
+    def _added(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        with self.graph.inserting_before(self._following):
+            new = self.graph.create_node(op, target, args, kwargs)
+        copy_place(self._like, new)
+        self._know(new)
+        return new
+
+    def _know(self, new: fx.Node) -> None:
+        if self._values is not None:
+            self._values[new] = new_value(new, self._values)
+        if self._live is not None and new.target not in SHAPE_ONLY and not self._live.isdisjoint(new.all_input_nodes):
+            self._live.add(new)
