@@ -12,7 +12,6 @@ stored in an artifact like any others.
 
 from __future__ import annotations
 
-import itertools
 import operator
 from abc import abstractmethod
 from collections import Counter
@@ -32,6 +31,7 @@ from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.dataflow import ancestors, live_inputs
 from aero_compile.ir.ops import VIEWS
 from aero_compile.ir.rewriter import Rewriter
+from aero_compile.ir.row_layout import RowLayout
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten
@@ -162,35 +162,12 @@ class WeightPass(GraphPass):
 
     def _by_rows(self, model: TransformedModel, owner: list[str | None], weight: fx.Node, before: fx.Node) -> fx.Node:
         """Compute each matrix from the rows that it owns, and put them together in the order of `weight`."""
-        size = len(owner)
-        if len(set(owner)) == 1:
-            return self.insert(model, str(owner[0]), weight, before)
-        period = next(p for p in range(1, size + 1) if size % p == 0 and owner == owner[:p] * (size // p))
-        repeats = size // period
-        runs = [(name, len(list(run))) for name, run in itertools.groupby(owner[:period])]
-        call = Rewriter(before).call
-
-        def split(table: fx.Node, sizes: list[int]) -> list[fx.Node]:
-            if len(sizes) == 1:
-                return [table]
-            parts = call(aten.split_with_sizes.default, table, sizes, -2)
-            return [call(operator.getitem, parts, number) for number in range(len(sizes))]
-
-        def join(parts: list[fx.Node]) -> fx.Node:
-            return parts[0] if len(parts) == 1 else call(aten.cat.default, parts, -2)
-
-        table = call(aten.unflatten.int, weight, 0, [repeats, period]) if repeats > 1 else weight
-        pieces = split(table, [length for _, length in runs])
-        for name in dict.fromkeys(name for name, _ in runs if name is not None):
-            own = [number for number, run in enumerate(runs) if run[0] == name]
-            matrix = join([pieces[number] for number in own])
-            flat = call(aten.flatten.using_ints, matrix, 0, 1) if repeats > 1 else matrix
-            new = self.insert(model, name, flat, before)
-            table = call(aten.unflatten.int, new, 0, [repeats, -1]) if repeats > 1 else new
-            for number, piece in zip(own, split(table, [runs[number][1] for number in own]), strict=True):
-                pieces[number] = piece
-        joined = join(pieces)
-        return call(aten.flatten.using_ints, joined, 0, 1) if repeats > 1 else joined
+        layout, call = RowLayout.of(owner), Rewriter(before).call
+        parts = {name: layout.take(call, weight, name) for name in dict.fromkeys(owner)}
+        for name, part in parts.items():
+            if name is not None:
+                parts[name] = self.insert(model, name, part, before)
+        return layout.put(call, parts, 0)
 
 
 def _stored(model: TransformedModel, weight: Any) -> Any:

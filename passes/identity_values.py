@@ -10,7 +10,6 @@ starts as the identity: `identity_values.<layer>.value`, `.projection`.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -26,6 +25,7 @@ from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.dataflow import ancestors
 from aero_compile.ir.places import place
 from aero_compile.ir.rewriter import Rewriter
+from aero_compile.ir.row_layout import RowLayout
 from aero_compile.ir.weight_readers import weight_readers
 from aero_compile.model import TransformedModel
 from aero_compile.passes._weights import kept_rows, stored
@@ -178,23 +178,7 @@ def _shrink(model: TransformedModel, fused: dict[fx.Node, tuple[int, ...]], name
 
 
 def _lay_out(linear: fx.Node, size: int, rows: tuple[int, ...]) -> None:
-    """Put the channels of `linear`, which makes `rows` of `size` only, where they were; the gaps hold any channels.
-
-    Layouts that repeat (queries, keys and values interleaved by head) are cut once for all repetitions.
-    """
-    chosen = set(rows)
-    taken = [row in chosen for row in range(size)]
-    period = next(p for p in range(1, size + 1) if size % p == 0 and taken == taken[:p] * (size // p))
-    kept, rewriter = sum(taken[:period]), Rewriter.after(linear)
-    call = rewriter.call
-    parts = call(aten.unflatten.int, linear, -1, [size // period, kept])
-    start, pieces = 0, []
-    for flag, run in itertools.groupby(taken[:period]):
-        length = len(list(run))
-        if flag:
-            pieces.append(call(aten.slice.Tensor, parts, -1, start, start + length))
-            start += length
-        while not flag and length > 0:
-            pieces.append(call(aten.slice.Tensor, parts, -1, 0, min(length, kept)))
-            length -= kept
-    rewriter.redirect(call(aten.flatten.using_ints, call(aten.cat.default, pieces, -1), -2, -1))
+    """Put the channels of `linear`, which makes `rows` of `size` only, where they were; the gaps hold any channels."""
+    chosen, rewriter = set(rows), Rewriter.after(linear)
+    layout = RowLayout.of([row in chosen for row in range(size)])
+    rewriter.redirect(layout.put(rewriter.call, {True: linear}, -1))

@@ -25,6 +25,7 @@ from aero_compile.ir.dataflow import ancestors, tainted_nodes
 from aero_compile.ir.fold_weights import fold_in_place
 from aero_compile.ir.places import place
 from aero_compile.ir.rewriter import Rewriter
+from aero_compile.ir.row_layout import RowLayout
 from aero_compile.ir.shapes import node_values, sample_shape
 from aero_compile.ir.weight_values import weight_value
 from aero_compile.model import TransformedModel, remove_dead_nodes
@@ -122,17 +123,18 @@ class _Folding:
         """A second way from the origin to `scaled`, through a layer that has the gain in its weight."""
         origin, rewriter = channels.origin, Rewriter(product, like=scaled)
         size, call = int(channels.values[origin].shape[-1]), rewriter.call
+        layout = RowLayout.of(torch.isin(torch.arange(size), members).tolist())
         column = call(aten.unsqueeze.default, self._vector(rows, origin), 1)
         if origin.target is aten.linear.default:
             value, weight, *rest = origin.args
-            chosen = [_pick(call, each, members, size) for each in (weight, *rest) if each is not None]
+            chosen = [layout.take(call, each, True) for each in (weight, *rest) if isinstance(each, fx.Node)]
             args = [call(aten.mul.Tensor, chosen[0], column)]
             args += [call(aten.mul.Tensor, each, call(aten.squeeze.dim, column, 1)) for each in chosen[1:]]
         else:
             value = origin
             args = [call(aten.mul.Tensor, self._vector(torch.eye(size)[members], origin), column)]
-        result = _lay_out(call, call(aten.linear.default, value, *args), members, size)
-        twins = {origin: result}
+        # what is between the channels is read by nothing
+        twins = {origin: layout.put(call, {True: call(aten.linear.default, value, *args)}, -1)}
         for node in channels.between(scaled):
             twins[node] = rewriter.copy(node, twins)
         return twins[scaled]
@@ -188,37 +190,3 @@ def _by_class(classes: Tensor, gain: Tensor) -> Tensor | None:
     table = torch.ones(int(classes.max()) + 1, dtype=torch.float64)
     table[classes.flatten()] = gain.flatten()
     return table if bool((table[classes] == gain).all()) else None
-
-
-def _pick(call: Any, tensor: Any, members: Tensor, size: int) -> Any:
-    """The rows `members` of a weight or bias of `size` rows."""
-    runs = _runs(members)
-    if runs == [(0, size)]:
-        return tensor
-    pieces = [call(aten.slice.Tensor, tensor, 0, start, stop) for start, stop in runs]
-    return pieces[0] if len(pieces) == 1 else call(aten.cat.default, pieces, 0)
-
-
-def _lay_out(call: Any, result: fx.Node, members: Tensor, size: int) -> fx.Node:
-    """Put channels that are `members` of `size` where they belong; what is between them is read by nothing."""
-    pieces, taken, end = [], 0, 0
-    for start, stop in [*_runs(members), (size, size)]:
-        for gap in _cuts(start - end, len(members)):
-            pieces.append(call(aten.slice.Tensor, result, -1, 0, gap))
-        if stop > start:
-            pieces.append(call(aten.slice.Tensor, result, -1, taken, taken + stop - start))
-        taken, end = taken + stop - start, stop
-    whole: fx.Node = result if len(members) == size else call(aten.cat.default, pieces, -1)
-    return whole
-
-
-def _cuts(width: int, most: int) -> list[int]:
-    return [min(most, width - start) for start in range(0, width, most)]
-
-
-def _runs(members: Tensor) -> list[tuple[int, int]]:
-    """Consecutive channels, as (first, last + 1)."""
-    numbers = members.tolist()
-    starts = [n for n in numbers if n - 1 not in set(numbers)]
-    stops = [n + 1 for n in numbers if n + 1 not in set(numbers)]
-    return list(zip(starts, stops, strict=True))
