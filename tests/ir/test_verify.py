@@ -12,7 +12,7 @@ from torch import fx
 from aero_compile import TransformedModel, optimize_for_inference
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass, PassResult
-from aero_compile.ir.ops import insert_call
+from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.verify import verify
 from aero_compile.pipeline import run_passes
 from tests.support.tiny_models import captured, transformed
@@ -51,7 +51,7 @@ def test_another_spelling_is_named_with_its_place(name: str) -> None:
     old, new, *rest = SPELLINGS[name]
     node = _first(model, old)
     operands = node.args[:1] if rest or len(node.args) == 1 else node.args
-    other = insert_call(model.graph, node, new, *operands, *rest)
+    other = Rewriter(node).call(new, *operands, *rest)
     node.replace_all_uses_with(other)
     with pytest.raises(UnsupportedGraphError) as error:
         verify(model, "gelu-to-elu")
@@ -65,8 +65,8 @@ def test_products_of_matrices_are_named() -> None:
     model = transformed("gpt2-eager", "baseline")
     node = _first(model, aten.linear.default)
     x, weight, bias = node.args
-    turned = insert_call(model.graph, node, aten.t.default, weight)
-    node.replace_all_uses_with(insert_call(model.graph, node, aten.addmm.default, bias, x, turned))
+    turned = Rewriter(node).call(aten.t.default, weight)
+    node.replace_all_uses_with(Rewriter(node).call(aten.addmm.default, bias, x, turned))
     with pytest.raises(UnsupportedGraphError, match=r"aten.addmm.default \(addmm\w* in transformer.h.0"):
         verify(model, "a pass")
 
