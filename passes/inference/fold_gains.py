@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,6 +56,24 @@ def fold_gains(model: TransformedModel) -> Change:
     return Change("fold-gains", bool(folding.count or trimmed), done, tuple(folding.left))
 
 
+@dataclass(frozen=True)
+class _Match:
+    """A product that multiplies `scaled` by numbers that are the same for every batch and length.
+
+    Attributes:
+        weights: names of the parameters that the factor is computed from; none for a public number.
+        channels: where the channels go that `scaled` is made of.
+        is_linear: whether they come from a linear layer, whose rows can take the factor.
+    """
+
+    product: fx.Node
+    scaled: fx.Node
+    factor: Any
+    weights: list[str]
+    channels: Channels
+    is_linear: bool
+
+
 class _Folding:
     def __init__(self, model: TransformedModel) -> None:
         self.model = model
@@ -64,48 +83,62 @@ class _Folding:
 
     def visit(self, product: fx.Node) -> None:
         """Fold one product with something that is not live, if that is possible and pays."""
+        found = self._match(product)
+        gain = None if found is None else self._decide(found)
+        if found is not None and gain is not None:
+            self._apply(found, *gain)
+
+    def _match(self, product: fx.Node) -> _Match | None:
         graph = self.model.graph
         live = tainted_nodes(graph, self.model.convention.tokens)
         values = node_values(self.model, *sample_shape(self.model))
         scaled, factor = live_operand(product, live)
         if values[scaled].shape != values[product].shape:
-            return
+            return None
         weights = self._weights_behind(factor)
         if not _is_fixed(factor):
             if weights and first_position(self.model, product) is None:
                 self._leave(product, weights, "varies by position: one private product of T×d")
-            return
-        gain = self._value(factor, values).expand(values[product].shape)
-        gain = 1 / gain if product.target is aten.div.Tensor else gain
+            return None
         origin = origins(graph, live)[scaled]
         is_linear = origin.target is aten.linear.default and origin.args[1] not in live
         if not is_linear and not (weights and _is_read_by_linear(origin)):
-            return
+            return None
         channels = Channels(graph, live, values, origin, product)
-        if scaled not in channels.labels:
-            return
-        classes = channels.classes(scaled)
+        return _Match(product, scaled, factor, weights, channels, is_linear) if scaled in channels.labels else None
+
+    def _decide(self, found: _Match) -> tuple[Tensor, Tensor] | None:
+        """Channels of the origin and the gain of each; None if the product is better left as it is."""
+        channels, product, weights = found.channels, found.product, found.weights
+        gain = self._value(found.factor, channels.values).expand(channels.values[product].shape)
+        gain = 1 / gain if product.target is aten.div.Tensor else gain
+        classes = channels.classes(found.scaled)
         table = _by_class(classes, gain)
         if table is None:
             if weights:
                 self._leave(product, weights, "differs between heads that share weights: one private product of T×d")
-            return
+            return None
         largest = float(table.abs().max())
         if not SMALLEST <= largest <= LARGEST:
             self._leave(product, weights, f"is as large as {largest:.3g}, too far from 1 for the fixed point")
-            return
+            return None
         members = channels.members(classes)
-        if not is_linear and len(members) == values[origin].shape[-1] and bool((gain == gain.flatten()[0]).all()):
-            return  # a scalar on the residual stream: `fold_scales` carries it on
-        rows = table[channels.class_of(members)]
-        if is_linear and not channels.leaves(classes):
-            self._scale_rows(origin, values[origin].shape[-1], members, rows)
-            Rewriter(product).replace(scaled)
-        elif weights:
-            Rewriter(product).replace(self._copy(product, scaled, channels, members, rows))
+        whole = len(members) == channels.values[channels.origin].shape[-1]
+        if not found.is_linear and whole and bool((gain == gain.flatten()[0]).all()):
+            return None  # a scalar on the residual stream: `fold_scales` carries it on
+        return members, table[channels.class_of(members)]
+
+    def _apply(self, found: _Match, members: Tensor, rows: Tensor) -> None:
+        """Let the rows of the layer take the gain, or those of a second one if their channels go elsewhere, too."""
+        channels, scaled = found.channels, found.scaled
+        if found.is_linear and not channels.leaves(channels.classes(scaled)):
+            self._scale_rows(channels.origin, channels.values[channels.origin].shape[-1], members, rows)
+        elif found.weights:
+            scaled = self._copy(found.product, scaled, channels, members, rows)
         else:
             return
-        remove_dead_nodes(graph)
+        Rewriter(found.product).replace(scaled)
+        remove_dead_nodes(self.model.graph)
         self.count += 1
 
     # -- edits ------------------------------------------------------------------------------------------
