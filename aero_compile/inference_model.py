@@ -6,15 +6,12 @@ import copy
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from aero_compile.errors import InputError
 from aero_compile.ir.structural import structural_attributes
 from aero_compile.model import TransformedModel, remove_dead_nodes
 from aero_compile.passes.inference.change import Change
-
-_DROPOUT = frozenset({torch.ops.aten.dropout.default, torch.ops.aten.feature_dropout.default})
 
 
 class InferenceModel(TransformedModel):
@@ -112,7 +109,7 @@ def _hide_buffers(model: TransformedModel) -> None:
 def _without_dropout(model: nn.Module, graph: fx.Graph) -> fx.Graph:
     for node in list(graph.nodes):
         held = node.op == "call_module" and isinstance(model.get_submodule(str(node.target)), nn.Dropout)
-        if held or node.target in _DROPOUT:
+        if held:
             node.replace_all_uses_with(node.args[0])
     remove_dead_nodes(graph)
     return graph

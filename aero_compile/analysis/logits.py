@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from aero_compile.analysis.parts import Structure
 from aero_compile.errors import UnsupportedModelError
 from aero_compile.ir.dataflow import live_inputs
-from aero_compile.ir.ops import NORMS
+from aero_compile.ir.ops import NORMS, PRODUCTS
 from aero_compile.ir.places import place
 from aero_compile.ir.weight_values import call_in_eval
 from aero_compile.model import TransformedModel
@@ -43,7 +43,7 @@ def require_logits(model: TransformedModel) -> None:
 
 def _last_op(node: fx.Node, live: set[fx.Node]) -> fx.Node:
     """The last op before `node`, itself included, that is a product, a norm, or joins several hidden values."""
-    while node.target not in NORMS and node.target not in (aten.linear.default, aten.matmul.default):
+    while node.target not in NORMS | PRODUCTS:
         inputs = live_inputs(node, live)
         if len(inputs) != 1:
             break

@@ -17,7 +17,7 @@ from aero_compile.analysis.parts import Attention, Norm, Structure
 from aero_compile.analysis.projections import find_projections
 from aero_compile.errors import RecipeError, UnsupportedGraphError, nearest
 from aero_compile.ir.dataflow import live_inputs, through_views
-from aero_compile.ir.ops import NORMS, SHAPE_ONLY, VIEWS
+from aero_compile.ir.ops import NORMS, PRODUCERS, SHAPE_ONLY, VIEWS
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten
@@ -27,7 +27,6 @@ PARTS = ("qk", "v", "ffn", "query", "key", "post-attention", "post-ffn", "final"
 of attention or feed-forward (sandwich norms), after the last layer, elsewhere (on embeddings, inside a block)."""
 
 _GROUPS: Mapping[str, frozenset[str]] = {"all": frozenset(PARTS), "attention": frozenset({"qk", "v"})}
-_STARTS = frozenset({aten.linear.default, aten.matmul.default, aten.softmax.int, aten.embedding.default})
 
 
 @dataclass(frozen=True)
@@ -210,7 +209,7 @@ def _above(nodes: Iterable[object], structure: Structure) -> Iterator[fx.Node]:
         if node not in seen:
             seen.add(node)
             yield node
-            stack += [] if node.target in _STARTS else live_inputs(node, structure.live)
+            stack += [] if node.target in PRODUCERS else live_inputs(node, structure.live)
 
 
 def _after_block(norm: Norm, structure: Structure, rows: Mapping[fx.Node, Mapping[str, frozenset[int]]]) -> str | None:

@@ -7,7 +7,6 @@ widths and lengths may coincide. Where an op mixes positions, or is not known, t
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from aero_compile.ir.deviation_norm import deviation_norm
+from aero_compile.ir.ops import EACH, facts
 
 aten = torch.ops.aten
 
@@ -92,7 +91,8 @@ def find_cut(node: fx.Node, axis: Axis, samples: Sequence[Sample]) -> Cut | None
         axis: of the result.
         samples: at least one; the cut is right in all of them.
     """
-    rule = _pointwise if _is_pointwise(node) else _RULES.get(node.target)
+    # dropout: what else a graph holds computes weights
+    rule = _pointwise if node.op == "call_module" else _RULES.get(facts(node.target).form)
     sites = [Site(node, axis.dim, inner, sample) for inner, sample in zip(axis.inner, samples, strict=True)]
     found = [rule(site) for site in sites] if rule is not None else [None]
     args = _resized(sites) if node.target in _SIZED else node.args
@@ -110,30 +110,6 @@ def find_cut(node: fx.Node, axis: Axis, samples: Sequence[Sample]) -> Cut | None
 
 
 # -- element by element ------------------------------------------------------------------------------------------
-
-_ALSO_POINTWISE = frozenset(
-    {
-        aten.masked_fill.Tensor,
-        aten.where.ScalarOther,
-        aten.where.ScalarSelf,
-        aten.hardswish.default,
-        aten.to.dtype,
-        aten.alias.default,
-        aten.contiguous.default,
-        aten.detach.default,
-        aten.dropout.default,
-        aten.zeros_like.default,
-        aten.ones_like.default,
-        aten.full_like.default,
-        aten.empty_like.default,
-    }
-)
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    if node.op == "call_module":  # dropout: what else a graph holds computes weights
-        return True
-    return node.target in _ALSO_POINTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def _pointwise(site: Site) -> Operands:
@@ -263,6 +239,8 @@ def _reshape(site: Site) -> Operands | None:
 
 def _squeeze(site: Site) -> Operands | None:
     rank = len(site.shape(site.arg(0)))
+    if site.arg(1) is None:
+        return None
     stays = rank == len(site.shape()) and site.arg(1) % rank == site.dim
     return None if stays else _reshape(site)  # one position would be squeezed out
 
@@ -279,7 +257,7 @@ def _getitem(site: Site) -> Operands:
     return [(site.arg(0), site.at(site.dim))]
 
 
-_SIZED = frozenset({aten.view.default, aten.reshape.default, aten.expand.default, aten.unflatten.int})
+_SIZED = frozenset({aten.reshape.default, aten.expand.default, aten.unflatten.int})
 
 
 def _resized(sites: Sequence[Site]) -> tuple[Any, ...] | None:
@@ -304,49 +282,36 @@ def _resized(sites: Sequence[Site]) -> tuple[Any, ...] | None:
     return (*before, sizes)
 
 
-_RULES: dict[Any, Rule] = {
-    operator.getitem: _getitem,
-    aten.prelu.default: _prelu,
-    aten.softmax.int: _beside(1),
-    aten.cumsum.default: _beside(1),
-    aten.index_select.default: _beside(1),
-    aten.slice.Tensor: _beside(1),
-    aten.split.Tensor: _beside(2),
-    aten.split_with_sizes.default: _beside(2),
-    aten.chunk.default: _beside(2),
-    aten.repeat_interleave.self_int: _beside(2, None),
-    aten.slice_scatter.default: _beside(2, operands=2),
-    aten.cat.default: _cat,
-    aten.stack.default: _stack,
-    aten.select.int: _select,
-    aten.unbind.int: _select,
-    aten.sum.dim_IntList: _reduce,
-    aten.mean.dim: _reduce,
-    aten.amax.default: _reduce,
-    aten.amin.default: _reduce,
-    aten.layer_norm.default: _norm,
-    aten.rms_norm.default: _norm,
-    deviation_norm: _norm,
-    aten.constant_pad_nd.default: _pad,
-    aten.linear.default: _linear,
-    aten.view_as_real.default: _linear,
-    aten.view_as_complex.default: _getitem,
-    aten.matmul.default: _matmul,
-    aten.embedding.default: _embedding,
-    aten.index.Tensor: _index,
-    aten.transpose.int: _transpose,
-    aten.permute.default: _permute,
-    aten.squeeze.dim: _squeeze,
-    aten.expand.default: _expand,
-    aten.repeat.default: _repeat,
-    **dict.fromkeys(
-        (
-            aten.view.default,
-            aten.reshape.default,
-            aten.flatten.using_ints,
-            aten.unflatten.int,
-            aten.unsqueeze.default,
-        ),
-        _reshape,
-    ),
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(EACH, _pointwise),
+    "prelu": _prelu,
+    "softmax": _beside(1),
+    "running_sum": _beside(1),
+    "index_select": _beside(1),
+    "slice": _beside(1),
+    "split": _beside(2),
+    "repeat_interleave": _beside(2, None),
+    "slice_scatter": _beside(2, operands=2),
+    "cat": _cat,
+    "stack": _stack,
+    "select": _select,
+    "unbind": _select,
+    "part": _getitem,
+    "reduction": _reduce,
+    "extreme": _reduce,
+    "norm": _norm,
+    "pad": _pad,
+    "linear": _linear,
+    "as_real": _linear,
+    "as_complex": _getitem,
+    "matmul": _matmul,
+    "embedding": _embedding,
+    "index": _index,
+    "transpose": _transpose,
+    "permute": _permute,
+    "squeeze": _squeeze,
+    "expand": _expand,
+    "repeat": _repeat,
+    "reshape": _reshape,
 }
+"""By the form of an op (`aero_compile.ir.ops`)."""

@@ -17,14 +17,11 @@ from torch import Tensor, fx
 from aero_compile.analysis.parts import Attention, Structure
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.ir.dataflow import live_inputs
-from aero_compile.ir.ops import VIEWS
+from aero_compile.ir.ops import PRODUCERS, VIEWS, of_form
 from aero_compile.ir.places import place
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten
-
-_ENDS = frozenset({aten.linear.default, aten.matmul.default, aten.softmax.int, aten.embedding.default})
-"""Ops whose result is taken as it is, not computed from what lies before."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +120,7 @@ def _is_multiple(node: fx.Node, values: Any, structure: Structure) -> bool:
 
 def _next_linear(node: fx.Node, structure: Structure) -> fx.Node | None:
     """The one linear layer that reads `node`, seen through views, dropout and concatenation."""
-    passed = VIEWS | {aten.cat.default, aten.stack.default}
+    passed = VIEWS | of_form("cat", "stack")
     while True:
         users = [user for user in node.users if user in structure.live]
         if len(users) != 1:
@@ -218,13 +215,7 @@ class _Segment:
     def _is_start(self, node: fx.Node) -> bool:
         """Where the segment begins: linear layers, other hidden values it cannot pass, constants of any kind."""
         if node in self.structure.live:
-            blocked = node.target in (
-                aten.linear.default,
-                aten.matmul.default,
-                aten.softmax.int,
-                aten.embedding.default,
-            )
-            return blocked or node in self.taken or not live_inputs(node, self.structure.live)
+            return node.target in PRODUCERS or node in self.taken or not live_inputs(node, self.structure.live)
         fake = self.structure.values.get(node)
         return node.op in ("placeholder", "get_attr") or not isinstance(fake, Tensor) or fake.is_floating_point()
 

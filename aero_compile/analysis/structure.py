@@ -17,7 +17,7 @@ from aero_compile.analysis.feed_forward import find_ffns
 from aero_compile.analysis.parts import Attention, FeedForward, Heads, Norm, Structure, nonlinear_kind
 from aero_compile.errors import UnsupportedGraphError, UnsupportedModelError
 from aero_compile.ir.dataflow import hidden_nodes, live_inputs, tainted_nodes
-from aero_compile.ir.ops import NORMS, VIEWS
+from aero_compile.ir.ops import CHOICES, NORMS, PRODUCTS, SCALES, SUMS, VIEWS
 from aero_compile.ir.places import place, source_path
 from aero_compile.ir.shapes import node_values, sample_shape
 from aero_compile.model import TransformedModel
@@ -25,26 +25,8 @@ from aero_compile.model import TransformedModel
 aten = torch.ops.aten
 
 _SELECTIONS = frozenset({aten.topk.default, aten.sort.default, aten.argsort.default, aten.bincount.default})
-_SCORE_OPS = frozenset(
-    {
-        aten.mul.Tensor,
-        aten.div.Tensor,
-        aten.add.Tensor,
-        aten.sub.Tensor,
-        aten.masked_fill.Scalar,
-        aten.masked_fill.Tensor,
-        aten.where.self,
-        aten.where.ScalarOther,
-        aten.where.ScalarSelf,
-        aten.maximum.default,
-        aten.max.other,
-        aten.clamp.default,
-        aten.tanh.default,
-    }
-)
-
-
-_GAINS = frozenset({aten.mul.Tensor, aten.add.Tensor, aten.div.Tensor, aten.sub.Tensor})
+_SCORE_OPS = VIEWS | SUMS | SCALES | CHOICES | {aten.maximum.default, aten.clamp.default, aten.tanh.default}
+_GAINS = VIEWS | SUMS | SCALES
 
 
 def find_structure(model: TransformedModel) -> Structure:
@@ -126,7 +108,7 @@ def _refuse_selection(model: TransformedModel, live: set[fx.Node], tainted: set[
 
 def _origin(node: object, live: set[fx.Node]) -> fx.Node | None:
     """The product that `node` is computed from by ops of one hidden value, if there is one."""
-    while isinstance(node, fx.Node) and node.target not in (aten.matmul.default, aten.linear.default):
+    while isinstance(node, fx.Node) and node.target not in PRODUCTS:
         inputs = live_inputs(node, live)
         node = inputs[0] if len(inputs) == 1 else None
     return node if isinstance(node, fx.Node) else None
@@ -195,7 +177,7 @@ def _scores(softmax: fx.Node, live: set[fx.Node]) -> fx.Node | None:
         inputs = live_inputs(node, live)
         if node.target is aten.matmul.default and len(inputs) == 2:
             return node
-        if len(inputs) != 1 or (node.target not in _SCORE_OPS and node.target not in VIEWS):
+        if len(inputs) != 1 or node.target not in _SCORE_OPS:
             return None
         node = inputs[0]
     return None
@@ -227,7 +209,7 @@ def _norms(
 def _norm_above(node: fx.Node, live: set[fx.Node]) -> fx.Node:
     """The norm that `node` is, times a gain or plus a bias of its own; or `node` itself."""
     found = node
-    while found.target in _GAINS or found.target in VIEWS:
+    while found.target in _GAINS:
         inputs = live_inputs(found, live)
         if len(inputs) != 1:
             return node

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from aero_compile.ir.ops import VIEWS
+from aero_compile.ir.ops import VIEWS, of_form
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten
@@ -43,10 +43,7 @@ _FILLS = {
 }
 """Op → which argument every element of its result has."""
 
-_PASSED = VIEWS | {
-    *(aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.type_as.default),
-    *(aten.expand_as.default, aten.lift_fresh_copy.default, aten.detach.default),
-}
+_PASSED = VIEWS | of_form("cast", "cast_as", "expand_as", "detach")
 
 
 def agree(value: Any, reference: Tensor) -> bool:

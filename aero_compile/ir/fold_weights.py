@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from aero_compile.ir.dataflow import ancestors, tainted_nodes
-from aero_compile.ir.ops import SHAPE_ONLY
+from aero_compile.ir.ops import SHAPE_ONLY, of_form
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.shapes import node_values, sample_shape
 from aero_compile.ir.structural import structural_attributes
@@ -32,13 +32,13 @@ from aero_compile.model import TransformedModel, remove_dead_nodes
 
 aten = torch.ops.aten
 
-_MOVES = MOVES | {aten.embedding.default}
+_MOVES = MOVES | of_form("embedding")
 """Ops that put elements of their first argument elsewhere."""
 
-_CASTS = frozenset({aten._to_copy.default, aten.to.dtype, aten.to.device, aten.detach.default})
+_CASTS = of_form("cast", "detach")
 """Ops that compute nothing either."""
 
-_TABLES = frozenset({aten.linear.default, aten.embedding.default})
+_TABLES = of_form("linear", "embedding")
 """Ops whose weight keeps its name when its expression is folded."""
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
 
 from aero_compile.errors import InputError
-from aero_compile.ir.ops import VIEWS
+from aero_compile.ir.ops import VIEWS, of_form
 
 if TYPE_CHECKING:
     from aero_compile.ir.call_convention import Call
@@ -20,10 +19,7 @@ aten = torch.ops.aten
 IGNORED = -100
 """The label that the next-token loss leaves out."""
 
-_MOVES = VIEWS | {
-    *(aten.to.dtype, aten._to_copy.default, aten.to.device, aten.constant_pad_nd.default, aten.pad.default),
-    operator.getitem,
-}
+_MOVES = VIEWS | of_form("cast", "pad", "part")
 _LOSSES = frozenset({aten.cross_entropy_loss.default, aten.nll_loss.default, aten.nll_loss_nd.default})
 
 

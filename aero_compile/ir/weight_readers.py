@@ -9,22 +9,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection
 
-import torch
 from torch import Tensor, fx, nn
 
 from aero_compile.errors import UnsupportedGraphError
-from aero_compile.ir.ops import VIEWS
+from aero_compile.ir.ops import VIEWS, of_form
 
-aten = torch.ops.aten
-
-MOVES = VIEWS | {
-    aten.t.default,
-    aten.select.int,
-    aten.index.Tensor,
-    aten.index_select.default,
-    aten.repeat.default,
-    aten.detach.default,
-}
+MOVES = VIEWS | of_form("select", "index", "index_select", "repeat", "detach")
 """Ops that put elements of their first argument elsewhere."""
 
 

@@ -17,12 +17,13 @@ from torch import fx
 from aero_compile.analysis.parts import Attention, Structure
 from aero_compile.analysis.projections import find_projections, rows_behind
 from aero_compile.ir.dataflow import ancestors
+from aero_compile.ir.ops import PRODUCTS, of_form
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten
 
-_READERS = frozenset({aten.linear.default, aten.matmul.default, aten.softmax.int})
+_READERS = PRODUCTS | of_form("softmax")
 
 
 def part_queries(model: TransformedModel) -> tuple[str, ...]:

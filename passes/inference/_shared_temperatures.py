@@ -12,23 +12,14 @@ import torch
 from torch import fx
 
 from aero_compile.ir.dataflow import tainted_nodes
-from aero_compile.ir.ops import SHAPE_ONLY
+from aero_compile.ir.ops import SCALES, SHAPE_ONLY, of_form
 from aero_compile.ir.weight_values import weight_value
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten
 
-_KEEPS = frozenset(
-    {
-        aten.neg.default,
-        aten.exp.default,
-        aten.reciprocal.default,
-        aten.unsqueeze.default,
-        aten.slice.Tensor,
-        aten.repeat.default,
-        aten.alias.default,
-    }
-)
+_KEEPS = of_form("copy", "negation", "slice", "repeat")
+_KEEPS |= {aten.exp.default, aten.reciprocal.default, aten.unsqueeze.default}
 
 
 def share_temperatures(model: TransformedModel) -> int:
@@ -57,7 +48,7 @@ def _reads_weights_alone(node: fx.Node) -> bool:
 def _broadcasts(node: fx.Node, live: set[fx.Node]) -> bool:
     """Whether products with hidden values are all that becomes of `node`, so that a dimension of 1 will do."""
     for user in node.users:
-        if user.target in (aten.mul.Tensor, aten.div.Tensor) and user in live and user.args[0] in live:
+        if user.target in SCALES and user in live and user.args[0] in live:
             continue
         if user.target in SHAPE_ONLY:
             return False

@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 from aero_compile.analysis.channels import Channels, is_product_with_constant, live_operand, origins
 from aero_compile.ir.dataflow import ancestors, tainted_nodes
 from aero_compile.ir.fold_weights import fold_in_place
+from aero_compile.ir.ops import of_form
 from aero_compile.ir.places import place
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.row_layout import RowLayout
@@ -39,7 +40,7 @@ aten = torch.ops.aten
 LARGEST, SMALLEST = 2.0**10, 2.0**-6
 """Largest gain that is folded, and how small it may be: rows of a weight lose the bits that a gain takes away."""
 
-_SPREADS = frozenset({aten.repeat.default, aten.expand.default, aten.reshape.default, aten.view.default})
+_SPREADS = of_form("repeat", "expand") | {aten.reshape.default}
 """What may depend on the shape of the input without giving other numbers."""
 
 

@@ -17,7 +17,7 @@ from torch import fx
 
 from aero_compile.ir.dataflow import tainted_nodes
 from aero_compile.ir.fold_weights import fold_in_place
-from aero_compile.ir.ops import VIEWS
+from aero_compile.ir.ops import SCALES, VIEWS
 from aero_compile.ir.weight_values import weight_value
 from aero_compile.model import TransformedModel, remove_dead_nodes
 from aero_compile.passes.inference.change import Change
@@ -45,7 +45,7 @@ def fold_scales(model: TransformedModel) -> Change:
 
 def _products(graph: fx.Graph, tokens: str) -> int:
     live = tainted_nodes(graph, tokens)
-    return sum(node in live and node.target in (aten.mul.Tensor, aten.div.Tensor) for node in graph.nodes)
+    return sum(node in live and node.target in SCALES for node in graph.nodes)
 
 
 class _Folding:
