@@ -20,6 +20,7 @@ import torch
 from aero_compile.analysis.calibration import token_batches
 from aero_compile.errors import InputError
 from aero_compile.files import make_private_folder, write_private
+from aero_compile.ir.ops import NORMS
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.hosts.measure import Measurement, combine
 from aero_compile.runtime.hosts.network_spec import Network, parse_network
@@ -31,7 +32,6 @@ from aero_compile.runtime.lowering.guards import GuardCheck
 from aero_compile.runtime.lowering.live import LiveProgram
 from aero_compile.runtime.lowering.norms import (
     NO_DOUBLINGS,
-    NORMS,
     Doublings,
     NormSample,
     fold,
@@ -39,7 +39,7 @@ from aero_compile.runtime.lowering.norms import (
     random_tokens,
     vocabulary,
 )
-from aero_compile.runtime.lowering.partition import Observer, Partition, op_name, partition
+from aero_compile.runtime.lowering.partition import Observer, Partition, partition
 from aero_compile.runtime.lowering.ranges import RangeCheck
 from aero_compile.runtime.lowering.spu_compile import compile_steps
 from aero_compile.runtime.lowering.to_jax import lower
@@ -301,7 +301,7 @@ def _doublings(model: torch.nn.Module, ids: npt.NDArray[np.int64], calibration: 
 
     They follow from the calibration text, or from random tokens of the shape of ``ids``: never from ``ids`` themselves.
     """
-    if not any(op_name(node) in NORMS for node in _graph(model).nodes):
+    if not any(node.target in NORMS for node in _graph(model).nodes):
         return NO_DOUBLINGS
     if calibration is None:
         texts = random_tokens(_vocabulary(model, ids), (ids.shape[0], ids.shape[1]))

@@ -13,7 +13,7 @@ from aero_compile.ir.places import place
 from aero_compile.model import TransformedModel
 
 _REPLACED = """
-view view_copy _unsafe_view clone contiguous lift_fresh_copy mm bmm addmm baddbmm einsum glu relu6 numpy_T softmax
+view view_copy _unsafe_view clone contiguous lift_fresh_copy mm bmm addmm baddbmm einsum softmax
 _softmax _safe_softmax scaled_dot_product_attention
 """
 """Other spellings of canonical ops, of which canonicalization leaves none."""

@@ -101,8 +101,6 @@ def _axes_moved(values: Values, node: fx.Node, given: Mapping[str, Any]) -> Boun
     elif "dim0" in given:
         first, second = given["dim0"] % rank, given["dim1"] % rank
         order[first], order[second] = order[second], order[first]
-    elif "source" in given:
-        return replace(found, length=math.inf, across=math.inf, total=math.inf)
     else:
         order = order[::-1]
     lengths = {rank - 1: found.length, rank - 2: found.across}
@@ -234,15 +232,14 @@ def _named(rule: Rule, names: str) -> dict[str, Rule]:
 
 
 RULES: dict[str, Rule] = {
-    **_named(_same, "clone alias contiguous detach lift_fresh_copy to _to_copy type_as"),
-    **_named(_same, "dropout native_dropout feature_dropout"),
+    **_named(_same, "alias detach to _to_copy type_as"),
     "dropout": lambda values, node, given: values.of(node.args[0]),
-    **_named(_moved, "view reshape _unsafe_view flatten unflatten unsqueeze squeeze"),
+    **_named(_moved, "reshape flatten unflatten unsqueeze squeeze"),
     **_named(_moved, "expand expand_as repeat repeat_interleave"),
-    **_named(_axes_moved, "transpose t permute movedim"),
+    **_named(_axes_moved, "transpose t permute"),
     **_named(_picked, "index"),
     **_named(_selected, "select"),
-    **_named(_parts, "slice narrow split split_with_sizes chunk unbind"),
+    **_named(_parts, "slice split split_with_sizes chunk unbind"),
     **_named(_joined, "cat"),
     **_named(_stacked, "stack"),
     "getitem": _part,
@@ -267,12 +264,10 @@ RULES: dict[str, Rule] = {
     **_named(_log, "log"),
     **_named(_exp, "exp"),
     **_named(products.linear, "linear"),
-    **_named(products.matmul, "matmul mm bmm"),
-    **_named(products.added_product, "addmm baddbmm"),
-    **_named(products.einsum, "einsum"),
+    **_named(products.matmul, "matmul"),
     **_named(_embedding, "embedding"),
     **_named(_norm, "layer_norm rms_norm"),
-    **_named(_softmax, "softmax _softmax _safe_softmax"),
+    **_named(_softmax, "softmax"),
     "unnormalized_softmax": _unnormalized,
     **_named(_activation, "gelu silu hardswish"),
     **_named(_rectified, "relu"),

@@ -15,21 +15,15 @@ import operator
 import torch
 from torch import fx
 
+from aero_compile.ir.ops import of_form
 from aero_compile.runtime.lowering.attention import packing
 from aero_compile.runtime.lowering.hoist import before_reshape
 from aero_compile.runtime.lowering.masks import find_mask
-from aero_compile.runtime.lowering.partition import SOFTMAXES, Domain, Partition
+from aero_compile.runtime.lowering.partition import SOFTMAX, Domain, Partition
 
 aten = torch.ops.aten
 
-_PRODUCTS = frozenset({aten.matmul.default, aten.bmm.default})
-_RESHAPES = frozenset(
-    {
-        *(aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default),
-        *(aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default),
-        *(aten._to_copy.default, aten.type_as.default),
-    }
-)
+_RESHAPES = of_form("copy", "detach", "cast", "cast_as", "expand") | {aten.reshape.default}
 
 
 def unnormalized_softmax(scores: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,7 +34,7 @@ def unnormalized_softmax(scores: torch.Tensor, dim: int) -> tuple[torch.Tensor, 
 
 def defer_normalization(part: Partition) -> None:
     """Rewrite the softmaxes of ``part.graph``, in place, whose normalization is cheaper after the product."""
-    for found in [node for node in part.graph.nodes if node.target in SOFTMAXES and part.is_live(node)]:
+    for found in [node for node in part.graph.nodes if node.target is SOFTMAX and part.is_live(node)]:
         softmax = before_reshape(part, found)
         product = _product_with_values(part, softmax)
         if product not in (None, part.output) and math.prod(part.shapes[product]) < _entries(part, softmax):
@@ -50,13 +44,12 @@ def defer_normalization(part: Partition) -> None:
 def _product_with_values(part: Partition, softmax: fx.Node) -> fx.Node | None:
     """The product whose left factor is the softmax, or a reshaped form with the same rows; None for other uses."""
     shape = part.shapes[softmax]
-    dim = softmax.args[1] if len(softmax.args) > 1 else softmax.kwargs["dim"]
-    if dim not in (-1, len(shape) - 1):
+    if softmax.args[1] not in (-1, len(shape) - 1):
         return None
     node = softmax
     while len(node.users) == 1:
         (user,) = node.users
-        if user.target in _PRODUCTS and user.args[0] is node and user.args[1] is not node:
+        if user.target is aten.matmul.default and user.args[0] is node and user.args[1] is not node:
             rows = part.shapes[user][:-1]
             return user if math.prod(rows) == math.prod(shape[:-1]) else None
         same_rows = part.shapes.get(user, ())[-2:] == shape[-2:] and math.prod(part.shapes[user]) == math.prod(shape)

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, fx
 
 from aero_compile.errors import LoweringError
+from aero_compile.ir.ops import NORMS, PRODUCTS, SCALES, VIEWS, names_of, of_form
 from aero_compile.runtime.lowering import bounds
 from aero_compile.runtime.lowering.bound_rules import RULES
 from aero_compile.runtime.lowering.bounds import Bound, Shape
 from aero_compile.runtime.lowering.guards import Check, Guard, LeastRows
 from aero_compile.runtime.lowering.masks import Masked, find_mask
-from aero_compile.runtime.lowering.norms import NO_DOUBLINGS, NORMS, Doublings
+from aero_compile.runtime.lowering.norms import NO_DOUBLINGS, Doublings
 from aero_compile.runtime.lowering.partition import Domain, Partition, op_name, place_of
 from aero_compile.runtime.operators import registry
 from aero_compile.runtime.operators.limits import (
@@ -159,7 +160,7 @@ class Planner:
         options = self.doublings.of(node)
         if options.get("folded"):
             options = {}  # rows come doubled: limits are those of what they are then
-        if name in NORMS:
+        if node.target in NORMS:
             self._small_rows(node, given)
         for quantity in LIMITS[name](self.form, stand_ins | options, public):
             if quantity.what == "sum of squares":
@@ -233,11 +234,11 @@ class Planner:
         """All rows [..., d] that may come to a norm which reads nothing but lookups in a known table."""
         factor = 1.0
         while isinstance(value, fx.Node) and self.part.is_live(value) and self.shape(value)[-1:] == tuple(shape):
-            name = op_name(value).removeprefix("aten.")
-            if name in ("embedding", "index"):
+            name = op_name(value)
+            if name in ("aten.embedding", "aten.index"):
                 table = self.known(value.args[0])
                 return None if table is None or table.shape[-1:] != tuple(shape) else table * factor
-            if name == "mul":
+            if name == "aten.mul":
                 first, second = value.args
                 number = self._number(first) if self._number(second) is None else self._number(second)
                 if number is None:
@@ -321,7 +322,7 @@ class Planner:
         """
         if not self.part.is_live(value):
             return set()
-        if op_name(value).removeprefix("aten.") not in _ARRANGING:
+        if op_name(value) not in _ARRANGING:
             return {value}
         return {source for used in value.all_input_nodes for source in self._sources(used)}
 
@@ -329,11 +330,7 @@ class Planner:
 _ELSEWHERE = frozenset({"product", LEAST_DEVIATION, LEAST_VARIANCE})
 """What is not watched by its own name: a rule of products sees to it, or the variance of a norm shows it."""
 
-_PRODUCTS = frozenset(
-    f"aten.{name}" for name in ["matmul", "mm", "bmm", "linear", "einsum", "mul", "square", "pow", "div"]
-)
-_MOVES = (
-    "view reshape _unsafe_view flatten unflatten unsqueeze squeeze expand expand_as repeat transpose t permute movedim "
-    "cat stack clone alias contiguous detach lift_fresh_copy to _to_copy type_as dropout feature_dropout"
-)
-_ARRANGING = frozenset(_MOVES.split(" "))
+_PRODUCTS = names_of(PRODUCTS | SCALES | of_form("power"))
+_ARRANGING = names_of(
+    VIEWS - of_form("slice") | of_form("detach", "cast", "cast_as", "expand_as", "repeat", "cat", "stack")
+) | {"dropout"}

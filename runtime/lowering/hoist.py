@@ -11,21 +11,21 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from aero_compile.ir.ops import of_form
 from aero_compile.runtime.lowering.masks import find_mask
-from aero_compile.runtime.lowering.partition import Domain, Partition, op_name
+from aero_compile.runtime.lowering.partition import SOFTMAX, Domain, Partition
 
-_RESHAPES = frozenset({"aten.view", "aten.reshape", "aten._unsafe_view", "aten.flatten", "aten.unflatten"})
+_RESHAPES = of_form("reshape")
 
 
 def before_reshape(part: Partition, softmax: fx.Node) -> fx.Node:
     """The softmax that stands in the place of a live ``softmax`` of ``part.graph``, or itself if nothing was moved."""
-    scores, shape = softmax.args[0], part.shapes[softmax]
-    dim = softmax.args[1] if len(softmax.args) > 1 else softmax.kwargs["dim"]
+    (scores, dim), shape = softmax.args, part.shapes[softmax]
     assert isinstance(scores, fx.Node)
     if dim not in (-1, len(shape) - 1) or find_mask(part, scores).allowed is not None:
         return softmax
     source = scores
-    while op_name(source) in _RESHAPES:
+    while source.target in _RESHAPES:
         above = source.args[0]
         if not isinstance(above, fx.Node) or part.shapes.get(above, ())[-1:] != shape[-1:]:
             return softmax
@@ -38,8 +38,7 @@ def before_reshape(part: Partition, softmax: fx.Node) -> fx.Node:
 def _moved(part: Partition, softmax: fx.Node, source: fx.Node) -> fx.Node:
     graph = part.graph
     with graph.inserting_after(softmax):
-        options = {name: value for name, value in softmax.kwargs.items() if name != "dim"}
-        moved = graph.create_node("call_function", softmax.target, (source, -1, *softmax.args[2:]), options)
+        moved = graph.call_function(SOFTMAX, (source, -1))
     with graph.inserting_after(moved):
         found = graph.call_function(torch.ops.aten.reshape.default, (moved, list(part.shapes[softmax])))
     softmax.replace_all_uses_with(found)

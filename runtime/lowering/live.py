@@ -12,6 +12,7 @@ import numpy.typing as npt
 from torch import fx
 
 from aero_compile.errors import LoweringError
+from aero_compile.ir.ops import SPLITS, VIEWS, names_of, of_form
 from aero_compile.runtime.arithmetic.exponential import Exponential
 from aero_compile.runtime.lowering.masks import Masked
 from aero_compile.runtime.lowering.partition import op_name
@@ -108,7 +109,9 @@ def describe(call: Call, group: list[fx.Node], inputs: tuple[str, ...]) -> Any:
     return [[[name, text(value)] for name, value in part.items()] for part in (call.arguments, call.options)]
 
 
-_LABELS = {"addmm": "linear", "baddbmm": "matmul", "bmm": "matmul", "mm": "matmul"}
+_OTHER_MOVES = of_form("detach", "cast", "cast_as", "expand_as", "part", "select", "repeat", "index", "cat", "stack")
+MOVES = names_of(VIEWS | SPLITS | _OTHER_MOVES) | {"dropout"}
+"""Operators that move or copy values without computing: free in 2PC."""
 
 
 def is_part(node: fx.Node) -> bool:
@@ -122,8 +125,7 @@ def label(node: fx.Node, looks_up: bool) -> str:
     if is_part(node) or node.meta.get("normalizes"):
         return "softmax"
     name = "aten.embedding" if looks_up else op_name(node)
-    short = name.rpartition(".")[2].removeprefix("_").removeprefix("safe_").removeprefix("native_")
-    return "reshape" if name in registry.VIEWS else _LABELS.get(short, short)
+    return "reshape" if name in MOVES else name.rpartition(".")[2]
 
 
 def refusing(

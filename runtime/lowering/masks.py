@@ -18,17 +18,18 @@ import numpy.typing as npt
 import torch
 from torch import fx
 
+from aero_compile.ir.ops import ELEMENTWISE, OPS, names_of, of_form
 from aero_compile.runtime.lowering.partition import MASKED_BELOW, Domain, Partition, op_name
 
-# Elementwise operations that are affine in their live operand when the others are public.
-_AFFINE = frozenset(
-    f"aten.{name}"
-    for name in (
-        *("add", "sub", "rsub", "mul", "div", "neg", "masked_fill", "where", "maximum", "max", "clamp"),
-        *("clamp_min", "alias", "clone", "contiguous", "detach", "to", "_to_copy", "type_as", "expand"),
-        *("expand_as", "lift_fresh_copy"),
-    )
+aten = torch.ops.aten
+
+# Elementwise operations that are affine in their live operand when the others are public, and bounds of scores.
+_AFFINE = names_of(
+    frozenset(op for op in ELEMENTWISE if OPS[op].linear)
+    | of_form("cast_as", "expand", "expand_as")
+    | {aten.maximum.default, aten.clamp.default, aten.clamp_min.default}
 )
+_CASTS = names_of(of_form("cast", "cast_as"))
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def _evaluate(part: Partition, chain: list[fx.Node], value: float) -> torch.Tens
         return found.cpu() if isinstance(found, torch.Tensor) else found
 
     for node in reversed(chain[:-1]):
-        if op_name(node) in ("aten.to", "aten._to_copy", "aten.type_as"):
+        if op_name(node) in _CASTS:
             environment[node] = environment[next(u for u in node.all_input_nodes if part.is_live(u))]
             continue
         args = fx.map_arg(node.args, resolve)

@@ -20,13 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from aero_compile.ir.ops import NORMS, VIEWS, of_form
 from aero_compile.runtime.lowering.partition import Domain, Partition, op_name
 from aero_compile.runtime.operators import registry
 from aero_compile.runtime.operators.limits import Format, eps_of, rooted, row_variances
 from aero_compile.runtime.operators.products import NORM_GAIN
-
-NORMS = frozenset({"aten.layer_norm", "aten.rms_norm"})
-"""Operators with rows to multiply."""
 
 MARGIN = 16.0
 """Variances may be this much larger or smaller than on the text seen before the accuracy suffers or values wrap."""
@@ -44,7 +42,7 @@ class Doublings:
 
     def of(self, node: fx.Node) -> dict[str, Any]:
         """Options of an operator: none but for norms."""
-        if op_name(node) not in NORMS:
+        if node.target not in NORMS:
             return {}
         return {"doublings": self.by_norm.get(node.name, 0), "folded": node.name in self.folded}
 
@@ -72,7 +70,7 @@ class NormSample:
     def __call__(
         self, node: fx.Node, domains: Mapping[fx.Node, Domain], args: tuple[Any, ...], kwargs: Any, value: Any
     ) -> None:
-        if op_name(node) not in NORMS:
+        if node.target not in NORMS:
             return
         given = registry.bind(node.target, args, kwargs)
         variances, eps = row_variances(given, op_name(node)), eps_of(given)
@@ -110,12 +108,12 @@ def random_tokens(vocabulary: int, shape: tuple[int, int]) -> Iterator[Tensor]:
 
 def vocabulary(part: Partition) -> int:
     """Rows of the smallest table that the tokens index, at least 1."""
-    lookups = [node for node in part.graph.nodes if op_name(node) in _LOOKUPS and part.is_live(node)]
+    lookups = [node for node in part.graph.nodes if node.target in _LOOKUPS and part.is_live(node)]
     tables = [part.known[node.args[0]] for node in lookups if node.args[0] in part.known]
     return max(1, min((table.shape[0] for table in tables), default=1))
 
 
-_LOOKUPS = frozenset({"aten.embedding", "aten.index"})
+_LOOKUPS = of_form("embedding", "index")
 
 
 @dataclass(frozen=True)
@@ -129,7 +127,7 @@ class Source:
 
 def foldable(part: Partition) -> dict[str, Source]:
     """By the name of each norm that alone reads what weights were multiplied with: that product or lookup."""
-    norms = [node for node in part.graph.nodes if op_name(node) in NORMS and part.is_live(node)]
+    norms = [node for node in part.graph.nodes if node.target in NORMS and part.is_live(node)]
     found = {norm.name: _source(part, norm.args[0]) for norm in norms}
     return {name: source for name, source in found.items() if source is not None}
 
@@ -141,7 +139,7 @@ def _source(part: Partition, node: Any) -> Source | None:
         columns = _columns(part, node)
         if columns is not None:
             return columns
-        if op_name(node) not in _KEEPING:
+        if node.target not in _KEEPING:
             return None
         node = node.args[0]
     return None
@@ -172,13 +170,7 @@ def _bounds(part: Partition, node: fx.Node) -> tuple[int, int] | None:
     return first, last
 
 
-_KEEPING = frozenset(
-    f"aten.{name}"
-    for name in (
-        *("view", "reshape", "_unsafe_view", "flatten", "unflatten", "unsqueeze", "squeeze", "transpose", "permute"),
-        *("clone", "alias", "contiguous", "detach", "to", "_to_copy", "expand"),
-    )
-)
+_KEEPING = VIEWS - of_form("slice") | of_form("detach", "cast")
 """Views that give all of a value on."""
 
 

@@ -15,7 +15,6 @@ shapes, literals and structure alone.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -25,27 +24,15 @@ import torch
 from torch import fx
 
 from aero_compile.errors import LoweringError
+from aero_compile.ir.ops import SHAPE_ONLY, name_of
 from aero_compile.ir.places import source_path
 from aero_compile.ir.structural import structural_attributes
 from aero_compile.ir.structural_masks import MASKED_BELOW as MASKED_BELOW
 from aero_compile.ir.weight_values import call_in_eval
 
-SOFTMAXES = frozenset(
-    {torch.ops.aten.softmax.int, torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default}
-)
-"""Every spelling of a softmax in a graph."""
+SOFTMAX = torch.ops.aten.softmax.int
 
 Observer = Callable[[fx.Node, Mapping[fx.Node, "Domain"], tuple[Any, ...], dict[str, Any], Any], None]
-
-# Functions of a live tensor's shape alone: their result does not depend on the tokens.
-_SHAPE_ONLY = frozenset(
-    f"aten.{name}"
-    for name in (
-        *("sym_size", "sym_numel", "sym_stride", "zeros_like", "ones_like", "full_like", "empty_like"),
-        *("new_zeros", "new_ones", "new_full", "new_empty"),
-    )
-)
-_DROPOUT = frozenset({"aten.dropout", "aten.native_dropout", "aten.feature_dropout"})
 
 
 class Domain(Enum):
@@ -85,12 +72,7 @@ def op_name(node: fx.Node) -> str:
         return "dropout"
     if node.op != "call_function":
         return node.op
-    packet = getattr(node.target, "overloadpacket", None)
-    if packet is not None:
-        return str(packet)
-    if node.target is operator.getitem:
-        return "getitem"
-    return getattr(node.target, "__name__", str(node.target))
+    return name_of(node.target)
 
 
 def place_of(node: fx.Node) -> str:
@@ -150,15 +132,13 @@ class _Sorter(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "call_module" and not isinstance(self.fetch_attr(str(n.target)), torch.nn.Dropout):
             value = self._weight_from_module(n)
-        elif n.op == "call_module" or op_name(n) in _DROPOUT:
+        elif n.op == "call_module":
             value = self.fetch_args_kwargs_from_env(n)[0][0]  # identity at inference
-            if op_name(n) == "aten.native_dropout":
-                value = (value, torch.ones_like(value, dtype=torch.bool))
         else:
             value = super().run_node(n)
         domain = self._domain(n, value)
         self.domains[n] = domain
-        if n.target in SOFTMAXES:
+        if n.target is SOFTMAX:
             value = self._without_empty_rows(n, value)
         if domain is Domain.LIVE:
             if isinstance(value, torch.Tensor):
@@ -173,8 +153,7 @@ class _Sorter(fx.Interpreter):
 
     def _without_empty_rows(self, node: fx.Node, weights: Any) -> Any:
         """A softmax gives zeros, not NaN, in rows where nothing is allowed: so it is computed privately."""
-        args, kwargs = self.fetch_args_kwargs_from_env(node)
-        scores, dim = args[0], args[1] if len(args) > 1 else kwargs["dim"]
+        scores, dim = self.fetch_args_kwargs_from_env(node)[0][:2]
         return weights.masked_fill((scores == -torch.inf).all(dim, keepdim=True), 0.0)
 
     def _weight_from_module(self, node: fx.Node) -> Any:
@@ -190,7 +169,7 @@ class _Sorter(fx.Interpreter):
         if node.op == "get_attr":
             return Domain.PUBLIC if str(node.target) in self._structural else Domain.SERVER
         used = node.all_input_nodes
-        if op_name(node) in _SHAPE_ONLY:  # of its first argument; what it fills with, if anything, may be a weight
+        if node.target in SHAPE_ONLY:  # of its first argument; what it fills with, if anything, may be a weight
             used = [each for each in used if each is not node.args[0] or each in node.args[1:]]
         found = {self.domains[each] for each in used}
         if Domain.LIVE in found:

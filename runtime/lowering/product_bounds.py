@@ -94,11 +94,7 @@ def _mapped(values: Values, x: Any, weight: bounds.Weight) -> Bound:
 
 def matmul(values: Values, node: fx.Node, given: Mapping[str, Any]) -> Bound:
     """A matrix product."""
-    x, other = given["x"], given.get("other", given.get("mat2"))
-    return _any_product(values, node, x, other)
-
-
-def _any_product(values: Values, node: fx.Node, x: Any, other: Any) -> Bound:
+    x, other = given["x"], given["other"]
     right, left = values.known(other), values.known(x)
     if right is not None:
         return _mapped(values, x, values.matrix(right))
@@ -128,29 +124,3 @@ def _contracted(values: Values, node: fx.Node, x: Any, y: Any, inner: int, trans
             values.need(x, root / 4)
             values.need(y, root / 4)
     return found
-
-
-def added_product(values: Values, node: fx.Node, given: Mapping[str, Any]) -> Bound:
-    """A matrix product and something added, both scaled."""
-    names = ("mat1", "mat2") if "mat1" in given else ("batch1", "batch2")
-    product = _any_product(values, node, *(given[name] for name in names))
-    alpha, beta = float(given.get("alpha", 1)), float(given.get("beta", 1))
-    shape = values.shape(node)
-    return bounds.plus(product.scaled(alpha, alpha).fitted(shape), bounds.spread(values, given["x"], shape), beta)
-
-
-def einsum(values: Values, node: fx.Node, given: Mapping[str, Any]) -> Bound:
-    """Any contraction."""
-    inputs, result = str(given["equation"]).replace(" ", "").split("->")
-    sizes: dict[str, int] = {}
-    for letters, each in zip(inputs.split(","), given["tensors"], strict=True):
-        sizes.update(zip(letters, values.shape(each), strict=True))
-    peaks = [values.of(each).peak for each in given["tensors"]]
-    inner = math.prod(size for letter, size in sizes.items() if letter not in result)
-    peak = inner * math.prod(peaks)
-    if peak > values.form.limit:
-        hidden = [each for each in given["tensors"] if values.known(each) is None]
-        fixed = math.prod(values.of(each).peak for each in given["tensors"] if values.known(each) is not None)
-        for each in hidden:
-            values.need(each, (values.form.limit / (inner * fixed)) ** (1 / len(hidden)))
-    return bounds.within(peak)

@@ -22,7 +22,7 @@ from aero_compile.errors import LoweringError
 from aero_compile.runtime.arithmetic.exponential import Exponential
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.lowering.norms import NO_DOUBLINGS, Doublings
-from aero_compile.runtime.lowering.partition import MASKED_BELOW, SOFTMAXES, Domain, op_name, place_of
+from aero_compile.runtime.lowering.partition import MASKED_BELOW, SOFTMAX, Domain, op_name, place_of
 from aero_compile.runtime.operators import registry
 from aero_compile.runtime.operators.limits import LIMITS, Format
 
@@ -69,8 +69,8 @@ class RangeCheck:
             public = {key for key, each in given_by.items() if domains[each] is Domain.PUBLIC}
             for each in LIMITS[name](self.form, given, public):
                 self._compare(node, each.what, each.of(given), each.low, each.high)
-        if node.target in SOFTMAXES:
-            self.spreads[node.name] = max(self.spreads.get(node.name, 0.0), _spread(args, kwargs))
+        if node.target is SOFTMAX:
+            self.spreads[node.name] = max(self.spreads.get(node.name, 0.0), _spread(args))
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             self._compare(node, "result", value, -self.limit, self.limit)
 
@@ -127,10 +127,9 @@ def _between(low: float, high: float) -> str:
     return f"within ±{high:.4g}" if low == -high else f"between {low:.4g} and {high:.4g}"
 
 
-def _spread(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+def _spread(args: tuple[Any, ...]) -> float:
     """Largest difference between two allowed scores of one row."""
-    scores = args[0].double()
-    dim = args[1] if len(args) > 1 else kwargs["dim"]
+    scores, dim = args[0].double(), args[1]
     allowed = scores > MASKED_BELOW
     low = torch.where(allowed, scores, math.inf).amin(dim)
     high = torch.where(allowed, scores, -math.inf).amax(dim)

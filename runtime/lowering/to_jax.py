@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from aero_compile.errors import LoweringError
+from aero_compile.ir.ops import names_of, of_form
 from aero_compile.runtime.arithmetic.exponential import Exponential, cheapest_exponential
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.lowering import attention
@@ -28,7 +29,17 @@ from aero_compile.runtime.lowering.bound_rules import RULES
 from aero_compile.runtime.lowering.constants import checked_literal, to_numpy
 from aero_compile.runtime.lowering.guard_plan import Plan, plan_guards
 from aero_compile.runtime.lowering.guards import GUARD, count_name, final_step, guard_step
-from aero_compile.runtime.lowering.live import Call, LiveProgram, LiveStep, Ref, describe, is_part, label, refusing
+from aero_compile.runtime.lowering.live import (
+    MOVES,
+    Call,
+    LiveProgram,
+    LiveStep,
+    Ref,
+    describe,
+    is_part,
+    label,
+    refusing,
+)
 from aero_compile.runtime.lowering.masks import Masked, find_mask
 from aero_compile.runtime.lowering.norms import NO_DOUBLINGS, Doublings
 from aero_compile.runtime.lowering.ownership import (
@@ -45,8 +56,10 @@ from aero_compile.runtime.program import TOKENS
 OPERATOR_MODULES = (pointwise, products, views)
 """Importing these fills the table of operators."""
 
-_SOFTMAX = frozenset({"aten.softmax", "aten._softmax", "aten._safe_softmax", "unnormalized_softmax"})
-_CASTS = frozenset({"aten.to", "aten._to_copy", "aten.type_as", "aten.sum", "aten.mean"})
+_SOFTMAX = ("aten.softmax", "unnormalized_softmax")
+_CASTS = names_of(of_form("cast", "cast_as", "reduction"))
+_LENDERS = of_form("cast_as", "expand_as")  # their second argument lends its type or shape
+_RESHAPING = names_of(of_form("reshape", "squeeze", "copy", "detach", "cast"))
 
 
 def supported_ops() -> tuple[str, ...]:
@@ -132,7 +145,7 @@ class _Lowering:
                 assert isinstance(scores, fx.Node)
                 self.masks[node] = find_mask(self.part, scores)
             return [self.masks[node].core]
-        if op_name(node) in _LENDERS:
+        if node.target in _LENDERS:
             first = node.args[0]
             assert isinstance(first, fx.Node)
             return [first]
@@ -146,7 +159,7 @@ class _Lowering:
                 readers.setdefault(used, set()).add(node)
         for node, mask in self.masks.items():
             product = mask.core
-            if op_name(product) in _PRODUCTS and mask.allowed is not None and readers[product] == {node}:
+            if op_name(product) == "aten.matmul" and mask.allowed is not None and readers[product] == {node}:
                 shape = self.part.shapes[product]
                 allowed = np.broadcast_to(mask.allowed, shape).any(axis=tuple(range(len(shape) - 2)))
                 left = product.args[0]
@@ -220,7 +233,7 @@ class _Lowering:
         if is_part(node):
             source = node.args[0]
             return isinstance(source, fx.Node) and node is next(n for n in reversed(self.order) if n in source.users)
-        computes = op_name(node) not in registry.VIEWS and not self._is_tokens(node)
+        computes = op_name(node) not in MOVES and not self._is_tokens(node)
         return computes or self._lookup(node)[0] is not None
 
     def _is_tokens(self, node: fx.Node) -> bool:
@@ -273,7 +286,7 @@ class _Lowering:
         if op_name(node) in _SOFTMAX:
             mask = self.masks[node]
             split = op_name(node) == "unnormalized_softmax"
-            dim = node.args[1] if len(node.args) > 1 else node.kwargs["dim"]
+            dim = node.args[1]
             assert isinstance(dim, int)
             rank = len(self.part.shapes[node])
             if mask.empty_row_with_numbers(dim % rank, rank):
@@ -303,7 +316,7 @@ class _Lowering:
         refuse_private_choices(self.part, node, arguments)
         live = {name: self._argument(slot, value) for name, value in arguments.items()}
         if len(self.strips.get(node, ())) > 1:
-            queries, keys = live["x"], live.get("other", live.get("mat2"))
+            queries, keys = live["x"], live["other"]
             return Call(blocked_scores, {"queries": queries, "keys": keys}, {"strips": self.strips[node]})
         if op_name(node) == "getitem":
             return Call(views.getitem, live, {})
@@ -317,7 +330,7 @@ class _Lowering:
         """The cheapest exponential for the scores that may come to a softmax."""
         name = node.meta.get("softmax", node.name)
         scores, spread = self.part.shapes[node], self.spreads.get(name, math.inf)
-        dim = node.args[1] if len(node.args) > 1 else node.kwargs["dim"]
+        dim = node.args[1]
         assert isinstance(dim, int)
         self.exponentials[name] = cheapest_exponential(spread, self.tolerances.softmax, scores[dim])
         return self.exponentials[name]
@@ -325,7 +338,7 @@ class _Lowering:
     def _bind(self, node: fx.Node) -> dict[str, Any]:
         """Match arguments to the names of the ATen schema (``self`` becomes ``x``)."""
         bound = registry.bind(node.target, node.args, node.kwargs)
-        if op_name(node) in _LENDERS:
+        if node.target in _LENDERS:
             bound["other"] = None
         if op_name(node) == "aten.expand_as":
             bound["size"] = list(self.part.shapes[node])
@@ -337,7 +350,7 @@ class _Lowering:
 
     def _token_view(self, slot: _Slot, node: fx.Node) -> Call:
         live = self._live_dependencies(node)
-        if op_name(node) in registry.VIEWS and len(live) == 1 and self._is_tokens(live[0]):
+        if op_name(node) in MOVES and len(live) == 1 and self._is_tokens(live[0]):
             shape = (*self.part.shapes[node], self.vocabulary)
             if op_name(node) in _RESHAPING:
                 return Call(views.reshaped, {"x": self._argument(slot, live[0])}, {"shape": shape})
@@ -386,14 +399,3 @@ class _Lowering:
             f"cannot run {op_name(node)} (node {node.name}, in {place_of(node)}) privately: {reason}. "
             f"Supported: {', '.join(registry.supported_ops())}"
         )
-
-
-_PRODUCTS = frozenset({"aten.matmul", "aten.bmm"})
-_LENDERS = frozenset({"aten.type_as", "aten.expand_as"})  # their second argument lends its type or shape
-_RESHAPING = frozenset(
-    f"aten.{name}"
-    for name in (
-        *("view", "reshape", "_unsafe_view", "flatten", "unsqueeze", "squeeze", "clone", "alias"),
-        *("contiguous", "detach", "to", "_to_copy", "lift_fresh_copy"),
-    )
-)

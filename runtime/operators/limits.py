@@ -230,25 +230,11 @@ def _rms_norm(form: Format, given: Mapping[str, Any], public: Collection[str]) -
     return _norm(form, given, "aten.rms_norm")
 
 
-def _scaled_product(form: Format, given: Mapping[str, Any], public: Collection[str]) -> tuple[Quantity, ...]:
-    """A sum of products is truncated before ``alpha`` makes it smaller."""
-    if given.get("alpha", 1) == 1:
-        return ()
-    names = ("mat1", "mat2") if "mat1" in given else ("batch1", "batch2")
-    limit = form.limit
-
-    def product(given: Mapping[str, Any]) -> Tensor:
-        return torch.matmul(*(given[name].double() for name in names)).abs()
-
-    return (Quantity("product", 0.0, limit, product),)
-
-
 _ANYWHERE = """
 add sub rsub mul neg abs square relu leaky_relu prelu gelu silu sigmoid tanh maximum minimum clamp clamp_min clamp_max
-hardtanh hardswish masked_fill where sum mean amax amin gt lt ge le linear matmul mm bmm einsum embedding softmax
-view reshape _unsafe_view flatten unflatten transpose t permute movedim unsqueeze squeeze expand expand_as repeat
-repeat_interleave slice narrow select index cat stack split split_with_sizes chunk unbind
-clone alias contiguous detach lift_fresh_copy to _to_copy type_as dropout feature_dropout native_dropout
+hardtanh hardswish masked_fill where sum mean amax amin gt lt ge le linear matmul embedding softmax
+reshape flatten unflatten transpose t permute unsqueeze squeeze expand expand_as repeat repeat_interleave
+slice select index cat stack split split_with_sizes chunk unbind alias detach to _to_copy type_as
 """
 
 LIMITS: dict[str, Row] = {
@@ -256,7 +242,6 @@ LIMITS: dict[str, Row] = {
     **dict.fromkeys(("getitem", "dropout"), anywhere),
     "aten.layer_norm": _layer_norm,
     "aten.rms_norm": _rms_norm,
-    **dict.fromkeys(("aten.addmm", "aten.baddbmm"), _scaled_product),
     **dict.fromkeys(("aten.sqrt", "aten.rsqrt", "aten.log"), _root),
     "aten.reciprocal": _reciprocal,
     "aten.div": _div,

@@ -18,7 +18,6 @@ from aero_compile.runtime.arithmetic.constants import (
     scale_down,
     scale_up,
     scaled_table,
-    times,
 )
 from aero_compile.runtime.arithmetic.roots import inverse_root
 from aero_compile.runtime.arithmetic.squares import square, twice_product
@@ -156,34 +155,11 @@ def _linear(input: Any, weight: Any, bias: Any = None, **_: Any) -> Any:
     return out if bias is None else out + bias
 
 
-@operator("matmul", "mm", "bmm")
-def _matmul(x: Any, other: Any = None, mat2: Any = None, **_: Any) -> Any:
-    right = other if other is not None else mat2
-    if right.ndim == 2 and x.ndim > 2:
-        return _linear(x, right.T)
-    return _product(x, right, batched_product if x.ndim > 2 else jnp().matmul)
-
-
-@operator("einsum")
-def _einsum(equation: str, tensors: Sequence[Any], **_: Any) -> Any:
-    tables = [scaled_table(each, None) if is_public(each) else (each, None) for each in tensors]
-    found = jnp().einsum(equation, *(each for each, _ in tables))
-    return scale(found, math.prod(float(factor.item()) for _, factor in tables if factor is not None))
-
-
-@operator("addmm", "baddbmm")
-def _addmm(
-    x: Any,
-    mat1: Any = None,
-    mat2: Any = None,
-    batch1: Any = None,
-    batch2: Any = None,
-    beta: Any = 1,
-    alpha: Any = 1,
-    **_: Any,
-) -> Any:
-    product = _matmul(mat1, mat2) if mat1 is not None else _matmul(batch1, batch2)
-    return times(product, alpha) + times(x, beta)
+@operator("matmul")
+def _matmul(x: Any, other: Any, **_: Any) -> Any:
+    if other.ndim == 2 and x.ndim > 2:
+        return _linear(x, other.T)
+    return _product(x, other, batched_product if x.ndim > 2 else jnp().matmul)
 
 
 NORM_GAIN = 4.0

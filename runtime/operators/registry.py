@@ -14,15 +14,6 @@ from typing import Any
 Operator = Callable[..., Any]
 _OPS: dict[str, Operator] = {}
 
-_MOVES = """
-view reshape _unsafe_view flatten unflatten unsqueeze squeeze expand expand_as repeat transpose t permute
-movedim slice select narrow index cat stack split split_with_sizes chunk unbind
-clone alias contiguous detach lift_fresh_copy to _to_copy type_as dropout native_dropout feature_dropout
-"""
-
-VIEWS = frozenset({*(f"aten.{name}" for name in _MOVES.split()), "getitem", "dropout"})
-"""Operators that move or copy values without computing: free in 2PC."""
-
 
 def supported_ops() -> tuple[str, ...]:
     """Return the names of all live operators that can be lowered, sorted."""

@@ -10,12 +10,9 @@ from aero_compile.runtime.lazy_jax import jnp
 from aero_compile.runtime.operators.registry import cut, operator
 
 
-@operator("view", "reshape", "_unsafe_view")
-def _reshape(x: Any, size: Sequence[int] | None = None, shape: Sequence[int] | None = None, **_: Any) -> Any:
-    wanted = size if size is not None else shape
-    if wanted is None:
-        raise NotImplementedError("a view of the bits as another type")
-    return x.reshape(tuple(wanted))
+@operator("reshape")
+def _reshape(x: Any, shape: Sequence[int], **_: Any) -> Any:
+    return x.reshape(tuple(shape))
 
 
 @operator("flatten")
@@ -43,11 +40,6 @@ def _t(x: Any, **_: Any) -> Any:
 @operator("permute")
 def _permute(x: Any, dims: Sequence[int], **_: Any) -> Any:
     return jnp().transpose(x, tuple(dims))
-
-
-@operator("movedim")
-def _movedim(x: Any, source: Any, destination: Any, **_: Any) -> Any:
-    return jnp().moveaxis(x, source, destination)
 
 
 @operator("unsqueeze")
@@ -86,11 +78,6 @@ def _repeat_interleave(x: Any, repeats: Any, dim: int | None = None, **_: Any) -
 def _slice(x: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1, **_: Any) -> Any:
     first, last, stride = slice(start, end, step).indices(x.shape[dim])
     return cut(x, dim, first, last, stride)
-
-
-@operator("narrow")
-def _narrow(x: Any, dim: int, start: int, length: int, **_: Any) -> Any:
-    return cut(x, dim, start % x.shape[dim] if start < 0 else start, start + length)
 
 
 @operator("select")
@@ -134,19 +121,9 @@ def _unbind(x: Any, dim: int = 0, **_: Any) -> Any:
     return tuple(_select(x, dim, i) for i in range(x.shape[dim]))
 
 
-@operator("clone", "alias", "contiguous", "detach", "lift_fresh_copy", "to", "_to_copy", "type_as")
+@operator("alias", "detach", "to", "_to_copy", "type_as")
 def _same(x: Any, **_: Any) -> Any:
     return x
-
-
-@operator("dropout", "feature_dropout")
-def _dropout(input: Any, **_: Any) -> Any:
-    return input
-
-
-@operator("native_dropout")
-def _native_dropout(input: Any, **_: Any) -> Any:
-    return (input, None)
 
 
 def getitem(x: Any, other: Any) -> Any:

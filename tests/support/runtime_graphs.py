@@ -57,7 +57,7 @@ class TokenRows(torch.nn.Module):
 
     def forward(self, input_ids: Any) -> Any:
         rows = aten.embedding.default(self.table, input_ids)
-        return self._function(aten.view.default(rows, list(self.shape)), self)
+        return self._function(aten.reshape.default(rows, list(self.shape)), self)
 
     def logits_graph(self) -> fx.Graph:
         return fx.symbolic_trace(self).graph

@@ -127,7 +127,6 @@ OPERATORS: tuple[Callable[[Any], Any], ...] = (
     lambda x: aten.mean.dim(x, [0], True),
     lambda x: aten.matmul.default(_averages(x), x),
     lambda x: aten.transpose.int(aten.linear.default(aten.transpose.int(x, 0, 1), _averages(x)), 0, 1),
-    lambda x: aten.einsum.default("tk,kd->td", [aten.new_full.default(x, [48, 48], 1 / 48e3), x]),
 )
 
 

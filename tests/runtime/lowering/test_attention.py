@@ -83,7 +83,7 @@ def _weighted(queries: int, keys: int, width: int, reshaped: bool) -> TokenRows:
         weights = aten.softmax.int(aten.masked_fill.Scalar(scores, module.hidden, float("-inf")), -1)
         if reshaped:
             flat = aten.reshape.default(weights, [6, queries, keys])
-            return aten.add.Tensor(aten.bmm.default(flat, aten.reshape.default(values, [6, keys, width])), 1.0)
+            return aten.add.Tensor(aten.matmul.default(flat, aten.reshape.default(values, [6, keys, width])), 1.0)
         return aten.add.Tensor(aten.matmul.default(weights, values), 1.0)
 
     rows = torch.randn(2, 3, keys, keys, dtype=torch.float64)

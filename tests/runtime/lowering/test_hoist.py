@@ -19,8 +19,8 @@ HIDDEN = torch.full((4, 4), -1e30).triu(1)
 @pytest.mark.parametrize(
     "apart",
     [
-        lambda scores: aten.view.default(scores, [4, 4, 4]),
-        lambda scores: aten.reshape.default(aten.view.default(scores, [4, 4, 4]), [1, 4, 4, 4]),
+        lambda scores: aten.reshape.default(scores, [4, 4, 4]),
+        lambda scores: aten.reshape.default(aten.reshape.default(scores, [4, 4, 4]), [1, 4, 4, 4]),
     ],
 )
 def test_a_softmax_is_taken_before_the_reshape_behind_its_mask(apart: Any) -> None:
@@ -39,7 +39,7 @@ def test_a_reshape_of_the_scores_themselves_is_left() -> None:
     """Rows that are cut into others are no rows of the softmax: its mask cannot be found."""
 
     def attend(x: Any, model: Any) -> Any:
-        return aten.softmax.int(aten.view.default(aten.add.Tensor(x, model.hidden), [2, 2, 8, 2]), -1)
+        return aten.softmax.int(aten.reshape.default(aten.add.Tensor(x, model.hidden), [2, 2, 8, 2]), -1)
 
     model = TokenRows(torch.zeros(2, 2, 4, 4), attend, buffers={"hidden": HIDDEN})
     with pytest.raises(LoweringError, match="public table with huge"):

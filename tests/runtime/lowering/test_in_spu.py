@@ -88,7 +88,7 @@ def test_several_operators_in_cheetah() -> None:
 
     def body(x: object, m: TokenRows) -> object:
         x = aten.layer_norm.default(x, [8], m.g, m.g)
-        q = aten.transpose.int(aten.view.default(aten.linear.default(x, m.w), [1, 4, 2, 4]), 1, 2)
+        q = aten.transpose.int(aten.reshape.default(aten.linear.default(x, m.w), [1, 4, 2, 4]), 1, 2)
         scores = aten.matmul.default(q, aten.transpose.int(q, -1, -2))
         mask = torch.triu(torch.full((4, 4), -torch.inf), 1)
         weights = aten.softmax.int(aten.add.Tensor(scores, mask), -1)

@@ -98,7 +98,7 @@ def test_masks_never_reach_the_program() -> None:
 def test_tokens_may_be_looked_up_by_index_and_reshaped() -> None:
     class Indexing(TokenRows):
         def forward(self, input_ids: object) -> object:
-            flat = aten.view.default(input_ids, [-1])
+            flat = aten.reshape.default(input_ids, [-1])
             return aten.mul.Scalar(aten.index.Tensor(self.table, [flat]), 2.0)
 
     model = Indexing(torch.randn(5, 3, dtype=torch.float64), lambda x, m: x)
