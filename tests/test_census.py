@@ -75,6 +75,7 @@ def test_every_row_of_the_paper(label: str, layers: int, length: int, counts: di
         assert {op.shape for op in census.ops if op.kind == kind} == {shapes[kind]}
 
 
+@pytest.mark.slow
 def test_pythia_70m() -> None:
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
@@ -188,16 +189,16 @@ def test_counting_does_not_depend_on_the_batch_or_dtype() -> None:
         (torch.nn.functional.leaky_relu, {"leaky_relu"}),
         (torch.nn.functional.selu, {"selu"}),
         (torch.nn.functional.mish, {"mish"}),
-        (torch.sin, {"sin"}),
+        pytest.param(torch.sin, {"sin"}, marks=pytest.mark.slow),
         (lambda x: x * ((x > 0.5) | (x < -1)), {"comparison"}),
         (lambda x: torch.where(x.sum(-1, keepdim=True) > 0, x, -x), None),
         (lambda x: x + (x > 1).float() + x.sign(), {"comparison"}),
         (lambda x: (2 * x).long().float(), {"truncation"}),
         (lambda x: torch.nn.functional.threshold(x, 1.0, 0.5), {"threshold"}),
         (lambda x: torch.cummax(x, -1).values, {"cummax"}),
-        (lambda x: x.masked_fill(x < 0, 0.0), {"relu"}),
-        (lambda x: torch.nn.functional.relu(x) ** 2, None),
-        (lambda x: x * torch.sigmoid(1.702 * x), None),
+        pytest.param(lambda x: x.masked_fill(x < 0, 0.0), {"relu"}, marks=pytest.mark.slow),
+        pytest.param(lambda x: torch.nn.functional.relu(x) ** 2, None, marks=pytest.mark.slow),
+        pytest.param(lambda x: x * torch.sigmoid(1.702 * x), None, marks=pytest.mark.slow),
     ],
 )
 def test_no_nonlinearity_is_silent(activation: Any, kinds: set[str] | None) -> None:

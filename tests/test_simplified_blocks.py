@@ -202,8 +202,8 @@ ROWS = [  # tables GPT2CLen128, LanguiniGPT2 and GPT2Scalability, "SOTA": layers
     (12, 128, "simplified_gelu", {"softmax": 144, "gelu": 12, "layernorm": 1}),
     (12, 128, "simplified_relu", {"softmax": 144, "relu": 12, "layernorm": 1}),
     (12, 128, "simplified_softmax_only", {"softmax": 144, "layernorm": 1}),
-    (12, 256, "simplified_softmax_only", {"softmax": 144, "layernorm": 1}),
-    (12, 512, "simplified_softmax_only", {"softmax": 144, "layernorm": 1}),
+    pytest.param(12, 256, "simplified_softmax_only", {"softmax": 144, "layernorm": 1}, marks=pytest.mark.slow),
+    pytest.param(12, 512, "simplified_softmax_only", {"softmax": 144, "layernorm": 1}, marks=pytest.mark.slow),
     pytest.param(18, 128, "simplified_softmax_only", {"softmax": 216, "layernorm": 1}, marks=pytest.mark.slow),
 ]
 

@@ -187,24 +187,29 @@ def _is_wanted(default: Any, name: str) -> bool:
 
 def hugging_face(model_type: str, attention: str = "eager", **options: Any) -> nn.Module:
     """A tiny model of transformers, in evaluation mode and float64."""
-    from transformers import AutoModelForCausalLM
-
     config = tiny_config(model_type, **options)
-    automatic: Any = AutoModelForCausalLM
-
-    def build(device: str) -> nn.Module:
-        torch.manual_seed(0)
-        with torch.device(device):
-            made: nn.Module = automatic.from_config(config, attn_implementation=attention)
-        return made
-
     try:
-        size = sum(parameter.numel() for parameter in build("meta").parameters())
+        size = sum(parameter.numel() for parameter in _build(config, attention, "meta").parameters())
         if size <= LARGEST:  # some types keep their full size whatever the configuration says
-            return randomize(build("cpu")).eval()
+            return randomize(_build(config, attention, "cpu")).eval()
     except Exception as error:
         raise NotTried(f"no tiny model: {_first_line(error)}") from error
     raise NotTried(f"no tiny model: {size / 1e6:.0f} million parameters at width {WIDTH}")
+
+
+def without_weights(model_type: str, attention: str = "eager", **options: Any) -> nn.Module:
+    """The same on the meta device: shapes alone."""
+    return _build(tiny_config(model_type, **options), attention, "meta").eval()
+
+
+def _build(config: Any, attention: str, device: str) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    automatic: Any = AutoModelForCausalLM
+    torch.manual_seed(0)
+    with torch.device(device):
+        made: nn.Module = automatic.from_config(config, attn_implementation=attention)
+    return made
 
 
 def _first_line(error: Exception) -> str:

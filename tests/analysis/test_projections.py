@@ -11,6 +11,7 @@ import transformers
 import aero_compile
 from aero_compile.analysis.projections import Projections, find_projections
 from aero_compile.errors import UnsupportedGraphError
+from benchmarks.lib import zoo
 from tests.support import tiny_models
 
 
@@ -93,8 +94,7 @@ def test_grouped_inside_one_weight() -> None:
 
 
 def test_without_weights() -> None:
-    with torch.device("meta"):
-        source = tiny_models.hugging_face("gpt_neox", "sdpa")
+    source = zoo.without_weights("gpt_neox", "sdpa")
     model = aero_compile.transform(source, "baseline")
     found = find_projections(model, model.structure.attentions[0])
     assert rows(found.keys) == [tuple(24 * head + 8 + i for head in range(4) for i in range(8))]

@@ -328,6 +328,7 @@ def test_one_table_and_one_file(fakes: list[str], tmp_path: Path, capsys: pytest
     assert lines[-1]["per_op"] == {"gelu": 100}
 
 
+@pytest.mark.slow
 def test_ours_again_beside_the_peer_of_before(
     fakes: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -204,8 +204,8 @@ def test_recipes_and_lengths_multiply(bench: ModuleType, runtime: Runtime) -> No
 @pytest.mark.parametrize(
     ("shape", "layers", "softmax", "gelu"),
     [
-        ("gpt2", 12, "SM:12×R^{128×128}", "G:1×R^{128×3072}"),
-        ("gpt-neo-125m", 12, "SM:12×R^{128×128}", "G:1×R^{128×3072}"),
+        pytest.param("gpt2", 12, "SM:12×R^{128×128}", "G:1×R^{128×3072}", marks=pytest.mark.slow),
+        pytest.param("gpt-neo-125m", 12, "SM:12×R^{128×128}", "G:1×R^{128×3072}", marks=pytest.mark.slow),
         ("pythia-70m", 6, "SM:8×R^{128×128}", "G:1×R^{128×2048}"),
     ],
 )

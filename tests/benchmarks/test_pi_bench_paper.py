@@ -172,6 +172,7 @@ def test_architecture_of_every_named_recipe_of_the_paper() -> None:
 # -- estimates --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_all_rows_of_the_paper_at_one_size(
     estimator: Estimator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -219,7 +219,7 @@ def shared_caches() -> Any:
     return fingerprint(places), [(id(f), f.cache_info()) for f in cached]
 
 
-SOME = ((CachedMethod, False), (OwnDecorator, True), (GrowingBuffer, True), (OfTheClass, False), (GlobalName, True))
+SOME = ((CachedMethod, False), (OwnDecorator, True), (GrowingBuffer, True))
 CASES = [(make, warm) for make in CACHES for warm in (False, True)]
 
 

@@ -123,7 +123,14 @@ def _source(dtype: torch.dtype) -> nn.Module:
     return randomize(_Decoder()).to(dtype).eval()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(torch.float32, marks=pytest.mark.slow),
+        torch.bfloat16,
+        pytest.param(torch.float16, marks=pytest.mark.slow),
+    ],
+)
 def test_islands_of_float32(dtype: torch.dtype) -> None:
     """Within a few units in the last place of the weights' type; gradients too."""
     ids, source = tokens(2, 13), _source(dtype)

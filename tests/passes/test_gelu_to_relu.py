@@ -11,13 +11,14 @@ from aero_compile.errors import RecipeError, UnsupportedGraphError
 from aero_compile.passes.gelu_to_relu import GeluToRelu
 from tests.support import eager_references as eager
 from tests.support import tiny_models
+from tests.support.budgets import by_default
 from tests.support.small_decoder import Small
 from tests.support.tiny_models import LAYERS, randomize, source, tokens, transformed
 
 aten = torch.ops.aten
 
 
-@pytest.mark.parametrize("name", tiny_models.EVERY)
+@pytest.mark.parametrize("name", by_default(tiny_models.EVERY, *tiny_models.UNLIKE))
 def test_every_activation_becomes_relu(name: str) -> None:
     model = transformed(name, "gelu-to-relu")
     census = aero_compile.census(model, 16)
@@ -64,7 +65,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", by_default(OTHERS, "silu", "clipped", "squared", "written"))
 def test_other_activations(name: str) -> None:
     """Both passes on the same decoder, against the same decoder with another function put in."""
     source = randomize(Activated(OTHERS[name])).eval()

@@ -13,11 +13,12 @@ from aero_compile.errors import InputError, RecipeError, UnsupportedGraphError
 from aero_compile.passes.softmax_temperature import SoftmaxTemperature
 from tests.support import eager_references as eager
 from tests.support import tiny_models
+from tests.support.budgets import by_default
 from tests.support.small_decoder import Small
 from tests.support.tiny_models import HEADS, LAYERS, POSITIONS, captured, source, tokens, transformed
 
 
-@pytest.mark.parametrize("name", tiny_models.EVERY)
+@pytest.mark.parametrize("name", by_default(tiny_models.EVERY, *tiny_models.UNLIKE))
 def test_one_value_for_each_head_and_position(name: str) -> None:
     model = transformed(name, "softmax-temperature")
     new = {key: p for key, p in model.named_parameters() if key.startswith("softmax_temperature.")}

@@ -18,6 +18,7 @@ from aero_compile.passes.strip_layer_norm import StripLayerNorm
 from benchmarks.lib import written_decoders
 from tests.support import eager_references as eager
 from tests.support import norm_references, tiny_models
+from tests.support.budgets import by_default
 from tests.support.tiny_models import LAYERS, captured, source, tokens, transformed
 
 aten = torch.ops.aten
@@ -28,7 +29,7 @@ def count(model: aero_compile.TransformedModel) -> Counter[object]:
     return Counter(node.target for node in model.graph.nodes if node.op == "call_function")
 
 
-@pytest.mark.parametrize("name", tiny_models.EVERY)
+@pytest.mark.parametrize("name", by_default(tiny_models.EVERY, *tiny_models.UNLIKE))
 def test_every_norm_goes_and_nothing_else(name: str) -> None:
     before, model = count(captured(name)), transformed(name, "strip-layer-norm")
     after = count(model)
@@ -243,8 +244,7 @@ def test_wrong_choices(text: str, message: str) -> None:
 
 
 def test_a_model_without_weights() -> None:
-    with torch.device("meta"):
-        plain = tiny_models.hugging_face("gpt2")
+    plain = tiny_models.without_weights()
     model = aero_compile.transform(plain, "strip-layer-norm{norms=qk}")
     assert aero_compile.census(model, 16).total("layernorm") == 2 * LAYERS + 1
     assert all(parameter.is_meta for parameter in model.parameters())

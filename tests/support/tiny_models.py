@@ -82,6 +82,12 @@ def captured(name: str) -> TransformedModel:
 
 
 @functools.cache
+def without_weights() -> TransformedModel:
+    """The baseline of a GPT-2 on the meta device; shared, so it must not be changed."""
+    return aero_compile.transform(zoo.without_weights("gpt2"), "baseline")
+
+
+@functools.cache
 def _transformed(name: str, recipe: str) -> TransformedModel:
     return aero_compile.transform(captured(name), recipe, calibration=tokens())
 

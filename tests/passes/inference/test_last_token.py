@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import sys
 from typing import Any
@@ -196,7 +197,9 @@ def test_heads_folded_into_positions() -> None:
 # -- what is computed --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "ffns"), [("nanogpt", 2 * 4), ("gpt_neox-eager", 2 * HIDDEN / WIDTH)])
+@pytest.mark.parametrize(
+    ("name", "ffns"), [("nanogpt", 2 * 4), pytest.param("gpt_neox-eager", 2 * HIDDEN / WIDTH, marks=pytest.mark.slow)]
+)
 def test_fused_queries_leave_the_product_of_keys_and_values(name: str, ffns: float) -> None:
     """Multiplications of the last block: keys and values of all positions, everything else of one."""
     one = Shapes(_one_layer(name, "all"), tokens(2, 13)).products
@@ -206,13 +209,18 @@ def test_fused_queries_leave_the_product_of_keys_and_values(name: str, ffns: flo
     assert two == 13 * square * 2 + square * (2 + ffns) + 2 * WIDTH * tiny_models.VOCAB
 
 
-def _one_layer(name: str, wanted: str) -> TransformedModel:
+@functools.cache
+def _captured_layer(name: str) -> TransformedModel:
     source = (
         tiny_models.randomize(written_decoders.NanoGPT(layers=1))
         if name == "nanogpt"
         else tiny_models.hugging_face("gpt_neox", num_hidden_layers=1)
     )
-    captured = aero_compile.transform(source.eval(), "baseline")
+    return aero_compile.transform(source.eval(), "baseline")
+
+
+def _one_layer(name: str, wanted: str) -> TransformedModel:
+    captured = _captured_layer(name)
     model = inference_copy(captured)
     if wanted == "last":
         last_token(model)

@@ -232,7 +232,14 @@ def test_rows_of_a_norm_that_are_too_small_end_both_parties_without_logits() -> 
 
 
 @pytest.mark.parametrize(
-    ("kind", "initialized"), [("gpt2", True), ("gpt2", False), ("llama", True), ("gemma", True), ("opt", False)]
+    ("kind", "initialized"),
+    [
+        ("gpt2", True),
+        ("llama", True),
+        pytest.param("gpt2", False, marks=pytest.mark.slow),
+        pytest.param("gemma", True, marks=pytest.mark.slow),
+        pytest.param("opt", False, marks=pytest.mark.slow),
+    ],
 )
 def test_ordinary_text_is_not_refused(kind: str, initialized: bool) -> None:
     """Fresh weights make small rows, others large ones; no text was seen when the program was made."""
