@@ -16,7 +16,7 @@ from aero_compile.frontend.isolation import Memory, isolated
 from aero_compile.frontend.reasons import Watched, foreign_part, reason, watched
 from aero_compile.ir.dataflow import ancestors
 from aero_compile.ir.extra_inputs import BATCH, LENGTH
-from aero_compile.ir.ops import VIEWS
+from aero_compile.ir.ops import SPLITS, VIEWS, of_form
 from aero_compile.model import remove_dead_nodes
 
 aten = torch.ops.aten
@@ -24,12 +24,8 @@ aten = torch.ops.aten
 _OPENED = (aten.einsum.default,)
 """Ops that export keeps whole and that are opened into products and views."""
 
-_KEPT_VIEWS = VIEWS | {
-    *(aten.view.default, aten.contiguous.default, aten.numpy_T.default),
-    *(aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.select.int),
-    *(aten.detach.default, aten.type_as.default),
-    *(aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other),
-}
+_KEPT_VIEWS = VIEWS | SPLITS | of_form("select", "detach", "cast", "cast_as")
+_KEPT_VIEWS |= {aten.view.default, aten.contiguous.default, aten.numpy_T.default}
 """Ops that may return a view of their input and that what follows understands."""
 
 _CHECKS = ("aten._assert", "aten.sym_constrain", "aten._assert_tensor_metadata", "<built-in function assert")

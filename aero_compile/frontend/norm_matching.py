@@ -21,13 +21,14 @@ from torch import Tensor, fx
 
 from aero_compile.frontend.pointwise import agree
 from aero_compile.ir.deviation_norm import deviation_norm
+from aero_compile.ir.ops import SCALES, SUMS
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.shapes import is_floating
 
 aten = torch.ops.aten
 
 _SCALES = ((37.0, 1.0), (1.0, 0.0), (0.01, 0.0), (1e-6, 0.0))
-_BROADCASTING = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor})
+_BROADCASTING = SUMS | SCALES
 
 
 @dataclass(frozen=True)

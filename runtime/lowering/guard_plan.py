@@ -17,7 +17,7 @@ from aero_compile.runtime.lowering.bound_rules import RULES
 from aero_compile.runtime.lowering.bounds import Bound, Shape
 from aero_compile.runtime.lowering.guards import Check, Guard, LeastRows
 from aero_compile.runtime.lowering.masks import Masked, find_mask
-from aero_compile.runtime.lowering.norms import NO_DOUBLINGS, Doublings
+from aero_compile.runtime.lowering.norms import LOOKUPS, NO_DOUBLINGS, Doublings
 from aero_compile.runtime.lowering.partition import Domain, Partition, op_name, place_of
 from aero_compile.runtime.operators import registry
 from aero_compile.runtime.operators.limits import (
@@ -235,7 +235,7 @@ class Planner:
         factor = 1.0
         while isinstance(value, fx.Node) and self.part.is_live(value) and self.shape(value)[-1:] == tuple(shape):
             name = op_name(value)
-            if name in ("aten.embedding", "aten.index"):
+            if value.target in LOOKUPS:
                 table = self.known(value.args[0])
                 return None if table is None or table.shape[-1:] != tuple(shape) else table * factor
             if name == "aten.mul":

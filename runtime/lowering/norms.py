@@ -108,12 +108,13 @@ def random_tokens(vocabulary: int, shape: tuple[int, int]) -> Iterator[Tensor]:
 
 def vocabulary(part: Partition) -> int:
     """Rows of the smallest table that the tokens index, at least 1."""
-    lookups = [node for node in part.graph.nodes if node.target in _LOOKUPS and part.is_live(node)]
+    lookups = [node for node in part.graph.nodes if node.target in LOOKUPS and part.is_live(node)]
     tables = [part.known[node.args[0]] for node in lookups if node.args[0] in part.known]
     return max(1, min((table.shape[0] for table in tables), default=1))
 
 
-_LOOKUPS = of_form("embedding", "index")
+LOOKUPS = of_form("embedding", "index")
+"""Ops that take rows of a table."""
 
 
 @dataclass(frozen=True)
