@@ -9,8 +9,9 @@ from typing import Any
 from torch import fx, nn
 
 from aero_compile.errors import InputError
+from aero_compile.ir.graph_model import remove_dead_nodes
 from aero_compile.ir.structural import structural_attributes
-from aero_compile.model import TransformedModel, remove_dead_nodes
+from aero_compile.model import TransformedModel
 from aero_compile.passes.inference.change import Change
 
 

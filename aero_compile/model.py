@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
-import linecache
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
 
+from aero_compile.analysis.labels import require_labels
+from aero_compile.analysis.parts import Structure
+from aero_compile.analysis.structure import structure_of
 from aero_compile.entropy import attention_entropy
-from aero_compile.errors import InputError, UnsupportedGraphError
+from aero_compile.errors import InputError
 from aero_compile.ir.call_convention import (
     CallConvention,
     CausalOutput,
@@ -22,35 +23,37 @@ from aero_compile.ir.call_convention import (
     next_token_loss,
     output_class,
 )
+from aero_compile.ir.compile_graph import compile_graph
+from aero_compile.ir.constants import mark_constants, retarget
 from aero_compile.ir.deviation_norm import open_deviation_norms
-from aero_compile.ir.extra_inputs import LENGTH, part_of_example
-from aero_compile.ir.labels import require_labels
+from aero_compile.ir.graph_json import decode_graph, encode_graph
+from aero_compile.ir.graph_model import GraphModel, remove_dead_nodes
 from aero_compile.ir.shapes import carry
-from aero_compile.ir.weight_readers import check_unread
+from aero_compile.ir.submodules import kind_of
 
 Program = tuple[Callable[..., tuple[Any, ...]], tuple[str, ...]]
 
 
-class TransformedModel(nn.Module):
+class AppliedPass(Protocol):
+    """A pass in a model's history: a `GraphPass`, or what an artifact says of one that this version does not have.
+
+    Its `str` is its text form (`gelu-to-relu{layers=0-5}`).
+    """
+
+    @property
+    def name(self) -> str: ...
+
+
+class TransformedModel(GraphModel):
     """A decoder held as an FX graph of canonical ATen ops; it is called like the model it came from.
 
-    Attributes:
-        graph: the `torch.fx.Graph`; output 0 is the logits `[B, T, V]`, further outputs are what else the
-            source model returned (its loss, for instance). Passes edit it in place and call `graph_changed`.
-        convention: how the source model was called and what it returned.
-        history: text of every pass that was applied, in order.
-        max_positions: longest sequence the model can take, or None if nothing in it limits the length.
-        fixed_shape: the one `[B, T]` that the graph is made for (if it was read from a file), or None for any.
-        examples: values that arguments beside the tokens were captured with, as long as the model is not saved.
-        calibration: token batches for passes that measure the model; set by `run_passes` while they run.
+    Attributes (beside those of `GraphModel`):
+        history: the passes that were applied, in order.
+        reports: what each of them, and each that changed nothing, did (`aero_compile.pipeline.PassReport`).
 
     Every transformed model also takes `labels=` (token ids as in Hugging Face: shifted inside, -100 ignored)
     and `output_entropies=True`, which adds `.entropies`: one tensor `[B, H, T]` in nats for each layer.
     """
-
-    calibration: tuple[Tensor, ...] | None = None
-    fixed_shape: tuple[int, int] | None = None
-    examples: Mapping[str, Tensor] = MappingProxyType({})
 
     def __init__(
         self,
@@ -59,35 +62,25 @@ class TransformedModel(nn.Module):
         modules: Mapping[str, nn.Module],
         convention: CallConvention,
         *,
-        non_persistent: frozenset[str] = frozenset(),
+        non_persistent: Collection[str] = (),
         max_positions: int | None = None,
-        history: tuple[str, ...] = (),
+        history: tuple[AppliedPass, ...] = (),
     ) -> None:
-        super().__init__()
-        self.graph = graph
-        self.convention = convention
-        self.max_positions = max_positions
+        super().__init__(
+            graph, tensors, modules, convention, non_persistent=non_persistent, max_positions=max_positions
+        )
         self.history = history
-        self._programs: dict[tuple[tuple[int, ...], bool], Program] = {}
-        self._structure: Any = None
         self.reports: tuple[Any, ...] = ()
+        self._programs: dict[tuple[tuple[int, ...], bool], Program] = {}
         if "class" in convention.output:
             output_class(convention.output["class"])  # now: an import would stop torch.compile
-        for name, tensor in tensors.items():
-            self.add_tensor(name, tensor, persistent=name not in non_persistent)
-        for name, module in modules.items():
-            self.add_child(name, module)
 
     # -- what is inside ---------------------------------------------------------------------------------
 
     @property
-    def structure(self) -> Any:
-        """The decoder's parts (`aero_compile.analysis.parts.Structure`), found anew after each change of the graph."""
-        if self._structure is None:
-            from aero_compile.analysis.structure import find_structure
-
-            self._structure = find_structure(self)
-        return self._structure
+    def structure(self) -> Structure:
+        """The decoder's parts, found anew after each change of the graph."""
+        return structure_of(self)
 
     @property
     def num_layers(self) -> int:
@@ -101,12 +94,12 @@ class TransformedModel(nn.Module):
     @property
     def vocab_size(self) -> int:
         """Number of rows of the token embedding."""
-        return int(self.structure.vocab_size)
+        return self.structure.vocab_size
 
     @property
     def recipe(self) -> str:
         """Text of the passes applied so far; empty for a model that was only captured."""
-        return ",".join(self.history)
+        return ",".join(map(str, self.history))
 
     def temperatures(self) -> dict[int, Tensor]:
         """Softmax temperatures `t > 0`, `[H, T_max]`, by layer; empty where the recipe has none."""
@@ -114,84 +107,9 @@ class TransformedModel(nn.Module):
         names = {i: f"softmax_temperature.{i}.log_t" for i in range(self.num_layers)}
         return {i: found[name].detach().exp() for i, name in names.items() if name in found}
 
-    # -- edits (used by passes) -------------------------------------------------------------------------
-
-    def add_child(self, name: str, module: nn.Module) -> None:
-        """Register `module` under a dotted name, making the containers on the way."""
-        path, _, leaf = name.rpartition(".")
-        self._modules_at(path).add_module(leaf, module)
-
-    def add_tensor(self, name: str, tensor: Tensor, *, persistent: bool = True) -> None:
-        """Register a parameter (if it is an `nn.Parameter`) or a buffer under a dotted name that is free.
-
-        Raises:
-            UnsupportedGraphError: the model has a parameter or buffer of that name.
-        """
-        path, _, leaf = name.rpartition(".")
-        parent = self._modules_at(path)
-        if leaf in parent._parameters or leaf in parent._buffers:
-            raise UnsupportedGraphError(f"the model has a weight called {name} already")
-        self._register(parent, leaf, tensor, persistent)
-
-    def replace_tensor(
-        self, name: str, tensor: Tensor, readers: Collection[fx.Node], *, persistent: bool = True
-    ) -> None:
-        """Give the weight `name`, which may be new, the value `tensor`.
-
-        Args:
-            name: dotted; other names of the same tensor keep the old value.
-            tensor: the new parameter or buffer.
-            readers: the `get_attr` nodes that are meant to read the new value.
-            persistent: of a buffer: whether it is saved.
-
-        Raises:
-            UnsupportedGraphError: other nodes read that weight.
-        """
-        check_unread(self, self.graph, name, readers)
-        path, _, leaf = name.rpartition(".")
-        self._register(self._modules_at(path), leaf, tensor, persistent)
-
-    def _modules_at(self, path: str) -> nn.Module:
-        """The module at a dotted path; containers on the way are made."""
-        parent: nn.Module = self
-        for part in filter(None, path.split(".")):
-            if part not in parent._modules:
-                parent.add_module(part, nn.Module())
-            parent = parent.get_submodule(part)
-        return parent
-
-    @staticmethod
-    def _register(parent: nn.Module, leaf: str, tensor: Tensor, persistent: bool) -> None:
-        if isinstance(tensor, nn.Parameter):
-            parent._buffers.pop(leaf, None)
-            parent.register_parameter(leaf, tensor)
-        else:
-            parent._parameters.pop(leaf, None)
-            parent.register_buffer(leaf, tensor, persistent=persistent)
-
-    def graph_changed(self) -> None:
-        """Forget everything derived from the graph, drop dead nodes and the parameters nothing reads."""
-        remove_dead_nodes(self.graph)
-        self.graph.lint()
+    def _forget(self) -> None:
+        super()._forget()
         self._programs.clear()
-        self._structure = None
-        self._drop_orphans()
-
-    def _drop_orphans(self) -> None:
-        held = {str(node.target) for node in self.graph.nodes if node.op == "call_module"}
-        tensors = dict(self.named_parameters(remove_duplicate=False)) | dict(self.named_buffers(remove_duplicate=False))
-        used = {str(node.target) for node in self.graph.nodes if node.op == "get_attr"}
-        used |= {name for name in tensors if name.rpartition(".")[0] in held}
-        kept = {id(tensors[name]) for name in used if name in tensors}
-        for name, tensor in tensors.items():
-            if id(tensor) not in kept:
-                parent, _, leaf = name.rpartition(".")
-                delattr(self.get_submodule(parent), leaf)
-        for name, module in reversed(list(self.named_modules())):
-            empty = not module._parameters and not module._buffers and not module._modules
-            if name and empty and name not in held:
-                parent, _, leaf = name.rpartition(".")
-                delattr(self.get_submodule(parent), leaf)
 
     # -- running ----------------------------------------------------------------------------------------
 
@@ -209,18 +127,6 @@ class TransformedModel(nn.Module):
                 node.target = names.get(str(node.target), node.target)
         open_deviation_norms(graph)
         return graph
-
-    def logits_nodes(self) -> set[fx.Node]:
-        """Nodes of `graph` that the logits depend on."""
-        output = next(node for node in reversed(self.graph.nodes) if node.op == "output")
-        needed: set[fx.Node] = set()
-        stack = [output.args[0][0]]
-        while stack:
-            node = stack.pop()
-            if isinstance(node, fx.Node) and node not in needed:
-                needed.add(node)
-                stack.extend(node.all_input_nodes)
-        return needed
 
     def _select(
         self, outputs: tuple[int, ...], entropies: bool, nodes: dict[fx.Node, fx.Node] | None = None
@@ -307,7 +213,7 @@ class TransformedModel(nn.Module):
         template = self.convention.template(call)
         wanted = _wanted(template)
         run, names = self._program(wanted, output_entropies)
-        results = run(self, *[self._in_own_dtype(name, call.inputs[name]) for name in names])
+        results = run(self, *[self.in_own_dtype(name, call.inputs[name]) for name in names])
         values = dict(zip(wanted, results, strict=False))
         entropies: Sequence[Tensor] | None = results[len(wanted) :] if output_entropies else None
         loss = None
@@ -321,37 +227,6 @@ class TransformedModel(nn.Module):
                 entropies=None if entropies is None else tuple(entropies),
             )
         return build_output(template, values, loss, entropies, as_tuple=call.as_tuple)
-
-    def _in_own_dtype(self, name: str, value: Tensor) -> Tensor:
-        """An argument beside the tokens, such as a mask of -inf, in the dtype of the weights."""
-        if name not in self.convention.extras or not value.is_floating_point():
-            return value
-        weight = next(self.parameters(), None)
-        return value if weight is None else value.to(weight.dtype)
-
-    @property
-    def example_length(self) -> int | None:
-        """Tokens that `examples` are for; None if there are none."""
-        found = [
-            int(size)
-            for name, value in self.examples.items()
-            for size, kind in zip(value.shape, self.convention.extras[name]["shape"], strict=True)
-            if kind == LENGTH
-        ]
-        return min(found, default=None)
-
-    def stand_in(self, name: str, tokens: Tensor) -> Tensor:
-        """A value of the graph's input `name` for tokens `[B, T]`, on their device.
-
-        Raises:
-            LookupError: an argument beside the tokens that was captured with fewer of them, or loaded.
-        """
-        extra = self.convention.extras.get(name)
-        if extra is None:
-            return tokens if name in (self.convention.tokens, "input_ids") else torch.ones_like(tokens)
-        batch, length = (int(n) for n in tokens.shape)
-        value = part_of_example(extra, self.examples.get(name), batch, length).to(tokens.device)
-        return self._in_own_dtype(name, value)
 
     def check_tokens(self, tokens: Tensor) -> None:
         """Raise InputError for token ids `[B, T]` that are too long or, on the CPU, outside the vocabulary."""
@@ -371,34 +246,25 @@ class TransformedModel(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TransformedModel:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        from aero_compile.ir.constants import retarget
-
         weight = next(self.parameters(), None)
         if weight is not None and retarget(self.graph, weight.device, weight.dtype, self.convention.tokens):
-            self._programs.clear()
-            self._structure = None
+            self._forget()
             self.prepare()
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TransformedModel:
         twin = self.__class__.__new__(self.__class__)
         memo[id(self)] = twin
-        state = self.__dict__ | {"_programs": {}, "_structure": None}
+        state = self.__dict__ | {"_programs": {}, "derived": {}}
         twin.__dict__.update(copy.deepcopy(state, memo))
         twin._programs = dict(self._programs)  # code that takes the module as its argument
         carry(self, twin, dict(zip(self.graph.nodes, twin.graph.nodes, strict=True)))
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        from aero_compile.ir.graph_json import encode_graph
-
-        return self.__dict__ | {"_programs": {}, "_structure": None, "graph": encode_graph(self.graph)}
+        return self.__dict__ | {"_programs": {}, "derived": {}, "graph": encode_graph(self.graph)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        from aero_compile.ir.constants import mark_constants
-        from aero_compile.ir.graph_json import decode_graph
-        from aero_compile.ir.submodules import kind_of
-
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         tensors = [name for name, _ in self.named_parameters(remove_duplicate=False)]
         tensors += [name for name, _ in self.named_buffers(remove_duplicate=False)]
@@ -428,19 +294,3 @@ def _entropies_by_head(probabilities: Sequence[Tensor], tokens: Tensor, heads: S
         for each, count in zip(probabilities, heads, strict=True)
     ]
     return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
-
-
-def remove_dead_nodes(graph: fx.Graph) -> None:
-    """Erase nodes whose value nobody uses; inputs and output stay."""
-    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
-
-
-def compile_graph(graph: fx.Graph) -> Callable[..., tuple[Any, ...]]:
-    """Turn the graph into a Python function of (module, *inputs), as GraphModule does, visible in tracebacks."""
-    source = graph.python_code(root_module="self")
-    filename = f"<aero_compile graph {id(graph)}>"
-    namespace: dict[str, Any] = dict(source.globals)
-    exec(compile(source.src, filename, "exec"), namespace)
-    linecache.cache[filename] = (len(source.src), None, source.src.splitlines(keepends=True), filename)
-    function: Callable[..., tuple[Any, ...]] = namespace["forward"]
-    return function

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aero_compile.analysis.calibration import token_batches
 from aero_compile.analysis.causality import position_limit
-from aero_compile.analysis.logits import require_logits, require_past_only
+from aero_compile.calibration import token_batches
 from aero_compile.errors import AeroError, UnsupportedModelError, first_line
 from aero_compile.frontend.canonicalize import canonicalize
 from aero_compile.frontend.capture import capture
+from aero_compile.frontend.logits import require_logits, require_past_only
 from aero_compile.graph_pass import GraphPass
 from aero_compile.ir.submodules import kind_of
 from aero_compile.ir.verify import verify

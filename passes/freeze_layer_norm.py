@@ -17,8 +17,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, fx
 
-from aero_compile.analysis.calibration import NormStatistics, deviations
 from aero_compile.analysis.parts import Structure
+from aero_compile.calibration import NormStatistics, deviations
 from aero_compile.errors import InputError, UnsupportedGraphError
 from aero_compile.ir.deviation_norm import deviation_norm
 from aero_compile.ir.places import place

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aero_compile.analysis.calibration import token_batches
+from aero_compile.calibration import token_batches
 from aero_compile.errors import InputError
 from aero_compile.files import make_private_folder, write_private
 from aero_compile.ir.ops import NORMS

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from aero_compile.analysis.parts import Structure
+from aero_compile.analysis.structure import structure_of
 from aero_compile.ir.dataflow import live_inputs
+from aero_compile.ir.graph_model import GraphModel
 from aero_compile.ir.ops import SCALES, SUMS, of_form
 from aero_compile.ir.shapes import is_floating
 from aero_compile.ir.weight_values import weight_value
-from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten
 
@@ -33,8 +33,8 @@ class AffineNodes:
     them from the left.
     """
 
-    def __init__(self, model: TransformedModel) -> None:
-        structure: Structure = model.structure
+    def __init__(self, model: GraphModel) -> None:
+        structure = structure_of(model)
         self.model = model
         self.live, self.values = structure.live, structure.values
         self.constants = _constants(model.graph)

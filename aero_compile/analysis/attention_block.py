@@ -8,21 +8,22 @@ from torch import fx
 from aero_compile.analysis.feed_forward import find_merge
 from aero_compile.analysis.parts import Attention, Structure
 from aero_compile.analysis.projections import find_projections, mixed_values, views_below, weighted_sum
+from aero_compile.analysis.structure import structure_of
 from aero_compile.errors import UnsupportedGraphError
+from aero_compile.ir.graph_model import GraphModel
 from aero_compile.ir.places import place
-from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten
 
 
-def attention_input(model: TransformedModel, attention: Attention) -> fx.Node:
+def attention_input(model: GraphModel, attention: Attention) -> fx.Node:
     """The value `[B, T, d]` that the queries are projected from: the block's input after its norm, if it has one.
 
     Raises:
         UnsupportedGraphError: the queries come from no linear layer, or from several values.
     """
     queries = find_projections(model, attention).queries
-    found = {stream_value(model.structure, each.linear.args[0]) for each in queries}
+    found = {stream_value(structure_of(model), each.linear.args[0]) for each in queries}
     if len(found) != 1:
         raise UnsupportedGraphError(
             f"the queries of layer {attention.layer} ({place(attention.groups[0].softmax)}) are computed from "
@@ -43,9 +44,9 @@ def stream_value(structure: Structure, node: object) -> fx.Node:
     return found
 
 
-def find_skip(model: TransformedModel, attention: Attention) -> tuple[fx.Node, fx.Node] | None:
+def find_skip(model: GraphModel, attention: Attention) -> tuple[fx.Node, fx.Node] | None:
     """The residual connection around `attention`: (addition, the term that goes around), or None without one."""
-    structure: Structure = model.structure
+    structure = structure_of(model)
     found = find_projections(model, attention)
     start = found.output
     if start is None:

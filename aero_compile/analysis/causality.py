@@ -12,9 +12,9 @@ from aero_compile.analysis.parts import Attention, Heads
 from aero_compile.errors import UnsupportedModelError
 from aero_compile.ir.dataflow import live_inputs, tainted_nodes
 from aero_compile.ir.extra_inputs import shape_of
+from aero_compile.ir.graph_model import GraphModel
 from aero_compile.ir.places import place
 from aero_compile.ir.shapes import sample_shape
-from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten
 
@@ -23,7 +23,7 @@ _LARGEST = 2**24
 
 
 def require_causal(
-    model: TransformedModel, found: Sequence[Attention], live: set[fx.Node], values: Mapping[fx.Node, Any]
+    model: GraphModel, found: Sequence[Attention], live: set[fx.Node], values: Mapping[fx.Node, Any]
 ) -> None:
     """Evaluate the masks, which depend on shapes alone, and refuse attention that sees later positions.
 
@@ -88,7 +88,7 @@ def _hides(node: fx.Node, value: Tensor, live: set[fx.Node]) -> Tensor:
     return ~value if keeps else value
 
 
-def _evaluate(model: TransformedModel, node: fx.Node, length: int, known: dict[fx.Node, Any]) -> Tensor | None:
+def _evaluate(model: GraphModel, node: fx.Node, length: int, known: dict[fx.Node, Any]) -> Tensor | None:
     """Value of a node that does not depend on tokens, at batch 1; None if it needs a buffer without values.
 
     Weights without values are taken for zeros: what is learned is finite, and hides nothing.
@@ -123,7 +123,7 @@ def _evaluate(model: TransformedModel, node: fx.Node, length: int, known: dict[f
     return result if isinstance(result, Tensor) else None
 
 
-def position_limit(model: TransformedModel) -> int | None:
+def position_limit(model: GraphModel) -> int | None:
     """Longest sequence that the position tables allow, or None if no lookup of positions leaves its table.
 
     A table of distances that are clamped, or put into buckets, limits nothing.
@@ -138,7 +138,7 @@ def position_limit(model: TransformedModel) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _table_limit(model: TransformedModel, index: fx.Node, rows: int) -> int | None:
+def _table_limit(model: GraphModel, index: fx.Node, rows: int) -> int | None:
     """Longest sequence whose `index` stays within a table of `rows`; None if longer ones do as well."""
     short, long = (_evaluate(model, index, length, {}) for length in (2, 3))
     if short is None or long is None or not short.numel() or long.max() <= short.max():
@@ -154,7 +154,7 @@ def _table_limit(model: TransformedModel, index: fx.Node, rows: int) -> int | No
     return fits
 
 
-def _within(model: TransformedModel, index: fx.Node, length: int, rows: int) -> bool:
+def _within(model: GraphModel, index: fx.Node, length: int, rows: int) -> bool:
     """Whether all rows that `index` names exist at `length`; where it cannot be said, another limit is tighter."""
     value = _evaluate(model, index, length, {})
     return value is None or (int(value.min()) >= 0 and int(value.max()) < rows)

@@ -15,10 +15,11 @@ from torch import fx, nn
 
 from aero_compile.analysis.parts import Attention, Norm, Structure
 from aero_compile.analysis.projections import find_projections
+from aero_compile.analysis.structure import structure_of
 from aero_compile.errors import RecipeError, UnsupportedGraphError, nearest
 from aero_compile.ir.dataflow import live_inputs, through_views
+from aero_compile.ir.graph_model import GraphModel
 from aero_compile.ir.ops import NORMS, PRODUCERS, SHAPE_ONLY, VIEWS
-from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten
 
@@ -64,7 +65,7 @@ def parse_norms(text: str) -> frozenset[str]:
     return frozenset(parts)
 
 
-def find_norm_sites(model: TransformedModel, *, exact: bool = True) -> tuple[NormSite, ...]:
+def find_norm_sites(model: GraphModel, *, exact: bool = True) -> tuple[NormSite, ...]:
     """All sites of all norms, in graph order; no reader belongs to two sites.
 
     With `exact=False`, for choices that do not divide `qk` from `v`, an attention whose fused projection cannot be
@@ -73,7 +74,7 @@ def find_norm_sites(model: TransformedModel, *, exact: bool = True) -> tuple[Nor
     Raises:
         UnsupportedGraphError: a projection cannot be told apart (`aero_compile.analysis.projections`), and `exact`.
     """
-    structure: Structure = model.structure
+    structure = structure_of(model)
     rows = _rows_of_attention(model, exact)
     on_heads = _norms_on_heads(structure)
     found = []
@@ -104,14 +105,14 @@ def removal_schedule(
     for values, `ln_f`), with norms that GPT-2 does not have before the final one.
 
     Args:
-        model: a TransformedModel, or any model that `transform` takes.
+        model: a GraphModel, or any model that `transform` takes.
         order: names of parts, divided by commas; `attention` is one step a layer. Norms that are not named stay.
         pass_name: `strip-layer-norm`, `freeze-layer-norm` or `layer-norm-to-dyt`.
 
     Raises:
         RecipeError: an unknown name.
     """
-    if not isinstance(model, TransformedModel):
+    if not isinstance(model, GraphModel):
         from aero_compile.pipeline import transform
 
         model = transform(model, "baseline")
@@ -138,16 +139,16 @@ def _users(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
             yield user, node
 
 
-def _rows_of_attention(model: TransformedModel, exact: bool) -> dict[fx.Node, dict[str, frozenset[int]]]:
+def _rows_of_attention(model: GraphModel, exact: bool) -> dict[fx.Node, dict[str, frozenset[int]]]:
     """For each linear layer before an attention, the rows of its weight that make queries and keys, and values."""
     rows: dict[fx.Node, dict[str, frozenset[int]]] = {}
-    for attention in model.structure.attentions:
+    for attention in structure_of(model).attentions:
         try:
             found = find_projections(model, attention)
         except UnsupportedGraphError:
             if exact:
                 raise
-            rows |= _whole_layers(attention, model.structure)
+            rows |= _whole_layers(attention, structure_of(model))
             continue
         for part, each in (("qk", (*found.queries, *found.keys)), ("v", found.values)):
             for projection in each:

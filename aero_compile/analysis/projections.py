@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, fx
 
 from aero_compile.analysis.parts import Attention, Structure
+from aero_compile.analysis.structure import structure_of
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.ir.dataflow import live_inputs
+from aero_compile.ir.graph_model import GraphModel
 from aero_compile.ir.ops import PRODUCERS, VIEWS, of_form
 from aero_compile.ir.places import place
-from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten
 
@@ -48,14 +49,14 @@ class Projections:
     output: fx.Node | None
 
 
-def find_projections(model: TransformedModel, attention: Attention) -> Projections:
-    """The projections of `attention`, a part of `model.structure`. Works on the meta device as well.
+def find_projections(model: GraphModel, attention: Attention) -> Projections:
+    """The projections of `attention`, a part of `structure_of(model)`. Works on the meta device as well.
 
     Raises:
         UnsupportedGraphError: the softmax's result is not multiplied by values, or a model without weights selects
             rows by indices that it does not have.
     """
-    structure: Structure = model.structure
+    structure = structure_of(model)
     products = [weighted_sum(heads.softmax, structure) for heads in attention.groups]
     operands = [
         [heads.scores.args[0] for heads in attention.groups],
@@ -69,7 +70,7 @@ def find_projections(model: TransformedModel, attention: Attention) -> Projectio
     return Projections(queries, keys, values, outputs.pop() if len(outputs) == 1 else None)
 
 
-def rows_behind(model: TransformedModel, value: fx.Node) -> tuple[Projection, ...]:
+def rows_behind(model: GraphModel, value: fx.Node) -> tuple[Projection, ...]:
     """The linear layers that a hidden value is next computed from, with the rows that it depends on."""
     return _sources(model, [value])
 
@@ -140,10 +141,10 @@ def views_below(node: Any) -> Iterator[fx.Node]:
 
 
 def _sources(
-    model: TransformedModel, operands: Iterable[Any], taken: frozenset[fx.Node] = frozenset()
+    model: GraphModel, operands: Iterable[Any], taken: frozenset[fx.Node] = frozenset()
 ) -> tuple[Projection, ...]:
     """Linear layers behind `operands`, with the rows that they depend on; none behind `taken`, the block's input."""
-    structure: Structure = model.structure
+    structure = structure_of(model)
     rows: dict[fx.Node, set[int]] = {}
     for operand in operands:
         for linear, found in _Segment(model, structure, operand, taken).rows().items():
@@ -154,7 +155,7 @@ def _sources(
 class _Segment:
     """The live nodes between linear layers and `end`, run on random float64 numbers at the sample shape."""
 
-    def __init__(self, model: TransformedModel, structure: Structure, end: fx.Node, taken: frozenset[fx.Node]) -> None:
+    def __init__(self, model: GraphModel, structure: Structure, end: fx.Node, taken: frozenset[fx.Node]) -> None:
         self.model = model
         self.structure = structure
         self.end = end

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, fx
 
 from aero_compile.analysis.affine import LAYOUT, MOVES, AffineNodes, plus, times
-from aero_compile.analysis.parts import Structure
+from aero_compile.analysis.structure import structure_of
 from aero_compile.ir.dataflow import live_inputs
+from aero_compile.ir.graph_model import GraphModel
 from aero_compile.ir.ops import SCALES, SUMS
-from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten
 
@@ -69,8 +69,8 @@ class Term:
 class ResidualStream:
     """The hubs of a model, in graph order: `hubs`, by node."""
 
-    def __init__(self, model: TransformedModel) -> None:
-        structure: Structure = model.structure
+    def __init__(self, model: GraphModel) -> None:
+        structure = structure_of(model)
         self.model = model
         self.affine = AffineNodes(model)
         self.width = self.affine.width

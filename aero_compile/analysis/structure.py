@@ -17,10 +17,10 @@ from aero_compile.analysis.feed_forward import find_ffns
 from aero_compile.analysis.parts import Attention, FeedForward, Heads, Norm, Structure, nonlinear_kind
 from aero_compile.errors import UnsupportedGraphError, UnsupportedModelError
 from aero_compile.ir.dataflow import hidden_nodes, live_inputs, tainted_nodes
+from aero_compile.ir.graph_model import GraphModel
 from aero_compile.ir.ops import CHOICES, NORMS, PRODUCTS, SCALES, SUMS, VIEWS
 from aero_compile.ir.places import place, source_path
 from aero_compile.ir.shapes import node_values, sample_shape
-from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten
 
@@ -29,7 +29,15 @@ _SCORE_OPS = VIEWS | SUMS | SCALES | CHOICES | {aten.maximum.default, aten.clamp
 _GAINS = VIEWS | SUMS | SCALES
 
 
-def find_structure(model: TransformedModel) -> Structure:
+def structure_of(model: GraphModel) -> Structure:
+    """The parts of `model`, found once for each state of its graph; raises what `find_structure` does."""
+    found = model.derived.get("structure")
+    if not isinstance(found, Structure):
+        found = model.derived["structure"] = find_structure(model)
+    return found
+
+
+def find_structure(model: GraphModel) -> Structure:
     """Find the parts of `model`.
 
     Raises:
@@ -72,9 +80,7 @@ def _first_token(
     return before.pop() if len(added) == len(before) == 1 else None
 
 
-def _embedding(
-    model: TransformedModel, live: set[fx.Node], tainted: set[fx.Node], values: Mapping[fx.Node, Any]
-) -> fx.Node:
+def _embedding(model: GraphModel, live: set[fx.Node], tainted: set[fx.Node], values: Mapping[fx.Node, Any]) -> fx.Node:
     """The lookup of token vectors: the first live node that is indexed by tokens."""
     nodes: list[fx.Node] = [node for node in model.graph.nodes if node in live]
     for node in nodes:
@@ -89,7 +95,7 @@ def _embedding(
     )
 
 
-def _refuse_selection(model: TransformedModel, live: set[fx.Node], tainted: set[fx.Node]) -> None:
+def _refuse_selection(model: GraphModel, live: set[fx.Node], tainted: set[fx.Node]) -> None:
     """Refuse what sorts hidden values or selects among them, and say by what it selects from what it probably is."""
     for node in model.graph.nodes:
         if node not in tainted or node.target not in _SELECTIONS:
@@ -115,7 +121,7 @@ def _origin(node: object, live: set[fx.Node]) -> fx.Node | None:
 
 
 def _attentions(
-    model: TransformedModel, order: Sequence[fx.Node], live: set[fx.Node], values: Mapping[fx.Node, Any]
+    model: GraphModel, order: Sequence[fx.Node], live: set[fx.Node], values: Mapping[fx.Node, Any]
 ) -> tuple[tuple[Attention, ...], dict[fx.Node, int]]:
     """The attention of each layer, and for each live node how many attentions it comes after.
 
@@ -154,7 +160,7 @@ def _attentions(
     return found, depth
 
 
-def _require_rows(model: TransformedModel, softmax: fx.Node, shape: Sequence[int]) -> None:
+def _require_rows(model: GraphModel, softmax: fx.Node, shape: Sequence[int]) -> None:
     """Refuse attention weights that are laid out otherwise than `[…, queries, keys]`, normalized over the keys."""
     family, where = model.convention.family, place(softmax)
     if softmax.args[1] != -1:

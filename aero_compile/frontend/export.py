@@ -16,8 +16,8 @@ from aero_compile.frontend.isolation import Memory, isolated
 from aero_compile.frontend.reasons import Watched, foreign_part, reason, watched
 from aero_compile.ir.dataflow import ancestors
 from aero_compile.ir.extra_inputs import BATCH, LENGTH
+from aero_compile.ir.graph_model import remove_dead_nodes
 from aero_compile.ir.ops import SPLITS, VIEWS, of_form
-from aero_compile.model import remove_dead_nodes
 
 aten = torch.ops.aten
 

@@ -9,15 +9,15 @@ import torch
 from torch import fx
 
 from aero_compile.ir.dataflow import live_values, tainted_nodes
+from aero_compile.ir.graph_model import GraphModel
 from aero_compile.ir.mask_values import bound_fill_values
 from aero_compile.ir.ops import SHAPE_ONLY
 from aero_compile.ir.rewriter import Rewriter
-from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten
 
 
-def mark_constants(model: TransformedModel) -> None:
+def mark_constants(model: GraphModel) -> None:
     """Note the dtype of masks and tables where they meet live values, for `retarget`."""
     live, values = live_values(model)
     weights = from_parameters(model)
@@ -29,7 +29,7 @@ def mark_constants(model: TransformedModel) -> None:
                 parent.meta["dtype"] = value.dtype
 
 
-def from_parameters(model: TransformedModel) -> set[fx.Node]:
+def from_parameters(model: GraphModel) -> set[fx.Node]:
     """Nodes whose value is computed from parameters."""
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     found: set[fx.Node] = set()
@@ -40,7 +40,7 @@ def from_parameters(model: TransformedModel) -> set[fx.Node]:
     return found
 
 
-def cast_constants(model: TransformedModel, live: set[fx.Node], values: dict[fx.Node, Any], dtype: torch.dtype) -> None:
+def cast_constants(model: GraphModel, live: set[fx.Node], values: dict[fx.Node, Any], dtype: torch.dtype) -> None:
     """Cast masks and tables of another type than the weights, `dtype`, where the `live` nodes read them.
 
     What is computed from a live value of `dtype` would be of the wider of the two else, and no weight could be

@@ -11,7 +11,7 @@ from aero_compile.ir.ops import SHAPE_ONLY, VIEWS
 from aero_compile.ir.shapes import is_floating, node_values, sample_shape
 
 if TYPE_CHECKING:
-    from aero_compile.model import TransformedModel
+    from aero_compile.ir.graph_model import GraphModel
 
 
 def placeholder(graph: fx.Graph, name: str) -> fx.Node:
@@ -47,7 +47,7 @@ def hidden_nodes(graph: fx.Graph, tokens: str, values: Mapping[fx.Node, Any]) ->
     return live
 
 
-def live_values(model: TransformedModel) -> tuple[set[fx.Node], dict[fx.Node, Any]]:
+def live_values(model: GraphModel) -> tuple[set[fx.Node], dict[fx.Node, Any]]:
     """Live nodes (see `hidden_nodes`), and the fake values of all nodes."""
     values = node_values(model, *sample_shape(model))
     return hidden_nodes(model.graph, model.convention.tokens, values), values

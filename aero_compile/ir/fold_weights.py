@@ -12,7 +12,6 @@ its shape, and what only moves elements (the transpose of a weight), stays in th
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,13 +21,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from aero_compile.ir.dataflow import ancestors, tainted_nodes
+from aero_compile.ir.graph_model import GraphModel, remove_dead_nodes
 from aero_compile.ir.ops import SHAPE_ONLY, of_form
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.shapes import node_values, sample_shape
 from aero_compile.ir.structural import structural_attributes
 from aero_compile.ir.weight_readers import MOVES, stored, weights_read
 from aero_compile.ir.weight_values import weight_value
-from aero_compile.model import TransformedModel, remove_dead_nodes
 
 aten = torch.ops.aten
 
@@ -42,21 +41,13 @@ _TABLES = of_form("linear", "embedding")
 """Ops whose weight keeps its name when its expression is folded."""
 
 
-def fold_weights(model: TransformedModel) -> TransformedModel:
-    """A copy of `model`, in eval mode, in which every expression over weights is one weight.
+def fold_in_place(model: GraphModel, *, in_double: bool = False) -> int:
+    """Make every expression over weights one weight.
 
     The weight or bias of a linear layer and the table of an embedding keep the name, and the layout, of the one
     parameter of their shape that the expression replaces: after weight or spectral normalization, the layers' weights
     have the names and shapes of the source. Every other result is named after its first weight and its last op:
-    `scaled_ffn.0.alpha_reciprocal`.
-    """
-    folded = copy.deepcopy(model)
-    fold_in_place(folded)
-    return folded.prepare().eval()
-
-
-def fold_in_place(model: TransformedModel, *, in_double: bool = False) -> int:
-    """As `fold_weights`, for a model that belongs to the caller; its mode stays as it is.
+    `scaled_ffn.0.alpha_reciprocal`. The mode of the model stays as it is.
 
     Args:
         model: the model, which is changed.
@@ -107,7 +98,7 @@ class _Expression:
         return all(str(node.target) in names for node in self.weights)
 
 
-def _expressions(model: TransformedModel, in_double: bool) -> Iterator[_Expression]:
+def _expressions(model: GraphModel, in_double: bool) -> Iterator[_Expression]:
     constant = _constant_nodes(model.graph)
     order = {node: number for number, node in enumerate(model.graph.nodes)}
     known: dict[fx.Node, Any] = {}
@@ -121,7 +112,7 @@ def _expressions(model: TransformedModel, in_double: bool) -> Iterator[_Expressi
             yield _Expression(root, nodes, weights, value)
 
 
-def _double_value(model: TransformedModel, root: fx.Node, like: Any) -> Any:
+def _double_value(model: GraphModel, root: fx.Node, like: Any) -> Any:
     """`weight_value` with every step in float64, rounded to the type of `like`, what the graph gives as the result."""
     known: dict[fx.Node, Any] = {}
 
@@ -141,7 +132,7 @@ def _double_value(model: TransformedModel, root: fx.Node, like: Any) -> Any:
     return found.to(like.dtype) if isinstance(found, Tensor) else found
 
 
-def _move_late(model: TransformedModel) -> None:
+def _move_late(model: GraphModel) -> None:
     """f(move(w)) → move(f(w)) for an element-wise f of one tensor and a move that depends on the input's shape."""
     graph = model.graph
     constant, live = _constant_nodes(graph), tainted_nodes(graph, model.convention.tokens)
@@ -196,7 +187,7 @@ def _is_root(node: fx.Node, constant: set[fx.Node]) -> bool:
     return computes and any(n.op == "get_attr" for n in nodes)
 
 
-def _names(model: TransformedModel, expressions: list[_Expression]) -> Iterator[tuple[str, bool]]:
+def _names(model: GraphModel, expressions: list[_Expression]) -> Iterator[tuple[str, bool]]:
     """For every expression the name of its weight, and whether that is stored transposed."""
     still_read = weights_read(model, model.graph, {expression.root for expression in expressions})
     sharing = Counter(each for expression in expressions for each in {id(t) for t in expression.weights.values()})
@@ -229,7 +220,7 @@ def _fresh_name(expression: _Expression, taken: set[str]) -> str:
     return next(name for name in (base, *(f"{base}_{i}" for i in range(2, len(taken) + 3))) if name not in taken)
 
 
-def _redirect(model: TransformedModel, expression: _Expression, name: str, transposed: bool) -> fx.Node:
+def _redirect(model: GraphModel, expression: _Expression, name: str, transposed: bool) -> fx.Node:
     """Let the users of an expression read the weight `name`, which gets its value, instead; returns what reads that."""
     root = expression.root
     with model.graph.inserting_before(root):
@@ -240,7 +231,7 @@ def _redirect(model: TransformedModel, expression: _Expression, name: str, trans
 
 
 def _store(
-    model: TransformedModel, expression: _Expression, name: str, transposed: bool, known: set[fx.Node], hidden: bool
+    model: GraphModel, expression: _Expression, name: str, transposed: bool, known: set[fx.Node], hidden: bool
 ) -> None:
     """Give the model a weight of an expression's value, which the nodes `known` alone may read.
 

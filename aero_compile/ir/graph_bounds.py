@@ -12,8 +12,8 @@ from torch import Tensor, fx
 
 from aero_compile.errors import ArtifactError
 from aero_compile.ir.graph_json import NUMBERS
+from aero_compile.ir.graph_model import GraphModel
 from aero_compile.ir.shapes import node_values, sample_shape
-from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten
 
@@ -27,7 +27,7 @@ _LARGEST_NUMBER = 1 << 63
 _LARGEST_DEGREE = 16
 
 
-def check_values(model: TransformedModel) -> None:
+def check_values(model: GraphModel) -> None:
     """Find the shape of every value at the sample shape, stopping at the first that no decoder has.
 
     Nothing is computed, and what is found is kept for `node_values`.

@@ -18,7 +18,7 @@ from aero_compile.ir.places import place
 from aero_compile.ir.weight_values import call_in_eval
 
 if TYPE_CHECKING:
-    from aero_compile.model import TransformedModel
+    from aero_compile.ir.graph_model import GraphModel
 
 
 class _Known:
@@ -50,7 +50,7 @@ Guard = tuple[Callable[[fx.Node, Mapping[fx.Node, Any]], None], Callable[[fx.Nod
 """Called before a node is looked at, with what is known of those before it, and after, with its value."""
 
 
-def node_values(model: TransformedModel, batch: int, seq_len: int, guard: Guard | None = None) -> dict[fx.Node, Any]:
+def node_values(model: GraphModel, batch: int, seq_len: int, guard: Guard | None = None) -> dict[fx.Node, Any]:
     """Fake value (shape, dtype, device) of every node at `[batch, seq_len]`, without computing anything.
 
     Only nodes that are new since the last call, that were edited, or that follow one whose shape was changed by
@@ -109,7 +109,7 @@ def carry(model: torch.nn.Module, twin: torch.nn.Module, copies: Mapping[fx.Node
                 own.tensors[name] = operator.attrgetter(name)(twin), fake
 
 
-def sample_shape(model: TransformedModel) -> tuple[int, int]:
+def sample_shape(model: GraphModel) -> tuple[int, int]:
     """`[B, T]` at which shapes are looked at: no size is 1, to see folded batches, unless there is no choice."""
     if model.fixed_shape is not None:
         return model.fixed_shape
@@ -128,7 +128,7 @@ def _call(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _value(
-    model: TransformedModel,
+    model: GraphModel,
     known: _Known,
     node: fx.Node,
     values: dict[fx.Node, Any],

@@ -8,9 +8,9 @@ from torch import fx
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.ir.allowed_ops import is_allowed
 from aero_compile.ir.dataflow import live_values, tainted_nodes
+from aero_compile.ir.graph_model import GraphModel
 from aero_compile.ir.ops import OPS
 from aero_compile.ir.places import place
-from aero_compile.model import TransformedModel
 
 _REPLACED = """
 view view_copy _unsafe_view clone contiguous lift_fresh_copy mm bmm addmm baddbmm einsum softmax
@@ -19,7 +19,7 @@ _softmax _safe_softmax scaled_dot_product_attention
 """Other spellings of canonical ops, of which canonicalization leaves none."""
 
 
-def verify(model: TransformedModel, after: str) -> None:
+def verify(model: GraphModel, after: str) -> None:
     """Check every live node that the logits of `model` depend on; what is computed of shapes and weights may be any op.
 
     Args:

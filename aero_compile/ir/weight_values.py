@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 if TYPE_CHECKING:
-    from aero_compile.model import TransformedModel
+    from aero_compile.ir.graph_model import GraphModel
 
 
 def call_in_eval(module: torch.nn.Module, *args: Any, buffers: dict[str, Tensor] | None = None) -> Any:
@@ -22,7 +22,7 @@ def call_in_eval(module: torch.nn.Module, *args: Any, buffers: dict[str, Tensor]
         module.train(training)
 
 
-def weight_value(model: TransformedModel, node: fx.Node, known: dict[fx.Node, Any] | None = None) -> Any:
+def weight_value(model: GraphModel, node: fx.Node, known: dict[fx.Node, Any] | None = None) -> Any:
     """Value, as in evaluation mode, of a node that is computed from parameters, buffers and constants alone.
 
     Args:

@@ -33,10 +33,11 @@ from torch import Tensor, fx, nn
 from aero_compile.artifact import load
 from aero_compile.census import census
 from aero_compile.errors import ExportError, first_line
+from aero_compile.ir.compile_graph import compile_graph
 from aero_compile.ir.fold_weights import fold_in_place
 from aero_compile.ir.places import source_path
 from aero_compile.ir.rewriter import Rewriter
-from aero_compile.model import TransformedModel, compile_graph
+from aero_compile.model import TransformedModel
 from aero_compile.onnx.comparison import compare
 from aero_compile.pipeline import transform
 from aero_compile.quiet import quiet

@@ -17,9 +17,10 @@ from torch import fx
 
 from aero_compile.ir.dataflow import tainted_nodes
 from aero_compile.ir.fold_weights import fold_in_place
+from aero_compile.ir.graph_model import remove_dead_nodes
 from aero_compile.ir.ops import SCALES, VIEWS
 from aero_compile.ir.weight_values import weight_value
-from aero_compile.model import TransformedModel, remove_dead_nodes
+from aero_compile.model import TransformedModel
 from aero_compile.passes.inference.change import Change
 
 aten = torch.ops.aten

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import aero_compile
-from aero_compile.ir.fold_weights import fold_weights
 from aero_compile.model import TransformedModel
 from tests.support import tiny_models
+from tests.support.folding import fold_weights
 from tests.support.tiny_models import captured, source, tokens, transformed
 
 aten = torch.ops.aten

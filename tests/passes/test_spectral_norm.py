@@ -18,10 +18,10 @@ from torch.nn.utils import parametrizations
 import aero_compile
 from aero_compile.artifact import GRAPH_FILE
 from aero_compile.errors import ArtifactError, RecipeError, UnsupportedGraphError
-from aero_compile.ir.fold_weights import fold_weights
 from aero_compile.ir.spectral import SpectralNorm as Module
 from aero_compile.model import TransformedModel
 from aero_compile.passes.spectral_norm import SpectralNorm
+from tests.support.folding import fold_weights
 from tests.support.tiny_models import HIDDEN, WIDTH, all_logits, captured, randomize, source, tokens, transformed
 
 

@@ -17,12 +17,12 @@ from torch.nn.utils import parametrizations, parametrize
 import aero_compile
 from aero_compile.errors import RecipeError, UnsupportedGraphError
 from aero_compile.ir.dataflow import ancestors
-from aero_compile.ir.fold_weights import fold_weights
 from aero_compile.model import TransformedModel
 from aero_compile.passes.weight_norm import WeightNorm
 from aero_compile.recipe.recipe import resolve
 from benchmarks.lib import written_decoders
 from tests.support import tiny_models
+from tests.support.folding import fold_weights
 from tests.support.tiny_models import HEADS, HIDDEN, WIDTH, all_logits, captured, source, tokens, transformed
 
 FAMILIES = ["gpt2-eager", "gpt_neox-sdpa", "llama-sdpa", "nanogpt", "lecture"]

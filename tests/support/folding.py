@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ from torch import Tensor, fx
 from aero_compile import transform
 from aero_compile.inference_model import inference_copy
 from aero_compile.ir.dataflow import tainted_nodes
+from aero_compile.ir.fold_weights import fold_in_place
 from aero_compile.model import TransformedModel
 from aero_compile.passes.inference.change import Change
 from tests.support import tiny_models
@@ -93,3 +95,10 @@ def check(run: Pass, model: TransformedModel, *, modified: bool = True) -> Chang
 
 
 every_family = pytest.mark.parametrize("family", tiny_models.EVERY)
+
+
+def fold_weights(model: TransformedModel) -> TransformedModel:
+    """A copy of ``model``, in eval mode, in which every expression over weights is one weight."""
+    folded = copy.deepcopy(model)
+    fold_in_place(folded)
+    return folded.prepare().eval()

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, fx
 
 from aero_compile.errors import InputError
+from aero_compile.ir.compile_graph import compile_graph
 from aero_compile.ir.deviation_norm import bounded_deviation, deviation_norm
+from aero_compile.ir.graph_model import remove_dead_nodes
 from aero_compile.ir.rewriter import Rewriter
-from aero_compile.model import TransformedModel, compile_graph, remove_dead_nodes
+from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten
 

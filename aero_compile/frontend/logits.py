@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from aero_compile.analysis.parts import Structure
+from aero_compile.analysis.structure import structure_of
 from aero_compile.errors import UnsupportedModelError
 from aero_compile.ir.dataflow import live_inputs
 from aero_compile.ir.ops import NORMS, PRODUCTS
@@ -28,7 +28,7 @@ def require_logits(model: TransformedModel) -> None:
         UnsupportedModelError: output 0 is as wide as the embeddings, and the vocabulary has another size, or what
             comes before it is a norm or a sum of hidden values.
     """
-    structure: Structure = model.structure
+    structure = structure_of(model)
     output = next(node for node in reversed(model.graph.nodes) if node.op == "output").args[0][0]
     width, vocabulary = structure.values[output].shape[-1], structure.vocab_size
     last = _last_op(output, structure.live)

@@ -11,8 +11,9 @@ from aero_compile.errors import InputError
 from aero_compile.ir.ops import VIEWS, of_form
 
 if TYPE_CHECKING:
+    from aero_compile.analysis.structure import structure_of
     from aero_compile.ir.call_convention import Call
-    from aero_compile.model import TransformedModel
+from aero_compile.ir.graph_model import GraphModel
 
 aten = torch.ops.aten
 
@@ -23,7 +24,7 @@ _MOVES = VIEWS | of_form("cast", "pad", "part")
 _LOSSES = frozenset({aten.cross_entropy_loss.default, aten.nll_loss.default, aten.nll_loss_nd.default})
 
 
-def require_labels(model: TransformedModel, call: Call) -> None:
+def require_labels(model: GraphModel, call: Call) -> None:
     """Check the labels of a call, if it has any.
 
     Raises:
@@ -38,7 +39,7 @@ def require_labels(model: TransformedModel, call: Call) -> None:
     if type(labels) is not Tensor or labels.device.type != "cpu" or torch.compiler.is_compiling():
         return
     output = next(node for node in reversed(model.graph.nodes) if node.op == "output")
-    classes = int(model.structure.values[output.args[0][0]].shape[-1])
+    classes = int(structure_of(model).values[output.args[0][0]].shape[-1])
     ignored = IGNORED if call.loss_outside_graph else ignored_label(model.graph, model.convention.labels)
     wrong = labels >= classes
     if ignored is not None:

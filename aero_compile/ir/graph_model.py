@@ -1,0 +1,180 @@
+"""GraphModel: a canonical graph with the tensors and submodules it reads; passes edit it, analyses look at it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from aero_compile.errors import UnsupportedGraphError
+from aero_compile.ir.call_convention import CallConvention
+from aero_compile.ir.extra_inputs import LENGTH, part_of_example
+from aero_compile.ir.weight_readers import check_unread
+
+
+class GraphModel(nn.Module):
+    """A decoder as an FX graph of canonical ATen ops, and what the graph reads under dotted names.
+
+    Attributes:
+        graph: the `torch.fx.Graph`; output 0 is the logits `[B, T, V]`, further outputs are what else the
+            source model returned (its loss, for instance). Passes edit it in place and call `graph_changed`.
+        convention: how the source model was called and what it returned.
+        max_positions: longest sequence the model can take, or None if nothing in it limits the length.
+        fixed_shape: the one `[B, T]` that the graph is made for (if it was read from a file), or None for any.
+        examples: values that arguments beside the tokens were captured with, as long as the model is not saved.
+        derived: what analyses found in the graph, by their name; forgotten when the graph changes.
+    """
+
+    fixed_shape: tuple[int, int] | None = None
+    examples: Mapping[str, Tensor] = MappingProxyType({})
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        tensors: Mapping[str, Tensor],
+        modules: Mapping[str, nn.Module],
+        convention: CallConvention,
+        *,
+        non_persistent: Collection[str] = (),
+        max_positions: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.graph = graph
+        self.convention = convention
+        self.max_positions = max_positions
+        self.derived: dict[str, Any] = {}
+        for name, tensor in tensors.items():
+            self.add_tensor(name, tensor, persistent=name not in non_persistent)
+        for name, module in modules.items():
+            self.add_child(name, module)
+
+    def add_child(self, name: str, module: nn.Module) -> None:
+        """Register `module` under a dotted name, making the containers on the way."""
+        path, _, leaf = name.rpartition(".")
+        self._modules_at(path).add_module(leaf, module)
+
+    def add_tensor(self, name: str, tensor: Tensor, *, persistent: bool = True) -> None:
+        """Register a parameter (if it is an `nn.Parameter`) or a buffer under a dotted name that is free.
+
+        Raises:
+            UnsupportedGraphError: the model has a parameter or buffer of that name.
+        """
+        path, _, leaf = name.rpartition(".")
+        parent = self._modules_at(path)
+        if leaf in parent._parameters or leaf in parent._buffers:
+            raise UnsupportedGraphError(f"the model has a weight called {name} already")
+        self._register(parent, leaf, tensor, persistent)
+
+    def replace_tensor(
+        self, name: str, tensor: Tensor, readers: Collection[fx.Node], *, persistent: bool = True
+    ) -> None:
+        """Give the weight `name`, which may be new, the value `tensor`.
+
+        Args:
+            name: dotted; other names of the same tensor keep the old value.
+            tensor: the new parameter or buffer.
+            readers: the `get_attr` nodes that are meant to read the new value.
+            persistent: of a buffer: whether it is saved.
+
+        Raises:
+            UnsupportedGraphError: other nodes read that weight.
+        """
+        check_unread(self, self.graph, name, readers)
+        path, _, leaf = name.rpartition(".")
+        self._register(self._modules_at(path), leaf, tensor, persistent)
+
+    def _modules_at(self, path: str) -> nn.Module:
+        """The module at a dotted path; containers on the way are made."""
+        parent: nn.Module = self
+        for part in filter(None, path.split(".")):
+            if part not in parent._modules:
+                parent.add_module(part, nn.Module())
+            parent = parent.get_submodule(part)
+        return parent
+
+    @staticmethod
+    def _register(parent: nn.Module, leaf: str, tensor: Tensor, persistent: bool) -> None:
+        if isinstance(tensor, nn.Parameter):
+            parent._buffers.pop(leaf, None)
+            parent.register_parameter(leaf, tensor)
+        else:
+            parent._parameters.pop(leaf, None)
+            parent.register_buffer(leaf, tensor, persistent=persistent)
+
+    def graph_changed(self) -> None:
+        """Forget everything derived from the graph, drop dead nodes and the parameters nothing reads."""
+        remove_dead_nodes(self.graph)
+        self.graph.lint()
+        self._forget()
+        self._drop_orphans()
+
+    def _forget(self) -> None:
+        """Forget what was derived from the graph."""
+        self.derived.clear()
+
+    def _drop_orphans(self) -> None:
+        held = {str(node.target) for node in self.graph.nodes if node.op == "call_module"}
+        tensors = dict(self.named_parameters(remove_duplicate=False)) | dict(self.named_buffers(remove_duplicate=False))
+        used = {str(node.target) for node in self.graph.nodes if node.op == "get_attr"}
+        used |= {name for name in tensors if name.rpartition(".")[0] in held}
+        kept = {id(tensors[name]) for name in used if name in tensors}
+        for name, tensor in tensors.items():
+            if id(tensor) not in kept:
+                parent, _, leaf = name.rpartition(".")
+                delattr(self.get_submodule(parent), leaf)
+        for name, module in reversed(list(self.named_modules())):
+            empty = not module._parameters and not module._buffers and not module._modules
+            if name and empty and name not in held:
+                parent, _, leaf = name.rpartition(".")
+                delattr(self.get_submodule(parent), leaf)
+
+    def logits_nodes(self) -> set[fx.Node]:
+        """Nodes of `graph` that the logits depend on."""
+        output = next(node for node in reversed(self.graph.nodes) if node.op == "output")
+        needed: set[fx.Node] = set()
+        stack = [output.args[0][0]]
+        while stack:
+            node = stack.pop()
+            if isinstance(node, fx.Node) and node not in needed:
+                needed.add(node)
+                stack.extend(node.all_input_nodes)
+        return needed
+
+    @property
+    def example_length(self) -> int | None:
+        """Tokens that `examples` are for; None if there are none."""
+        found = [
+            int(size)
+            for name, value in self.examples.items()
+            for size, kind in zip(value.shape, self.convention.extras[name]["shape"], strict=True)
+            if kind == LENGTH
+        ]
+        return min(found, default=None)
+
+    def stand_in(self, name: str, tokens: Tensor) -> Tensor:
+        """A value of the graph's input `name` for tokens `[B, T]`, on their device.
+
+        Raises:
+            LookupError: an argument beside the tokens that was captured with fewer of them, or loaded.
+        """
+        extra = self.convention.extras.get(name)
+        if extra is None:
+            return tokens if name in (self.convention.tokens, "input_ids") else torch.ones_like(tokens)
+        batch, length = (int(n) for n in tokens.shape)
+        value = part_of_example(extra, self.examples.get(name), batch, length).to(tokens.device)
+        return self.in_own_dtype(name, value)
+
+    def in_own_dtype(self, name: str, value: Tensor) -> Tensor:
+        """An argument beside the tokens, such as a mask of -inf, in the dtype of the weights."""
+        if name not in self.convention.extras or not value.is_floating_point():
+            return value
+        weight = next(self.parameters(), None)
+        return value if weight is None else value.to(weight.dtype)
+
+
+def remove_dead_nodes(graph: fx.Graph) -> None:
+    """Erase nodes whose value nobody uses; inputs and output stay."""
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
