@@ -29,6 +29,7 @@ from aero_compile.ir.graph_json import decode_graph, encode_graph
 from aero_compile.ir.submodules import build_module, describe_module, kind_of
 from aero_compile.model import TransformedModel
 from aero_compile.quiet import quiet
+from aero_compile.recipe.recipe import recorded_pass
 from aero_compile.version import __version__
 
 FORMAT = 2
@@ -75,7 +76,7 @@ def save(model: TransformedModel, directory: str | os.PathLike[str], *, provenan
         "weights": f"model-{digest[:12]}.safetensors",
         "sha256": digest,
         "recipe": model.recipe,
-        "history": list(model.history),
+        "history": [str(one) for one in model.history],
         "max_positions": model.max_positions,
         "convention": {name: value for name, value in vars(model.convention).items() if name != "extras" or value},
         "census": str(census(model, min(128, model.max_positions or 128))),
@@ -167,7 +168,7 @@ def _build(document: dict[str, Any], stored: dict[str, Tensor]) -> TransformedMo
         convention,
         non_persistent=frozenset(document["non_persistent"]),
         max_positions=limit,
-        history=tuple(str(text) for text in document["history"]),
+        history=tuple(recorded_pass(str(text)) for text in document["history"]),
     )
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
+
+from torch import Tensor
 
 from aero_compile.errors import RecipeError, nearest
 from aero_compile.model import TransformedModel
@@ -14,10 +17,19 @@ from aero_compile.model import TransformedModel
 
 @dataclass(frozen=True)
 class PassResult:
-    """What a pass gives back: the model it edited in place, and whether it changed anything."""
+    """What a pass gives back.
+
+    Attributes:
+        model: the model, edited in place.
+        modified: whether the graph or a weight changed.
+        done: what was folded, fused or removed, a short sentence each.
+        left: what could have been but was not, with the reason.
+    """
 
     model: TransformedModel
     modified: bool
+    done: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -27,12 +39,12 @@ class GraphPass(ABC):
     Class attributes:
         name: kebab-case, as written in a recipe.
         preserves_numerics: True if the function is unchanged to 1e-6 in float64 with the default options.
-        needs_calibration: True if it measures the model on `model.calibration`, which `transform` is given.
+        for_inference: True if it is exact and works on an `InferenceModel`; it belongs to no recipe.
     """
 
     name: ClassVar[str]
     preserves_numerics: ClassVar[bool]
-    needs_calibration: ClassVar[bool] = False
+    for_inference: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -59,7 +71,7 @@ class GraphPass(ABC):
 
     def was_applied(self, model: TransformedModel) -> bool:
         """Whether a pass of this kind is in the model's history."""
-        return any(text.partition("{")[0] == self.name for text in model.history)
+        return any(each.name == self.name for each in model.history)
 
     def __str__(self) -> str:
         """Text form: the name, with the options that differ from their defaults in braces."""
@@ -86,6 +98,29 @@ class GraphPass(ABC):
                 raise RecipeError(f"pass {cls.name!r} has no option {key!r}{hint}")
             values[key] = _parse_value(cls.name, key, text, fields[key].default)
         return cls(**values)
+
+
+class CalibratedPass(GraphPass):
+    """A pass that measures the model on text: `transform` hands it its `calibration`, if there is one."""
+
+    @abstractmethod
+    def call_on(self, model: TransformedModel, calibration: Sequence[Tensor]) -> PassResult:
+        """Edit `model` in place, as `call` does; `calibration` is batches of token ids, int64 `[B, T]`."""
+
+
+@dataclass(frozen=True)
+class UnlistedPass:
+    """A pass in the history of a loaded model that this version does not have: its text is all that is known."""
+
+    text: str
+
+    @property
+    def name(self) -> str:
+        """The pass's name, without options."""
+        return self.text.partition("{")[0]
+
+    def __str__(self) -> str:
+        return self.text
 
 
 def _value_text(value: Any) -> str:

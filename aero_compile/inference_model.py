@@ -9,24 +9,38 @@ from typing import Any
 from torch import fx, nn
 
 from aero_compile.errors import InputError
+from aero_compile.ir.call_convention import CallConvention
 from aero_compile.ir.graph_model import remove_dead_nodes
+from aero_compile.ir.shapes import carry
 from aero_compile.ir.structural import structural_attributes
+from aero_compile.ir.submodules import kind_of
 from aero_compile.model import TransformedModel
-from aero_compile.passes.inference.change import Change
 
 
 class InferenceModel(TransformedModel):
     """A decoder for inference: `model(input_ids, attention_mask=None)` returns the logits, `[B, T, V]` or `[B, 1, V]`.
 
     Attributes:
-        passes_run: what each inference pass did, in order.
         positions_kept: "all" if there are logits for every position, "last" if only for the last one.
     """
 
-    passes_run: tuple[Change, ...] = ()
     positions_kept: str = "all"
-    _vocab_size: int = 0
-    _num_layers: int = 0
+
+    def __init__(self, graph: fx.Graph, source: TransformedModel, convention: CallConvention) -> None:
+        modules = {name: module for name, module in source.named_modules() if kind_of(module)}
+        buffers = dict(source.named_buffers(remove_duplicate=False))
+        tensors = dict(source.named_parameters(remove_duplicate=False)) | buffers
+        super().__init__(
+            graph,
+            {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] not in modules},
+            modules,
+            convention,
+            non_persistent=buffers.keys() - source.state_dict(keep_vars=True).keys(),
+            max_positions=source.max_positions,
+            history=source.history,
+        )
+        self.fixed_shape, self.examples = source.fixed_shape, source.examples
+        self._vocab_size, self._num_layers = source.vocab_size, source.num_layers
 
     @property
     def vocab_size(self) -> int:
@@ -57,9 +71,9 @@ class InferenceModel(TransformedModel):
     def optimization(self) -> str:
         """The passes' report as text: what was folded, fused and removed, and what was left and why."""
         lines = []
-        for change in self.passes_run:
-            lines.append(f"{change.name}: {'; '.join(change.done) if change.modified else 'nothing to do'}")
-            lines += [f"  left: {text}" for text in change.left]
+        for report in self.reports:
+            lines.append(f"{report.name}: {'; '.join(report.done) if report.modified else 'nothing to do'}")
+            lines += [f"  left: {text}" for text in report.left]
         return "\n".join(lines)
 
 
@@ -68,26 +82,24 @@ def inference_copy(model: TransformedModel) -> InferenceModel:
 
     Its inputs are `input_ids` (int64 `[B, T]`) and, where the source takes one, `attention_mask`.
     """
-    vocab_size, num_layers = model.vocab_size, model.num_layers
-    twin: Any = copy.deepcopy(model)
-    twin.__class__ = InferenceModel
-    twin._vocab_size, twin._num_layers = vocab_size, num_layers
-    twin.graph = _without_dropout(twin, twin.logits_graph())
-    known = model.convention
-    arguments = ("input_ids", "attention_mask")
-    twin.convention = replace(
+    source = copy.deepcopy(model)
+    graph = _without_dropout(source, source.logits_graph())
+    known = source.convention
+    masks = "attention_mask" if known.attention_mask is not None else None
+    convention = replace(
         known,
-        arguments=arguments[: 1 + (known.attention_mask is not None)],
+        arguments=("input_ids", masks) if masks else ("input_ids",),
         tokens="input_ids",
-        attention_mask="attention_mask" if known.attention_mask is not None else None,
+        attention_mask=masks,
         labels=None,
         loss_index=None,
         output={"kind": "tensor", "index": 0},
         output_with_labels=None,
     )
+    twin = InferenceModel(graph, source, convention)
+    carry(source, twin, {node: node for node in graph.nodes})
     twin.graph_changed()
     _hide_buffers(twin)
-    assert isinstance(twin, InferenceModel)
     return twin.eval()
 
 

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import nn
 
 from aero_compile.errors import InputError
+from aero_compile.graph_pass import GraphPass
 from aero_compile.inference_model import InferenceModel, inference_copy
-from aero_compile.ir.verify import verify
 from aero_compile.model import TransformedModel
-from aero_compile.passes.inference.change import Change
-from aero_compile.passes.inference.eliminate_ffn import eliminate_ffn
-from aero_compile.passes.inference.fold_expressions import fold_expressions
-from aero_compile.passes.inference.fold_first_position import fold_first_position
-from aero_compile.passes.inference.fold_gains import fold_gains
-from aero_compile.passes.inference.fold_norm_gains import fold_norm_gains
-from aero_compile.passes.inference.fold_norms import fold_norms
-from aero_compile.passes.inference.fold_scales import fold_scales
-from aero_compile.passes.inference.fold_slopes import fold_slopes
-from aero_compile.passes.inference.fuse_linear_ffn import fuse_linear_ffn
-from aero_compile.passes.inference.fuse_projections import fuse_projections
-from aero_compile.passes.inference.last_token import last_token
-from aero_compile.pipeline import transform
-
-Pass = Callable[[TransformedModel], Change]
+from aero_compile.passes.inference.eliminate_ffn import EliminateFFN
+from aero_compile.passes.inference.fold_expressions import FoldExpressions
+from aero_compile.passes.inference.fold_first_position import FoldFirstPosition
+from aero_compile.passes.inference.fold_gains import FoldGains
+from aero_compile.passes.inference.fold_norm_gains import FoldNormGains
+from aero_compile.passes.inference.fold_norms import FoldNorms
+from aero_compile.passes.inference.fold_scales import FoldScales
+from aero_compile.passes.inference.fold_slopes import FoldSlopes
+from aero_compile.passes.inference.fuse_linear_ffn import FuseLinearFFN
+from aero_compile.passes.inference.fuse_projections import FuseProjections
+from aero_compile.passes.inference.last_token import LastToken
+from aero_compile.pipeline import run_passes, transform
 
 
 def optimize_for_inference(model: nn.Module, *, logits: str = "all", eliminate: bool = True) -> InferenceModel:
@@ -50,15 +45,13 @@ def optimize_for_inference(model: nn.Module, *, logits: str = "all", eliminate: 
         raise InputError("the model was optimized for inference already; start from the trained one")
     captured = model if isinstance(model, TransformedModel) else transform(model, "baseline")
     twin = inference_copy(captured)
-    for run in passes(logits, eliminate):
-        twin.passes_run = (*twin.passes_run, run(twin))
-        verify(twin, run.__name__)
+    run_passes(twin, passes(logits, eliminate))
     twin.positions_kept = logits
     twin.prepare()
     return twin
 
 
-def passes(logits: str, eliminate: bool) -> tuple[Pass, ...]:
+def passes(logits: str, eliminate: bool) -> tuple[GraphPass, ...]:
     """The passes in the order in which they run; each finds the graph as the one before it left it.
 
     Weights come first, since every other pass reads them; then everything that makes a norm plain or a block linear.
@@ -66,17 +59,17 @@ def passes(logits: str, eliminate: bool) -> tuple[Pass, ...]:
     first position is split off after the last one, which needs no split. Layers are joined last, when it is known which
     of them run for one position only.
     """
-    linear_blocks: tuple[Pass, ...] = (eliminate_ffn, fuse_linear_ffn) if eliminate else (fuse_linear_ffn,)
-    narrow = (last_token,) if logits == "last" else ()
+    linear_blocks: tuple[GraphPass, ...] = (EliminateFFN(), FuseLinearFFN()) if eliminate else (FuseLinearFFN(),)
+    narrow = (LastToken(),) if logits == "last" else ()
     return (
-        fold_expressions,
-        fold_slopes,
-        fold_norms,
-        fold_norm_gains,
-        fold_gains,
+        FoldExpressions(),
+        FoldSlopes(),
+        FoldNorms(),
+        FoldNormGains(),
+        FoldGains(),
         *linear_blocks,
-        fold_scales,
+        FoldScales(),
         *narrow,
-        fold_first_position,
-        fuse_projections,
+        FoldFirstPosition(),
+        FuseProjections(),
     )

@@ -20,7 +20,7 @@ from aero_compile.errors import AeroError, UnsupportedModelError, first_line
 from aero_compile.frontend.canonicalize import canonicalize
 from aero_compile.frontend.capture import capture
 from aero_compile.frontend.logits import require_logits, require_past_only
-from aero_compile.graph_pass import GraphPass
+from aero_compile.graph_pass import CalibratedPass, GraphPass
 from aero_compile.ir.submodules import kind_of
 from aero_compile.ir.verify import verify
 from aero_compile.model import TransformedModel
@@ -29,12 +29,23 @@ from aero_compile.recipe.recipe import Recipe, resolve
 
 @dataclass(frozen=True)
 class PassReport:
-    """What one pass did: `ops` counts graph nodes by target, added (positive) or removed (negative)."""
+    """What one pass did.
 
+    Attributes:
+        name, text: of the pass; the text has its options.
+        modified: whether it changed the graph or a weight.
+        seconds: wall-clock time.
+        ops: graph nodes by target, added (positive) or removed (negative).
+        done, left: what it folded, fused or removed, and what it could not, with the reason.
+    """
+
+    name: str
     text: str
     modified: bool
     seconds: float
     ops: dict[str, int]
+    done: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         diff = ", ".join(f"{count:+d} {name}" for name, count in sorted(self.ops.items()))
@@ -118,21 +129,22 @@ def run_passes(
     for number, one in enumerate(passes, start=1):
         before, start = _count(model), time.perf_counter()
         try:
-            model.calibration = calibration
-            result = one.call(model)
+            if isinstance(one, CalibratedPass) and calibration is not None:
+                result = one.call_on(model, calibration)
+            else:
+                result = one.call(model)
             model.graph.lint()
             verify(model, str(one))
         except AeroError:
             raise
         except Exception as error:
             raise RuntimeError(f"pass {one} failed on {model.convention.family}: {error}") from error
-        finally:
-            model.calibration = None
-        if result.modified:
-            model.history = (*model.history, str(one))
+        if result.modified and not one.for_inference:
+            model.history = (*model.history, one)
         after = _count(model)
         diff = {k: after[k] - before[k] for k in after.keys() | before.keys() if after[k] != before[k]}
-        reports.append(PassReport(str(one), result.modified, time.perf_counter() - start, diff))
+        seconds = time.perf_counter() - start
+        reports.append(PassReport(one.name, str(one), result.modified, seconds, diff, result.done, result.left))
         _dump(model, number, one.name)
     model.reports = (*model.reports, *reports)
     return reports

@@ -217,7 +217,7 @@ def _structure(entry: Entry, row: Row, source: nn.Module, model: TransformedMode
         row.note = f"its attentions have {counted} softmaxes, its config speaks of {layers}×{heads}"
         heads = None
     structure = model.structure
-    widths = sorted({int(structure.values[ffn.output.args[0]].shape[-1]) for ffn in structure.ffns})
+    widths = sorted({int(structure.values[ffn.output.all_input_nodes[0]].shape[-1]) for ffn in structure.ffns})
     row.layers, row.heads = (model.num_layers, layers), (sorted(set(model.num_heads)), heads)
     row.ffn = (widths, width)
     _require(row, layers in (None, model.num_layers), f"{model.num_layers} layers found, {layers} by the config")

@@ -49,12 +49,12 @@ def stages(model: TransformedModel, recipe: str, length: int, logits: str, shown
         return aero_compile.estimate(twin, length, logits=twin.positions_kept).bytes
 
     before = cost()
-    for run in passes(logits, True):
-        with shown.step(f"{recipe}, {run.__name__}"):
-            change = run(twin)
-            twin.positions_kept = logits if change.name == "last-token" else twin.positions_kept
+    for one in passes(logits, True):
+        with shown.step(f"{recipe}, {one.name}"):
+            change = one.call(twin)
+            twin.positions_kept = logits if one.name == "last-token" else twin.positions_kept
             after = cost() if change.modified else before
-        yield Stage(recipe, change.name, change.modified, before, after)
+        yield Stage(recipe, one.name, change.modified, before, after)
         before = after
 
 

@@ -103,10 +103,7 @@ class NormPass(GraphPass):
         return places
 
     def _earlier(self, model: TransformedModel) -> Iterable[NormPass]:
-        for text in model.history:
-            name, _, options = text.partition("{")
-            if name == self.name:
-                yield self.from_options(dict(item.split("=", 1) for item in options.rstrip("}").split(",") if item))
+        return [each for each in model.history if isinstance(each, type(self))]
 
     def _nothing_found(self, model: TransformedModel) -> str:
         family, sites = model.convention.family, find_norm_sites(model, exact=False)

@@ -10,7 +10,7 @@ stays close to what it was. σ̄ is a buffer, `frozen_layer_norm.<layer>.<part>.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from aero_compile.analysis.parts import Structure
 from aero_compile.calibration import NormStatistics, deviations
 from aero_compile.errors import InputError, UnsupportedGraphError
+from aero_compile.graph_pass import CalibratedPass, PassResult
 from aero_compile.ir.deviation_norm import deviation_norm
 from aero_compile.ir.places import place
 from aero_compile.ir.rewriter import Rewriter
@@ -31,7 +32,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class FreezeLayerNorm(NormPass):
+class FreezeLayerNorm(NormPass, CalibratedPass):
     """Freeze norms; needs `transform(…, calibration=tokens)`. All chosen norms are measured in one run of the model.
 
     Options:
@@ -44,19 +45,26 @@ class FreezeLayerNorm(NormPass):
 
     name: ClassVar[str] = "freeze-layer-norm"
     preserves_numerics: ClassVar[bool] = False
-    needs_calibration: ClassVar[bool] = True
 
     def apply(self, model: TransformedModel, found: list[Chosen]) -> None:
+        raise InputError(
+            f"{self.name} needs text to measure the norms on: give transform(model, recipe, calibration=tokens) "
+            "token ids [B, T], or an iterable of such batches"
+        )
+
+    def call_on(self, model: TransformedModel, calibration: Sequence[Tensor]) -> PassResult:
+        found = self.choose(model)
+        if found:
+            self._freeze(model, found, calibration)
+            model.graph_changed()
+        return PassResult(model, modified=bool(found))
+
+    def _freeze(self, model: TransformedModel, found: list[Chosen], calibration: Sequence[Tensor]) -> None:
         weight = next(model.parameters())
         if weight.is_meta:
             raise InputError(f"{self.name} measures the model, which has no weights (it is on the meta device)")
-        if model.calibration is None:
-            raise InputError(
-                f"{self.name} needs text to measure the norms on: give transform(model, recipe, calibration=tokens) "
-                "token ids [B, T], or an iterable of such batches"
-            )
         wanted = [NormStatistics(each.norm.node, self._position(model, each)) for each in found]
-        for chosen, norm, std in zip(found, wanted, deviations(model, wanted, model.calibration), strict=True):
+        for chosen, norm, std in zip(found, wanted, deviations(model, wanted, calibration), strict=True):
             if not bool(torch.isfinite(std).all() and (std > 0).all()):
                 raise InputError(
                     f"{self.name}: the deviation at {place(norm.node)} is {std.tolist()} on this calibration"

@@ -15,7 +15,9 @@ out-projection, changes neither the function nor its random initialization.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
+
+from torch import fx
 
 from aero_compile.analysis.layer_sets import chosen_layers, parse_layers
 from aero_compile.errors import RecipeError, UnsupportedGraphError
@@ -56,7 +58,7 @@ class GeluToIdentity(GraphPass):
             count = round(self.keep_fraction * where.width)
             if where.kept <= count:
                 continue
-            neurons = int(values[ffn.output.args[1]].shape[1])
+            neurons = int(values[cast("fx.Node", ffn.output.args[1])].shape[1])
             if count and where.width != neurons:
                 raise UnsupportedGraphError(
                     f"{self.name}: layer {ffn.layer} has {neurons} neurons, but the last dimension of its activation "

@@ -53,7 +53,7 @@ def test_averages_of_the_first_position_leave_the_last_one_alone(family: str) ->
         for options in ("", "{first_token=True}")
     ]
     plain, fast = (aero_compile.optimize_for_inference(model, logits="last") for model in models)
-    narrowed = [next(c for c in each.passes_run if c.name == "last-token") for each in (plain, fast)]
+    narrowed = [next(c for c in each.reports if c.name == "last-token") for each in (plain, fast)]
     assert narrowed[0] == narrowed[1]
     for batch, length in ((2, 13), (3, 1), (1, 2)):
         ids = tiny_models.tokens(batch, length)

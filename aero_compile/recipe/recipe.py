@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from aero_compile.errors import RecipeError, nearest
-from aero_compile.graph_pass import GraphPass
+from aero_compile.graph_pass import GraphPass, UnlistedPass
+from aero_compile.model import AppliedPass
 from aero_compile.passes.drop_attention_skip import DropAttentionSkip
 from aero_compile.passes.ffn_gains import FFNGains
 from aero_compile.passes.freeze_layer_norm import FreezeLayerNorm
@@ -175,6 +176,14 @@ def parse_pass(text: str) -> GraphPass:
             raise RecipeError(f"option {key.strip()!r} of pass {kind.name!r} is given twice")
         options[key.strip()] = value.strip()
     return kind.from_options(options)
+
+
+def recorded_pass(text: str) -> AppliedPass:
+    """A pass as a file names it in a model's history; one that this version does not have is its text alone."""
+    try:
+        return parse_pass(text)
+    except RecipeError:
+        return UnlistedPass(text)
 
 
 def _known_pass(name: str) -> type[GraphPass]:

@@ -159,11 +159,11 @@ def check_passes(
     """
     twin = inference_copy(model)
     whole = twin(ids, **masked)
-    for run in passes(logits, True):
-        change = run(twin)
+    for one in passes(logits, True):
+        one.call(twin)
         found = twin(ids, **masked)
         wanted = whole[:, -found.shape[1] :]
-        _compare(change.name, found, wanted, functools.partial(_rounding, model, ids, masked, wanted), part)
+        _compare(one.name, found, wanted, functools.partial(_rounding, model, ids, masked, wanted), part)
 
 
 def _compare(name: str, found: Tensor, wanted: Tensor, rounding: Callable[[], float], part: float = EXACT) -> None:

@@ -17,26 +17,28 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor, fx
 
 from aero_compile.analysis.parts import FeedForward
 from aero_compile.analysis.residual_stream import Basis, Hub, ResidualStream
 from aero_compile.errors import InputError
+from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.model import TransformedModel
 from aero_compile.passes.inference._bases import Segment, find_segments
 from aero_compile.passes.inference._stream_rewriting import StreamRewriting
-from aero_compile.passes.inference.change import Change
 from aero_compile.passes.inference.fuse_linear_ffn import name_of, why_not_linear
 
-NAME = "eliminate-ffn"
 PREFIX = "eliminate_ffn"
 
 LARGEST_CONDITION = 64.0
 """Values and errors grow by √64 at most, three bits of the fixed point; a trained 4-layer GPT-2 (d = 64) is at 5."""
 
 
-def eliminate_ffn(model: TransformedModel, *, largest_condition: float = LARGEST_CONDITION) -> Change:
+@dataclass(frozen=True)
+class EliminateFFN(GraphPass):
     """Eliminate the linear FFNs of `model`, in place; the function stays the same.
 
     Weights are multiplied in float64 and stored in the model's dtype. Works for any batch and length. A model in which
@@ -50,20 +52,31 @@ def eliminate_ffn(model: TransformedModel, *, largest_condition: float = LARGEST
     Raises:
         InputError: `largest_condition` is less than 1.
     """
-    if not largest_condition >= 1:
-        raise InputError(f"largest_condition={largest_condition}: the condition of a basis is at least 1")
-    if any(name.startswith(f"{PREFIX}.") for name, _ in model.named_parameters()):
-        return Change(NAME, False)
-    stream, ffns = ResidualStream(model), model.structure.ffns
-    plan = _Plan(stream, largest_condition)
-    done, left = tuple(plan.done(ffns)), tuple(plan.left(ffns))
-    if plan.saved() <= 0:
-        return Change(NAME, False, (), left)
-    rewriting = StreamRewriting(stream, PREFIX, plan.bases)
-    for hub in plan.rewritten:
-        rewriting.rewrite(hub, plan.parents.get(hub))
-    rewriting.finish()
-    return Change(NAME, True, done, left)
+
+    largest_condition: float = LARGEST_CONDITION
+
+    name: ClassVar[str] = "eliminate-ffn"
+    preserves_numerics: ClassVar[bool] = True
+    for_inference: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.largest_condition >= 1:
+            raise InputError(f"largest_condition={self.largest_condition}: the condition of a basis is at least 1")
+
+    def call(self, model: TransformedModel) -> PassResult:
+        if any(name.startswith(f"{PREFIX}.") for name, _ in model.named_parameters()):
+            return PassResult(model, modified=False)
+        stream, ffns = ResidualStream(model), model.structure.ffns
+        plan = _Plan(stream, self.largest_condition)
+        done, left = tuple(plan.done(ffns)), tuple(plan.left(ffns))
+        if plan.saved() <= 0:
+            return PassResult(model, False, (), left)
+        rewriting = StreamRewriting(stream, PREFIX, plan.bases)
+        for hub in plan.rewritten:
+            rewriting.rewrite(hub, plan.parents.get(hub))
+        rewriting.finish()
+        return PassResult(model, True, done, left)
 
 
 class _Plan:

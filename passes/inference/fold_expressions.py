@@ -8,13 +8,23 @@ Before → after (V, g, α, W parameters):
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
+from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.fold_weights import fold_in_place
 from aero_compile.model import TransformedModel
-from aero_compile.passes.inference.change import Change
 
 
-def fold_expressions(model: TransformedModel) -> Change:
+@dataclass(frozen=True)
+class FoldExpressions(GraphPass):
     """Replace what is computed from weights alone by its value, computed in float64 and rounded once."""
-    count = fold_in_place(model, in_double=True)
-    done = (f"{count} expressions over weights became weights",) if count else ()
-    return Change("fold-expressions", bool(count), done)
+
+    name: ClassVar[str] = "fold-expressions"
+    preserves_numerics: ClassVar[bool] = True
+    for_inference: ClassVar[bool] = True
+
+    def call(self, model: TransformedModel) -> PassResult:
+        count = fold_in_place(model, in_double=True)
+        done = (f"{count} expressions over weights became weights",) if count else ()
+        return PassResult(model, bool(count), done)

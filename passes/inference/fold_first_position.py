@@ -8,28 +8,36 @@ Norms frozen with averages of their own for position 0 are written that way.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
+from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.dataflow import tainted_nodes
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.weight_values import weight_value
 from aero_compile.model import TransformedModel
-from aero_compile.passes.inference.change import Change
 
 aten = torch.ops.aten
 
 
-def fold_first_position(model: TransformedModel) -> Change:
+@dataclass(frozen=True)
+class FoldFirstPosition(GraphPass):
     """Change such products in place; with one token, the other part is empty."""
-    live = tainted_nodes(model.graph, model.convention.tokens)
-    count = sum(node in live and _cut(model, node) for node in list(model.graph.nodes))
-    if not count:
-        return Change("fold-first-position", False)
-    model.graph_changed()
-    return Change("fold-first-position", True, (f"{count} products for the first position alone",))
+
+    name: ClassVar[str] = "fold-first-position"
+    preserves_numerics: ClassVar[bool] = True
+    for_inference: ClassVar[bool] = True
+
+    def call(self, model: TransformedModel) -> PassResult:
+        live = tainted_nodes(model.graph, model.convention.tokens)
+        count = sum(node in live and _cut(model, node) for node in list(model.graph.nodes))
+        if not count:
+            return PassResult(model, modified=False)
+        model.graph_changed()
+        return PassResult(model, True, (f"{count} products for the first position alone",))
 
 
 def first_position(model: TransformedModel, product: fx.Node) -> tuple[fx.Node, int] | None:

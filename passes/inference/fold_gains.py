@@ -16,12 +16,13 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx, nn
 
 from aero_compile.analysis.channels import Channels, is_product_with_constant, live_operand, origins
+from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.dataflow import ancestors, tainted_nodes
 from aero_compile.ir.fold_weights import fold_in_place
 from aero_compile.ir.graph_model import remove_dead_nodes
@@ -33,7 +34,6 @@ from aero_compile.ir.shapes import node_values, sample_shape
 from aero_compile.ir.weight_values import weight_value
 from aero_compile.model import TransformedModel
 from aero_compile.passes.inference._shared_temperatures import share_temperatures
-from aero_compile.passes.inference.change import Change
 from aero_compile.passes.inference.fold_first_position import first_position
 
 aten = torch.ops.aten
@@ -45,17 +45,24 @@ _SPREADS = of_form("repeat", "expand") | {aten.reshape.default}
 """What may depend on the shape of the input without giving other numbers."""
 
 
-def fold_gains(model: TransformedModel) -> Change:
+@dataclass(frozen=True)
+class FoldGains(GraphPass):
     """Fold gains of the server, and public numbers, into the rows of linear layers."""
-    trimmed = share_temperatures(model)
-    folding = _Folding(model)
-    live = tainted_nodes(model.graph, model.convention.tokens)
-    for node in [n for n in model.graph.nodes if n in live and is_product_with_constant(n, live)]:
-        folding.visit(node)
-    if folding.count or trimmed:
-        fold_in_place(model, in_double=True)
-    done = (f"{folding.count} gains and scalings went into the rows of linear layers",) if folding.count else ()
-    return Change("fold-gains", bool(folding.count or trimmed), done, tuple(folding.left))
+
+    name: ClassVar[str] = "fold-gains"
+    preserves_numerics: ClassVar[bool] = True
+    for_inference: ClassVar[bool] = True
+
+    def call(self, model: TransformedModel) -> PassResult:
+        trimmed = share_temperatures(model)
+        folding = _Folding(model)
+        live = tainted_nodes(model.graph, model.convention.tokens)
+        for node in [n for n in model.graph.nodes if n in live and is_product_with_constant(n, live)]:
+            folding.visit(node)
+        if folding.count or trimmed:
+            fold_in_place(model, in_double=True)
+        done = (f"{folding.count} gains and scalings went into the rows of linear layers",) if folding.count else ()
+        return PassResult(model, bool(folding.count or trimmed), done, tuple(folding.left))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ gets one of its own.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -23,6 +24,7 @@ from aero_compile.analysis.linear_consumers import (
     other_reader,
     scale_columns,
 )
+from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.dataflow import tainted_nodes
 from aero_compile.ir.fold_weights import fold_in_place
 from aero_compile.ir.ops import NORMS
@@ -30,36 +32,42 @@ from aero_compile.ir.places import place
 from aero_compile.ir.shapes import node_values, sample_shape
 from aero_compile.ir.weight_values import weight_value
 from aero_compile.model import TransformedModel
-from aero_compile.passes.inference.change import Change
 
 aten = torch.ops.aten
 
 
-def fold_norm_gains(model: TransformedModel) -> Change:
+@dataclass(frozen=True)
+class FoldNormGains(GraphPass):
     """Leave norms without gain and bias wherever linear layers are all that reads them."""
-    live = tainted_nodes(model.graph, model.convention.tokens)
-    values = node_values(model, *sample_shape(model))
-    done, left = 0, []
-    for norm in [node for node in model.graph.nodes if node in live and node.target in NORMS]:
-        gain, bias = _gain_and_bias(norm)
-        if gain is None and bias is None:
-            continue
-        linears = linear_readers(norm, values)
-        reason = _reason(model, norm, gain, live, linears)
-        if reason:
-            left.append(f"the gain of {place(norm)}: {reason}")
-            continue
-        for linear in linears:
-            if bias is not None:
-                move_shift(linear, bias)
-            if gain is not None:
-                scale_columns(linear, gain)
-        _set_plain(norm)
-        done += 1
-    if done:
-        fold_in_place(model, in_double=True)
-    said = (f"gains and biases of {done} norms went into the linear layers that read them",) if done else ()
-    return Change("fold-norm-gains", bool(done), said, tuple(left))
+
+    name: ClassVar[str] = "fold-norm-gains"
+    preserves_numerics: ClassVar[bool] = True
+    for_inference: ClassVar[bool] = True
+
+    def call(self, model: TransformedModel) -> PassResult:
+        live = tainted_nodes(model.graph, model.convention.tokens)
+        values = node_values(model, *sample_shape(model))
+        done, left = 0, []
+        for norm in [node for node in model.graph.nodes if node in live and node.target in NORMS]:
+            gain, bias = _gain_and_bias(norm)
+            if gain is None and bias is None:
+                continue
+            linears = linear_readers(norm, values)
+            reason = _reason(model, norm, gain, live, linears)
+            if reason:
+                left.append(f"the gain of {place(norm)}: {reason}")
+                continue
+            for linear in linears:
+                if bias is not None:
+                    move_shift(linear, bias)
+                if gain is not None:
+                    scale_columns(linear, gain)
+            _set_plain(norm)
+            done += 1
+        if done:
+            fold_in_place(model, in_double=True)
+        said = (f"gains and biases of {done} norms went into the linear layers that read them",) if done else ()
+        return PassResult(model, bool(done), said, tuple(left))
 
 
 def _gain_and_bias(norm: fx.Node) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ away. It stays where something else reads it, too, or where its gains are too la
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -25,6 +25,7 @@ from aero_compile.analysis.linear_consumers import (
     other_reader,
     scale_columns,
 )
+from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.dataflow import tainted_nodes
 from aero_compile.ir.fold_weights import fold_in_place
 from aero_compile.ir.places import place
@@ -32,23 +33,29 @@ from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.shapes import node_values, sample_shape
 from aero_compile.ir.weight_values import weight_value
 from aero_compile.model import TransformedModel
-from aero_compile.passes.inference.change import Change
 
 aten = torch.ops.aten
 
 _KINDS = {aten.mul.Tensor: "mul", aten.div.Tensor: "div", aten.add.Tensor: "add", aten.sub.Tensor: "sub"}
 
 
-def fold_norms(model: TransformedModel) -> Change:
+@dataclass(frozen=True)
+class FoldNorms(GraphPass):
     """Fold chains of products, sums and centrings in front of linear layers into these."""
-    folding = _Folding(model)
-    for node in reversed(list(model.graph.nodes)):
-        folding.visit(node)
-    if not folding.done:
-        return Change("fold-norms", False, (), tuple(folding.left))
-    fold_in_place(model, in_double=True)
-    said = f"{folding.done} chains of products and sums went into the linear layers that read them"
-    return Change("fold-norms", True, (said,), tuple(folding.left))
+
+    name: ClassVar[str] = "fold-norms"
+    preserves_numerics: ClassVar[bool] = True
+    for_inference: ClassVar[bool] = True
+
+    def call(self, model: TransformedModel) -> PassResult:
+        folding = _Folding(model)
+        for node in reversed(list(model.graph.nodes)):
+            folding.visit(node)
+        if not folding.done:
+            return PassResult(model, False, (), tuple(folding.left))
+        fold_in_place(model, in_double=True)
+        said = f"{folding.done} chains of products and sums went into the linear layers that read them"
+        return PassResult(model, True, (said,), tuple(folding.left))
 
 
 @dataclass(frozen=True)

@@ -10,18 +10,19 @@ possible; a norm needs the product itself. Where carrying would not save product
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
+from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.dataflow import tainted_nodes
 from aero_compile.ir.fold_weights import fold_in_place
 from aero_compile.ir.graph_model import remove_dead_nodes
 from aero_compile.ir.ops import SCALES, VIEWS
 from aero_compile.ir.weight_values import weight_value
 from aero_compile.model import TransformedModel
-from aero_compile.passes.inference.change import Change
 
 aten = torch.ops.aten
 
@@ -29,19 +30,26 @@ LARGEST = 64.0
 """A carried scale beyond this, or below its inverse, is applied at once: values must fit the fixed point."""
 
 
-def fold_scales(model: TransformedModel) -> Change:
+@dataclass(frozen=True)
+class FoldScales(GraphPass):
     """Carry scalars of the server along the residual stream, if that saves products."""
-    before = _products(model.graph, model.convention.tokens)
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(model.graph, {}))
-    _Folding(graph, model).run()
-    remove_dead_nodes(graph)
-    after = _products(graph, model.convention.tokens)
-    if after >= before:
-        return Change("fold-scales", False)
-    model.graph = graph
-    fold_in_place(model, in_double=True)
-    return Change("fold-scales", True, (f"{before - after} products with a scalar of the server",))
+
+    name: ClassVar[str] = "fold-scales"
+    preserves_numerics: ClassVar[bool] = True
+    for_inference: ClassVar[bool] = True
+
+    def call(self, model: TransformedModel) -> PassResult:
+        before = _products(model.graph, model.convention.tokens)
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(model.graph, {}))
+        _Folding(graph, model).run()
+        remove_dead_nodes(graph)
+        after = _products(graph, model.convention.tokens)
+        if after >= before:
+            return PassResult(model, modified=False)
+        model.graph = graph
+        fold_in_place(model, in_double=True)
+        return PassResult(model, True, (f"{before - after} products with a scalar of the server",))
 
 
 def _products(graph: fx.Graph, tokens: str) -> int:

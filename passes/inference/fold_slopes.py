@@ -12,31 +12,39 @@ activation no linear layer reads, keeps its product.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
+from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.dataflow import tainted_nodes
 from aero_compile.ir.fold_weights import fold_in_place
 from aero_compile.ir.places import place
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
-from aero_compile.passes.inference.change import Change
 
 aten = torch.ops.aten
 
 
-def fold_slopes(model: TransformedModel) -> Change:
+@dataclass(frozen=True)
+class FoldSlopes(GraphPass):
     """Make a ReLU of every LeakyReLU that stands between two linear layers and has one learned slope."""
-    live = tainted_nodes(model.graph, model.convention.tokens)
-    found = [node for node in model.graph.nodes if node in live and node.target is aten.prelu.default]
-    left = [f"the slope of {place(node)}: {reason}" for node in found if (reason := _fold(model, node))]
-    count = len(found) - len(left)
-    if not count:
-        return Change("fold-slopes", False, (), tuple(left))
-    fold_in_place(model, in_double=True)
-    return Change("fold-slopes", True, (f"{count} learned slopes went into weights",), tuple(left))
+
+    name: ClassVar[str] = "fold-slopes"
+    preserves_numerics: ClassVar[bool] = True
+    for_inference: ClassVar[bool] = True
+
+    def call(self, model: TransformedModel) -> PassResult:
+        live = tainted_nodes(model.graph, model.convention.tokens)
+        found = [node for node in model.graph.nodes if node in live and node.target is aten.prelu.default]
+        left = [f"the slope of {place(node)}: {reason}" for node in found if (reason := _fold(model, node))]
+        count = len(found) - len(left)
+        if not count:
+            return PassResult(model, False, (), tuple(left))
+        fold_in_place(model, in_double=True)
+        return PassResult(model, True, (f"{count} learned slopes went into weights",), tuple(left))
 
 
 def _fold(model: TransformedModel, prelu: fx.Node) -> str:

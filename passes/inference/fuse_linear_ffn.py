@@ -13,32 +13,41 @@ a narrow bottleneck (2·d·d_ffn < d²) stays as it is.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from aero_compile.analysis.parts import FeedForward
 from aero_compile.analysis.residual_stream import Hub, ResidualStream
+from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.places import place
 from aero_compile.model import TransformedModel
 from aero_compile.passes.inference._stream_rewriting import StreamRewriting
-from aero_compile.passes.inference.change import Change
 
 
-def fuse_linear_ffn(model: TransformedModel) -> Change:
+@dataclass(frozen=True)
+class FuseLinearFFN(GraphPass):
     """Fuse what is linear along the residual stream of `model`, in place; the function stays the same.
 
     Weights are multiplied in float64 and stored in the model's dtype. Works for any batch and length.
     """
-    stream, ffns = ResidualStream(model), model.structure.ffns
-    smaller = [hub for hub in stream.hubs.values() if _fuses(stream, hub)]
-    done = tuple(_described(stream, hub, ffns) for hub in smaller)
-    left = tuple(_kept(stream, ffns, smaller))
-    if smaller:
-        rewriting = StreamRewriting(stream, "fuse_linear_ffn", {})
-        for hub in smaller:
-            rewriting.rewrite(hub)
-        rewriting.finish()
-    return Change("fuse-linear-ffn", bool(smaller), done, left)
+
+    name: ClassVar[str] = "fuse-linear-ffn"
+    preserves_numerics: ClassVar[bool] = True
+    for_inference: ClassVar[bool] = True
+
+    def call(self, model: TransformedModel) -> PassResult:
+        stream, ffns = ResidualStream(model), model.structure.ffns
+        smaller = [hub for hub in stream.hubs.values() if _fuses(stream, hub)]
+        done = tuple(_described(stream, hub, ffns) for hub in smaller)
+        left = tuple(_kept(stream, ffns, smaller))
+        if smaller:
+            rewriting = StreamRewriting(stream, "fuse_linear_ffn", {})
+            for hub in smaller:
+                rewriting.rewrite(hub)
+            rewriting.finish()
+        return PassResult(model, bool(smaller), done, left)
 
 
 def name_of(ffn: FeedForward) -> str:

@@ -9,37 +9,45 @@ and values at T = 128, d = 768 (Cheetah). Slices of shares cost nothing.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
+from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.dataflow import ancestors, tainted_nodes
 from aero_compile.ir.fold_weights import fold_in_place
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.shapes import node_values, sample_shape
 from aero_compile.model import TransformedModel
-from aero_compile.passes.inference.change import Change
 
 aten = torch.ops.aten
 
 
-def fuse_projections(model: TransformedModel) -> Change:
+@dataclass(frozen=True)
+class FuseProjections(GraphPass):
     """Fuse linear layers of one input, also where some read it as a matrix and others do not."""
-    live = tainted_nodes(model.graph, model.convention.tokens)
-    values = node_values(model, *sample_shape(model))
-    groups: dict[fx.Node, list[fx.Node]] = {}
-    for node in model.graph.nodes:
-        if node in live and node.target is aten.linear.default and not node.kwargs and node.args[1] not in live:
-            groups.setdefault(_source(node, values), []).append(node)
-    found = {source: linears for source, linears in groups.items() if len(linears) > 1}
-    for source, linears in found.items():
-        _fuse(model, source, linears, values)
-    if not found:
-        return Change("fuse-projections", False)
-    fold_in_place(model, in_double=True)
-    count = sum(map(len, found.values()))
-    return Change("fuse-projections", True, (f"{count} linear layers became {len(found)}",))
+
+    name: ClassVar[str] = "fuse-projections"
+    preserves_numerics: ClassVar[bool] = True
+    for_inference: ClassVar[bool] = True
+
+    def call(self, model: TransformedModel) -> PassResult:
+        live = tainted_nodes(model.graph, model.convention.tokens)
+        values = node_values(model, *sample_shape(model))
+        groups: dict[fx.Node, list[fx.Node]] = {}
+        for node in model.graph.nodes:
+            if node in live and node.target is aten.linear.default and not node.kwargs and node.args[1] not in live:
+                groups.setdefault(_source(node, values), []).append(node)
+        found = {source: linears for source, linears in groups.items() if len(linears) > 1}
+        for source, linears in found.items():
+            _fuse(model, source, linears, values)
+        if not found:
+            return PassResult(model, modified=False)
+        fold_in_place(model, in_double=True)
+        count = sum(map(len, found.values()))
+        return PassResult(model, True, (f"{count} linear layers became {len(found)}",))
 
 
 def _source(linear: fx.Node, values: Any) -> fx.Node:

@@ -15,7 +15,8 @@ import math
 import operator
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -23,19 +24,18 @@ from torch import fx
 from aero_compile.analysis.parts import Structure
 from aero_compile.analysis.position_slicing import Axis, Cut, Sample, find_cut
 from aero_compile.errors import UnsupportedGraphError
+from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.dataflow import placeholder
 from aero_compile.ir.places import place
 from aero_compile.ir.shapes import node_values, sample_shape
 from aero_compile.model import TransformedModel
 from aero_compile.passes.inference._query_rows import part_queries
-from aero_compile.passes.inference.change import Change
 
 aten = torch.ops.aten
 
-NAME = "last-token"
 
-
-def last_token(model: TransformedModel) -> Change:
+@dataclass(frozen=True)
+class LastToken(GraphPass):
     """Let `model`, an inference copy, compute `logits[:, -1:]`, `[B, 1, V]`, instead of all logits.
 
     Going back from the logits, a node that works position by position is computed at the last one. Keys, values and
@@ -43,17 +43,23 @@ def last_token(model: TransformedModel) -> Change:
     unchanged for every batch and length; further outputs of the graph, if there are any, stay whole. A model that
     returns one position already is left as it is.
     """
-    logits = _results(model)[0]
-    if any(sample.length == 1 or sample.values[logits].shape[1] != sample.length for sample in _samples(model)):
-        return Change(NAME, modified=False)
-    _read_sizes_from_tokens(model)
-    kept = _part_queries(model)
-    plan = _Plan(model, _samples(model))
-    left = (*kept, *(f"{place(node)} is computed at all positions: {_reason(node)}" for node in plan.stopped))
-    done = _names(model, plan.cuts)
-    plan.carry_out()
-    model.graph_changed()
-    return Change(NAME, True, (f"{done or 'logits'} on one position",), left)
+
+    name: ClassVar[str] = "last-token"
+    preserves_numerics: ClassVar[bool] = True
+    for_inference: ClassVar[bool] = True
+
+    def call(self, model: TransformedModel) -> PassResult:
+        logits = _results(model)[0]
+        if any(sample.length == 1 or sample.values[logits].shape[1] != sample.length for sample in _samples(model)):
+            return PassResult(model, modified=False)
+        _read_sizes_from_tokens(model)
+        kept = _part_queries(model)
+        plan = _Plan(model, _samples(model))
+        left = (*kept, *(f"{place(node)} is computed at all positions: {_reason(node)}" for node in plan.stopped))
+        done = _names(model, plan.cuts)
+        plan.carry_out()
+        model.graph_changed()
+        return PassResult(model, True, (f"{done or 'logits'} on one position",), left)
 
 
 class _Plan:

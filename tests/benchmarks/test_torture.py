@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from aero_compile.errors import InputError, LoweringError
-from aero_compile.passes.inference.fold_expressions import fold_expressions
+from aero_compile.passes.inference.fold_expressions import FoldExpressions
 from benchmarks import torture, torture_capture
 from benchmarks.lib import torture_decoders, torture_jobs, torture_models, torture_private, torture_zoo
 from benchmarks.lib.random_decoders import logits_of
@@ -75,12 +75,13 @@ def test_a_wrong_answer_is_a_silent_miss(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_pass_that_changes_the_function_is_a_silent_miss(monkeypatch: pytest.MonkeyPatch) -> None:
-    def spoil(model: Any) -> Any:
-        with torch.no_grad():
-            next(model.parameters()).mul_(1 + 1e-5)
-        return fold_expressions(model)
+    class Spoiling(FoldExpressions):
+        def call(self, model: Any) -> Any:
+            with torch.no_grad():
+                next(model.parameters()).mul_(1 + 1e-5)
+            return super().call(model)
 
-    monkeypatch.setattr(torture_private, "passes", lambda *_: (spoil,))
+    monkeypatch.setattr(torture_private, "passes", lambda *_: (Spoiling(),))
     found = torture_private.exact_run(23, "semi2k")
     assert (found.outcome, found.kind) == (MISS, "fold-expressions")
 

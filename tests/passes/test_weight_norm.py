@@ -260,7 +260,7 @@ def test_layers_that_share_a_weight_share_its_lengths() -> None:
 def test_another_use_of_the_weight_is_left_alone() -> None:
     model = aero_compile.transform(shared_captured(), "weight-norm{layers=1}")
     assert set(lengths(model)) == {"1.ffn_in.g", "1.ffn_out.g"}
-    first, second = (ffn.output.args[1] for ffn in model.structure.ffns)
+    first, second = (ffn.output.all_input_nodes[1] for ffn in model.structure.ffns)
     reads = [{str(n.target) for n in ancestors([w], set(model.graph.nodes))} for w in (first, second)]
     assert "weight_norm.1.ffn_out.g" in reads[1] - reads[0]
     folded = fold_weights(model)

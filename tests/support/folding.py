@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, fx
 
 from aero_compile import transform
+from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.inference_model import inference_copy
 from aero_compile.ir.dataflow import tainted_nodes
 from aero_compile.ir.fold_weights import fold_in_place
 from aero_compile.model import TransformedModel
-from aero_compile.passes.inference.change import Change
 from tests.support import tiny_models
 
 aten = torch.ops.aten
-Pass = Callable[[TransformedModel], Change]
 LEARNED = ("scaled_ffn", "shaped_attention", "ffn_gains", "weight_norm", "leaky_relu", "dyt", "spectral_norm")
 
 
@@ -78,15 +76,15 @@ def secret_products(model: TransformedModel) -> list[fx.Node]:
     return [n for n in found if any(p in of_server and p not in live for p in n.all_input_nodes)]
 
 
-def check(run: Pass, model: TransformedModel, *, modified: bool = True) -> Change:
+def check(one: GraphPass, model: TransformedModel, *, modified: bool = True) -> PassResult:
     """Run a pass: it keeps the function, reports what it did, and finds nothing to do when run again."""
     reference = inference_copy(model)
-    change = run(model)
+    change = one.call(model)
     assert change.modified is modified
     assert bool(change.done) is modified
     assert_same(model, reference)
     text = str(model.graph)
-    again = run(model)
+    again = one.call(model)
     assert not again.modified
     assert not again.done
     assert again.left == change.left

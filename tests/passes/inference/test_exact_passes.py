@@ -68,13 +68,13 @@ def check_every_pass(model: TransformedModel, vocabulary: int) -> None:
     expected = [logits(model, *shape, vocabulary) for shape in shapes]
     for kept, eliminate in (("all", True), ("last", False)):
         twin = inference_copy(model)
-        for run in passes(kept, eliminate):
-            change = run(twin)
+        for one in passes(kept, eliminate):
+            one.call(twin)
             for shape, whole in zip(shapes, expected, strict=True):
                 found = logits(twin, *shape, vocabulary)
                 wanted = whole if found.shape == whole.shape else whole[:, -1:]
                 bound = TOLERANCE * max(1.0, float(whole.abs().max()))
-                assert float((found - wanted).abs().max()) <= bound, f"{change.name} changes the logits of {shape}"
+                assert float((found - wanted).abs().max()) <= bound, f"{one.name} changes the logits of {shape}"
 
 
 def changed(model: TransformedModel, steps: list[str], vocabulary: int) -> TransformedModel:

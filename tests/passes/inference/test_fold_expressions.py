@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aero_compile.passes.inference.fold_expressions import fold_expressions
+from aero_compile.passes.inference.fold_expressions import FoldExpressions
 from tests.support.folding import aten, check, trained
 
 
@@ -13,7 +13,7 @@ from tests.support.folding import aten, check, trained
 @pytest.mark.parametrize("recipe", ["weight-norm", "spectral-norm"])
 def test_normalized_weights_become_weights(family: str, recipe: str) -> None:
     model = trained(family, recipe)
-    check(fold_expressions, model)
+    check(FoldExpressions(), model)
     assert not any(node.op == "call_module" for node in model.graph.nodes)
     for linear in model.graph.find_nodes(op="call_function", target=aten.linear.default):
         weight = linear.args[1]
@@ -23,15 +23,15 @@ def test_normalized_weights_become_weights(family: str, recipe: str) -> None:
 def test_computed_in_float64_rounded_once() -> None:
     model = trained("nanogpt", "scaled-ffn").float()
     alpha = model.get_parameter("scaled_ffn.0.alpha").detach()
-    fold_expressions(model)
+    FoldExpressions().call(model)
     assert torch.equal(model.get_parameter("scaled_ffn.0.alpha_reciprocal"), (1 / alpha.double()).float())
 
 
 def test_half_precision_keeps_its_type() -> None:
     model = trained("nanogpt", "weight-norm").to(torch.bfloat16)
-    fold_expressions(model)
+    FoldExpressions().call(model)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
 def test_plain_models_are_left_alone() -> None:
-    check(fold_expressions, trained("gpt2-eager"), modified=False)
+    check(FoldExpressions(), trained("gpt2-eager"), modified=False)

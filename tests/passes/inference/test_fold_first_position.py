@@ -8,8 +8,8 @@ from torch import fx
 
 from aero_compile.ir.dataflow import tainted_nodes
 from aero_compile.model import TransformedModel
-from aero_compile.passes.inference.fold_first_position import fold_first_position
-from aero_compile.passes.inference.fold_norms import fold_norms
+from aero_compile.passes.inference.fold_first_position import FoldFirstPosition
+from aero_compile.passes.inference.fold_norms import FoldNorms
 from tests.support import tiny_models
 from tests.support.folding import aten, check, count, trained
 
@@ -32,8 +32,8 @@ def factor_shapes(model: TransformedModel, ids: torch.Tensor) -> set[tuple[int, 
 @pytest.mark.parametrize("family", ["gpt2-eager", "gpt_neox-sdpa", "llama-eager", "nanogpt"])
 def test_the_first_position_alone_is_scaled(family: str) -> None:
     model = trained(family, "freeze-layer-norm{first_token=True}")
-    check(fold_norms, model)
-    check(fold_first_position, model)
+    check(FoldNorms(), model)
+    check(FoldFirstPosition(), model)
     norms = 2 * tiny_models.LAYERS + 1
     stripped = trained(family, "strip-layer-norm")
     assert count(model, aten.mul.Tensor) == count(stripped, aten.mul.Tensor) + norms
@@ -41,17 +41,17 @@ def test_the_first_position_alone_is_scaled(family: str) -> None:
 
 
 def test_no_averages_of_the_first_position_nothing_to_cut() -> None:
-    check(fold_first_position, trained("gpt2-eager", "freeze-layer-norm"), modified=False)
+    check(FoldFirstPosition(), trained("gpt2-eager", "freeze-layer-norm"), modified=False)
 
 
 def test_products_that_scale_other_positions_too_stay() -> None:
     model = trained("gpt2-eager", "freeze-layer-norm{first_token=True}")
-    assert fold_norms(model).modified
+    assert FoldNorms().call(model).modified
     with torch.no_grad():
         for name, ratio in [*model.named_buffers(), *model.named_parameters()]:
             if name.endswith("std_div"):
                 ratio[1] = 0.5
-    check(fold_first_position, model, modified=False)
+    check(FoldFirstPosition(), model, modified=False)
 
 
 def test_one_token_is_lowered_without_empty_arrays() -> None:
@@ -61,7 +61,7 @@ def test_one_token_is_lowered_without_empty_arrays() -> None:
     from aero_compile.runtime.lowering.to_jax import lower
 
     model = trained("nanogpt", "freeze-layer-norm{first_token=True}")
-    for run in (fold_norms, fold_first_position):
-        assert run(model).modified
+    assert FoldNorms().call(model).modified
+    assert FoldFirstPosition().call(model).modified
     live = lower(partition(model, model.logits_graph(), tiny_models.tokens(1, 1)))
     assert all(0 not in shape for step in live.steps for shape in step.shapes)

@@ -9,10 +9,10 @@ from hypothesis import given
 from aero_compile import transform
 from aero_compile.inference_model import inference_copy
 from aero_compile.model import TransformedModel
-from aero_compile.passes.inference.fold_expressions import fold_expressions
-from aero_compile.passes.inference.fold_gains import LARGEST, fold_gains
-from aero_compile.passes.inference.fold_scales import fold_scales
-from aero_compile.passes.inference.fuse_projections import fuse_projections
+from aero_compile.passes.inference.fold_expressions import FoldExpressions
+from aero_compile.passes.inference.fold_gains import LARGEST, FoldGains
+from aero_compile.passes.inference.fold_scales import FoldScales
+from aero_compile.passes.inference.fuse_projections import FuseProjections
 from benchmarks.lib.random_decoders import Config, build
 from tests.support import tiny_models
 from tests.support.budgets import MANY, by_default, many
@@ -36,7 +36,7 @@ def test_the_scale_of_the_scores_goes_into_the_queries(family: str) -> None:
     model = trained(family)
     other = "sdpa" in family and family.startswith("opt")  # scales the queries themselves
     before = count(model, aten.mul.Tensor, aten.div.Tensor)
-    check(fold_gains, model)
+    check(FoldGains(), model)
     assert products_after_scores(model) == 0
     removed = before - count(model, aten.mul.Tensor, aten.div.Tensor)
     assert removed >= L * (H if family == "lecture" else 1) or other
@@ -45,7 +45,7 @@ def test_the_scale_of_the_scores_goes_into_the_queries(family: str) -> None:
 def check_decoder(config: Config, model: TransformedModel) -> None:
     reference = inference_copy(model)
     before = count(model, aten.mul.Tensor, aten.div.Tensor)
-    change = fold_gains(model)
+    change = FoldGains().call(model)
     for batch, length in ((2, min(4, config.context)), (1, 1)):
         ids = torch.randint(config.vocab, (batch, length), generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
@@ -79,8 +79,8 @@ def test_temperatures_of_heads_go_and_those_of_positions_stay(family: str) -> No
     model = trained(family, "softmax-temperature")
     set_temperature(model, 0, shared=True)
     before = len(secret_products(model))
-    fold_expressions(model)
-    change = check(fold_gains, model)
+    FoldExpressions().call(model)
+    change = check(FoldGains(), model)
     assert len(secret_products(model)) == before - before // L
     assert all(text == "temperature of layer 1 varies by position: one private product of T×d" for text in change.left)
     assert len(change.left) == before // L
@@ -91,9 +91,9 @@ def test_a_temperature_that_is_too_large_stays() -> None:
     with torch.no_grad():
         for layer in range(L):
             model.get_parameter(f"softmax_temperature.{layer}.log_t").fill_(-10.0)
-    fold_expressions(model)
+    FoldExpressions().call(model)
     assert torch.tensor(10.0).exp() > LARGEST
-    change = check(fold_gains, model)
+    change = check(FoldGains(), model)
     assert len(secret_products(model)) == L
     assert all("too far from 1" in text for text in change.left)
 
@@ -108,10 +108,10 @@ SHAPED = ["shaped-attention", "simplified_norm_free_relu", "simplified_relu", "s
 def test_shaped_attention_costs_columns_and_no_products(family: str, recipe: str) -> None:
     model = trained(family, recipe)
     heads = H if family == "lecture" else 1
-    fold_expressions(model)
-    check(fold_gains, model)
-    fold_scales(model)
-    fuse_projections(model)
+    FoldExpressions().call(model)
+    check(FoldGains(), model)
+    FoldScales().call(model)
+    FuseProjections().call(model)
     plain = 1 if recipe == "simplified_relu" else 0  # in front of the final norm
     assert len(secret_products(model)) <= plain
     assert count(model, aten.softmax.int) == L * heads, "C is public, A is computed once"
@@ -121,8 +121,8 @@ def test_shaped_attention_costs_columns_and_no_products(family: str, recipe: str
 def test_gains_of_heads_that_share_values_stay() -> None:
     """Grouped keys: one value for two heads with two gains."""
     model = trained("llama-eager", "shaped-attention")
-    fold_expressions(model)
-    change = check(fold_gains, model)
+    FoldExpressions().call(model)
+    change = check(FoldGains(), model)
     assert len(secret_products(model)) == 3 * L
     assert len(change.left) == 3 * L
     assert all("differs between heads that share weights" in text for text in change.left)
@@ -133,7 +133,7 @@ def test_channel_gains_of_branches() -> None:
     config = Config(gains=True, layers=2)
     model = inference_copy(transform(build(config), "baseline"))
     assert len(secret_products(model)) == 4
-    fold_gains(model)
+    FoldGains().call(model)
     assert not secret_products(model)
 
 
@@ -141,6 +141,6 @@ def test_what_else_reads_a_channel_keeps_it_as_it_is() -> None:
     """The scaled queries are read by something else, too: the rows are copied, nothing else changes."""
     model = trained("nanogpt", "shaped-attention")
     layers = count(model, aten.linear.default)
-    fold_expressions(model)
-    fold_gains(model)
+    FoldExpressions().call(model)
+    FoldGains().call(model)
     assert count(model, aten.linear.default) == layers + 2 * L  # two copies, and the last in place

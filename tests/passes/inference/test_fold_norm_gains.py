@@ -10,7 +10,7 @@ from aero_compile import TransformedModel, transform
 from aero_compile.analysis.linear_consumers import LARGEST, SMALLEST
 from aero_compile.inference_model import inference_copy
 from aero_compile.ir.ops import NORMS
-from aero_compile.passes.inference.fold_norm_gains import fold_norm_gains
+from aero_compile.passes.inference.fold_norm_gains import FoldNormGains
 from benchmarks.lib.random_decoders import Config, build
 from tests.support import tiny_models
 from tests.support.budgets import MANY, many
@@ -28,7 +28,7 @@ def test_same_function_without_gains(family: str) -> None:
     model = trained(family)
     norms = with_gain(model)
     post = family == "encoder-post"  # the residual stream reads all but the last
-    change = check(fold_norm_gains, model)
+    change = check(FoldNormGains(), model)
     assert with_gain(model) == (norms - 1 if post else 0)
     assert len(change.left) == with_gain(model)
     assert len(calls(model, *NORMS)) == norms
@@ -37,7 +37,7 @@ def test_same_function_without_gains(family: str) -> None:
 def check_decoder(config: Config, model: TransformedModel) -> None:
     reference = inference_copy(model)
     before = with_gain(model)
-    change = fold_norm_gains(model)
+    change = FoldNormGains().call(model)
     ids = _tokens(config)
     with torch.no_grad():
         torch.testing.assert_close(model(ids), reference(ids), rtol=1e-9, atol=1e-9)
@@ -65,12 +65,12 @@ def test_a_tied_head_gets_a_weight_of_its_own() -> None:
     model = trained("gpt2-eager")
     tables = {tuple(p.shape) for p in model.parameters()}
     assert (tiny_models.VOCAB, tiny_models.WIDTH) in tables
-    fold_norm_gains(model)
+    FoldNormGains().call(model)
     assert [tuple(p.shape) for p in model.parameters()].count((tiny_models.VOCAB, tiny_models.WIDTH)) == 2
 
 
 def test_models_without_norms_are_left_alone() -> None:
-    check(fold_norm_gains, trained("gpt2-eager", "strip-layer-norm"), modified=False)
+    check(FoldNormGains(), trained("gpt2-eager", "strip-layer-norm"), modified=False)
 
 
 @pytest.mark.parametrize("size", [LARGEST * 2, SMALLEST / 2])
@@ -79,7 +79,7 @@ def test_extreme_gains_stay(size: float) -> None:
     with torch.no_grad():
         gain = model.get_parameter("transformer.h.1.ln_2.weight")
         gain.mul_(size / gain.abs().max())
-    change = check(fold_norm_gains, model)
+    change = check(FoldNormGains(), model)
     assert with_gain(model) == 1
     assert len(change.left) == 1
     assert "ln_2" in change.left[0]
@@ -92,7 +92,7 @@ def test_float32_weights_are_rounded_once() -> None:
     weight = model.get_parameter("transformer.h.0.mlp.c_fc.weight").detach().clone()
     gain = model.get_parameter("transformer.h.0.ln_2.weight").detach().clone()
     reference = inference_copy(model)
-    fold_norm_gains(model)
+    FoldNormGains().call(model)
     folded = calls(model, torch.ops.aten.linear.default)[2].args[1]  # qkv, output projection, c_fc
     assert isinstance(folded, torch.fx.Node)
     expected = (weight.double() * gain.double()).float()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aero_compile.passes.inference.fold_expressions import fold_expressions
-from aero_compile.passes.inference.fold_gains import fold_gains
-from aero_compile.passes.inference.fold_scales import LARGEST, fold_scales
+from aero_compile.passes.inference.fold_expressions import FoldExpressions
+from aero_compile.passes.inference.fold_gains import FoldGains
+from aero_compile.passes.inference.fold_scales import LARGEST, FoldScales
 from tests.support import tiny_models
 from tests.support.folding import check, secret_products, trained
 
@@ -19,7 +19,7 @@ FAMILIES = ["gpt2-eager", "gpt_neox-sdpa", "llama-eager", "nanogpt", "encoder-pr
 def test_same_function_with_fewer_products(family: str, recipe: str) -> None:
     model = trained(family, recipe)
     before = len(secret_products(model))
-    check(fold_scales, model)
+    check(FoldScales(), model)
     left = len(secret_products(model))
     assert left < before
     if recipe == "SM+ScFFN" and family != "gpt_neox-sdpa":  # no norm needs a product; parallel blocks see below
@@ -28,27 +28,27 @@ def test_same_function_with_fewer_products(family: str, recipe: str) -> None:
 
 def test_parallel_blocks_need_no_product_after_their_gains_were_folded() -> None:
     model = trained("gpt_neox-sdpa", "gelu-to-relu,strip-layer-norm,scaled-ffn")
-    fold_expressions(model)
-    fold_gains(model)
-    check(fold_scales, model)
+    FoldExpressions().call(model)
+    FoldGains().call(model)
+    check(FoldScales(), model)
     assert not secret_products(model)
 
 
 def test_after_other_expressions_became_weights() -> None:
     model = trained("nanogpt", "SM+ScFFN")
-    fold_expressions(model)
-    check(fold_scales, model)
+    FoldExpressions().call(model)
+    check(FoldScales(), model)
     assert not secret_products(model)
 
 
 def test_scalars_are_gone_from_the_parameters() -> None:
     model = trained("nanogpt", "SM+ScFFN")
-    fold_scales(model)
+    FoldScales().call(model)
     assert not any(name.startswith("scaled_ffn") for name, _ in model.named_parameters())
 
 
 def test_a_model_without_scalars_is_left_alone() -> None:
-    check(fold_scales, trained("gpt2-eager", "SM+R"), modified=False)
+    check(FoldScales(), trained("gpt2-eager", "SM+R"), modified=False)
 
 
 def test_a_scale_too_large_to_carry_is_applied() -> None:
@@ -56,5 +56,5 @@ def test_a_scale_too_large_to_carry_is_applied() -> None:
     with torch.no_grad():
         for layer in range(tiny_models.LAYERS):
             model.get_parameter(f"scaled_ffn.{layer}.beta").fill_(LARGEST * 4)
-    check(fold_scales, model, modified=False)
+    check(FoldScales(), model, modified=False)
     assert len(secret_products(model)) == 2 * tiny_models.LAYERS

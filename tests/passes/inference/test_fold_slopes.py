@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from aero_compile.passes.inference.fold_scales import fold_scales
-from aero_compile.passes.inference.fold_slopes import fold_slopes
+from aero_compile.passes.inference.fold_scales import FoldScales
+from aero_compile.passes.inference.fold_slopes import FoldSlopes
 from tests.support import tiny_models
 from tests.support.folding import aten, check, count, trained
 
@@ -14,10 +14,10 @@ from tests.support.folding import aten, check, count, trained
 @pytest.mark.parametrize("recipe", ["leaky-relu{learn=layer}", "leaky-relu{learn=global},strip-layer-norm,scaled-ffn"])
 def test_the_same_function_with_one_relu_a_layer(family: str, recipe: str) -> None:
     model = trained(family, recipe)
-    fold_scales(model)
+    FoldScales().call(model)
     linears, products = count(model, aten.linear.default), count(model, aten.mul.Tensor)
     assert count(model, aten.prelu.default) == tiny_models.LAYERS
-    check(fold_slopes, model)
+    check(FoldSlopes(), model)
     assert count(model, aten.prelu.default) == 0
     assert count(model, aten.relu.default) == tiny_models.LAYERS
     assert count(model, aten.mul.Tensor) == products
@@ -33,11 +33,11 @@ def test_the_same_function_with_one_relu_a_layer(family: str, recipe: str) -> No
 )
 def test_what_no_linear_layer_reads_stays(family: str, recipe: str) -> None:
     model = trained(family, recipe)
-    change = check(fold_slopes, model, modified=False)
+    change = check(FoldSlopes(), model, modified=False)
     assert count(model, aten.prelu.default) == len(change.left) == tiny_models.LAYERS
     assert all("no linear layer" in text for text in change.left)
 
 
 @pytest.mark.parametrize("recipe", ["baseline", "leaky-relu{slope=0.1}"])
 def test_models_without_learned_slopes_are_left_alone(recipe: str) -> None:
-    assert not check(fold_slopes, trained("gpt2-eager", recipe), modified=False).left
+    assert not check(FoldSlopes(), trained("gpt2-eager", recipe), modified=False).left

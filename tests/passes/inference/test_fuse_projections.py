@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aero_compile.passes.inference.fuse_projections import fuse_projections
+from aero_compile.passes.inference.fuse_projections import FuseProjections
 from tests.support import tiny_models
 from tests.support.folding import aten, calls, check, count, every_family, trained
 
@@ -17,7 +17,7 @@ def test_same_function_and_no_two_layers_read_one_value(family: str) -> None:
     model = trained(family)
     fused_at_the_source = family.startswith(("gpt2", "nanogpt", "encoder")) or family == "gpt_neox-sequential"
     neox = family in ("gpt_neox-eager", "gpt_neox-sdpa")  # two norms, so the parallel halves read two values
-    check(fuse_projections, model, modified=not (fused_at_the_source or neox))
+    check(FuseProjections(), model, modified=not (fused_at_the_source or neox))
     read = [linear.args[0] for linear in calls(model, aten.linear.default)]
     assert len(read) == len(set(read))
 
@@ -33,7 +33,7 @@ def test_same_function_and_no_two_layers_read_one_value(family: str) -> None:
 )
 def test_widths_of_the_fused_layers(family: str, widths: list[int]) -> None:
     model = trained(family)
-    fuse_projections(model)
+    FuseProjections().call(model)
     found = [int(model.get_parameter(_weight(linear)).shape[0]) for linear in calls(model, aten.linear.default)]
     assert found == [*widths * L, tiny_models.VOCAB]
 
@@ -49,7 +49,7 @@ def test_parallel_blocks_that_reshape_each_for_itself() -> None:
     """Queries, keys, values and the FFN of a parallel block, each reading a reshaped form of one norm."""
     model = trained("gpt2-eager", "parallel-ffn")
     before = count(model, aten.linear.default)
-    check(fuse_projections, model)
+    check(FuseProjections(), model)
     assert count(model, aten.linear.default) == before - L
     assert {p.shape[0] for p in model.parameters()} >= {3 * D + H}
 
@@ -59,7 +59,7 @@ def test_layers_with_and_without_bias() -> None:
     for linear in calls(model, aten.linear.default)[:2]:  # keys and queries of layer 0
         linear.args = linear.args[:2]
     model.graph_changed()
-    check(fuse_projections, model)
+    check(FuseProjections(), model)
     assert count(model, aten.linear.default) == 4 * L + 1
 
 
@@ -68,4 +68,4 @@ def test_a_weight_used_twice_is_copied() -> None:
     first, second = calls(model, aten.linear.default)[:2]
     second.args = first.args
     model.graph_changed()
-    check(fuse_projections, model)
+    check(FuseProjections(), model)

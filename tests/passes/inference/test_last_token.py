@@ -19,7 +19,7 @@ from aero_compile import TransformedModel
 from aero_compile.errors import RecipeError, UnsupportedGraphError
 from aero_compile.inference_model import inference_copy
 from aero_compile.ir.rewriter import Rewriter
-from aero_compile.passes.inference.last_token import last_token
+from aero_compile.passes.inference.last_token import LastToken
 from benchmarks.lib import written_decoders
 from benchmarks.lib.random_decoders import Config, build
 from tests.support import tiny_models
@@ -105,7 +105,7 @@ def behind(node: fx.Node) -> dict[fx.Node, None]:
 @pytest.mark.parametrize("name", tiny_models.EVERY)
 def test_families(name: str) -> None:
     model, reference = inference_copy(tiny_models.captured(name)), inference_copy(tiny_models.captured(name))
-    change = last_token(model)
+    change = LastToken().call(model)
     assert change.modified
     assert not change.left
     assert all(part in change.done[0] for part in EVERYTHING), change.done
@@ -113,7 +113,7 @@ def test_families(name: str) -> None:
     assert_last(model, reference)
     assert_narrow(model)
     text = str(model.graph)
-    assert not last_token(model).modified
+    assert not LastToken().call(model).modified
     assert str(model.graph) == text
 
 
@@ -130,7 +130,7 @@ def test_families(name: str) -> None:
 )
 def test_recipes(name: str, recipe: str) -> None:
     model, reference = trained(name, recipe), trained(name, recipe)
-    assert last_token(model).modified
+    assert LastToken().call(model).modified
     assert_last(model, reference)
     assert_narrow(model)
 
@@ -143,19 +143,19 @@ def test_all_families_after_recipes(name: str, recipe: str) -> None:
         model, reference = trained(name, recipe), trained(name, recipe)
     except UnsupportedGraphError:
         return  # the recipe says that it does not know this family
-    last_token(model)
+    LastToken().call(model)
     assert_last(model, reference)
     assert_narrow(model)
 
 
 def check(config: Config, captured: TransformedModel) -> None:
     model = inference_copy(captured)
-    change = last_token(model)
+    change = LastToken().call(model)
     assert change.modified
     assert not change.left
     assert_last(model, inference_copy(captured), config.vocab)
     assert_narrow(model, (config.context, config.context - 1))
-    assert not last_token(model).modified
+    assert not LastToken().call(model).modified
 
 
 @every_decoder
@@ -189,7 +189,7 @@ def test_heads_folded_into_positions() -> None:
     source = randomize(Decoder((AlibiParallelBlock() for _ in range(2)), positions=False)).eval()
     captured = aero_compile.transform(source, "baseline")
     model = inference_copy(captured)
-    assert not last_token(model).left
+    assert not LastToken().call(model).left
     assert_last(model, inference_copy(captured))
     assert_narrow(model)
 
@@ -223,7 +223,7 @@ def _one_layer(name: str, wanted: str) -> TransformedModel:
     captured = _captured_layer(name)
     model = inference_copy(captured)
     if wanted == "last":
-        last_token(model)
+        LastToken().call(model)
         assert_last(model, inference_copy(captured))
         assert_narrow(model)
     return model
@@ -235,7 +235,7 @@ def test_parts_are_found_afterwards(name: str) -> None:
     model = inference_copy(tiny_models.captured(name))
     whole, width = aero_compile.census(model, 13), 4 * WIDTH if name == "nanogpt" else HIDDEN
     assert str(whole) == f"SM:8×R^{{13×13}} LN:4(+1 final)×R^{{13×{WIDTH}}} G:2×R^{{13×{width}}}"
-    last_token(model)
+    LastToken().call(model)
     counts = {(op.kind, op.shape): 0 for op in aero_compile.census(model, 13).ops}
     for op in aero_compile.census(model, 13).ops:
         counts[op.kind, op.shape] += op.count
@@ -255,7 +255,7 @@ def test_padding(side: str) -> None:
     """The last entry of the matrix is meant, wherever the padding is."""
     captured = tiny_models.captured("opt-eager")
     model, reference = inference_copy(captured), inference_copy(captured)
-    last_token(model)
+    LastToken().call(model)
     ids, mask = tokens(3, 11), torch.ones(3, 11, dtype=torch.long)
     hidden = slice(0, 4) if side == "left" else slice(7, 11)
     mask[1, hidden] = 0
@@ -271,7 +271,7 @@ def test_other_outputs_stay_whole() -> None:
     ids = tokens(2, 9, model.vocab_size)
     with torch.no_grad():
         expected = model(ids)
-        assert last_token(model).modified
+        assert LastToken().call(model).modified
         found = model(ids)
     torch.testing.assert_close(found[0], expected[0][:, -1:], rtol=0, atol=1e-12)
     torch.testing.assert_close(found[1], expected[1], rtol=0, atol=1e-12)
@@ -289,7 +289,7 @@ def test_an_op_that_mixes_positions_is_computed_whole() -> None:
     head.replace_input_with(normed, Rewriter(head).call(aten.cumsum.default, normed, 1))
     model.graph_changed()
     reference = copy.deepcopy(model)
-    change = last_token(model)
+    change = LastToken().call(model)
     assert "LM head" in change.done[0]
     assert "FFN" not in change.done[0]
     assert any("cumsum" in text for text in change.left)
@@ -305,7 +305,7 @@ def test_queries_that_are_the_keys_as_well() -> None:
         key.replace_all_uses_with(query)
     model.graph_changed()
     reference = copy.deepcopy(model)
-    change = last_token(model)
+    change = LastToken().call(model)
     assert "output projection" in change.done[0]
     assert "queries" not in change.done[0]
     assert any("queries of layer 1" in text for text in change.left)
@@ -321,7 +321,7 @@ def test_a_model_of_one_position_is_left_alone() -> None:
     output.args = ((Rewriter(output).call(aten.slice.Tensor, whole, 1, -1, sys.maxsize),),)
     model.graph_changed()
     text = str(model.graph)
-    assert not last_token(model).modified
+    assert not LastToken().call(model).modified
     assert str(model.graph) == text
 
 
@@ -339,7 +339,7 @@ def test_lowered(name: str, recipe: str, shape: tuple[int, int]) -> None:
 
     model, ids = trained(name, recipe), tokens(*shape)
     expected = logits(model, ids)[:, -1:].numpy()
-    last_token(model)
+    LastToken().call(model)
     with jax.experimental.enable_x64():
         live = lower(partition(model, model.logits_graph(), ids), exact=True, dtype=np.float64)
         found = np.asarray(live.run(one_hot(ids.numpy(), live.token_shape[2]).astype(np.float64)))
