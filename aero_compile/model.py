@@ -25,9 +25,9 @@ from aero_compile.ir.call_convention import (
 )
 from aero_compile.ir.compile_graph import compile_graph
 from aero_compile.ir.constants import mark_constants, retarget
-from aero_compile.ir.deviation_norm import open_deviation_norms
 from aero_compile.ir.graph_json import decode_graph, encode_graph
 from aero_compile.ir.graph_model import GraphModel, remove_dead_nodes
+from aero_compile.ir.open_norms import open_deviation_norms
 from aero_compile.ir.shapes import carry
 from aero_compile.ir.submodules import kind_of
 

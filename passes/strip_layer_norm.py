@@ -6,7 +6,7 @@ Before → after:
 
 The paper's norm-free architectures (SM+G, SM+R, SM) drop the final norm as well. With `norms` a part of a norm can
 go: `norms=qk` lets queries and keys read x, while values go on reading the norm; a fused projection is cut in two then.
-`aero_compile.analysis.norm_sites.removal_schedule` lists the steps that take the norms one at a time.
+`aero_compile.recipe.removal_schedules.removal_schedule` lists the steps that take the norms one at a time.
 """
 
 from __future__ import annotations

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from aero_compile.analysis.structure import structure_of
 from aero_compile.errors import InputError
-from aero_compile.ir.ops import VIEWS, of_form
-
-if TYPE_CHECKING:
-    from aero_compile.analysis.structure import structure_of
-    from aero_compile.ir.call_convention import Call
+from aero_compile.ir.call_convention import Call
 from aero_compile.ir.graph_model import GraphModel
+from aero_compile.ir.ops import VIEWS, of_form
 
 aten = torch.ops.aten
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx
 
+from aero_compile.ir.graph_model import GraphModel
 from aero_compile.ir.ops import SHAPE_ONLY, VIEWS
 from aero_compile.ir.shapes import is_floating, node_values, sample_shape
-
-if TYPE_CHECKING:
-    from aero_compile.ir.graph_model import GraphModel
 
 
 def placeholder(graph: fx.Graph, name: str) -> fx.Node:

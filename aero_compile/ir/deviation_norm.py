@@ -5,7 +5,7 @@
     added:     (x − mean)/(σ + ε)·γ + b       Annotated Transformer, Zhang & Sennrich's RMSNorm
     at_least:  x/max(σ, ε)·γ + b              ScaleNorm (Nguyen & Salazar 2019), torch's F.normalize
 
-`deviation_norm` is an op of the canonical graph beside `layer_norm` and `rms_norm`; `open_deviation_norms` writes it as
+`deviation_norm` is an op of the canonical graph beside `layer_norm` and `rms_norm`; `ir/open_norms.py` writes it as
 arithmetic, for what knows ATen ops only.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 aten = torch.ops.aten
 
@@ -45,23 +45,3 @@ def deviation_norm(
 def bounded_deviation(square: Tensor, eps: float, form: str) -> Tensor:
     """σ + ε or max(σ, ε), from σ²."""
     return square.sqrt() + eps if form == "added" else square.sqrt().clamp(min=eps)
-
-
-def open_deviation_norms(graph: fx.Graph) -> bool:
-    """Write every deviation norm of `graph` as arithmetic, in place; returns whether there was one."""
-    from aero_compile.ir.rewriter import Rewriter
-
-    found = [node for node in graph.nodes if node.target is deviation_norm]
-    for node in found:
-        x, shape, weight, bias, eps, centered, form = node.args
-        dims = list(range(-len(shape), 0))
-        rewriter = Rewriter(node)
-        call = rewriter.call
-        if centered:
-            x = call(aten.sub.Tensor, x, call(aten.mean.dim, x, dims, True))
-        deviation = call(aten.sqrt.default, call(aten.mean.dim, call(aten.mul.Tensor, x, x), dims, True))
-        bound = aten.add.Tensor if form == "added" else aten.clamp_min.default
-        y = call(aten.div.Tensor, x, call(bound, deviation, eps))
-        y = y if weight is None else call(aten.mul.Tensor, y, weight)
-        rewriter.replace(y if bias is None else call(aten.add.Tensor, y, bias))
-    return bool(found)

@@ -6,7 +6,7 @@ import contextlib
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,11 +14,9 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from aero_compile.ir.extra_inputs import dtype_of, shape_of
+from aero_compile.ir.graph_model import GraphModel
 from aero_compile.ir.places import place
 from aero_compile.ir.weight_values import call_in_eval
-
-if TYPE_CHECKING:
-    from aero_compile.ir.graph_model import GraphModel
 
 
 class _Known:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-if TYPE_CHECKING:
-    from aero_compile.ir.graph_model import GraphModel
+from aero_compile.ir.graph_model import GraphModel
 
 
 def call_in_eval(module: torch.nn.Module, *args: Any, buffers: dict[str, Tensor] | None = None) -> Any:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import aero_compile
-from aero_compile.analysis.norm_sites import removal_schedule
 from aero_compile.errors import InputError, UnsupportedGraphError
+from aero_compile.recipe.removal_schedules import removal_schedule
 from aero_compile.runtime.lowering.partition import Domain, partition
 from benchmarks.lib import written_decoders
 from tests.support import norm_references as references
