@@ -170,7 +170,11 @@ def tiny_config(model_type: str, **options: Any) -> Any:
     fields |= {name: value for name, value in _SWITCHES.items() if name in names}
     fields |= dict(_SPECIAL.get(model_type, {})) | options
     aliased = {default.attribute_map[name] for name in fields if name in default.attribute_map}
-    fields = {name: value for name, value in fields.items() if name not in aliased or name in options}
+    fields = {
+        name: value
+        for name, value in fields.items()
+        if name in options or (name not in aliased and default.attribute_map.get(name) not in options)
+    }
     try:
         return kind(**fields)
     except Exception as error:

@@ -394,7 +394,7 @@ def test_wrong_options_exit_with_2(arguments: list[str]) -> None:
 
 
 def test_help_from_the_command_line(root: Path) -> None:
-    for script in ("peer_flax.py", "peer_flax_worker.py"):
+    for script in ("peer_flax.py", "lib/peer_flax_worker.py"):
         done = subprocess.run(
             [sys.executable, f"benchmarks/{script}", "--help"], cwd=root, capture_output=True, text=True
         )
@@ -405,7 +405,8 @@ def test_help_from_the_command_line(root: Path) -> None:
 def test_the_worker_needs_nothing_of_ours(root: Path) -> None:
     """Its environment has neither torch nor aero_compile, and the peer's packages are imported where they are used."""
     code = (
-        "import sys; sys.path = [p for p in sys.path if p]; sys.path.insert(0, 'benchmarks'); import peer_flax_worker; "
+        "import sys; sys.path = [p for p in sys.path if p]; sys.path.insert(0, 'benchmarks/lib'); "
+        "import peer_flax_worker; "
         "print(sorted({'torch', 'aero_compile', 'jax', 'flax', 'spu', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
