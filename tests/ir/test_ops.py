@@ -128,7 +128,7 @@ CALLS: dict[Any, Callable[[Shape], Arguments]] = {
     aten.sym_stride.int: lambda s: [_x(s), 1],
 }
 
-NAMES = {op: str(op) if op in (operator.getitem, deviation_norm) else str(op)[5:] for op in OPS}
+NAMES = {op: op.__name__ if op in (operator.getitem, deviation_norm) else str(op)[5:] for op in OPS}
 
 shapes = st.tuples(*[st.integers(2, 4)] * 3)
 
