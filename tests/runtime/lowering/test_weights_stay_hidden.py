@@ -115,15 +115,13 @@ class Decoder(nn.Module):
         return x @ self.embedding.weight.T
 
 
-_REWRITTEN = ("packed", "signs", "zeros and ones", "attribute", "product after", "product with flags")
-_AS_IT_IS = ("int8, non-persistent", "product after")
-"""By default each kind of tensor and of use once; a run of this test takes seconds."""
+_AS_IT_IS = ("int8, non-persistent", "product after")  # of the others, without rewritings, the test takes longer
 
 
 @pytest.mark.parametrize(
     ("layout", "optimize"),
     [
-        *(pytest.param(each, True, marks=[] if each in _REWRITTEN else pytest.mark.slow) for each in LAYOUTS),
+        *((layout, True) for layout in LAYOUTS),
         *(pytest.param(each, False, marks=[] if each in _AS_IT_IS else pytest.mark.slow) for each in LAYOUTS),
     ],
 )
