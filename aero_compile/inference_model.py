@@ -10,7 +10,6 @@ from torch import fx, nn
 
 from aero_compile.errors import InputError
 from aero_compile.ir.call_convention import CallConvention
-from aero_compile.ir.graph_model import remove_dead_nodes
 from aero_compile.ir.shapes import carry
 from aero_compile.ir.structural import structural_attributes
 from aero_compile.ir.submodules import kind_of
@@ -26,7 +25,9 @@ class InferenceModel(TransformedModel):
 
     positions_kept: str = "all"
 
-    def __init__(self, graph: fx.Graph, source: TransformedModel, convention: CallConvention) -> None:
+    def __init__(
+        self, graph: fx.Graph, source: TransformedModel, convention: CallConvention, vocab_size: int, num_layers: int
+    ) -> None:
         modules = {name: module for name, module in source.named_modules() if kind_of(module)}
         buffers = dict(source.named_buffers(remove_duplicate=False))
         tensors = dict(source.named_parameters(remove_duplicate=False)) | buffers
@@ -40,7 +41,7 @@ class InferenceModel(TransformedModel):
             history=source.history,
         )
         self.fixed_shape, self.examples = source.fixed_shape, source.examples
-        self._vocab_size, self._num_layers = source.vocab_size, source.num_layers
+        self._vocab_size, self._num_layers = vocab_size, num_layers
 
     @property
     def vocab_size(self) -> int:
@@ -83,7 +84,7 @@ def inference_copy(model: TransformedModel) -> InferenceModel:
     Its inputs are `input_ids` (int64 `[B, T]`) and, where the source takes one, `attention_mask`.
     """
     source = copy.deepcopy(model)
-    graph = _without_dropout(source, source.logits_graph())
+    graph = source.logits_graph()
     known = source.convention
     masks = "attention_mask" if known.attention_mask is not None else None
     convention = replace(
@@ -96,8 +97,9 @@ def inference_copy(model: TransformedModel) -> InferenceModel:
         output={"kind": "tensor", "index": 0},
         output_with_labels=None,
     )
-    twin = InferenceModel(graph, source, convention)
+    twin = InferenceModel(graph, source, convention, model.vocab_size, model.num_layers)
     carry(source, twin, {node: node for node in graph.nodes})
+    _drop_dropout(twin)
     twin.graph_changed()
     _hide_buffers(twin)
     return twin.eval()
@@ -119,10 +121,7 @@ def _hide_buffers(model: TransformedModel) -> None:
         owner.register_parameter(leaf, made[id(buffer)])
 
 
-def _without_dropout(model: nn.Module, graph: fx.Graph) -> fx.Graph:
-    for node in list(graph.nodes):
-        held = node.op == "call_module" and isinstance(model.get_submodule(str(node.target)), nn.Dropout)
-        if held:
+def _drop_dropout(model: TransformedModel) -> None:
+    for node in list(model.graph.nodes):
+        if node.op == "call_module" and isinstance(model.get_submodule(str(node.target)), nn.Dropout):
             node.replace_all_uses_with(node.args[0])
-    remove_dead_nodes(graph)
-    return graph

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 # All that a pass may know of the compiler; its own folder is allowed too.
-PASSES_MAY_IMPORT = {"analysis", "errors", "graph_pass", "ir", "model", "passes"}
+PASSES_MAY_IMPORT = {"analysis", "calibration", "errors", "graph_pass", "ir", "model", "passes"}
 HEAVY = (
     *("accelerate", "datasets", "jax", "matplotlib", "networkx", "onnx", "onnxruntime", "pandas"),
     *("spu", "tokenizers", "tqdm", "transformers"),

@@ -286,7 +286,7 @@ def check_passes(config: Config, passes: list[GraphPass]) -> None:
 def assert_modified_is_true(model: TransformedModel, result: TransformedModel, one: GraphPass) -> None:
     changed = canonical(result) != canonical(model)
     assert result.reports[-1].modified == changed
-    assert result.history == ((*model.history, str(one)) if changed else model.history)
+    assert result.history == ((*model.history, one) if changed else model.history)
 
 
 def canonical(model: TransformedModel) -> tuple[str, tuple[str, ...]]:

@@ -225,6 +225,20 @@ def _copy(node: fx.Node, known: _Known) -> None:
         _erase(into, known)
 
 
+def _fill(node: fx.Node, known: _Known) -> None:
+    """fill(into, value) → value in the shape and the type of `into`"""
+    into, value = node.args
+    if node not in known.live or not isinstance(into, fx.Node):
+        return
+    rewriter = known.at(node)
+    if not isinstance(value, fx.Node):
+        rewriter.replace(rewriter.call(aten.full_like.default, into, value))
+        return
+    if known.values[value].dtype != known.values[into].dtype:
+        value = rewriter.call(aten.to.dtype, value, known.values[into].dtype)
+    rewriter.replace(rewriter.call(aten.expand_as.default, value, into))
+
+
 def _slice_scatter(node: fx.Node, known: _Known) -> None:
     """A tensor that is filled part by part, y[..., :n] = a and y[..., n:] = b → cat([a, b])"""
     inner = node.args[0]
@@ -276,5 +290,7 @@ _SPELLINGS: Mapping[Any, Callable[[fx.Node, _Known], None]] = {
     aten.baddbmm.default: _baddbmm,
     aten.addmm.default: _addmm,
     aten.copy.default: _copy,
+    aten.fill.Scalar: _fill,
+    aten.fill.Tensor: _fill,
     aten.slice_scatter.default: _slice_scatter,
 }
