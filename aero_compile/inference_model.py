@@ -40,7 +40,7 @@ class InferenceModel(TransformedModel):
             max_positions=source.max_positions,
             history=source.history,
         )
-        self.fixed_shape, self.examples = source.fixed_shape, source.examples
+        self.fixed_shape, self.examples = source.fixed_shape, dict(source.examples)
         self._vocab_size, self._num_layers = vocab_size, num_layers
 
     @property
@@ -98,6 +98,8 @@ def inference_copy(model: TransformedModel) -> InferenceModel:
         output_with_labels=None,
     )
     twin = InferenceModel(graph, source, convention, model.vocab_size, model.num_layers)
+    if isinstance(model, InferenceModel):
+        twin.positions_kept = model.positions_kept
     carry(source, twin, {node: node for node in graph.nodes})
     _drop_dropout(twin)
     twin.graph_changed()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import aero_compile
 from aero_compile.errors import InputError
+from aero_compile.inference_model import inference_copy
 from tests.support import tiny_models
 
 
@@ -59,6 +63,14 @@ def test_averages_of_the_first_position_leave_the_last_one_alone(family: str) ->
     for batch, length in ((2, 13), (3, 1), (1, 2)):
         ids = tiny_models.tokens(batch, length)
         torch.testing.assert_close(fast(ids), models[1](ids).logits[:, -1:], rtol=1e-9, atol=1e-9)
+
+
+def test_copies_and_files_are_the_same_model() -> None:
+    fast = aero_compile.optimize_for_inference(tiny_models.captured("gpt2-eager"), logits="last")
+    ids = tiny_models.tokens(2, 7)
+    for twin in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast)), inference_copy(fast)):
+        assert torch.equal(twin(ids), fast(ids))
+        assert (twin.positions_kept, twin.vocab_size, twin.num_layers) == ("last", fast.vocab_size, fast.num_layers)
 
 
 def test_mistakes_are_named() -> None:

@@ -178,11 +178,17 @@ def parse_pass(text: str) -> GraphPass:
     return kind.from_options(options)
 
 
+_LONGEST = 2000
+"""Characters of a pass in a file."""
+
+
 def recorded_pass(text: str) -> AppliedPass:
     """A pass as a file names it in a model's history; one that this version does not have is its text alone."""
+    if len(text) > _LONGEST:  # of no pass, and not to be parsed: the file may be anyone's
+        return UnlistedPass(text)
     try:
         return parse_pass(text)
-    except RecipeError:
+    except (RecipeError, RecursionError, MemoryError):
         return UnlistedPass(text)
 
 

@@ -17,7 +17,7 @@ from aero_compile.graph_pass import GraphPass
 from aero_compile.passes.scaled_ffn import ScaledFFN
 from aero_compile.passes.softmax_temperature import SoftmaxTemperature
 from aero_compile.passes.strip_layer_norm import StripLayerNorm
-from aero_compile.recipe.recipe import PASSES, Recipe, parse_pass, recipes, resolve
+from aero_compile.recipe.recipe import PASSES, Recipe, parse_pass, recipes, recorded_pass, resolve
 
 PAPER = {
     "baseline": "SM+LN+G",
@@ -221,3 +221,19 @@ def test_nearest_names() -> None:
     assert nearest("relo", ["relu", "gelu", "softmax"]).startswith(" (nearest: relu")
     assert nearest("qqq", ["b", "a"]) == " (known: a, b)"
     assert "Relu" in nearest("RELU", ["Relu", "x"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "}{=,=}", "of-later{a=1}", "scaled-ffn{nope=1}", f"scaled-ffn{{init_beta={'(' * 1500}}}"]
+    + [f"scaled-ffn{{init_beta={'-' * count}1}}" for count in (1500, 3000, 200_000)],
+)
+def test_a_recorded_pass_that_is_none_stays_its_text(text: str) -> None:
+    found = recorded_pass(text)
+    assert (str(found), found.name) == (text, text.partition("{")[0])
+    assert not isinstance(found, GraphPass)
+
+
+def test_a_recorded_pass_is_the_pass() -> None:
+    for one in (ScaledFFN(init_beta=0.5), StripLayerNorm(layers="0", norms="ffn")):
+        assert recorded_pass(str(one)) == one
