@@ -1,7 +1,7 @@
 """Attention entropy, its regularization, and the model wrapper that trains with it.
 
-Entropies are in nats. The definition is ``E = -sum_j p_j log p_j`` of one attention row; the largest
-value a row of T keys can have is ``log T`` (a causal row i reaches only ``log(i + 1)``).
+Entropies are in nats. The definition is `E = -sum_j p_j log p_j` of one attention row; the largest
+value a row of T keys can have is `log T` (a causal row i reaches only `log(i + 1)`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ REDUCTIONS: tuple[Reduction, ...] = ("algorithm", "listing")
 def attention_entropy(probs: Tensor) -> Tensor:
     """Entropy of every attention row, in nats.
 
-    ``probs``: ``[..., T_k]``, rows summing to one, any float type. Returns ``[...]``, float32 for
+    `probs`: `[..., T_k]`, rows summing to one, any float type. Returns `[...]`, float32 for
     16-bit input and the input's type otherwise. A zero probability contributes exactly zero, to the
-    value and (through a finite slope of ``-log tiny``, multiplied by the zero of softmax's own
+    value and (through a finite slope of `-log tiny`, multiplied by the zero of softmax's own
     derivative) to the gradient. NaN stays NaN.
     """
     if probs.dtype in (torch.float16, torch.bfloat16):
@@ -43,17 +43,17 @@ def entropy_regularization(
 ) -> Tensor:
     """The entropy penalty of the AERO paper (without its weight lambda), a scalar.
 
-    ``entropies``: one ``[B, H, T]`` tensor a layer, nats. ``thresholds``: theta, ``[L, H]``, fractions of
-    ``E_max = log(seq_len)``; ``seq_len`` defaults to T. ``margin``: gamma, fraction of ``E_max``.
+    `entropies`: one `[B, H, T]` tensor a layer, nats. `thresholds`: theta, `[L, H]`, fractions of
+    `E_max = log(seq_len)`; `seq_len` defaults to T. `margin`: gamma, fraction of `E_max`.
 
-    ``reduction="algorithm"`` is Algorithm 1: the deviation ``delta = mean(E) - theta * E_max`` of each
-    head (mean over batch and query positions) is squared where ``|delta| > gamma * E_max`` and zero
-    elsewhere; then the mean over heads and over layers. ``reduction="listing"`` is the paper's PyTorch
+    `reduction="algorithm"` is Algorithm 1: the deviation `delta = mean(E) - theta * E_max` of each
+    head (mean over batch and query positions) is squared where `|delta| > gamma * E_max` and zero
+    elsewhere; then the mean over heads and over layers. `reduction="listing"` is the paper's PyTorch
     listing: the deviation and its threshold test per position, the penalty summed over batch and
     positions, then the mean over heads and layers; it grows with B*T, so weights are not comparable.
 
-    Gradients reach ``entropies`` and ``thresholds``. Computed in float32 or wider. A NaN or infinite
-    entropy makes the result non-finite on purpose: training must notice it. T = 1 gives ``E_max = 0``
+    Gradients reach `entropies` and `thresholds`. Computed in float32 or wider. A NaN or infinite
+    entropy makes the result non-finite on purpose: training must notice it. T = 1 gives `E_max = 0`
     and a penalty of 0. Raises InputError for shapes that do not fit or a margin below 0.
     """
     _check_entropies(entropies)
@@ -91,7 +91,7 @@ def _outside(deviation: Tensor, tolerance: float) -> Tensor:
 
 
 def headwise(entropies: Sequence[Tensor]) -> Tensor:
-    """Mean over batch and query positions: L tensors ``[B, H, T]`` to ``[L, H]`` (float32 or wider)."""
+    """Mean over batch and query positions: L tensors `[B, H, T]` to `[L, H]` (float32 or wider)."""
     _check_entropies(entropies)
     return torch.stack(_layer_means(entropies))
 
@@ -116,9 +116,9 @@ def _check_entropies(entropies: Sequence[Tensor]) -> None:
 class EntropySummary:
     """How a model's heads are spread over the entropy range (shares of all heads, each 0 to 1).
 
-    ``quartiles``: shares in the four quarters of ``[0, maximum]``, lowest first; ``maximum``: the largest
-    headwise entropy observed, nats; ``overload``: share above 3/4 of it; ``collapse``: share at most
-    ``collapse_fraction`` of it (near zero).
+    `quartiles`: shares in the four quarters of `[0, maximum]`, lowest first; `maximum`: the largest
+    headwise entropy observed, nats; `overload`: share above 3/4 of it; `collapse`: share at most
+    `collapse_fraction` of it (near zero).
     """
 
     maximum: float
@@ -129,7 +129,7 @@ class EntropySummary:
 
 
 def summarize(headwise_entropies: Tensor, collapse_fraction: float = 0.05) -> EntropySummary:
-    """Quartile histogram, overload and collapse of headwise entropies ``[L, H]`` (paper, section 4).
+    """Quartile histogram, overload and collapse of headwise entropies `[L, H]` (paper, section 4).
 
     The quarters are of the maximum observed among the heads, as in the paper; a head exactly on a border
     counts to the lower quarter. If every head is at zero, all are collapsed and none overloaded. Raises
@@ -163,13 +163,13 @@ class TrainingOutput(dict[str, Any]):
 class EntropyRegularizedModel(nn.Module):
     """A transformed model together with its entropy thresholds and the regularized loss.
 
-    ``model``: a TransformedModel (or anything called the same way that has ``num_layers`` and
-    ``num_heads``). ``weight``: lambda; 0 turns regularization off, and then the thresholds are not
-    trained. ``threshold_init``: start of every theta; the paper gives no value, 0.5 is half the
-    range. ``thresholds`` is a Parameter ``[L, H]``, saved with the module.
+    `model`: a TransformedModel (or anything called the same way that has `num_layers` and
+    `num_heads`). `weight`: lambda; 0 turns regularization off, and then the thresholds are not
+    trained. `threshold_init`: start of every theta; the paper gives no value, 0.5 is half the
+    range. `thresholds` is a Parameter `[L, H]`, saved with the module.
 
-    Everything is computed inside ``forward``, so data-parallel wrappers see every parameter. Tied weights
-    are written once in ``state_dict()`` and shared again by ``load_state_dict``.
+    Everything is computed inside `forward`, so data-parallel wrappers see every parameter. Tied weights
+    are written once in `state_dict()` and shared again by `load_state_dict`.
     """
 
     # Trainer then scales the per-batch mean by the accumulation steps; exact because blocks are full.
@@ -211,12 +211,12 @@ class EntropyRegularizedModel(nn.Module):
         labels: Tensor | None = None,
         output_entropies: bool = False,
     ) -> TrainingOutput:
-        """Loss and logits of a batch of token ids ``[B, T]``.
+        """Loss and logits of a batch of token ids `[B, T]`.
 
-        In training mode ``loss = cross_entropy + lambda * penalty``; in eval mode it is the plain cross
-        entropy, so that held-out losses compare between settings. Also returned: ``logits``
-        ``[B, T, V]``, and detached ``ce_loss``, ``penalty`` (scalars) and ``entropies``, L tensors ``[H]``
-        averaged over batch and positions (always when regularizing, else on ``output_entropies``).
+        In training mode `loss = cross_entropy + lambda * penalty`; in eval mode it is the plain cross
+        entropy, so that held-out losses compare between settings. Also returned: `logits`
+        `[B, T, V]`, and detached `ce_loss`, `penalty` (scalars) and `entropies`, L tensors `[H]`
+        averaged over batch and positions (always when regularizing, else on `output_entropies`).
         """
         regularize = self.training and self.weight > 0 and labels is not None
         wanted = regularize or output_entropies

@@ -72,7 +72,7 @@ _FEW = 20
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
-    """Return `` (nearest: a, b)`` for an error message; of few names, all of them when nothing is close."""
+    """Return ` (nearest: a, b)` for an error message; of few names, all of them when nothing is close."""
     choices = sorted(known)
     lowered = {choice.lower(): choice for choice in choices}
     close = difflib.get_close_matches(name.lower(), list(lowered), n=count, cutoff=0.4)

@@ -13,7 +13,7 @@ MISTAKE, INTERRUPTED = 2, 130
 def exit_code(command: Callable[[], int], kept: str = "") -> int:
     """Run a command and return its exit code: its own, 2 for an error of ours, 130 when interrupted.
 
-    ``kept`` says, after "interrupted", what is left of the work and how to go on.
+    `kept` says, after "interrupted", what is left of the work and how to go on.
     """
     try:
         return command()

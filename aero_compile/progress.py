@@ -13,7 +13,7 @@ _BAR = 24
 
 
 class Progress:
-    """Counts steps of a run; all output goes to ``stream`` (standard error), so that results stay clean.
+    """Counts steps of a run; all output goes to `stream` (standard error), so that results stay clean.
 
     On a terminal the line shows a bar, the step under way and its seconds, twice a second. Elsewhere (a log,
     a pipe) each step prints one line when it starts and one when it ends.
@@ -35,9 +35,9 @@ class Progress:
 
     @contextmanager
     def step(self, what: str, live: bool = True) -> Iterator[None]:
-        """Show ``what`` while the body runs; counts the step when it ends without an exception.
+        """Show `what` while the body runs; counts the step when it ends without an exception.
 
-        ``live=False`` prints a plain line instead, for work that has a moving line of its own.
+        `live=False` prints a plain line instead, for work that has a moving line of its own.
         """
         live = live and self._live
         begin, stop = time.monotonic(), threading.Event()
@@ -62,7 +62,7 @@ class Progress:
         self.ended(what, time.monotonic() - begin)
 
     def ended(self, what: str, seconds: float) -> None:
-        """Count a step that is over and took ``seconds``."""
+        """Count a step that is over and took `seconds`."""
         self.done += 1
         sofar = time.monotonic() - self._begin
         self.say(f"{self._bar()} {what}: {seconds:.1f} s (of {sofar:.0f} s so far)")

@@ -1,7 +1,7 @@
-"""Retrain a transformed model: ``python -m aero_compile.retrain`` or the function ``retrain``.
+"""Retrain a transformed model: `python -m aero_compile.retrain` or the function `retrain`.
 
-One run is one output directory: checkpoints, ``metrics.jsonl``, ``entropies.jsonl``, ``run.json`` and, at
-the end, the trained model in ``artifact/`` (``aero_compile.load`` reads it).
+One run is one output directory: checkpoints, `metrics.jsonl`, `entropies.jsonl`, `run.json` and, at
+the end, the trained model in `artifact/` (`aero_compile.load` reads it).
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ logger = logging.getLogger("aero_compile.retrain")
 class RetrainResult:
     """What a run gives: the trained model (eval mode) and its records.
 
-    ``eval_loss`` (nats a token, plain cross entropy) and ``perplexity`` are of the held-out blocks.
-    ``history`` holds the log events of ``metrics.jsonl``; ``entropies_before`` and ``entropies_after`` are
-    headwise entropies ``[L][H]`` in nats on the same held-out blocks, before the first and after the last step.
+    `eval_loss` (nats a token, plain cross entropy) and `perplexity` are of the held-out blocks.
+    `history` holds the log events of `metrics.jsonl`; `entropies_before` and `entropies_after` are
+    headwise entropies `[L][H]` in nats on the same held-out blocks, before the first and after the last step.
     """
 
     model: TransformedModel
@@ -85,13 +85,13 @@ def retrain(
 ) -> RetrainResult:
     """Transform, train and save a model.
 
-    ``options``: what to train and how to regularize. ``training_args``: Hugging Face's TrainingArguments, by
-    default ``RetrainArguments()``; its ``output_dir`` is the run's. ``model``: a module to use instead of
-    ``options.model`` (not changed; a TransformedModel keeps its recipe unless ``options.recipe`` is given).
-    ``datasets``: blocks made by ``aero_compile.training.data.prepare``, to share between runs; their context counts.
+    `options`: what to train and how to regularize. `training_args`: Hugging Face's TrainingArguments, by
+    default `RetrainArguments()`; its `output_dir` is the run's. `model`: a module to use instead of
+    `options.model` (not changed; a TransformedModel keeps its recipe unless `options.recipe` is given).
+    `datasets`: blocks made by `aero_compile.training.data.prepare`, to share between runs; their context counts.
 
-    Works in several processes started by ``accelerate launch``. Raises InputError, DataError,
-    RecipeError, OutputDirError, TrainingError (NaN) and what ``transform`` raises.
+    Works in several processes started by `accelerate launch`. Raises InputError, DataError,
+    RecipeError, OutputDirError, TrainingError (NaN) and what `transform` raises.
     """
     args = RetrainArguments() if training_args is None else copy.copy(training_args)
     check_training_arguments(args)

@@ -1,4 +1,4 @@
-"""Measure the table of costs that ``aero_compile.estimate`` reads, once per machine and version of SPU.
+"""Measure the table of costs that `aero_compile.estimate` reads, once per machine and version of SPU.
 
 Two processes of this machine run small computations with Cheetah over the loopback interface: bitwise protocols,
 element-wise and matrix products, functions that SPU composes of them. Bytes and messages are the same on every

@@ -59,8 +59,8 @@ RESULTS, REPORT = "results.json", "report.html"
 class Settings:
     """Everything that the result depends on.
 
-    ``initializer_range``: GPT-2's 0.02 is meant for widths of 768 and more; at this width it leaves models
-    without norms with signals near zero, and all heads looking at all tokens alike. ``temperature_init`` is what
+    `initializer_range`: GPT-2's 0.02 is meant for widths of 768 and more; at this width it leaves models
+    without norms with signals near zero, and all heads looking at all tokens alike. `temperature_init` is what
     the paper trains with on Languini (0.1).
     """
 

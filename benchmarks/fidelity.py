@@ -40,9 +40,9 @@ CALIBRATION_BLOCKS = 64
 
 @dataclasses.dataclass(frozen=True)
 class Fidelity:
-    """One model on ``positions`` held-out positions; perplexities are of the same blocks.
+    """One model on `positions` held-out positions; perplexities are of the same blocks.
 
-    ``argmax``: share of positions with the same likeliest token; ``max_error`` and ``mean_error`` are of logits.
+    `argmax`: share of positions with the same likeliest token; `max_error` and `mean_error` are of logits.
     """
 
     label: str
@@ -62,7 +62,7 @@ class Fidelity:
 
 
 def compare(model: nn.Module, label: str, blocks: Tensor, calibration: Tensor | None, protocol: str) -> Fidelity:
-    """Run ``model`` privately on ``blocks`` [N, T] in one batch and in PyTorch."""
+    """Run `model` privately on `blocks` [N, T] in one batch and in PyTorch."""
     with torch.no_grad():
         reference = logits_of(model(blocks)).double()
     clamp = calibration is None
@@ -84,7 +84,7 @@ def compare(model: nn.Module, label: str, blocks: Tensor, calibration: Tensor | 
 
 
 def _perplexity(logits: Tensor, blocks: Tensor) -> float:
-    """Of logits [N, T, V] for the next tokens of ``blocks`` [N, T]."""
+    """Of logits [N, T, V] for the next tokens of `blocks` [N, T]."""
     flat = logits[:, :-1].flatten(0, 1)
     return math.exp(nn.functional.cross_entropy(flat, blocks[:, 1:].flatten()).item())
 

@@ -30,19 +30,19 @@ LEAST_SUM = 0.98
 
 
 def points(end: float) -> Array:
-    """Places between 0 and ``end``, denser at both ends, and near 0."""
+    """Places between 0 and `end`, denser at both ends, and near 0."""
     ends = end * (1 - np.cos(np.linspace(0, np.pi, 240))) / 2
     return np.asarray(np.unique(np.concatenate([ends, np.linspace(0, np.sign(end) * min(abs(end), 8), 120)])))
 
 
 def softmax_weight(x: Array, entries: int) -> Array:
-    """How much an error of exp(x) can change a softmax with one 0 and up to ``entries`` scores x."""
+    """How much an error of exp(x) can change a softmax with one 0 and up to `entries` scores x."""
     count = np.clip(np.exp(-x), 1, entries)
     return np.asarray(count / (1 + count * np.exp(x)) ** 2)
 
 
 class Fit:
-    """A chain with ``squares`` squares on its way to ``target`` at ``x``; ``free_output``: weights after the last."""
+    """A chain with `squares` squares on its way to `target` at `x`; `free_output`: weights after the last."""
 
     def __init__(self, x: Array, target: Array, weight: Array, squares: int, free_output: bool) -> None:
         import jax
@@ -71,7 +71,7 @@ class Fit:
         return float(np.abs(self._residual(flat)).max())
 
     def least_squares(self, flat: Array) -> Array:
-        """A nonlinear least-squares fit from ``flat``."""
+        """A nonlinear least-squares fit from `flat`."""
         from scipy.optimize import least_squares  # type: ignore[import-untyped, unused-ignore]
 
         def bounded(function: Callable[[Array], Any]) -> Callable[[Array], Array]:
@@ -82,7 +82,7 @@ class Fit:
         return np.asarray(found.x)
 
     def minimax(self, flat: Array, fixed: int = 0, steps: int = 60) -> Array:
-        """Linear programs within a trust region; the first ``fixed`` weights stay."""
+        """Linear programs within a trust region; the first `fixed` weights stay."""
         from scipy.optimize import linprog
 
         region, best = 0.1, self.error(flat)
@@ -105,7 +105,7 @@ class Fit:
         return flat
 
     def rounded(self, flat: Array) -> Array:
-        """Round to multiples of ``UNIT``, sum by sum, fitting the rest again after each."""
+        """Round to multiples of `UNIT`, sum by sum, fitting the rest again after each."""
         for end in np.cumsum(self.sizes):
             flat = np.append(np.round(flat[:end] / UNIT) * UNIT, flat[end:])
             flat = self.minimax(flat, int(end), 25) if end < len(flat) else flat
@@ -113,7 +113,7 @@ class Fit:
 
 
 def start(squares: int, x: Array, free_output: bool, random: np.random.Generator, spread: float) -> Array:
-    """(1 + z + z²/2)^n for exp; for others squares of random sums; ``spread`` of random changes."""
+    """(1 + z + z²/2)^n for exp; for others squares of random sums; `spread` of random changes."""
     rows = [np.zeros(k + 2) for k in range(squares + free_output)]
     middle, half = (x.max() + x.min()) / 2, (x.max() - x.min()) / 2
     rows[0][:] = (-middle / half, 1 / half) if free_output else (0.5**0.5, 0.5**0.5 / 2 ** (squares - 1))

@@ -31,7 +31,7 @@ from benchmarks.lib.pi_rows import LAYERS, SHAPES, Task, build, check_lengths
 
 @dataclass(frozen=True)
 class Stage:
-    """One pass on one model; ``before`` and ``after`` are bytes of both directions."""
+    """One pass on one model; `before` and `after` are bytes of both directions."""
 
     recipe: str
     name: str
@@ -41,7 +41,7 @@ class Stage:
 
 
 def stages(model: TransformedModel, recipe: str, length: int, logits: str, shown: Progress) -> Iterator[Stage]:
-    """Yield what each pass does to the bill of ``model`` on ``length`` tokens."""
+    """Yield what each pass does to the bill of `model` on `length` tokens."""
     twin = inference_copy(model)
 
     def cost() -> int:

@@ -163,7 +163,7 @@ def start(args: argparse.Namespace, todo: list[Task]) -> tuple[list[Row], list[T
 
 
 def earlier_rows(args: argparse.Namespace) -> list[Row]:
-    """Return the rows of ``--json`` but those that went wrong; raises `InputError` where settings were others."""
+    """Return the rows of `--json` but those that went wrong; raises `InputError` where settings were others."""
     earlier = read_json(args.json)
     there = {"seed": earlier.get("seed"), **dict(earlier.get("config") or {})}
     here = {"seed": args.seed, **config(args)}
@@ -192,7 +192,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _made(args: argparse.Namespace, left: list[Task]) -> Iterator[Row]:
-    """Make the rows of ``left``, showing how far it is."""
+    """Make the rows of `left`, showing how far it is."""
     progress = Progress(len(left))
     groups = pi_pool.by_model(left) if args.estimate else [[task] for task in left]
     count = pi_pool.processes(len(groups), args.jobs) if args.estimate else 1

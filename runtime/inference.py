@@ -76,10 +76,10 @@ def private_inference(
     tls: TLSConfig | None = None,
     network: str | Network | None = None,
 ) -> tuple[npt.NDArray[np.float32], Measurement]:
-    """Run ``model`` on ``input_ids`` in two-party computation between two processes of this machine.
+    """Run `model` on `input_ids` in two-party computation between two processes of this machine.
 
     Args:
-        model: a transformed model (``aero_compile.transform``), or any decoder, which is captured as it is.
+        model: a transformed model (`aero_compile.transform`), or any decoder, which is captured as it is.
         input_ids: integer token ids, torch or NumPy, [B, T] (or [T], taken as one sequence).
         protocol: "cheetah" (secure against semi-honest parties) or "semi2k" (fast; its correlated
             randomness comes from the server, so it is for tests, not for privacy).
@@ -88,7 +88,7 @@ def private_inference(
             returned is run as it is).
         calibration: batches of token ids [B, T] of typical text, on which the ranges of all values are checked.
         clamp: exponentials hold for any scores. False takes the cheapest ones that hold where scores spread no further
-            than 1.25 times what ``calibration`` showed; beyond, attention is wrong, and between two hosts nobody
+            than 1.25 times what `calibration` showed; beyond, attention is wrong, and between two hosts nobody
             notices. The program then tells the client how far scores spread.
         guards: check privately that no value leaves the range on which operators hold, as programs for two hosts do by
             default. Here the model is evaluated in the clear first, which shows the same and names the place.
@@ -100,8 +100,8 @@ def private_inference(
             first forward with the set-up.
         timeout: seconds for the computation.
         progress: show the running operator on standard error; None: only on a terminal.
-        tls: certificates for an encrypted link; they must name 127.0.0.1, where both parties are, or ``peer_name``.
-        network: what to emulate between the two processes: "lan", "wan", "MBPS:RTT_MS" or a ``Network``; None:
+        tls: certificates for an encrypted link; they must name 127.0.0.1, where both parties are, or `peer_name`.
+        network: what to emulate between the two processes: "lan", "wan", "MBPS:RTT_MS" or a `Network`; None:
             nothing.
 
     Returns:
@@ -110,7 +110,7 @@ def private_inference(
     Raises:
         InputError: tokens, shapes or options that the model or the protocol cannot take.
         LoweringError: the model computes something that cannot be run privately, values too large for the
-            fixed-point format, or logits that would be further off than ``tolerances`` allow.
+            fixed-point format, or logits that would be further off than `tolerances` allow.
         PartyError: a party failed or was lost.
         RuntimeUnavailableError: SPU is not installed.
     """
@@ -173,11 +173,11 @@ def compile_model(
     field: int = 64,
     fraction_bits: int = 18,
 ) -> Compiled:
-    """Compile ``model`` for token ids [batch, length], without any tokens.
+    """Compile `model` for token ids [batch, length], without any tokens.
 
-    Options and errors are those of :func:`private_inference`. There are no real inputs here to check ranges against:
-    ``guards`` lets the two parties find out, in a run, that a value left the range on which an operator holds; they
-    learn this one bit and no logits then. Typical text as ``calibration`` shows before whether that will happen.
+    Options and errors are those of `private_inference`. There are no real inputs here to check ranges against:
+    `guards` lets the two parties find out, in a run, that a value left the range on which an operator holds; they
+    learn this one bit and no logits then. Typical text as `calibration` shows before whether that will happen.
     The logits are rehearsed on that text, cut or repeated to [batch, length], or else on random tokens.
     """
     check_config(protocol, field, fraction_bits)
@@ -197,7 +197,7 @@ def compile_model(
 
 
 def export(compiled: Compiled, directory: str | os.PathLike[str]) -> None:
-    """Write ``program.json`` (for both parties) and ``weights.npz`` (for the server only, mode 0600).
+    """Write `program.json` (for both parties) and `weights.npz` (for the server only, mode 0600).
 
     The folder is made with mode 0700 if it does not exist.
     """
@@ -269,7 +269,7 @@ def _rehearsed(
     exact: Callable[[], LiveProgram],
     text: str,
 ) -> None:
-    """Raise LoweringError if the program would give other logits for ``ids`` than ``model`` gives."""
+    """Raise LoweringError if the program would give other logits for `ids` than `model` gives."""
     found: list[torch.Tensor] = []
 
     def keep(node: torch.fx.Node, domains: Any, args: Any, kwargs: Any, value: Any) -> None:
@@ -282,13 +282,13 @@ def _rehearsed(
 
 
 def _text(model: torch.nn.Module, calibration: Any, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Calibration text, cut or repeated to the shape of ``ids``."""
+    """Calibration text, cut or repeated to the shape of `ids`."""
     rows = [_checked_ids(model, batch).ravel() for batch in token_batches(calibration)]
     return np.resize(np.concatenate(rows), ids.shape)
 
 
 def _random_text(model: torch.nn.Module, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Random tokens in the shape of ``ids``, the same for everyone: none twice before all have come."""
+    """Random tokens in the shape of `ids`, the same for everyone: none twice before all have come."""
     return np.resize(np.random.default_rng(0).permutation(_vocabulary(model, ids)), ids.shape)
 
 
@@ -299,7 +299,7 @@ def _vocabulary(model: torch.nn.Module, ids: npt.NDArray[np.int64]) -> int:
 def _doublings(model: torch.nn.Module, ids: npt.NDArray[np.int64], calibration: Any, form: Format) -> Doublings:
     """By which powers of two each norm's rows are multiplied, or the weights before them.
 
-    They follow from the calibration text, or from random tokens of the shape of ``ids``: never from ``ids`` themselves.
+    They follow from the calibration text, or from random tokens of the shape of `ids`: never from `ids` themselves.
     """
     if not any(node.target in NORMS for node in _graph(model).nodes):
         return NO_DOUBLINGS

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def jnp() -> Any:
-    """Return ``jax.numpy``."""
+    """Return `jax.numpy`."""
     import jax.numpy
 
     return jax.numpy

@@ -1,4 +1,4 @@
-"""One party of the private computation, as a process: ``python -m aero_compile.runtime.party``.
+"""One party of the private computation, as a process: `python -m aero_compile.runtime.party`.
 
 Rank 0 is the server (weights), rank 1 the client (tokens, logits). On two hosts, start
 
@@ -7,9 +7,9 @@ Rank 0 is the server (weights), rank 1 the client (tokens, logits). On two hosts
     python -m aero_compile.runtime.party --rank 1 --address HOST1:PORT --peer HOST0:PORT \\
         --program program.json --tokens tokens.npy --output out
 
-(``aero_compile.runtime.export`` writes program and weights; tokens.npy holds int64 ids [B, T].)
-``aero_compile.private_inference`` starts exactly these processes on one machine. Events are printed as JSON
-lines; ``stats.json`` and, for the client, ``logits.npy`` are written to the output directory.
+(`aero_compile.runtime.export` writes program and weights; tokens.npy holds int64 ids [B, T].)
+`aero_compile.private_inference` starts exactly these processes on one machine. Events are printed as JSON
+lines; `stats.json` and, for the client, `logits.npy` are written to the output directory.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ class _Party:
         _event("connected")
 
     def _deadline(self, seconds: float, message: Callable[[], str]) -> None:
-        """End the process with ``message`` unless a later deadline is set within ``seconds``."""
+        """End the process with `message` unless a later deadline is set within `seconds`."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = threading.Timer(seconds, lambda: _die(message()))
@@ -306,7 +306,7 @@ def _checked(spec: TensorSpec, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 def end_with_parent(enabled: bool, scratch: Path | None) -> None:
     """End this process as soon as standard input is closed, that is when its launcher is gone.
 
-    A launcher that was killed left its folder ``scratch`` behind; it is removed, and the one around it if that is
+    A launcher that was killed left its folder `scratch` behind; it is removed, and the one around it if that is
     empty then.
     """
     if not enabled:

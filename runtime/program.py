@@ -22,7 +22,7 @@ TOKENS = "tokens"
 """Name of the client's input: the one-hot matrix of the tokens, [B, T, V]."""
 
 SET_UP = "set-up"
-"""Key of the code, and name of the result, of the computation that only sets both parties up (see ``warm_up``)."""
+"""Key of the code, and name of the result, of the computation that only sets both parties up (see `warm_up`)."""
 
 SET_UP_SIDE = 256
 """Rows and columns of its operands: 65,536 elements occupy every worker of SPU's tiled protocols."""
@@ -50,7 +50,7 @@ SET_UP_INPUTS = tuple(TensorSpec(f"set-up:{i}", (SET_UP_SIDE, SET_UP_SIDE), "flo
 
 @dataclass(frozen=True)
 class Step:
-    """One operator of the model: runs ``code`` on named secret values; ``free`` ends the life of some."""
+    """One operator of the model: runs `code` on named secret values; `free` ends the life of some."""
 
     label: str
     place: str
@@ -64,9 +64,9 @@ class Step:
 class Program:
     """A model compiled for one batch size and sequence length, for one protocol configuration.
 
-    ``codes`` maps a key to PPHLO text; identical operators share one, and ``codes[SET_UP]`` is the computation that
-    only sets the parties up. ``tokens`` has shape [B, T, V], ``logits`` shape [B, T, V], or [B, 1, V] for the last
-    position alone. ``guard`` names the value [1] that both parties open before the logits: 1 if a value left the range
+    `codes` maps a key to PPHLO text; identical operators share one, and `codes[SET_UP]` is the computation that
+    only sets the parties up. `tokens` has shape [B, T, V], `logits` shape [B, T, V], or [B, 1, V] for the last
+    position alone. `guard` names the value [1] that both parties open before the logits: 1 if a value left the range
     on which an operator holds. Nothing in it depends on any tokens, and on the weights only as far as bounds of them
     decide what is checked, and calibration how an exponential is computed.
     """
@@ -92,12 +92,12 @@ class Program:
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the program to ``path`` (through a temporary name)."""
+        """Write the program to `path` (through a temporary name)."""
         write_atomically(Path(path), self.to_bytes())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Program:
-        """Read a program written by :meth:`save`, by whomever: it is checked before anything of it is run.
+        """Read a program written by `save`, by whomever: it is checked before anything of it is run.
 
         Raises:
             InputError: the file is missing, damaged, too large or of another format version, or the program does

@@ -50,11 +50,11 @@ def check_logits(
     exact: Callable[[], LiveProgram],
     text: str,
 ) -> None:
-    """Rehearse ``program`` on ``ids`` [B, T] and compare its logits with ``expected`` [B, T, V] (or [B, 1, V]).
+    """Rehearse `program` on `ids` [B, T] and compare its logits with `expected` [B, T, V] (or [B, 1, V]).
 
-    ``tolerance``: how far a logit may be off, as a part of the standard deviation of the logits over the vocabulary
-    (the largest of all positions), besides ``ABSOLUTE``. ``exact`` makes the same steps with exact functions, from
-    which an error can tell where logits go astray; ``text`` says whose tokens these are.
+    `tolerance`: how far a logit may be off, as a part of the standard deviation of the logits over the vocabulary
+    (the largest of all positions), besides `ABSOLUTE`. `exact` makes the same steps with exact functions, from
+    which an error can tell where logits go astray; `text` says whose tokens these are.
 
     Raises:
         LoweringError: they may be further off than that; the message names the operator where the error grows most.
@@ -78,7 +78,7 @@ def rehearse(
 ) -> npt.NDArray[np.float64]:
     """Run a program on token ids [B, T] in the clear and in fixed point; returns its logits [B, T, V] (or [B, 1, V]).
 
-    ``look`` is told what every step computes.
+    `look` is told what every step computes.
 
     Raises:
         LoweringError: SPU cannot run a step; the message names it and its place.
@@ -177,7 +177,7 @@ def _where(
 def _moved(
     step: Step, function: Any, values: Mapping[str, Any], own: Mapping[str, Any], gradients: dict[str, Any]
 ) -> float:
-    """By how much a step's own errors move the logit; the gradients by its inputs are added to ``gradients``."""
+    """By how much a step's own errors move the logit; the gradients by its inputs are added to `gradients`."""
     import jax
 
     none = jax.dtypes.float0  # the gradient of whole numbers

@@ -17,7 +17,7 @@ FIELDS = (32, 64, 128)
 
 
 def import_spu() -> Any:
-    """Import and return the ``spu`` package.
+    """Import and return the `spu` package.
 
     Raises:
         RuntimeUnavailableError: it is not installed or does not run on this machine.
@@ -61,7 +61,7 @@ def largest_value(field: int, fraction_bits: int) -> float:
 
 
 def runtime_config(protocol: str, field: int, fraction_bits: int) -> Any:
-    """Return the ``spu.RuntimeConfig`` that compiler and parties use."""
+    """Return the `spu.RuntimeConfig` that compiler and parties use."""
     spu = import_spu()
     config = spu.RuntimeConfig(
         protocol=spu.parse_protocol_kind(protocol.upper()),

@@ -32,7 +32,7 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def ours(path: Path) -> Iterator[str]:
-    """Yield the first name below ``aero_compile`` of each import of ours: ``errors``, ``passes`` …"""
+    """Yield the first name below `aero_compile` of each import of ours: `errors`, `passes` …"""
     for name in imports(path):
         parts = name.split(".")
         if parts[0] == "aero_compile":
@@ -98,7 +98,7 @@ def test_every_module_imports(name: str) -> None:
 
 
 def blocked(code: str, *more: str) -> subprocess.CompletedProcess[str]:
-    """Run ``code`` in a fresh interpreter in which the heavy packages, and ``more``, cannot be imported."""
+    """Run `code` in a fresh interpreter in which the heavy packages, and `more`, cannot be imported."""
     guard = (
         "import sys\n"
         "class Guard:\n"

@@ -22,7 +22,7 @@ def masked(dtype: torch.dtype) -> float:
 
 
 def bound_fill_values(node: fx.Node, dtype: torch.dtype) -> bool:
-    """Let what a node fills in be finite in ``dtype``, so that a row that is hidden whole gives no NaN.
+    """Let what a node fills in be finite in `dtype`, so that a row that is hidden whole gives no NaN.
 
     Returns whether the node was changed.
     """

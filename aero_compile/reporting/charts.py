@@ -1,8 +1,8 @@
 """Three small charts as inline SVG: lines, heatmap, stacked bars.
 
-Colours of axes and series come from CSS variables of the page (``--ink``, ``--rule``, ``--c0`` … ``--c7``),
+Colours of axes and series come from CSS variables of the page (`--ink`, `--rule`, `--c0` … `--c7`),
 so one drawing serves light and dark. Every chart is an image with a name and a description for screen
-readers, and every mark carries a ``<title>`` that a pointer shows. All text is escaped here; callers pass
+readers, and every mark carries a `<title>` that a pointer shows. All text is escaped here; callers pass
 plain strings.
 """
 
@@ -35,7 +35,7 @@ def _text(x: float, y: float, text: str, anchor: str = "start", extra: str = "")
 
 
 def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Return round numbers that cover ``[low, high]``: steps of 1, 2 or 5 times a power of ten."""
+    """Return round numbers that cover `[low, high]`: steps of 1, 2 or 5 times a power of ten."""
     span = high - low or abs(high) or 1.0
     raw = span / max(1, wanted)
     power = 10.0 ** math.floor(math.log10(raw))
@@ -59,7 +59,7 @@ def _legend(names: Sequence[str], y: float, left: float = 8) -> tuple[str, float
 
 
 def line_chart(series: Mapping[str, Sequence[tuple[float, float]]], name: str, x_label: str, y_label: str) -> str:
-    """Draw one line per entry of ``series`` (points ``(x, y)``; non-finite points are left out)."""
+    """Draw one line per entry of `series` (points `(x, y)`; non-finite points are left out)."""
     clean = {key: [p for p in points if all(map(math.isfinite, p))] for key, points in series.items()}
     clean = {key: points for key, points in clean.items() if points}
     if not clean:
@@ -107,7 +107,7 @@ def _shade(fraction: float) -> tuple[str, str]:
 
 
 def heatmap(values: Sequence[Sequence[float]], name: str, top_value: float, unit: str) -> str:
-    """Draw ``values[layer][head]`` on a colour scale from 0 to ``top_value``, one row per layer."""
+    """Draw `values[layer][head]` on a colour scale from 0 to `top_value`, one row per layer."""
     columns = max((len(row) for row in values), default=0)
     if not columns:
         return '<p class="none">No values were recorded.</p>'
@@ -141,7 +141,7 @@ def heatmap(values: Sequence[Sequence[float]], name: str, top_value: float, unit
 
 
 def stacked_bars(bars: Mapping[str, Mapping[str, float]], name: str, unit: str) -> str:
-    """Draw one horizontal bar per entry, cut into its parts; the smallest parts join as ``other``."""
+    """Draw one horizontal bar per entry, cut into its parts; the smallest parts join as `other`."""
     sums: dict[str, float] = {}
     for parts in bars.values():
         for part, value in parts.items():

@@ -50,8 +50,8 @@ def _device(model: nn.Module) -> torch.device:
 def perplexity(model: nn.Module, blocks: Tensor, batch_size: int = 16) -> float:
     """Return exp of the mean next-token cross entropy over held-out blocks.
 
-    ``blocks`` holds token ids ``[N, T]``; each block is read on its own, so that its first token is context
-    only and ``N·(T−1)`` predictions count alike. The model is put into eval mode and back. Raises
+    `blocks` holds token ids `[N, T]`; each block is read on its own, so that its first token is context
+    only and `N·(T−1)` predictions count alike. The model is put into eval mode and back. Raises
     `InputError` for other shapes, and for a model that does not return a logit for every position.
     """
     blocks = _checked(blocks)
@@ -72,7 +72,7 @@ def perplexity(model: nn.Module, blocks: Tensor, batch_size: int = 16) -> float:
 
 
 def agreement(logits: Any, reference: Any) -> Agreement:
-    """Compare logits ``[B, T, V]`` (numpy or torch) with a reference of the same shape, in float64.
+    """Compare logits `[B, T, V]` (numpy or torch) with a reference of the same shape, in float64.
 
     A value that is not finite on one side makes both errors infinite. Raises `InputError` when shapes differ.
     """
@@ -104,13 +104,13 @@ def private_row(
     perplexity: float | None = None,
     training: Training | None = None,
 ) -> Row:
-    """Run ``model`` on ``tokens`` ``[B, T]`` in two processes and return the result row.
+    """Run `model` on `tokens` `[B, T]` in two processes and return the result row.
 
-    ``model`` is a transformed model; its own float32 logits are the reference, of every position or, with
-    ``logits="last"``, of the last one. Raises what `aero_compile.runtime.private_inference` raises. ``warm=True``
-    measures a second forward in the same processes, ``"setup"`` a first one after keys and oblivious transfers were
-    set up by a short computation, ``False`` a first one together with that set-up. ``network``: what to emulate
-    between the parties, as `private_inference` takes it; ``timeout``: seconds for the computation; ``guards``: with
+    `model` is a transformed model; its own float32 logits are the reference, of every position or, with
+    `logits="last"`, of the last one. Raises what `aero_compile.runtime.private_inference` raises. `warm=True`
+    measures a second forward in the same processes, `"setup"` a first one after keys and oblivious transfers were
+    set up by a short computation, `False` a first one together with that set-up. `network`: what to emulate
+    between the parties, as `private_inference` takes it; `timeout`: seconds for the computation; `guards`: with
     private checks of ranges.
     """
     from aero_compile import runtime
@@ -172,7 +172,7 @@ def estimated_row(
 ) -> Row:
     """Return the row that the cost model expects of a warm forward of one sequence with Cheetah; nothing is run.
 
-    ``rewritten``: what `aero_compile.optimize_for_inference` made of ``model`` for these ``logits``, where that is at
+    `rewritten`: what `aero_compile.optimize_for_inference` made of `model` for these `logits`, where that is at
     hand already. Raises what `aero_compile.runtime.costs.model.estimate` raises. Errors and agreement are NaN.
     """
     from aero_compile.runtime.costs.model import estimate

@@ -1,4 +1,4 @@
-"""A paper's figure beside ours, row by row: what ``Row.paper`` holds, as cells of a table."""
+"""A paper's figure beside ours, row by row: what `Row.paper` holds, as cells of a table."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 
 
 def text_table(rows: Sequence[Row], width: int | None = None) -> str:
-    """Return the comparison for a terminal; where it is wider than ``width``, the nonlinear ops go below it."""
+    """Return the comparison for a terminal; where it is wider than `width`, the nonlinear ops go below it."""
     head, lines = cells(rows)
     table = aligned(head, lines, WORDS)
     if width is None or max(map(len, table)) <= width:

@@ -1,7 +1,7 @@
 """Result rows of a benchmark: as a text table, as a JSON document, and back.
 
 A row is one recipe on one model at one sequence length: measured in real two-party computation, or estimated by
-the cost model and then marked so. A figure that is not known is ``None`` or NaN and shown as "–".
+the cost model and then marked so. A figure that is not known is `None` or NaN and shown as "–".
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ FORMAT = "aero_compile.results/1"
 class Training:
     """How the model of a row was trained.
 
-    ``train_loss`` and ``eval_loss`` are ``(step, nats per token)``; ``entropy_before`` and ``entropy_after``
-    are ``[layer][head]`` in nats, averaged over batch and query positions.
+    `train_loss` and `eval_loss` are `(step, nats per token)`; `entropy_before` and `entropy_after`
+    are `[layer][head]` in nats, averaged over batch and query positions.
     """
 
     train_loss: list[tuple[float, float]] = field(default_factory=list)
@@ -46,19 +46,19 @@ class Training:
 class Row:
     """One line of the table.
 
-    ``bytes`` counts both directions, ``seconds`` is the slower party's wall-clock time. They and ``messages``
-    are those of a forward pass in processes that have run one before; if ``cold`` is true, those of the first
-    pass with the set-up of keys and oblivious transfers, which ``cold_bytes`` and ``cold_seconds`` always tell.
-    ``max_error`` and ``mean_error`` compare logits with float32 PyTorch, ``argmax`` is the share of positions
-    with the same most likely token, ``compared`` how many positions those were, and ``spread`` the standard deviation
-    of the logits compared with: errors are read against it. ``per_op`` maps an operator to its bytes.
-    ``measurement`` is the runtime's full record, ``bill`` the table by operator that it prints.
+    `bytes` counts both directions, `seconds` is the slower party's wall-clock time. They and `messages`
+    are those of a forward pass in processes that have run one before; if `cold` is true, those of the first
+    pass with the set-up of keys and oblivious transfers, which `cold_bytes` and `cold_seconds` always tell.
+    `max_error` and `mean_error` compare logits with float32 PyTorch, `argmax` is the share of positions
+    with the same most likely token, `compared` how many positions those were, and `spread` the standard deviation
+    of the logits compared with: errors are read against it. `per_op` maps an operator to its bytes.
+    `measurement` is the runtime's full record, `bill` the table by operator that it prints.
 
-    ``estimated``: nothing was run; the errors are NaN. ``logits``: "all" positions or the "last". ``warm_up``:
-    "full" (a whole forward before), "setup" (only keys and oblivious transfers) or "none". ``network``: what was
-    emulated or assumed between the parties, "loopback" where that is nothing. ``architecture`` (the paper's label,
-    where there is one), ``heads`` and ``width`` say which row of a paper this is; ``paper`` has that row's figures.
-    ``origin`` says where the row comes from: command, seed, versions, time, and the seconds spent on it in all.
+    `estimated`: nothing was run; the errors are NaN. `logits`: "all" positions or the "last". `warm_up`:
+    "full" (a whole forward before), "setup" (only keys and oblivious transfers) or "none". `network`: what was
+    emulated or assumed between the parties, "loopback" where that is nothing. `architecture` (the paper's label,
+    where there is one), `heads` and `width` say which row of a paper this is; `paper` has that row's figures.
+    `origin` says where the row comes from: command, seed, versions, time, and the seconds spent on it in all.
     """
 
     recipe: str
@@ -139,7 +139,7 @@ def row_from_json(data: Mapping[str, Any]) -> Row:
 
 
 def human_bytes(count: float) -> str:
-    """Return ``count`` in decimal units, three significant digits: ``999 B``, ``1.23 MB``, ``25.3 GB``."""
+    """Return `count` in decimal units, three significant digits: `999 B`, `1.23 MB`, `25.3 GB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:
             return f"{count:.3g} {unit}"
@@ -172,7 +172,7 @@ def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 
 
 def row_name(row: Row, rows: Sequence[Row]) -> str:
-    """Return the label of a row, with its model and layers where those of ``rows`` differ."""
+    """Return the label of a row, with its model and layers where those of `rows` differ."""
     model = Path(row.model).name + " "
     if len({other.model for other in rows}) == 1 or row.label.startswith(model.strip()):
         model = ""
@@ -181,7 +181,7 @@ def row_name(row: Row, rows: Sequence[Row]) -> str:
 
 
 def about(row: Row, figure: str) -> str:
-    """Return a figure as the tables show it: with ``≈`` where it was not measured."""
+    """Return a figure as the tables show it: with `≈` where it was not measured."""
     return f"≈{figure}" if row.estimated else figure
 
 
@@ -200,7 +200,7 @@ def _agreeing(row: Row) -> str:
 
 
 def footnotes(rows: Sequence[Row]) -> list[str]:
-    """Return what the marks in a table of ``rows`` mean, a line each."""
+    """Return what the marks in a table of `rows` mean, a line each."""
     found = []
     if any(row.estimated for row in rows):
         found.append("≈ estimated by the cost model, not run")
@@ -212,7 +212,7 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
 def text_table(rows: Sequence[Row], width: int | None = None) -> str:
     """Return the table for a terminal: first two columns to the left, figures to the right.
 
-    Where it would be wider than ``width`` characters, the nonlinear ops go below it, one line per recipe.
+    Where it would be wider than `width` characters, the nonlinear ops go below it, one line per recipe.
     """
     head, lines = cells(rows)
     table = aligned(head, lines, left={0, 1})
@@ -224,13 +224,13 @@ def text_table(rows: Sequence[Row], width: int | None = None) -> str:
 
 
 def markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]], left: Collection[int]) -> str:
-    """Return a Markdown table: the columns ``left`` to the left, the others to the right; ends with a newline."""
+    """Return a Markdown table: the columns `left` to the left, the others to the right; ends with a newline."""
     rule = ["---" if i in left else "--:" for i in range(len(head))]
     return "".join("| " + " | ".join(t.replace("|", "\\|") for t in line) + " |\n" for line in [head, rule, *lines])
 
 
 def aligned(head: Sequence[str], lines: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
-    """Return the lines of a table: the columns ``left`` to the left, the others to the right."""
+    """Return the lines of a table: the columns `left` to the left, the others to the right."""
     widths = [max(len(line[i]) for line in [head, *lines]) for i in range(len(head))]
 
     def show(line: Sequence[str]) -> str:

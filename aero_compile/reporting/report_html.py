@@ -191,5 +191,5 @@ def html(rows: Sequence[Row], result: Mapping[str, Any]) -> str:
 
 
 def write_html(path: Path, rows: Sequence[Row], result: Mapping[str, Any]) -> None:
-    """Write the report of ``rows`` to ``path`` under a temporary name first."""
+    """Write the report of `rows` to `path` under a temporary name first."""
     write_atomically(path, html(rows, result))

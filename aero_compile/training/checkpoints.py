@@ -1,6 +1,6 @@
 """What makes a checkpoint whole: everything that resuming needs is there, and every file is what was written.
 
-A checkpoint vouches for itself by ``complete.json``, written last: the size and SHA-256 of each of its files.
+A checkpoint vouches for itself by `complete.json`, written last: the size and SHA-256 of each of its files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NEEDED = {
 
 
 def step_of(folder: Path) -> int | None:
-    """N of a folder ``checkpoint-N``; None for any other name."""
+    """N of a folder `checkpoint-N`; None for any other name."""
     kind, _, number = folder.name.rpartition("-")
     return int(number) if kind == "checkpoint" and number.isdigit() else None
 
@@ -52,7 +52,7 @@ def was_finished(folder: Path) -> bool:
 
 
 def fault(folder: Path) -> str | None:
-    """What keeps a run from being resumed from ``folder``, in words; None if it is whole.
+    """What keeps a run from being resumed from `folder`, in words; None if it is whole.
 
     Reads every file once.
     """

@@ -26,7 +26,7 @@ _TOKENIZER_TRAINING_CHARACTERS = 50_000_000
 
 @dataclass(frozen=True)
 class Documents:
-    """Texts before tokenizing: datasets with one ``text`` column; ``validation`` None means: hold out."""
+    """Texts before tokenizing: datasets with one `text` column; `validation` None means: hold out."""
 
     name: str
     train: Any
@@ -34,12 +34,12 @@ class Documents:
 
 
 def load_text(name: str, *, column: str | None = None, config: str | None = None) -> Documents:
-    """Load documents by ``name``.
+    """Load documents by `name`.
 
-    ``"stdlib"`` is the source code of the running Python's standard library. A path, folder, glob or
-    comma-separated list of ``.txt``/``.md``/``.py`` (one document each), ``.json``/``.jsonl``,
-    ``.parquet`` or ``.csv`` files is read from disk. Anything else is a Hub dataset (``config`` picks one
-    of its configurations, its validation split is used if it has one). ``column``: the text column.
+    `"stdlib"` is the source code of the running Python's standard library. A path, folder, glob or
+    comma-separated list of `.txt`/`.md`/`.py` (one document each), `.json`/`.jsonl`,
+    `.parquet` or `.csv` files is read from disk. Anything else is a Hub dataset (`config` picks one
+    of its configurations, its validation split is used if it has one). `column`: the text column.
 
     Raises DataError for a missing, empty or unreadable dataset and an unclear or absent column.
     """
@@ -67,7 +67,7 @@ def _texts(dataset: Any) -> Iterator[str]:
 def split_documents(documents: Documents, fraction: float = 0.1) -> tuple[Any, Any]:
     """Train and validation documents, each in the order of the hash of their content.
 
-    The first documents of that order, about ``fraction`` of all characters, are held out (of a few large
+    The first documents of that order, about `fraction` of all characters, are held out (of a few large
     documents: the smallest); identical documents stay on one side. The order by hash makes every prefix
     a fair sample. A single document is cut at a line: its end is held out. A validation split that came
     with the dataset is used. Documents without text are on neither side. Raises InputError for a fraction outside
@@ -125,9 +125,9 @@ def _hashes(dataset: Any, name: str) -> tuple[list[bytes], list[int]]:
 
 
 class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Consecutive, non-overlapping blocks of ``context`` tokens of one long token array.
+    """Consecutive, non-overlapping blocks of `context` tokens of one long token array.
 
-    An item is ``{"input_ids": [context], "labels": the same}`` (int64); the shift is the model's.
+    An item is `{"input_ids": [context], "labels": the same}` (int64); the shift is the model's.
     The tokens after the last full block are not used.
     """
 
@@ -155,7 +155,7 @@ class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
         return [torch.stack(chosen[start : start + size]) for start in range(0, count, size)]
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise InputError if a token id is outside ``0 .. vocab_size - 1``."""
+        """Raise InputError if a token id is outside `0 .. vocab_size - 1`."""
         if len(self.tokens) == 0:
             return
         low, high = int(self.tokens.min()), int(self.tokens.max())
@@ -170,7 +170,7 @@ class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
 class TrainingData:
     """Blocks to train on and to evaluate on, and the tokenizer they were made with; can serve many runs.
 
-    ``fingerprint`` is a hash of the tokens, the context and the tokenizer; ``info`` tells the sizes.
+    `fingerprint` is a hash of the tokens, the context and the tokenizer; `info` tells the sizes.
     """
 
     name: str
@@ -191,10 +191,10 @@ def prepare(
     max_train_tokens: int | None = None,
     max_validation_tokens: int | None = None,
 ) -> TrainingData:
-    """Split, tokenize and pack ``documents`` into blocks of ``context`` tokens.
+    """Split, tokenize and pack `documents` into blocks of `context` tokens.
 
-    ``tokenizer``: a fast Hugging Face tokenizer or the name of one; None trains a byte-level BPE of
-    ``vocab_size`` entries on the training side. Documents are joined by the end-of-sequence token.
+    `tokenizer`: a fast Hugging Face tokenizer or the name of one; None trains a byte-level BPE of
+    `vocab_size` entries on the training side. Documents are joined by the end-of-sequence token.
     The limits keep a fair sample (whole documents in hash order, the last one cut).
 
     Raises DataError if either side is shorter than one block, InputError for arguments out of range.
@@ -249,8 +249,8 @@ def tokenize_documents(
 ) -> np.ndarray[Any, Any]:
     """All documents as one token array (uint16 or int32), each followed by the end-of-sequence token.
 
-    ``limit``: stop after this many tokens. Tokenizing a dataset that lies on disk is cached by
-    ``datasets`` beside it; one in memory is tokenized in memory.
+    `limit`: stop after this many tokens. Tokenizing a dataset that lies on disk is cached by
+    `datasets` beside it; one in memory is tokenized in memory.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise InputError("a fast tokenizer (one with a tokenizer.json) is needed")

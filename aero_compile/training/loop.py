@@ -37,7 +37,7 @@ class RegularizedTrainer(Trainer):
     Weight decay touches matrices only. Every step's loss and gradients are checked: NaN or infinity raises
     TrainingError with the place where it began, before the optimizer can spread it, on all processes.
     A checkpoint with non-finite weights is never written; old ones go once the new one vouches for itself
-    (``save_total_limit``).
+    (`save_total_limit`).
     """
 
     def __init__(self, *, run: RunDirectory, entropy_blocks: int, args: TrainingArguments, **options: Any) -> None:
@@ -51,7 +51,7 @@ class RegularizedTrainer(Trainer):
         self._train_entropies: list[Tensor] | None = None
 
     def train_to_end(self, checkpoint: Path | None) -> None:
-        """Train, from ``checkpoint`` on if there is one; no step where there is none left to take."""
+        """Train, from `checkpoint` on if there is one; no step where there is none left to take."""
         try:
             self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         except _NothingToTrain:
@@ -212,7 +212,7 @@ class RegularizedTrainer(Trainer):
         return self.evaluate()
 
     def measure_entropies(self) -> list[list[float]]:
-        """Headwise entropies ``[L][H]`` (nats) in eval mode, over the same held-out blocks each time."""
+        """Headwise entropies `[L][H]` (nats) in eval mode, over the same held-out blocks each time."""
         blocks: Any = self.eval_dataset
         model: Any = self.model
         training, size = model.training, self.args.eval_batch_size
@@ -229,7 +229,7 @@ class RegularizedTrainer(Trainer):
         return [(row / count).tolist() for row in sums]
 
     def record_entropies(self, event: str, split: str, entropies: list[list[float]]) -> None:
-        """Write a line of ``entropies.jsonl``."""
+        """Write a line of `entropies.jsonl`."""
         step = self.state.global_step
         self.run_directory.append(
             ENTROPIES_FILE, {"step": step, "event": event, "split": split, "entropies": entropies}

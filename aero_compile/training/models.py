@@ -1,4 +1,4 @@
-"""What ``--model`` and ``--recipe`` can mean, and how each model becomes an nn.Module."""
+"""What `--model` and `--recipe` can mean, and how each model becomes an nn.Module."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that can be built: ``build(vocab_size, end_id)``; both are ignored where the model is fixed.
+    """A model that can be built: `build(vocab_size, end_id)`; both are ignored where the model is fixed.
 
-    ``from_scratch``: the vocabulary follows the tokenizer. ``transformed``: it is a saved artifact.
-    ``tokenizer``: name or folder of the tokenizer that belongs to it, if any.
-    ``positions``: the longest context, where known before building.
+    `from_scratch`: the vocabulary follows the tokenizer. `transformed`: it is a saved artifact.
+    `tokenizer`: name or folder of the tokenizer that belongs to it, if any.
+    `positions`: the longest context, where known before building.
     """
 
     description: str
@@ -60,7 +60,7 @@ class ModelSource:
 
 
 def find_model(name: str, *, from_scratch: bool, overrides: str | None, context: int) -> ModelSource:
-    """Interpret ``--model``. Raises InputError (or ArtifactError) naming what is wrong with it."""
+    """Interpret `--model`. Raises InputError (or ArtifactError) naming what is wrong with it."""
     if not name.strip():
         raise InputError("--model is empty")
     path = Path(name).expanduser()
@@ -91,14 +91,14 @@ def find_model(name: str, *, from_scratch: bool, overrides: str | None, context:
 
 
 def find_shape(name: str, context: int) -> ModelSource:
-    """Interpret ``--model`` where its weights do not matter: a configuration is enough where there is one."""
+    """Interpret `--model` where its weights do not matter: a configuration is enough where there is one."""
     path = Path(name).expanduser()
     fixed = (path.is_dir() and not (path / "config.json").is_file()) or (":" in name and not path.exists())
     return find_model(name, from_scratch=not fixed, overrides=None, context=context)
 
 
 def parse_overrides(text: str | None) -> dict[str, Any]:
-    """``"n_layer=6,activation_function=relu"`` as a dict; values are JSON where they can be, else text."""
+    """`"n_layer=6,activation_function=relu"` as a dict; values are JSON where they can be, else text."""
     result: dict[str, Any] = {}
     for item in (text or "").split(","):
         if not item.strip():
@@ -244,7 +244,7 @@ def _call_factory(name: str) -> nn.Module:
 
 
 def choose_recipe(options: RetrainOptions, already: bool) -> Recipe | None:
-    """The recipe to apply; None where the model was transformed ``already`` and no recipe is asked for."""
+    """The recipe to apply; None where the model was transformed `already` and no recipe is asked for."""
     if options.recipe is None and already:
         if options.temperature_init is not None:
             raise InputError("--temperature-init sets the start of a recipe's temperature: give --recipe too")
@@ -258,7 +258,7 @@ def choose_recipe(options: RetrainOptions, already: bool) -> Recipe | None:
 
 
 def with_length(recipe: Recipe, positions: int | None, context: int) -> Recipe:
-    """Give the temperature, one value a position, a length where the model has no limit of ``positions``."""
+    """Give the temperature, one value a position, a length where the model has no limit of `positions`."""
     open_ended = any(getattr(one, "max_positions", None) == 0 for one in recipe.passes)
     if positions is None and open_ended:
         return recipe.with_option("softmax-temperature", max_positions=context)

@@ -14,7 +14,7 @@ _MASKING = ("masked_fill", "where", "full", "scalar_tensor", "fill")
 
 
 def describe_values(tensor: Tensor) -> str:
-    """``"3 of 64 values are NaN, 1 infinite"`` for a tensor that is not finite."""
+    """`"3 of 64 values are NaN, 1 infinite"` for a tensor that is not finite."""
     nans, infinities = int(tensor.isnan().sum()), int(tensor.isinf().sum())
     parts = [f"{nans} of {tensor.numel()} values NaN"] if nans else []
     if infinities:
@@ -91,7 +91,7 @@ def place(node: fx.Node) -> str:
 def first_non_finite(model: Any, input_ids: Tensor, attention_mask: Tensor | None = None) -> str | None:
     """Run a TransformedModel's logits graph on a batch and name the first non-finite value, or None.
 
-    Parameters are looked at first. ``-inf`` made by attention masks is no fault. The model keeps its
+    Parameters are looked at first. `-inf` made by attention masks is no fault. The model keeps its
     mode (train or eval), nothing is differentiated.
     """
     in_parameters = non_finite_parameter(model.named_parameters(), "parameter")

@@ -56,14 +56,14 @@ def finite_or_none(value: Any) -> Any:
 
 
 class RunDirectory:
-    """Files of one run. Only the main process writes (``writes``); every process may ask and check."""
+    """Files of one run. Only the main process writes (`writes`); every process may ask and check."""
 
     def __init__(self, path: str | Path, *, writes: bool = True) -> None:
         self.path, self.writes = Path(path), writes
         self.record: dict[str, Any] = {}
 
     def check(self, resume: bool) -> None:
-        """Raise OutputDirError unless a run may start (or, with ``resume``, go on) here. Writes nothing."""
+        """Raise OutputDirError unless a run may start (or, with `resume`, go on) here. Writes nothing."""
         if self.path.exists() and not self.path.is_dir():
             raise OutputDirError(f"{self.path} is a file, not a folder")
         if not self.path.is_dir() or not any(self.path.iterdir()):
@@ -81,7 +81,7 @@ class RunDirectory:
             )
 
     def read_record(self) -> dict[str, Any] | None:
-        """The content of ``run.json``, or None where there is none."""
+        """The content of `run.json`, or None where there is none."""
         try:
             content = json.loads((self.path / RUN_FILE).read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -93,7 +93,7 @@ class RunDirectory:
     def check_identity(self, identity: Mapping[str, Any]) -> None:
         """Raise OutputDirError, naming each difference, if the run here was started with other settings.
 
-        ``identity["training"]`` holds flags of Trainer; one that the earlier version of Trainer did not have is not
+        `identity["training"]` holds flags of Trainer; one that the earlier version of Trainer did not have is not
         compared.
         """
         known = self.read_record()
@@ -113,9 +113,9 @@ class RunDirectory:
             )
 
     def start(self, record: Mapping[str, Any], step: int = 0) -> None:
-        """Create the folder and ``run.json``; a resumed run keeps its start and counts its sessions.
+        """Create the folder and `run.json`; a resumed run keeps its start and counts its sessions.
 
-        A session says at which ``step`` it began and which flags of Trainer it changed.
+        A session says at which `step` it began and which flags of Trainer it changed.
         """
         if not self.writes:
             return
@@ -135,7 +135,7 @@ class RunDirectory:
             write_json(self.path / RUN_FILE, finite_or_none(self.record))
 
     def finish(self, status: str, **results: Any) -> None:
-        """Write how the run ended into ``run.json``."""
+        """Write how the run ended into `run.json`."""
         if self.writes and self.record:
             self.record |= {"status": status, "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **results}
             with self.writing(RUN_FILE):
@@ -143,7 +143,7 @@ class RunDirectory:
 
     @contextmanager
     def writing(self, what: str) -> Iterator[None]:
-        """Turn whatever goes wrong while ``what`` is written into an OutputDirError with the reason."""
+        """Turn whatever goes wrong while `what` is written into an OutputDirError with the reason."""
         try:
             yield
         except AeroError:
@@ -163,14 +163,14 @@ class RunDirectory:
         return f"{lines[0]} ({room})"
 
     def append(self, file: str, record: Mapping[str, Any]) -> None:
-        """Add one line to a ``.jsonl`` file."""
+        """Add one line to a `.jsonl` file."""
         if self.writes:
             line = json.dumps(finite_or_none(dict(record))) + "\n"
             with self.writing(file), (self.path / file).open("a", encoding="utf-8") as stream:
                 stream.write(line)
 
     def read_lines(self, file: str) -> list[dict[str, Any]]:
-        """The records of a ``.jsonl`` file; a torn last line (a killed run) is left out."""
+        """The records of a `.jsonl` file; a torn last line (a killed run) is left out."""
         path = self.path / file
         records = []
         for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
@@ -181,7 +181,7 @@ class RunDirectory:
         return records
 
     def rewind(self, step: int) -> None:
-        """Forget what was recorded after ``step``: a resumed run records it again."""
+        """Forget what was recorded after `step`: a resumed run records it again."""
         for file in (METRICS_FILE, ENTROPIES_FILE):
             if self.writes and (self.path / file).is_file():
                 kept = [r for r in self.read_lines(file) if r.get("step", 0) <= step and r.get("event") != "end"]
@@ -189,7 +189,7 @@ class RunDirectory:
                     write_atomically(self.path / file, "".join(json.dumps(record) + "\n" for record in kept))
 
     def mark_complete(self, step: int, keep: int | None = None, best: str | None = None) -> None:
-        """Note that ``checkpoint-<step>`` is whole; then remove all but the newest ``keep``, and ``best``."""
+        """Note that `checkpoint-<step>` is whole; then remove all but the newest `keep`, and `best`."""
         folder = self.path / f"checkpoint-{step}"
         if not self.writes or not folder.is_dir():
             return
@@ -222,7 +222,7 @@ class RunDirectory:
         return found
 
     def resume_point(self, resume: str | None) -> Path | None:
-        """The checkpoint meant by ``--resume`` (a path, or "last"), or None to start from the beginning.
+        """The checkpoint meant by `--resume` (a path, or "last"), or None to start from the beginning.
 
         Raises OutputDirError for a checkpoint that is not whole, naming what is wrong with it.
         """
@@ -243,7 +243,7 @@ def _flat(identity: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changes(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> dict[str, Any]:
-    """Flags whose value differs from that of the session before: ``{name: [old, new]}``."""
+    """Flags whose value differs from that of the session before: `{name: [old, new]}`."""
     plain = json.loads(json.dumps(finite_or_none(dict(now))))
     ignored = ("resume_from_checkpoint", "output_dir")
     return {

@@ -21,9 +21,9 @@ _TEXT_COLUMNS = ("text", "content", "code")
 
 
 def standard_library(folder: Path | None = None) -> Any:
-    """The ``.py`` files of the running Python's standard library as a dataset with a ``text`` column.
+    """The `.py` files of the running Python's standard library as a dataset with a `text` column.
 
-    Sorted by path; without tests, site-packages and generated platform files. ``folder``: another root.
+    Sorted by path; without tests, site-packages and generated platform files. `folder`: another root.
     """
     import datasets
 
@@ -44,7 +44,7 @@ def standard_library(folder: Path | None = None) -> Any:
 
 
 def local_files(name: str) -> list[Path]:
-    """The files meant by a path, folder, glob or comma-separated list; empty if ``name`` is none of these.
+    """The files meant by a path, folder, glob or comma-separated list; empty if `name` is none of these.
 
     A folder stands for every text, JSON, Parquet and CSV file in it (recursively, hidden ones left out).
     """
@@ -73,7 +73,7 @@ def local_files(name: str) -> list[Path]:
 
 
 def load_local(files: list[Path], column: str | None) -> Any:
-    """Read local files of one kind into a dataset with one ``text`` column; a text file is one document."""
+    """Read local files of one kind into a dataset with one `text` column; a text file is one document."""
     import datasets
 
     kinds = {_BUILDERS.get(path.suffix.lower(), "text") for path in files}
@@ -102,7 +102,7 @@ def _read_text(path: Path) -> str:
 
 
 def load_hub(name: str, config: str | None, column: str | None) -> tuple[Any, Any | None]:
-    """Train and (if the dataset has one) validation split of a Hub dataset, each with one ``text`` column."""
+    """Train and (if the dataset has one) validation split of a Hub dataset, each with one `text` column."""
     import datasets
 
     try:
@@ -126,7 +126,7 @@ def first_line(error: BaseException) -> str:
 
 
 def text_column(dataset: Any, column: str | None, name: str) -> Any:
-    """The dataset reduced to its text column, renamed to ``text``; DataError names the columns there are."""
+    """The dataset reduced to its text column, renamed to `text`; DataError names the columns there are."""
     kinds = {key: str(getattr(feature, "dtype", feature)) for key, feature in dataset.features.items()}
     strings = [key for key, kind in kinds.items() if kind in ("string", "large_string")]
     if column is None:

@@ -16,7 +16,7 @@ SMALLEST_VOCABULARY = 257
 
 
 def load_tokenizer(name: str | Path) -> Any:
-    """A fast Hugging Face tokenizer from a Hub name, a folder, or a ``tokenizer.json``.
+    """A fast Hugging Face tokenizer from a Hub name, a folder, or a `tokenizer.json`.
 
     Raises DataError if it is not there or cannot be read.
     """
@@ -39,15 +39,15 @@ def load_tokenizer(name: str | Path) -> Any:
 
 
 def has_tokenizer(folder: str | Path) -> bool:
-    """Whether a local folder holds a tokenizer that ``load_tokenizer`` can read."""
+    """Whether a local folder holds a tokenizer that `load_tokenizer` can read."""
     names = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
     return any((Path(folder) / name).is_file() for name in names)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, show_progress: bool | None = None) -> Any:
-    """Train a byte-level BPE on ``texts`` with at most ``vocab_size`` entries.
+    """Train a byte-level BPE on `texts` with at most `vocab_size` entries.
 
-    Deterministic: the same texts in the same order give the same tokenizer. Id 0 is ``<|endoftext|>``,
+    Deterministic: the same texts in the same order give the same tokenizer. Id 0 is `<|endoftext|>`,
     the end-of-sequence mark put between documents. Raises InputError below 257 entries.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

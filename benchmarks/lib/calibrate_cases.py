@@ -50,7 +50,7 @@ REFILL_REPEATS = 70
 class Case:
     """A function, the shapes and owners of its inputs (all positive numbers), and how often to run it.
 
-    ``name`` is what it measures, ``n`` how much of it (elements, or the dimensions of a matrix product).
+    `name` is what it measures, `n` how much of it (elements, or the dimensions of a matrix product).
     """
 
     name: str

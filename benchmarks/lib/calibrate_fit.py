@@ -33,7 +33,7 @@ def table_of(
     versions: dict[str, str],
     measured: str,
 ) -> CostTable:
-    """Fit the table to ``records``; raises ValueError when a kernel that is needed was not observed."""
+    """Fit the table to `records`; raises ValueError when a kernel that is needed was not observed."""
     kernels = {
         "trunc": _kernel(records, "trunc", ("trunc_a",), cores),
         "less": _kernel(records, "choose", ("msb_a2b",), cores),
@@ -108,7 +108,7 @@ def _row(records: Sequence[Record], name: str, size: tuple[int, ...], kernel: st
 
 
 def _kernel(records: Sequence[Record], name: str, parts: tuple[str, ...], cores: int) -> Kernel:
-    """Sum the kernels ``parts`` of each size of case ``name``."""
+    """Sum the kernels `parts` of each size of case `name`."""
     points = []
     for record in _typical(records, name):
         rows = [record["MPC"][part] for part in parts]

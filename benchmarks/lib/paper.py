@@ -21,7 +21,7 @@ TABLES = Path(__file__).with_name("paper_tables.json")
 class PaperRow:
     """One row of the paper's tables: bytes in GB, minutes, and nonlinear ops as kind → (count, rows, columns).
 
-    ``arch`` is the architecture as printed there, ``label`` the same one as a label of this package: what the paper
+    `arch` is the architecture as printed there, `label` the same one as a label of this package: what the paper
     calls SOTA is a simplified block here, and entropy regularization (EReg) is no part of an architecture.
     """
 
@@ -39,7 +39,7 @@ class PaperRow:
 
     @property
     def census(self) -> str:
-        """The ops in the paper's form: ``SM:144×R^{128×128} LN:24×R^{128×768} …``."""
+        """The ops in the paper's form: `SM:144×R^{128×128} LN:24×R^{128×768} …`."""
         return " ".join(
             f"{LABELS[kind]}:{count}×R^{{{rows}×{columns}}}"
             for kind, (count, rows, columns) in self.nonlinear_ops.items()
@@ -83,7 +83,7 @@ def match(row: Row) -> PaperRow | None:
 
 
 def with_paper(row: Row) -> Row:
-    """The row with the paper's figures in ``paper``, which is None where the paper has no such row."""
+    """The row with the paper's figures in `paper`, which is None where the paper has no such row."""
     found = match(row)
     if found is None:
         return replace(row, paper=None)

@@ -87,7 +87,7 @@ def python_of(folder: Path) -> Path:
 
 
 def check_environment(folder: Path) -> None:
-    """Raise `RuntimeUnavailableError`, naming --setup, unless `set_up` of this version was finished in ``folder``."""
+    """Raise `RuntimeUnavailableError`, naming --setup, unless `set_up` of this version was finished in `folder`."""
     ready = folder / READY
     if not python_of(folder).exists() or not ready.is_file():
         problem = "is not there" if not folder.exists() else "is not finished"
@@ -126,8 +126,8 @@ def flax_weights(model: nn.Module) -> dict[str, npt.NDArray[np.float32]]:
 class PeerBill:
     """What the peer's two processes computed, [B, T, V], and what it cost: bytes and messages are those of both.
 
-    ``sharing_bytes``: the shares of weights and tokens, sent once before the first forward and in no other figure.
-    ``per_op``: bytes by SPU's operation kinds, warm forward, most first, the opening of the logits as "reveal".
+    `sharing_bytes`: the shares of weights and tokens, sent once before the first forward and in no other figure.
+    `per_op`: bytes by SPU's operation kinds, warm forward, most first, the opening of the logits as "reveal".
     """
 
     logits: npt.NDArray[np.float32]
@@ -152,10 +152,10 @@ def run_peer(
     timeout: float,
     say: Callable[[str], None],
 ) -> PeerBill:
-    """Run the peer's model on ``tokens`` [B, T] twice in the same two processes: a cold and a warm forward.
+    """Run the peer's model on `tokens` [B, T] twice in the same two processes: a cold and a warm forward.
 
-    ``model``: arguments of GPT2Config. ``say`` is told when a forward begins. Raises `PartyError` when a process
-    fails or ``timeout`` seconds pass; both are ended before.
+    `model`: arguments of GPT2Config. `say` is told when a forward begins. Raises `PartyError` when a process
+    fails or `timeout` seconds pass; both are ended before.
     """
     job = {
         "model": dict(model),

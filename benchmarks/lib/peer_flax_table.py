@@ -17,11 +17,11 @@ TARGET = 5.0
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the table. ``recipe`` is the peer's variant or our recipe.
+    """One line of the table. `recipe` is the peer's variant or our recipe.
 
-    ``processor_seconds`` are of both parties from start to end: imports, set-up, two forwards, and the peer's
+    `processor_seconds` are of both parties from start to end: imports, set-up, two forwards, and the peer's
     compilation (a few seconds; ours is done before they start). Other work on the machine swells them
-    too, though less than ``seconds``. ``load`` is the machine's load average at the end.
+    too, though less than `seconds`. `load` is the machine's load average at the end.
     """
 
     peer: bool

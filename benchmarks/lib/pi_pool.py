@@ -29,12 +29,12 @@ def by_model(todo: list[Task]) -> list[list[Task]]:
 
 
 def processes(models: int, asked: int | None) -> int:
-    """Return how many processes estimate so many models; ``asked`` is what the user wants, if anything."""
+    """Return how many processes estimate so many models; `asked` is what the user wants, if anything."""
     return min(asked or max(1, models // MODELS_EACH), os.cpu_count() or 1, max(1, models))
 
 
 def estimated(groups: list[list[Task]], args: argparse.Namespace, count: int) -> Iterator[tuple[Task, Row]]:
-    """Make all rows in ``count`` processes; gives them as they are made. Raises what making one raises."""
+    """Make all rows in `count` processes; gives them as they are made. Raises what making one raises."""
     threads = max(1, (os.cpu_count() or 1) // count)
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(count, context, initializer=torch.set_num_threads, initargs=(threads,))

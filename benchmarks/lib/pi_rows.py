@@ -34,7 +34,7 @@ CALIBRATION_BATCH = 4
 CALIBRATION_LENGTH = 128
 """Their length for estimates, which do not depend on it."""
 WARM_UPS: dict[str, Any] = {"full": True, "setup": "setup", "none": False}
-"""Names of ``--warm-up``, as `private_inference` takes them."""
+"""Names of `--warm-up`, as `private_inference` takes them."""
 
 
 def mini(layers: int) -> nn.Module:
@@ -82,7 +82,7 @@ SHAPES: dict[str, Callable[[int], nn.Module]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One row to be made; ``recipe`` and ``layers`` are None for an artifact, which is run as it was saved."""
+    """One row to be made; `recipe` and `layers` are None for an artifact, which is run as it was saved."""
 
     model: str
     recipe: str | None
@@ -106,7 +106,7 @@ def row_key(row: Row) -> tuple[str, str, int | None, int]:
 
 
 def is_artifact(model: str) -> bool:
-    """Tell whether a ``--model`` is a folder rather than the name of a shape; raises for neither."""
+    """Tell whether a `--model` is a folder rather than the name of a shape; raises for neither."""
     if model in SHAPES:
         return False
     if Path(model).is_dir():
@@ -194,7 +194,7 @@ def unsettle(model: nn.Module, matrices: set[str], generator: torch.Generator) -
     """Move gains, biases, scales and temperatures off the round values they start from, as training does.
 
     Where all of them are 1 or 0 a compiler could leave out operators that a trained model needs. The names in
-    ``matrices`` are left alone if they are matrices: these are random already.
+    `matrices` are left alone if they are matrices: these are random already.
     """
     for name, parameter in model.named_parameters():
         if name not in matrices or parameter.dim() == 1:
@@ -210,7 +210,7 @@ def captured(shape: str, layers: int, seed: int) -> aero_compile.TransformedMode
 
 
 def architecture(text: str) -> str:
-    """Return the label of the passes ``text``, or "" for those without one; what scales start from is no part of it."""
+    """Return the label of the passes `text`, or "" for those without one; what scales start from is no part of it."""
     try:
         wanted = [_from_default(one) for one in resolve(text).passes]
     except RecipeError:  # passes of someone's own

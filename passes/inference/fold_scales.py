@@ -58,7 +58,7 @@ def _products(graph: fx.Graph, tokens: str) -> int:
 
 
 class _Folding:
-    """One pass over the graph. ``owed[n]`` is the scale by which the value of ``n`` is still to be multiplied."""
+    """One pass over the graph. `owed[n]` is the scale by which the value of `n` is still to be multiplied."""
 
     def __init__(self, graph: fx.Graph, model: TransformedModel) -> None:
         self.graph = graph
@@ -91,7 +91,7 @@ class _Folding:
                 self._apply(node, parent)
 
     def _take(self, node: fx.Node) -> bool:
-        """A product with a scalar of the server: let the users of ``node`` owe it."""
+        """A product with a scalar of the server: let the users of `node` owe it."""
         left, right = node.args
         for value, scalar in ((left, right), (right, left)):
             if not isinstance(value, fx.Node) or not isinstance(scalar, fx.Node) or scalar in self.live:
@@ -131,7 +131,7 @@ class _Folding:
         return False
 
     def _only_linears(self, node: fx.Node) -> list[fx.Node]:
-        """The linear layers whose result, or sum of results, ``node`` is, if nothing else reads them; else none."""
+        """The linear layers whose result, or sum of results, `node` is, if nothing else reads them; else none."""
         while len(node.users) == 1:
             if node.target is aten.linear.default:
                 return [node]
@@ -153,7 +153,7 @@ class _Folding:
         linear.args = tuple(args)
 
     def _apply(self, node: fx.Node, parent: fx.Node) -> None:
-        """Do the product that ``parent`` owes, for ``node`` alone."""
+        """Do the product that `parent` owes, for `node` alone."""
         with self.graph.inserting_before(node):
             product = self.graph.call_function(aten.mul.Tensor, (parent, self.owed[parent][0]))
         product.meta = dict(parent.meta)
@@ -162,7 +162,7 @@ class _Folding:
     # -- scalars of the server --------------------------------------------------------------------------
 
     def _value(self, node: fx.Node) -> torch.Tensor | None:
-        """Value of a one-element expression over parameters, or None if ``node`` is something else."""
+        """Value of a one-element expression over parameters, or None if `node` is something else."""
         if node not in self.known:
             self.known[node] = None
             if node.op == "get_attr":

@@ -82,7 +82,7 @@ def _fold(model: TransformedModel, prelu: fx.Node) -> str:
 
 
 def _linear_above(node: fx.Node) -> Sequence[fx.Node] | None:
-    """From the input of ``node`` up to the linear layer that made it, through reshapes and dropout."""
+    """From the input of `node` up to the linear layer that made it, through reshapes and dropout."""
     passed: list[fx.Node] = []
     while True:
         above = node.args[0]
@@ -97,7 +97,7 @@ def _linear_above(node: fx.Node) -> Sequence[fx.Node] | None:
 
 
 def _linear_below(node: fx.Node) -> Sequence[fx.Node] | None:
-    """From the one user of ``node`` down to the linear layer that reads it, through reshapes and dropout."""
+    """From the one user of `node` down to the linear layer that reads it, through reshapes and dropout."""
     passed: list[fx.Node] = []
     while len(node.users) == 1:
         (below,) = node.users
@@ -115,7 +115,7 @@ def _moves(node: fx.Node) -> bool:
 
 
 def _is_matrix(node: fx.Node) -> bool:
-    """Whether ``node`` was reshaped to one row for each token."""
+    """Whether `node` was reshaped to one row for each token."""
     shape = node.args[1] if node.target is aten.reshape.default else ()
     return isinstance(shape, list | tuple) and len(shape) == 2
 

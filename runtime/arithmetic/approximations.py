@@ -4,11 +4,11 @@ GELU, SiLU, sigmoid and tanh follow their limits at both ends, and mirror themse
 
     gelu(x), silu(x) = relu(x) − f(|x|)        sigmoid(x), tanh(x) = 1 − f(|x|) for x > 0, low + f(|x|) for x < 0
 
-with an f of its own that vanishes at infinity. On [0, limit] these are chains of squares (``squares.py``), fitted by
-``benchmarks/fit_squares.py``; beyond, their limit. Cost per element: two comparisons (the sign, and |x| against the
+with an f of its own that vanishes at infinity. On [0, limit] these are chains of squares (`squares.py`), fitted by
+`benchmarks/fit_squares.py`; beyond, their limit. Cost per element: two comparisons (the sign, and |x| against the
 limit), two or three selections, the squares, and a truncation for each weighted sum.
 
-``approximations()`` reports the error of every function.
+`approximations()` reports the error of every function.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ Array = npt.NDArray[np.float64]
 class Approximation:
     """How one function of the model is computed, what it costs, and its worst error.
 
-    ``formula_error``: largest |approximation - function| on ``domain`` in exact arithmetic, computed here
+    `formula_error`: largest |approximation - function| on `domain` in exact arithmetic, computed here
     (None for SPU's own algorithms, which are only measured).
-    ``fixed_point_error``: a bound that the measured error in 2PC (64-bit ring, 18 fraction bits) stays
-    under on ``domain``; the test suite measures it. ``relative`` says that both are relative errors.
-    ``bytes_per_element``: measured in Cheetah with the same settings, both ways.
+    `fixed_point_error`: a bound that the measured error in 2PC (64-bit ring, 18 fraction bits) stays
+    under on `domain`; the test suite measures it. `relative` says that both are relative errors.
+    `bytes_per_element`: measured in Cheetah with the same settings, both ways.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Approximation:
 class _Mirrored:
     """A function given by f(t) on t = |x|, which vanishes at infinity.
 
-    ``low`` None: relu(x) − f. Otherwise the limits are ``low`` and 1, approached as low + f and 1 − f.
+    `low` None: relu(x) − f. Otherwise the limits are `low` and 1, approached as low + f and 1 − f.
     """
 
     exact: Callable[[Array], Array]
@@ -91,9 +91,9 @@ _MIRRORED = {
 
 
 def activation(name: str, x: Any, tolerance: float = DEFAULT.activation) -> Any:
-    """Evaluate ``gelu``, ``gelu_tanh``, ``silu``, ``sigmoid`` or ``tanh`` on a JAX array of any shape.
+    """Evaluate `gelu`, `gelu_tanh`, `silu`, `sigmoid` or `tanh` on a JAX array of any shape.
 
-    The cheapest form is taken that errs by ``tolerance`` at most, in Cheetah (64-bit ring, 18 fraction bits).
+    The cheapest form is taken that errs by `tolerance` at most, in Cheetah (64-bit ring, 18 fraction bits).
 
     Raises:
         InputError: there is none.
@@ -115,7 +115,7 @@ def squares_for(name: str, tolerance: float) -> int:
     """Return the number of squares with which an activation is computed.
 
     Raises:
-        InputError: with none does it err by ``tolerance`` or less.
+        InputError: with none does it err by `tolerance` or less.
     """
     errors = {squares: error for (known, squares), error in _ACTIVATION_ERRORS.items() if known == name}
     good = [squares for squares, error in errors.items() if error <= tolerance]
@@ -157,7 +157,7 @@ _ROOT_DOMAIN = (2.0**-6, 2.0**8)
 
 
 def approximations(tolerances: Tolerances = DEFAULT) -> dict[str, Approximation]:
-    """Return every approximated function as it is computed under ``tolerances``: method, domain, errors and cost.
+    """Return every approximated function as it is computed under `tolerances`: method, domain, errors and cost.
 
     Anything not listed is exact up to fixed-point rounding: about 2^-18 a multiplication.
 

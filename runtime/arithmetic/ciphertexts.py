@@ -28,10 +28,10 @@ Dims = tuple[int, int, int]
 class MatmulCount:
     """One product of a matrix held by one party with a matrix held by the other, M x K times K x N.
 
-    ``encrypts_left`` says whose matrix travels encrypted; ``sent`` and ``answers`` count the ciphertexts there and
-    back (in bytes, ``answer_share`` full ones), ``plains`` the polynomials of the other matrix, ``products`` those of
-    a ciphertext with a polynomial, ``packed`` the ciphertexts that go into the packing of the answers (0: they are not
-    packed), and ``rotations`` the automorphisms that packing takes.
+    `encrypts_left` says whose matrix travels encrypted; `sent` and `answers` count the ciphertexts there and
+    back (in bytes, `answer_share` full ones), `plains` the polynomials of the other matrix, `products` those of
+    a ciphertext with a polynomial, `packed` the ciphertexts that go into the packing of the answers (0: they are not
+    packed), and `rotations` the automorphisms that packing takes.
     """
 
     encrypts_left: bool
@@ -45,7 +45,7 @@ class MatmulCount:
 
 
 def splits(count: int) -> int:
-    """Ciphertexts per modulus that hold ``count`` values of an element-wise product."""
+    """Ciphertexts per modulus that hold `count` values of an element-wise product."""
     return _up(count, DEGREE)
 
 
@@ -75,10 +75,10 @@ def matmul(m: int, k: int, n: int) -> MatmulCount:
 
 
 def _rotations(count: int, gap: int, few: bool) -> int:
-    """Automorphisms that pack ``count`` results, or rather twice those of the busier core of two (packlwes.cc).
+    """Automorphisms that pack `count` results, or rather twice those of the busier core of two (packlwes.cc).
 
-    ``few``: single results, filled up to a power of two. Else ciphertexts, ``gap`` of them into one: a tree with
-    ``gap`` leaves, where a node with one child costs as much as one with two. Each core takes one half of a level.
+    `few`: single results, filled up to a power of two. Else ciphertexts, `gap` of them into one: a tree with
+    `gap` leaves, where a node with one child costs as much as one with two. Each core takes one half of a level.
     """
     if few:
         leaves = 1 << (min(count, DEGREE) - 1).bit_length()
@@ -110,7 +110,7 @@ def _block(m: int, k: int, n: int, *, packing: bool) -> Dims:
 
 
 def tiles(m: int, k: int, n: int) -> list[Dims]:
-    """Cut an M x K times K x N product as SPU does when its operands exceed ``SPLIT_BYTES``."""
+    """Cut an M x K times K x N product as SPU does when its operands exceed `SPLIT_BYTES`."""
     if (m * k + k * n) * ELEMENT_BYTES < SPLIT_BYTES:
         return [(m, k, n)]
     limit = SPLIT_BYTES / ELEMENT_BYTES

@@ -1,6 +1,6 @@
 """Weights of the chains of squares that stand for exp and the activations, in units of 2^-18.
 
-Made by ``benchmarks/fit_squares.py``; do not edit. The tests evaluate every chain against the function it stands for.
+Made by `benchmarks/fit_squares.py`; do not edit. The tests evaluate every chain against the function it stands for.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def is_public(value: Any) -> bool:
 
 
 def scale(x: Any, factor: Any) -> Any:
-    """x · ``factor`` for a JAX array of floats and a public number, or an array that broadcasts with x."""
+    """x · `factor` for a JAX array of floats and a public number, or an array that broadcasts with x."""
     bits = _FRACTION_BITS.get()
     if bits is None:
         return x * factor
@@ -100,16 +100,16 @@ def _constant(numbers: Array) -> npt.NDArray[np.float32]:
 
 
 def scale_up(x: Any, doublings: int) -> Any:
-    """x · 2^``doublings`` for a JAX array, by sums: exact, and nothing is sent."""
+    """x · 2^`doublings` for a JAX array, by sums: exact, and nothing is sent."""
     for _ in range(doublings):
         x = x + x
     return x
 
 
 def scale_down(x: Any, halvings: int) -> Any:
-    """x · 2^-``halvings`` for a JAX array, up to two units of the last place, safe to be multiplied with afterwards.
+    """x · 2^-`halvings` for a JAX array, up to two units of the last place, safe to be multiplied with afterwards.
 
-    The unit that is added keeps the compiler from multiplying later factors with 2^-``halvings`` first.
+    The unit that is added keeps the compiler from multiplying later factors with 2^-`halvings` first.
     """
     bits = _FRACTION_BITS.get()
     return x * 2.0**-halvings if bits is None else x * np.float32(2.0**-halvings) + np.float32(2.0**-bits)
@@ -130,7 +130,7 @@ def mean(x: Any, axis: Any = None, keepdims: bool = False) -> Any:
 
 
 def scaled_table(table: npt.NDArray[Any], axis: int | None) -> tuple[npt.NDArray[Any], Array | None]:
-    """A public factor of a matrix product that is summed along ``axis``, and what to scale the product with.
+    """A public factor of a matrix product that is summed along `axis`, and what to scale the product with.
 
     Entries that are small along the whole axis, such as those of an averaging matrix, are held as powers of two times
     larger ones; None: there are no such.

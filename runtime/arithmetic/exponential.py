@@ -1,7 +1,7 @@
 """exp(x), in two forms: for the rows of a softmax (x ≤ 0), by as few squares as their spread needs, and for any x.
 
-A softmax subtracts the maximum first, so every row has an entry 0 and all are ≤ 0. ``Exponential`` is a chain of
-squares (``squares.py``) fitted to exp on [-reach, 0] such that the softmax of any row of up to 1024 entries errs
+A softmax subtracts the maximum first, so every row has an entry 0 and all are ≤ 0. `Exponential` is a chain of
+squares (`squares.py`) fitted to exp on [-reach, 0] such that the softmax of any row of up to 1024 entries errs
 least: relatively near 0, and far below 1/1024 of that in the tail, of which a row may hold many entries. Below -reach
 the chain is wrong, by any amount: where that may be asked for, one comparison puts an exact 0 there.
 """
@@ -21,14 +21,14 @@ COMPARISON_BYTES, SELECT_BYTES = 82, 16
 """Bytes an element, both ways, in Cheetah (64-bit ring)."""
 
 EXP_ITERATIONS = 1
-"""Squarings in SPU's own exp: one makes it the square that ``squares.square`` asks for."""
+"""Squarings in SPU's own exp: one makes it the square that `squares.square` asks for."""
 
 
 @dataclass(frozen=True)
 class Power:
-    """exp(x) as (1 + z + z²/2)^n with z = x/n, for x between ``lowest`` (towards -2n it returns to 1) and ``highest``.
+    """exp(x) as (1 + z + z²/2)^n with z = x/n, for x between `lowest` (towards -2n it returns to 1) and `highest`.
 
-    ``error``: the largest for x ≤ 0 in Cheetah (64-bit ring, 18 fraction bits), measured and rounded up. Each squaring
+    `error`: the largest for x ≤ 0 in Cheetah (64-bit ring, 18 fraction bits), measured and rounded up. Each squaring
     doubles the rounding of the one before, so fewer of them are closer, on a shorter interval. For x > 0 the error is
     relative, and x³/6n² besides.
     """
@@ -39,7 +39,7 @@ class Power:
 
     @property
     def highest(self) -> float:
-        """Largest x for which x³/6n² stays below ``error``: the result errs by no more than twice that, relatively."""
+        """Largest x for which x³/6n² stays below `error`: the result errs by no more than twice that, relatively."""
         return float((6 * self.n**2 * self.error) ** (1 / 3))
 
     @property
@@ -68,8 +68,8 @@ POWERS = (Power(128, -230.4, 2e-3), Power(64, -115.2, 7e-4), Power(32, -51.2, 4e
 class Exponential:
     """How the exponential of a softmax is computed, for scores less their row's maximum.
 
-    ``squares``: length of the chain. ``reach``: it holds on [-reach, 0.01]. ``clamped``: one comparison gives exact
-    zeros below that, so that any score may come; else rows must not spread further than ``reach``.
+    `squares`: length of the chain. `reach`: it holds on [-reach, 0.01]. `clamped`: one comparison gives exact
+    zeros below that, so that any score may come; else rows must not spread further than `reach`.
     """
 
     squares: int
@@ -97,7 +97,7 @@ class Exponential:
         return ERRORS[self][1]
 
     def error_in(self, entries: int) -> float:
-        """The same for rows of up to ``entries``; beyond 1024 it is taken to grow in proportion."""
+        """The same for rows of up to `entries`; beyond 1024 it is taken to grow in proportion."""
         short, long = ERRORS[self]
         return short if entries <= 128 else long * max(1.0, entries / 1024)
 
@@ -130,10 +130,10 @@ SOFTMAX_ERROR = 1e-3
 
 
 def choose_exponential(spread: float = math.inf, tolerance: float = SOFTMAX_ERROR, entries: int = 1024) -> Exponential:
-    """Return the cheapest exponential for rows of up to ``entries`` scores that differ by ``spread`` at most.
+    """Return the cheapest exponential for rows of up to `entries` scores that differ by `spread` at most.
 
     Raises:
-        InputError: none errs by ``tolerance`` or less.
+        InputError: none errs by `tolerance` or less.
     """
     wide = [each for each in ERRORS if each.widest >= spread]
     good = [each for each in wide if each.error_in(entries) <= tolerance]
@@ -146,7 +146,7 @@ def choose_exponential(spread: float = math.inf, tolerance: float = SOFTMAX_ERRO
 
 
 def cheapest_exponential(spread: float = math.inf, tolerance: float | None = None, entries: int = 1024) -> Exponential:
-    """As `choose_exponential`; without a tolerance its own, or ``SAFE`` where rows are too long for that."""
+    """As `choose_exponential`; without a tolerance its own, or `SAFE` where rows are too long for that."""
     if tolerance is not None:
         return choose_exponential(spread, tolerance, entries)
     try:
@@ -156,7 +156,7 @@ def cheapest_exponential(spread: float = math.inf, tolerance: float | None = Non
 
 
 def choose_power(tolerance: float = DEFAULT.exp) -> Power:
-    """Return the form of the general exponential that holds widest among those that err by ``tolerance`` at most.
+    """Return the form of the general exponential that holds widest among those that err by `tolerance` at most.
 
     Raises:
         InputError: there is none.

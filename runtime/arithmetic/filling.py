@@ -25,7 +25,7 @@ FEW_PRODUCTS = 11_000
 
 
 def square_parts(size: int) -> list[int]:
-    """Cut ``size`` squares: all parts but the last take ciphertexts, the last (maybe of no values) stored triples."""
+    """Cut `size` squares: all parts but the last take ciphertexts, the last (maybe of no values) stored triples."""
     rest = size % PAIR
     if rest >= DEGREE + FEW_SQUARES:
         return [size, 0]
@@ -36,7 +36,7 @@ def square_parts(size: int) -> list[int]:
 
 
 def product_parts(size: int) -> list[int]:
-    """Cut ``size`` products of two secrets: SPU itself takes stored triples for parts smaller than ``PAIR``."""
+    """Cut `size` products of two secrets: SPU itself takes stored triples for parts smaller than `PAIR`."""
     rest = size % PAIR
     return [size] if size < PAIR or rest == 0 or rest >= FEW_PRODUCTS else [size - rest, rest]
 

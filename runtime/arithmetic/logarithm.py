@@ -12,10 +12,10 @@ LOGARITHMS = (Form("SPU's own", 4e-5, 2960),)
 
 
 def logarithm(x: Any, tolerance: float = DEFAULT.log) -> Any:
-    """ln x for a JAX array, within ``tolerance`` for 2^-6 ≤ x ≤ 2^8.
+    """ln x for a JAX array, within `tolerance` for 2^-6 ≤ x ≤ 2^8.
 
     Raises:
-        InputError: none of ``LOGARITHMS`` is as close.
+        InputError: none of `LOGARITHMS` is as close.
     """
     cheapest("log", LOGARITHMS, tolerance)
     return jnp().log(x)

@@ -31,7 +31,7 @@ RECIPROCAL_ERROR = 6e-5
 
 
 def reciprocal_of_sums(sums: Any, most: int) -> Any:
-    """1/S for a JAX array of sums, ``LEAST_SUM`` ≤ S ≤ 1.02 · ``most``."""
+    """1/S for a JAX array of sums, `LEAST_SUM` ≤ S ≤ 1.02 · `most`."""
     powers = 2.0 ** np.arange(1, max(1, most - 1).bit_length())
     if not len(powers):
         return RECIPROCAL(sums)
@@ -42,7 +42,7 @@ def reciprocal_of_sums(sums: Any, most: int) -> Any:
 
 
 def reciprocal(x: Any, tolerance: float = DEFAULT.reciprocal) -> Any:
-    """1/x for a JAX array, relatively within ``tolerance`` for 2^-6 ≤ x ≤ 4, by the cheapest of ``RECIPROCALS``.
+    """1/x for a JAX array, relatively within `tolerance` for 2^-6 ≤ x ≤ 4, by the cheapest of `RECIPROCALS`.
 
     Raises:
         InputError: none is as close.
@@ -54,7 +54,7 @@ def reciprocal(x: Any, tolerance: float = DEFAULT.reciprocal) -> Any:
 
 
 def quotient(x: Any, y: Any, tolerance: float = DEFAULT.reciprocal) -> Any:
-    """x / y for a JAX array y, as close as ``reciprocal``.
+    """x / y for a JAX array y, as close as `reciprocal`.
 
     Raises:
         InputError: no form is as close.

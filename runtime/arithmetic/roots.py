@@ -19,7 +19,7 @@ ROOTS = (Form("SPU's own", 1e-4, 3225),)
 
 
 def inverse_root(x: Any, tolerance: float = DEFAULT.root) -> Any:
-    """1/√x for a JAX array, relatively within ``tolerance`` for 2^-6 ≤ x ≤ 2^8, by the cheapest of ``INVERSE_ROOTS``.
+    """1/√x for a JAX array, relatively within `tolerance` for 2^-6 ≤ x ≤ 2^8, by the cheapest of `INVERSE_ROOTS`.
 
     Raises:
         InputError: none is as close.
@@ -34,10 +34,10 @@ def inverse_root(x: Any, tolerance: float = DEFAULT.root) -> Any:
 
 
 def root(x: Any, tolerance: float = DEFAULT.root) -> Any:
-    """√x for a JAX array, relatively within ``tolerance`` for 2^-6 ≤ x ≤ 2^8.
+    """√x for a JAX array, relatively within `tolerance` for 2^-6 ≤ x ≤ 2^8.
 
     Raises:
-        InputError: none of ``ROOTS`` is as close.
+        InputError: none of `ROOTS` is as close.
     """
     cheapest("root", ROOTS, tolerance)
     return jnp().sqrt(x)

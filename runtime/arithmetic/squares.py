@@ -31,9 +31,9 @@ SUM_BYTES = 3
 
 @contextmanager
 def squares_by_exp() -> Iterator[None]:
-    """Within this context ``square`` is traced for SPU, set to one iteration of its exp: exp(z) means (1 + z/2)^2.
+    """Within this context `square` is traced for SPU, set to one iteration of its exp: exp(z) means (1 + z/2)^2.
 
-    SPU has a protocol for squares, reached by its exp alone: ``x * x`` becomes a product of two secrets.
+    SPU has a protocol for squares, reached by its exp alone: `x * x` becomes a product of two secrets.
     """
     token = _BY_EXP.set(True)
     try:
@@ -43,7 +43,7 @@ def squares_by_exp() -> Iterator[None]:
 
 
 def square(y: Any) -> Any:
-    """y² for a JAX array; while SPU code is traced (``squares_by_exp``), in the form that is cheaper there."""
+    """y² for a JAX array; while SPU code is traced (`squares_by_exp`), in the form that is cheaper there."""
     if not _pays(y):
         return y * y
     parts = square_parts(y.size)
@@ -59,7 +59,7 @@ def _by_exp(y: Any) -> Any:
 
 
 def twice_product(x: Any, y: Any, squared: Any) -> Any:
-    """2·x·y for a JAX array x, a y that broadcasts to it and x² = ``squared``: one more square, not a product."""
+    """2·x·y for a JAX array x, a y that broadcasts to it and x² = `squared`: one more square, not a product."""
     return square(x + y) - squared - y * y if _pays(x) else x * (y + y)
 
 
@@ -73,7 +73,7 @@ def _pays(y: Any) -> bool:
 class Squares:
     """A chain of squares: u_k = weighted sum of (1, x, s_1 … s_k), s_{k+1} = u_k².
 
-    ``sums[k]`` are the k + 2 weights of u_k; ``output`` are the weights of (1, x, s_1 … s_m) in the result, or None
+    `sums[k]` are the k + 2 weights of u_k; `output` are the weights of (1, x, s_1 … s_m) in the result, or None
     where the result is the last square itself (and so never negative, but for rounding).
     """
 

@@ -1,9 +1,9 @@
 """What a private inference would cost, without running it: bytes, messages, round trips and seconds.
 
-The model is lowered and compiled exactly as for :func:`aero_compile.private_inference`; nothing is executed. Each
-PPHLO operation is then billed from its kind, its shapes and who knows its operands (``operations``), with
-ciphertexts counted as SPU chooses its blocks (``ciphertexts``) and with building blocks measured once per machine
-(``table``). Two parties' stores of correlated randomness are followed through the whole program.
+The model is lowered and compiled exactly as for `aero_compile.private_inference`; nothing is executed. Each
+PPHLO operation is then billed from its kind, its shapes and who knows its operands (`operations`), with
+ciphertexts counted as SPU chooses its blocks (`ciphertexts`) and with building blocks measured once per machine
+(`table`). Two parties' stores of correlated randomness are followed through the whole program.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _REVEAL_MESSAGES = 1
 class Estimate:
     """The predicted bill of one private forward.
 
-    ``bytes`` (both directions, payload), ``messages`` and ``seconds`` mean what they mean in a ``Measurement``,
-    and ``per_op`` and ``per_step`` have its rows, each with ``rounds`` besides: round trips that follow each other.
-    ``seconds`` is ``computing`` (on the machine of the table, between two processes) plus the time on ``network``.
-    ``table`` tells where the measured part comes from. Everything includes the opening of the logits and, for
-    ``warm_up`` "full" or "setup", excludes the set-up of keys and stores.
+    `bytes` (both directions, payload), `messages` and `seconds` mean what they mean in a `Measurement`,
+    and `per_op` and `per_step` have its rows, each with `rounds` besides: round trips that follow each other.
+    `seconds` is `computing` (on the machine of the table, between two processes) plus the time on `network`.
+    `table` tells where the measured part comes from. Everything includes the opening of the logits and, for
+    `warm_up` "full" or "setup", excludes the set-up of keys and stores.
     """
 
     protocol: str
@@ -103,22 +103,22 @@ def estimate(
     warm: bool | str = True,
     table: CostTable | str | os.PathLike[str] | None = None,
 ) -> Estimate:
-    """Predict what ``private_inference`` of ``model`` on token ids [batch, seq_len] costs with Cheetah.
+    """Predict what `private_inference` of `model` on token ids [batch, seq_len] costs with Cheetah.
 
     Args:
-        model: as for ``private_inference``; on the meta device, the weights count as unknown.
+        model: as for `private_inference`; on the meta device, the weights count as unknown.
         seq_len: tokens per sequence.
         batch: sequences.
         network: between the parties: "loopback" (costs nothing), "lan" (1 Gbit/s, 1 ms round trip), "wan"
-            (100 Mbit/s, 80 ms), "MBPS:RTT_MS" or a ``Network``.
+            (100 Mbit/s, 80 ms), "MBPS:RTT_MS" or a `Network`.
         logits: "all" positions or the "last".
-        optimize: rewrite the model first, as ``private_inference`` does.
+        optimize: rewrite the model first, as `private_inference` does.
         calibration: typical text, token ids [B, T], on which ranges are checked.
-        clamp: as for ``private_inference``; False chooses cheaper exponentials by the calibration text.
-        guards: with the private checks of ranges that ``compile_model`` puts in for two hosts.
-        tolerances: how far off approximations may be, as for ``private_inference``.
-        warm: what came before, as for ``private_inference``: True, a whole forward; "setup", the set-up alone.
-        table: measured costs (``benchmarks/calibrate.py`` writes them); None: those shipped with the package.
+        clamp: as for `private_inference`; False chooses cheaper exponentials by the calibration text.
+        guards: with the private checks of ranges that `compile_model` puts in for two hosts.
+        tolerances: how far off approximations may be, as for `private_inference`.
+        warm: what came before, as for `private_inference`: True, a whole forward; "setup", the set-up alone.
+        table: measured costs (`benchmarks/calibrate.py` writes them); None: those shipped with the package.
 
     Raises:
         InputError: options out of range, or a table that does not fit the version or settings of SPU.
@@ -159,7 +159,7 @@ def estimate_program(
     warm: bool | str = True,
     table: CostTable | None = None,
 ) -> Estimate:
-    """Predict what running a compiled program costs; the arguments are those of :func:`estimate`.
+    """Predict what running a compiled program costs; the arguments are those of `estimate`.
 
     Raises:
         InputError: a program for another protocol or with other settings than those of the table.

@@ -31,7 +31,7 @@ Handler = Callable[[Session, Operation, tuple[str, ...]], str]
 
 
 def run(session: Session, function: Function, knows: Sequence[str]) -> tuple[str, ...]:
-    """Bill a compiled step whose arguments are known to ``knows``; returns who knows its results.
+    """Bill a compiled step whose arguments are known to `knows`; returns who knows its results.
 
     Raises:
         LoweringError: an operation without a known cost; the message names it.

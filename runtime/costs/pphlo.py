@@ -39,7 +39,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation with one result: ``kind`` without its prefix ("multiply", "spu.gather" for a custom call)."""
+    """One operation with one result: `kind` without its prefix ("multiply", "spu.gather" for a custom call)."""
 
     kind: str
     result: str
@@ -49,7 +49,7 @@ class Operation:
     text: str
 
     def integers(self, name: str) -> tuple[int, ...]:
-        """Return the list of integers printed after ``name =``."""
+        """Return the list of integers printed after `name =`."""
         found = re.search(rf"{name} = \[([\d, ]*)\]", self.text)
         if found is None:
             raise LoweringError(f"pphlo.{self.kind} is printed without {name}: {self.text[:200]}")
@@ -57,13 +57,13 @@ class Operation:
 
     @property
     def reducer(self) -> str:
-        """The operation that a ``reduce`` applies."""
+        """The operation that a `reduce` applies."""
         found = re.search(r"applies pphlo\.(\w+)", self.text)
         return found[1] if found else "a region"
 
     @property
     def contraction(self) -> tuple[tuple[int, ...], ...]:
-        """Of a ``dot_general``: batching dimensions left and right, contracting dimensions left and right."""
+        """Of a `dot_general`: batching dimensions left and right, contracting dimensions left and right."""
         found = _PAIRED.search(self.text)
         if found is None:
             raise LoweringError(f"pphlo.{self.kind} is printed without its dimensions: {self.text[:200]}")

@@ -1,7 +1,7 @@
 """What the building blocks of SPU's Cheetah exchange, one after the other, between two parties that keep state.
 
 The parties keep stores that operations draw from and refill in large batches: correlated oblivious transfers for
-each tile and direction, and multiplication triples. A :class:`Session` follows both, so it knows which operation
+each tile and direction, and multiplication triples. A `Session` follows both, so it knows which operation
 pays for a refill. It also keeps a clock for each party, in one-way delays of the network: a message arrives one
 unit after it was sent, a blocking send returns after two.
 """
@@ -47,7 +47,7 @@ class Cost:
         return self.server_bytes + self.client_bytes
 
     def seconds(self, network: Network) -> float:
-        """Computing, plus the time that its bytes and round trips take on ``network``."""
+        """Computing, plus the time that its bytes and round trips take on `network`."""
         return self.computing + network.seconds(self.passing, self.rounds)
 
     def add(self, other: Cost) -> None:
@@ -61,7 +61,7 @@ class Cost:
 
 
 class Session:
-    """Two parties that have exchanged keys and nothing else; every method adds to the open :meth:`bill`."""
+    """Two parties that have exchanged keys and nothing else; every method adds to the open `bill`."""
 
     def __init__(self, table: CostTable) -> None:
         self.table = table
@@ -151,7 +151,7 @@ class Session:
         self._exchange(OPEN)
 
     def product_owned(self, n: int, owner: int) -> None:
-        """Bill the product of a shared tensor of n elements with one that party ``owner`` knows."""
+        """Bill the product of a shared tensor of n elements with one that party `owner` knows."""
         if n:
             self._one_way(owner, ciphertexts.splits(n), factors=1, rate="product_one_way")
 
@@ -173,9 +173,9 @@ class Session:
         self._clock = [max(a, b) for a, b in zip(*ends, strict=True)]
 
     def _one_way(self, sender: int, pieces: int, factors: int, rate: str, share: float = 1.0) -> None:
-        """``sender`` encrypts ``factors`` tensors of ``pieces`` x 8192 values; the other answers with one.
+        """`sender` encrypts `factors` tensors of `pieces` x 8192 values; the other answers with one.
 
-        ``share``: of its bytes, what does not pass at the same time as those of another exchange.
+        `share`: of its bytes, what does not pass at the same time as those of another exchange.
         """
         table = self.table
         answers = pieces * table.moduli
@@ -223,7 +223,7 @@ class Session:
         self._cost.computing += seconds["matmul_plain"] * m * k * n
 
     def _cross_term(self, m: int, k: int, n: int, left: int, share: float) -> None:
-        """Party ``left`` holds the left matrix, the other the right one."""
+        """Party `left` holds the left matrix, the other the right one."""
         count = ciphertexts.matmul(m, k, n)
         table = self.table
         there = count.sent * table.ciphertext_bytes["matmul_sent"]

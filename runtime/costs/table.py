@@ -1,6 +1,6 @@
 """The measured part of the cost model: what SPU's building blocks cost, on which machine, with which settings.
 
-``benchmarks/calibrate.py`` writes the table; one is shipped with the package. It is data only.
+`benchmarks/calibrate.py` writes the table; one is shipped with the package. It is data only.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ CALIBRATE = "measure one with: python benchmarks/calibrate.py"
 class Kernel:
     """A protocol made of oblivious transfers, on n elements.
 
-    ``points``: rows (n, bytes sent by the server, bytes sent by the client, seconds), n rising. ``messages`` that
-    each party sends in one tile, about n elements and about 2n. ``transfers``: correlated oblivious transfers per
-    element with the server as the sender, and with the client. ``exchanges``: the one-sided transfers and mutual
+    `points`: rows (n, bytes sent by the server, bytes sent by the client, seconds), n rising. `messages` that
+    each party sends in one tile, about n elements and about 2n. `transfers`: correlated oblivious transfers per
+    element with the server as the sender, and with the client. `exchanges`: the one-sided transfers and mutual
     openings that follow each other.
     """
 
@@ -57,16 +57,16 @@ class Kernel:
 class CostTable:
     """Everything measured.
 
-    ``settings``: protocol, field, fraction_bits and the options of the configuration that change costs.
-    ``ciphertext_bytes``: "product_sent", "product_answer", "matmul_sent", "matmul_answer".
-    ``moduli``: ciphertexts for each 8192 values of an element-wise product.
-    ``kernels``: "trunc" by the fraction bits, "halve" by those that an exponential takes off its argument, "less",
+    `settings`: protocol, field, fraction_bits and the options of the configuration that change costs.
+    `ciphertext_bytes`: "product_sent", "product_answer", "matmul_sent", "matmul_answer".
+    `moduli`: ciphertexts for each 8192 values of an element-wise product.
+    `kernels`: "trunc" by the fraction bits, "halve" by those that an exponential takes off its argument, "less",
     "select", "b2a" of a bit, "widen" of a bit in front of a fraction, "and", and the bitwise parts of `LUMPS`.
-    ``expansions``: for these, the element-wise "product", "square" and "trunc" that come on top, each as a list of
+    `expansions`: for these, the element-wise "product", "square" and "trunc" that come on top, each as a list of
     their sizes in multiples of n.
-    ``refill``: of an empty store of oblivious transfers: "bytes", "messages", "seconds", and "count" it yields.
-    ``seconds``: coefficients, see ``session``; ``local``: seconds per element of operations without messages.
-    ``machine`` and ``versions`` say where this comes from; ``cores`` limits how many tiles run side by side.
+    `refill`: of an empty store of oblivious transfers: "bytes", "messages", "seconds", and "count" it yields.
+    `seconds`: coefficients, see `session`; `local`: seconds per element of operations without messages.
+    `machine` and `versions` say where this comes from; `cores` limits how many tiles run side by side.
     """
 
     settings: dict[str, Any]
@@ -83,7 +83,7 @@ class CostTable:
     measured: str
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the table to ``path`` (beside it first, then renamed)."""
+        """Write the table to `path` (beside it first, then renamed)."""
         write_atomically(Path(path), json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
 
     @classmethod
@@ -123,7 +123,7 @@ class CostTable:
 
 
 def settings_of(config: Any, protocol: str, field: int, fraction_bits: int) -> dict[str, Any]:
-    """Return those settings of a ``spu.RuntimeConfig`` that change costs."""
+    """Return those settings of a `spu.RuntimeConfig` that change costs."""
     return {
         "protocol": protocol,
         "field": field,

@@ -23,7 +23,7 @@ PORT_TAKEN = "the port is taken or the address is not of this machine"
 
 
 def free_addresses(count: int) -> list[str]:
-    """Return ``count`` distinct loopback addresses ``127.0.0.1:port`` that were free a moment ago."""
+    """Return `count` distinct loopback addresses `127.0.0.1:port` that were free a moment ago."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:
@@ -35,7 +35,7 @@ def free_addresses(count: int) -> list[str]:
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Split ``host:port``; raises InputError."""
+    """Split `host:port`; raises InputError."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise InputError(f"{text!r} is not an address of the form host:port")
@@ -56,7 +56,7 @@ class Way(Protocol):
         """Return (bytes sent and acknowledged, bytes received) on the wire since the start."""
 
     def answers(self, seconds: float) -> bool:
-        """Whether the peer is there; the answer takes up to ``seconds``."""
+        """Whether the peer is there; the answer takes up to `seconds`."""
 
     def reason(self) -> str:
         """Say what went wrong on the way last; empty if nothing is known."""
@@ -107,7 +107,7 @@ def connect(spu: Any, rank: int, way: Way, timeout: float, connect_timeout: floa
 
 
 def not_connected(way: Way, seconds: float) -> str:
-    """Say why there is no link to the peer after ``seconds``."""
+    """Say why there is no link to the peer after `seconds`."""
     reason = way.reason()
     if way.answers(1.0):
         why = reason or "different TLS settings, or a wrong own address, at the other party"
@@ -118,7 +118,7 @@ def not_connected(way: Way, seconds: float) -> str:
 
 
 def watch_peer(answers: Callable[[float], bool], lost: Callable[[], None]) -> threading.Event:
-    """Call ``lost`` from a thread once the peer ``answers`` no more; set the event to stop.
+    """Call `lost` from a thread once the peer `answers` no more; set the event to stop.
 
     SPU itself waits for a message until its receive timeout, which must be long; a dead process or host is
     noticed here within about ten seconds.
@@ -139,7 +139,7 @@ def watch_peer(answers: Callable[[float], bool], lost: Callable[[], None]) -> th
 
 
 def _listens(address: str, seconds: float) -> bool:
-    """Whether somebody is at ``address`` within ``seconds``, who then leaves a silent connection open for a while.
+    """Whether somebody is at `address` within `seconds`, who then leaves a silent connection open for a while.
 
     A forwarder on the way (a tunnel, a container's port, an emulated network) accepts even when nobody is behind it,
     but closes at once.

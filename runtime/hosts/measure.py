@@ -23,11 +23,11 @@ _COUNTS = ("send_bytes", "recv_bytes", "send_actions", "recv_actions")
 
 
 def parse_profile(text: str) -> dict[str, Any]:
-    """Read SPU's profile of the executions in ``text``.
+    """Read SPU's profile of the executions in `text`.
 
-    Returns ``records``, how many executions it tells of, ``send_bytes``, ``recv_bytes``, ``send_actions``,
-    ``recv_actions`` (link totals of this party) and ``kinds``: one dict per PPHLO operation kind with ``op``,
-    ``count``, ``seconds`` and the four counts.
+    Returns `records`, how many executions it tells of, `send_bytes`, `recv_bytes`, `send_actions`,
+    `recv_actions` (link totals of this party) and `kinds`: one dict per PPHLO operation kind with `op`,
+    `count`, `seconds` and the four counts.
     """
     totals = dict.fromkeys(_COUNTS, 0)
     links = list(_LINK.finditer(text))
@@ -47,10 +47,10 @@ def parse_profile(text: str) -> dict[str, Any]:
 
 
 def check_profile(profile: Mapping[str, Any], step: str) -> None:
-    """Check that ``profile`` is the whole record of one execution.
+    """Check that `profile` is the whole record of one execution.
 
     Raises:
-        PartyError: it has none, several, or one that lacks operations: what ``step`` cost is not known.
+        PartyError: it has none, several, or one that lacks operations: what `step` cost is not known.
     """
     if profile["records"] != 1:
         fault = f"has {profile['records']} records of {step} instead of one"
@@ -65,7 +65,7 @@ def check_profile(profile: Mapping[str, Any], step: str) -> None:
 def check_against_wire(record: Mapping[str, Any], opened: int) -> None:
     """Compare what SPU says this party received in a forward with what the kernel counted on its connections.
 
-    ``record`` has the ``steps`` and the ``wire`` bytes (sent, received); ``opened`` bytes were received besides. The
+    `record` has the `steps` and the `wire` bytes (sent, received); `opened` bytes were received besides. The
     framing of a message, and the reply to one, took 120 bytes on average.
 
     Raises:
@@ -86,23 +86,23 @@ def check_against_wire(record: Mapping[str, Any], opened: int) -> None:
 class Measurement:
     """The bill of one private inference.
 
-    ``bytes``, ``messages`` and ``seconds`` are those of the measured forward. ``warm_up`` says what went before it in
+    `bytes`, `messages` and `seconds` are those of the measured forward. `warm_up` says what went before it in
     the same processes: "full", another forward; "setup", a short computation that makes keys and oblivious transfers;
-    "none", nothing, so that it pays for these. ``warm`` is true for the first two. The figures include the
-    opening of the logits to the client and exclude ``setup``. Bytes are payload of both
-    directions, as SPU counts what it hands to the link; ``wire_bytes`` is what the kernel counted on the TCP
-    connections in the same interval (framing included; None where the kernel does not tell). ``messages``
-    counts the sends of both parties (parallel tiles count one each: not rounds). ``seconds`` is the slower
-    party's wall time; ``party_seconds`` has both. ``network`` is what was emulated between the parties, "loopback"
+    "none", nothing, so that it pays for these. `warm` is true for the first two. The figures include the
+    opening of the logits to the client and exclude `setup`. Bytes are payload of both
+    directions, as SPU counts what it hands to the link; `wire_bytes` is what the kernel counted on the TCP
+    connections in the same interval (framing included; None where the kernel does not tell). `messages`
+    counts the sends of both parties (parallel tiles count one each: not rounds). `seconds` is the slower
+    party's wall time; `party_seconds` has both. `network` is what was emulated between the parties, "loopback"
     where that is nothing.
 
-    ``cold_bytes`` (payload of the first forward plus the bytes of the set-up on the wire), ``cold_messages``
-    and ``cold_seconds`` (set-up included) describe the first forward.
+    `cold_bytes` (payload of the first forward plus the bytes of the set-up on the wire), `cold_messages`
+    and `cold_seconds` (set-up included) describe the first forward.
 
-    ``per_op``: one dict per operator kind of the model (``softmax``, ``linear``, ...) with ``count``,
-    ``seconds`` (of the server), ``bytes``, ``send_bytes`` and ``recv_bytes`` (of the server), ``messages``;
-    most bytes first; the last entry, ``reveal``, is the opening of the logits. ``per_step`` has the same for
-    every operator in order of execution with its ``place`` in the model. ``per_pphlo_op`` has SPU's own
+    `per_op`: one dict per operator kind of the model (`softmax`, `linear`, ...) with `count`,
+    `seconds` (of the server), `bytes`, `send_bytes` and `recv_bytes` (of the server), `messages`;
+    most bytes first; the last entry, `reveal`, is the opening of the logits. `per_step` has the same for
+    every operator in order of execution with its `place` in the model. `per_pphlo_op` has SPU's own
     operation kinds.
     """
 
@@ -163,7 +163,7 @@ def combine(
     warm_up: str = "full",
     network: str = "loopback",
 ) -> Measurement:
-    """Build the Measurement from the two parties' ``stats.json`` (keys "server" and "client")."""
+    """Build the Measurement from the two parties' `stats.json` (keys "server" and "client")."""
     server, client = stats["server"], stats["client"]
     runs = [_Run(a, b) for a, b in zip(server["runs"], client["runs"], strict=True)]
     cold, used = runs[0], runs[-1]
@@ -261,7 +261,7 @@ def _wire(server: Mapping[str, Any], client: Mapping[str, Any]) -> int | None:
 
 
 def size_text(count: float) -> str:
-    """Return a number of bytes in decimal units: ``999 B``, ``1.23 MB``."""
+    """Return a number of bytes in decimal units: `999 B`, `1.23 MB`."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= scale:
             return f"{count / scale:.2f} {unit}"

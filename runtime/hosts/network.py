@@ -17,9 +17,9 @@ BACKLOG = 128
 class Relay:
     """A process that carries connections to two addresses over an emulated network, while the context is open.
 
-    A connection to ``addresses[i]`` reaches ``targets[i]`` ("host:port"); the network lies between the hosts of
-    the two targets. In each direction by itself (full duplex), bytes leave at ``network.mbps`` at most, shared by
-    all connections in turns, and arrive ``network.rtt_ms / 2`` after they left, in order. Connecting takes a round
+    A connection to `addresses[i]` reaches `targets[i]` ("host:port"); the network lies between the hosts of
+    the two targets. In each direction by itself (full duplex), bytes leave at `network.mbps` at most, shared by
+    all connections in turns, and arrive `network.rtt_ms / 2` after they left, in order. Connecting takes a round
     trip, and is refused as the target refuses. The bandwidth counts what TCP carries, not its headers; losses and
     TCP's slow start are not emulated. The process ends with its launcher.
     """

@@ -12,8 +12,8 @@ from aero_compile.errors import InputError, nearest
 class Network:
     """Bandwidth and delay between server and client.
 
-    ``mbps``: 10^6 bits per second, in each direction by itself (full duplex); infinite: no limit.
-    ``rtt_ms``: round trip in milliseconds; every byte arrives ``rtt_ms / 2`` after it was sent.
+    `mbps`: 10^6 bits per second, in each direction by itself (full duplex); infinite: no limit.
+    `rtt_ms`: round trip in milliseconds; every byte arrives `rtt_ms / 2` after it was sent.
 
     Raises:
         InputError: a bandwidth that is not positive, or a delay that is negative or not finite.
@@ -39,7 +39,7 @@ class Network:
         return self.rtt_ms / 2e3
 
     def seconds(self, count: float, rounds: float) -> float:
-        """Seconds to pass ``count`` bytes in one direction, plus ``rounds`` round trips."""
+        """Seconds to pass `count` bytes in one direction, plus `rounds` round trips."""
         return count / self.bytes_per_second + rounds * self.rtt_ms / 1e3
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ NETWORKS = {"loopback": Network(), "lan": Network(1000.0, 1.0), "wan": Network(1
 
 
 def parse_network(spec: str | Network) -> Network:
-    """Return the network called ``spec``: "loopback", "lan", "wan" or "MBPS:RTT_MS" such as "200:20".
+    """Return the network called `spec`: "loopback", "lan", "wan" or "MBPS:RTT_MS" such as "200:20".
 
     Raises:
         InputError: neither a known name nor two numbers.

@@ -31,7 +31,7 @@ OUT_OF_RANGE = (
 
 
 def send_share(link: Any, share: Any, to: int = CLIENT) -> int:
-    """Send this party's ``share``, the server's of the logits to the client; returns its bytes."""
+    """Send this party's `share`, the server's of the logits to the client; returns its bytes."""
     parts = [share.meta, *share.share_chunks]
     link.send(to, str(len(parts)))
     for part in parts:
@@ -40,7 +40,7 @@ def send_share(link: Any, share: Any, to: int = CLIENT) -> int:
 
 
 def check_guard(link: Any, share: Any, io: Any, rank: int) -> tuple[int, int]:
-    """Open the bit of the private checks to both parties, each with its own ``share``.
+    """Open the bit of the private checks to both parties, each with its own `share`.
 
     Returns:
         The bytes sent and received.
@@ -63,7 +63,7 @@ def check_guard(link: Any, share: Any, io: Any, rank: int) -> tuple[int, int]:
 
 
 def open_logits(link: Any, share: Any, io: Any, program: Program) -> tuple[int, npt.NDArray[np.float32]]:
-    """Receive the server's share and open the logits with the client's own ``share``.
+    """Receive the server's share and open the logits with the client's own `share`.
 
     Returns:
         The bytes of the server's share, and the logits, float32 of the program's shape.
@@ -89,7 +89,7 @@ def open_logits(link: Any, share: Any, io: Any, program: Program) -> tuple[int, 
 
 
 def _received(link: Any, own: list[bytes], sender: int, what: str) -> list[bytes]:
-    """Receive the parts of the peer's share, which are as many, as long and described as this party's ``own``."""
+    """Receive the parts of the peer's share, which are as many, as long and described as this party's `own`."""
     name = _NAMES[sender]
     said = bytes(link.recv(sender))
     if said != str(len(own)).encode():

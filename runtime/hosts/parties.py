@@ -62,15 +62,15 @@ def run_parties(
     on_event: OnEvent | None = None,
     network: Network | None = None,
 ) -> Outcome:
-    """Run ``program`` in two processes: one that gets only the weights, one that gets only the tokens.
+    """Run `program` in two processes: one that gets only the weights, one that gets only the tokens.
 
     Each process has its own private directory (mode 0700, removed afterwards) with its own copy of the
-    program and its own inputs. ``set_up`` lets them compute something short first, so that the first forward finds
-    keys and oblivious transfers ready. ``on_event(role, event)`` is called with the parties' progress. ``network``
+    program and its own inputs. `set_up` lets them compute something short first, so that the first forward finds
+    keys and oblivious transfers ready. `on_event(role, event)` is called with the parties' progress. `network`
     is put between the two where it limits or delays anything (see `aero_compile.runtime.hosts.network.Relay`).
 
     Raises:
-        PartyError: a party failed, disappeared, disagreed with the other, or took longer than ``timeout``
+        PartyError: a party failed, disappeared, disagreed with the other, or took longer than `timeout`
             seconds. Both processes are ended before this is raised; no partial result is returned.
     """
     with scratch_folder() as root:

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Progress:
-    """``shown=None`` shows the line only on a terminal."""
+    """`shown=None` shows the line only on a terminal."""
 
     def __init__(self, shown: bool | None) -> None:
         self._terminal = sys.stderr.isatty()
@@ -37,7 +37,7 @@ class Progress:
             self.say(f"forward {self._run}: {where}")
 
     def say(self, text: str) -> None:
-        """Show ``text`` with the seconds since the start."""
+        """Show `text` with the seconds since the start."""
         if not self._shown:
             return
         line = f"private inference: {time.monotonic() - self._started:5.0f} s  {text}"[:118]

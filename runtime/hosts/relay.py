@@ -1,9 +1,9 @@
 """The process that plays the network between two parties: TCP forwarders with a bandwidth and a delay.
 
-Started by :class:`aero_compile.runtime.hosts.network.Relay` as a script of its own, so that no other work holds up
+Started by `aero_compile.runtime.hosts.network.Relay` as a script of its own, so that no other work holds up
 its clock. It knows the standard library only and takes bytes as they come: an encrypted link passes as well.
 
-``relay.py --mbps M --rtt-ms R FD=HOST:PORT FD=HOST:PORT``: FD is an inherited listening socket, and HOST:PORT
+`relay.py --mbps M --rtt-ms R FD=HOST:PORT FD=HOST:PORT`: FD is an inherited listening socket, and HOST:PORT
 where its connections lead. What connections through the first send and what those through the second receive
 goes in one direction and shares its bandwidth; the rest goes in the other. Ends when standard input does.
 """
@@ -34,7 +34,7 @@ LEAST_BUFFER, LARGEST_BUFFER = 4 << 20, 64 << 20
 """Bounds on the bytes that one connection may have under way in one direction."""
 
 CONNECTIONS = 200
-"""Connections at once through each address (``select`` sees 1024 descriptors); further ones wait."""
+"""Connections at once through each address (`select` sees 1024 descriptors); further ones wait."""
 
 
 class Direction:
@@ -51,7 +51,7 @@ class Direction:
         self._turn = asyncio.Lock()
 
     async def send(self, count: int) -> float:
-        """Take ``count`` bytes onto the link when it is their turn; returns when the last of them arrives."""
+        """Take `count` bytes onto the link when it is their turn; returns when the last of them arrives."""
         now = asyncio.get_running_loop().time
         async with self._turn:
             await asyncio.sleep(self._free_at - QUEUE_SECONDS - now())
@@ -60,7 +60,7 @@ class Direction:
 
 
 class Flow:
-    """One direction of one connection: from ``source`` over the link to ``sink``, in order."""
+    """One direction of one connection: from `source` over the link to `sink`, in order."""
 
     def __init__(self, source: socket.socket, sink: socket.socket, there: Direction, back: Direction) -> None:
         self.source, self.sink, self.there, self.back = source, sink, there, back
@@ -109,12 +109,12 @@ class Flow:
 
 
 async def wait_until(when: float) -> None:
-    """Sleep until ``when``, a time of the loop's (monotonic) clock; lets others run even if that is past."""
+    """Sleep until `when`, a time of the loop's (monotonic) clock; lets others run even if that is past."""
     await asyncio.sleep(when - asyncio.get_running_loop().time())
 
 
 async def carry(near: socket.socket, target: tuple[str, int], there: Direction, back: Direction) -> None:
-    """Carry one connection until both directions have ended, or refuse it if nothing listens at ``target``."""
+    """Carry one connection until both directions have ended, or refuse it if nothing listens at `target`."""
     loop = asyncio.get_running_loop()
     far = socket.socket()
     with near, far:
@@ -137,7 +137,7 @@ async def carry(near: socket.socket, target: tuple[str, int], there: Direction, 
 
 
 async def listen(listener: socket.socket, target: tuple[str, int], there: Direction, back: Direction) -> None:
-    """Carry every connection made to ``listener``."""
+    """Carry every connection made to `listener`."""
     listener.setblocking(False)
     places = asyncio.Semaphore(CONNECTIONS)
     async with asyncio.TaskGroup() as group:
@@ -157,7 +157,7 @@ async def run(mbps: float, rtt_ms: float, routes: list[tuple[socket.socket, tupl
 
 
 def route(text: str) -> tuple[socket.socket, tuple[str, int]]:
-    """Parse ``FD=HOST:PORT`` into the inherited listening socket and where its connections lead."""
+    """Parse `FD=HOST:PORT` into the inherited listening socket and where its connections lead."""
     descriptor, _, address = text.partition("=")
     host, _, port = address.rpartition(":")
     return socket.socket(fileno=int(descriptor)), (host, int(port))

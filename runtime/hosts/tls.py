@@ -32,7 +32,7 @@ class TLSConfig:
     """A mutually authenticated link: paths of PEM files of the own certificate and key, and of the CA of both.
 
     Each party's certificate must name its host among its subject alternative names, as DNS name or IP address, and
-    may be used by both sides of a connection (no extended key usage, or both). ``peer_name`` is the name that the other
+    may be used by both sides of a connection (no extended key usage, or both). `peer_name` is the name that the other
     party's certificate must have; None: the host of the address where the other party is reached.
     """
 
@@ -44,7 +44,7 @@ class TLSConfig:
     def check(self, own_name: str | None = None) -> None:
         """Raise InputError when a file is missing or of another kind, or the peer would refuse the certificate.
 
-        ``own_name`` is the name that the peer expects in it, where that is known.
+        `own_name` is the name that the peer expects in it, where that is known.
         """
         for path in (self.certificate, self.private_key, self.ca):
             if not Path(path).is_file():
@@ -92,7 +92,7 @@ def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, name: str | Non
 class TLSWay:
     """The way to the peer through a process that encrypts: SPU's addresses are Unix sockets (see `tunnel`).
 
-    ``lost`` is called from a thread if that process ends by itself.
+    `lost` is called from a thread if that process ends by itself.
 
     Raises:
         InputError: the certificate or the key cannot be used.
@@ -135,7 +135,7 @@ class TLSWay:
         return int(sent), int(received)
 
     def answers(self, seconds: float) -> bool:
-        """Whether the peer answers within ``seconds``, with its certificate: nobody else can answer for it."""
+        """Whether the peer answers within `seconds`, with its certificate: nobody else can answer for it."""
         until = time.monotonic() + seconds
         try:
             with socket.create_connection(parse_address(self.peer), timeout=seconds) as plain:

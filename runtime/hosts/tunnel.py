@@ -1,12 +1,12 @@
 """The process that carries a party's link over TLS: SPU's own port takes plain requests even when TLS is on.
 
-Started by :class:`aero_compile.runtime.hosts.tls.TLSWay` as a script of its own, so that encryption does not wait for
+Started by `aero_compile.runtime.hosts.tls.TLSWay` as a script of its own, so that encryption does not wait for
 the party's interpreter. It knows the standard library only.
 
 Outwards it speaks TLS 1.3 alone, on the party's address and to the peer's. Both ends of every connection show a
 certificate of the authority that names the expected host, and not one byte is passed on before. Inwards it speaks
-to SPU over two Unix sockets in a folder that only this user may enter: ``out``, where SPU dials and no process but the
-party is let in, and ``in``, where SPU listens, whose name is removed as soon as it is there.
+to SPU over two Unix sockets in a folder that only this user may enter: `out`, where SPU dials and no process but the
+party is let in, and `in`, where SPU listens, whose name is removed as soon as it is there.
 
 Standard input is a socket: a line is answered by the bytes carried so far and by what went wrong last, as JSON; its
 end is that of the party, and of this process.
@@ -57,10 +57,10 @@ class Refused(OSError):
 
 
 def tls_context(server_side: bool, certificate: str, key: str, ca: str) -> ssl.SSLContext:
-    """Return a context in which both ends must show a certificate of the authority ``ca``, on TLS 1.3.
+    """Return a context in which both ends must show a certificate of the authority `ca`, on TLS 1.3.
 
     Raises:
-        OSError: a file cannot be read (``ssl.SSLError``: or holds something else, or the key is of another one).
+        OSError: a file cannot be read (`ssl.SSLError`: or holds something else, or the key is of another one).
         ValueError: the key needs a passphrase.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server_side else ssl.PROTOCOL_TLS_CLIENT)
@@ -80,7 +80,7 @@ def _no_passphrase() -> str:  # OpenSSL would ask at the terminal
 
 
 def certifies(certificate: Mapping[str, Any], host: str) -> bool:
-    """Whether a certificate, as ``getpeercert`` gives it, names ``host`` among its alternative names (RFC 9525).
+    """Whether a certificate, as `getpeercert` gives it, names `host` among its alternative names (RFC 9525).
 
     OpenSSL checks this for the end that dials; here it is done for the end that is called.
     """
@@ -94,7 +94,7 @@ def certifies(certificate: Mapping[str, Any], host: str) -> bool:
 
 
 def _stands_for(pattern: str, wanted: list[str]) -> bool:
-    """Compare label by label; a first label ``*`` stands for exactly one, above at least two more."""
+    """Compare label by label; a first label `*` stands for exactly one, above at least two more."""
     labels = pattern.lower().rstrip(".").split(".")
     if labels[0] == "*" and len(labels) > 2:
         return len(labels) == len(wanted) and labels[1:] == wanted[1:]
@@ -133,13 +133,13 @@ def wrapped(context: ssl.SSLContext, end: socket.socket, **options: Any) -> ssl.
 
 
 def settle(future: asyncio.Future[None]) -> None:
-    """Let whoever waits for ``future`` go on."""
+    """Let whoever waits for `future` go on."""
     if not future.done():
         future.set_result(None)
 
 
 async def when_ready(end: socket.socket, act: Callable[[], T]) -> T:
-    """Return what ``act`` on the TLS connection ``end`` gives once it need not wait."""
+    """Return what `act` on the TLS connection `end` gives once it need not wait."""
     loop = asyncio.get_running_loop()
     while True:
         try:
@@ -157,7 +157,7 @@ async def when_ready(end: socket.socket, act: Callable[[], T]) -> T:
 
 
 class Flow:
-    """One direction of a connection: what comes from ``source`` goes to ``sink`` before more is read."""
+    """One direction of a connection: what comes from `source` goes to `sink` before more is read."""
 
     def __init__(self, source: socket.socket, sink: socket.socket, ended: asyncio.Future[None]) -> None:
         self._source, self._sink, self._ended = source, sink, ended
@@ -167,7 +167,7 @@ class Flow:
         self._waits_for: socket.socket | None = None
 
     def start(self, first: bytes = b"") -> None:
-        """Move bytes from now on, ``first`` before what the source says."""
+        """Move bytes from now on, `first` before what the source says."""
         self._buffer[: len(first)] = first
         self.held = self._buffer[: len(first)]
         self._move()
@@ -191,7 +191,7 @@ class Flow:
             self._loop.call_soon(self._move)  # what TLS has decrypted already would not wake anybody
 
     def wait_for(self, end: socket.socket | None) -> None:
-        """Move on when ``end`` is ready, or never."""
+        """Move on when `end` is ready, or never."""
         if end is self._waits_for:
             return
         if self._waits_for is self._source:
@@ -208,8 +208,8 @@ class Flow:
 class Carrier:
     """The two ways in, and what they have carried.
 
-    Takes the PEM files ``certificate``, ``key`` and ``ca``, the ``peer`` as "host:port", the ``name`` that its
-    certificate must have, the ``folder`` of the inner sockets, and the number of the ``party``'s process.
+    Takes the PEM files `certificate`, `key` and `ca`, the `peer` as "host:port", the `name` that its
+    certificate must have, the `folder` of the inner sockets, and the number of the `party`'s process.
     """
 
     def __init__(self, *, certificate: str, key: str, ca: str, peer: str, name: str, folder: str, party: int) -> None:
@@ -226,7 +226,7 @@ class Carrier:
         self._flows: set[Flow] = set()
 
     async def run(self, outside: socket.socket, inside: socket.socket, control: socket.socket) -> None:
-        """Carry until ``control`` ends."""
+        """Carry until `control` ends."""
         services = (self._find_spu(), self._tell(control), self._answer(outside), self._lead_out(inside))
         finding, *serving = (asyncio.ensure_future(each) for each in services)
         await asyncio.wait(serving, return_when=asyncio.FIRST_COMPLETED)

@@ -27,7 +27,7 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Packing:
-    """Allowed entries of scores [..., K], seen as ``groups`` times the same ``allowed`` rows, bool [R, K]."""
+    """Allowed entries of scores [..., K], seen as `groups` times the same `allowed` rows, bool [R, K]."""
 
     groups: int
     allowed: npt.NDArray[np.bool_]
@@ -64,7 +64,7 @@ class Packing:
         return flat if self.is_full else flat[:, self.columns]
 
     def unpack(self, packed: Any, shape: tuple[int, ...]) -> Any:
-        """[groups, entries of one group] → ``shape``, zero where nothing is allowed."""
+        """[groups, entries of one group] → `shape`, zero where nothing is allowed."""
         if not self.is_full:
             source = np.full(self.allowed.size, len(self.columns))
             source[self.columns] = np.arange(len(self.columns))
@@ -72,7 +72,7 @@ class Packing:
         return packed.reshape(shape)
 
     def spread(self, rows: Any, shape: tuple[int, ...]) -> Any:
-        """[groups, rows with entries] → ``shape``, zero for rows without."""
+        """[groups, rows with entries] → `shape`, zero for rows without."""
         filled = self.allowed.any(axis=1)
         if not filled.all():
             source = np.where(filled, np.cumsum(filled) - 1, len(self.lengths))
@@ -81,7 +81,7 @@ class Packing:
 
 
 def packing(shape: tuple[int, ...], allowed: npt.NDArray[np.bool_] | None) -> Packing:
-    """Return how scores of ``shape``, normalized along the last axis, are packed under a broadcast mask."""
+    """Return how scores of `shape`, normalized along the last axis, are packed under a broadcast mask."""
     mask = np.ones((1,) * len(shape), np.bool_) if allowed is None else allowed
     mask = mask.reshape((1,) * (len(shape) - mask.ndim) + mask.shape)
     shared = 0  # leading axes along which the mask is the same
@@ -93,9 +93,9 @@ def packing(shape: tuple[int, ...], allowed: npt.NDArray[np.bool_] | None) -> Pa
 
 
 def masked_softmax(x: Any, mask: Masked, dim: int, exact: bool = False, exponential: Exponential = SAFE) -> Any:
-    """Softmax of ``mask.scale * x + mask.bias`` along ``dim``, over the allowed entries; others are 0.
+    """Softmax of `mask.scale * x + mask.bias` along `dim`, over the allowed entries; others are 0.
 
-    ``exponential`` says how to compute exponentials, ``exact`` that they are textbook ones. A row with nothing allowed
+    `exponential` says how to compute exponentials, `exact` that they are textbook ones. A row with nothing allowed
     gives zeros, as PyTorch's scaled_dot_product_attention does (its softmax: NaN).
     """
     last = jnp().moveaxis(x, dim, -1)
@@ -138,7 +138,7 @@ def _exponentials(x: Any, mask: Masked, exact: bool, exponential: Exponential) -
 
 
 def row_maximum(packed: Any, lengths: Indices) -> Any:
-    """Maximum of each row of ``packed`` [G, sum of lengths] → [G, rows], by rounds of pairwise maxima."""
+    """Maximum of each row of `packed` [G, sum of lengths] → [G, rows], by rounds of pairwise maxima."""
     current, sizes = packed, lengths
     while sizes.max() > 1:
         starts, half = np.cumsum(sizes) - sizes, sizes // 2
@@ -154,7 +154,7 @@ def row_maximum(packed: Any, lengths: Indices) -> Any:
 
 
 def _moved(mask: Masked, dim: int, ndim: int) -> Masked:
-    """The mask for scores whose axis ``dim`` was moved to the end."""
+    """The mask for scores whose axis `dim` was moved to the end."""
     if dim == ndim - 1:
         return mask
 

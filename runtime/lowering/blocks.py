@@ -26,7 +26,7 @@ Strip = tuple[int, int, int, int]
 
 
 def choose_strips(allowed: npt.NDArray[np.bool_], width: int) -> tuple[Strip, ...]:
-    """The cheapest strips for scores of which ``allowed`` [Q, K] are read, of vectors of ``width`` channels."""
+    """The cheapest strips for scores of which `allowed` [Q, K] are read, of vectors of `width` channels."""
     queries = allowed.shape[0]
     counts = range(1, min(MOST_STRIPS, queries) + 1)
     return min((_strips(allowed, count) for count in counts), key=lambda strips: _bytes(strips, width))
@@ -51,7 +51,7 @@ def _bytes(strips: tuple[Strip, ...], width: int) -> int:
 
 
 def blocked_scores(queries: Any, keys: Any, strips: tuple[Strip, ...]) -> Any:
-    """``queries`` [..., Q, D] times ``keys`` [..., D, K] inside the strips, zero outside."""
+    """`queries` [..., Q, D] times `keys` [..., D, K] inside the strips, zero outside."""
     if len(strips) == 1 and strips[0] == (0, queries.shape[-2], 0, keys.shape[-1]):
         return batched_product(queries, keys)
     made, at = [], 0

@@ -1,6 +1,6 @@
 """How each operator's result is bounded by its operands: one rule for every live operator.
 
-A rule sees the operator's arguments by the names of the ATen schema and asks ``Values`` for their bounds.
+A rule sees the operator's arguments by the names of the ATen schema and asks `Values` for their bounds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a live value can reach for any tokens: bounds, followed through the graph with the real weights.
 
 A norm gives rows of length √d whatever comes in, a linear map stretches a row by no more than its weights allow, a
-softmax averages. So most products of a transformer are bounded for every input; where they are not, ``guards`` puts a
+softmax averages. So most products of a transformer are bounded for every input; where they are not, `guards` puts a
 check.
 """
 
@@ -27,8 +27,8 @@ SLACK = 1.02
 class Bound:
     """Bounds of a tensor for any tokens: of each entry, and of its rows.
 
-    ``low`` ≤ entries ≤ ``high``. Along the last axis (``across``: along the one before it) no vector of entries is
-    longer than ``length``, and the magnitudes of none sum to more than ``total``.
+    `low` ≤ entries ≤ `high`. Along the last axis (`across`: along the one before it) no vector of entries is
+    longer than `length`, and the magnitudes of none sum to more than `total`.
     """
 
     low: float
@@ -43,7 +43,7 @@ class Bound:
         return max(abs(self.low), abs(self.high))
 
     def fitted(self, shape: tuple[int, ...]) -> Bound:
-        """The same with row bounds that follow from ``shape`` where nothing better is known."""
+        """The same with row bounds that follow from `shape` where nothing better is known."""
         last = shape[-1] if shape else 1
         before = shape[-2] if len(shape) > 1 else 1
         return replace(
@@ -54,7 +54,7 @@ class Bound:
         )
 
     def scaled(self, low: float, high: float) -> Bound:
-        """Entries times factors between ``low`` and ``high``."""
+        """Entries times factors between `low` and `high`."""
         ends = [a * b for a in (self.low, self.high) for b in (low, high)]
         most = max(abs(low), abs(high))
         return Bound(min(ends), max(ends), *(times(each, most) for each in (self.length, self.across, self.total)))
@@ -110,7 +110,7 @@ def of_known(value: Any) -> Bound:
 class Weight:
     """A known matrix [..., n, m] that a row [..., n] is multiplied with, as far as bounds need it.
 
-    ``column``: length of its longest column; ``column_total``: largest sum of magnitudes in a column; ``stretch``: by
+    `column`: length of its longest column; `column_total`: largest sum of magnitudes in a column; `stretch`: by
     how much it makes a row longer, at most.
     """
 
@@ -141,13 +141,13 @@ def through(x: Bound, weight: Weight) -> Bound:
 
 
 def of_product(left: Bound, right: Bound, inner: int) -> Bound:
-    """Bounds of the matrix product of two tensors whose entries nobody knows; ``inner`` entries meet."""
+    """Bounds of the matrix product of two tensors whose entries nobody knows; `inner` entries meet."""
     peak = min(times(left.length, right.across), times(left.total, right.peak), inner * times(left.peak, right.peak))
     return within(SLACK * peak)
 
 
 def of_norm(size: int, weight: Bound, bias: Bound) -> Bound:
-    """Bounds of a norm over ``size`` entries, with its gain and bias (or 1 and 0)."""
+    """Bounds of a norm over `size` entries, with its gain and bias (or 1 and 0)."""
     length = SLACK * math.sqrt(size)
     return plus(within(length, length=length).scaled(-weight.peak, weight.peak), bias.fitted((size,)))
 
@@ -173,7 +173,7 @@ class Values(Protocol):
         """Whether its entries depend on the tokens."""
 
     def need(self, value: Any, peak: float) -> None:
-        """Say that the result holds only if entries of ``value`` stay below ``peak``, and rows below 4 · ``peak``."""
+        """Say that the result holds only if entries of `value` stay below `peak`, and rows below 4 · `peak`."""
 
     def mask(self, node: fx.Node) -> Masked:
         """The mask of a softmax."""
@@ -183,7 +183,7 @@ Rule = Callable[[Values, fx.Node, Mapping[str, Any]], Bound]
 
 
 def spread(values: Values, value: Any, shape: Shape) -> Bound:
-    """Bounds of an operand that broadcasts to ``shape``."""
+    """Bounds of an operand that broadcasts to `shape`."""
     found, own = values.of(value), values.shape(value)
     if own[-1:] != shape[-1:]:
         found = replace(found, length=math.inf, total=math.inf)

@@ -26,6 +26,6 @@ def checked_literal(value: Any) -> Any:
 
 
 def to_numpy(tensor: torch.Tensor, dtype: Any) -> npt.NDArray[Any]:
-    """A copy, floats in ``dtype``: what is compiled stays as it is when the model is trained on."""
+    """A copy, floats in `dtype`: what is compiled stays as it is when the model is trained on."""
     kind = getattr(torch, np.dtype(dtype).name) if tensor.is_floating_point() else tensor.dtype
     return np.asarray(tensor.detach().to("cpu", kind, copy=True, memory_format=torch.contiguous_format).numpy())

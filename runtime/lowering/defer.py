@@ -4,7 +4,7 @@ Before → after (s scores [..., Q, K], v values [..., K, D]; the function is un
     matmul(softmax(s), v) → matmul(e, v) · r        e = exp(s − max s), r = 1 / Σ e, one a row
 
 Normalizing costs one product for each allowed entry of s, putting it off one for each of the Q·D results: less as soon
-as rows have more entries than D. A softmax that a reshape keeps from its mask is moved before it first (``hoist``).
+as rows have more entries than D. A softmax that a reshape keeps from its mask is moved before it first (`hoist`).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _RESHAPES = of_form("copy", "detach", "cast", "cast_as", "expand") | {aten.resha
 
 
 def unnormalized_softmax(scores: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax of ``scores`` [..., K] along the last axis as exponentials [..., K] and inverse row sums [..., 1]."""
+    """Softmax of `scores` [..., K] along the last axis as exponentials [..., K] and inverse row sums [..., 1]."""
     exponentials = torch.exp(scores - scores.amax(dim, keepdim=True))
     return exponentials, 1 / exponentials.sum(dim, keepdim=True)
 
 
 def defer_normalization(part: Partition) -> None:
-    """Rewrite the softmaxes of ``part.graph``, in place, whose normalization is cheaper after the product."""
+    """Rewrite the softmaxes of `part.graph`, in place, whose normalization is cheaper after the product."""
     for found in [node for node in part.graph.nodes if node.target is SOFTMAX and part.is_live(node)]:
         softmax = before_reshape(part, found)
         product = _product_with_values(part, softmax)

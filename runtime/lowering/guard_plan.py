@@ -38,9 +38,9 @@ _ROWS = 4096  # rows of a table that are measured at a time
 
 @dataclass(frozen=True)
 class Plan:
-    """``guards`` of the values that nodes compute, and what is ``watched`` inside of nodes: (low, high) by name.
+    """`guards` of the values that nodes compute, and what is `watched` inside of nodes: (low, high) by name.
 
-    ``least``: what is watched at the low end of norms, as calibration can look at it.
+    `least`: what is watched at the low end of norms, as calibration can look at it.
     """
 
     guards: Mapping[fx.Node, tuple[Guard, ...]] = field(default_factory=dict)
@@ -62,7 +62,7 @@ def plan_guards(
     is_tokens: Callable[[fx.Node], bool],
     doublings: Doublings = NO_DOUBLINGS,
 ) -> Plan:
-    """Find the values of the live nodes ``order`` that need a guard, as few and as early ones as possible.
+    """Find the values of the live nodes `order` that need a guard, as few and as early ones as possible.
 
     Raises:
         LoweringError: an operator holds on no range that a guard could keep.
@@ -199,7 +199,7 @@ class Planner:
             self.watched.setdefault(node, {})["divisor"] = (low, min(high, most or high))
 
     def _watch(self, node: fx.Node, given: Mapping[str, Any], quantity: Quantity, gain: float = 1.0) -> None:
-        """``gain``: what an operator looks at is so many times the quantity."""
+        """`gain`: what an operator looks at is so many times the quantity."""
         found = self._reached(quantity.what, node, given)
         ends = (
             None if found.low >= quantity.low else gain * quantity.low,
@@ -316,7 +316,7 @@ class Planner:
             raise self._unbounded(node)
 
     def _sources(self, value: Any) -> set[fx.Node]:
-        """The values whose entries ``value`` only arranges anew: whole rows are fewer than those of single heads.
+        """The values whose entries `value` only arranges anew: whole rows are fewer than those of single heads.
 
         Parts of a value are left as they are: the rest of its rows may be as large as it likes.
         """

@@ -1,7 +1,7 @@
 """Private checks of values that no bound holds for: all of them make one bit, which both parties open at the end.
 
-Where the bounds of ``bound_rules`` do not show that an operator's operands stay small enough (``guard_plan``), a guard
-compares the value itself. It need not compare every entry of a row x: it compares ``COMBINATIONS`` sums r·x with public
+Where the bounds of `bound_rules` do not show that an operator's operands stay small enough (`guard_plan`), a guard
+compares the value itself. It need not compare every entry of a row x: it compares `COMBINATIONS` sums r·x with public
 random signs r. If an entry is larger than the limit, then of any two signs it may take in a sum at least one makes the
 sum larger than the limit too, so each sum misses it with a chance of 1/2 at most, and all of them with 2^-20. This
 holds modulo 2^64 as well. A row whose entries are small but which is longer than 4 times the limit is missed no more
@@ -44,7 +44,7 @@ _AT_ONCE = 2**22  # entries of signed copies of rows that are held at a time
 
 @dataclass(frozen=True)
 class Guard:
-    """A check of a value: rows along its last axis, entries of at most ``limit``; ``centered``: less their mean."""
+    """A check of a value: rows along its last axis, entries of at most `limit`; `centered`: less their mean."""
 
     limit: float
     centered: bool = False
@@ -62,7 +62,7 @@ class Guard:
         return count_outside(x, -self.limit, self.limit).reshape((1,))
 
     def problem(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> str | None:
-        """What would end a run that computes ``value``, in PyTorch, in the clear; None if nothing would."""
+        """What would end a run that computes `value`, in PyTorch, in the clear; None if nothing would."""
         reached = self.reaches(value)
         if reached <= self.limit:
             return None
@@ -84,7 +84,7 @@ class Guard:
 
 @dataclass(frozen=True)
 class LeastRows:
-    """A check of the rows that a norm reads: variances of at least ``least`` (mean squares for an RMSNorm).
+    """A check of the rows that a norm reads: variances of at least `least` (mean squares for an RMSNorm).
 
     The operator itself compares them, with the variance that it computes.
     """
@@ -134,7 +134,7 @@ def guard_step(node: fx.Node, guard: Guard, shape: Shape, dtype: str) -> LiveSte
 
 
 def final_step(steps: Sequence[LiveStep]) -> LiveStep | None:
-    """The step that makes one bit of all counts: ``GUARD``, 1 if any is not 0, else 0; None if nothing is counted."""
+    """The step that makes one bit of all counts: `GUARD`, 1 if any is not 0, else 0; None if nothing is counted."""
     counts = tuple(name for step in steps for name in step.outputs if name.startswith(f"{GUARD}:"))
     if not counts:
         return None
@@ -148,7 +148,7 @@ def final_step(steps: Sequence[LiveStep]) -> LiveStep | None:
 
 @dataclass(frozen=True)
 class GuardCheck:
-    """An observer for ``partition``: finds text on which a check would end the run. ``checks`` by name of a node."""
+    """An observer for `partition`: finds text on which a check would end the run. `checks` by name of a node."""
 
     checks: Mapping[str, tuple[Check, ...]]
     found: list[str] = field(default_factory=list)

@@ -19,7 +19,7 @@ _RESHAPES = of_form("reshape")
 
 
 def before_reshape(part: Partition, softmax: fx.Node) -> fx.Node:
-    """The softmax that stands in the place of a live ``softmax`` of ``part.graph``, or itself if nothing was moved."""
+    """The softmax that stands in the place of a live `softmax` of `part.graph`, or itself if nothing was moved."""
     (scores, dim), shape = softmax.args, part.shapes[softmax]
     assert isinstance(scores, fx.Node)
     if dim not in (-1, len(shape) - 1) or find_mask(part, scores).allowed is not None:

@@ -1,4 +1,4 @@
-"""The live part of a model as a chain of JAX functions: what ``to_jax`` builds and ``spu_compile`` reads."""
+"""The live part of a model as a chain of JAX functions: what `to_jax` builds and `spu_compile` reads."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from aero_compile.runtime.program import TOKENS
 
 @dataclass(frozen=True)
 class LiveStep:
-    """One operator: ``function(*inputs)`` returns the tuple of ``outputs`` (JAX arrays).
+    """One operator: `function(*inputs)` returns the tuple of `outputs` (JAX arrays).
 
-    ``key`` is equal for two steps that compute the same function of inputs of the same shapes.
+    `key` is equal for two steps that compute the same function of inputs of the same shapes.
     """
 
     label: str
@@ -39,11 +39,11 @@ class LiveStep:
 
 @dataclass(frozen=True)
 class LiveProgram:
-    """The token-dependent part of a model: steps from ``TOKENS`` and the server's weights to ``result``.
+    """The token-dependent part of a model: steps from `TOKENS` and the server's weights to `result`.
 
-    ``executed`` names the graph's nodes that the steps compute, ``exponentials`` how each softmax, by its node's name,
-    computes its exponential. ``guard`` names a value [1] that is 1 if a value left its range and else 0, None if there
-    are no private checks; ``guards`` has those that text can be tried on beforehand, by the name of their node.
+    `executed` names the graph's nodes that the steps compute, `exponentials` how each softmax, by its node's name,
+    computes its exponential. `guard` names a value [1] that is 1 if a value left its range and else 0, None if there
+    are no private checks; `guards` has those that text can be tried on beforehand, by the name of their node.
     """
 
     steps: tuple[LiveStep, ...]
@@ -131,7 +131,7 @@ def label(node: fx.Node, looks_up: bool) -> str:
 def refusing(
     function: registry.Operator, unsupported: Callable[[fx.Node, str], LoweringError], node: fx.Node
 ) -> registry.Operator:
-    """An operator that raises ``unsupported`` of its node where it has no form for its arguments."""
+    """An operator that raises `unsupported` of its node where it has no form for its arguments."""
 
     def call(**arguments: Any) -> Any:
         try:

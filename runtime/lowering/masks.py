@@ -1,7 +1,7 @@
 """Find the public mask in front of a softmax, so that nothing masked or infinite enters the computation.
 
-Attention masks arrive as arithmetic on the scores: an added table of 0 and -inf, ``masked_fill``,
-``where``, a product with 0/1 followed by -1e4, ALiBi slopes mixed in. All of it is affine in the scores
+Attention masks arrive as arithmetic on the scores: an added table of 0 and -inf, `masked_fill`,
+`where`, a product with 0/1 followed by -1e4, ALiBi slopes mixed in. All of it is affine in the scores
 with public coefficients, so the walk goes back from the softmax over such operations to the last value that
 is not, and *probes* the collected function f in PyTorch: f(s) = scale * s + bias wherever f(0) is a
 moderate number, and the entry is masked wherever f stays below every score that a model could mean.
@@ -34,10 +34,10 @@ _CASTS = names_of(of_form("cast", "cast_as"))
 
 @dataclass(frozen=True)
 class Masked:
-    """The input of one softmax as ``scale * core + bias`` where ``allowed``, and masked elsewhere.
+    """The input of one softmax as `scale * core + bias` where `allowed`, and masked elsewhere.
 
-    ``scale`` and ``bias`` broadcast to the scores; None stands for 1 and 0. ``allowed`` is boolean and
-    broadcasts too; None means that every entry is allowed. ``finite``: where what is masked was masked by a finite
+    `scale` and `bias` broadcast to the scores; None stands for 1 and 0. `allowed` is boolean and
+    broadcasts too; None means that every entry is allowed. `finite`: where what is masked was masked by a finite
     number, None if nowhere.
     """
 
@@ -48,7 +48,7 @@ class Masked:
     finite: npt.NDArray[np.bool_] | None = None
 
     def empty_row_with_numbers(self, dim: int, ndim: int) -> bool:
-        """Whether some row along ``dim`` allows nothing, but has finite entries: PyTorch averages over them."""
+        """Whether some row along `dim` allows nothing, but has finite entries: PyTorch averages over them."""
         if self.allowed is None or self.finite is None:
             return False
         tables = np.broadcast_arrays(self.allowed, self.finite)
@@ -57,7 +57,7 @@ class Masked:
 
 
 def find_mask(part: Partition, scores: fx.Node) -> Masked:
-    """Split ``scores``, the live input of a softmax, into its unmasked core and its public mask; done once a node."""
+    """Split `scores`, the live input of a softmax, into its unmasked core and its public mask; done once a node."""
     if scores not in part.masks:
         part.masks[scores] = _find_mask(part, scores)
     found: Masked = part.masks[scores]

@@ -53,7 +53,7 @@ NO_DOUBLINGS = Doublings()
 
 @dataclass
 class _Rows:
-    """What the rows of one norm showed: ``least`` as ``rooted`` counts, the largest variance, and their width."""
+    """What the rows of one norm showed: `least` as `rooted` counts, the largest variance, and their width."""
 
     least: float
     most: float
@@ -63,7 +63,7 @@ class _Rows:
 
 @dataclass
 class NormSample:
-    """An observer for ``partition``: the variances of the rows of every norm."""
+    """An observer for `partition`: the variances of the rows of every norm."""
 
     rows: dict[str, _Rows] = field(default_factory=dict)
 
@@ -100,7 +100,7 @@ def _doublings(rows: _Rows, form: Format) -> int:
 
 
 def random_tokens(vocabulary: int, shape: tuple[int, int]) -> Iterator[Tensor]:
-    """Yield token ids [B, T], the same for everyone, until there are ``LEAST_TOKENS``."""
+    """Yield token ids [B, T], the same for everyone, until there are `LEAST_TOKENS`."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(min(MOST_DRAWS, -(-LEAST_TOKENS // math.prod(shape)))):
         yield torch.randint(vocabulary, shape, generator=generator)
@@ -119,7 +119,7 @@ LOOKUPS = of_form("embedding", "index")
 
 @dataclass(frozen=True)
 class Source:
-    """What a norm reads: a lookup in the server's weights, or columns ``start`` to ``end`` of a product with them."""
+    """What a norm reads: a lookup in the server's weights, or columns `start` to `end` of a product with them."""
 
     node: fx.Node
     start: int = 0

@@ -9,7 +9,7 @@ PyTorch, at the concrete batch size and sequence length:
 * LIVE: follows from the client's tokens. It exists only as secret shares.
 
 Of what the model holds (parameters, buffers of any type, constants, tensor attributes) everything is the server's
-but what is shown to be structure by what it holds (``graphs.structural``). So what is public has been computed from
+but what is shown to be structure by what it holds (`graphs.structural`). So what is public has been computed from
 shapes, literals and structure alone.
 """
 
@@ -47,8 +47,8 @@ class Domain(Enum):
 class Partition:
     """A graph at one concrete shape, every node assigned to a domain.
 
-    ``known`` holds the value of each public and server node; ``shapes`` and ``is_float`` describe the live
-    tensors. Values of live nodes are not kept: nothing in the lowering may depend on the tokens. ``masks`` keeps what
+    `known` holds the value of each public and server node; `shapes` and `is_float` describe the live
+    tensors. Values of live nodes are not kept: nothing in the lowering may depend on the tokens. `masks` keeps what
     `masks.find_mask` found.
     """
 
@@ -62,12 +62,12 @@ class Partition:
     masks: dict[fx.Node, Any] = field(default_factory=dict)
 
     def is_live(self, value: object) -> bool:
-        """Whether ``value`` is a node that depends on the tokens."""
+        """Whether `value` is a node that depends on the tokens."""
         return isinstance(value, fx.Node) and self.domains[value] is Domain.LIVE
 
 
 def op_name(node: fx.Node) -> str:
-    """Return the operator of a node without its overload, e.g. ``aten.add``; ``dropout`` for the module."""
+    """Return the operator of a node without its overload, e.g. `aten.add`; `dropout` for the module."""
     if node.op == "call_module":
         return "dropout"
     if node.op != "call_function":
@@ -86,13 +86,13 @@ def partition(
     input_ids: torch.Tensor,
     observe: Observer | None = None,
 ) -> Partition:
-    """Evaluate ``graph`` on ``input_ids`` (int64 [B, T]) and sort its nodes into the three domains.
+    """Evaluate `graph` on `input_ids` (int64 [B, T]) and sort its nodes into the three domains.
 
-    ``observe`` is called with every live node, the domains so far, the node's arguments and its value (plaintext, in
+    `observe` is called with every live node, the domains so far, the node's arguments and its value (plaintext, in
     this process).
 
     Raises:
-        LoweringError: the graph has inputs other than ``input_ids`` and ``attention_mask``, no single
+        LoweringError: the graph has inputs other than `input_ids` and `attention_mask`, no single
             output, or an output that does not depend on the tokens.
     """
     outputs = [node for node in graph.nodes if node.op == "output"]
@@ -178,5 +178,5 @@ class _Sorter(fx.Interpreter):
 
 
 def live_inputs(part: Partition, node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the live nodes that ``node`` reads."""
+    """Yield the live nodes that `node` reads."""
     return (used for used in node.all_input_nodes if part.is_live(used))

@@ -2,9 +2,9 @@
 
 In a k-bit ring with f fraction bits a product holds 2f fraction bits before it is truncated, so what is
 multiplied, and every sum of products, must stay below about 2^(k - 2f - 3) (2^25 for k = 64, f = 18).
-``private_inference`` has weights and tokens in one process, so it evaluates the model in plaintext first
+`private_inference` has weights and tokens in one process, so it evaluates the model in plaintext first
 and looks at every live value. Where the parties run on two machines nobody can do that: give
-``compile_model`` representative text as ``calibration``.
+`compile_model` representative text as `calibration`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from aero_compile.runtime.operators.limits import LIMITS, Format
 
 @dataclass
 class RangeCheck:
-    """An observer for ``partition``: values on which an operator does not hold, and how far scores spread.
+    """An observer for `partition`: values on which an operator does not hold, and how far scores spread.
 
-    ``spreads`` has, for each softmax, the largest difference of two allowed scores of a row seen so far. ``doublings``
+    `spreads` has, for each softmax, the largest difference of two allowed scores of a row seen so far. `doublings`
     tells by which powers of two the rows of norms are multiplied.
     """
 
@@ -96,9 +96,9 @@ class RangeCheck:
         weights: Mapping[str, npt.NDArray[Any]],
         exponentials: Mapping[str, Exponential] | None = None,
     ) -> None:
-        """Raise LoweringError if a weight, or a value of one of the ``executed`` nodes, was too large.
+        """Raise LoweringError if a weight, or a value of one of the `executed` nodes, was too large.
 
-        Nodes that are not executed (masked scores, for one) may hold anything. ``exponentials`` tells how each
+        Nodes that are not executed (masked scores, for one) may hold anything. `exponentials` tells how each
         softmax computes its exponential, and so how far its scores may spread.
         """
         messages = [message for name, message in self.found if name in executed]

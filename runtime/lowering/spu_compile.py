@@ -16,7 +16,7 @@ from aero_compile.runtime.spu_config import import_spu, plain_message
 
 
 def compile_steps(live: LiveProgram, protocol: str, field: int, fraction_bits: int) -> Program:
-    """Compile ``live`` into the program that both parties load.
+    """Compile `live` into the program that both parties load.
 
     Raises:
         InputError: no approximation is as close as was asked for.

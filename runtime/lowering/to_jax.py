@@ -77,13 +77,13 @@ def lower(
     guards: Format | None = None,
     doublings: Doublings = NO_DOUBLINGS,
 ) -> LiveProgram:
-    """Lower every live node of ``part`` that the logits need.
+    """Lower every live node of `part` that the logits need.
 
-    ``exact=True`` uses textbook functions instead of fixed-point approximations (for comparison with PyTorch in plain
-    JAX); ``dtype`` is that of the weights. ``spreads``: for softmaxes, by the name of their node, the largest
-    difference of two scores of a row that will come; any may come where it says nothing. ``tolerances``: how far off
-    approximations may be. ``guards``: the format whose ranges private checks keep where no bound shows that they are
-    kept; None: none are made. ``doublings``: by which powers of two the rows of norms are multiplied.
+    `exact=True` uses textbook functions instead of fixed-point approximations (for comparison with PyTorch in plain
+    JAX); `dtype` is that of the weights. `spreads`: for softmaxes, by the name of their node, the largest
+    difference of two scores of a row that will come; any may come where it says nothing. `tolerances`: how far off
+    approximations may be. `guards`: the format whose ranges private checks keep where no bound shows that they are
+    kept; None: none are made. `doublings`: by which powers of two the rows of norms are multiplied.
 
     Raises:
         InputError: no approximation is as close as is asked for.
@@ -178,7 +178,7 @@ class _Lowering:
         return next(iter(rows))
 
     def _lookup(self, node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
-        """Return (table, tokens) if ``node`` looks rows of a table up by the tokens, else (None, None)."""
+        """Return (table, tokens) if `node` looks rows of a table up by the tokens, else (None, None)."""
         table: object = None
         ids: object = None
         if op_name(node) == "aten.embedding":
@@ -336,7 +336,7 @@ class _Lowering:
         return self.exponentials[name]
 
     def _bind(self, node: fx.Node) -> dict[str, Any]:
-        """Match arguments to the names of the ATen schema (``self`` becomes ``x``)."""
+        """Match arguments to the names of the ATen schema (`self` becomes `x`)."""
         bound = registry.bind(node.target, node.args, node.kwargs)
         if node.target in _LENDERS:
             bound["other"] = None

@@ -1,7 +1,7 @@
 """On which values every live operator holds: one row an operator, from which all range checks are made.
 
-Every result must stay within what may be multiplied (``Format.limit``): that is checked of all operators alike, and a
-row of ``anywhere`` says that it is enough. Other rows name what else an operator computes inside, and within which
+Every result must stay within what may be multiplied (`Format.limit`): that is checked of all operators alike, and a
+row of `anywhere` says that it is enough. Other rows name what else an operator computes inside, and within which
 ends it must lie for the operator to err by no more than is stated of it.
 """
 
@@ -67,9 +67,9 @@ class Format:
 
 @dataclass(frozen=True)
 class Quantity:
-    """Something that an operator computes inside: it must lie between ``low`` and ``high``.
+    """Something that an operator computes inside: it must lie between `low` and `high`.
 
-    ``of`` computes it, or every value of it, in PyTorch from the operator's arguments by the names of its schema.
+    `of` computes it, or every value of it, in PyTorch from the operator's arguments by the names of its schema.
     """
 
     what: str
@@ -79,7 +79,7 @@ class Quantity:
 
 
 Row = Callable[[Format, Mapping[str, Any], Collection[str]], tuple[Quantity, ...]]
-"""From the format, an operator's arguments by name (``self`` is ``x``), and the names of those that are public."""
+"""From the format, an operator's arguments by name (`self` is `x`), and the names of those that are public."""
 
 
 def anywhere(form: Format, given: Mapping[str, Any], public: Collection[str]) -> tuple[Quantity, ...]:
@@ -160,7 +160,7 @@ def rooted(variances: Tensor, eps: float) -> Tensor:
 class SmallRows:
     """How small the rows of a norm may be, in units of the variance that it computes: 4^doublings times the rows' own.
 
-    ``deviation`` and ``root`` are the least values of ``LEAST_DEVIATION`` and ``LEAST_VARIANCE``.
+    `deviation` and `root` are the least values of `LEAST_DEVIATION` and `LEAST_VARIANCE`.
     """
 
     eps: float
@@ -169,7 +169,7 @@ class SmallRows:
 
     @classmethod
     def of(cls, form: Format, given: Mapping[str, Any], doublings: int = 0, folded: bool = False) -> SmallRows:
-        """Those of a norm with these arguments, ``doublings`` of its rows, or (``folded``) of the weights before."""
+        """Those of a norm with these arguments, `doublings` of its rows, or (`folded`) of the weights before."""
         by_weights = 0 if folded else doublings
         return cls(4.0**doublings * eps_of(given), 2.0**by_weights * form.least_deviation, form.least_variance)
 

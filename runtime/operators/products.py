@@ -87,14 +87,14 @@ def matrix_product(left: Any, right: Any) -> Any:
 
 
 def embed(ids: Any, table: Any) -> Any:
-    """Look rows of ``table`` [V, d] up by one-hot ``ids`` [..., V]."""
+    """Look rows of `table` [V, d] up by one-hot `ids` [..., V]."""
     flat = ids.reshape((-1, ids.shape[-1]))
     return matrix_product(flat, table).reshape((*ids.shape[:-1], *table.shape[1:]))
 
 
 @cache
 def heads_at_once(heads: int, rows: int, inner: int, columns: int) -> int:
-    """How many of ``heads`` products [rows, inner] × [inner, columns] to join into one, for the least price.
+    """How many of `heads` products [rows, inner] × [inner, columns] to join into one, for the least price.
 
     Products side by side are one product with a block-diagonal matrix, [rows, h·inner] × [h·inner, h·columns]: more
     work, but small products leave most of their ciphertexts empty, joined ones fill them.
@@ -135,7 +135,7 @@ def _joined(left: Any, right: Any) -> Any:
 
 
 def _product(left: Any, right: Any, product: Callable[[Any, Any], Any]) -> Any:
-    """``product`` of two factors; where one is public, its small rows or columns are held as closely as large ones."""
+    """`product` of two factors; where one is public, its small rows or columns are held as closely as large ones."""
     factor = None
     if is_public(right):
         right, factor = scaled_table(right, -2 if right.ndim > 1 else -1)
@@ -179,9 +179,9 @@ def _scale_rows(
     doublings: int,
     folded: bool,
 ) -> Any:
-    """``centered`` over the root of its rows' mean square and ``eps``, by rows times 2^``doublings``.
+    """`centered` over the root of its rows' mean square and `eps`, by rows times 2^`doublings`.
 
-    ``folded``: they are so already.
+    `folded`: they are so already.
     """
     axes = tuple(range(-len(shape), 0))
     if not folded:

@@ -1,9 +1,9 @@
 """The table of live operators that the runtime can execute: ATen name -> JAX function.
 
-A function takes the arguments of the ATen schema by name (``self`` is called ``x``), with live tensors as
+A function takes the arguments of the ATen schema by name (`self` is called `x`), with live tensors as
 JAX arrays, server tensors as JAX arrays (inputs of the program) and public tensors as NumPy arrays.
-``exact=True`` selects the textbook function instead of the fixed-point form where the two differ; the
-structure of the computation is the same. The functions are in ``products``, ``pointwise`` and ``views``.
+`exact=True` selects the textbook function instead of the fixed-point form where the two differ; the
+structure of the computation is the same. The functions are in `products`, `pointwise` and `views`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ def supported_ops() -> tuple[str, ...]:
 
 
 def find(name: str) -> Operator | None:
-    """Return the JAX function of an operator (``aten.add``), or None."""
+    """Return the JAX function of an operator (`aten.add`), or None."""
     return _OPS.get(name)
 
 
 def bind(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a call by the names of the ATen schema, its defaults included; ``self`` becomes ``x``."""
+    """Arguments of a call by the names of the ATen schema, its defaults included; `self` becomes `x`."""
     schema = getattr(target, "_schema", None)
     if schema is None:
         return dict(zip(("x", "other"), args, strict=False))
@@ -47,7 +47,7 @@ def operator(*names: str) -> Callable[[Operator], Operator]:
 
 
 def cut(x: Any, dim: int, start: int, end: int, step: int = 1) -> Any:
-    """Return ``x[start:end:step]`` along ``dim``."""
+    """Return `x[start:end:step]` along `dim`."""
     index: list[Any] = [slice(None)] * x.ndim
     index[dim] = slice(start, end, step)
     return x[tuple(index)]

@@ -1,6 +1,6 @@
 """Values inside an operator that a private check must look at: reported where they arise, compared with their limits.
 
-An operator reports by ``watch``; only within ``watching``, and only what is asked for, anything is computed.
+An operator reports by `watch`; only within `watching`, and only what is asked for, anything is computed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from aero_compile.runtime.lazy_jax import jnp
 class Watch:
     """What to look at, by name: (low, high), None for an end that needs no look; and what was found.
 
-    ``outside``: for each value that was looked at, how many of its entries lie outside, an array of no dimension.
+    `outside`: for each value that was looked at, how many of its entries lie outside, an array of no dimension.
     """
 
     wanted: Mapping[str, tuple[float | None, float | None]]
@@ -31,7 +31,7 @@ _CURRENT: ContextVar[Watch | None] = ContextVar("watch", default=None)
 
 @contextmanager
 def watching(wanted: Mapping[str, tuple[float | None, float | None]]) -> Iterator[Watch]:
-    """Within this context operators look at ``wanted``.
+    """Within this context operators look at `wanted`.
 
     Raises:
         AssertionError: an operator did not report something that was wanted.
@@ -55,7 +55,7 @@ def watch(what: str, value: Any) -> None:
 
 
 def count_outside(value: Any, low: float | None, high: float | None) -> Any:
-    """How many entries lie below ``low`` or above ``high``."""
+    """How many entries lie below `low` or above `high`."""
     bits = [value < low] if low is not None else []
     bits += [value > high] if high is not None else []
     outside = bits[0] if len(bits) == 1 else bits[0] | bits[1]

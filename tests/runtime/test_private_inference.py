@@ -1,4 +1,4 @@
-"""``private_inference`` end to end: two processes, against PyTorch."""
+"""`private_inference` end to end: two processes, against PyTorch."""
 
 from __future__ import annotations
 

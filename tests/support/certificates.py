@@ -27,7 +27,7 @@ def certificate(
     days: int = 2,
     usage: str = "serverAuth,clientAuth",
 ) -> TLSConfig:
-    """Make ``name``.pem and .key, valid for ``names``, and the authority if it is not there yet."""
+    """Make `name`.pem and .key, valid for `names`, and the authority if it is not there yet."""
     new = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
     if not (folder / f"{authority}.pem").exists():
         signed = ("req", "-x509", *new, "-days", "2", "-subj", f"/CN={authority}")

@@ -96,7 +96,7 @@ every_family = pytest.mark.parametrize("family", tiny_models.EVERY)
 
 
 def fold_weights(model: TransformedModel) -> TransformedModel:
-    """A copy of ``model``, in eval mode, in which every expression over weights is one weight."""
+    """A copy of `model`, in eval mode, in which every expression over weights is one weight."""
     folded = copy.deepcopy(model)
     fold_in_place(folded)
     return folded.prepare().eval()

@@ -35,7 +35,7 @@ def any_table_public() -> Iterator[None]:
 
 
 class TokenRows(torch.nn.Module):
-    """``function(x, self)`` where x, shaped like ``values``, is looked up by the tokens row by row."""
+    """`function(x, self)` where x, shaped like `values`, is looked up by the tokens row by row."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class TokenRows(torch.nn.Module):
 
 
 def in_jax(model: TokenRows, *, exact: bool = True) -> npt.NDArray[np.float64]:
-    """Lower ``model`` and evaluate it in plain JAX with float64."""
+    """Lower `model` and evaluate it in plain JAX with float64."""
     import jax
 
     with jax.experimental.enable_x64():  # type: ignore[no-untyped-call, unused-ignore]
@@ -80,7 +80,7 @@ def in_jax(model: TokenRows, *, exact: bool = True) -> npt.NDArray[np.float64]:
 
 
 def in_spu(model: TokenRows, protocol: str = "semi2k", *, defer: bool = False) -> npt.NDArray[np.float64]:
-    """Lower ``model``, compile it, and run both parties as threads of this process."""
+    """Lower `model`, compile it, and run both parties as threads of this process."""
     from aero_compile.runtime.lowering.spu_compile import compile_steps
 
     part = partition(model, model.logits_graph(), model.ids)

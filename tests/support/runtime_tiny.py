@@ -15,7 +15,7 @@ from tests.support.runtime_graphs import TokenRows, aten
 
 
 def tiny_model(steps: int = 1) -> TokenRows:
-    """Embedding of 64 tokens, a masked self-attention and a projection, ``steps`` times; 6 positions."""
+    """Embedding of 64 tokens, a masked self-attention and a projection, `steps` times; 6 positions."""
 
     def body(x: Any, m: Any) -> Any:
         mask = torch.triu(torch.full((6, 6), -torch.inf), 1)
@@ -39,7 +39,7 @@ IDS = np.array([[3, 61, 7, 7, 40, 22]], dtype=np.int64)
 
 
 def logits_of(model: TokenRows) -> npt.NDArray[np.float32]:
-    """Evaluate the tiny model on ``IDS`` in PyTorch."""
+    """Evaluate the tiny model on `IDS` in PyTorch."""
     with torch.no_grad():
         return np.asarray(model(torch.from_numpy(IDS)).numpy(), dtype=np.float32)
 

@@ -21,7 +21,7 @@ from aero_compile.runtime.program import SERVER
 def party(
     rank: int, folder: Path, address: str, peer: str, *extra: str, connect_timeout: float = 30
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run one party in ``folder``; it is killed at the end if it still runs."""
+    """Run one party in `folder`; it is killed at the end if it still runs."""
     inputs = ["--weights", "weights.npz"] if rank == SERVER else ["--tokens", "tokens.npy"]
     command = [sys.executable, "-m", "aero_compile.runtime.party", "--rank", str(rank), *inputs]
     command += ["--address", address, "--peer", peer, "--program", "program.json", "--output", "out"]

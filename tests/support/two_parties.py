@@ -18,14 +18,14 @@ Array = npt.NDArray[np.float64]
 
 
 def in_two_parties(function: Callable[[Any], Any], x: Array, protocol: str = "semi2k") -> Array:
-    """``function`` of a secret that each party holds a summand of."""
+    """`function` of a secret that each party holds a summand of."""
     clients = np.random.default_rng(0).integers(-(2**18), 2**18, x.shape) * 2.0**-10
     live = _program(function, (x - clients).astype(np.float32))
     return simulate(compile_steps(live, protocol, 64, 18), {TOKENS: clients.astype(np.float32)}, live.weights)
 
 
 def bytes_of(function: Callable[[Any], Any], rows: int, entries: int) -> float:
-    """What ``function`` of a secret [rows, entries] sends in Cheetah, both ways, by the cost model."""
+    """What `function` of a secret [rows, entries] sends in Cheetah, both ways, by the cost model."""
     live = _program(function, np.zeros((rows, entries), np.float32))
     return float(estimate_program(compile_steps(live, "cheetah", 64, 18)).per_step[0]["bytes"])
 

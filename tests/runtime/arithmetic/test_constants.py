@@ -21,7 +21,7 @@ IN_BOTH = pytest.mark.parametrize("protocol", ["semi2k", pytest.param("cheetah",
 
 
 def _secrets(shape: tuple[int, ...], largest: float = 2.0**25) -> npt.NDArray[np.float64]:
-    """Of every size up to ``largest``, as float32 holds them when each party has a summand: only the function errs."""
+    """Of every size up to `largest`, as float32 holds them when each party has a summand: only the function errs."""
     random = np.random.default_rng(0)
     x = random.uniform(-1, 1, shape) * 2.0 ** random.uniform(-10, np.log2(largest), shape)
     return np.asarray(np.round(x * 2**14) * 2.0**-14)

@@ -16,7 +16,7 @@ from aero_compile.runtime.costs.table import CostTable
 
 
 def program(body: str, *types: str) -> str:
-    """The text of a step that takes ``types`` and returns ``%r``."""
+    """The text of a step that takes `types` and returns `%r`."""
     arguments = ", ".join(f"%arg{i}: {each}" for i, each in enumerate(types))
     head = f"  func.func @main({arguments}) -> {types[0]} {{"
     return "\n".join(["module @m attributes {} {", head, body, "    return %r : x", "  }", "}"])
@@ -27,7 +27,7 @@ def secret(*shape: int, dtype: str = "f32") -> str:
 
 
 def spent(text: str, *knows: str, session: Session | None = None) -> tuple[Cost, str]:
-    """What a step costs whose arguments are known to ``knows``, and who knows its result."""
+    """What a step costs whose arguments are known to `knows`, and who knows its result."""
     session = session or Session(CostTable.load())
     (known,) = operations.run(session, pphlo.parse(text), knows)
     return session.bill(), known

@@ -1,6 +1,6 @@
 """The emulated network: never faster than it claims, hardly slower, and every byte in order.
 
-Lower bounds are strict. Upper bounds hold for the best of some attempts, as the machine may be busy. With ``-s``
+Lower bounds are strict. Upper bounds hold for the best of some attempts, as the machine may be busy. With `-s`
 the measured figures are printed.
 """
 
@@ -39,7 +39,7 @@ LATE = 0.02
 
 
 class Ends:
-    """A relay over ``network`` and connections through it: ``there`` by its first address, ``back`` by its second."""
+    """A relay over `network` and connections through it: `there` by its first address, `back` by its second."""
 
     def __init__(self, network: Network) -> None:
         self.targets = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
@@ -77,7 +77,7 @@ def over(spec: str) -> Iterator[Ends]:
 
 
 def receive(end: socket.socket, count: int) -> bytes:
-    """Read exactly ``count`` bytes, fewer at the end of the stream."""
+    """Read exactly `count` bytes, fewer at the end of the stream."""
     parts = []
     while count and (part := end.recv(min(count, 1 << 16))):
         parts.append(part)
@@ -86,7 +86,7 @@ def receive(end: socket.socket, count: int) -> bytes:
 
 
 def transfer(*ways: tuple[socket.socket, socket.socket], count: int) -> list[float]:
-    """Send ``count`` bytes on every way at once; return the seconds until each has arrived."""
+    """Send `count` bytes on every way at once; return the seconds until each has arrived."""
     data = os.urandom(count)
     started = time.monotonic()
 
@@ -107,7 +107,7 @@ def transfer(*ways: tuple[socket.socket, socket.socket], count: int) -> list[flo
 
 
 def best(measure: Callable[[], float], enough: float) -> float:
-    """Return the least of some measurements; stops at one that is at most ``enough``."""
+    """Return the least of some measurements; stops at one that is at most `enough`."""
     least = float("inf")
     for _ in range(ATTEMPTS):
         least = min(least, measure())

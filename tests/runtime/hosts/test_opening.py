@@ -21,7 +21,7 @@ LOGITS = np.random.default_rng(0).normal(size=(1, 3, 5)).astype(np.float32)
 
 
 def opened(logits: npt.NDArray[Any], change: Any = lambda share: share) -> tuple[int, int, npt.NDArray[Any]]:
-    """Open shares of ``logits`` between two threads; the server's share is first put through ``change``."""
+    """Open shares of `logits` between two threads; the server's share is first put through `change`."""
     spec = TensorSpec("out", LOGITS.shape, "float32")
     program = Program("semi2k", 64, 18, (), TensorSpec("tokens", (1, 3, 5), "int32"), spec, (), {}, {})
     io = spu.Io(2, runtime_config("semi2k", 64, 18))

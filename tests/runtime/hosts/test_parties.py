@@ -75,7 +75,7 @@ def test_the_peers_piece_of_an_owned_input_says_nothing_about_it(protocol: str, 
 
 
 def _holds(wire: bytes, values: Any) -> bool:
-    """Whether ``wire`` has three consecutive fixed-point numbers that are among ``values``, at any offset."""
+    """Whether `wire` has three consecutive fixed-point numbers that are among `values`, at any offset."""
     wanted = np.rint(np.asarray(values, np.float64).ravel() * 2.0**18).astype(np.int64)
     wanted = np.unique(wanted[np.abs(wanted) > 10_000])  # a small number may be a length or a counter
     near = np.unique((wanted[:, None] + np.arange(-300, 301)).ravel())

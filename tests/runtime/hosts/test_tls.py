@@ -297,7 +297,7 @@ def test_another_party_is_refused_and_the_reason_told(
 
 @contextlib.contextmanager
 def plain_listener(address: str, answer: bytes) -> Iterator[None]:
-    """A port without TLS: it hangs up on what it does not understand, perhaps after ``answer``."""
+    """A port without TLS: it hangs up on what it does not understand, perhaps after `answer`."""
     with socket.create_server(parse_address(address)) as listener:
 
         def serve() -> None:

@@ -64,7 +64,7 @@ _QUICK_IN_CHEETAH = ("gelu", "softmax", "rsqrt")
     ],
 )
 def test_published_error_bounds_hold(name: str, protocol: str) -> None:
-    """``runtime.approximations()`` promises a bound for each function: measure it over its whole domain."""
+    """`runtime.approximations()` promises a bound for each function: measure it over its whole domain."""
     known = approximations()
     assert set(known) == set(_FUNCTIONS)
     grid = _grid(name)

@@ -50,7 +50,7 @@ def _rms_norm(x: Any, eps: float) -> Any:
 
 
 def _model(values: torch.Tensor, norm: Norm, eps: float = 1e-5, kept: bool = False) -> TokenRows:
-    """A norm of ``values``; ``kept``: another operator reads them too, so that their weights cannot be doubled."""
+    """A norm of `values`; `kept`: another operator reads them too, so that their weights cannot be doubled."""
 
     def body(x: Any, m: Any) -> Any:
         return aten.add.Tensor(norm(x, eps), aten.mul.Scalar(x, 0.0)) if kept else norm(x, eps)
