@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from aero_compile.runtime.arithmetic.approximations import Approximation, approximations
     from aero_compile.runtime.arithmetic.tolerances import Tolerances
+    from aero_compile.runtime.compilation import Compiled
     from aero_compile.runtime.costs.model import Estimate, estimate
     from aero_compile.runtime.hosts.measure import Measurement
     from aero_compile.runtime.hosts.network_spec import Network
     from aero_compile.runtime.hosts.tls import TLSConfig
-    from aero_compile.runtime.inference import Compiled, compile_model, export, private_inference
+    from aero_compile.runtime.inference import compile_model, export, private_inference
     from aero_compile.runtime.lowering.to_jax import supported_ops
     from aero_compile.runtime.program import Program
 
@@ -22,7 +23,7 @@ _HOME = {
     "Tolerances": "arithmetic.tolerances",
     "Estimate": "costs.model",
     "estimate": "costs.model",
-    "Compiled": "inference",
+    "Compiled": "compilation",
     "compile_model": "inference",
     "export": "inference",
     "private_inference": "inference",

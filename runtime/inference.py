@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,41 +16,17 @@ import torch
 from aero_compile.calibration import token_batches
 from aero_compile.errors import InputError
 from aero_compile.files import make_private_folder, write_private
-from aero_compile.ir.ops import NORMS
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
+from aero_compile.runtime.compilation import Compiled, Options, compile_for
 from aero_compile.runtime.hosts.measure import Measurement, combine
 from aero_compile.runtime.hosts.network_spec import Network, parse_network
 from aero_compile.runtime.hosts.parties import LOOPBACK, run_parties
 from aero_compile.runtime.hosts.progress import Progress
 from aero_compile.runtime.hosts.tls import TLSConfig
-from aero_compile.runtime.lowering.defer import defer_normalization
-from aero_compile.runtime.lowering.guards import GuardCheck
-from aero_compile.runtime.lowering.live import LiveProgram
-from aero_compile.runtime.lowering.norms import (
-    NO_DOUBLINGS,
-    Doublings,
-    NormSample,
-    fold,
-    foldable,
-    random_tokens,
-    vocabulary,
-)
-from aero_compile.runtime.lowering.partition import Observer, Partition, partition
-from aero_compile.runtime.lowering.ranges import RangeCheck
-from aero_compile.runtime.lowering.spu_compile import compile_steps
-from aero_compile.runtime.lowering.to_jax import lower
+from aero_compile.runtime.models import checked_ids, with_graph
 from aero_compile.runtime.operators.limits import Format
-from aero_compile.runtime.program import Program
-from aero_compile.runtime.rehearsal import check_logits
-from aero_compile.runtime.spu_config import check_config, import_spu
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """A model compiled for one shape: the public program, and the weights that only the server may hold."""
-
-    program: Program
-    weights: dict[str, npt.NDArray[Any]]
+from aero_compile.runtime.spu_config import import_spu
+from aero_compile.version import __version__
 
 
 def private_inference(
@@ -114,26 +86,20 @@ def private_inference(
         PartyError: a party failed or was lost.
         RuntimeUnavailableError: SPU is not installed.
     """
-    check_config(protocol, field, fraction_bits)
+    form = Format(field, fraction_bits, tolerances)
+    options = Options(protocol, form, _batches(calibration), logits, optimize, clamp, guards)
     if not timeout > 0:
         raise InputError(f"timeout must be a positive number of seconds, not {timeout!r}")
+    if warm not in (True, False, "setup"):
+        raise InputError(f"warm must be True, False or 'setup', not {warm!r}")
     if tls is not None:
         tls.check(tls.peer_name or LOOPBACK)
     emulated = parse_network("loopback" if network is None else network)
     import_spu()
-    if warm not in (True, False, "setup"):
-        raise InputError(f"warm must be True, False or 'setup', not {warm!r}")
-    given = _with_graph(model)
-    ids = _checked_ids(given, input_ids)
+    given = with_graph(model)
+    ids = checked_ids(given, input_ids)
     with Progress(progress) as shown:
-        shown.say("compiling")
-        graph_model = _optimized(given, logits, optimize)
-        compiled, exact = _compile(
-            graph_model, ids, protocol, field, fraction_bits, calibration, clamp, guards, tolerances
-        )
-        if tolerances.logits is not None:
-            shown.say("rehearsing in the clear")
-            _rehearsed(compiled, given, ids, tolerances.logits, exact, "these tokens")
+        compiled = compile_for(given, ids, options, on_ids=True, say=shown.say)
         outcome = run_parties(
             compiled.program,
             compiled.weights,
@@ -146,7 +112,7 @@ def private_inference(
             network=emulated,
         )
     versions = {
-        "aero_compile": str(importlib.import_module("aero_compile").__version__),
+        "aero_compile": __version__,
         "torch": str(torch.__version__),
         "platform": platform.platform(),
         "cpus": str(os.cpu_count()),
@@ -180,20 +146,12 @@ def compile_model(
     learn this one bit and no logits then. Typical text as `calibration` shows before whether that will happen.
     The logits are rehearsed on that text, cut or repeated to [batch, length], or else on random tokens.
     """
-    check_config(protocol, field, fraction_bits)
+    form = Format(field, fraction_bits, tolerances)
+    options = Options(protocol, form, _batches(calibration), logits, optimize, clamp, guards)
     import_spu()
-    given = _with_graph(model)
-    ids = _checked_ids(given, np.zeros((batch, length), np.int64))
-    graph_model = _optimized(given, logits, optimize)
-    compiled, exact = _compile(
-        graph_model, ids, protocol, field, fraction_bits, calibration, clamp, guards, tolerances, check_ranges=False
-    )
-    if tolerances.logits is not None:
-        known = calibration is not None
-        text = "the calibration text" if known else "random tokens (calibration= takes typical text instead)"
-        ids = _text(graph_model, calibration, ids) if known else _random_text(graph_model, ids)
-        _rehearsed(compiled, given, ids, tolerances.logits, exact, text)
-    return compiled
+    given = with_graph(model)
+    ids = checked_ids(given, np.zeros((batch, length), np.int64))
+    return compile_for(given, ids, options, on_ids=False)
 
 
 def export(compiled: Compiled, directory: str | os.PathLike[str]) -> None:
@@ -207,183 +165,5 @@ def export(compiled: Compiled, directory: str | os.PathLike[str]) -> None:
     write_private(target / "weights.npz", lambda file: np.savez(file, **compiled.weights))
 
 
-MARGIN = 1.25
-"""Scores may spread this much further than on the calibration text."""
-
-
-def _calibrated(model: torch.nn.Module, calibration: Any, ranges: RangeCheck) -> dict[str, float]:
-    """Run calibration text past the check; returns how far the scores of each softmax may spread."""
-    if calibration is None:
-        return {}
-    for batch in token_batches(calibration):
-        _partition(model, _checked_ids(model, batch), ranges)
-    return {name: MARGIN * spread for name, spread in ranges.spreads.items()}
-
-
-def _compile(
-    model: torch.nn.Module,
-    ids: npt.NDArray[np.int64],
-    protocol: str,
-    field: int,
-    fraction_bits: int,
-    calibration: Any,
-    clamp: bool,
-    guards: bool,
-    tolerances: Tolerances,
-    check_ranges: bool = True,
-) -> tuple[Compiled, Callable[[], LiveProgram]]:
-    """The program with its weights, and what makes the same steps with exact functions."""
-    if not clamp and calibration is None:
-        raise InputError("clamp=False needs calibration: text that shows how far scores spread")
-    ranges = RangeCheck(field, fraction_bits, tolerances)
-    ranges.doublings = _doublings(model, ids, calibration, ranges.form)
-    spreads = _calibrated(model, calibration, ranges)
-    part = _partition(model, ids, ranges if check_ranges else None)
-    fold(part, ranges.doublings)
-    defer_normalization(part)
-    lowered = partial(
-        lower,
-        part,
-        spreads={} if clamp else spreads,
-        tolerances=tolerances,
-        guards=ranges.form if guards else None,
-        doublings=ranges.doublings,
-    )
-    live = lowered()
-    ranges.raise_first(live.executed, live.weights, live.exponentials)
-    if live.guards:
-        texts = [] if calibration is None else [_checked_ids(model, batch) for batch in token_batches(calibration)]
-        check = GuardCheck(live.guards)
-        for text in [*texts, ids] if check_ranges else texts:
-            _partition(model, text, check)
-        check.raise_first()
-    compiled = Compiled(compile_steps(live, protocol, field, fraction_bits), live.weights)
-    return compiled, partial(lowered, exact=True)
-
-
-def _rehearsed(
-    compiled: Compiled,
-    model: torch.nn.Module,
-    ids: npt.NDArray[np.int64],
-    tolerance: float,
-    exact: Callable[[], LiveProgram],
-    text: str,
-) -> None:
-    """Raise LoweringError if the program would give other logits for `ids` than `model` gives."""
-    found: list[torch.Tensor] = []
-
-    def keep(node: torch.fx.Node, domains: Any, args: Any, kwargs: Any, value: Any) -> None:
-        if any(user.op == "output" for user in node.users):
-            found.append(value)
-
-    _partition(model, ids, keep)
-    expected = found[0][:, -compiled.program.logits.shape[1] :].double().cpu().numpy()
-    check_logits(compiled.program, compiled.weights, ids, expected, tolerance, exact, text)
-
-
-def _text(model: torch.nn.Module, calibration: Any, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Calibration text, cut or repeated to the shape of `ids`."""
-    rows = [_checked_ids(model, batch).ravel() for batch in token_batches(calibration)]
-    return np.resize(np.concatenate(rows), ids.shape)
-
-
-def _random_text(model: torch.nn.Module, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Random tokens in the shape of `ids`, the same for everyone: none twice before all have come."""
-    return np.resize(np.random.default_rng(0).permutation(_vocabulary(model, ids)), ids.shape)
-
-
-def _vocabulary(model: torch.nn.Module, ids: npt.NDArray[np.int64]) -> int:
-    return _declared(model)["vocab_size"] or vocabulary(_partition(model, np.zeros_like(ids), None))
-
-
-def _doublings(model: torch.nn.Module, ids: npt.NDArray[np.int64], calibration: Any, form: Format) -> Doublings:
-    """By which powers of two each norm's rows are multiplied, or the weights before them.
-
-    They follow from the calibration text, or from random tokens of the shape of `ids`: never from `ids` themselves.
-    """
-    if not any(node.target in NORMS for node in _graph(model).nodes):
-        return NO_DOUBLINGS
-    if calibration is None:
-        texts = random_tokens(_vocabulary(model, ids), (ids.shape[0], ids.shape[1]))
-    else:
-        texts = iter(token_batches(calibration))
-    sample = NormSample()
-    for text in texts:
-        part = _partition(model, _checked_ids(model, text), sample)
-    found = sample.doublings(form)
-    return Doublings(found, frozenset(name for name in foldable(part) if found.get(name, 0) > 0))
-
-
-def _partition(model: torch.nn.Module, ids: npt.NDArray[np.int64], ranges: Observer | None) -> Partition:
-    """Evaluate the model in the clear, in this process, and sort its values by who may know them."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    was_training = model.training
-    model.eval()
-    try:
-        return partition(model, _graph(model), torch.from_numpy(ids).to(device), ranges)
-    finally:
-        model.train(was_training)
-
-
-def _graph(model: torch.nn.Module) -> torch.fx.Graph:
-    build: Any = model.logits_graph
-    graph = build()
-    assert isinstance(graph, torch.fx.Graph)
-    return graph
-
-
-def _with_graph(model: torch.nn.Module) -> torch.nn.Module:
-    if not isinstance(model, torch.nn.Module):
-        raise InputError(f"private inference takes a torch.nn.Module, not {type(model).__name__}")
-    if hasattr(model, "logits_graph"):
-        return model
-    transform: Any = importlib.import_module("aero_compile").transform
-    captured = transform(model, "baseline")
-    assert isinstance(captured, torch.nn.Module)
-    return captured
-
-
-def _optimized(model: torch.nn.Module, logits: str, optimize: bool) -> torch.nn.Module:
-    """The model after the inference passes; one that has been through them must give the logits asked for."""
-    if logits not in ("all", "last"):
-        raise InputError(f"logits must be 'all' or 'last', not {logits!r}")
-    given = getattr(model, "positions_kept", None)
-    if given is not None:
-        if given != logits:
-            raise InputError(f"this model was optimized for logits={given!r}; ask for the same, not for {logits!r}")
-        return model
-    if not hasattr(model, "structure"):
-        optimize = False
-    if not optimize:
-        if logits == "last":
-            raise InputError("logits='last' is a rewrite of the model: leave optimize=True")
-        return model
-    rewrite: Any = importlib.import_module("aero_compile").optimize_for_inference
-    rewritten = rewrite(model, logits=logits)
-    assert isinstance(rewritten, torch.nn.Module)
-    return rewritten
-
-
-def _checked_ids(model: torch.nn.Module, input_ids: Any) -> npt.NDArray[np.int64]:
-    """Return the ids as int64 [B, T], or raise InputError."""
-    try:
-        ids = np.asarray(input_ids.detach().cpu() if isinstance(input_ids, torch.Tensor) else input_ids)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"input_ids cannot be read as an array: {error}") from error
-    if ids.dtype.kind not in "iu":
-        raise InputError(f"input_ids must be integers, not {ids.dtype}")
-    if ids.ndim == 1:
-        ids = ids[None]
-    if ids.ndim != 2 or 0 in ids.shape:
-        raise InputError(f"input_ids must have shape [batch, length], both at least 1, not {list(ids.shape)}")
-    known = _declared(model)
-    if known["max_positions"] is not None and ids.shape[1] > known["max_positions"]:
-        raise InputError(f"{ids.shape[1]} tokens are longer than the {known['max_positions']} positions of the model")
-    if known["vocab_size"] is not None and (ids.min() < 0 or ids.max() >= known["vocab_size"]):
-        wrong = ids.max() if ids.max() >= known["vocab_size"] else ids.min()
-        raise InputError(f"token id {wrong} is outside the vocabulary of {known['vocab_size']} tokens")
-    return np.ascontiguousarray(ids.astype(np.int64))
-
-
-def _declared(model: torch.nn.Module) -> Mapping[str, int | None]:
-    return {name: getattr(model, name, None) for name in ("vocab_size", "max_positions")}
+def _batches(calibration: Any) -> tuple[torch.Tensor, ...]:
+    return () if calibration is None else token_batches(calibration)

@@ -259,9 +259,10 @@ def output_class(path: str) -> Any:
         _OUTPUT_CLASSES[path] = None
         if module.startswith("transformers."):  # the path may come from a file: import nothing else
             with contextlib.suppress(ImportError):
-                base = importlib.import_module("transformers.utils").ModelOutput
+                from transformers.utils import ModelOutput
+
                 found = getattr(importlib.import_module(module), name, None)
-                if isinstance(found, type) and issubclass(found, base):
+                if isinstance(found, type) and issubclass(found, ModelOutput):
                     _OUTPUT_CLASSES[path] = found
     return _OUTPUT_CLASSES[path]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aero_compile.errors import LoweringError
-from aero_compile.runtime import inference
+from aero_compile.runtime.arithmetic.tolerances import Tolerances
+from aero_compile.runtime.compilation import Options, compile_for, doublings_of
 from aero_compile.runtime.lowering.norms import (
     Doublings,
     NormSample,
@@ -35,6 +37,7 @@ from tests.support.runtime_graphs import TokenRows, aten, expected
 pytest.importorskip("spu")
 
 FORM = Format(64, 18)
+UNREHEARSED = replace(FORM, tolerances=Tolerances(logits=None))
 WIDTH = 33
 IN_BOTH = pytest.mark.parametrize("protocol", ["semi2k", pytest.param("cheetah", marks=pytest.mark.slow)])
 
@@ -61,7 +64,7 @@ def _model(values: torch.Tensor, norm: Norm, eps: float = 1e-5, kept: bool = Fal
 def _privately(model: TokenRows, protocol: str = "semi2k") -> npt.NDArray[np.float64]:
     """What two parties compute; LoweringError if a value is outside what an operator holds on."""
     ids = model.ids.numpy()
-    compiled, _ = inference._compile(model, ids, protocol, 64, 18, None, True, False, FORM.tolerances)
+    compiled = compile_for(model, ids, Options(protocol, UNREHEARSED), on_ids=True)
     tokens = one_hot(ids, len(ids[0]))
     return simulate(compiled.program, {compiled.program.tokens.name: tokens}, compiled.weights)
 
@@ -188,7 +191,7 @@ def test_the_program_does_not_depend_on_the_tokens() -> None:
     model = _model(_rows(1.0) * torch.logspace(-3, 0, 16)[:, None], _layer_norm, kept=True)
     found = set()
     for ids in (model.ids, torch.full_like(model.ids, 15)):
-        found.add(tuple(inference._doublings(model, ids.numpy(), None, FORM).by_norm.items()))
+        found.add(tuple(doublings_of(model, ids.numpy(), Options("cheetah", FORM)).by_norm.items()))
     assert len(found) == 1
     assert min(dict(*found).values()) > 0
 
@@ -197,7 +200,8 @@ def test_calibration_text_decides_where_it_is_given() -> None:
     values = torch.cat([_rows(1.0, 8), _rows(1e-2, 8)])
     model = _model(values, _layer_norm, kept=True)
     small, large = (
-        inference._doublings(model, model.ids.numpy(), torch.full((1, 16), token), FORM).by_norm for token in (12, 2)
+        doublings_of(model, model.ids.numpy(), Options("cheetah", FORM, (torch.full((1, 16), token),))).by_norm
+        for token in (12, 2)
     )
     assert min(small.values()) >= 3 > max(large.values()) == 0
 

@@ -1,0 +1,150 @@
+"""How a model becomes a program: ranges checked, lowered, compiled, and rehearsed in the clear."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor, nn
+
+from aero_compile.errors import InputError
+from aero_compile.ir.ops import NORMS
+from aero_compile.runtime.lowering.defer import defer_normalization
+from aero_compile.runtime.lowering.guards import GuardCheck
+from aero_compile.runtime.lowering.live import LiveProgram
+from aero_compile.runtime.lowering.norms import (
+    NO_DOUBLINGS,
+    Doublings,
+    NormSample,
+    fold,
+    foldable,
+    random_tokens,
+)
+from aero_compile.runtime.lowering.ranges import RangeCheck
+from aero_compile.runtime.lowering.spu_compile import compile_steps
+from aero_compile.runtime.lowering.to_jax import lower
+from aero_compile.runtime.models import (
+    Tokens,
+    checked_ids,
+    evaluate,
+    logits_graph,
+    logits_in_the_clear,
+    optimized,
+    vocabulary_of,
+)
+from aero_compile.runtime.operators.limits import Format
+from aero_compile.runtime.program import Program
+from aero_compile.runtime.rehearsal import check_logits
+from aero_compile.runtime.spu_config import check_config
+
+MARGIN = 1.25
+"""Scores may spread this much further than on the calibration text."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A model compiled for one shape: the public program, and the weights that only the server may hold."""
+
+    program: Program
+    weights: dict[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What decides the program of a model; `aero_compile.private_inference` says what each of them means."""
+
+    protocol: str
+    form: Format
+    calibration: tuple[Tensor, ...] = ()
+    logits: str = "all"
+    optimize: bool = True
+    clamp: bool = True
+    guards: bool = False
+
+    def __post_init__(self) -> None:
+        check_config(self.protocol, self.form.ring_bits, self.form.fraction_bits)
+        if not self.clamp and not self.calibration:
+            raise InputError("clamp=False needs calibration: text that shows how far scores spread")
+
+    def texts(self, model: nn.Module) -> Iterator[Tokens]:
+        """The batches of the calibration text, [B, T] each; none if there is none."""
+        return (checked_ids(model, batch) for batch in self.calibration)
+
+
+def compile_for(
+    given: nn.Module, ids: Tokens, options: Options, *, on_ids: bool, say: Callable[[str], None] = lambda what: None
+) -> Compiled:
+    """Compile a model that has a graph for token ids in the shape of `ids` [B, T].
+
+    `on_ids`: these are the tokens of the run, on which ranges are checked and the program is rehearsed.
+    """
+    say("compiling")
+    model = optimized(given, options.logits, options.optimize)
+    live, exact = _lowered(model, ids, options, on_ids)
+    program = compile_steps(live, options.protocol, options.form.ring_bits, options.form.fraction_bits)
+    tolerance = options.form.tolerances.logits
+    if tolerance is not None:
+        say("rehearsing in the clear")
+        text, name = (ids, "these tokens") if on_ids else _typical(model, ids, options)
+        expected = logits_in_the_clear(given, text)[:, -program.logits.shape[1] :]
+        check_logits(program, live.weights, text, expected, tolerance, exact, name)
+    return Compiled(program, live.weights)
+
+
+def _lowered(
+    model: nn.Module, ids: Tokens, options: Options, on_ids: bool
+) -> tuple[LiveProgram, Callable[[], LiveProgram]]:
+    """The steps of the program, and what makes the same steps with exact functions."""
+    form = options.form
+    ranges = RangeCheck(form.ring_bits, form.fraction_bits, form.tolerances)
+    ranges.doublings = doublings_of(model, ids, options)
+    for text in options.texts(model):
+        evaluate(model, text, ranges)
+    spreads = {name: MARGIN * spread for name, spread in ranges.spreads.items()}
+    part = evaluate(model, ids, ranges if on_ids else None)
+    fold(part, ranges.doublings)
+    defer_normalization(part)
+    lowered = partial(
+        lower,
+        part,
+        spreads={} if options.clamp else spreads,
+        tolerances=form.tolerances,
+        guards=form if options.guards else None,
+        doublings=ranges.doublings,
+    )
+    live = lowered()
+    ranges.raise_first(live.executed, live.weights, live.exponentials)
+    if live.guards:
+        check = GuardCheck(live.guards)
+        for text in (*options.texts(model), *([ids] if on_ids else [])):
+            evaluate(model, text, check)
+        check.raise_first()
+    return live, partial(lowered, exact=True)
+
+
+def doublings_of(model: nn.Module, ids: Tokens, options: Options) -> Doublings:
+    """By which powers of two each norm's rows are multiplied, or the weights before them.
+
+    They follow from the calibration text, or from random tokens of the shape of `ids`: never from `ids` themselves.
+    """
+    if not any(node.target in NORMS for node in logits_graph(model).nodes):
+        return NO_DOUBLINGS
+    texts = options.calibration or random_tokens(vocabulary_of(model, ids), (ids.shape[0], ids.shape[1]))
+    sample = NormSample()
+    for text in texts:
+        part = evaluate(model, checked_ids(model, text), sample)
+    found = sample.doublings(options.form)
+    return Doublings(found, frozenset(name for name in foldable(part) if found.get(name, 0) > 0))
+
+
+def _typical(model: nn.Module, ids: Tokens, options: Options) -> tuple[Tokens, str]:
+    """Calibration text cut or repeated to the shape of `ids`, or else random tokens, and which of them it is."""
+    if options.calibration:
+        rows = np.concatenate([text.ravel() for text in options.texts(model)])
+        return np.resize(rows, ids.shape), "the calibration text"
+    rows = np.random.default_rng(0).permutation(vocabulary_of(model, ids))  # none twice before all have come
+    return np.resize(rows, ids.shape), "random tokens (calibration= takes typical text instead)"
