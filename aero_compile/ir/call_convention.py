@@ -259,7 +259,7 @@ def output_class(path: str) -> Any:
         _OUTPUT_CLASSES[path] = None
         if module.startswith("transformers."):  # the path may come from a file: import nothing else
             with contextlib.suppress(ImportError):
-                from transformers.utils import ModelOutput
+                from transformers.utils.generic import ModelOutput
 
                 found = getattr(importlib.import_module(module), name, None)
                 if isinstance(found, type) and issubclass(found, ModelOutput):
