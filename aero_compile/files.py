@@ -1,4 +1,4 @@
-"""Writing files so that a reader, or a crash, never meets half of one; reading files that are nothing else."""
+"""Writing files whole or not at all, whoever reads or crashes meanwhile; reading regular files alone."""
 
 from __future__ import annotations
 

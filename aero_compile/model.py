@@ -25,9 +25,9 @@ from aero_compile.ir.call_convention import (
 )
 from aero_compile.ir.compile_graph import compile_graph
 from aero_compile.ir.constants import mark_constants, retarget
+from aero_compile.ir.decompose_norms import decompose_deviation_norms
 from aero_compile.ir.graph_json import decode_graph, encode_graph
 from aero_compile.ir.graph_model import GraphModel, remove_dead_nodes
-from aero_compile.ir.open_norms import open_deviation_norms
 from aero_compile.ir.shapes import carry
 from aero_compile.ir.submodules import kind_of
 
@@ -125,7 +125,7 @@ class TransformedModel(GraphModel):
         for node in graph.nodes:
             if node.op == "placeholder":
                 node.target = names.get(str(node.target), node.target)
-        open_deviation_norms(graph)
+        decompose_deviation_norms(graph)
         return graph
 
     def _select(

@@ -32,8 +32,8 @@ def optimize_for_inference(model: nn.Module, *, logits: str = "all", eliminate: 
     Args:
         model: a TransformedModel, or any decoder, which is captured first. It is not changed.
         logits: "all", for every position `[B, T, V]`, or "last", for the last position alone `[B, 1, V]`.
-        eliminate: remove linear feed-forward blocks by a change of basis where the fixed point bears it; otherwise
-            they are only fused.
+        eliminate: remove linear feed-forward blocks by a change of basis where the precision of the fixed point
+            allows it; otherwise they are only fused.
 
     Raises:
         InputError: another value of `logits`.

@@ -1,4 +1,4 @@
-"""Tell a waiting person what runs and for how long: one live line on a terminal, plain lines elsewhere."""
+"""Show what runs and for how long: one live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

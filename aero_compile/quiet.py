@@ -1,4 +1,4 @@
-"""Silence for libraries that report their own business while they work for us."""
+"""Keep warnings and log messages of libraries away from the user."""
 
 from __future__ import annotations
 

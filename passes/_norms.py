@@ -86,7 +86,7 @@ class NormPass(GraphPass):
         return found
 
     def _sites(self, model: TransformedModel) -> tuple[NormSite, ...]:
-        """All sites of all norms, told apart as far as the choice needs it."""
+        """All sites of all norms, separated as far as the choice needs it."""
         parts = parse_norms(self.norms)
         if parts == set(PARTS) and not self.names_parts:
             norms: tuple[Norm, ...] = model.structure.norms

@@ -200,7 +200,7 @@ def _gated(model: TransformedModel, ffn: FeedForward) -> tuple[Projection, Proje
     """The two factors of a gated block, the one with the activation (or the first) in front; None if it has no gate."""
     live = model.structure.live
     order = {node: number for number, node in enumerate(model.graph.nodes)}
-    curved = {node for activation in ffn.activations for node in activation.nodes}
+    nonlinear = {node for activation in ffn.activations for node in activation.nodes}
     inside, stack = set(ffn.inputs), live_inputs(ffn.output, live)
     while stack:
         node = stack.pop()
@@ -216,7 +216,7 @@ def _gated(model: TransformedModel, ffn: FeedForward) -> tuple[Projection, Proje
             continue
         (one,), (other,) = sources
         if one.linear is not other.linear or not set(one.rows) & set(other.rows):
-            bent = [bool(ancestors([factor], live - set(ffn.inputs)) & curved) for factor in factors]
-            first = (not bent[0], order[one.linear], one.rows) <= (not bent[1], order[other.linear], other.rows)
+            gated = [bool(ancestors([factor], live - set(ffn.inputs)) & nonlinear) for factor in factors]
+            first = (not gated[0], order[one.linear], one.rows) <= (not gated[1], order[other.linear], other.rows)
             return (one, other) if first else (other, one)
     return None

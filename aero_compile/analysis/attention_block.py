@@ -1,4 +1,4 @@
-"""Attention as a block of the decoder: what it reads, where its heads mix values, where the stream goes around it."""
+"""Attention as a block of the decoder: what it reads, where its heads mix values, its residual connection."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def stream_value(structure: Structure, node: object) -> fx.Node:
 
 
 def find_skip(model: GraphModel, attention: Attention) -> tuple[fx.Node, fx.Node] | None:
-    """The residual connection around `attention`: (addition, the term that goes around), or None without one."""
+    """The residual connection around `attention`: (addition, the term that bypasses it), or None without one."""
     structure = structure_of(model)
     found = find_projections(model, attention)
     start = found.output

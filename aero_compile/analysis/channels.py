@@ -74,7 +74,7 @@ class Channels:
     Attributes:
         origin: a live node whose last dimension holds the channels.
         labels: for every node reached, the channel that each element is made of; a tuple for splits.
-        leaving: channels that reach anything but `end` in a form that a factor would not go along with.
+        leaving: channels that reach anything but `end` in a form out of which a factor cannot be taken.
     """
 
     def __init__(

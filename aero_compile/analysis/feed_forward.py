@@ -103,12 +103,12 @@ def find_activations(inside: Sequence[fx.Node], live: set[fx.Node]) -> Iterator[
         origins[node] = frozenset({node}) if starts else frozenset.union(*parents)
     for origin in [node for node in inside if origins[node] == {node}]:
         own = {node for node in inside if origins[node] == {origin}}
-        curved = [node for node in own - {origin} if _is_curved(node, live)]
-        if curved:
-            yield _smallest_region(curved, own, above, live)
+        nonlinear = [node for node in own - {origin} if _is_nonlinear(node, live)]
+        if nonlinear:
+            yield _smallest_region(nonlinear, own, above, live)
 
 
-def _is_curved(node: fx.Node, live: set[fx.Node]) -> bool:
+def _is_nonlinear(node: fx.Node, live: set[fx.Node]) -> bool:
     """Whether `node` is nonlinear in the one value that its inputs come from."""
     if nonlinear_kind(node, live) or node.target in _POWERS:
         return True
@@ -117,11 +117,11 @@ def _is_curved(node: fx.Node, live: set[fx.Node]) -> bool:
 
 
 def _smallest_region(
-    curved: Sequence[fx.Node], own: set[fx.Node], above: dict[fx.Node, set[fx.Node]], live: set[fx.Node]
+    nonlinear: Sequence[fx.Node], own: set[fx.Node], above: dict[fx.Node, set[fx.Node]], live: set[fx.Node]
 ) -> Activation:
-    """The smallest part with one input and one output that all curved nodes are in."""
-    first = set.intersection(*(above[node] - {node} for node in curved))
-    exits = sorted((n for n in own if above[n].issuperset(curved)), key=lambda n: len(above[n]))
+    """The smallest part with one input and one output that all nonlinear nodes are in."""
+    first = set.intersection(*(above[node] - {node} for node in nonlinear))
+    exits = sorted((n for n in own if above[n].issuperset(nonlinear)), key=lambda n: len(above[n]))
     sources = sorted(first, key=lambda n: -len(above[n]))
     for exit_, source in itertools.product(exits, sources):
         region = {n for n in above[exit_] if n is not source and source in above[n]}
@@ -130,7 +130,7 @@ def _smallest_region(
         if reads == {source} and not leaks and region <= own:
             nodes = tuple(sorted(region, key=lambda n: len(above[n])))
             return Activation(_kind(region, live), source, exit_, nodes)
-    raise UnsupportedGraphError(f"the activation around {place(curved[0])} has more than one input or output")
+    raise UnsupportedGraphError(f"the activation around {place(nonlinear[0])} has more than one input or output")
 
 
 def _kind(region: set[fx.Node], live: set[fx.Node]) -> str:

@@ -14,7 +14,7 @@ from aero_compile.ir.rewriter import Rewriter
 aten = torch.ops.aten
 
 LARGEST, SMALLEST = 64.0, 1 / 16
-"""Largest gain that weights take up, and how small it may be: they lose the bits that a gain takes away."""
+"""Largest gain that is folded into weights, and how small it may be: they lose the bits that a gain takes away."""
 
 
 def linear_readers(node: fx.Node, values: Mapping[fx.Node, Any]) -> list[fx.Node]:

@@ -69,10 +69,10 @@ def find_norm_sites(model: GraphModel, *, exact: bool = True) -> tuple[NormSite,
     """All sites of all norms, in graph order; no reader belongs to two sites.
 
     With `exact=False`, for choices that do not divide `qk` from `v`, an attention whose fused projection cannot be
-    told apart has both parts read all of it.
+    separated has both parts read all of it.
 
     Raises:
-        UnsupportedGraphError: a projection cannot be told apart (`aero_compile.analysis.projections`), and `exact`.
+        UnsupportedGraphError: a projection cannot be separated (`aero_compile.analysis.projections`), and `exact`.
     """
     structure = structure_of(model)
     rows = _rows_of_attention(model, exact)
@@ -126,7 +126,7 @@ def _rows_of_attention(model: GraphModel, exact: bool) -> dict[fx.Node, dict[str
 
 
 def _whole_layers(attention: Attention, structure: Structure) -> dict[fx.Node, dict[str, frozenset[int]]]:
-    """The linear layers before an attention whose rows cannot be told apart."""
+    """The linear layers before an attention whose rows cannot be separated."""
     found: dict[fx.Node, dict[str, frozenset[int]]] = {}
     for node in _above([operand for heads in attention.groups for operand in heads.scores.args], structure):
         if node.target is aten.linear.default:
@@ -145,7 +145,7 @@ def _split(
         yield inside, reader
         return
     every = frozenset(range(structure.values[user].shape[-1]))
-    if own.get("qk") == own.get("v"):  # one projection for both, or one that could not be told apart
+    if own.get("qk") == own.get("v"):  # one projection for both, or one that could not be separated
         yield from (("qk", reader), ("v", reader))
         return
     left = every.difference(*own.values())

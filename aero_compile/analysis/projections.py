@@ -2,7 +2,7 @@
 
 Found from data flow: the part of the graph between a linear layer and the attention is run on random numbers, and the
 gradient tells which rows of the layer's weight `[out, in]` the queries (or keys, values) come from. So one fused
-projection is told apart in any layout: thirds, interleaved by head, grouped.
+projection is separated in any layout: thirds, interleaved by head, grouped.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class _Segment:
     def rows(self) -> dict[fx.Node, set[int]]:
         """Rows of each linear layer that `end` depends on.
 
-        A neuron may be silent for some numbers: behind a ReLU below 0, behind a saturated activation far from 0. So
+        A neuron may give 0 for some numbers: behind a ReLU below 0, behind a saturated activation far from 0. So
         what the layers give is taken with either sign, and much larger than any bias besides.
         """
         found: dict[fx.Node, set[int]] = {}
@@ -240,7 +240,7 @@ class _Segment:
         stored = self.model.get_buffer(str(node.target))
         if stored.is_meta:
             raise UnsupportedGraphError(
-                f"the projections of {place(self.end)} are told apart by the values of {node.target}, which a model "
+                f"the projections of {place(self.end)} are distinguished by the values of {node.target}, which a model "
                 "without weights does not have; build the model on the CPU"
             )
         return stored.cpu()

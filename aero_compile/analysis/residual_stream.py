@@ -1,12 +1,13 @@
 """The residual stream as linear algebra: its values as sums over earlier ones, found from data flow.
 
-A *hub* is a value of the stream that has to be computed: linear layers read it (queries, keys, values, the LM head), or
-something that is not affine does (a norm). Every hub h, `[…, d]`, is a sum
+A *state* is a value of the stream that has to be computed: linear layers read it (queries, keys, values, the LM head),
+or something that is not affine does (a norm). Every state h, `[…, d]`, is a sum
 
     h = Σ_q q·S_q + Σ_a a·B_a + c
 
-over the hubs q before it, over other live values a (what heads give, activations, token vectors), and over values that
-depend on no token (position vectors). Whatever lies between, linear FFNs and scalar factors among it, is in S, B and c.
+over the states q before it, over other live values a (what heads give, activations, token vectors), and over values
+that depend on no token (position vectors). Whatever lies between, linear FFNs and scalar factors among it, is in S, B
+and c.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ Basis = tuple[Tensor, Tensor]
 
 
 @dataclass(eq=False)
-class Hub:
+class State:
     """One value of the stream.
 
     Attributes:
         node: where it is computed.
-        region: the affine nodes it is computed by, from other hubs and leaves on, in graph order.
+        region: the affine nodes it is computed by, from other states and leaves on, in graph order.
         readers: linear layers that read it.
         fixed: whether something else reads it, so that its basis must stay.
         leaves: what it is computed from, with the shape of the coefficient, `()` for multiples of the identity.
-        skips: the other hubs among the leaves, with their coefficients S.
+        skips: the other states among the leaves, with their coefficients S.
     """
 
     node: fx.Node
@@ -54,7 +55,7 @@ class Hub:
 
 @dataclass
 class Term:
-    """`leaf` times `coefficient`, after which the nodes of `views` bring its rows to where the hub has them."""
+    """`leaf` times `coefficient`, after which the nodes of `views` bring its rows to where the state has them."""
 
     leaf: fx.Node
     coefficient: Tensor
@@ -67,7 +68,7 @@ class Term:
 
 
 class ResidualStream:
-    """The hubs of a model, in graph order: `hubs`, by node."""
+    """The states of a model, in graph order: `states`, by node."""
 
     def __init__(self, model: GraphModel) -> None:
         structure = structure_of(model)
@@ -77,23 +78,23 @@ class ResidualStream:
         self.live, self.values = structure.live, structure.values
         self.embedding, self.vocabulary = structure.embedding, structure.vocab_size
         self.order = {node: number for number, node in enumerate(model.graph.nodes)}
-        self.hubs: dict[fx.Node, Hub] = {}
+        self.states: dict[fx.Node, State] = {}
         self._find_hubs()
 
-    def linked(self) -> dict[fx.Node, Hub]:
-        """For each hub the one that continues it: that is computed from this hub alone, by a square matrix."""
-        found: dict[fx.Node, Hub] = {}
-        for hub in self.hubs.values():
-            if len(hub.skips) == 1 and self.width(hub.skips[0][0]) == self.width(hub.node):
-                found.setdefault(hub.skips[0][0], hub)
+    def linked(self) -> dict[fx.Node, State]:
+        """For each state the one that continues it: that is computed from this state alone, by a square matrix."""
+        found: dict[fx.Node, State] = {}
+        for state in self.states.values():
+            if len(state.skips) == 1 and self.width(state.skips[0][0]) == self.width(state.node):
+                found.setdefault(state.skips[0][0], state)
         return found
 
-    def form(self, hub: Hub) -> tuple[list[Term], Tensor]:
-        """The sum that a hub is, and its constant row `[d]`: coefficients go back from it, as gradients do."""
-        whole = Term(hub.node, torch.ones((), dtype=torch.float64, device=self.values[hub.node].device))
-        constant = torch.zeros(self.width(hub.node), dtype=torch.float64, device=whole.coefficient.device)
-        found: dict[tuple[fx.Node, tuple[fx.Node, ...]], Term] = {(hub.node, ()): whole}
-        for node in reversed(hub.region):
+    def form(self, state: State) -> tuple[list[Term], Tensor]:
+        """The sum that a state is, and its constant row `[d]`: coefficients go back from it, as gradients do."""
+        whole = Term(state.node, torch.ones((), dtype=torch.float64, device=self.values[state.node].device))
+        constant = torch.zeros(self.width(state.node), dtype=torch.float64, device=whole.coefficient.device)
+        found: dict[tuple[fx.Node, tuple[fx.Node, ...]], Term] = {(state.node, ()): whole}
+        for node in reversed(state.region):
             for key in [key for key in found if key[0] is node]:
                 term = found.pop(key)
                 for leaf, coefficient in self.affine.derivatives(node, term.coefficient):
@@ -111,34 +112,34 @@ class ResidualStream:
 
     # -- costs ------------------------------------------------------------------------------------------
 
-    def cost(self, hub: Hub) -> int:
-        """Elements of the weights that private products compute `hub` with now; a private scale counts as a product."""
-        linear = [node for node in hub.region if node.target is aten.linear.default]
+    def cost(self, state: State) -> int:
+        """Elements of the weights that private products compute `state` with; a private scale counts as a product."""
+        linear = [node for node in state.region if node.target is aten.linear.default]
         total = sum(int(self.affine.values[node.all_input_nodes[1]].numel()) for node in linear)
-        return total + sum(self.width(node) ** 2 for node in hub.region if self.affine.is_private(node))
+        return total + sum(self.width(node) ** 2 for node in state.region if self.affine.is_private(node))
 
-    def new_cost(self, hub: Hub, bases: Mapping[fx.Node, Basis], parent: fx.Node | None) -> int:
-        """The same, once it is rewritten in `bases`; `parent` is the hub that it then continues without a product."""
-        total, turned = 0, hub.node in bases
-        for leaf, shape in hub.leaves:
+    def new_cost(self, state: State, bases: Mapping[fx.Node, Basis], parent: fx.Node | None) -> int:
+        """The same, once it is rewritten in `bases`; `parent` is the state that it then continues without a product."""
+        total, turned = 0, state.node in bases
+        for leaf, shape in state.leaves:
             if leaf is parent or leaf not in self.live:
                 continue
-            if self.is_looked_up(leaf, hub):
-                total += self.vocabulary * (self.width(hub.node) - self.width(leaf))
+            if self.is_looked_up(leaf, state):
+                total += self.vocabulary * (self.width(state.node) - self.width(leaf))
             elif shape or turned or leaf in bases:
-                total += math.prod(shape) if shape else self.width(hub.node) ** 2
-        scales = [s for leaf, s in hub.skips if s.dim() == 0 and leaf is not parent and leaf not in bases]
-        if not turned and not self.is_public(hub):
-            total += sum(self.width(hub.node) ** 2 for s in scales if float(s) != 1)
+                total += math.prod(shape) if shape else self.width(state.node) ** 2
+        scales = [s for leaf, s in state.skips if s.dim() == 0 and leaf is not parent and leaf not in bases]
+        if not turned and not self.is_public(state):
+            total += sum(self.width(state.node) ** 2 for s in scales if float(s) != 1)
         return total
 
-    def is_public(self, hub: Hub) -> bool:
-        """Whether every factor in a hub's region is a number that both parties know."""
-        return not any(self.affine.is_private(node) for node in hub.region)
+    def is_public(self, state: State) -> bool:
+        """Whether every factor in a state's region is a number that both parties know."""
+        return not any(self.affine.is_private(node) for node in state.region)
 
-    def is_looked_up(self, leaf: fx.Node, hub: Hub) -> bool:
-        """Whether a leaf of `hub` is the token vectors, for this hub alone: a product goes into their table."""
-        return leaf is self.embedding and (leaf is hub.node or leaf not in self.hubs)
+    def is_looked_up(self, leaf: fx.Node, state: State) -> bool:
+        """Whether a leaf of `state` is the token vectors, for this state alone: a product goes into their table."""
+        return leaf is self.embedding and (leaf is state.node or leaf not in self.states)
 
     # -- finding ----------------------------------------------------------------------------------------
 
@@ -155,25 +156,25 @@ class ResidualStream:
                 fixed |= {base} & inside
             elif base in inside and reader not in readers.setdefault(base, []):
                 readers[base].append(reader)
-        hubs = fixed | set(readers) | {n for n in self.affine.nodes if n.target in SUMS and self._adds_rows(n)}
+        states = fixed | set(readers) | {n for n in self.affine.nodes if n.target in SUMS and self._adds_rows(n)}
         reached: dict[fx.Node, set[fx.Node]] = {}
         for node in reversed([node for node in self.order if node in inside]):
-            reached[node] = {hub for user in node.users for hub in reached.get(user, ())}
-            if node in hubs or len(reached[node]) > 1:  # also what several hubs are computed from
-                hubs.add(node)
+            reached[node] = {state for user in node.users for state in reached.get(user, ())}
+            if node in states or len(reached[node]) > 1:  # also what several states are computed from
+                states.add(node)
                 reached[node] = {node}
-        for node in sorted(hubs, key=self.order.__getitem__):
-            self._add(Hub(node, self._region(node, hubs), readers.get(node, []), node in fixed))
+        for node in sorted(states, key=self.order.__getitem__):
+            self._add(State(node, self._region(node, states), readers.get(node, []), node in fixed))
 
-    def _add(self, hub: Hub) -> None:
-        read = {parent for node in hub.region for parent in live_inputs(node, self.live)} | {hub.node}
-        multiplies = any(node.target is aten.linear.default for node in hub.region)
-        if not multiplies and self.embedding not in read and not any(each in self.hubs for each in read):
+    def _add(self, state: State) -> None:
+        read = {parent for node in state.region for parent in live_inputs(node, self.live)} | {state.node}
+        multiplies = any(node.target is aten.linear.default for node in state.region)
+        if not multiplies and self.embedding not in read and not any(each in self.states for each in read):
             return  # attention scores and the like: no part of the stream
-        self.hubs[hub.node] = hub
-        terms, _ = self.form(hub)
-        hub.leaves = [(term.leaf, tuple(term.coefficient.shape)) for term in terms]
-        hub.skips = [(term.leaf, term.coefficient) for term in terms if term.leaf in self.hubs and hub.region]
+        self.states[state.node] = state
+        terms, _ = self.form(state)
+        state.leaves = [(term.leaf, tuple(term.coefficient.shape)) for term in terms]
+        state.skips = [(term.leaf, term.coefficient) for term in terms if term.leaf in self.states and state.region]
 
     def _reader(self, node: fx.Node) -> fx.Node | None:
         """The linear layer that `node` is the result of, up to scales and constants; None if it is none alone."""
@@ -212,12 +213,12 @@ class ResidualStream:
         others: list[Any] = [self.values[each] for each in node.all_input_nodes if each not in self.live]
         return any(other.numel() > self.width(node) for other in others)
 
-    def _region(self, hub: fx.Node, hubs: set[fx.Node]) -> list[fx.Node]:
+    def _region(self, state: fx.Node, states: set[fx.Node]) -> list[fx.Node]:
         seen: set[fx.Node] = set()
-        stack = [hub]
+        stack = [state]
         while stack:
             node = stack.pop()
-            if node in seen or node not in self.affine.nodes or (node in hubs and node is not hub):
+            if node in seen or node not in self.affine.nodes or (node in states and node is not state):
                 continue
             seen.add(node)
             stack.extend(live_inputs(node, self.live))

@@ -24,14 +24,14 @@ aten = torch.ops.aten
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
-def open_attention(model: TransformedModel) -> None:
-    """Open every fused attention of the graph, in place."""
+def decompose_attention(model: TransformedModel) -> None:
+    """Decompose every fused attention of the graph, in place."""
     values = node_values(model, *sample_shape(model))
     for node in list(model.graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default)):
-        _open(model, node, values)
+        _decompose(model, node, values)
 
 
-def _open(model: TransformedModel, node: fx.Node, values: dict[fx.Node, Any]) -> None:
+def _decompose(model: TransformedModel, node: fx.Node, values: dict[fx.Node, Any]) -> None:
     given: dict[str, Any] = dict(zip(_ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
     query, key, value = given["query"], given["key"], given["value"]
     rewriter = Rewriter(node, values=values)

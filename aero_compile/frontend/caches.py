@@ -24,7 +24,7 @@ def sample_run(model: nn.Module, sample: Sample, memory: Memory) -> tuple[Any, M
     """What a copy of the model returns for the sample without labels, in shapes alone; the memory of the copy then.
 
     Buffers that it replaces on the way become plain attributes of it: torch.export cannot follow a buffer that is
-    registered while it looks on.
+    registered during export.
     """
     replaced: list[tuple[nn.Module, str]] = []
     with isolated(memory):

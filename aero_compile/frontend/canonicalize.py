@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from aero_compile.frontend.adapters import join_adapters
-from aero_compile.frontend.attention import open_attention
+from aero_compile.frontend.attention import decompose_attention
 from aero_compile.frontend.convolutions import open_convolutions
 from aero_compile.frontend.dropouts import make_dropouts
 from aero_compile.frontend.products import make_linears, take_up_biases
@@ -38,7 +38,7 @@ _STEPS: tuple[Callable[[TransformedModel], object], ...] = (
     bound_fills,
     unify_spellings,
     make_dropouts,
-    open_attention,
+    decompose_attention,
     open_convolutions,
     make_linears,
     join_adapters,

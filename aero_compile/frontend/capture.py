@@ -206,7 +206,7 @@ def _named_tensors(model: nn.Module, program: nn.Module, graph: fx.Graph) -> dic
 
 
 def _require_values(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Refuse tensors without values: what the model put into a cache, out of sight, while only shapes were computed."""
+    """Refuse tensors without values: what the model put into a cache while only shapes were computed."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""Convolutions over the sequence with a kernel of one token are linear layers that are written sideways.
+"""Convolutions over the sequence, `[B, d, T]`, with a kernel of one token → linear layers.
 
 Before → after:
     conv1d(xᵀ, w[out, in, 1], b)                        → linear(x, w[out, in], b)ᵀ
@@ -35,7 +35,7 @@ def open_convolutions(model: TransformedModel) -> None:
     values = node_values(model, *sample_shape(model))
     for node in found:
         if _is_pointwise(node, values):
-            _open(node)
+            _convert(node)
     _move_down(model.graph, node_values(model, *sample_shape(model)))
     model.graph_changed()
 
@@ -48,7 +48,7 @@ def _is_pointwise(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
     return neutral and values[weight].shape[2:] == (1,) and values[node].dim() == 3
 
 
-def _open(node: fx.Node) -> None:
+def _convert(node: fx.Node) -> None:
     rewriter = Rewriter(node)
     call = rewriter.call
     source, weight = node.args[:2]
@@ -61,7 +61,7 @@ def _open(node: fx.Node) -> None:
     rewriter.replace(call(aten.transpose.int, linear, 1, 2))
 
 
-def _is_sideways(node: fx.Node) -> bool:
+def _is_channels_first(node: fx.Node) -> bool:
     return node.target is aten.transpose.int and set(node.args[1:]) in ({1, 2}, {-1, -2})
 
 
@@ -69,10 +69,10 @@ def _move_down(graph: fx.Graph, values: dict[fx.Node, Any]) -> None:
     """Move transpositions of [B, ·, ·] below element-wise ops, until others undo them."""
     for node in list(graph.nodes):
         inputs = node.all_input_nodes
-        if not inputs or any(not _is_sideways(parent) or values[parent].dim() != 3 for parent in inputs):
+        if not inputs or any(not _is_channels_first(parent) or values[parent].dim() != 3 for parent in inputs):
             continue
         rewriter = Rewriter(node, values=values)
-        if _is_sideways(node):
+        if _is_channels_first(node):
             rewriter.replace(inputs[0].args[0])
         elif node.target in ELEMENTWISE or node.op == "call_module":
             if any(values[parent].shape != values[node].shape for parent in inputs):

@@ -66,7 +66,7 @@ def _draws(node: fx.Node) -> bool:
     op = node.target
     if not isinstance(op, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
         return False
-    return op is not aten.scaled_dot_product_attention.default  # opened later, with its dropout
+    return op is not aten.scaled_dot_product_attention.default  # decomposed later, with its dropout
 
 
 def _written(model: TransformedModel, node: fx.Node, values: Mapping[fx.Node, Any]) -> None:

@@ -21,8 +21,8 @@ from aero_compile.ir.ops import SPLITS, VIEWS, of_form
 
 aten = torch.ops.aten
 
-_OPENED = (aten.einsum.default,)
-"""Ops that export keeps whole and that are opened into products and views."""
+_DECOMPOSED = (aten.einsum.default,)
+"""Ops that export keeps whole and that are decomposed into products and views."""
 
 _KEPT_VIEWS = VIEWS | SPLITS | of_form("select", "detach", "cast", "cast_as")
 _KEPT_VIEWS |= {aten.view.default, aten.contiguous.default, aten.numpy_T.default}
@@ -91,17 +91,17 @@ def _functional(
     if all(_is_functional(part.graph) for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)):
         return program  # tracing it again, as below, would take twice as long as the export
     known = torch.export.default_decompositions()
-    opened: torch.export.ExportedProgram = program.run_decompositions({op: known[op] for op in _OPENED})
-    return opened
+    decomposed: torch.export.ExportedProgram = program.run_decompositions({op: known[op] for op in _DECOMPOSED})
+    return decomposed
 
 
 def _is_functional(graph: fx.Graph) -> bool:
-    """Whether no op of an exported graph writes to its inputs or has to be opened."""
+    """Whether no op of an exported graph writes to its inputs or has to be decomposed."""
     for node in graph.nodes:
         op = node.target
         if isinstance(op, torch._ops.OpOverload):
             views = any(result.alias_info for result in op._schema.returns)
-            if op._schema.is_mutable or op in _OPENED or (views and op not in _KEPT_VIEWS):
+            if op._schema.is_mutable or op in _DECOMPOSED or (views and op not in _KEPT_VIEWS):
                 return False
         elif isinstance(op, torch._ops.OperatorBase) and not _is_inlined(node):
             return False

@@ -1,4 +1,4 @@
-"""Isolation: a model is run for its shapes, and exported, without leaving a trace of it anywhere.
+"""Isolation: a model is run for its shapes, and exported, and everything that it may write to stays as it was.
 
 What a forward pass may write to besides its result is found by walking from the model: attributes, buffers and hooks
 of its modules, containers and objects that these hold, closures, class attributes, globals of the files that its code

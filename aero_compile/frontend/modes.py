@@ -137,7 +137,7 @@ def _recorded(model: nn.Module, sample: Sample) -> tuple[Any, _Recorder]:
 
 @contextmanager
 def _plain_attention() -> Iterator[None]:
-    """Fused attention is opened, in either mode."""
+    """Fused attention is decomposed, in either mode."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     fast = torch.backends.mha.get_fastpath_enabled()

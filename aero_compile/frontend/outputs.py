@@ -1,4 +1,4 @@
-"""What the source model returns, described by the outputs of its graph (see `convention.Template`)."""
+"""What the source model returns, described by the outputs of its graph (see `call_convention.Template`)."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def match_outputs(
     """Describe what a call without labels returns, by the outputs of the graph captured with them.
 
     `order` says where each graph output stands in what a call with labels returns: outputs of one shape (logits and
-    hidden states of a model as wide as its vocabulary) are told apart by it.
+    hidden states of a model as wide as its vocabulary) are distinguished by it.
     """
     leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
     index: dict[int, int] = {}

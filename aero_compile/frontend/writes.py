@@ -5,7 +5,7 @@ Before → after:
     slice_scatter(x, y) of all of x    → y
     type_as(x, y), to(x, y)            → to(x, dtype of y)             a mask in the dtype of hidden values
 
-So a mask that borrows the dtype of hidden values is a constant, as it is when it names the dtype.
+So a mask that takes its dtype from hidden values is a constant, as it is when it names the dtype.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     added:     (x − mean)/(σ + ε)·γ + b       Annotated Transformer, Zhang & Sennrich's RMSNorm
     at_least:  x/max(σ, ε)·γ + b              ScaleNorm (Nguyen & Salazar 2019), torch's F.normalize
 
-`deviation_norm` is an op of the canonical graph beside `layer_norm` and `rms_norm`; `ir/open_norms.py` writes it as
-arithmetic, for what knows ATen ops only.
+`deviation_norm` is an op of the canonical graph beside `layer_norm` and `rms_norm`; `ir/decompose_norms.py` writes it
+as arithmetic, for what knows ATen ops only.
 """
 
 from __future__ import annotations

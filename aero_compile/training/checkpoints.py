@@ -1,6 +1,6 @@
 """What makes a checkpoint whole: everything that resuming needs is there, and every file is what was written.
 
-A checkpoint vouches for itself by `complete.json`, written last: the size and SHA-256 of each of its files.
+A checkpoint is complete once it has `complete.json`, written last: the size and SHA-256 of each of its files.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def fault(folder: Path) -> str | None:
 def newest_whole(folders: list[Path]) -> tuple[Path | None, list[str]]:
     """The newest whole checkpoint, or None, and what is wrong with each newer one.
 
-    Raises OutputDirError if none is whole though one once was: starting anew would bury what is left of it.
+    Raises OutputDirError if none is whole though one once was: starting anew would overwrite what is left of it.
     """
     faults: list[str] = []
     by_age = sorted(folders, key=lambda folder: step_of(folder) or 0, reverse=True)

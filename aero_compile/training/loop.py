@@ -18,7 +18,7 @@ from aero_compile.errors import OutputDirError, TrainingError
 from aero_compile.training.nonfinite import first_non_finite, non_finite_parameter
 from aero_compile.training.run_directory import ENTROPIES_FILE, METRICS_FILE, RunDirectory
 
-# Learnable settings rather than weight matrices; everything with one dimension is spared as well.
+# Learnable settings rather than weight matrices; everything with one dimension is exempt as well.
 _NEVER_DECAYED = ("log_t", "thresholds")
 
 
@@ -36,7 +36,7 @@ class RegularizedTrainer(Trainer):
 
     Weight decay touches matrices only. Every step's loss and gradients are checked: NaN or infinity raises
     TrainingError with the place where it began, before the optimizer can spread it, on all processes.
-    A checkpoint with non-finite weights is never written; old ones go once the new one vouches for itself
+    A checkpoint with non-finite weights is never written; old ones go once the new one is complete
     (`save_total_limit`).
     """
 

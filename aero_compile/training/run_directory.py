@@ -170,7 +170,7 @@ class RunDirectory:
                 stream.write(line)
 
     def read_lines(self, file: str) -> list[dict[str, Any]]:
-        """The records of a `.jsonl` file; a torn last line (a killed run) is left out."""
+        """The records of a `.jsonl` file; an incomplete last line (a killed run) is left out."""
         path = self.path / file
         records = []
         for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:

@@ -30,7 +30,7 @@ def part_queries(model: TransformedModel) -> tuple[str, ...]:
     """Give the last attention's queries a product of their own, and say which could not get one and why.
 
     Raises:
-        UnsupportedGraphError: the projections of the last attention cannot be told apart.
+        UnsupportedGraphError: the projections of the last attention cannot be separated.
     """
     attention = model.structure.attentions[-1]
     found = find_projections(model, attention)

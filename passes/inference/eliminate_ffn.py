@@ -9,8 +9,8 @@ with z_l = x_l·R_l and R_l = M_l·R_{l+1}. A parallel block, x_l·M_l + a_l·W_
 Every other linear reader (the first layer of an FFN with activation, the LM head) takes R⁻¹ too, and gets a weight of
 its own if it was tied. Norms, and all else that is not linear, read the stream as it is: R is the identity there.
 
-R is ill-conditioned in the end, and the fixed point of a private run bears only so much (`bases`): where a condition
-would exceed the bound, the basis starts anew, at the price of one d×d product.
+R is ill-conditioned in the end, and the fixed point of a private run has only so many bits (`_bases`): where a
+condition would exceed the bound, the basis starts anew, at the cost of one d×d product.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import ClassVar
 from torch import Tensor, fx
 
 from aero_compile.analysis.parts import FeedForward
-from aero_compile.analysis.residual_stream import Basis, Hub, ResidualStream
+from aero_compile.analysis.residual_stream import Basis, ResidualStream, State
 from aero_compile.errors import InputError
 from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.model import TransformedModel
@@ -46,7 +46,7 @@ class EliminateFFN(GraphPass):
 
     Args:
         model: an inference copy.
-        largest_condition: largest condition (see `bases`) of a segment of layers with one basis, at least 1. Larger
+        largest_condition: largest condition (see `_bases`) of a segment of layers with one basis, at least 1. Larger
             values restart the basis less often and cost precision.
 
     Raises:
@@ -73,85 +73,85 @@ class EliminateFFN(GraphPass):
         if plan.saved() <= 0:
             return PassResult(model, False, (), left)
         rewriting = StreamRewriting(stream, PREFIX, plan.bases)
-        for hub in plan.rewritten:
-            rewriting.rewrite(hub, plan.parents.get(hub))
+        for state in plan.rewritten:
+            rewriting.rewrite(state, plan.parents.get(state))
         rewriting.finish()
         return PassResult(model, True, done, left)
 
 
 class _Plan:
-    """The bases of all hubs. `parents[h]` is the hub that h continues without a product."""
+    """The bases of all states. `parents[h]` is the state that h continues without a product."""
 
     def __init__(self, stream: ResidualStream, largest: float) -> None:
         self.stream = stream
         self.bases: dict[fx.Node, Basis] = {}
-        self.parents: dict[Hub, fx.Node] = {}
-        self.segments: list[tuple[Segment, list[Hub]]] = []
-        for hubs in _chains(stream):
-            steps = [hub.skips[0][1] for hub in hubs[1:]]
-            for segment in find_segments(steps, [hub.fixed for hub in hubs], largest):
+        self.parents: dict[State, fx.Node] = {}
+        self.segments: list[tuple[Segment, list[State]]] = []
+        for states in _chains(stream):
+            steps = [state.skips[0][1] for state in states[1:]]
+            for segment in find_segments(steps, [state.fixed for state in states], largest):
                 if any(step.dim() for step in steps[segment.first : segment.last]):
-                    self._take(segment, hubs[segment.first : segment.last + 1], steps)
-        self.looked_up = [hub for hub in stream.hubs.values() if self._goes_into_table(hub)]
-        changed = {*self.bases, *(hub.node for hub in self.looked_up)}
+                    self._take(segment, states[segment.first : segment.last + 1], steps)
+        self.looked_up = [state for state in stream.states.values() if self._goes_into_table(state)]
+        changed = {*self.bases, *(state.node for state in self.looked_up)}
         self.rewritten = [
-            hub for hub in stream.hubs.values() if changed & {hub.node, *(leaf for leaf, _ in hub.leaves)}
+            state for state in stream.states.values() if changed & {state.node, *(leaf for leaf, _ in state.leaves)}
         ]
 
-    def _take(self, segment: Segment, hubs: list[Hub], steps: Sequence[Tensor]) -> None:
-        self.segments.append((segment, hubs))
+    def _take(self, segment: Segment, states: list[State], steps: Sequence[Tensor]) -> None:
+        self.segments.append((segment, states))
         for number, basis in segment.bases(steps).items():
             if basis[0].dim() or float(basis[0]) != 1:
-                self.bases[hubs[number - segment.first].node] = basis
-        for before, hub in itertools.pairwise(hubs):
-            self.parents[hub] = before.node
+                self.bases[states[number - segment.first].node] = basis
+        for before, state in itertools.pairwise(states):
+            self.parents[state] = before.node
 
-    def _goes_into_table(self, hub: Hub) -> bool:
+    def _goes_into_table(self, state: State) -> bool:
         """Whether linear layers take token vectors alone, so that the table can hold their results."""
-        dense = any(self.stream.is_looked_up(leaf, hub) and shape for leaf, shape in hub.leaves)
-        return dense and self.stream.new_cost(hub, {}, None) < self.stream.cost(hub)
+        dense = any(self.stream.is_looked_up(leaf, state) and shape for leaf, shape in state.leaves)
+        return dense and self.stream.new_cost(state, {}, None) < self.stream.cost(state)
 
     def saved(self) -> int:
         """How many fewer weights are multiplied."""
-        costs = [self.stream.new_cost(hub, self.bases, self.parents.get(hub)) for hub in self.rewritten]
+        costs = [self.stream.new_cost(state, self.bases, self.parents.get(state)) for state in self.rewritten]
         return sum(map(self.stream.cost, self.rewritten)) - sum(costs)
 
     def done(self, ffns: Sequence[FeedForward]) -> Iterator[str]:
         """A sentence for each segment."""
-        for segment, hubs in self.segments:
-            inside = [str(ffn.layer) for ffn in ffns if any(ffn.output in hub.region for hub in hubs[1:])]
+        for segment, states in self.segments:
+            inside = [str(ffn.layer) for ffn in ffns if any(ffn.output in state.region for state in states[1:])]
             places = f"FFN of layer {', '.join(inside)}" if inside else "linear layers of the residual stream"
             yield f"{places}: no product left, in a basis of condition {segment.condition:.3g}"
-        for hub in self.looked_up:
-            names = ", ".join(name_of(ffn) for ffn in ffns if ffn.output in hub.region)
+        for state in self.looked_up:
+            names = ", ".join(name_of(ffn) for ffn in ffns if ffn.output in state.region)
             yield f"{names or 'linear layers'}: no product left, in the table of token vectors"
 
     def left(self, ffns: Sequence[FeedForward]) -> Iterator[str]:
         """A sentence for each FFN that did not vanish."""
         for ffn in ffns:
-            hub = next((hub for hub in self.stream.hubs.values() if ffn.output in hub.region), None)
+            state = next((state for state in self.stream.states.values() if ffn.output in state.region), None)
             if ffn.activations:
                 yield why_not_linear(ffn)
-            elif hub not in self.looked_up and (hub not in self.parents or not hub.skips[0][1].dim()):
-                yield f"{name_of(ffn)}: {self._reason(hub)}"
+            elif state not in self.looked_up and (state not in self.parents or not state.skips[0][1].dim()):
+                yield f"{name_of(ffn)}: {self._reason(state)}"
 
-    def _reason(self, hub: Hub | None) -> str:
-        if hub is None or len(hub.skips) != 1:
+    def _reason(self, state: State | None) -> str:
+        if state is None or len(state.skips) != 1:
             return "no residual connection that a basis could follow"
-        if not hub.skips[0][1].dim():
+        if not state.skips[0][1].dim():
             return "reads a norm, or something else that is not linear in the residual stream"
-        if hub in self.rewritten:
+        if state in self.rewritten:
             return "one product is left, where the basis starts anew: its condition would be too large otherwise"
         return "the condition of its basis would be too large"
 
 
-def _chains(stream: ResidualStream) -> Iterator[list[Hub]]:
-    """Runs of hubs that continue each other."""
+def _chains(stream: ResidualStream) -> Iterator[list[State]]:
+    """Runs of states that continue each other."""
     following = stream.linked()
     continued = set(following.values())
-    for hub in stream.hubs.values():
-        chain = [hub]
-        while hub not in continued and chain[-1].node in following:
+    for state in stream.states.values():
+        chain = [state]
+        while state not in continued and chain[-1].node in following:
             chain.append(following[chain[-1].node])
         if len(chain) > 1:
             yield chain

@@ -182,7 +182,7 @@ class _Folding:
         return twins[scaled]
 
     def _vector(self, value: Tensor, like: fx.Node) -> fx.Node:
-        """A parameter of that value at the head of the graph; a weight takes it up at the end."""
+        """A parameter of that value at the head of the graph; in the end it is folded into a weight."""
         name = next(f"gains.{i}" for i in itertools.count() if f"gains.{i}" not in self.parameters)
         self.parameters.add(name)
         weight = next(self.model.parameters())

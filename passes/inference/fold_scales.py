@@ -4,8 +4,8 @@ Before → after (α, β one-element values of the server; the function is uncha
     linear(β·x, W, b)            → linear(x, β·W, b)
     β·x + (1/α)·linear(y, W, b)  → β·(x + linear(y, W/(αβ), b/(αβ))), with β carried on; also for sums of linear layers
 
-A product with β is thus put off along the residual stream until a weight takes it up. Without norms that is always
-possible; a norm needs the product itself. Where carrying would not save products, the graph stays as it is.
+A product with β is thus postponed along the residual stream until it is folded into a weight. Without norms that is
+always possible; a norm needs the product itself. Where carrying would not save products, the graph stays as it is.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def _products(graph: fx.Graph, tokens: str) -> int:
 
 
 class _Folding:
-    """One pass over the graph. `owed[n]` is the scale by which the value of `n` is still to be multiplied."""
+    """One pass over the graph. `pending[n]` is the scale by which the value of `n` is still to be multiplied."""
 
     def __init__(self, graph: fx.Graph, model: TransformedModel) -> None:
         self.graph = graph
         self.model = model
         self.live = tainted_nodes(graph, model.convention.tokens)
-        self.owed: dict[fx.Node, tuple[fx.Node, float]] = {}
+        self.pending: dict[fx.Node, tuple[fx.Node, float]] = {}
         self.known: dict[fx.Node, torch.Tensor | None] = {}
         self.parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         self.hoisted: dict[fx.Node, fx.Node] = {}
@@ -79,19 +79,19 @@ class _Folding:
     def _visit(self, node: fx.Node) -> None:
         if node.target is aten.mul.Tensor and self._take(node):
             return
-        owing = [parent for parent in node.all_input_nodes if parent in self.owed]
-        if not owing:
+        waiting = [parent for parent in node.all_input_nodes if parent in self.pending]
+        if not waiting:
             return
-        if node.target is aten.linear.default and node.args[0] in self.owed:
-            self._scale_weight(node, *self.owed[owing[0]], bias=False)
+        if node.target is aten.linear.default and node.args[0] in self.pending:
+            self._scale_weight(node, *self.pending[waiting[0]], bias=False)
         elif node.op == "call_module" or node.target in VIEWS:
-            self.owed[node] = self.owed[owing[0]]
+            self.pending[node] = self.pending[waiting[0]]
         elif node.target is not aten.add.Tensor or node.kwargs or not self._add(node):
-            for parent in owing:
+            for parent in waiting:
                 self._apply(node, parent)
 
     def _take(self, node: fx.Node) -> bool:
-        """A product with a scalar of the server: let the users of `node` owe it."""
+        """A product with a scalar of the server: it becomes pending at `node`."""
         left, right = node.args
         for value, scalar in ((left, right), (right, left)):
             if not isinstance(value, fx.Node) or not isinstance(scalar, fx.Node) or scalar in self.live:
@@ -100,14 +100,14 @@ class _Folding:
             if number is None or value not in self.live:
                 return False
             scale, size = self._hoist(scalar), abs(float(number))
-            if value in self.owed:
-                before, earlier = self.owed[value]
+            if value in self.pending:
+                before, earlier = self.pending[value]
                 scale, size = self._call(aten.mul.Tensor, before, scale), size * earlier
             if not 1 / LARGEST <= size <= LARGEST:
                 return False
             # an alias keeps the scaled value apart from other users of the value itself
             node.target, node.args = aten.alias.default, (value,)
-            self.owed[node] = (scale, size)
+            self.pending[node] = (scale, size)
             return True
         return False
 
@@ -117,16 +117,16 @@ class _Folding:
         if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
             return False
         for kept, other in ((left, right), (right, left)):
-            linears = self._only_linears(other) if kept in self.owed else []
+            linears = self._only_linears(other) if kept in self.pending else []
             if not linears or kept not in self.live:
                 continue
-            scale, size = self.owed[kept]
+            scale, size = self.pending[kept]
             factor = self._call(aten.reciprocal.default, scale)
-            if other in self.owed:
-                factor = self._call(aten.mul.Tensor, factor, self.owed[other][0])
+            if other in self.pending:
+                factor = self._call(aten.mul.Tensor, factor, self.pending[other][0])
             for linear in linears:
                 self._scale_weight(linear, factor, 1.0, bias=True)
-            self.owed[node] = (scale, size)
+            self.pending[node] = (scale, size)
             return True
         return False
 
@@ -153,9 +153,9 @@ class _Folding:
         linear.args = tuple(args)
 
     def _apply(self, node: fx.Node, parent: fx.Node) -> None:
-        """Do the product that `parent` owes, for `node` alone."""
+        """Do the product that is pending at `parent`, for `node` alone."""
         with self.graph.inserting_before(node):
-            product = self.graph.call_function(aten.mul.Tensor, (parent, self.owed[parent][0]))
+            product = self.graph.call_function(aten.mul.Tensor, (parent, self.pending[parent][0]))
         product.meta = dict(parent.meta)
         node.replace_input_with(parent, product)
 

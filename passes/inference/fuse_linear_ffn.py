@@ -6,7 +6,7 @@ Before → after (y = x + attention, or y = x in a parallel block):
     y + (1/α)·linear(linear(norm(y), W_in, b_in), W_out, b_out)  → y + norm(y)·M + c, M without β·I
 
 In a sequential block M goes into the attention's output projection as well: x·M + mixed·(W_oᵀ·M). Anything that is
-affine in the residual stream is merged like that (see `residual_stream`), wherever fewer weights are multiplied then:
+affine in the residual stream is merged like that (see `analysis.residual_stream`), wherever fewer weights are multiplied then:
 a narrow bottleneck (2·d·d_ffn < d²) stays as it is.
 """
 
@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 
 from aero_compile.analysis.parts import FeedForward
-from aero_compile.analysis.residual_stream import Hub, ResidualStream
+from aero_compile.analysis.residual_stream import ResidualStream, State
 from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.places import place
 from aero_compile.model import TransformedModel
@@ -39,13 +39,13 @@ class FuseLinearFFN(GraphPass):
 
     def call(self, model: TransformedModel) -> PassResult:
         stream, ffns = ResidualStream(model), model.structure.ffns
-        smaller = [hub for hub in stream.hubs.values() if _fuses(stream, hub)]
-        done = tuple(_described(stream, hub, ffns) for hub in smaller)
+        smaller = [state for state in stream.states.values() if _fuses(stream, state)]
+        done = tuple(_described(stream, state, ffns) for state in smaller)
         left = tuple(_kept(stream, ffns, smaller))
         if smaller:
             rewriting = StreamRewriting(stream, "fuse_linear_ffn", {})
-            for hub in smaller:
-                rewriting.rewrite(hub)
+            for state in smaller:
+                rewriting.rewrite(state)
             rewriting.finish()
         return PassResult(model, bool(smaller), done, left)
 
@@ -60,24 +60,24 @@ def why_not_linear(ffn: FeedForward) -> str:
     return f"{name_of(ffn)}: not linear ({', '.join(activation.kind for activation in ffn.activations)})"
 
 
-def _fuses(stream: ResidualStream, hub: Hub) -> bool:
-    """Whether there are fewer products in a hub's sum than before, and fewer weights in them."""
-    before = sum(node.target is torch.ops.aten.linear.default for node in hub.region)
-    after = sum(leaf in stream.live and bool(shape) for leaf, shape in hub.leaves)
-    return after < before and stream.new_cost(hub, {}, None) < stream.cost(hub)
+def _fuses(stream: ResidualStream, state: State) -> bool:
+    """Whether there are fewer products in a state's sum than before, and fewer weights in them."""
+    before = sum(node.target is torch.ops.aten.linear.default for node in state.region)
+    after = sum(leaf in stream.live and bool(shape) for leaf, shape in state.leaves)
+    return after < before and stream.new_cost(state, {}, None) < stream.cost(state)
 
 
-def _described(stream: ResidualStream, hub: Hub, ffns: Sequence[FeedForward]) -> str:
-    names = ", ".join(name_of(ffn) for ffn in ffns if ffn.output in hub.region) or place(hub.node)
-    return f"{names}: {stream.cost(hub):,} weights multiplied before, {stream.new_cost(hub, {}, None):,} now"
+def _described(stream: ResidualStream, state: State, ffns: Sequence[FeedForward]) -> str:
+    names = ", ".join(name_of(ffn) for ffn in ffns if ffn.output in state.region) or place(state.node)
+    return f"{names}: {stream.cost(state):,} weights multiplied before, {stream.new_cost(state, {}, None):,} now"
 
 
-def _kept(stream: ResidualStream, ffns: Sequence[FeedForward], fused: Sequence[Hub]) -> Iterator[str]:
+def _kept(stream: ResidualStream, ffns: Sequence[FeedForward], fused: Sequence[State]) -> Iterator[str]:
     for ffn in ffns:
         parts = {ffn.output, *ffn.inputs}
         if ffn.activations:
             yield why_not_linear(ffn)
-        elif not any(parts <= set(hub.region) for hub in stream.hubs.values()):
+        elif not any(parts <= set(state.region) for state in stream.states.values()):
             yield f"{name_of(ffn)}: its features change places between its linear layers"
-        elif not any(ffn.output in hub.region for hub in fused):
+        elif not any(ffn.output in state.region for state in fused):
             yield f"{name_of(ffn)}: not smaller as one matrix"

@@ -11,7 +11,7 @@ from aero_compile.ir.rewriter import Rewriter
 aten = torch.ops.aten
 
 
-def open_deviation_norms(graph: fx.Graph) -> bool:
+def decompose_deviation_norms(graph: fx.Graph) -> bool:
     """Write every deviation norm of `graph` as arithmetic, in place; returns whether there was one."""
     found = [node for node in graph.nodes if node.target is deviation_norm]
     for node in found:
