@@ -1,4 +1,4 @@
-"""The whole road on real input: train four small models, run each in two-party computation, print one table.
+"""From training to private inference: train four small models, run each in two-party computation, print one table.
 
 A four-layer GPT-2 is trained from the same weights, seed and text (the source code of the running Python's
 standard library) as SM+LN+G, SM+LN+R, SM+R, and softmax-only with entropy regularization. Each trained model

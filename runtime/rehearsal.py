@@ -54,7 +54,7 @@ def check_logits(
 
     `tolerance`: how far a logit may be off, as a part of the standard deviation of the logits over the vocabulary
     (the largest of all positions), besides `ABSOLUTE`. `exact` makes the same steps with exact functions, from
-    which an error can tell where logits go astray; `text` says whose tokens these are.
+    which an error can tell where logits become wrong; `text` says whose tokens these are.
 
     Raises:
         LoweringError: they may be further off than that; the message names the operator where the error grows most.

@@ -60,7 +60,7 @@ def cast_constants(model: GraphModel, live: set[fx.Node], values: dict[fx.Node, 
 
 
 def retarget(graph: fx.Graph, device: torch.device, dtype: torch.dtype, tokens: str) -> bool:
-    """Follow a model that was moved: constants made in the graph get its device, and its dtype at the frontier.
+    """Follow a model that moved: constants made in the graph get its device, and its dtype where live values meet them.
 
     Masks and rotary tables are computed inside the graph, so `.to(...)` of the parameters does not reach them.
     Positions and angles keep their own precision; the value that meets the hidden states is cast.

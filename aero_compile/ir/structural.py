@@ -1,4 +1,4 @@
-"""Which tables of a model are shown to be structure: they follow from shapes and literals, no weight hides in them.
+"""Which tables of a model are shown to be structure: they follow from shapes and literals and hold no weights.
 
 Everything else that a model holds is the server's: parameters, and every buffer, constant and tensor attribute of any
 type that is not recognized here. A table is recognized by what it holds, whatever it is called and however it is

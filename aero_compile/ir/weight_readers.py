@@ -1,4 +1,4 @@
-"""Who reads a weight. Every pass that replaces a weight, or writes to it, asks here first.
+"""Who reads a weight. Every pass that replaces a weight, or writes to it, checks here first.
 
 A weight may be read under several names (tied), by several layers, and through views: one transpose serves all of them.
 What counts as a reader is the first operation that does more than move elements.

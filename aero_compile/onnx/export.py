@@ -291,7 +291,7 @@ def _exported(module: fx.GraphModule, names: Sequence[str], twin: TransformedMod
 
 
 def _annotate(model: Any, twin: TransformedModel, counted: str) -> None:
-    """Say in the file what it is; leave out what the exporter notes for its own debugging."""
+    """Set the file's metadata; leave out what the exporter notes for its own debugging."""
     model.producer_name, model.producer_version = "aero_compile", __version__
     model.graph.name = twin.convention.family
     model.metadata_props.update(

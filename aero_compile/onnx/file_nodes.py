@@ -1,4 +1,4 @@
-"""What a file says of itself: its inputs, the types in it, and which of its nodes need which."""
+"""Inputs, types and nodes of an ONNX file, and which of its nodes need which."""
 
 from __future__ import annotations
 

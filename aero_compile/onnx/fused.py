@@ -1,4 +1,4 @@
-"""Fused ONNX operators opened into what they compute: attention of all kinds, and onnxruntime's own operators."""
+"""Fused ONNX operators decomposed into what they compute: attention of all kinds, and onnxruntime's own operators."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def _group_query_attention(builder: Builder, op: Op) -> list[Value]:
 
 
 def _rotary(builder: Builder, op: Op) -> list[Value]:
-    """A rotation by the position: linear, and of no interest beyond that."""
+    """A rotation by the position: linear, so the value stays as it is."""
     return [builder.call(aten.mul.Tensor, op.inputs[0], 1.0)]
 
 

@@ -349,4 +349,4 @@ OPS: Mapping[str, Converter] = {
     **MOVES,
     **PRODUCTS,
 }
-"""Operators of the domain ai.onnx by name. Quantization is looked through, as if all values were real."""
+"""Operators of the domain ai.onnx by name. Quantization is ignored, as if all values were real."""

@@ -1,4 +1,4 @@
-"""What an object holds and where random generators stand, for comparison before and after a call."""
+"""What an object holds and the states of random generators, for comparison before and after a call."""
 
 from __future__ import annotations
 

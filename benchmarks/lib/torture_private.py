@@ -177,7 +177,7 @@ def _compare(name: str, found: Tensor, wanted: Tensor, rounding: Callable[[], fl
 
 
 def _rounding(model: TransformedModel, ids: Tensor, masked: Mapping[str, Tensor], wanted: Tensor) -> float:
-    """By how much logits change if every weight is off by 1e-16 of itself: what float64 cannot tell apart."""
+    """By how much logits change if every weight is off by 1e-16 of itself: what float64 cannot resolve."""
     twin = inference_copy(model)
     generator = torch.Generator().manual_seed(0)
     for parameter in {id(p): p for p in twin.parameters()}.values():

@@ -1,4 +1,4 @@
-"""The process that plays the network between two parties: TCP forwarders with a bandwidth and a delay.
+"""The process that emulates the network between two parties: TCP forwarders with a bandwidth and a delay.
 
 Started by `aero_compile.runtime.hosts.network.Relay` as a script of its own, so that no other work holds up
 its clock. It knows the standard library only and takes bytes as they come: an encrypted link passes as well.
@@ -28,7 +28,7 @@ SMALLEST_CHUNK, LARGEST_CHUNK = 1448, 1 << 17
 """Bytes of a piece: from the payload of an Ethernet frame to what is worth copying at once."""
 
 QUEUE_SECONDS = 0.01
-"""How far ahead the link's time is given away, so that a late wake-up of this process leaves no gap in it."""
+"""How far ahead bytes are scheduled on the link, so that a late wake-up of this process leaves no gap in it."""
 
 LEAST_BUFFER, LARGEST_BUFFER = 4 << 20, 64 << 20
 """Bounds on the bytes that one connection may have under way in one direction."""
@@ -97,7 +97,7 @@ class Flow:
             try:
                 await asyncio.get_running_loop().sock_sendall(self.sink, piece)
             except OSError:
-                await wait_until(await self.back.send(0))  # that the sink is gone is news, which travels too
+                await wait_until(await self.back.send(0))  # this, too, arrives after the delay
                 raise
             self._bytes -= len(piece)
             self._changed.set()

@@ -1,9 +1,9 @@
-"""Put off the normalization of a softmax until after its product with the values, where that is cheaper.
+"""Defer the normalization of a softmax until after its product with the values, where that is cheaper.
 
 Before → after (s scores [..., Q, K], v values [..., K, D]; the function is unchanged up to rounding):
     matmul(softmax(s), v) → matmul(e, v) · r        e = exp(s − max s), r = 1 / Σ e, one a row
 
-Normalizing costs one product for each allowed entry of s, putting it off one for each of the Q·D results: less as soon
+Normalizing costs one product for each allowed entry of s, deferring it one for each of the Q·D results: less as soon
 as rows have more entries than D. A softmax that a reshape keeps from its mask is moved before it first (`hoist`).
 """
 

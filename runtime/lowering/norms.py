@@ -4,7 +4,7 @@ A norm needs the root of a variance, and 18 fraction bits hold a variance of 10^
 have 4^k times their variance and the same norm, if eps grows as well. k follows from the variances of typical text, or
 of random tokens where there is none: never from the client's tokens, because the program must not depend on them.
 
-Doubling costs nothing, but cannot give rows back what their own rounding lost. Where a norm alone reads a linear layer
+Doubling costs nothing, but does not undo the rounding of the rows. Where a norm alone reads a linear layer
 or an embedding, the server multiplies their weights instead, and the rows come out with k bits more:
     norm(linear(x, w, b)) → norm(linear(x, 2^k·w, 2^k·b)), eps times 4^k
 A sum that is also kept (the residual stream) is left as it is, and so is a projection of which parts go elsewhere.

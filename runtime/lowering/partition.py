@@ -9,8 +9,8 @@ PyTorch, at the concrete batch size and sequence length:
 * LIVE: follows from the client's tokens. It exists only as secret shares.
 
 Of what the model holds (parameters, buffers of any type, constants, tensor attributes) everything is the server's
-but what is shown to be structure by what it holds (`graphs.structural`). So what is public has been computed from
-shapes, literals and structure alone.
+but what is shown to be structure by what it holds (`aero_compile.ir.structural`). So what is public has been computed
+from shapes, literals and structure alone.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ OPERATOR_MODULES = (pointwise, products, views)
 
 _SOFTMAX = ("aten.softmax", "unnormalized_softmax")
 _CASTS = names_of(of_form("cast", "cast_as", "reduction"))
-_LENDERS = of_form("cast_as", "expand_as")  # their second argument lends its type or shape
+_LIKE_SECOND = of_form("cast_as", "expand_as")  # the result has the type or shape of their second argument
 _RESHAPING = names_of(of_form("reshape", "squeeze", "copy", "detach", "cast"))
 
 
@@ -145,7 +145,7 @@ class _Lowering:
                 assert isinstance(scores, fx.Node)
                 self.masks[node] = find_mask(self.part, scores)
             return [self.masks[node].core]
-        if node.target in _LENDERS:
+        if node.target in _LIKE_SECOND:
             first = node.args[0]
             assert isinstance(first, fx.Node)
             return [first]
@@ -338,7 +338,7 @@ class _Lowering:
     def _bind(self, node: fx.Node) -> dict[str, Any]:
         """Match arguments to the names of the ATen schema (`self` becomes `x`)."""
         bound = registry.bind(node.target, node.args, node.kwargs)
-        if node.target in _LENDERS:
+        if node.target in _LIKE_SECOND:
             bound["other"] = None
         if op_name(node) == "aten.expand_as":
             bound["size"] = list(self.part.shapes[node])

@@ -371,7 +371,7 @@ def test_interrupt_keeps_what_was_measured(
 
 
 def test_really_private_from_the_command_line(root: Path, tmp_path: Path) -> None:
-    """One layer, four tokens, two processes, the quick protocol: the whole road without stand-ins."""
+    """One layer, four tokens, two processes, the quick protocol: end to end without stand-ins."""
     pytest.importorskip("spu")
     out = tmp_path / "r.json"
     command = [
