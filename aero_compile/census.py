@@ -1,95 +1,14 @@
-"""Census: which nonlinear ops a model holds, how many, of which shape: in the paper's form.
-
-    SM:144×R^{128×128} LN:24(+1 final)×R^{128×768} G:12×R^{128×3072}
-
-Products of two hidden values (QKᵀ, gates, squares) are not counted, as in the paper.
-"""
+"""Census: count the nonlinear ops of a model from its graph and from shapes alone."""
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from aero_compile.errors import InputError, nearest
+from aero_compile.census_result import Census
+from aero_compile.errors import InputError
 
 if TYPE_CHECKING:  # a party of the private runtime imports this package and does without torch
     from torch import nn
-
-LABELS = {"softmax": "SM", "layernorm": "LN", "gelu": "G", "relu": "R", "leaky_relu": "LR", "silu": "SiLU"}
-"""The paper's abbreviations; other kinds are written out. RMSNorm counts as LayerNorm."""
-
-
-@dataclass(frozen=True)
-class NonlinearOp:
-    """`count` applications of one kind of op to matrices of `shape`, in `layer` (None: after the last layer)."""
-
-    kind: str
-    count: int
-    shape: tuple[int, ...]
-    layer: int | None
-    place: str
-
-
-@dataclass(frozen=True)
-class Census:
-    """The nonlinear ops of a model for sequences of `seq_len` tokens."""
-
-    ops: tuple[NonlinearOp, ...]
-    seq_len: int
-    num_layers: int
-
-    def total(self, kind: str, *, final: bool = True) -> int:
-        """Number of ops of `kind` (`softmax`, `layernorm`, `gelu`, `relu`, …); without the final norm on request.
-
-        Raises:
-            InputError: no such kind of op.
-        """
-        from aero_compile.ir.ops import OPS
-
-        known = {"softmax", "layernorm", *(row.kind for row in OPS.values() if row.kind), *self.kinds}
-        if kind not in known:
-            raise InputError(f"unknown kind of nonlinear op {kind!r}{nearest(kind, known)}")
-        return sum(op.count for op in self.ops if op.kind == kind and (final or op.layer is not None))
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """Kinds that occur, softmax first, then norms, then activations."""
-        order = {"softmax": 0, "layernorm": 1}
-        return tuple(sorted({op.kind for op in self.ops}, key=lambda kind: (order.get(kind, 2), kind)))
-
-    @property
-    def per_layer(self) -> tuple[dict[str, int], ...]:
-        """For each layer, kind → count; what comes after the last layer is not in it."""
-        layers: list[Counter[str]] = [Counter() for _ in range(self.num_layers)]
-        for op in self.ops:
-            if op.layer is not None:
-                layers[op.layer][op.kind] += op.count
-        return tuple(dict(layer) for layer in layers)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON form: the text, the sequence length, and one entry per op."""
-        entries = [
-            {"kind": o.kind, "count": o.count, "shape": list(o.shape), "layer": o.layer, "place": o.place}
-            for o in self.ops
-        ]
-        return {"text": str(self), "seq_len": self.seq_len, "ops": entries}
-
-    def __str__(self) -> str:
-        return " ".join(self._part(kind) for kind in self.kinds)
-
-    def _part(self, kind: str) -> str:
-        inside: Counter[tuple[int, ...]] = Counter()
-        final: Counter[tuple[int, ...]] = Counter()
-        for op in self.ops:
-            if op.kind == kind:
-                (inside if op.layer is not None else final)[op.shape] += op.count
-        terms = []
-        for shape in dict.fromkeys([*inside, *final]):
-            after = f"(+{final[shape]} final)" if inside[shape] and final[shape] else ""
-            count = f"{inside[shape]}{after}" if inside[shape] else f"{final[shape]} final"
-            terms.append(f"{count}×R^{{{'×'.join(map(str, shape))}}}")
-        return f"{LABELS.get(kind, kind)}:" + "+".join(terms)
 
 
 def census(model: nn.Module, seq_len: int = 128) -> Census:

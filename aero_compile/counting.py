@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from aero_compile.analysis.parts import Structure, nonlinear_kind
 from aero_compile.analysis.structure import block_prefixes
-from aero_compile.census import NonlinearOp
+from aero_compile.census_result import NonlinearOp
 from aero_compile.ir.dataflow import live_inputs
 from aero_compile.ir.places import source_path
 from aero_compile.ir.shapes import node_values, sample_shape

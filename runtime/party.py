@@ -39,7 +39,8 @@ from aero_compile.runtime.hosts.link import PlainWay, Way, connect, not_connecte
 from aero_compile.runtime.hosts.measure import check_against_wire, check_profile
 from aero_compile.runtime.hosts.opening import check_guard, open_logits, send_share
 from aero_compile.runtime.hosts.tls import TLSConfig, TLSWay
-from aero_compile.runtime.program import CLIENT, SERVER, SET_UP, SET_UP_INPUTS, Program, TensorSpec, one_hot
+from aero_compile.runtime.program import Program, one_hot
+from aero_compile.runtime.program_parts import CLIENT, SERVER, SET_UP, SET_UP_INPUTS, TensorSpec
 from aero_compile.runtime.spu_config import SpuLog, import_spu, plain_message, runtime_config
 
 UNREADABLE = (OSError, ValueError, EOFError, zipfile.BadZipFile)

@@ -14,73 +14,19 @@ import numpy.typing as npt
 
 from aero_compile.errors import InputError
 from aero_compile.files import read_regular, write_atomically
-
-SERVER, CLIENT = 0, 1
-"""Ranks of the two parties: the server owns the weights, the client the tokens and the logits."""
-
-TOKENS = "tokens"
-"""Name of the client's input: the one-hot matrix of the tokens, [B, T, V]."""
-
-SET_UP = "set-up"
-"""Key of the code, and name of the result, of the computation that only sets both parties up (see `warm_up`)."""
-
-SET_UP_SIDE = 256
-"""Rows and columns of its operands: 65,536 elements occupy every worker of SPU's tiled protocols."""
+from aero_compile.runtime.program_parts import ProgramContent, Step, TensorSpec
+from aero_compile.runtime.vetting import check_program
 
 FORMAT = 3
 """Version of the program file; a reader accepts only its own."""
-
 
 LARGEST_FILE = 2**30
 """Bytes that a program file may have."""
 
 
 @dataclass(frozen=True)
-class TensorSpec:
-    """An input of the program: its name, shape and dtype ("float32", or "int32" for the one-hot tokens)."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-
-SET_UP_INPUTS = tuple(TensorSpec(f"set-up:{i}", (SET_UP_SIDE, SET_UP_SIDE), "float32") for i in (SERVER, CLIENT))
-"""Its inputs, one of each party."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """One operator of the model: runs `code` on named secret values; `free` ends the life of some."""
-
-    label: str
-    place: str
-    code: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    free: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Program:
-    """A model compiled for one batch size and sequence length, for one protocol configuration.
-
-    `codes` maps a key to PPHLO text; identical operators share one, and `codes[SET_UP]` is the computation that
-    only sets the parties up. `tokens` has shape [B, T, V], `logits` shape [B, T, V], or [B, 1, V] for the last
-    position alone. `guard` names the value [1] that both parties open before the logits: 1 if a value left the range
-    on which an operator holds. Nothing in it depends on any tokens, and on the weights only as far as bounds of them
-    decide what is checked, and calibration how an exponential is computed.
-    """
-
-    protocol: str
-    field: int
-    fraction_bits: int
-    weights: tuple[TensorSpec, ...]
-    tokens: TensorSpec
-    logits: TensorSpec
-    steps: tuple[Step, ...]
-    codes: dict[str, str]
-    versions: dict[str, str]
-    guard: str | None = None
+class Program(ProgramContent):
+    """A compiled program, with its file and its digest; `ProgramContent` says what its fields are."""
 
     def to_bytes(self) -> bytes:
         """Return the canonical file content."""
@@ -103,8 +49,6 @@ class Program:
             InputError: the file is missing, damaged, too large or of another format version, or the program does
                 anything but compute secrets from secrets (see `aero_compile.runtime.vetting`).
         """
-        from aero_compile.runtime.vetting import check_program
-
         try:
             content = json.loads(read_regular(Path(path), LARGEST_FILE))
             if content.pop("format") != FORMAT:

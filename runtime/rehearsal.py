@@ -21,7 +21,8 @@ import numpy.typing as npt
 
 from aero_compile.errors import LoweringError
 from aero_compile.runtime.lowering.live import LiveProgram
-from aero_compile.runtime.program import TOKENS, Program, Step, one_hot
+from aero_compile.runtime.program import Program, one_hot
+from aero_compile.runtime.program_parts import TOKENS, Step
 from aero_compile.runtime.spu_config import import_spu, plain_message, runtime_config
 
 ABSOLUTE = 0.02

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 
 from aero_compile.errors import AeroError, InputError
-from aero_compile.runtime.program import SET_UP, SET_UP_INPUTS, Program, Step, TensorSpec
+from aero_compile.runtime.program_parts import SET_UP, SET_UP_INPUTS, ProgramContent, Step, TensorSpec
 from aero_compile.runtime.spu_config import check_config
 
 MOST_STEPS = 100_000
@@ -98,7 +98,7 @@ _FOR_A_BIT = frozenset(["constant", "add", "less", "multiply", "free", "secret"]
 _Types = dict[str, str]
 
 
-def check_program(program: Program) -> None:
+def check_program(program: ProgramContent) -> None:
     """Refuse a program that does anything but compute secrets from secrets.
 
     Raises:
@@ -129,7 +129,7 @@ def check_program(program: Program) -> None:
         raise InputError(f"the program opens {logits.name!r}, which is not made of the tokens in the shape it declares")
 
 
-def _check_guard(program: Program, known: _Types, inputs: set[str]) -> None:
+def _check_guard(program: ProgramContent, known: _Types, inputs: set[str]) -> None:
     """What both parties open before the logits must be one bit: a comparison, times a public number."""
     guard = program.guard
     if guard is None:
@@ -177,7 +177,7 @@ def _check_name(name: object) -> None:
         raise InputError("a name in the program is no printable text")
 
 
-def _check_step(program: Program, step: Step, known: _Types, inputs: set[str], from_tokens: set[str]) -> None:
+def _check_step(program: ProgramContent, step: Step, known: _Types, inputs: set[str], from_tokens: set[str]) -> None:
     for name in (step.label, step.place, step.code, *step.inputs, *step.outputs, *step.free):
         _check_name(name)
     missing = [name for name in step.inputs if name not in known]
@@ -197,7 +197,7 @@ def _check_step(program: Program, step: Step, known: _Types, inputs: set[str], f
         del known[name]
 
 
-def _check_code(program: Program, key: str, takes: list[str], count: int) -> list[str]:
+def _check_code(program: ProgramContent, key: str, takes: list[str], count: int) -> list[str]:
     """The types of the results of a code, which takes values of these types."""
     code = program.codes.get(key)
     if not isinstance(code, str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib
 import os
 import subprocess
@@ -39,16 +40,17 @@ def ours(path: Path) -> Iterator[str]:
             yield parts[1] if len(parts) > 1 else ""
 
 
-def names_of_modules() -> list[str]:
+def modules() -> dict[str, Path]:
+    """Return the file of every module of the distribution, by its dotted name."""
     root = Path(__file__).resolve().parent.parent
-    found = []
+    found = {}
     for path in sorted(
-        [*(root / "aero_compile").rglob("*.py"), *root.glob("passes/**/*.py"), *root.glob("runtime/**/*.py")]
+        path for folder in ("aero_compile", "passes", "runtime") for path in (root / folder).rglob("*.py")
     ):
         parts = path.relative_to(root).with_suffix("").parts
         name = ".".join(parts if parts[0] == "aero_compile" else ("aero_compile", *parts))
-        found.append(name.removesuffix(".__init__"))
-    return sorted(set(found))
+        found[name.removesuffix(".__init__")] = path
+    return found
 
 
 def test_passes_import_only_the_pass_contract(root: Path) -> None:
@@ -66,6 +68,17 @@ def test_what_passes_may_import_does_not_import_passes(root: Path) -> None:
         place = root / "aero_compile" / name
         for path in place.rglob("*.py") if place.is_dir() else [place.with_suffix(".py")]:
             assert "passes" not in set(ours(path)), path
+
+
+def test_no_module_needs_itself() -> None:
+    """Imports have no circle, be they lazy or for types alone."""
+    files = modules()
+    asked = {
+        name: {each if each in files else each.rpartition(".")[0] for each in imports(path)}
+        for name, path in files.items()
+    }
+    order = graphlib.TopologicalSorter({name: found & files.keys() for name, found in asked.items()})
+    assert len(list(order.static_order())) == len(files)  # a circle raises a CycleError that lists it
 
 
 def test_no_test_is_imported(root: Path) -> None:
@@ -92,7 +105,7 @@ def test_symlinks_are_relative(root: Path, name: str) -> None:
     assert os.fspath(link.readlink()) == f"../{name}"
 
 
-@pytest.mark.parametrize("name", names_of_modules())
+@pytest.mark.parametrize("name", modules())
 def test_every_module_imports(name: str) -> None:
     importlib.import_module(name)
 

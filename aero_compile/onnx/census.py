@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-from aero_compile.census import Census, census
+from aero_compile.census import census
+from aero_compile.census_result import Census
 from aero_compile.errors import InputError
 from aero_compile.onnx.graph import read_decoder
 

@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from aero_compile.errors import OutOfRangeError
 from aero_compile.runtime.hosts.opening import check_guard
-from aero_compile.runtime.program import CLIENT, SERVER, Program
+from aero_compile.runtime.program import Program
+from aero_compile.runtime.program_parts import CLIENT, SERVER
 from aero_compile.runtime.spu_config import runtime_config
 
 

@@ -26,7 +26,8 @@ from aero_compile.runtime.costs.table import CostTable, settings_of
 from aero_compile.runtime.hosts.measure import size_text
 from aero_compile.runtime.hosts.network_spec import Network, parse_network
 from aero_compile.runtime.inference import compile_model
-from aero_compile.runtime.program import SET_UP, TOKENS, Program
+from aero_compile.runtime.program import Program
+from aero_compile.runtime.program_parts import SET_UP, TOKENS
 from aero_compile.runtime.spu_config import import_spu, runtime_config
 
 PROTOCOL = "cheetah"

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-import aero_compile
 from aero_compile import errors
 from aero_compile.errors import AeroError, PartyError
 from aero_compile.files import write_private
@@ -27,7 +26,8 @@ from aero_compile.runtime.hosts.network_spec import Network
 from aero_compile.runtime.hosts.scratch import scratch_folder
 from aero_compile.runtime.hosts.tls import TLSConfig
 from aero_compile.runtime.party import EVENT, ROLES
-from aero_compile.runtime.program import CLIENT, SERVER, Program
+from aero_compile.runtime.program import Program
+from aero_compile.runtime.program_parts import CLIENT, SERVER
 
 START_ATTEMPTS = 3
 GRACE_SECONDS = 3.0
@@ -157,7 +157,7 @@ class PartyProcess:
         self.error: dict[str, str] | None = None
         self.done = False
         self._errors = os.fdopen(os.open(directory / "stderr.txt", os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600), "w+b")
-        package_root = str(Path(aero_compile.__file__).resolve().parent.parent)
+        package_root = str(Path(errors.__file__).resolve().parent.parent)
         path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "aero_compile.runtime.party", *arguments],

@@ -17,7 +17,7 @@ from aero_compile.runtime.arithmetic.exponential import Exponential
 from aero_compile.runtime.lowering.masks import Masked
 from aero_compile.runtime.lowering.partition import op_name
 from aero_compile.runtime.operators import registry
-from aero_compile.runtime.program import TOKENS
+from aero_compile.runtime.program_parts import TOKENS
 
 
 @dataclass(frozen=True)

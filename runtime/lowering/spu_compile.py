@@ -11,7 +11,8 @@ from aero_compile.runtime.arithmetic.constants import fixed_point
 from aero_compile.runtime.arithmetic.squares import squares_by_exp
 from aero_compile.runtime.lowering import warm_up
 from aero_compile.runtime.lowering.live import LiveProgram, LiveStep
-from aero_compile.runtime.program import SET_UP, TOKENS, Program, Step, TensorSpec
+from aero_compile.runtime.program import Program
+from aero_compile.runtime.program_parts import SET_UP, TOKENS, Step, TensorSpec
 from aero_compile.runtime.spu_config import import_spu, plain_message
 
 

@@ -51,7 +51,7 @@ from aero_compile.runtime.lowering.partition import Domain, Partition, op_name, 
 from aero_compile.runtime.operators import pointwise, products, registry, views
 from aero_compile.runtime.operators.limits import Format
 from aero_compile.runtime.operators.watching import watching
-from aero_compile.runtime.program import TOKENS
+from aero_compile.runtime.program_parts import TOKENS
 
 OPERATOR_MODULES = (pointwise, products, views)
 """Importing these fills the table of operators."""

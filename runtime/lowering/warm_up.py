@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from aero_compile.runtime.lowering.live import LiveStep
-from aero_compile.runtime.program import SET_UP, SET_UP_INPUTS, SET_UP_SIDE
+from aero_compile.runtime.program_parts import SET_UP, SET_UP_INPUTS, SET_UP_SIDE
 
 
 def one_of_each(server: Any, client: Any) -> tuple[Any]:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from aero_compile.runtime.costs.model import estimate_program
 from aero_compile.runtime.lowering.live import LiveProgram, LiveStep
 from aero_compile.runtime.lowering.spu_compile import compile_steps
-from aero_compile.runtime.program import TOKENS
+from aero_compile.runtime.program_parts import TOKENS
 from benchmarks.lib.two_threads import simulate
 
 Array = npt.NDArray[np.float64]

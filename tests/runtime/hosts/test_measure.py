@@ -8,7 +8,8 @@ import pytest
 
 from aero_compile.errors import PartyError
 from aero_compile.runtime.hosts.measure import check_against_wire, check_profile, combine, parse_profile
-from aero_compile.runtime.program import Program, TensorSpec
+from aero_compile.runtime.program import Program
+from aero_compile.runtime.program_parts import TensorSpec
 
 LOG = """
 2026-01-01 00:00:00.000 [info] [api.cc:printProfilingData:177] [Profiling] SPU execution softmax completed, \

@@ -12,7 +12,8 @@ import pytest
 
 from aero_compile.errors import OutOfRangeError, PartyError
 from aero_compile.runtime.hosts.opening import check_guard, open_logits, send_share
-from aero_compile.runtime.program import CLIENT, SERVER, Program, TensorSpec
+from aero_compile.runtime.program import Program
+from aero_compile.runtime.program_parts import CLIENT, SERVER, TensorSpec
 from aero_compile.runtime.spu_config import runtime_config
 
 spu = pytest.importorskip("spu")
