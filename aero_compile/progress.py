@@ -12,26 +12,47 @@ from typing import TextIO
 _BAR = 24
 
 
-class Progress:
-    """Counts steps of a run; all output goes to `stream` (standard error), so that results stay clean.
+class Line:
+    """A line that is written over on a terminal; all output goes to `stream` (standard error)."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self.live = self._stream.isatty()
+
+    def show(self, text: str) -> None:
+        """Write over what was shown before; without a terminal each text is a line."""
+        print(f"\r\033[K{text}" if self.live else text, end="" if self.live else "\n", file=self._stream, flush=True)
+
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+        print(f"\r\033[K{text}" if self.live else text, file=self._stream, flush=True)
+
+    def clear(self) -> None:
+        """Take away what was shown."""
+        if self.live:
+            self.show("")
+
+
+def bar(done: int, total: int) -> str:
+    """Return how many steps of `total` are done, as a bar and in numbers."""
+    full = _BAR * done // max(1, total)
+    return f"[{'█' * full}{'·' * (_BAR - full)}] {done}/{total}"
+
+
+class Progress(Line):
+    """Counts steps of a run.
 
     On a terminal the line shows a bar, the step under way and its seconds, twice a second. Elsewhere (a log,
     a pipe) each step prints one line when it starts and one when it ends.
     """
 
     def __init__(self, total: int, stream: TextIO | None = None) -> None:
+        super().__init__(stream)
         self.total, self.done = total, 0
-        self._stream = stream or sys.stderr
-        self._live = self._stream.isatty()
         self._begin = time.monotonic()
 
     def _bar(self) -> str:
-        full = _BAR * self.done // max(1, self.total)
-        return f"[{'█' * full}{'·' * (_BAR - full)}] {self.done}/{self.total}"
-
-    def say(self, text: str) -> None:
-        """Print a line that stays."""
-        print(f"\r\033[K{text}" if self._live else text, file=self._stream, flush=True)
+        return bar(self.done, self.total)
 
     @contextmanager
     def step(self, what: str, live: bool = True) -> Iterator[None]:
@@ -39,13 +60,13 @@ class Progress:
 
         `live=False` prints a plain line instead, for work that has a moving line of its own.
         """
-        live = live and self._live
+        live = live and self.live
         begin, stop = time.monotonic(), threading.Event()
 
         def tick() -> None:
             while not stop.wait(0.5):
                 seconds = time.monotonic() - begin
-                print(f"\r\033[K{self._bar()} {what} … {seconds:.0f} s", end="", file=self._stream, flush=True)
+                self.show(f"{self._bar()} {what} … {seconds:.0f} s")
 
         if not live:
             self.say(f"{self._bar()} {what} …")
@@ -58,7 +79,7 @@ class Progress:
             stop.set()
             if live:
                 ticker.join()
-                print("\r\033[K", end="", file=self._stream, flush=True)
+                self.clear()
         self.ended(what, time.monotonic() - begin)
 
     def ended(self, what: str, seconds: float) -> None:

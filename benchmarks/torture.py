@@ -45,6 +45,7 @@ from aero_compile.errors import InputError, nearest
 from aero_compile.exit_codes import exit_code
 from aero_compile.files import refuse_existing, write_atomically
 from aero_compile.plain_help import HelpParser
+from aero_compile.progress import Line, bar
 from aero_compile.reporting.report import command_line
 from aero_compile.training.run_directory import finite_or_none, versions
 from benchmarks import torture_capture
@@ -232,8 +233,7 @@ def _show(args: argparse.Namespace, done: int, total: int, found: list[dict[str,
     counts = Counter(line["outcome"] for line in found)
     said = ", ".join(f"{counts[name]} {name}" for name in OUTCOMES if counts[name] or name not in _OF_THE_ZOO)
     if sys.stderr.isatty():
-        full = 24 * done // total
-        print(f"\r\033[K[{'█' * full}{'·' * (24 - full)}] {done}/{total} {said}", end="", file=sys.stderr, flush=True)
+        Line().show(f"{bar(done, total)} {said}")
     elif done % 50 == 0 or done == total:
         print(f"{done}/{total}: {said}", file=sys.stderr, flush=True)
 

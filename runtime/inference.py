@@ -21,7 +21,7 @@ from aero_compile.runtime.compilation import Compiled, Options, compile_for
 from aero_compile.runtime.hosts.measure import Measurement, combine
 from aero_compile.runtime.hosts.network_spec import Network, parse_network
 from aero_compile.runtime.hosts.parties import LOOPBACK, run_parties
-from aero_compile.runtime.hosts.progress import Progress
+from aero_compile.runtime.hosts.progress import RunProgress
 from aero_compile.runtime.hosts.tls import TLSConfig
 from aero_compile.runtime.models import checked_ids, with_graph
 from aero_compile.runtime.operators.limits import Format
@@ -98,8 +98,8 @@ def private_inference(
     import_spu()
     given = with_graph(model)
     ids = checked_ids(given, input_ids)
-    with Progress(progress) as shown:
-        compiled = compile_for(given, ids, options, on_ids=True, say=shown.say)
+    with RunProgress(progress) as shown:
+        compiled = compile_for(given, ids, options, on_ids=True, say=shown.doing)
         outcome = run_parties(
             compiled.program,
             compiled.weights,

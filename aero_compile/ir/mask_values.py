@@ -9,6 +9,9 @@ from torch import fx
 
 aten = torch.ops.aten
 
+MASKED_BELOW = -9e3
+"""A score of at most this value is masked: -1e4 is the mildest mask in use, and a score is added to it."""
+
 MASKED = -1e30
 """Score of a hidden position: below every score, finite in float32 and bfloat16, and exactly zero after softmax."""
 

@@ -16,7 +16,8 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, fx, nn
 
-from aero_compile.ir.structural_masks import MASKED_BELOW, compact, is_pattern
+from aero_compile.ir.mask_values import MASKED_BELOW
+from aero_compile.ir.structural_masks import compact, is_pattern
 from aero_compile.ir.structural_series import LEAST, is_outer, is_series, is_wave, slack
 
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MASKED_BELOW = -9e3
-"""A score of at most this value is masked: -1e4 is the mildest mask in use, and a score is added to it."""
-
 LEAST_PLANE = 4
 """Queries and keys of a stack of different masks; of smaller ones any bits could be the masks."""
 

@@ -21,6 +21,7 @@ from typing import Any
 from aero_compile.errors import InputError
 from aero_compile.files import write_atomically
 from aero_compile.training.run_directory import finite_or_none, versions
+from aero_compile.units import human_bytes
 
 FORMAT = "aero_compile.results/1"
 
@@ -136,15 +137,6 @@ def row_from_json(data: Mapping[str, Any]) -> Row:
         return Row(**values, training=training)
     except (TypeError, AttributeError) as error:
         raise InputError(f"not a result row of this version: {error}") from error
-
-
-def human_bytes(count: float) -> str:
-    """Return `count` in decimal units, three significant digits: `999 B`, `1.23 MB`, `25.3 GB`."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:,.3g} TB" if count < 999.5 else f"{count:,.0f} TB"
 
 
 def savings(rows: Sequence[Row]) -> list[float]:

@@ -12,7 +12,8 @@ from typing import Any
 from aero_compile.files import write_atomically
 from aero_compile.reporting import paper
 from aero_compile.reporting.charts import heatmap, line_chart, stacked_bars
-from aero_compile.reporting.report import Row, cells, footnotes, human_bytes, row_name, savings
+from aero_compile.reporting.report import Row, cells, footnotes, row_name, savings
+from aero_compile.units import human_bytes
 
 _STYLE = """
 :root { color-scheme: light dark; --paper:#fdfdfc; --panel:#fff; --ink:#1d2126; --dim:#5b636d; --rule:#dfe3e8;

@@ -18,6 +18,7 @@ from typing import Any
 from aero_compile.errors import AeroError, OutputDirError
 from aero_compile.files import write_atomically
 from aero_compile.training import checkpoints
+from aero_compile.units import human_bytes
 from aero_compile.version import __version__
 
 RUN_FILE = "run.json"
@@ -153,7 +154,7 @@ class RunDirectory:
 
     def _reason(self, error: BaseException) -> str:
         free = shutil.disk_usage(self.path if self.path.is_dir() else self.path.anchor).free
-        room = f"{free / 1e6:.0f} MB are free on that disk"
+        room = f"{human_bytes(free)} are free on that disk"
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, OSError) and cause.strerror:

@@ -23,12 +23,12 @@ from aero_compile.runtime.costs import operations, pphlo
 from aero_compile.runtime.costs.operations import CLIENTS, SERVERS
 from aero_compile.runtime.costs.session import Cost, Session
 from aero_compile.runtime.costs.table import CostTable, settings_of
-from aero_compile.runtime.hosts.measure import size_text
 from aero_compile.runtime.hosts.network_spec import Network, parse_network
 from aero_compile.runtime.inference import compile_model
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.program_parts import SET_UP, TOKENS
 from aero_compile.runtime.spu_config import import_spu, runtime_config
+from aero_compile.units import human_bytes
 
 PROTOCOL = "cheetah"
 """The protocol whose costs are modelled."""
@@ -74,7 +74,7 @@ class Estimate:
         lines = [
             f"estimate for {self.protocol}, {self.field}-bit ring, {self.fraction_bits} fraction bits, "
             f"{batch}x{length} tokens, on {self.network}",
-            f"  {size_text(self.bytes)} both ways, {self.messages:,} messages, {self.rounds:,.0f} round trips, "
+            f"  {human_bytes(self.bytes)} both ways, {self.messages:,} messages, {self.rounds:,.0f} round trips, "
             f"{self.seconds:.2f} s ({self.computing:.2f} s of it computing)",
             f"  costs of SPU {self.table['spu']} measured on {self.table['processor']}, "
             f"{self.table['cores']} cores, {self.table['measured']}",
@@ -82,8 +82,9 @@ class Estimate:
             f"  {'operator':<16}{'count':>6}{'bytes':>12}{'share':>8}{'messages':>10}{'rounds':>8}{'seconds':>9}",
         ]
         lines += [
-            f"  {row['op']:<16}{row['count']:>6}{size_text(row['bytes']):>12}{row['bytes'] / max(1, self.bytes):>8.1%}"
-            f"{row['messages']:>10,}{row['rounds']:>8,.0f}{row['seconds']:>9.2f}"
+            f"  {row['op']:<16}{row['count']:>6}{human_bytes(row['bytes']):>12}"
+            f"{row['bytes'] / max(1, self.bytes):>8.1%}{row['messages']:>10,}"
+            f"{row['rounds']:>8,.0f}{row['seconds']:>9.2f}"
             for row in self.per_op
         ]
         return "\n".join(lines)

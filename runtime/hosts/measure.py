@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from aero_compile.errors import PartyError
+from aero_compile.units import human_bytes
 
 _KIND = re.compile(
     r"- (?P<name>\S.*?), executed (?P<count>\d+) times, duration (?P<seconds>[\d.e+-]+)s, "
@@ -77,8 +78,9 @@ def check_against_wire(record: Mapping[str, Any], opened: int) -> None:
     most = WIRE_SHARE * payload + WIRE_BYTES_PER_MESSAGE * messages + WIRE_BYTES
     if wire and not payload <= wire <= most:
         raise PartyError(
-            f"the kernel counted {size_text(wire)} received in this forward, and SPU's log has {size_text(payload)} in "
-            f"{messages:,} messages: one of them lacks something, so that the forward's cost is not known"
+            f"the kernel counted {human_bytes(wire)} received in this forward, and SPU's log has "
+            f"{human_bytes(payload)} in {messages:,} messages: one of them lacks something, so that the "
+            "forward's cost is not known"
         )
 
 
@@ -141,13 +143,13 @@ class Measurement:
         lines = [
             f"{self.protocol}, {self.field}-bit ring, {self.fraction_bits} fraction bits, {batch}x{length} "
             f"tokens, {state} forward" + (f", {self.network}" if self.network != "loopback" else ""),
-            f"  {size_text(self.bytes)} both ways, {self.messages:,} messages, {self.seconds:.2f} s "
-            f"(first forward: {size_text(self.cold_bytes)}, {self.cold_seconds:.2f} s)",
+            f"  {human_bytes(self.bytes)} both ways, {self.messages:,} messages, {self.seconds:.2f} s "
+            f"(first forward: {human_bytes(self.cold_bytes)}, {self.cold_seconds:.2f} s)",
             "",
             f"  {'operator':<16}{'count':>6}{'bytes':>12}{'share':>8}{'messages':>10}{'seconds':>9}",
         ]
         lines += [
-            f"  {row['op']:<16}{row['count']:>6}{size_text(row['bytes']):>12}"
+            f"  {row['op']:<16}{row['count']:>6}{human_bytes(row['bytes']):>12}"
             f"{row['bytes'] / max(1, self.bytes):>8.1%}{row['messages']:>10,}{row['seconds']:>9.2f}"
             for row in self.per_op
         ]
@@ -258,11 +260,3 @@ def _wire(server: Mapping[str, Any], client: Mapping[str, Any]) -> int | None:
     """Bytes received by both: what one sent and the other acknowledged is the same traffic."""
     received = int(server["wire"][1]) + int(client["wire"][1])
     return received if received > 0 else None
-
-
-def size_text(count: float) -> str:
-    """Return a number of bytes in decimal units: `999 B`, `1.23 MB`."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.2f} {unit}"
-    return f"{count:.0f} B"

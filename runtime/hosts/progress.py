@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from types import TracebackType
 from typing import Any
 
+from aero_compile.progress import Line
 
-class Progress:
+
+class RunProgress(Line):
     """`shown=None` shows the line only on a terminal."""
 
     def __init__(self, shown: bool | None) -> None:
-        self._terminal = sys.stderr.isatty()
-        self._shown = self._terminal if shown is None else shown
+        super().__init__()
+        self._shown = self.live if shown is None else shown
         self._started = time.monotonic()
-        self._run, self._steps, self._width = 0, 0, 0
+        self._run, self._steps = 0, 0
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> RunProgress:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._shown and self._terminal:
-            print("\r" + " " * self._width + "\r", end="", file=sys.stderr, flush=True)
+    def __exit__(self, *error: object) -> None:
+        if self._shown:
+            self.clear()
 
     def event(self, role: str, event: dict[str, Any]) -> None:
         """Show an event of the client (both parties run the same steps)."""
@@ -34,15 +32,9 @@ class Progress:
             self._run, self._steps = int(event["number"]) + 1, int(event["steps"])
         elif event["event"] == "step":
             where = f"{event['at'] + 1}/{self._steps} {event['label']} ({event['place']})"
-            self.say(f"forward {self._run}: {where}")
+            self.doing(f"forward {self._run}: {where}")
 
-    def say(self, text: str) -> None:
-        """Show `text` with the seconds since the start."""
-        if not self._shown:
-            return
-        line = f"private inference: {time.monotonic() - self._started:5.0f} s  {text}"[:118]
-        if self._terminal:
-            print("\r" + line.ljust(self._width), end="", file=sys.stderr, flush=True)
-            self._width = len(line)
-        else:
-            print(line, file=sys.stderr, flush=True)
+    def doing(self, what: str) -> None:
+        """Show `what` with the seconds since the start."""
+        if self._shown:
+            self.show(f"private inference: {time.monotonic() - self._started:5.0f} s  {what}"[:118])

@@ -18,8 +18,9 @@ import numpy.typing as npt
 import torch
 from torch import fx
 
+from aero_compile.ir.mask_values import MASKED_BELOW
 from aero_compile.ir.ops import ELEMENTWISE, OPS, names_of, of_form
-from aero_compile.runtime.lowering.partition import MASKED_BELOW, Domain, Partition, op_name
+from aero_compile.runtime.lowering.partition import Domain, Partition, op_name
 
 aten = torch.ops.aten
 

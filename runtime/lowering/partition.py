@@ -27,7 +27,6 @@ from aero_compile.errors import LoweringError
 from aero_compile.ir.ops import SHAPE_ONLY, name_of
 from aero_compile.ir.places import source_path
 from aero_compile.ir.structural import structural_attributes
-from aero_compile.ir.structural_masks import MASKED_BELOW as MASKED_BELOW
 from aero_compile.ir.weight_values import call_in_eval
 
 SOFTMAX = torch.ops.aten.softmax.int

@@ -19,10 +19,11 @@ import torch
 from torch import fx
 
 from aero_compile.errors import LoweringError
+from aero_compile.ir.mask_values import MASKED_BELOW
 from aero_compile.runtime.arithmetic.exponential import Exponential
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.lowering.norms import NO_DOUBLINGS, Doublings
-from aero_compile.runtime.lowering.partition import MASKED_BELOW, SOFTMAX, Domain, op_name, place_of
+from aero_compile.runtime.lowering.partition import SOFTMAX, Domain, op_name, place_of
 from aero_compile.runtime.operators import registry
 from aero_compile.runtime.operators.limits import LIMITS, Format
 

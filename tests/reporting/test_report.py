@@ -17,6 +17,7 @@ from aero_compile.reporting import report
 from aero_compile.reporting.charts import heatmap, line_chart, stacked_bars, ticks
 from aero_compile.reporting.report import Row, Training
 from aero_compile.reporting.report_html import html, write_html
+from aero_compile.units import human_bytes
 
 EVIL = '<script>alert("x")</script>'
 
@@ -74,7 +75,7 @@ def document(rows: list[Row]) -> dict[str, object]:
     + [(1_500_000_000_000, "1.5 TB")],
 )
 def test_human_bytes(count: int, text: str) -> None:
-    assert report.human_bytes(count) == text
+    assert human_bytes(count) == text
 
 
 def test_savings_compare_with_the_first_row_of_the_same_group() -> None:
