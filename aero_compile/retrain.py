@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from aero_compile.errors import InputError, OutputDirError
 from aero_compile.exit_codes import exit_code
 from aero_compile.model import TransformedModel
 from aero_compile.pipeline import transform
+from aero_compile.recipe.recipe import Recipe
 from aero_compile.training.checkpoints import step_of
 from aero_compile.training.command_line import parse_command_line
 from aero_compile.training.data import TrainingData, load_text, prepare
@@ -93,21 +94,58 @@ def retrain(
     Works in several processes started by `accelerate launch`. Raises InputError, DataError,
     RecipeError, OutputDirError, TrainingError (NaN) and what `transform` raises.
     """
-    args = RetrainArguments() if training_args is None else copy.copy(training_args)
+    plan = _resolve(options, training_args, model, datasets)
+    transformed, data = _build(plan)
+    spare = copy.deepcopy(transformed) if plan.args.fsdp else None
+    trainer = _set_up(plan, transformed, data)
+    with _failure_recorded(plan.run):
+        before, after, metrics = _train(plan, trainer)
+        trained = _collect(trainer, transformed, spare)
+        _write_results(plan, trained, data, metrics)
+        plan.run.finish("finished", **metrics, steps=trainer.state.global_step)
+        _wait(plan.args)
+        history = plan.run.read_lines(METRICS_FILE)
+    return RetrainResult(
+        trained.eval(), plan.run.path, **metrics, history=history, entropies_before=before, entropies_after=after
+    )
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a run is asked to do; all of it was checked before anything takes time."""
+
+    options: RetrainOptions
+    args: TrainingArguments
+    run: RunDirectory
+    checkpoint: Path | None
+    source: ModelSource
+    recipe: Recipe | None
+    datasets: TrainingData | None
+    context: int
+
+    @property
+    def step(self) -> int:
+        """Steps that the checkpoint has behind it; 0 without one."""
+        return (step_of(self.checkpoint) or 0) if self.checkpoint is not None else 0
+
+
+def _resolve(
+    options: RetrainOptions, given: TrainingArguments | None, model: nn.Module | None, datasets: TrainingData | None
+) -> _Plan:
+    """Check the arguments and the run's folder, and find the model, its recipe and the checkpoint to go on from."""
+    args = RetrainArguments() if given is None else copy.copy(given)
     check_training_arguments(args)
     # Non-finite losses must be seen, and tokens counted in the state that checkpoints keep.
     args.logging_nan_inf_filter = False
     args.include_num_input_tokens_seen = "all"
     if args.ddp_find_unused_parameters is None:
         args.ddp_find_unused_parameters = False  # every parameter takes part in every step
-    main_process = args.process_index == 0
-    run = RunDirectory(str(args.output_dir), writes=main_process)
+    run = RunDirectory(str(args.output_dir), writes=args.process_index == 0)
     resume = options.resume or args.resume_from_checkpoint
     run.check(resume is not None)
     checkpoint = run.resume_point(resume)
     if resume is not None and checkpoint is None:
         logger.info("no checkpoint in %s: starting from the beginning", run.path)
-
     context = options.context if datasets is None else datasets.train.context
     source = find_model(
         options.model, from_scratch=options.from_scratch, overrides=options.config_overrides, context=context
@@ -117,49 +155,26 @@ def retrain(
     check_context(context, source.positions if model is None else None)
     if model is not None:
         source = ModelSource(type(model).__name__, lambda _vocab, _end: model)
+    return _Plan(options, args, run, checkpoint, source, recipe, datasets, context)
+
+
+def _build(plan: _Plan) -> tuple[TransformedModel, TrainingData]:
+    """Capture the model, prepare the data, and apply the recipe with text of the data."""
+    args, source = plan.args, plan.source
     set_seed(args.seed)
-    captured = None if source.from_scratch else _capture(source.build(0, None), context)
+    captured = None if source.from_scratch else _capture(source.build(0, None), plan.context)
     with args.main_process_first(desc="preparing the data"):
-        data = datasets or _data(options, source, captured)
-    if captured is None:
+        data = plan.datasets or _data(plan.options, source, captured)
+    if captured is None:  # of the size of the vocabulary, which the data decides
         set_seed(args.seed)
-        captured = _capture(source.build(len(data.tokenizer), data.tokenizer.eos_token_id), context)
+        captured = _capture(source.build(len(data.tokenizer), data.tokenizer.eos_token_id), plan.context)
     data.train.check_vocabulary(captured.vocab_size)
     data.validation.check_vocabulary(captured.vocab_size)
-    transformed = captured
-    if recipe is not None:
-        sized = with_length(recipe, captured.max_positions, context)
-        batches = data.train.sample(options.calibration_batches, args.per_device_train_batch_size)
-        transformed = transform(captured, sized, calibration=batches)
-
-    identity = _identity(options, args, source, transformed, data)
-    run.check_identity(identity)
-    if checkpoint is not None:
-        RunDirectory(checkpoint.parent).check_identity(identity)
-    plain_arguments: Any = args
-    record = {
-        "identity": identity,
-        "options": dataclasses.asdict(options),
-        "training_arguments": plain_arguments.to_dict(),
-        "data": data.info,
-        "seed": args.seed,
-    }
-    keep = copy.deepcopy(transformed) if args.fsdp else None
-    trainer = _trainer(options, args, transformed, data, run)
-    _wait(args)
-    step = (step_of(checkpoint) or 0) if checkpoint is not None else 0
-    run.start(record, step)
-    logger.info("data: %s", ", ".join(f"{value} {key}" for key, value in data.info.items()))
-    if data.info.get("documents_without_text"):
-        logger.warning("%d documents without text were left out", data.info["documents_without_text"])
-    logger.info("model: %s, recipe %s", source.description, transformed.recipe or "none")
-    try:
-        return _train(trainer, transformed, data, run, checkpoint, keep)
-    except BaseException as error:
-        interrupted = isinstance(error, KeyboardInterrupt)
-        with contextlib.suppress(OutputDirError):  # the disk that is full for a checkpoint is full for this too
-            run.finish("interrupted" if interrupted else "failed", error=f"{type(error).__name__}: {error}")
-        raise
+    if plan.recipe is None:
+        return captured, data
+    sized = with_length(plan.recipe, captured.max_positions, plan.context)
+    batches = data.train.sample(plan.options.calibration_batches, args.per_device_train_batch_size)
+    return transform(captured, sized, calibration=batches), data
 
 
 def _capture(model: nn.Module, context: int) -> TransformedModel:
@@ -182,16 +197,35 @@ def _data(options: RetrainOptions, source: ModelSource, captured: TransformedMod
     )
 
 
-def _identity(
-    options: RetrainOptions,
-    args: TrainingArguments,
-    source: ModelSource,
-    transformed: TransformedModel,
-    data: TrainingData,
-) -> dict[str, Any]:
+def _set_up(plan: _Plan, transformed: TransformedModel, data: TrainingData) -> RegularizedTrainer:
+    """Make the trainer, and open the run's records unless they are of another run."""
+    identity = _identity(plan, transformed, data)
+    plan.run.check_identity(identity)
+    if plan.checkpoint is not None:
+        RunDirectory(plan.checkpoint.parent).check_identity(identity)
+    plain_arguments: Any = plan.args
+    record = {
+        "identity": identity,
+        "options": dataclasses.asdict(plan.options),
+        "training_arguments": plain_arguments.to_dict(),
+        "data": data.info,
+        "seed": plan.args.seed,
+    }
+    trainer = _trainer(plan, transformed, data)
+    _wait(plan.args)
+    plan.run.start(record, plan.step)
+    logger.info("data: %s", ", ".join(f"{value} {key}" for key, value in data.info.items()))
+    if data.info.get("documents_without_text"):
+        logger.warning("%d documents without text were left out", data.info["documents_without_text"])
+    logger.info("model: %s, recipe %s", plan.source.description, transformed.recipe or "none")
+    return trainer
+
+
+def _identity(plan: _Plan, transformed: TransformedModel, data: TrainingData) -> dict[str, Any]:
     """What must stay the same for a run to be continued."""
+    options = plan.options
     return {
-        "model": source.description,
+        "model": plan.source.description,
         "parameters": sum(parameter.numel() for parameter in transformed.parameters()),
         "recipe": transformed.recipe,
         "dataset": data.name,
@@ -203,23 +237,13 @@ def _identity(
         "entropy_reduction": options.entropy_reduction,
         "calibration_batches": options.calibration_batches,
         "entropy_blocks": options.entropy_blocks,
-        "seed": args.seed,
-        "training": settings_that_matter(args),
+        "seed": plan.args.seed,
+        "training": settings_that_matter(plan.args),
     }
 
 
-def _wait(args: TrainingArguments) -> None:
-    if args.world_size > 1:
-        torch.distributed.barrier()
-
-
-def _trainer(
-    options: RetrainOptions,
-    args: TrainingArguments,
-    transformed: TransformedModel,
-    data: TrainingData,
-    run: RunDirectory,
-) -> RegularizedTrainer:
+def _trainer(plan: _Plan, transformed: TransformedModel, data: TrainingData) -> RegularizedTrainer:
+    options = plan.options
     wrapper = EntropyRegularizedModel(
         transformed.train(),
         weight=options.weight,
@@ -229,10 +253,10 @@ def _trainer(
     )
     try:
         return RegularizedTrainer(
-            run=run,
+            run=plan.run,
             entropy_blocks=options.entropy_blocks,
             model=wrapper,
-            args=args,
+            args=plan.args,
             train_dataset=data.train,
             eval_dataset=data.validation,
             data_collator=default_data_collator,
@@ -241,51 +265,58 @@ def _trainer(
         raise InputError(f"training cannot be set up: {error}") from error
 
 
-def _train(
-    trainer: RegularizedTrainer,
-    transformed: TransformedModel,
-    data: TrainingData,
-    run: RunDirectory,
-    checkpoint: Path | None,
-    keep: TransformedModel | None,
-) -> RetrainResult:
-    run.rewind(-1 if checkpoint is None else step_of(checkpoint) or 0)
-    starts = [r["entropies"] for r in run.read_lines(ENTROPIES_FILE) if r["event"] == "start"]
-    if starts and checkpoint is not None:
+def _wait(args: TrainingArguments) -> None:
+    if args.world_size > 1:
+        torch.distributed.barrier()
+
+
+@contextlib.contextmanager
+def _failure_recorded(run: RunDirectory) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        interrupted = isinstance(error, KeyboardInterrupt)
+        with contextlib.suppress(OutputDirError):  # the disk that is full for a checkpoint is full for this too
+            run.finish("interrupted" if interrupted else "failed", error=f"{type(error).__name__}: {error}")
+        raise
+
+
+def _train(plan: _Plan, trainer: RegularizedTrainer) -> tuple[list[list[float]], list[list[float]], dict[str, float]]:
+    """Train to the end; returns headwise entropies before and after, and the final metrics."""
+    plan.run.rewind(-1 if plan.checkpoint is None else plan.step)
+    starts = [r["entropies"] for r in plan.run.read_lines(ENTROPIES_FILE) if r["event"] == "start"]
+    if starts and plan.checkpoint is not None:
         before = starts[0]
     else:
         before = trainer.measure_entropies()
         trainer.record_entropies("start", "validation", before)
-
-    trainer.train_to_end(checkpoint)
+    trainer.train_to_end(plan.checkpoint)
     metrics = trainer.final_metrics()
     after = trainer.measure_entropies()
     trainer.record_entropies("end", "validation", after)
-    trained = _collect(trainer, transformed, keep)
-    results = {"eval_loss": metrics["eval_loss"], "perplexity": metrics["perplexity"]}
-    if run.writes:
-        folder = run.path / ARTIFACT_FOLDER
-        with run.writing(ARTIFACT_FOLDER):
-            save(trained, folder, provenance={**run.record["identity"], **results, "versions": versions()})
-            data.tokenizer.save_pretrained(str(folder))
-            write_json(folder / "results.json", results)
-    run.finish("finished", **results, steps=trainer.state.global_step)
-    _wait(trainer.args)
-    history = run.read_lines(METRICS_FILE)
-    return RetrainResult(trained.eval(), run.path, results["eval_loss"], results["perplexity"], history, before, after)
+    return before, after, {name: metrics[name] for name in ("eval_loss", "perplexity")}
 
 
 def _collect(
-    trainer: RegularizedTrainer, transformed: TransformedModel, keep: TransformedModel | None
+    trainer: RegularizedTrainer, transformed: TransformedModel, spare: TransformedModel | None
 ) -> TransformedModel:
     """The trained weights in one TransformedModel on the CPU, also when they are spread over processes."""
-    if keep is None:
+    if spare is None:
         return transformed.cpu()
     state: Any = trainer.accelerator.get_state_dict(trainer.model)
     if state:
-        wrapper = EntropyRegularizedModel(keep)
+        wrapper = EntropyRegularizedModel(spare)
         wrapper.load_state_dict({k: v.cpu() for k, v in state.items() if k != "thresholds"}, strict=False)
-    return keep
+    return spare
+
+
+def _write_results(plan: _Plan, trained: TransformedModel, data: TrainingData, metrics: dict[str, float]) -> None:
+    run, folder = plan.run, plan.run.path / ARTIFACT_FOLDER
+    if run.writes:
+        with run.writing(ARTIFACT_FOLDER):
+            save(trained, folder, provenance={**run.record["identity"], **metrics, "versions": versions()})
+            data.tokenizer.save_pretrained(str(folder))
+            write_json(folder / "results.json", metrics)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
