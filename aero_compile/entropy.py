@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -110,45 +109,6 @@ def _check_entropies(entropies: Sequence[Tensor]) -> None:
             "entropies must be tensors [batch, heads, positions] of one shape, none empty; "
             f"got {', '.join(str(list(shape)) for shape in shapes)}"
         )
-
-
-@dataclass(frozen=True)
-class EntropySummary:
-    """How a model's heads are spread over the entropy range (shares of all heads, each 0 to 1).
-
-    `quartiles`: shares in the four quarters of `[0, maximum]`, lowest first; `maximum`: the largest
-    headwise entropy observed, nats; `overload`: share above 3/4 of it; `collapse`: share at most
-    `collapse_fraction` of it (near zero).
-    """
-
-    maximum: float
-    quartiles: tuple[float, float, float, float]
-    overload: float
-    collapse: float
-    collapse_fraction: float
-
-
-def summarize(headwise_entropies: Tensor, collapse_fraction: float = 0.05) -> EntropySummary:
-    """Quartile histogram, overload and collapse of headwise entropies `[L, H]` (paper, section 4).
-
-    The quarters are of the maximum observed among the heads, as in the paper; a head exactly on a border
-    counts to the lower quarter. If every head is at zero, all are collapsed and none overloaded. Raises
-    InputError for an empty or non-finite tensor.
-    """
-    values = headwise_entropies.detach().to("cpu", torch.float64).flatten()
-    if values.numel() == 0 or not bool(torch.isfinite(values).all()):
-        raise InputError("a summary needs at least one head and finite entropies")
-    maximum = max(float(values.max()), 0.0)
-    scaled = values / maximum if maximum > 0 else torch.zeros_like(values)
-    quarter = torch.clamp(torch.ceil(scaled * 4).long() - 1, 0, 3)
-    q = [float((quarter == index).double().mean()) for index in range(4)]
-    return EntropySummary(
-        maximum=maximum,
-        quartiles=(q[0], q[1], q[2], q[3]),
-        overload=float((scaled > 0.75).double().mean()),
-        collapse=float((scaled <= collapse_fraction).double().mean()),
-        collapse_fraction=collapse_fraction,
-    )
 
 
 class TrainingOutput(dict[str, Any]):

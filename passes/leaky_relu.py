@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from aero_compile.analysis.layer_sets import parse_layers
 from aero_compile.analysis.parts import Activation
@@ -100,14 +100,3 @@ def fixed_slope(leaky_relu: fx.Node) -> float:
     given = leaky_relu.args[1] if len(leaky_relu.args) > 1 else leaky_relu.kwargs.get("negative_slope", 0.01)
     assert isinstance(given, int | float)
     return float(given)
-
-
-def learned_slopes(model: TransformedModel) -> dict[int, Tensor]:
-    """Learnable negative slopes, `[1]`, by layer (the same tensor everywhere for a global one); empty without."""
-    found: dict[int, Tensor] = {}
-    for ffn in model.structure.ffns:
-        for activation in ffn.activations:
-            slope = activation.node.args[1] if activation.node.target is aten.prelu.default else None
-            if isinstance(slope, fx.Node) and str(slope.target).startswith("leaky_relu."):
-                found[ffn.layer] = model.get_parameter(str(slope.target)).detach()
-    return found

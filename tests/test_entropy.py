@@ -20,7 +20,6 @@ from aero_compile.entropy import (
     attention_entropy,
     entropy_regularization,
     headwise,
-    summarize,
 )
 from aero_compile.errors import InputError
 
@@ -181,19 +180,10 @@ def test_bad_arguments_are_named() -> None:
         entropy_regularization(good, torch.zeros(3, 2), reduction="sum")  # type: ignore[arg-type]
 
 
-def test_headwise_and_summary() -> None:
+def test_headwise() -> None:
     entropies = [torch.tensor([[[1.0, 3.0], [0.0, 0.0]]]), torch.tensor([[[4.0, 4.0], [1.0, 1.0]]])]
     heads = headwise(entropies)
     assert heads.tolist() == [[2.0, 0.0], [4.0, 1.0]]
-    summary = summarize(heads)
-    assert summary.maximum == 4.0
-    assert summary.quartiles == (0.5, 0.25, 0.0, 0.25)
-    assert (summary.overload, summary.collapse) == (0.25, 0.25)
-    dead = summarize(torch.zeros(2, 2))
-    assert dead.quartiles == (1.0, 0.0, 0.0, 0.0)
-    assert (dead.overload, dead.collapse) == (0.0, 1.0)
-    with pytest.raises(InputError):
-        summarize(torch.tensor([torch.nan]))
 
 
 class TinyAttention(nn.Module):

@@ -18,8 +18,6 @@ from torch import Tensor
 
 aten = torch.ops.aten
 
-FORMS = ("added", "at_least")
-
 
 def deviation_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool, form: str
@@ -32,7 +30,7 @@ def deviation_norm(
         weight, bias: γ and b of that shape, or None.
         eps: ε ≥ 0.
         centered: whether the mean is taken off.
-        form: one of `FORMS`.
+        form: "added" or "at_least".
     """
     dims = list(range(-len(shape), 0))
     if centered:

@@ -33,11 +33,6 @@ class Network:
         """Bandwidth of one direction; infinite where there is no limit."""
         return self.mbps * 1e6 / 8
 
-    @property
-    def one_way_seconds(self) -> float:
-        """Seconds between sending a byte and its arrival, on an idle link."""
-        return self.rtt_ms / 2e3
-
     def seconds(self, count: float, rounds: float) -> float:
         """Seconds to pass `count` bytes in one direction, plus `rounds` round trips."""
         return count / self.bytes_per_second + rounds * self.rtt_ms / 1e3

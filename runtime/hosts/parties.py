@@ -30,7 +30,6 @@ from aero_compile.runtime.program import Program
 from aero_compile.runtime.program_parts import CLIENT, SERVER
 
 START_ATTEMPTS = 3
-GRACE_SECONDS = 3.0
 CONNECT_SECONDS = 60.0
 LOOPBACK = "127.0.0.1"
 """The host of both parties here, which their certificate must name."""

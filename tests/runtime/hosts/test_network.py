@@ -379,7 +379,7 @@ def test_private_inference_costs_the_same_bytes_and_more_seconds(monkeypatch: py
     assert str(network) in str(slow)
     assert (slow.bytes, slow.messages) == (plain.bytes, plain.messages)
     # Each party waits for nearly all of its messages: both send, then both need what the other sent.
-    waiting = slow.messages / 2 * network.one_way_seconds
+    waiting = slow.messages / 2 * network.rtt_ms / 2e3
     assert 0.8 * waiting <= slow.seconds <= 2 * waiting + 3 * plain.seconds + 2
 
 
