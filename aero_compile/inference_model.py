@@ -101,7 +101,7 @@ def inference_copy(model: TransformedModel) -> InferenceModel:
     if isinstance(model, InferenceModel):
         twin.positions_kept = model.positions_kept
     carry(source, twin, {node: node for node in graph.nodes})
-    _drop_dropout(twin)
+    drop_dropout(twin, twin.graph)
     twin.graph_changed()
     _hide_buffers(twin)
     return twin.eval()
@@ -123,7 +123,9 @@ def _hide_buffers(model: TransformedModel) -> None:
         owner.register_parameter(leaf, made[id(buffer)])
 
 
-def _drop_dropout(model: TransformedModel) -> None:
-    for node in list(model.graph.nodes):
+def drop_dropout(model: TransformedModel, graph: fx.Graph) -> None:
+    """Take the dropouts, which are submodules of `model`, out of `graph`."""
+    for node in list(graph.nodes):
         if node.op == "call_module" and isinstance(model.get_submodule(str(node.target)), nn.Dropout):
             node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)

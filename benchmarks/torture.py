@@ -199,7 +199,7 @@ def _same(line: dict[str, Any], args: argparse.Namespace) -> bool:
 
 
 def _lines(path: Path | None) -> Iterator[dict[str, Any]]:
-    """The runs in a file; a line that was cut off by a kill is left out."""
+    """The runs in a file; an incomplete line of a killed run is left out."""
     if path is None or not path.exists():
         return
     for text in path.read_text(encoding="utf-8").splitlines():

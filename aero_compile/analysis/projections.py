@@ -198,7 +198,7 @@ class _Segment:
         return torch.randn(tuple(shape), generator=self.random, dtype=torch.float64)
 
     def _value(self, end: fx.Node) -> Any:
-        """Value of `end`; without recursion, since position tables can hang on long chains of nodes."""
+        """Value of `end`; without recursion, since position tables can depend on long chains of nodes."""
         stack = [end]
         while stack:
             node = stack[-1]

@@ -44,7 +44,7 @@ class Watched:
 
 @contextmanager
 def watched() -> Iterator[Watched]:
-    """Trace a model in silence: torch's loggers say nothing, warnings are hidden, and fixed sizes are noted."""
+    """Trace a model without messages: torch's loggers and warnings are off, and fixed sizes are noted."""
     seen = Watched()
     loggers = [logging.getLogger(name) for name in _logger_names()]
     guards = logging.getLogger(_GUARDS)

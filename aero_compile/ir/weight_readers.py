@@ -59,7 +59,7 @@ def check_unread(model: nn.Module, graph: fx.Graph, name: str, known: Collection
     """Refuse to give the weight `name` another value while anything but the `get_attr` nodes `known` reads it.
 
     Raises:
-        UnsupportedGraphError: something else does; it would get the new value in silence.
+        UnsupportedGraphError: something else does; it would get the new value unnoticed.
     """
     for node in graph.nodes:
         if node.op == "get_attr" and node.target == name and node.users and node not in known:

@@ -33,10 +33,10 @@ from torch import Tensor, fx, nn
 from aero_compile.artifact import load
 from aero_compile.census import census
 from aero_compile.errors import ExportError, first_line
+from aero_compile.inference_model import drop_dropout
 from aero_compile.ir.compile_graph import compile_graph
 from aero_compile.ir.fold_weights import fold_in_place
 from aero_compile.ir.places import source_path
-from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
 from aero_compile.onnx.comparison import compare
 from aero_compile.pipeline import transform
@@ -151,10 +151,12 @@ def export_onnx(
     counted = str(census(twin, min(128, twin.max_positions or 128)))
     exported = _graph(twin)
     names = tuple(str(node.target) for node in exported.graph.nodes if node.op == "placeholder")
-    program = _exported(exported, names, twin, opset)
-    _annotate(program.model, twin, counted)
     size = sum(p.numel() * p.element_size() for p in _tensors(exported))
     apart = size > LARGEST_FILE if external_data is None else external_data
+    if not apart and size >= 2 * LARGEST_FILE:
+        raise ExportError(f"{target} would have {size:,} bytes, an ONNX file is below 2 GiB: allow external_data")
+    program = _exported(exported, names, twin, opset)
+    _annotate(program.model, twin, counted)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part"))
@@ -162,7 +164,7 @@ def export_onnx(
         raise ExportError(f"{target} cannot be written: {error.strerror}") from error
     try:
         draft = folder / target.name
-        data = _write(program, draft, apart)
+        data = _write(program.model, draft, apart)
         _check(draft)
         worst, largest, shapes = compare(twin, reference, draft, names, tolerance)
         written = sum(file.stat().st_size for file in folder.iterdir())
@@ -240,9 +242,7 @@ def _graph(twin: TransformedModel) -> fx.GraphModule:
     folded = _sharing(twin)
     fold_in_place(folded)
     graph = folded.logits_graph()
-    for node in list(graph.nodes):
-        if node.op == "call_module" and isinstance(folded.get_submodule(str(node.target)), nn.Dropout):
-            Rewriter(node).replace(node.all_input_nodes[0])
+    drop_dropout(folded, graph)
     for node in graph.nodes:
         where = source_path(node)
         if node.op == "call_function":  # the exporter notes these paths beside the nodes it makes
@@ -313,24 +313,17 @@ def _annotate(model: Any, twin: TransformedModel, counted: str) -> None:
 # -- the file --------------------------------------------------------------------------------------------------
 
 
-def _write(program: Any, draft: Path, apart: bool) -> str | None:
+def _write(model: Any, draft: Path, apart: bool) -> str | None:
     """Write the draft; returns the name of its file of weights, which holds a hash of them."""
-    program.save(draft, external_data=apart)
-    if not apart:
-        return None
-    import onnx
+    import onnx_ir
 
-    written = draft.with_name(f"{draft.name}.data")
-    with written.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    name = f"{draft.name}.{digest[:12]}.data"
-    written.rename(draft.with_name(name))
-    proto = onnx.load(draft, load_external_data=False)
-    for tensor in proto.graph.initializer:
-        for entry in tensor.external_data:
-            if entry.key == "location":
-                entry.value = name
-    onnx.save(proto, draft)
+    name = None
+    if apart:
+        digest = hashlib.sha256()
+        for value in model.graph.initializers.values():
+            digest.update(value.const_value.tobytes())
+        name = f"{draft.name}.{digest.hexdigest()[:12]}.data"
+    onnx_ir.save(model, draft, external_data=name)
     return name
 
 

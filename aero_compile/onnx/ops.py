@@ -32,27 +32,22 @@ def _inferred(builder: Builder, op: Op, node: Any) -> list[tuple[int, ...]] | No
     import onnx
 
     floating, integer, flag = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64, onnx.TensorProto.BOOL
-    infos = []
+    types = {}
     for name, value in zip(node.input, op.inputs, strict=True):
         if value is not None and not isinstance(value, list):
             dtype = value.dtype if isinstance(value, np.ndarray) else builder.value(value).dtype
             kind = flag if dtype in (np.bool_, torch.bool) else floating if builder.is_floating(value) else integer
-            infos.append(onnx.helper.make_tensor_value_info(name, kind, builder.shape(value)))
-    outputs = [onnx.helper.make_empty_tensor_value_info(name) for name in node.output if name]
-    graph = onnx.helper.make_graph([node], "one", infos, outputs)
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", op.version)])
+            types[name] = onnx.helper.make_tensor_type_proto(kind, builder.shape(value))
+    opsets = [onnx.helper.make_opsetid("", op.version)]
     try:
-        inferred = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+        schema = onnx.defs.get_schema(op.kind, op.version)
+        found = onnx.shape_inference.infer_node_outputs(schema, node, types, opset_imports=opsets)
     except Exception:  # whatever onnx does not know how to infer
         return None
-    known = {info.name: info.type.tensor_type for info in [*inferred.output, *inferred.value_info]}
-    shapes = []
-    for name in node.output:
-        shape = known[name].shape if name in known and known[name].HasField("shape") else None
-        if shape is None or any(not dim.HasField("dim_value") for dim in shape.dim):
-            return None
-        shapes.append(tuple(dim.dim_value for dim in shape.dim))
-    return shapes
+    results = [found.get(name, onnx.TypeProto()).tensor_type for name in node.output]
+    if not all(each.HasField("shape") and all(dim.HasField("dim_value") for dim in each.shape.dim) for each in results):
+        return None
+    return [tuple(dim.dim_value for dim in each.shape.dim) for each in results]
 
 
 # -- element by element ----------------------------------------------------------------------------------------
@@ -286,6 +281,12 @@ ACTIVATIONS: Mapping[str, Any] = {
 }
 """Activations that onnxruntime fuses into products."""
 
+_SAME_NAME = """
+Neg Sqrt Reciprocal Exp Log Erf Abs Sin Cos Sign Floor Ceil Round IsNaN IsInf
+Tanh Sigmoid Relu Selu Mish Softplus HardSwish
+"""
+"""Functions of each element that ATen has by the same name."""
+
 OPS: Mapping[str, Converter] = {
     "Add": _commutative(aten.add.Tensor),
     "Sub": _sub,
@@ -295,27 +296,8 @@ OPS: Mapping[str, Converter] = {
     "Max": _extremum(aten.maximum.default, aten.clamp_min.default, -1.0),
     "Min": _extremum(aten.minimum.default, aten.clamp_max.default, 1.0),
     "Sum": _commutative(aten.add.Tensor),
-    "Neg": _unary(aten.neg.default),
-    "Sqrt": _unary(aten.sqrt.default),
-    "Reciprocal": _unary(aten.reciprocal.default),
-    "Exp": _unary(aten.exp.default),
-    "Log": _unary(aten.log.default),
-    "Erf": _unary(aten.erf.default),
-    "Abs": _unary(aten.abs.default),
-    "Sin": _unary(aten.sin.default),
-    "Cos": _unary(aten.cos.default),
-    "Sign": _unary(aten.sign.default),
-    "Floor": _unary(aten.floor.default),
-    "Ceil": _unary(aten.ceil.default),
-    "Round": _unary(aten.round.default),
-    "Tanh": _unary(aten.tanh.default),
-    "Sigmoid": _unary(aten.sigmoid.default),
-    "Relu": _unary(aten.relu.default),
+    **{name: _unary(getattr(aten, name.lower()).default) for name in _SAME_NAME.split()},
     "Elu": lambda b, op: [b.call(aten.elu.default, op.inputs[0], op.attributes.get("alpha", 1.0))],
-    "Selu": _unary(aten.selu.default),
-    "Mish": _unary(aten.mish.default),
-    "Softplus": _unary(aten.softplus.default),
-    "HardSwish": _unary(aten.hardswish.default),
     "LeakyRelu": _leaky_relu,
     "PRelu": _prelu,
     "Gelu": _gelu,
@@ -333,8 +315,6 @@ OPS: Mapping[str, Converter] = {
     "Greater": _binary(aten.gt.Tensor),
     "GreaterOrEqual": _binary(aten.ge.Tensor),
     "Mod": _binary(aten.remainder.Tensor),
-    "IsNaN": _unary(aten.isnan.default),
-    "IsInf": _unary(aten.isinf.default),
     "Identity": _same,
     "Dropout": _same,
     "QuantizeLinear": _same,

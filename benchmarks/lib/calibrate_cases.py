@@ -43,7 +43,7 @@ MATMULS = (
 QUICK_MATMULS = ((8, 32, 96), (128, 64, 64), (64, 256, 64), (64, 512, 128), (64, 64, 512), (128, 64, 128))
 MOVED = (512, 512)
 REFILL_REPEATS = 70
-"""Comparisons of 2048 elements until the store of oblivious transfers runs dry at least once."""
+"""Comparisons of 2048 elements until the store of oblivious transfers is used up at least once."""
 
 
 @dataclass(frozen=True)

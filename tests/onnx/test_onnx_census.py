@@ -410,7 +410,7 @@ def test_weights_in_four_bits(tmp_path: Path) -> None:
     assert (counted.total("softmax"), counted.total("layernorm"), counted.total("gelu")) == (HEADS, 3, 1)
 
 
-def test_functions_are_opened(tmp_path: Path) -> None:
+def test_functions_are_inlined(tmp_path: Path) -> None:
     model = decoder(activation=lambda m, x: m.op("MyGelu", x, domain="mine"))
     body = Decoder()
     written_gelu(body, "x")

@@ -270,6 +270,13 @@ def test_logits_that_are_not_finite(quick: None, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_weights_that_one_file_cannot_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx_export, "LARGEST_FILE", 1)
+    with pytest.raises(ExportError, match=r"an ONNX file is below 2 GiB: allow external_data"):
+        export_onnx(moved("nanogpt", "softmax_only"), tmp_path / "model.onnx", external_data=False)
+    assert not list(tmp_path.iterdir())
+
+
 def test_weights_in_a_file_of_their_own(quick: None, tmp_path: Path) -> None:
     model, path = moved("nanogpt", "softmax_only"), tmp_path / "model.onnx"
     (tmp_path / "model.onnx.notes.data").write_text("not ours")
