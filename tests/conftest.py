@@ -6,7 +6,7 @@ import gc
 import os
 import tempfile
 
-# Before torch is imported anywhere: a few threads per worker beat a crowd of them, and nothing may go online.
+# Before torch is imported anywhere: few threads per worker are faster than many, and nothing may go online.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")

@@ -466,7 +466,7 @@ def weight_norm_cases(decoders: st.SearchStrategy[Config]) -> st.SearchStrategy[
 @few(max_examples=2)
 @given(weight_norm_cases(POOLED))
 @example((Config(heads=4, qkv="by-group", width=16), "k", 0))
-@example((Config(gate="fused", linear="einsum", activation="relu", hidden=256), "ffn_gate", 0))  # ReLU silences some
+@example((Config(gate="fused", linear="einsum", activation="relu", hidden=256), "ffn_gate", 0))  # ReLU gives 0 for some
 def test_weight_norm(case: tuple[Config, str, int]) -> None:
     check_weight_norm(*case)
 

@@ -200,11 +200,11 @@ def test_passes_commute(name: str, order: list[str], count: int, batch: int, len
     assert str(aero_compile.census(here, length)) == str(aero_compile.census(there, length))
 
 
-# -- names, ties, orphans --------------------------------------------------------------------------------------
+# -- names, ties, unused names ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", by_default(tiny_models.EVERY, *tiny_models.UNLIKE))
-def test_names_survive_and_orphans_are_gone(name: str) -> None:
+def test_names_survive_and_unused_ones_are_gone(name: str) -> None:
     own = dict(source(name).named_parameters(remove_duplicate=False))
     base = dict(captured(name).named_parameters(remove_duplicate=False))
     assert base.keys() == own.keys()
@@ -271,7 +271,7 @@ def test_gradients_reach_every_parameter(name: str) -> None:
     for key, parameter in model.named_parameters():
         assert parameter.grad is not None, key
         assert bool(torch.isfinite(parameter.grad).all()), key
-        if key.startswith("softmax_temperature."):  # the first position sees itself alone: its temperature is idle
+        if key.startswith("softmax_temperature."):  # without effect at the first position, which sees itself alone
             assert bool((parameter.grad[:, 1:] != 0).any(-1).all()), f"{key}: a head without gradient"
         elif not key.endswith(("k_proj.bias", "key.bias")):  # a key's bias shifts all scores of a row alike
             assert bool((parameter.grad != 0).any()), key

@@ -229,7 +229,7 @@ def test_plain_models(name: str, tmp_path: Path) -> None:
         assert torch.equal(loaded(ids), each(ids))
 
 
-def test_a_borrowed_dtype_follows_the_model() -> None:
+def test_a_dtype_taken_from_hidden_values_follows_the_model() -> None:
     model = aero_compile.transform(randomize(BorrowedDtype()).eval(), "baseline")
     ids = tokens(vocab=VOCAB)
     expected = model(ids)

@@ -103,7 +103,7 @@ class _Block(nn.Module):
 
 
 class _Decoder(nn.Module):
-    """A block for each way to write an island."""
+    """A block for each way to compute a part in another precision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ def _source(dtype: torch.dtype) -> nn.Module:
         pytest.param(torch.float16, marks=pytest.mark.slow),
     ],
 )
-def test_islands_of_float32(dtype: torch.dtype) -> None:
+def test_parts_in_float32(dtype: torch.dtype) -> None:
     """Within a few units in the last place of the weights' type; gradients too."""
     ids, source = tokens(2, 13), _source(dtype)
     model = aero_compile.transform(source, "baseline")

@@ -1,4 +1,4 @@
-"""Probing: arithmetic is recognized by what it computes, however it is written, and look-alikes are not."""
+"""Recognition: arithmetic is recognized by what it computes, however it is written, and look-alikes are not."""
 
 from __future__ import annotations
 

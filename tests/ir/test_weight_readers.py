@@ -1,4 +1,4 @@
-"""Who reads a weight, through transposes and slices, and that nobody's weight is replaced behind its back."""
+"""Who reads a weight, through transposes and slices, and that no weight that others read is replaced unnoticed."""
 
 from __future__ import annotations
 

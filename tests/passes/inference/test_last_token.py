@@ -231,7 +231,7 @@ def _one_layer(name: str, wanted: str) -> TransformedModel:
 
 @pytest.mark.parametrize("name", ["nanogpt", "gpt_neox-sdpa"])
 def test_parts_are_found_afterwards(name: str) -> None:
-    """Anatomy and census know that the last query may see everything, and count what is computed."""
+    """Analysis and census know that the last query may see everything, and count what is computed."""
     model = inference_copy(tiny_models.captured(name))
     whole, width = aero_compile.census(model, 13), 4 * WIDTH if name == "nanogpt" else HIDDEN
     assert str(whole) == f"SM:8×R^{{13×13}} LN:4(+1 final)×R^{{13×{WIDTH}}} G:2×R^{{13×{width}}}"

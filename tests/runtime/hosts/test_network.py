@@ -207,7 +207,7 @@ def test_a_short_message_passes_a_long_one() -> None:
         assert 0.005 < took < 0.3
 
 
-# --- a faithful wire -----------------------------------------------------------------------------------
+# --- bytes in order ------------------------------------------------------------------------------------
 
 
 def test_every_byte_arrives_in_order() -> None:

@@ -219,7 +219,7 @@ def test_the_other_host_dies(files: Exported, tmp_path: Path) -> None:
 
 
 def exported_slow(root: Path) -> Exported:
-    """A program with many steps, so that there is a middle to die in."""
+    """A program with many steps, so that a party can be killed in the middle."""
     (root / "slow").mkdir()
     return exported(root / "slow", steps=40)
 

@@ -1,4 +1,4 @@
-"""The tunnel between the parties: whom it lets in, what it carries, and what strangers cannot do."""
+"""The tunnel between the parties: whom it lets in, what it carries, and what unknown callers cannot do."""
 
 from __future__ import annotations
 
@@ -262,12 +262,12 @@ def test_other_users_do_not_reach_the_inner_sockets(tls: TLSConfig) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(nobody, 0)[1]) == errno.EACCES
 
 
-@pytest.mark.parametrize("case", ["authority", "name", "name-there", "expired", "plain", "stranger"])
+@pytest.mark.parametrize("case", ["authority", "name", "name-there", "expired", "plain", "foreign"])
 def test_another_party_is_refused_and_the_reason_told(
     tls: TLSConfig, folder: Path, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TLSConfig, "check", lambda self: None)  # what a party would be told before it starts
-    foreign = certificate(folder, "stranger", "elsewhere")
+    foreign = certificate(folder, "foreign", "elsewhere")
     named = certificate(folder, "named", names="DNS:host.example")
     old = certificate(folder, "old", days=-1)
     there = {"authority": foreign, "name": named, "expired": old}.get(case, tls)
@@ -278,12 +278,12 @@ def test_another_party_is_refused_and_the_reason_told(
         "name-there": "its certificate is refused: Hostname mismatch",
         "expired": "its certificate is refused: certificate has expired",
         "plain": "TLS",
-        "stranger": "TLS",
+        "foreign": "TLS",
     }
     here_at, there_at = free_addresses(2)
     with contextlib.ExitStack() as stack:
-        if case in ("plain", "stranger"):
-            stack.enter_context(plain_listener(there_at, b"HTTP/1.1 400\r\n\r\n" if case == "stranger" else b""))
+        if case in ("plain", "foreign"):
+            stack.enter_context(plain_listener(there_at, b"HTTP/1.1 400\r\n\r\n" if case == "foreign" else b""))
         else:
             stack.callback(TLSWay(there_at, here_at, there, print).close)
         way = TLSWay(here_at, there_at, here, print)
@@ -297,7 +297,7 @@ def test_another_party_is_refused_and_the_reason_told(
 
 @contextlib.contextmanager
 def plain_listener(address: str, answer: bytes) -> Iterator[None]:
-    """A port without TLS: it hangs up on what it does not understand, perhaps after `answer`."""
+    """A port without TLS: it closes the connection on what it does not understand, perhaps after `answer`."""
     with socket.create_server(parse_address(address)) as listener:
 
         def serve() -> None:
@@ -329,7 +329,7 @@ def test_the_peer_is_told_that_it_is_refused(tls: TLSConfig, folder: Path) -> No
         assert "refused: its certificate is not one of two.example" in way.reason()
 
 
-def test_strangers_who_stop_in_the_handshake_are_not_waited_for(tls: TLSConfig) -> None:
+def test_unknown_callers_who_stop_in_the_handshake_are_not_waited_for(tls: TLSConfig) -> None:
     with Ways(tls, tls) as both, contextlib.ExitStack() as stack:
         address = parse_address(both.addresses[1])
         silent = [stack.enter_context(socket.create_connection(address, timeout=10)) for _ in range(3 * HANDSHAKES)]
@@ -412,12 +412,12 @@ def test_tls_encrypts_the_link_and_costs_no_bytes(tls: TLSConfig, tmp_path: Path
     assert PLAIN_MESSAGE not in to_server.seen + to_client.seen
 
 
-def test_strangers_change_nothing(tls: TLSConfig, folder: Path, tmp_path: Path) -> None:
+def test_unknown_callers_change_nothing(tls: TLSConfig, folder: Path, tmp_path: Path) -> None:
     """A third process tries all it can at both ports, from before the parties meet until they have finished."""
     pytest.importorskip("spu")
     here = exported(tmp_path, steps=8)
     addresses = free_addresses(2)
-    certificates = [None, certificate(folder, "stranger", "elsewhere"), certificate(folder, "third", names="DNS:third")]
+    certificates = [None, certificate(folder, "foreign", "elsewhere"), certificate(folder, "third", names="DNS:third")]
     over = threading.Event()
     taken: list[int] = []
     peaks: dict[int, int] = {}
@@ -463,7 +463,7 @@ def test_strangers_change_nothing(tls: TLSConfig, folder: Path, tmp_path: Path) 
     assert len(taken) > 8
     assert max(taken) < 40 << 20  # of 400 MB, what sockets hold
     assert max(peaks[pid] for pid in peaks if pid not in (server.pid, client.pid)) < 60 << 20
-    assert max(peaks.values()) < 750 << 20  # 405 MB without strangers
+    assert max(peaks.values()) < 750 << 20  # 405 MB without unknown callers
 
 
 def children(process: int) -> list[int]:
