@@ -20,6 +20,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.made_once import SHARED_FOLDER, compile_each_program_once
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -39,7 +41,9 @@ def root() -> Path:
 @pytest.fixture(scope="session", autouse=True)
 def _own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What tests and the processes they start leave in the temporary folder goes with them."""
-    tmp_path_factory.getbasetemp()  # stays where it is, for a look at what a failed test wrote
+    base = tmp_path_factory.getbasetemp()  # stays where it is, for a look at what a failed test wrote
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        os.environ[SHARED_FOLDER] = str(base.parent)  # each worker's is a folder in one of the whole run
     before = os.environ.get("TMPDIR")
     with tempfile.TemporaryDirectory(prefix="aero-compile-tests-", ignore_cleanup_errors=True) as folder:
         os.environ["TMPDIR"] = tempfile.tempdir = folder
@@ -54,6 +58,7 @@ def _own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 @pytest.fixture(autouse=True)
 def _seeded() -> Iterator[None]:
     """Start every test from the same random state, and leave torch's defaults as they were."""
+    compile_each_program_once()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dtype = torch.get_default_dtype()

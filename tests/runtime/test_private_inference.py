@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -32,6 +33,15 @@ SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "v
 def _gpt2() -> torch.nn.Module:
     config = transformers.GPT2Config(n_layer=2, n_head=4, n_embd=32, vocab_size=64, n_positions=32)
     return _wide(transformers.GPT2LMHeadModel(config))
+
+
+@functools.cache
+def _baseline() -> aero_compile.TransformedModel:
+    return aero_compile.transform(_gpt2(), "baseline").eval()
+
+
+def _recipe(name: str) -> aero_compile.TransformedModel:
+    return aero_compile.transform(_baseline(), name)
 
 
 def _neox() -> torch.nn.Module:
@@ -78,7 +88,7 @@ class Run:
 def quick() -> Run:
     """GPT-2 without norms and activations, in semi2k."""
     torch.manual_seed(0)
-    model, ids = aero_compile.transform(_gpt2(), "softmax_only").eval(), torch.randint(0, 64, (2, 9))
+    model, ids = _recipe("softmax_only"), torch.randint(0, 64, (2, 9))
     return Run(model, ids, _compare(model, ids, "semi2k", 1e-2, warm=False))
 
 
@@ -114,7 +124,7 @@ def test_without_optimization_the_graph_is_run_as_it_is(quick: Run) -> None:
 
 
 def test_exponentials_without_a_clamp_are_cheaper_and_must_be_asked_for() -> None:
-    model = aero_compile.transform(_gpt2(), "SM+R").eval()
+    model = _recipe("SM+R")
     text, ids = torch.randint(0, 64, (8, 12)), torch.randint(0, 64, (1, 12))
     kept = runtime.compile_model(model, 1, 12, calibration=text)
     assert kept.program.digest == runtime.compile_model(model, 1, 12).program.digest
@@ -128,7 +138,7 @@ def test_exponentials_without_a_clamp_are_cheaper_and_must_be_asked_for() -> Non
 
 
 def test_a_larger_error_of_activations_is_cheaper() -> None:
-    model, ids = aero_compile.transform(_gpt2(), "baseline").eval(), torch.randint(0, 64, (1, 12))
+    model, ids = _baseline(), torch.randint(0, 64, (1, 12))
     choices = [runtime.Tolerances(activation=error) for error in (2.5e-3, 1e-3, 2e-4)]
     programs = [runtime.compile_model(model, 1, 12, tolerances=each).program for each in choices]
     bills = [estimate_program(program) for program in programs]
@@ -140,7 +150,7 @@ def test_a_larger_error_of_activations_is_cheaper() -> None:
 
 
 def test_gpt2_in_cheetah() -> None:
-    model = aero_compile.transform(_gpt2(), "baseline").eval()
+    model = _baseline()
     bill = _compare(model, torch.randint(0, 64, (1, 12)), "cheetah", 2e-2)
     assert bill.warm
     assert bill.warm_up == "full"
@@ -159,15 +169,14 @@ def test_gpt2_in_cheetah() -> None:
     assert {"pphlo.dot", "pphlo.exponential", "pphlo.reciprocal"} & kinds
 
 
+@pytest.mark.slow
 def test_a_short_set_up_stands_for_a_first_forward() -> None:
-    """What a second forward sends, by the cost model (the test before this one runs one, of more operators)."""
-    model, ids = aero_compile.transform(_gpt2(), "SM+LN+R").eval(), torch.randint(0, 64, (1, 12))
+    """What a second forward sends, by the cost model; oblivious transfers for 65,536 elements take half a minute."""
+    model, ids = _recipe("SM+LN+R"), torch.randint(0, 64, (1, 12))
     short = _compare(model, ids, "cheetah", 2e-2, warm="setup")
     assert short.warm_up == "setup"
     assert short.warm
     assert short.bytes == pytest.approx(runtime.estimate(model, 12).bytes, rel=0.02)
-    with pytest.raises(InputError, match="warm must be True, False or 'setup'"):
-        private_inference(model, ids, warm="half")
 
 
 @pytest.mark.slow
@@ -212,7 +221,8 @@ def test_works_from_standard_input_without_any_ritual(root: Path) -> None:
 
 def test_measurement_as_json_and_text() -> None:
     model = tiny_model().train()
-    got, bill = private_inference(model, IDS, "semi2k")
+    got, bill = private_inference(model, IDS, "semi2k", warm="setup")
+    assert (bill.warm, bill.warm_up) == (True, "setup")
     assert model.training  # as it was given
     np.testing.assert_allclose(got, logits_of(model), rtol=0, atol=5e-3)
     content = json.loads(bill.to_json())
@@ -258,6 +268,7 @@ def test_wrong_tokens(ids: Any, words: str) -> None:
         ({"fraction_bits": 30}, "do not fit a 64-bit ring"),
         ({"fraction_bits": 0}, "do not fit"),
         ({"timeout": 0}, "timeout"),
+        ({"warm": "half"}, "warm must be True, False or 'setup'"),
         ({"tls": runtime.TLSConfig("no", "no", "no")}, "TLS file not found"),
     ],
 )

@@ -6,7 +6,6 @@ The seeds are chosen so that every norm, placement, block, kind of attention, ma
 
 from __future__ import annotations
 
-import functools
 import random
 from typing import Any
 
@@ -16,6 +15,7 @@ import aero_compile
 from aero_compile import TransformedModel
 from aero_compile.inference_model import inference_copy
 from benchmarks.lib.random_decoders import Config, Decoder, any_config, build
+from tests.support.made_once import made_once
 
 
 class FromSeed:
@@ -36,7 +36,7 @@ POOL = tuple(any_config(FromSeed(seed), max_layers=2) for seed in (39, 1892, 780
 every_decoder = pytest.mark.parametrize("config", POOL, ids=[f"decoder-{number}" for number in range(len(POOL))])
 
 
-@functools.cache
+@made_once
 def captured(config: Config) -> tuple[Decoder, TransformedModel]:
     """The eager decoder of one of the POOL, and its capture; shared, so they must not be changed."""
     assert config in POOL

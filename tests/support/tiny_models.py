@@ -26,6 +26,7 @@ from benchmarks.lib.written_decoders import VOCAB as VOCAB
 from benchmarks.lib.written_decoders import WIDTH as WIDTH
 from benchmarks.lib.written_decoders import EncoderStack, FunctionalDecoder, LectureGPT, MinGPT, NanoGPT
 from benchmarks.lib.zoo import randomize as randomize
+from tests.support.made_once import made_once
 
 
 def tokens(batch: int = 2, length: int = 13, vocab: int = VOCAB, seed: int = 0) -> Tensor:
@@ -75,19 +76,19 @@ def source(name: str) -> nn.Module:
     return FAMILIES[name]().eval()
 
 
-@functools.cache
+@made_once
 def captured(name: str) -> TransformedModel:
     """Its baseline TransformedModel; shared, so it must not be changed (transform copies it)."""
     return aero_compile.transform(source(name), "baseline")
 
 
-@functools.cache
+@made_once
 def without_weights() -> TransformedModel:
     """The baseline of a GPT-2 on the meta device; shared, so it must not be changed."""
     return aero_compile.transform(zoo.without_weights("gpt2"), "baseline")
 
 
-@functools.cache
+@made_once
 def _transformed(name: str, recipe: str) -> TransformedModel:
     return aero_compile.transform(captured(name), recipe, calibration=tokens())
 
