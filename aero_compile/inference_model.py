@@ -10,8 +10,8 @@ from torch import fx, nn
 
 from aero_compile.errors import InputError
 from aero_compile.ir.call_convention import CallConvention
+from aero_compile.ir.ownership import weight_nodes
 from aero_compile.ir.shapes import carry
-from aero_compile.ir.structural import structural_attributes
 from aero_compile.ir.submodules import kind_of
 from aero_compile.model import TransformedModel
 
@@ -108,15 +108,15 @@ def inference_copy(model: TransformedModel) -> InferenceModel:
 
 
 def _hide_buffers(model: TransformedModel) -> None:
-    """Make parameters of the buffers that are the server's, so that every pass treats them as it does weights."""
-    structural = structural_attributes(model, model.graph)
+    """Make parameters of the server's buffers: what passes compute from them stays the server's, whatever it holds."""
     weight = next(model.parameters())
     made: dict[int, nn.Parameter] = {}
-    for name in dict.fromkeys(str(node.target) for node in model.graph.nodes if node.op == "get_attr"):
+    weights = weight_nodes(model, model.graph)
+    for name in dict.fromkeys(str(node.target) for node in model.graph.find_nodes(op="get_attr") if node in weights):
         path, _, leaf = name.rpartition(".")
         owner = model.get_submodule(path)
         buffer = owner._buffers.get(leaf)
-        if buffer is None or name in structural or buffer.dtype != weight.dtype:
+        if buffer is None or buffer.dtype != weight.dtype:
             continue  # of another type it stays what it is, the server's too
         delattr(owner, leaf)
         made.setdefault(id(buffer), nn.Parameter(buffer, requires_grad=False))

@@ -30,10 +30,10 @@ from aero_compile.runtime.lowering.to_jax import lower
 from aero_compile.runtime.models import (
     Tokens,
     checked_ids,
-    evaluate,
+    in_the_clear,
     logits_graph,
-    logits_in_the_clear,
     optimized,
+    partition_for,
     vocabulary_of,
 )
 from aero_compile.runtime.operators.limits import Format
@@ -90,7 +90,7 @@ def compile_for(
     if tolerance is not None:
         say("rehearsing in the clear")
         text, name = (ids, "these tokens") if on_ids else _typical(model, ids, options)
-        expected = logits_in_the_clear(given, text)[:, -program.logits.shape[1] :]
+        expected = in_the_clear(given, text)[:, -program.logits.shape[1] :]
         check_logits(program, live.weights, text, expected, tolerance, exact, name)
     return Compiled(program, live.weights)
 
@@ -103,9 +103,11 @@ def _lowered(
     ranges = RangeCheck(form.ring_bits, form.fraction_bits, form.tolerances)
     ranges.doublings = doublings_of(model, ids, options)
     for text in options.texts(model):
-        evaluate(model, text, ranges)
+        in_the_clear(model, text, ranges)
     spreads = {name: MARGIN * spread for name, spread in ranges.spreads.items()}
-    part = evaluate(model, ids, ranges if on_ids else None)
+    if on_ids:
+        in_the_clear(model, ids, ranges)
+    part = partition_for(model, ids)
     fold(part, ranges.doublings)
     defer_normalization(part)
     lowered = partial(
@@ -121,7 +123,7 @@ def _lowered(
     if live.guards:
         check = GuardCheck(live.guards)
         for text in (*options.texts(model), *([ids] if on_ids else [])):
-            evaluate(model, text, check)
+            in_the_clear(model, text, check)
         check.raise_first()
     return live, partial(lowered, exact=True)
 
@@ -136,7 +138,8 @@ def doublings_of(model: nn.Module, ids: Tokens, options: Options) -> Doublings:
     texts = options.calibration or random_tokens(vocabulary_of(model, ids), (ids.shape[0], ids.shape[1]))
     sample = NormSample()
     for text in texts:
-        part = evaluate(model, checked_ids(model, text), sample)
+        in_the_clear(model, checked_ids(model, text), sample)
+    part = partition_for(model, ids)
     found = sample.doublings(options.form)
     return Doublings(found, frozenset(name for name in foldable(part) if found.get(name, 0) > 0))
 

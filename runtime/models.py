@@ -13,7 +13,8 @@ from aero_compile.errors import InputError
 from aero_compile.optimize import optimize_for_inference
 from aero_compile.pipeline import transform
 from aero_compile.runtime.lowering.norms import vocabulary
-from aero_compile.runtime.lowering.partition import Observer, Partition, partition
+from aero_compile.runtime.lowering.partition import Partition, partition
+from aero_compile.runtime.lowering.plaintext import Observer, run_in_the_clear
 
 Tokens = npt.NDArray[np.int64]
 
@@ -72,30 +73,19 @@ def checked_ids(model: nn.Module, input_ids: Any) -> Tokens:
 
 def vocabulary_of(model: nn.Module, ids: Tokens) -> int:
     """How many tokens the model knows, as it says or as its graph shows for tokens in the shape of `ids`."""
-    return _declared(model, "vocab_size") or vocabulary(evaluate(model, np.zeros_like(ids), None))
+    return _declared(model, "vocab_size") or vocabulary(partition_for(model, ids))
 
 
-def evaluate(model: nn.Module, ids: Tokens, observer: Observer | None) -> Partition:
-    """Evaluate the model in the clear, in this process, and sort its values by who may know them."""
+def partition_for(model: nn.Module, ids: Tokens) -> Partition:
+    """The values of the model by who may know them, for tokens in the shape of `ids`."""
+    return partition(model, logits_graph(model), ids.shape)
+
+
+def in_the_clear(model: nn.Module, ids: Tokens, observe: Observer | None = None) -> npt.NDArray[np.float64]:
+    """The logits that the model itself computes, float64 [B, T, V], in this process; `observe` is shown its values."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    was_training = model.training
-    model.eval()
-    try:
-        return partition(model, logits_graph(model), torch.from_numpy(ids).to(device), observer)
-    finally:
-        model.train(was_training)
-
-
-def logits_in_the_clear(model: nn.Module, ids: Tokens) -> npt.NDArray[np.float64]:
-    """What the model itself computes, float64 [B, T, V]."""
-    found: list[torch.Tensor] = []
-
-    def keep(node: fx.Node, domains: Any, args: Any, kwargs: Any, value: Any) -> None:
-        if any(user.op == "output" for user in node.users):
-            found.append(value)
-
-    evaluate(model, ids, keep)
-    return found[0].double().cpu().numpy()
+    logits = run_in_the_clear(model, logits_graph(model), torch.from_numpy(ids).to(device), observe)
+    return logits.double().cpu().numpy()
 
 
 def _declared(model: nn.Module, name: str) -> int | None:

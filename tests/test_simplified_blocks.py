@@ -252,7 +252,7 @@ def test_lowered_to_jax(family: str, name: str) -> None:
     ids = tokens(1, 7)
     with jax.experimental.enable_x64():  # type: ignore[no-untyped-call, unused-ignore]
         fast = aero_compile.optimize_for_inference(model)
-        live = lower(partition(fast, fast.logits_graph(), ids), exact=True, dtype=np.float64)
+        live = lower(partition(fast, fast.logits_graph(), ids.shape), exact=True, dtype=np.float64)
         got = np.asarray(live.run(one_hot(ids.numpy(), VOCAB).astype(np.float64)))
     with torch.no_grad():
         np.testing.assert_allclose(got, model(ids).logits.numpy(), rtol=0, atol=1e-9)

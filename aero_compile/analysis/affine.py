@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, fx
 
 from aero_compile.analysis.structure import structure_of
-from aero_compile.ir.dataflow import live_inputs
+from aero_compile.ir.dataflow import fixed_nodes, live_inputs
 from aero_compile.ir.graph_model import GraphModel
 from aero_compile.ir.ops import SCALES, SUMS, of_form
+from aero_compile.ir.ownership import weight_nodes
 from aero_compile.ir.shapes import is_floating
 from aero_compile.ir.weight_values import weight_value
 
@@ -37,7 +38,8 @@ class AffineNodes:
         structure = structure_of(model)
         self.model = model
         self.live, self.values = structure.live, structure.values
-        self.constants = _constants(model.graph)
+        self.fixed = fixed_nodes(model.graph)
+        self.weights = weight_nodes(model, model.graph)
         self.known: dict[fx.Node, Any] = {}
         self.nodes = {node for node in model.graph.nodes if node in self.live and self._is_affine(node)}
 
@@ -46,7 +48,7 @@ class AffineNodes:
         return int(self.values[node].shape[-1])
 
     def constant(self, node: Any) -> Tensor:
-        """The value of a node that is computed from weights alone, in its own dtype."""
+        """The value of a node that depends on no input, in its own dtype."""
         value: Tensor = weight_value(self.model, node, self.known)
         return value.detach()
 
@@ -63,11 +65,11 @@ class AffineNodes:
 
     def is_private(self, node: fx.Node) -> bool:
         """Whether `node` multiplies with numbers that the server alone knows."""
-        return node.target in SCALES and all(isinstance(each, fx.Node) for each in node.args)
+        return node.target in SCALES and not self.weights.isdisjoint(node.all_input_nodes)
 
     def is_row(self, node: fx.Node) -> bool:
         """Whether `node` is one row of weights, a bias for instance."""
-        return node in self.constants and int(self.values[node].numel()) == self.width(node)
+        return node in self.fixed and int(self.values[node].numel()) == self.width(node)
 
     def derivatives(self, node: fx.Node, coefficient: Tensor) -> Iterator[tuple[Any, Tensor]]:
         """What an affine node reads, numbers and biases included, with the coefficients that follow from its own."""
@@ -90,7 +92,7 @@ class AffineNodes:
             return False
         if node.target is aten.linear.default:
             weights = [each for each in node.args[1:] if each is not None]
-            return inputs == [node.args[0]] and all(each in self.constants for each in weights)
+            return inputs == [node.args[0]] and all(each in self.fixed for each in weights)
         if node.target in LAYOUT:
             return node.all_input_nodes[0] is node.args[0] and inputs == [node.args[0]] and self._keeps_features(node)
         if node.kwargs or any(getattr(self.values[each], "shape", ()) != shape for each in inputs):
@@ -122,7 +124,7 @@ class AffineNodes:
         """A number, or one for every feature."""
         if not isinstance(value, fx.Node):
             return isinstance(value, int | float)
-        if value not in self.constants or not is_floating(self.values[value]):
+        if value not in self.fixed or not is_floating(self.values[value]):
             return False
         return int(self.values[value].numel()) == 1 or (self.is_row(value) and self.width(value) == shape[-1])
 
@@ -144,13 +146,3 @@ def by_rows(weight: Tensor, matrix: Tensor) -> Tensor:
     """`weight`, `[rows, d]`, times `matrix`, computed in float64, in the dtype of `weight`."""
     parts = [weight[start : start + _ROWS] for start in range(0, len(weight), _ROWS)]
     return torch.cat([times(rows.double(), matrix).to(weight.dtype) for rows in parts])
-
-
-def _constants(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that are computed from weights, and depend on no input, not even on its shape."""
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        inside = node.op == "get_attr" or (node.op in ("call_function", "call_module") and bool(node.all_input_nodes))
-        if inside and all(parent in found for parent in node.all_input_nodes):
-            found.add(node)
-    return found

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from aero_compile.ir.dataflow import live_values, tainted_nodes
+from aero_compile.ir.dataflow import dependents, live_values, tainted_nodes
 from aero_compile.ir.graph_model import GraphModel
 from aero_compile.ir.mask_values import bound_fill_values
-from aero_compile.ir.ops import SHAPE_ONLY
 from aero_compile.ir.rewriter import Rewriter
 
 aten = torch.ops.aten
@@ -30,14 +29,9 @@ def mark_constants(model: GraphModel) -> None:
 
 
 def from_parameters(model: GraphModel) -> set[fx.Node]:
-    """Nodes whose value is computed from parameters."""
+    """Nodes computed from parameters: their type is that of the model, while buffers and tables have their own."""
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    found: set[fx.Node] = set()
-    for node in model.graph.nodes:
-        own = node.op == "get_attr" and node.target in names
-        if own or (node.target not in SHAPE_ONLY and any(parent in found for parent in node.all_input_nodes)):
-            found.add(node)
-    return found
+    return dependents(model.graph, lambda node: node.op == "get_attr" and node.target in names)
 
 
 def cast_constants(model: GraphModel, live: set[fx.Node], values: dict[fx.Node, Any], dtype: torch.dtype) -> None:

@@ -1,10 +1,11 @@
-"""What a value depends on: the tokens, hidden values, other nodes."""
+"""What a value depends on: the tokens, hidden values, any input, other nodes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import fx
 
 from aero_compile.ir.graph_model import GraphModel
@@ -18,35 +19,56 @@ def placeholder(graph: fx.Graph, name: str) -> fx.Node:
     return found
 
 
-def tainted_nodes(graph: fx.Graph, source: str) -> set[fx.Node]:
-    """Nodes whose value depends on the values of the input `source`, itself included."""
-    tainted: set[fx.Node] = set()
+def values_read(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose values `node` reads: all its inputs but the one whose shape and type are all that it looks at."""
+    if node.target not in SHAPE_ONLY:
+        return node.all_input_nodes
+    read: list[fx.Node] = []
+    fx.map_arg((node.args[1:], node.kwargs), read.append)  # what it fills with, for instance
+    return read
+
+
+def dependents(graph: fx.Graph, is_source: Callable[[fx.Node], bool]) -> set[fx.Node]:
+    """The sources and all nodes whose value depends on that of a source, not on its shape alone."""
+    found: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.op == "placeholder":
-            if node.target == source:
-                tainted.add(node)
-        elif node.target not in SHAPE_ONLY and any(parent in tainted for parent in node.all_input_nodes):
-            tainted.add(node)
-    return tainted
+        if is_source(node) or not found.isdisjoint(values_read(node)):
+            found.add(node)
+    return found
+
+
+def tainted_nodes(graph: fx.Graph, source: str) -> set[fx.Node]:
+    """Nodes whose value depends on the values of the input `source`, the token ids for instance, itself included."""
+    return dependents(graph, lambda node: node.op == "placeholder" and node.target == source)
 
 
 def hidden_nodes(graph: fx.Graph, tokens: str, values: Mapping[fx.Node, Any]) -> set[fx.Node]:
-    """Live nodes: floating-point values computed from the tokens, and what is computed from those.
+    """Hidden values: floating-point ones computed from the tokens, and what is computed from those.
 
-    So comparisons of hidden values and the indices of their maxima are live; positions and padding masks, which are
-    computed from token ids without a look at a hidden value, are not.
+    So comparisons of hidden values and the indices of their maxima are among them; positions and padding masks, which
+    are computed from token ids without a look at a hidden value, are not.
     """
     tainted = tainted_nodes(graph, tokens)
-    live: set[fx.Node] = set()
+    return dependents(graph, lambda node: node in tainted and is_floating(values.get(node)))
+
+
+def fixed_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes whose value depends on no input, not even on its shape, and is the same every time."""
+    found: set[fx.Node] = set()
     for node in graph.nodes:
-        from_hidden = node.target not in SHAPE_ONLY and any(parent in live for parent in node.all_input_nodes)
-        if node in tainted and (is_floating(values.get(node)) or from_hidden):
-            live.add(node)
-    return live
+        inside = node.op in ("get_attr", "call_module") or (node.op == "call_function" and not draws(node.target))
+        if inside and found.issuperset(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def draws(target: Any) -> bool:
+    """Whether a function draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 def live_values(model: GraphModel) -> tuple[set[fx.Node], dict[fx.Node, Any]]:
-    """Live nodes (see `hidden_nodes`), and the fake values of all nodes."""
+    """Hidden nodes, and the fake values of all nodes."""
     values = node_values(model, *sample_shape(model))
     return hidden_nodes(model.graph, model.convention.tokens, values), values
 

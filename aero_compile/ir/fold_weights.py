@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from aero_compile.ir.dataflow import ancestors, tainted_nodes
+from aero_compile.ir.dataflow import ancestors, draws, fixed_nodes, tainted_nodes
 from aero_compile.ir.graph_model import GraphModel, remove_dead_nodes
 from aero_compile.ir.ops import SHAPE_ONLY, of_form
+from aero_compile.ir.ownership import weight_nodes
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.shapes import node_values, sample_shape
-from aero_compile.ir.structural import structural_attributes
 from aero_compile.ir.weight_readers import MOVES, stored, weights_read
-from aero_compile.ir.weight_values import weight_value
+from aero_compile.ir.weight_values import node_value, weight_value
 
 aten = torch.ops.aten
 
@@ -58,10 +58,9 @@ def fold_in_place(model: GraphModel, *, in_double: bool = False) -> int:
         How many expressions became weights.
     """
     _move_late(model)
-    structural = structural_attributes(model, model.graph)
     expressions = [each for each in _expressions(model, in_double) if each.is_foldable]
     if in_double:
-        expressions = [each for each in expressions if not each.reads_only(structural)]
+        expressions = [each for each in expressions if not each.is_public]
     names = list(_names(model, expressions))
     reads = [
         _redirect(model, expression, name, transposed)
@@ -72,7 +71,7 @@ def fold_in_place(model: GraphModel, *, in_double: bool = False) -> int:
     for node in reads:
         known.setdefault(str(node.target), set()).add(node)
     for expression, (name, transposed) in zip(expressions, names, strict=True):
-        _store(model, expression, name, transposed, known[name], not expression.reads_only(structural))
+        _store(model, expression, name, transposed, known[name])
     model.graph_changed()
     return len(expressions)
 
@@ -85,6 +84,7 @@ class _Expression:
     nodes: set[fx.Node]
     weights: dict[fx.Node, Tensor]
     value: Any
+    is_public: bool
 
     @property
     def is_foldable(self) -> bool:
@@ -93,23 +93,20 @@ class _Expression:
             return False
         return self.value.is_floating_point() or any(isinstance(t, nn.Parameter) for t in self.weights.values())
 
-    def reads_only(self, names: frozenset[str]) -> bool:
-        """Whether the tensors that are read all have one of these names."""
-        return all(str(node.target) in names for node in self.weights)
-
 
 def _expressions(model: GraphModel, in_double: bool) -> Iterator[_Expression]:
-    constant = _constant_nodes(model.graph)
+    fixed = fixed_nodes(model.graph)
+    servers = weight_nodes(model, model.graph)
     order = {node: number for number, node in enumerate(model.graph.nodes)}
     known: dict[fx.Node, Any] = {}
     shapes = node_values(model, *sample_shape(model)) if in_double else {}
     for root in model.graph.nodes:
-        if _is_root(root, constant):
-            nodes = ancestors([root], constant)
+        if _is_root(root, fixed):
+            nodes = ancestors([root], fixed)
             read = sorted((node for node in nodes if node.op == "get_attr"), key=order.__getitem__)
             weights = {node: stored(model, node) for node in read}
             value = _double_value(model, root, shapes[root]) if in_double else weight_value(model, root, known)
-            yield _Expression(root, nodes, weights, value)
+            yield _Expression(root, nodes, weights, value, root not in servers)
 
 
 def _double_value(model: GraphModel, root: fx.Node, like: Any) -> Any:
@@ -117,15 +114,10 @@ def _double_value(model: GraphModel, root: fx.Node, like: Any) -> Any:
     known: dict[fx.Node, Any] = {}
 
     def value(node: fx.Node) -> Any:
-        if node in known:
-            return known[node]
-        if node.op == "call_function":
-            args, kwargs = fx.map_arg((node.args, node.kwargs), value)
-            with torch.no_grad():
-                found = node.target(*args, **kwargs)  # type: ignore[operator]
-        else:  # modules know the type of their buffers only
-            found = weight_value(model, node)
-        known[node] = found.double() if isinstance(found, Tensor) and found.is_floating_point() else found
+        if node not in known:
+            own_type = node.op == "call_module"  # modules know the type of their buffers only
+            found = weight_value(model, node) if own_type else node_value(model, node, value)
+            known[node] = found.double() if isinstance(found, Tensor) and found.is_floating_point() else found
         return known[node]
 
     found = value(root)
@@ -135,19 +127,19 @@ def _double_value(model: GraphModel, root: fx.Node, like: Any) -> Any:
 def _move_late(model: GraphModel) -> None:
     """f(move(w)) → move(f(w)) for an element-wise f of one tensor and a move that depends on the input's shape."""
     graph = model.graph
-    constant, live = _constant_nodes(graph), tainted_nodes(graph, model.convention.tokens)
+    fixed, live = fixed_nodes(graph), tainted_nodes(graph, model.convention.tokens)
     for node in list(graph.nodes):
         if node in live or len(node.all_input_nodes) != 1 or not _is_elementwise(node.target):
             continue
         source, moves = node.all_input_nodes[0], []
-        while source.target in _MOVES and source not in constant and isinstance(source.args[0], fx.Node):
+        while source.target in _MOVES and source not in fixed and isinstance(source.args[0], fx.Node):
             moves.append(source)
             source = source.args[0]
-        if not moves or source not in constant:
+        if not moves or source not in fixed:
             continue
         rewriter = Rewriter(node)
         result = rewriter.copy(node, {moves[0]: source})
-        constant.add(result)
+        fixed.add(result)
         for move in reversed(moves):
             result = rewriter.copy(move, {move.args[0]: result})
         rewriter.replace(result)
@@ -158,31 +150,16 @@ def _is_elementwise(target: Any) -> bool:
     return (
         isinstance(target, torch._ops.OpOverload)
         and torch.Tag.pointwise in target.tags
-        and _is_fixed(target)
+        and not draws(target)
         and target not in _CASTS
     )
 
 
-def _is_fixed(target: Any) -> bool:
-    """Whether a function gives the same result every time."""
-    return not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags
-
-
-def _constant_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that depend on no input, not even on its shape."""
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        inside = node.op in ("get_attr", "call_module") or (node.op == "call_function" and _is_fixed(node.target))
-        if inside and all(parent in found for parent in node.all_input_nodes):
-            found.add(node)
-    return found
-
-
-def _is_root(node: fx.Node, constant: set[fx.Node]) -> bool:
+def _is_root(node: fx.Node, fixed: set[fx.Node]) -> bool:
     """Whether `node` ends an expression that reads weights and computes something."""
-    if node not in constant or node.target in SHAPE_ONLY or all(user in constant for user in node.users):
+    if node not in fixed or node.target in SHAPE_ONLY or all(user in fixed for user in node.users):
         return False
-    nodes = ancestors([node], constant)
+    nodes = ancestors([node], fixed)
     computes = any(n.op != "get_attr" and n.target not in _MOVES | _CASTS for n in nodes)
     return computes and any(n.op == "get_attr" for n in nodes)
 
@@ -230,17 +207,15 @@ def _redirect(model: GraphModel, expression: _Expression, name: str, transposed:
     return read
 
 
-def _store(
-    model: GraphModel, expression: _Expression, name: str, transposed: bool, known: set[fx.Node], hidden: bool
-) -> None:
+def _store(model: GraphModel, expression: _Expression, name: str, transposed: bool, known: set[fx.Node]) -> None:
     """Give the model a weight of an expression's value, which the nodes `known` alone may read.
 
-    It is a parameter where weights, or buffers that are to stay `hidden` with the server, are read.
+    It is a parameter if it is the server's: a buffer might be taken for structure by what it holds.
     """
     read = expression.weights
     value = (expression.value.t() if transposed else expression.value).clone(memory_format=torch.contiguous_format)
     parameters = [tensor for tensor in read.values() if isinstance(tensor, nn.Parameter)]
-    if parameters or hidden:
+    if parameters or not expression.is_public:
         trains = value.is_floating_point() and any(parameter.requires_grad for parameter in parameters)
         model.replace_tensor(name, nn.Parameter(value, requires_grad=trains), known)
     else:

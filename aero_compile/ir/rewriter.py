@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from aero_compile.ir.ops import SHAPE_ONLY
+from aero_compile.ir.dataflow import values_read
 from aero_compile.ir.places import copy_place
 from aero_compile.ir.shapes import new_value
 
@@ -94,5 +94,5 @@ class Rewriter:
     def _know(self, new: fx.Node) -> None:
         if self._values is not None:
             self._values[new] = new_value(new, self._values)
-        if self._live is not None and new.target not in SHAPE_ONLY and not self._live.isdisjoint(new.all_input_nodes):
+        if self._live is not None and not self._live.isdisjoint(values_read(new)):
             self._live.add(new)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from aero_compile.ir.dataflow import tainted_nodes
+from aero_compile.ir.dataflow import fixed_nodes, tainted_nodes
 from aero_compile.ir.ops import SCALES, SHAPE_ONLY, of_form
 from aero_compile.ir.weight_values import weight_value
 from aero_compile.model import TransformedModel
@@ -25,24 +25,19 @@ _KEEPS |= {aten.exp.default, aten.reciprocal.default, aten.unsqueeze.default}
 def share_temperatures(model: TransformedModel) -> int:
     """Cut such tables to one column, in place; returns how many were."""
     live = tainted_nodes(model.graph, model.convention.tokens)
+    fixed = fixed_nodes(model.graph)
     count = 0
     for node in model.graph.nodes:
         if node in live or node.target is not aten.slice.Tensor or len(node.args) != 4:
             continue
         source, dim, start, end = node.args
-        if start not in (0, None) or not isinstance(end, fx.Node) or not _reads_weights_alone(source):
+        if start not in (0, None) or not isinstance(end, fx.Node) or source not in fixed:
             continue
         value = weight_value(model, source)
         if value.is_floating_point() and bool((value == value.narrow(dim, 0, 1)).all()) and _broadcasts(node, live):
             node.args = (source, dim, 0, 1)
             count += 1
     return count
-
-
-def _reads_weights_alone(node: fx.Node) -> bool:
-    return node.op == "get_attr" or (
-        bool(node.all_input_nodes) and all(map(_reads_weights_alone, node.all_input_nodes))
-    )
 
 
 def _broadcasts(node: fx.Node, live: set[fx.Node]) -> bool:

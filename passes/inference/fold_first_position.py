@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from aero_compile.graph_pass import GraphPass, PassResult
-from aero_compile.ir.dataflow import tainted_nodes
+from aero_compile.ir.dataflow import fixed_nodes, tainted_nodes
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.weight_values import weight_value
 from aero_compile.model import TransformedModel
@@ -43,7 +43,7 @@ class FoldFirstPosition(GraphPass):
 def first_position(model: TransformedModel, product: fx.Node) -> tuple[fx.Node, int] | None:
     """(ratio, dimension from the last) if `product` scales the first position along one dimension; None if not."""
     found = _table(product.args[1]) if product.target is aten.mul.Tensor else None
-    if found is None:
+    if found is None or found[0] not in fixed_nodes(model.graph):
         return None
     value = weight_value(model, found[0])
     return found if tuple(value.shape) == (2,) and value[1] == 1 else None
@@ -65,11 +65,11 @@ def _cut(model: TransformedModel, product: fx.Node) -> bool:
 
 
 def _table(rows: Any) -> tuple[fx.Node, int] | None:
-    """(ratio, dimension from the last) if `rows` is ratio[min(position, 1)] along one dimension, of weights alone."""
+    """(ratio, dimension from the last) if `rows` is ratio[min(position, 1)] along one dimension."""
     if not _calls(rows, aten.reshape.default) or not _calls(rows.args[0], aten.index.Tensor):
         return None
     ratio, places = rows.args[0].args
-    if len(places) != 1 or not _calls(places[0], aten.clamp_max.default) or not _of_weights(ratio):
+    if len(places) != 1 or not _calls(places[0], aten.clamp_max.default):
         return None
     positions, largest = places[0].args
     counts = largest == 1 and _calls(positions, aten.arange.default) and len(positions.args) == 1
@@ -78,8 +78,3 @@ def _table(rows: Any) -> tuple[fx.Node, int] | None:
 
 def _calls(node: Any, target: Any) -> bool:
     return isinstance(node, fx.Node) and node.target is target
-
-
-def _of_weights(node: fx.Node) -> bool:
-    """Whether parameters and buffers are all that `node` is computed from."""
-    return node.op == "get_attr" or (bool(node.all_input_nodes) and all(map(_of_weights, node.all_input_nodes)))

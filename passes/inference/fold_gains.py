@@ -27,6 +27,7 @@ from aero_compile.ir.dataflow import ancestors, tainted_nodes
 from aero_compile.ir.fold_weights import fold_in_place
 from aero_compile.ir.graph_model import remove_dead_nodes
 from aero_compile.ir.ops import of_form
+from aero_compile.ir.ownership import weight_nodes
 from aero_compile.ir.places import place
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.row_layout import RowLayout
@@ -70,7 +71,7 @@ class _Match:
     """A product that multiplies `scaled` by numbers that are the same for every batch and length.
 
     Attributes:
-        weights: names of the parameters that the factor is computed from; none for a public number.
+        weights: names of the server's tensors that the factor is computed from; none for a public number.
         channels: where the channels go that `scaled` is made of.
         is_linear: whether they come from a linear layer, whose rows can take the factor.
     """
@@ -88,7 +89,7 @@ class _Folding:
         self.model = model
         self.count = 0
         self.left: list[str] = []
-        self.parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self.weights = weight_nodes(model, model.graph)
 
     def visit(self, product: fx.Node) -> None:
         """Fold one product with something that is not live, if that is possible and pays."""
@@ -183,8 +184,8 @@ class _Folding:
 
     def _vector(self, value: Tensor, like: fx.Node) -> fx.Node:
         """A parameter of that value at the head of the graph; in the end it is folded into a weight."""
-        name = next(f"gains.{i}" for i in itertools.count() if f"gains.{i}" not in self.parameters)
-        self.parameters.add(name)
+        taken = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        name = next(f"gains.{i}" for i in itertools.count() if f"gains.{i}" not in taken)
         weight = next(self.model.parameters())
         self.model.add_tensor(name, nn.Parameter(value.to(weight), requires_grad=weight.requires_grad))
         return Rewriter(like).parameter(name)
@@ -192,11 +193,11 @@ class _Folding:
     # -- constants --------------------------------------------------------------------------------------
 
     def _weights_behind(self, factor: Any) -> list[str]:
-        """Names of the parameters that a factor is computed from."""
+        """Names of the server's tensors that a factor is computed from."""
         if not isinstance(factor, fx.Node):
             return []
         behind = ancestors([factor], set(self.model.graph.nodes))
-        return sorted(str(n.target) for n in behind if n.op == "get_attr" and str(n.target) in self.parameters)
+        return sorted(str(n.target) for n in behind if n.op == "get_attr" and n in self.weights)
 
     def _value(self, factor: Any, values: Any) -> Tensor:
         if not isinstance(factor, fx.Node):

@@ -26,7 +26,7 @@ from aero_compile.analysis.linear_consumers import (
     scale_columns,
 )
 from aero_compile.graph_pass import GraphPass, PassResult
-from aero_compile.ir.dataflow import tainted_nodes
+from aero_compile.ir.dataflow import fixed_nodes, tainted_nodes
 from aero_compile.ir.fold_weights import fold_in_place
 from aero_compile.ir.places import place
 from aero_compile.ir.rewriter import Rewriter
@@ -75,11 +75,7 @@ class _Folding:
         self.left: list[str] = []
         self.live = tainted_nodes(model.graph, model.convention.tokens)
         self.values = node_values(model, *sample_shape(model))
-        self.constant: set[fx.Node] = set()
-        for node in model.graph.nodes:
-            inside = node.op == "get_attr" or (node.op == "call_function" and bool(node.all_input_nodes))
-            if inside and self.constant.issuperset(node.all_input_nodes):
-                self.constant.add(node)
+        self.fixed = fixed_nodes(model.graph)
         self.known: dict[fx.Node, Any] = {}
         self.seen: set[fx.Node] = set()
 
@@ -142,7 +138,7 @@ class _Folding:
         """Whether it is a number, or a vector of the server that has one number for each channel or one for all."""
         if not isinstance(value, fx.Node):
             return isinstance(value, int | float)
-        return value in self.constant and value not in self.live and self._value(value).dim() <= 1
+        return value in self.fixed and self._value(value).dim() <= 1
 
     def _value(self, value: Any) -> Any:
         return weight_value(self.model, value, self.known) if isinstance(value, fx.Node) else value

@@ -21,6 +21,7 @@ from aero_compile.ir.dataflow import tainted_nodes
 from aero_compile.ir.fold_weights import fold_in_place
 from aero_compile.ir.graph_model import remove_dead_nodes
 from aero_compile.ir.ops import SCALES, VIEWS
+from aero_compile.ir.ownership import weight_nodes
 from aero_compile.ir.weight_values import weight_value
 from aero_compile.model import TransformedModel
 
@@ -65,8 +66,8 @@ class _Folding:
         self.model = model
         self.live = tainted_nodes(graph, model.convention.tokens)
         self.pending: dict[fx.Node, tuple[fx.Node, float]] = {}
-        self.known: dict[fx.Node, torch.Tensor | None] = {}
-        self.parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self.weights = weight_nodes(model, graph)
+        self.known: dict[fx.Node, Any] = {}
         self.hoisted: dict[fx.Node, fx.Node] = {}
         nodes: list[fx.Node] = list(graph.nodes)
         self.head = next(node for node in nodes if node.op not in ("get_attr", "placeholder"))
@@ -96,10 +97,10 @@ class _Folding:
         for value, scalar in ((left, right), (right, left)):
             if not isinstance(value, fx.Node) or not isinstance(scalar, fx.Node) or scalar in self.live:
                 continue
-            number = self._value(scalar)
-            if number is None or value not in self.live:
+            size = self._size(scalar)
+            if size is None or value not in self.live:
                 return False
-            scale, size = self._hoist(scalar), abs(float(number))
+            scale = self._hoist(scalar)
             if value in self.pending:
                 before, earlier = self.pending[value]
                 scale, size = self._call(aten.mul.Tensor, before, scale), size * earlier
@@ -161,18 +162,12 @@ class _Folding:
 
     # -- scalars of the server --------------------------------------------------------------------------
 
-    def _value(self, node: fx.Node) -> torch.Tensor | None:
-        """Value of a one-element expression over parameters, or None if `node` is something else."""
-        if node not in self.known:
-            self.known[node] = None
-            if node.op == "get_attr":
-                value = weight_value(self.model, node)
-                single = value.numel() == 1 and str(node.target) in self.parameters
-                self.known[node] = value if single else None
-            elif node.op == "call_function" and node.all_input_nodes:
-                single = all(self._value(parent) is not None for parent in node.all_input_nodes)
-                self.known[node] = weight_value(self.model, node) if single else None
-        return self.known[node]
+    def _size(self, node: fx.Node) -> float | None:
+        """Magnitude of a number of the server that depends on no input, or None if `node` is something else."""
+        if node not in self.weights:
+            return None
+        value = torch.as_tensor(weight_value(self.model, node, self.known))
+        return abs(float(value)) if value.numel() == 1 else None
 
     def _hoist(self, node: fx.Node) -> fx.Node:
         """The same expression at the head of the graph, where every linear layer can read it."""
@@ -180,9 +175,9 @@ class _Folding:
             self.head.prepend(node)
             self.hoisted[node] = node
         if node not in self.hoisted:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), self._hoist)
+            inputs = {parent: self._hoist(parent) for parent in node.all_input_nodes}
             with self.graph.inserting_before(self.head):
-                self.hoisted[node] = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+                self.hoisted[node] = self.graph.node_copy(node, inputs.__getitem__)
         return self.hoisted[node]
 
     def _call(self, target: Any, *args: Any) -> fx.Node:

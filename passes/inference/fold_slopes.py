@@ -21,8 +21,10 @@ from torch import fx
 from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.dataflow import tainted_nodes
 from aero_compile.ir.fold_weights import fold_in_place
+from aero_compile.ir.ownership import weight_nodes
 from aero_compile.ir.places import place
 from aero_compile.ir.rewriter import Rewriter
+from aero_compile.ir.weight_values import weight_value
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten
@@ -38,8 +40,9 @@ class FoldSlopes(GraphPass):
 
     def call(self, model: TransformedModel) -> PassResult:
         live = tainted_nodes(model.graph, model.convention.tokens)
+        weights = weight_nodes(model, model.graph)
         found = [node for node in model.graph.nodes if node in live and node.target is aten.prelu.default]
-        left = [f"the slope of {place(node)}: {reason}" for node in found if (reason := _fold(model, node))]
+        left = [f"the slope of {place(node)}: {reason}" for node in found if (reason := _fold(model, node, weights))]
         count = len(found) - len(left)
         if not count:
             return PassResult(model, False, (), tuple(left))
@@ -47,13 +50,12 @@ class FoldSlopes(GraphPass):
         return PassResult(model, True, (f"{count} learned slopes went into weights",), tuple(left))
 
 
-def _fold(model: TransformedModel, prelu: fx.Node) -> str:
+def _fold(model: TransformedModel, prelu: fx.Node, weights: set[fx.Node]) -> str:
     """Rewrite one activation; or say why it stays."""
     slope = prelu.args[1]
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    if not isinstance(slope, fx.Node) or slope.op != "get_attr" or str(slope.target) not in parameters:
-        return "it is no parameter"
-    if parameters[str(slope.target)].numel() != 1:
+    if not isinstance(slope, fx.Node) or slope not in weights:
+        return "it is no weight"
+    if weight_value(model, slope).numel() != 1:
         return "it is not one number for the whole layer"
     above, below = _linear_above(prelu), _linear_below(prelu)
     if above is None or below is None:

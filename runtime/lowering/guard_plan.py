@@ -12,13 +12,14 @@ from torch import Tensor, fx
 
 from aero_compile.errors import LoweringError
 from aero_compile.ir.ops import NORMS, PRODUCTS, SCALES, VIEWS, names_of, of_form
+from aero_compile.ir.ownership import Domain
 from aero_compile.runtime.lowering import bounds
 from aero_compile.runtime.lowering.bound_rules import RULES
 from aero_compile.runtime.lowering.bounds import Bound, Shape
 from aero_compile.runtime.lowering.guards import Check, Guard, LeastRows
 from aero_compile.runtime.lowering.masks import Masked, find_mask
 from aero_compile.runtime.lowering.norms import LOOKUPS, NO_DOUBLINGS, Doublings
-from aero_compile.runtime.lowering.partition import Domain, Partition, op_name, place_of
+from aero_compile.runtime.lowering.partition import Partition, op_name, place_of
 from aero_compile.runtime.operators import registry
 from aero_compile.runtime.operators.limits import (
     LEAST_DEVIATION,

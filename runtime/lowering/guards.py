@@ -148,7 +148,7 @@ def final_step(steps: Sequence[LiveStep]) -> LiveStep | None:
 
 @dataclass(frozen=True)
 class GuardCheck:
-    """An observer for `partition`: finds text on which a check would end the run. `checks` by name of a node."""
+    """An observer for `run_in_the_clear`: finds text that would end the run. `checks` by name of a node."""
 
     checks: Mapping[str, tuple[Check, ...]]
     found: list[str] = field(default_factory=list)

@@ -12,8 +12,9 @@ import torch
 from torch import fx
 
 from aero_compile.ir.ops import of_form
+from aero_compile.ir.ownership import Domain
 from aero_compile.runtime.lowering.masks import find_mask
-from aero_compile.runtime.lowering.partition import SOFTMAX, Domain, Partition
+from aero_compile.runtime.lowering.partition import SOFTMAX, Partition
 
 _RESHAPES = of_form("reshape")
 

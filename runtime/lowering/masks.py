@@ -20,7 +20,8 @@ from torch import fx
 
 from aero_compile.ir.mask_values import MASKED_BELOW
 from aero_compile.ir.ops import ELEMENTWISE, OPS, names_of, of_form
-from aero_compile.runtime.lowering.partition import Domain, Partition, op_name
+from aero_compile.ir.ownership import Domain
+from aero_compile.runtime.lowering.partition import Partition, op_name
 
 aten = torch.ops.aten
 

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, fx
 
 from aero_compile.ir.ops import NORMS, VIEWS, of_form
-from aero_compile.runtime.lowering.partition import Domain, Partition, op_name
+from aero_compile.ir.ownership import Domain
+from aero_compile.runtime.lowering.partition import Partition, op_name
 from aero_compile.runtime.operators import registry
 from aero_compile.runtime.operators.limits import Format, eps_of, rooted, row_variances
 from aero_compile.runtime.operators.products import NORM_GAIN
@@ -63,7 +64,7 @@ class _Rows:
 
 @dataclass
 class NormSample:
-    """An observer for `partition`: the variances of the rows of every norm."""
+    """An observer for `run_in_the_clear`: the variances of the rows of every norm."""
 
     rows: dict[str, _Rows] = field(default_factory=dict)
 

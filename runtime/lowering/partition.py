@@ -1,45 +1,33 @@
-"""Who may know what: split a logits graph into public, server-owned and live (token-dependent) values.
+"""Split a logits graph at one shape: public values, the server's, and live ones (see `aero_compile.ir.ownership`).
 
-Only live nodes are lowered to the private computation. Everything else is evaluated here, once, in
-PyTorch, at the concrete batch size and sequence length:
-
-* PUBLIC: follows from shapes, literals and the architecture (positions, causal masks, rotary tables). Both
-  parties may know it; it becomes a constant of the program.
-* SERVER: follows from anything else that the model holds. It becomes an input that only the server holds.
-* LIVE: follows from the client's tokens. It exists only as secret shares.
-
-Of what the model holds (parameters, buffers of any type, constants, tensor attributes) everything is the server's
-but what is shown to be structure by what it holds (`aero_compile.ir.structural`). So what is public has been computed
-from shapes, literals and structure alone.
+Only live nodes are lowered to the private computation. Of them nothing is known but shapes and types; everything else
+is evaluated here, once, in PyTorch. Public values become constants of the program, those of the server inputs that only
+the server holds; live ones exist only as secret shares.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 
 from aero_compile.errors import LoweringError
-from aero_compile.ir.ops import SHAPE_ONLY, name_of
+from aero_compile.ir.ops import name_of
+from aero_compile.ir.ownership import Domain, domains_of
 from aero_compile.ir.places import source_path
-from aero_compile.ir.structural import structural_attributes
-from aero_compile.ir.weight_values import call_in_eval
+from aero_compile.ir.weight_values import node_value
 
 SOFTMAX = torch.ops.aten.softmax.int
-
-Observer = Callable[[fx.Node, Mapping[fx.Node, "Domain"], tuple[Any, ...], dict[str, Any], Any], None]
-
-
-class Domain(Enum):
-    """Who may know a value."""
-
-    PUBLIC = "public"
-    SERVER = "server"
-    LIVE = "live"
 
 
 @dataclass(frozen=True)
@@ -47,8 +35,7 @@ class Partition:
     """A graph at one concrete shape, every node assigned to a domain.
 
     `known` holds the value of each public and server node; `shapes` and `is_float` describe the live
-    tensors. Values of live nodes are not kept: nothing in the lowering may depend on the tokens. `masks` keeps what
-    `masks.find_mask` found.
+    tensors. `masks` keeps what `masks.find_mask` found.
     """
 
     graph: fx.Graph
@@ -79,101 +66,93 @@ def place_of(node: fx.Node) -> str:
     return source_path(node) or "an unnamed place"
 
 
-def partition(
-    module: torch.nn.Module,
-    graph: fx.Graph,
-    input_ids: torch.Tensor,
-    observe: Observer | None = None,
-) -> Partition:
-    """Evaluate `graph` on `input_ids` (int64 [B, T]) and sort its nodes into the three domains.
-
-    `observe` is called with every live node, the domains so far, the node's arguments and its value (plaintext, in
-    this process).
+def partition(module: torch.nn.Module, graph: fx.Graph, shape: tuple[int, ...]) -> Partition:
+    """Sort the nodes of `graph` for token ids of this `shape`, [B, T], and evaluate what does not depend on them.
 
     Raises:
         LoweringError: the graph has inputs other than `input_ids` and `attention_mask`, no single
-            output, or an output that does not depend on the tokens.
+            output, or an output that does not depend on the tokens; or it calls a module on hidden values, or reads
+            their numbers to choose a shape.
     """
-    outputs = [node for node in graph.nodes if node.op == "output"]
     inputs = {str(node.target): node for node in graph.nodes if node.op == "placeholder"}
     unknown = sorted(set(inputs) - {"input_ids", "attention_mask"})
     if "input_ids" not in inputs or unknown:
         raise LoweringError(
             f"the logits graph takes {sorted(inputs)}; private inference knows input_ids and attention_mask"
         )
-    result = outputs[0].args[0]
+    (output,) = graph.find_nodes(op="output")
+    result = output.args[0]
     if isinstance(result, (tuple, list)) and len(result) == 1:
         result = result[0]
     if not isinstance(result, fx.Node):
         raise LoweringError("the logits graph must return exactly one tensor, the logits")
-
-    sorter = _Sorter(module, graph, observe)
-    arguments = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
-    with torch.no_grad():
-        sorter.run(*(arguments[name] for name in inputs))
-    if sorter.domains[result] is not Domain.LIVE:
+    domains = domains_of(module, graph, "input_ids")
+    if domains[result] is not Domain.LIVE:
         raise LoweringError("the logits do not depend on the tokens: nothing to compute privately")
-    return Partition(graph, inputs["input_ids"], result, sorter.domains, sorter.known, sorter.shapes, sorter.is_float)
+    values = _values(module, graph, shape, domains)
+    live = {n: v for n, v in values.items() if domains[n] is Domain.LIVE and isinstance(v, Tensor)}
+    known = {n: v for n, v in values.items() if domains[n] is not Domain.LIVE}
+    shapes = {node: tuple(value.shape) for node, value in live.items()}
+    is_float = {node: value.is_floating_point() for node, value in live.items()}
+    return Partition(graph, inputs["input_ids"], result, domains, known, shapes, is_float)
 
 
-class _Sorter(fx.Interpreter):
-    """Runs the graph in eager PyTorch and records, per node, its domain and what the lowering may use."""
+def _values(
+    module: torch.nn.Module, graph: fx.Graph, shape: tuple[int, ...], domains: Mapping[fx.Node, Domain]
+) -> dict[fx.Node, Any]:
+    """The value of every node but the output; of live ones a fake value, that has a shape and a type alone."""
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    values: dict[fx.Node, Any] = {}
 
-    def __init__(self, module: torch.nn.Module, graph: fx.Graph, observe: Observer | None) -> None:
-        super().__init__(module, garbage_collect_values=True, graph=graph)
-        self.domains: dict[fx.Node, Domain] = {}
-        self.known: dict[fx.Node, Any] = {}
-        self.shapes: dict[fx.Node, tuple[int, ...]] = {}
-        self.is_float: dict[fx.Node, bool] = {}
-        self._observe = observe
-        self._structural = structural_attributes(module, graph)
+    def without_numbers(node: fx.Node) -> Any:
+        """The value of a node; of a live one what it has in memory does not matter."""
+        value = values[node]
+        if not isinstance(value, FakeTensor):
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
-    def run_node(self, n: fx.Node) -> Any:
-        if n.op == "call_module" and not isinstance(self.fetch_attr(str(n.target)), torch.nn.Dropout):
-            value = self._weight_from_module(n)
-        elif n.op == "call_module":
-            value = self.fetch_args_kwargs_from_env(n)[0][0]  # identity at inference
-        else:
-            value = super().run_node(n)
-        domain = self._domain(n, value)
-        self.domains[n] = domain
-        if n.target is SOFTMAX:
-            value = self._without_empty_rows(n, value)
-        if domain is Domain.LIVE:
-            if isinstance(value, torch.Tensor):
-                self.shapes[n] = tuple(value.shape)
-                self.is_float[n] = value.is_floating_point()
-            if self._observe is not None and n.op not in ("output", "placeholder"):
-                args, kwargs = self.fetch_args_kwargs_from_env(n)
-                self._observe(n, self.domains, args, kwargs, value)
-        elif n.op != "output":
-            self.known[n] = value
-        return value
-
-    def _without_empty_rows(self, node: fx.Node, weights: Any) -> Any:
-        """A softmax gives zeros, not NaN, in rows where nothing is allowed: so it is computed privately."""
-        scores, dim = self.fetch_args_kwargs_from_env(node)[0][:2]
-        return weights.masked_fill((scores == -torch.inf).all(dim, keepdim=True), 0.0)
-
-    def _weight_from_module(self, node: fx.Node) -> Any:
-        """What a module other than dropout (a spectral norm) makes of a weight, in evaluation mode."""
-        if self._domain(node, None) is Domain.LIVE:
-            raise LoweringError(f"node {node.name} calls module {node.target} on hidden values; only dropout may be")
-        args, _ = self.fetch_args_kwargs_from_env(node)
-        return call_in_eval(self.fetch_attr(str(node.target)), *args)
-
-    def _domain(self, node: fx.Node, value: object) -> Domain:
+    for node in graph.nodes:
+        is_live = domains[node] is Domain.LIVE
         if node.op == "placeholder":
-            return Domain.LIVE if node.target == "input_ids" else Domain.PUBLIC
-        if node.op == "get_attr":
-            return Domain.PUBLIC if str(node.target) in self._structural else Domain.SERVER
-        used = node.all_input_nodes
-        if node.target in SHAPE_ONLY:  # of its first argument; what it fills with, if anything, may be a weight
-            used = [each for each in used if each is not node.args[0] or each in node.args[1:]]
-        found = {self.domains[each] for each in used}
-        if Domain.LIVE in found:
-            return Domain.LIVE
-        return Domain.SERVER if Domain.SERVER in found else Domain.PUBLIC
+            ones = torch.ones(shape, dtype=torch.int64, device=device)
+            values[node] = mode.from_tensor(ones) if is_live else ones
+        elif node.op != "output" and not is_live:
+            values[node] = value_in_run(module, node, without_numbers)
+        elif _takes_known_places(node, domains):  # as many as a mask allows, which a fake value does not show
+            values[node] = mode.from_tensor(node_value(module, node, without_numbers))
+        elif node.op != "output":
+            with mode, _refused(module, node):
+                values[node] = value_in_run(module, node, values.__getitem__)
+    return values
+
+
+def value_in_run(module: torch.nn.Module, node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
+    """`node_value`, but a softmax gives zeros, not NaN, in rows that allow nothing: so it is computed privately."""
+    value = node_value(module, node, value_of)
+    if node.target is SOFTMAX:
+        scores, dim = cast("tuple[Tensor, int]", fx.map_arg(node.args[:2], value_of))
+        value = value.masked_fill((scores == -torch.inf).all(dim, keepdim=True), 0.0)
+    return value
+
+
+def _takes_known_places(node: fx.Node, domains: Mapping[fx.Node, Domain]) -> bool:
+    live = [each for each in node.all_input_nodes if domains[each] is Domain.LIVE]
+    return node.target is torch.ops.aten.index.Tensor and live == [node.args[0]]
+
+
+@contextlib.contextmanager
+def _refused(module: torch.nn.Module, node: fx.Node) -> Iterator[None]:
+    """Refuses what hidden values cannot go through: a module other than dropout, and what their numbers shape."""
+    if node.op == "call_module" and not isinstance(module.get_submodule(str(node.target)), torch.nn.Dropout):
+        raise LoweringError(f"node {node.name} calls module {node.target} on hidden values; only dropout may be")
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise LoweringError(
+            f"hidden values decide the shape that {op_name(node)} gives, or a number (node {node.name}, in "
+            f"{place_of(node)}); the program must be the same for all tokens"
+        ) from error
 
 
 def live_inputs(part: Partition, node: fx.Node) -> Iterator[fx.Node]:

@@ -20,17 +20,18 @@ from torch import fx
 
 from aero_compile.errors import LoweringError
 from aero_compile.ir.mask_values import MASKED_BELOW
+from aero_compile.ir.ownership import Domain
 from aero_compile.runtime.arithmetic.exponential import Exponential
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.lowering.norms import NO_DOUBLINGS, Doublings
-from aero_compile.runtime.lowering.partition import SOFTMAX, Domain, op_name, place_of
+from aero_compile.runtime.lowering.partition import SOFTMAX, op_name, place_of
 from aero_compile.runtime.operators import registry
 from aero_compile.runtime.operators.limits import LIMITS, Format
 
 
 @dataclass
 class RangeCheck:
-    """An observer for `partition`: values on which an operator does not hold, and how far scores spread.
+    """An observer for `run_in_the_clear`: values on which an operator does not hold, and how far scores spread.
 
     `spreads` has, for each softmax, the largest difference of two allowed scores of a row seen so far. `doublings`
     tells by which powers of two the rows of norms are multiplied.

@@ -21,6 +21,7 @@ from torch import fx
 
 from aero_compile.errors import LoweringError
 from aero_compile.ir.ops import names_of, of_form
+from aero_compile.ir.ownership import Domain
 from aero_compile.runtime.arithmetic.exponential import Exponential, cheapest_exponential
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.lowering import attention
@@ -47,7 +48,7 @@ from aero_compile.runtime.lowering.ownership import (
     refuse_huge_weight,
     refuse_private_choices,
 )
-from aero_compile.runtime.lowering.partition import Domain, Partition, op_name, place_of
+from aero_compile.runtime.lowering.partition import Partition, op_name, place_of
 from aero_compile.runtime.operators import pointwise, products, registry, views
 from aero_compile.runtime.operators.limits import Format
 from aero_compile.runtime.operators.watching import watching

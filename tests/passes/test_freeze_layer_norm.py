@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 import aero_compile
 from aero_compile.errors import InputError, UnsupportedGraphError
+from aero_compile.ir.ownership import Domain
 from aero_compile.recipe.removal_schedules import removal_schedule
-from aero_compile.runtime.lowering.partition import Domain, partition
+from aero_compile.runtime.lowering.partition import partition
 from benchmarks.lib import written_decoders
 from tests.support import norm_references as references
 from tests.support import tiny_models
@@ -240,7 +241,7 @@ def test_deviations_belong_to_the_server_even_where_they_are_one() -> None:
     for std in deviations_of(model).values():
         std.fill_(1.0)
     graph = model.logits_graph()
-    domains = partition(model, graph, tokens(1, 4)).domains
+    domains = partition(model, graph, tokens(1, 4).shape).domains
     read = {str(node.target): domain for node, domain in domains.items() if node.op == "get_attr"}
     assert {read[name] for name in deviations_of(model)} == {Domain.SERVER}
 

@@ -377,7 +377,7 @@ def test_the_private_program_is_that_of_plain_weights(recipe: str) -> None:
     others = fold_weights(model), transformed("gpt_neox-sdpa", "SM")
     model.train()  # a private run is inference, whatever the mode
     before = copy.deepcopy(model.state_dict())
-    programs = [lower(partition(each, each.logits_graph(), ids)) for each in (model, *others)]
+    programs = [lower(partition(each, each.logits_graph(), ids.shape)) for each in (model, *others)]
     steps = [[(step.key, step.shapes, step.dtypes) for step in program.steps] for program in programs]
     assert steps[0] == steps[1] == steps[2]
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())

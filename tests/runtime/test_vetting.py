@@ -29,7 +29,7 @@ Content = dict[str, Any]
 
 def _compiled(model: TokenRows) -> Program:
     with any_table_public():
-        part = partition(model, model.logits_graph(), model.ids)
+        part = partition(model, model.logits_graph(), model.ids.shape)
     return compile_steps(lower(part), "semi2k", 64, 18)
 
 
@@ -56,7 +56,7 @@ def checked() -> Content:
     values = torch.full((6, 32), 1.5)
     values[4, 7] = 3e6
     model = TokenRows(values, lambda x, m: aten.square.default(x))
-    part = partition(model, model.logits_graph(), model.ids)
+    part = partition(model, model.logits_graph(), model.ids.shape)
     program = compile_steps(lower(part, guards=Format(64, 18)), "semi2k", 64, 18)
     content: Content = json.loads(program.to_bytes())
     assert content["guard"]

@@ -30,7 +30,7 @@ def any_table_public() -> Iterator[None]:
         parameters = dict(module.named_parameters(remove_duplicate=False))
         return frozenset(str(n.target) for n in graph.nodes if n.op == "get_attr" and n.target not in parameters)
 
-    with mock.patch("aero_compile.runtime.lowering.partition.structural_attributes", tables):
+    with mock.patch("aero_compile.ir.ownership.structural_attributes", tables):
         yield
 
 
@@ -73,7 +73,7 @@ def in_jax(model: TokenRows, *, exact: bool = True) -> npt.NDArray[np.float64]:
     import jax
 
     with jax.experimental.enable_x64():  # type: ignore[no-untyped-call, unused-ignore]
-        part = partition(model, model.logits_graph(), model.ids)
+        part = partition(model, model.logits_graph(), model.ids.shape)
         live = lower(part, exact=exact, dtype=np.float64)
         tokens = one_hot(model.ids.numpy(), live.token_shape[2]).astype(np.float64)
         return np.asarray(live.run(tokens), dtype=np.float64)
@@ -83,7 +83,7 @@ def in_spu(model: TokenRows, protocol: str = "semi2k", *, defer: bool = False) -
     """Lower `model`, compile it, and run both parties as threads of this process."""
     from aero_compile.runtime.lowering.spu_compile import compile_steps
 
-    part = partition(model, model.logits_graph(), model.ids)
+    part = partition(model, model.logits_graph(), model.ids.shape)
     if defer:
         defer_normalization(part)
     live = lower(part)

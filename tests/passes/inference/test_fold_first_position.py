@@ -63,5 +63,5 @@ def test_one_token_is_lowered_without_empty_arrays() -> None:
     model = trained("nanogpt", "freeze-layer-norm{first_token=True}")
     assert FoldNorms().call(model).modified
     assert FoldFirstPosition().call(model).modified
-    live = lower(partition(model, model.logits_graph(), tiny_models.tokens(1, 1)))
+    live = lower(partition(model, model.logits_graph(), tiny_models.tokens(1, 1).shape))
     assert all(0 not in shape for step in live.steps for shape in step.shapes)

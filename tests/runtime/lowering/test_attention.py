@@ -99,7 +99,7 @@ def test_normalization_is_deferred_where_that_is_cheaper(
 
     model = _weighted(queries, keys, width, reshaped)
     with jax.experimental.enable_x64():  # type: ignore[no-untyped-call, unused-ignore]
-        part = partition(model, model.logits_graph(), model.ids)
+        part = partition(model, model.logits_graph(), model.ids.shape)
         defer_normalization(part)
         names = {op_name(node) for node in part.graph.nodes}
         assert ("unnormalized_softmax" in names) is deferred
@@ -115,7 +115,7 @@ def test_weights_that_are_read_twice_are_normalized_at_once() -> None:
         return aten.add.Tensor(aten.matmul.default(weights, x), weights)
 
     model = TokenRows(torch.randn(6, 6, dtype=torch.float64), body)
-    part = partition(model, model.logits_graph(), model.ids)
+    part = partition(model, model.logits_graph(), model.ids.shape)
     defer_normalization(part)
     assert "unnormalized_softmax" not in {op_name(node) for node in part.graph.nodes}
 

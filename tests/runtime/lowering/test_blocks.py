@@ -60,7 +60,7 @@ def test_lowered_scores_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
     model = TokenRows(torch.randn(2, length, 4, dtype=torch.float64), body, buffers={"hidden": hidden})
     with jax.experimental.enable_x64():  # type: ignore[no-untyped-call, unused-ignore]
-        part = partition(model, model.logits_graph(), model.ids)
+        part = partition(model, model.logits_graph(), model.ids.shape)
         live = lower(part, exact=True, dtype=np.float64)
         one_hot = np.eye(live.token_shape[2])[model.ids.numpy()]
         traced = str(jax.make_jaxpr(lambda tokens: live.run(tokens))(one_hot))

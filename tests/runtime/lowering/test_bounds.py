@@ -11,6 +11,7 @@ from torch import fx
 from aero_compile.runtime.lowering.bound_rules import RULES
 from aero_compile.runtime.lowering.guard_plan import Planner
 from aero_compile.runtime.lowering.partition import Partition, partition
+from aero_compile.runtime.lowering.plaintext import run_in_the_clear
 from aero_compile.runtime.lowering.to_jax import lower, supported_ops
 from aero_compile.runtime.operators.limits import Format
 from tests.support import operator_cases as cases
@@ -31,7 +32,9 @@ def _bounded(model: TokenRows) -> tuple[Planner, Partition, dict[fx.Node, torch.
         if isinstance(value, torch.Tensor):
             seen[node] = value.double()
 
-    part = partition(model, model.logits_graph(), model.ids, observe)
+    graph = model.logits_graph()
+    run_in_the_clear(model, graph, model.ids, observe)
+    part = partition(model, graph, model.ids.shape)
     live = lower(part)
     order = [n for n in part.graph.nodes if n.name in live.executed]
     planner = Planner(part, order, FORM, lambda node: False)

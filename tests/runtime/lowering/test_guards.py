@@ -16,6 +16,7 @@ from aero_compile.runtime import compile_model
 from aero_compile.runtime.hosts.parties import run_parties
 from aero_compile.runtime.lowering.guards import COMBINATIONS, GUARD, Guard, GuardCheck, combinations
 from aero_compile.runtime.lowering.partition import partition
+from aero_compile.runtime.lowering.plaintext import run_in_the_clear
 from aero_compile.runtime.lowering.to_jax import lower
 from aero_compile.runtime.operators.limits import Format, SmallRows
 from aero_compile.runtime.program import one_hot
@@ -27,7 +28,7 @@ FORM = Format(64, 18)
 
 
 def _lowered(model: TokenRows) -> Any:
-    return lower(partition(model, model.logits_graph(), model.ids), guards=FORM)
+    return lower(partition(model, model.logits_graph(), model.ids.shape), guards=FORM)
 
 
 # --- the sums --------------------------------------------------------------------------------------------
@@ -275,7 +276,7 @@ def test_rows_of_zeros_are_refused_only_where_they_might_be_small_ones() -> None
     check = GuardCheck(live.guards)
     with torch.no_grad():
         summed.get_parameter("p").zero_()
-    partition(summed, summed.logits_graph(), summed.ids, check)
+    run_in_the_clear(summed, summed.logits_graph(), summed.ids, check)
     with pytest.raises(LoweringError, match=r"have a variance of 0 .* allows no less than 0\.000"):
         check.raise_first()
 
@@ -304,8 +305,8 @@ def test_calibration_shows_what_would_end_a_run() -> None:
 
 def test_the_observer_names_the_value() -> None:
     model = _normed(_table(3e4))
-    live = lower(partition(model, model.logits_graph(), torch.tensor([[1, 2, 3, 60]])), guards=FORM)
+    live = lower(partition(model, model.logits_graph(), (1, 4)), guards=FORM)
     check = GuardCheck(live.guards)
-    partition(model, model.logits_graph(), torch.tensor([[1, 2, 5, 60]]), check)
+    run_in_the_clear(model, model.logits_graph(), torch.tensor([[1, 2, 5, 60]]), check)
     with pytest.raises(LoweringError, match=r"aten\.reshape .* without logits"):
         check.raise_first()

@@ -85,7 +85,7 @@ def test_masks_never_reach_the_program() -> None:
         if not name.startswith("softmax"):
             continue
         model = case.build(dtype=torch.float32)
-        live = lower(partition(model, model.logits_graph(), model.ids))
+        live = lower(partition(model, model.logits_graph(), model.ids.shape))
         for step in live.steps:
             inputs = [np.zeros(s, d) for s, d in zip(step.shapes, step.dtypes, strict=True)]
             jaxpr = jax.make_jaxpr(step.function)(*inputs)
@@ -103,7 +103,7 @@ def test_tokens_may_be_looked_up_by_index_and_reshaped() -> None:
 
     model = Indexing(torch.randn(5, 3, dtype=torch.float64), lambda x, m: x)
     np.testing.assert_allclose(in_jax(model), expected(model), rtol=0, atol=EXACT)
-    live = lower(partition(model, model.logits_graph(), model.ids))
+    live = lower(partition(model, model.logits_graph(), model.ids.shape))
     assert [step.label for step in live.steps] == ["embedding", "mul"]
 
 
@@ -114,7 +114,7 @@ def test_tied_weights_are_sent_once_and_equal_layers_share_code() -> None:
         return aten.linear.default(x, m.table)
 
     model = TokenRows(torch.randn(6, 4), body, {"w": torch.randn(4, 4)})
-    live = lower(partition(model, model.logits_graph(), model.ids))
+    live = lower(partition(model, model.logits_graph(), model.ids.shape))
     assert set(live.weights) == {"w:table", "w:w"}
     relu = {step.key for step in live.steps if step.label == "relu"}
     linear = [step.key for step in live.steps if step.label == "linear"]
@@ -125,7 +125,7 @@ def test_tied_weights_are_sent_once_and_equal_layers_share_code() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_weights_of_a_program_do_not_follow_the_model(dtype: torch.dtype) -> None:
     model = TokenRows(torch.randn(6, 4), lambda x, m: aten.linear.default(x, m.w), {"w": torch.randn(5, 4)}).to(dtype)
-    live = lower(partition(model, model.logits_graph(), model.ids))
+    live = lower(partition(model, model.logits_graph(), model.ids.shape))
     weight = model.get_parameter("w")
     before = weight.detach().float().clone()
     with torch.no_grad():
@@ -142,7 +142,7 @@ def _lowering_error(model: TokenRows) -> str:
     for node in graph.nodes:
         node.meta["nn_module_stack"] = {"blocks.3.mlp": ("blocks.3.mlp", torch.nn.Module)}
     with pytest.raises(LoweringError) as caught:
-        lower(partition(model, graph, model.ids))
+        lower(partition(model, graph, model.ids.shape))
     return str(caught.value)
 
 
@@ -162,7 +162,7 @@ def test_integers_computed_from_tokens_are_refused() -> None:
 
     model = Counting(torch.randn(40, 4), lambda x, m: x)
     with pytest.raises(LoweringError, match="only embedding lookups may read them"):
-        lower(partition(model, model.logits_graph(), torch.tensor([[1, 2, 3]])))
+        lower(partition(model, model.logits_graph(), torch.tensor([[1, 2, 3]]).shape))
 
 
 def test_infinite_constants_outside_a_softmax_are_refused() -> None:

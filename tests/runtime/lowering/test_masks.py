@@ -47,7 +47,7 @@ FORMS = sorted(_forms(torch.ones(1, 1, dtype=torch.bool), 1))
 def _found(x: torch.Tensor, form: Body) -> tuple[Partition, Masked]:
     model = TokenRows(x, lambda value, m: aten.softmax.int(form(value, m), -1))
     with any_table_public():
-        part = partition(model, model.logits_graph(), model.ids)
+        part = partition(model, model.logits_graph(), model.ids.shape)
     (softmax,) = [node for node in part.graph.nodes if node.target is SOFTMAX]
     scores = softmax.args[0]
     assert isinstance(scores, fx.Node)
@@ -124,7 +124,7 @@ def test_what_is_not_affine_in_the_scores_stays(body: Body) -> None:
         lambda x, m: aten.softmax.int(body(x, m), -1),
         parameters={"b": torch.randn(4, dtype=torch.float64)},
     )
-    part = partition(model, model.logits_graph(), model.ids)
+    part = partition(model, model.logits_graph(), model.ids.shape)
     (softmax,) = [node for node in part.graph.nodes if node.target is SOFTMAX]
     mask = find_mask(part, softmax.args[0])
     assert mask == Masked(softmax.args[0], None, None, None)
@@ -135,7 +135,7 @@ def test_a_value_that_takes_the_shape_of_its_table_is_not_the_scores() -> None:
     model = TokenRows(
         torch.randn(1, 1, 4, 4, dtype=torch.float64), lambda x, m: aten.softmax.int(aten.add.Tensor(x, table), -1)
     )
-    part = partition(model, model.logits_graph(), model.ids)
+    part = partition(model, model.logits_graph(), model.ids.shape)
     (softmax,) = [node for node in part.graph.nodes if node.target is SOFTMAX]
     mask = find_mask(part, softmax.args[0])
     assert part.shapes[mask.core] == (1, 3, 4, 4)

@@ -27,6 +27,7 @@ from aero_compile.runtime.lowering.norms import (
     random_tokens,
 )
 from aero_compile.runtime.lowering.partition import partition
+from aero_compile.runtime.lowering.plaintext import run_in_the_clear
 from aero_compile.runtime.lowering.to_jax import lower
 from aero_compile.runtime.operators.limits import Format
 from aero_compile.runtime.operators.products import NORM_GAIN
@@ -161,7 +162,8 @@ def test_folding_changes_only_what_the_norm_reads(body: Any) -> None:
 
     with jax.experimental.enable_x64():  # type: ignore[no-untyped-call, unused-ignore]
         sample = NormSample()
-        part = partition(model, model.logits_graph(), model.ids, sample)
+        run_in_the_clear(model, model.logits_graph(), model.ids, sample)
+        part = partition(model, model.logits_graph(), model.ids.shape)
         doublings, names = sample.doublings(FORM), foldable(part)
         assert len(names) == 2
         assert all(doublings[name] >= 4 for name in names)
@@ -184,7 +186,7 @@ def test_a_slice_that_others_read_too_is_not_folded() -> None:
         return aten.add.Tensor(aten.rms_norm.default(q, [6], None, 1e-5), aten.rms_norm.default(k, [6], None, 1e-5))
 
     model = TokenRows(torch.randn(5, 8), body, {"w": torch.randn(10, 8)})
-    assert not foldable(partition(model, model.logits_graph(), model.ids))
+    assert not foldable(partition(model, model.logits_graph(), model.ids.shape))
 
 
 def test_the_program_does_not_depend_on_the_tokens() -> None:
@@ -217,7 +219,7 @@ def test_least_of_several_texts_counts() -> None:
     sample = NormSample()
     for deviation in (1.0, 1e-3, 10.0):
         model = _model(_rows(deviation), _layer_norm)
-        partition(model, model.logits_graph(), model.ids, sample)
+        run_in_the_clear(model, model.logits_graph(), model.ids, sample)
     (rows,) = sample.rows.values()
     assert rows.least < 1e-4 < 50 < rows.most
     assert math.isclose(rows.eps, 1e-5)

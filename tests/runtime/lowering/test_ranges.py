@@ -12,6 +12,7 @@ import torch
 from aero_compile.errors import InputError, LoweringError
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.lowering.partition import partition
+from aero_compile.runtime.lowering.plaintext import run_in_the_clear
 from aero_compile.runtime.lowering.ranges import RangeCheck
 from aero_compile.runtime.lowering.to_jax import lower
 from tests.support.runtime_graphs import TokenRows, aten
@@ -24,7 +25,8 @@ def _found(
 ) -> str:
     model = TokenRows(values, body)
     check = RangeCheck(field, fraction_bits, tolerances)
-    live = lower(partition(model, model.logits_graph(), model.ids, check))
+    run_in_the_clear(model, model.logits_graph(), model.ids, check)
+    live = lower(partition(model, model.logits_graph(), model.ids.shape))
     try:
         check.raise_first(live.executed, live.weights)
     except LoweringError as error:
@@ -95,14 +97,14 @@ def test_spread_of_allowed_scores_is_measured() -> None:
     check = RangeCheck(64, 18)
     for values in ([[1.0, 4.5, 100.0, -9.0], [0.0, 1.0, 7.0, 7.0]], [[2.0, 1.0, 9.0, 8.0], [5.0, 5.0, 0.0, 0.0]]):
         model, graph = _scores(torch.tensor(values))
-        partition(model, graph, model.ids, check)
+        run_in_the_clear(model, graph, model.ids, check)
     assert list(check.spreads.values()) == [3.5]
 
 
 @pytest.mark.parametrize(("spread", "clamped"), [(3.0, False), (10.0, False), (200.0, True), (None, True)])
 def test_exponential_follows_the_spread_of_the_scores(spread: float | None, clamped: bool) -> None:
     model, graph = _scores(torch.zeros(2, 4))
-    part = partition(model, graph, model.ids)
+    part = partition(model, graph, model.ids.shape)
     name = next(node.name for node in graph.nodes if node.target is aten.softmax.int)
     (chosen,) = lower(part, spreads={} if spread is None else {name: spread}).exponentials.values()
     assert chosen.widest >= (spread or 0)
@@ -113,7 +115,8 @@ def test_calibration_on_too_little_text_is_found() -> None:
     check = RangeCheck(64, 18)
     model, graph = _scores(torch.tensor([[50.0, 0.0, 0.0, 0.0]]))
     name = next(node.name for node in graph.nodes if node.target is aten.softmax.int)
-    live = lower(partition(model, graph, model.ids, check), spreads={name: 2.0})
+    run_in_the_clear(model, graph, model.ids, check)
+    live = lower(partition(model, graph, model.ids.shape), spreads={name: 2.0})
     with pytest.raises(LoweringError, match=r"spread over 50; .* calibrate on more text"):
         check.raise_first(live.executed, live.weights, live.exponentials)
 
@@ -128,7 +131,7 @@ def test_a_closer_exponential_holds_on_a_shorter_interval() -> None:
 
 def test_tolerance_of_the_softmax() -> None:
     model, graph = _scores(torch.zeros(2, 4))
-    part = partition(model, graph, model.ids)
+    part = partition(model, graph, model.ids.shape)
     (loose,) = lower(part, tolerances=Tolerances(softmax=5e-3)).exponentials.values()
     (strict,) = lower(part, tolerances=Tolerances(softmax=5e-4)).exponentials.values()
     assert loose.bytes_per_element < strict.bytes_per_element

@@ -14,6 +14,7 @@ from aero_compile.errors import LoweringError
 from aero_compile.runtime.arithmetic.exponential import choose_power
 from aero_compile.runtime.arithmetic.tolerances import Tolerances
 from aero_compile.runtime.lowering.partition import partition
+from aero_compile.runtime.lowering.plaintext import run_in_the_clear
 from aero_compile.runtime.lowering.ranges import RangeCheck
 from aero_compile.runtime.lowering.to_jax import lower, supported_ops
 from aero_compile.runtime.operators.limits import LIMITS, Format, anywhere
@@ -34,7 +35,8 @@ def test_every_operator_has_a_row_and_every_row_an_operator() -> None:
 def _refused(body: Body, value: float, **options: Any) -> str:
     model = TokenRows(torch.full((2, 4), value, dtype=torch.float64), body)
     check = RangeCheck(64, 18, **options)
-    live = lower(partition(model, model.logits_graph(), model.ids, check), tolerances=check.tolerances)
+    run_in_the_clear(model, model.logits_graph(), model.ids, check)
+    live = lower(partition(model, model.logits_graph(), model.ids.shape), tolerances=check.tolerances)
     try:
         check.raise_first(live.executed, {})
     except LoweringError as error:
@@ -124,7 +126,7 @@ def test_divisors_are_checked_if_anyone_hides_them(value: float) -> None:
     model = TokenRows(torch.ones(2, 4, dtype=torch.float64), lambda x, m: aten.div.Tensor(x, m.w))
     model.register_parameter("w", torch.nn.Parameter(torch.tensor([value], dtype=torch.float64)))
     check = RangeCheck(64, 18)
-    partition(model, model.logits_graph(), model.ids, check)
+    run_in_the_clear(model, model.logits_graph(), model.ids, check)
     assert any("divisor of aten.div" in message for _, message in check.found)
     if value:
         assert not _refused(lambda x, m: aten.div.Scalar(x, value), 1.0)

@@ -1,0 +1,211 @@
+"""Who may know a value: what is public changes with no weight and no token, what is the server's with no token."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from aero_compile.ir.dataflow import fixed_nodes, hidden_nodes, tainted_nodes
+from aero_compile.ir.ownership import Domain, domains_of, weight_nodes
+from aero_compile.ir.shapes import node_values, sample_shape
+from aero_compile.ir.spectral import SpectralNorm
+from aero_compile.ir.weight_values import weight_value
+from tests.support import tiny_models
+from tests.support.budgets import by_default
+
+aten = torch.ops.aten
+SIDE = 4
+
+
+class Values(fx.Interpreter):
+    """Keeps what every node gives."""
+
+    def __init__(self, module: nn.Module, graph: fx.Graph) -> None:
+        super().__init__(module, graph=graph)
+        self.found: dict[fx.Node, Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.found[n] = super().run_node(n)
+        return self.found[n]
+
+    @classmethod
+    def of(cls, module: nn.Module, graph: fx.Graph, name: str, tokens: Tensor) -> dict[fx.Node, Any]:
+        run = cls(module.eval(), graph)
+        names = [node.target for node in graph.find_nodes(op="placeholder")]
+        inputs = [tokens if each == name else torch.ones_like(tokens) for each in names]
+        with torch.no_grad():
+            run.run(*inputs)
+        return run.found
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(left, tuple | list):
+        return all(map(same, left, right))
+    return torch.equal(torch.as_tensor(left).nan_to_num(), torch.as_tensor(right).nan_to_num())
+
+
+def with_other_weights(module: nn.Module, names: set[str]) -> nn.Module:
+    """A copy in which the tensors of these names, and those of its modules, hold other numbers."""
+    other = copy.deepcopy(module)
+    for name, tensor in itertools.chain(other.named_parameters(), other.named_buffers()):
+        if (name in names or name.startswith("norm.")) and tensor.is_floating_point():
+            tensor.data.add_(torch.rand_like(tensor) + 0.5)
+    return other
+
+
+def check(module: nn.Module, graph: fx.Graph, name: str, tokens: tuple[Tensor, Tensor]) -> dict[fx.Node, Domain]:
+    domains = domains_of(module, graph, name)
+    held = {str(n.target) for n in graph.find_nodes(op="get_attr") if domains[n] is Domain.SERVER}
+    here = Values.of(module, graph, name, tokens[0])
+    with_weights = Values.of(with_other_weights(module, held), graph, name, tokens[0])
+    with_tokens = Values.of(module, graph, name, tokens[1])
+    for node, domain in domains.items():
+        assert domain is Domain.LIVE or same(here[node], with_tokens[node]), node.format_node()
+        assert domain is not Domain.PUBLIC or same(here[node], with_weights[node]), node.format_node()
+    return domains
+
+
+class Held(nn.Module):
+    """Square matrices of every kind that a model may hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Parameter(torch.rand(9, SIDE))
+        self.weight = nn.Parameter(torch.rand(SIDE, SIDE))
+        self.tied = self.weight
+        self.register_buffer("mask", torch.ones(SIDE, SIDE).tril())
+        self.register_buffer("average", torch.rand(SIDE, SIDE), persistent=False)
+        self.ones = nn.Parameter(torch.ones(SIDE, SIDE).tril())  # structure by its numbers, a weight all the same
+        self.norm = SpectralNorm.of(torch.rand(SIDE, SIDE))
+
+
+def drawn(seed: int) -> fx.Graph:
+    """A random graph of matrices, of which some are taken for their shape, and some filled with entries of others."""
+    draw, graph = random.Random(seed), fx.Graph()
+    tokens = graph.placeholder("input_ids")
+    graph.placeholder("attention_mask")
+    call = graph.call_function
+    known = [call(aten.embedding.default, (graph.get_attr("table"), tokens))]
+    known += [graph.get_attr(name) for name in ("weight", "tied", "mask", "average", "ones")]
+    known.append(call(aten.expand.default, (call(aten.arange.default, (float(SIDE),)), [SIDE, SIDE])))
+    for _ in range(draw.randint(10, 25)):
+        one, other = draw.choice(known), draw.choice(known)
+        number = call(aten._local_scalar_dense.default, (call(aten.amax.default, (other,)),))
+        calls: list[Any] = [
+            (draw.choice([aten.add.Tensor, aten.mul.Tensor, aten.matmul.default]), one, other),
+            (draw.choice([aten.relu.default, aten.neg.default, aten.tanh.default]), one),
+            (draw.choice([aten.zeros_like.default, aten.ones_like.default]), one),
+            (aten.new_ones.default, one, [call(aten.sym_size.int, (other, 0)), SIDE]),
+            (aten.full_like.default, one, number),
+            (aten.new_full.default, one, [SIDE, SIDE], number),
+            ("norm", one),
+        ]
+        target, *args = draw.choice(calls)
+        known.append(graph.call_module(target, tuple(args)) if target == "norm" else call(target, tuple(args)))
+    graph.output(known[-1])
+    return graph
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_in_random_graphs(seed: int) -> None:
+    tokens = torch.tensor([1, 0, 3, 2]), torch.tensor([8, 5, 8, 7])
+    domains = check(Held(), drawn(seed), "input_ids", tokens)
+    assert set(domains.values()) == set(Domain)
+
+
+@pytest.mark.parametrize("family", by_default(tiny_models.UNLIKE, "gpt2-eager", "llama-sdpa"))
+def test_in_every_family(family: str) -> None:
+    model = tiny_models.transformed(family, "baseline")
+    graph, name = model.graph, model.convention.tokens
+    domains = check(model, graph, name, (tiny_models.tokens(), tiny_models.tokens(seed=1)))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    read = {str(node.target): domains[node] for node in graph.find_nodes(op="get_attr")}
+    assert all(read[name] is Domain.SERVER for name in read.keys() & parameters.keys())
+    live = tainted_nodes(graph, name)
+    assert live == {node for node, domain in domains.items() if domain is Domain.LIVE}
+    hidden = hidden_nodes(graph, name, node_values(model, *sample_shape(model)))
+    assert hidden < live  # the tokens themselves are not hidden values
+
+
+def of_one(module: nn.Module, target: Any, *args: Any) -> Domain:
+    """The domain of a call on tensors of `module`, which are given by their names."""
+    graph = fx.Graph()
+    tokens = graph.placeholder("input_ids")
+    nodes = {"input_ids": tokens} | {n: graph.get_attr(n) for n in ("mask", "average", "weight", "tied", "ones")}
+    given = tuple(nodes.get(each, each) if isinstance(each, str) else each for each in args)
+    result = graph.call_module(target, given) if isinstance(target, str) else graph.call_function(target, given)
+    graph.output(result)
+    return domains_of(module, graph, "input_ids")[result]
+
+
+@pytest.mark.parametrize(
+    ("domain", "target", "args"),
+    [
+        (Domain.PUBLIC, aten.neg.default, ("mask",)),
+        (Domain.SERVER, aten.neg.default, ("average",)),
+        (Domain.SERVER, aten.mul.Tensor, ("mask", "ones")),
+        (Domain.SERVER, aten.matmul.default, ("mask", "tied")),
+        (Domain.LIVE, aten.embedding.default, ("weight", "input_ids")),
+        (Domain.PUBLIC, aten.zeros_like.default, ("input_ids",)),
+        (Domain.PUBLIC, aten.sym_size.int, ("weight", 0)),
+        (Domain.SERVER, aten.full_like.default, ("input_ids", "average")),
+        (Domain.LIVE, aten.full_like.default, ("weight", "input_ids")),
+        (Domain.LIVE, aten.new_full.default, ("input_ids", [2], "input_ids")),
+        (Domain.SERVER, "norm", ("weight",)),
+        (Domain.SERVER, "norm", ("mask",)),  # its vectors are the server's
+        (Domain.PUBLIC, "drop", ("mask",)),
+        (Domain.LIVE, "drop", ("input_ids",)),
+    ],
+)
+def test_of_one_node(domain: Domain, target: Any, args: tuple[Any, ...]) -> None:
+    module = Held()
+    module.drop = nn.Dropout(0.1)
+    assert of_one(module, target, *args) is domain
+
+
+@pytest.mark.parametrize(
+    ("buffer", "domain"),
+    [
+        (torch.ones(3, dtype=torch.bool), Domain.PUBLIC),
+        (torch.arange(3), Domain.PUBLIC),
+        (torch.tensor([0.0, 1.0, 1.0]), Domain.PUBLIC),
+        (torch.tensor([0.0, -torch.inf, -1e9]), Domain.PUBLIC),
+        (torch.tensor([1.0]), Domain.PUBLIC),  # a number that every model has
+        (torch.ones(3), Domain.SERVER),  # a statistic that happens to be 1 hides nothing
+        (torch.tensor([0.1, 0.7, 1.0]), Domain.SERVER),
+        (torch.tensor([3, -7, 5], dtype=torch.int8), Domain.SERVER),
+        (torch.tensor([[1, 0, 1], [0, 0, 1], [0, 1, 0], [1, 1, 0]]).bool(), Domain.SERVER),
+    ],
+)
+@pytest.mark.parametrize("kind", ["saved", "not saved", "attribute", "parameter"])
+def test_a_tensor_is_public_only_if_it_is_shown_to_be_structure(buffer: Tensor, domain: Domain, kind: str) -> None:
+    module = Held()
+    del module.mask
+    if kind == "attribute":
+        module.mask = buffer
+    elif kind == "parameter":
+        module.mask = nn.Parameter(buffer, requires_grad=False)
+    else:
+        module.register_buffer("mask", buffer, persistent=kind == "saved")
+    assert of_one(module, aten.neg.default, "mask") is (Domain.SERVER if kind == "parameter" else domain)
+
+
+def test_weights_depend_on_no_input_not_even_on_its_shape() -> None:
+    model = tiny_models.transformed("gpt2-eager", "spectral_norm_qkv_ffn")
+    weights, fixed = weight_nodes(model, model.graph), fixed_nodes(model.graph)
+    domains = domains_of(model, model.graph, model.convention.tokens)
+    assert weights == {node for node in fixed if domains[node] is Domain.SERVER}
+    assert any(node.op == "call_module" for node in weights)
+    assert not any(domains[node] is Domain.LIVE for node in fixed)
+    name = model.convention.tokens
+    short, long = (Values.of(model, model.graph, name, tiny_models.tokens(*shape)) for shape in ((1, 2), (3, 7)))
+    for node in fixed:
+        assert same(short[node], long[node])
+        assert same(short[node], weight_value(model, node))
