@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,32 @@ def live_names(nodes: Sequence[Any], names: set[str]) -> set[str]:
         if node.op_type not in ("Shape", "Size") and live & reads(node):
             live.update(node.output)
     return live
+
+
+def result_shapes(
+    node: Any, version: int, inputs: Mapping[str, tuple[int, Sequence[int]]], values: Mapping[str, Any]
+) -> list[tuple[int, ...] | None]:
+    """The shapes of a standard op's results as onnx infers them; None for one that it cannot infer.
+
+    `inputs` are the ONNX type and shape of each input, `values` the arrays of those whose values tell shapes.
+    """
+    import onnx
+
+    types = {name: onnx.helper.make_tensor_type_proto(kind, shape) for name, (kind, shape) in inputs.items()}
+    known = {name: onnx.numpy_helper.from_array(array, name) for name, array in values.items()}
+    opsets = [onnx.helper.make_opsetid("", version)]
+    try:
+        schema = onnx.defs.get_schema(node.op_type, version)
+        found = onnx.shape_inference.infer_node_outputs(schema, node, types, known, opset_imports=opsets)
+    except Exception:  # whatever onnx does not know how to infer
+        found = {}
+    results = [found.get(name, onnx.TypeProto()).tensor_type for name in node.output]
+    return [
+        tuple(dim.dim_value for dim in each.shape.dim)
+        if each.HasField("shape") and all(dim.HasField("dim_value") for dim in each.shape.dim)
+        else None
+        for each in results
+    ]
 
 
 def source_path(node: Any) -> str:

@@ -36,6 +36,7 @@ from aero_compile.onnx.file_nodes import (
     needed,
     numpy_type,
     outer_names,
+    result_shapes,
     sizes_of,
     source_path,
     token_input,
@@ -44,6 +45,9 @@ from aero_compile.quiet import quiet
 
 LARGEST_READ = 1 << 22
 """Floating-point weights of more elements are not read from the file."""
+
+LARGEST_COMPUTED = 1 << 30
+"""Elements that all values of a file which depend on no token may have together."""
 
 _CACHES = re.compile(r"past|cache|key|value|state|mem", re.IGNORECASE)
 _MICROSOFT = "com.microsoft"
@@ -158,6 +162,7 @@ class _Importer:
         self.proto, self.file = proto, file
         self.opsets = {entry.domain: entry.version for entry in proto.opset_import}
         self.builder = Builder(seq_len)
+        self.computed = 0
         self.initializers = {tensor.name: tensor for tensor in proto.graph.initializer}
         if proto.graph.sparse_initializer:
             raise UnsupportedModelError(f"{file} keeps weights as sparse tensors, which are not supported")
@@ -314,6 +319,7 @@ class _Importer:
         captured = sorted(outer_names(node))
         feeds = {name: value for name, value in zip(node.input, inputs, strict=True) if name}
         feeds |= {name: self.value(name) for name in captured}
+        self._check_size(node, feeds)
         infos = [onnx.ValueInfoProto(name=name) for name in feeds]
         outputs = [onnx.ValueInfoProto(name=name) for name in node.output if name]
         graph = onnx.helper.make_graph([node], "one", infos, outputs)
@@ -327,6 +333,22 @@ class _Importer:
                 f"{first_line(error)[:200]}"
             ) from error
         return [next(results) if name else None for name in node.output]
+
+    def _check_size(self, node: Any, feeds: Mapping[str, Any]) -> None:
+        """Refuse to compute a value that is too large, before it is made."""
+        import onnx
+
+        arrays = {name: value for name, value in feeds.items() if isinstance(value, np.ndarray)}
+        inputs = {name: (onnx.helper.np_dtype_to_tensor_dtype(v.dtype), v.shape) for name, v in arrays.items()}
+        counts = {name: value for name, value in arrays.items() if value.dtype.kind in "iu" and value.size <= 64}
+        version = self.opsets.get(node.domain, self.opsets.get("", 1))
+        shapes = result_shapes(node, version, inputs, counts)
+        self.computed += sum(math.prod(shape) for shape in shapes if shape is not None)
+        if self.computed > LARGEST_COMPUTED:
+            raise UnsupportedModelError(
+                f"{self.file} is too large: the values that depend on no token have {self.computed:,} elements with "
+                f"{described(node)}, more than {LARGEST_COMPUTED:,}"
+            )
 
     def _live(self, node: Any, inputs: Sequence[Value]) -> Sequence[Value]:
         """Add one node that depends on the tokens."""

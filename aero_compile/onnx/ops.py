@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from aero_compile.onnx.builder import Builder, Op, Opaque, Value, exact
+from aero_compile.onnx.file_nodes import result_shapes
 from aero_compile.onnx.moves import MOVES, Converter
 from aero_compile.onnx.products import PRODUCTS
 
@@ -32,22 +33,14 @@ def _inferred(builder: Builder, op: Op, node: Any) -> list[tuple[int, ...]] | No
     import onnx
 
     floating, integer, flag = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64, onnx.TensorProto.BOOL
-    types = {}
+    inputs = {}
     for name, value in zip(node.input, op.inputs, strict=True):
         if value is not None and not isinstance(value, list):
             dtype = value.dtype if isinstance(value, np.ndarray) else builder.value(value).dtype
             kind = flag if dtype in (np.bool_, torch.bool) else floating if builder.is_floating(value) else integer
-            types[name] = onnx.helper.make_tensor_type_proto(kind, builder.shape(value))
-    opsets = [onnx.helper.make_opsetid("", op.version)]
-    try:
-        schema = onnx.defs.get_schema(op.kind, op.version)
-        found = onnx.shape_inference.infer_node_outputs(schema, node, types, opset_imports=opsets)
-    except Exception:  # whatever onnx does not know how to infer
-        return None
-    results = [found.get(name, onnx.TypeProto()).tensor_type for name in node.output]
-    if not all(each.HasField("shape") and all(dim.HasField("dim_value") for dim in each.shape.dim) for each in results):
-        return None
-    return [tuple(dim.dim_value for dim in each.shape.dim) for each in results]
+            inputs[name] = kind, builder.shape(value)
+    shapes = [shape for shape in result_shapes(node, op.version, inputs, {}) if shape is not None]
+    return shapes if len(shapes) == op.outputs else None
 
 
 # -- element by element ----------------------------------------------------------------------------------------

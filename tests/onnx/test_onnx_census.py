@@ -497,6 +497,19 @@ def test_damaged_files_end_in_an_error_of_ours(seed: int, tmp_path: Path) -> Non
     assert named
 
 
+@pytest.mark.parametrize("kind", ["ConstantOfShape", "Expand", "Tile"])
+def test_values_that_are_too_large_are_not_computed(kind: str, tmp_path: Path) -> None:
+    """A few bytes could ask for any memory: here 16 GB."""
+
+    def activation(m: Decoder, x: str) -> str:
+        sizes = m.ints(1 << 22, 1024)
+        large = m.op(kind, sizes) if kind == "ConstantOfShape" else m.op(kind, m.tensor(np.zeros((1, 1))), sizes)
+        return m.op("Add", m.op("Gelu", x), m.op("ReduceSum", large, m.ints(0, 1), keepdims=0))
+
+    with pytest.raises(UnsupportedModelError, match=rf"model\.onnx is too large: .* elements with {kind}"):
+        onnx_census(saved(decoder(activation=activation), tmp_path), T)
+
+
 # -- what is no decoder ----------------------------------------------------------------------------------------
 
 
