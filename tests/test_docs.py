@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from pathlib import Path
@@ -12,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+import aero_compile
 from aero_compile import census, load, recipes, transform
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.recipe.page import recipe_page
 from aero_compile.recipe.recipe import Recipe
+from tests.support.budgets import by_default
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [
@@ -89,11 +92,15 @@ def test_the_pass_of_the_contributing_guide_works(monkeypatch: pytest.MonkeyPatc
         transform(transform(model, "relu"), Recipe("mine", "", (kind(),)))
 
 
+@pytest.mark.parametrize("protocol", by_default(("cheetah", "semi2k"), "semi2k"))
 def test_the_example_of_the_readme_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    protocol: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Run for real, two processes included; what its comments promise is what it prints."""
+    """Run for real, two processes included, by default in the quicker protocol; its comments say what it prints."""
     pytest.importorskip("spu")
+    if protocol != "cheetah":
+        quick = functools.partial(aero_compile.private_inference, protocol=protocol, warm=False)
+        monkeypatch.setattr(aero_compile, "private_inference", quick)
     monkeypatch.chdir(tmp_path)
     (example,) = blocks(ROOT / "README.md")
     space: dict[str, Any] = {"__name__": "example"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import sys
@@ -46,6 +47,18 @@ def demo(root: Path) -> ModuleType:
     return module
 
 
+@pytest.fixture
+def captured_source(demo: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row starts from the same weights: they are captured once."""
+    build = demo.source_model
+
+    @functools.cache
+    def captured(settings: Any) -> Any:
+        return aero_compile.transform(build(settings), "baseline")
+
+    monkeypatch.setattr(demo, "source_model", captured)
+
+
 class Runtime:
     """Gives PyTorch's own logits and made-up costs; fails when told to."""
 
@@ -73,7 +86,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
 
 
 def test_interrupted_run_is_taken_up_and_finished_run_left_alone(
-    demo: ModuleType, runtime: Runtime, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    demo: ModuleType, captured_source: None, runtime: Runtime, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = tmp_path / "runs" / "demo"
     command = ["--output-dir", str(base), *TINY]
