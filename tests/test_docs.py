@@ -54,21 +54,28 @@ def test_files_that_are_named_exist(path: Path) -> None:
     """A name counts from the repository, a folder below, or another one on its line; `file.py:17` quotes a message."""
     roots = [ROOT, ROOT / "aero_compile", ROOT / "benchmarks"]
     for line in path.read_text(encoding="utf-8").splitlines():
-        named = re.findall(r"`((?:\w+/)+)`", line) if path.name in ("architecture.md", "CONTRIBUTING.md") else []
-        below = [root / folder for root in roots for folder in named if (root / folder).is_dir()]
         files = re.findall(r"(?<![\w./*-])\w[\w/]*\.py\b(?!:\d)", line)
+        named = re.findall(r"`((?:\w+/)+)`", line) if path.name in ("architecture.md", "CONTRIBUTING.md") else []
+        below = [root / folder for root in roots for folder in [*named, *(Path(name).parent for name in files)]]
         for name in {*named, *files} - {"passes/gelu_to_elu.py"}:  # what the guide has its reader write
             assert any((folder / name).exists() for folder in (*roots, *below)), name
 
 
+def sources() -> list[Path]:
+    folders = ("aero_compile", "passes", "runtime", "benchmarks")
+    return [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+
+
 def test_modules_that_are_named_exist() -> None:
-    sources = [
-        p for folder in ("aero_compile", "passes", "runtime", "benchmarks") for p in (ROOT / folder).rglob("*.py")
-    ]
-    for path in (*DOCUMENTS, *sources):
+    for path in (*DOCUMENTS, *sources()):
         for name in re.findall(r"`(aero_compile(?:\.\w+)+)[`(]", path.read_text(encoding="utf-8")):
             if name != "aero_compile.json":
                 assert resolve_name(name) is not None, (path, name)
+
+
+def test_names_stand_in_single_backticks() -> None:
+    for path in sources():
+        assert not re.search(r"(?<!`)``(?!`)", path.read_text(encoding="utf-8")), path
 
 
 def test_the_pass_of_the_contributing_guide_works(monkeypatch: pytest.MonkeyPatch) -> None:
