@@ -1,0 +1,152 @@
+"""What a program computes, in which step, and what each step hands on: no more than the logits need.
+
+Each step computes one operator of the model, with the views in front of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from torch import fx
+
+from aero_compile.errors import LoweringError
+from aero_compile.ir.ops import of_form
+from aero_compile.runtime.lowering.blocks import Strip, choose_strips
+from aero_compile.runtime.lowering.live import MOVES, is_part
+from aero_compile.runtime.lowering.masks import Masked, find_mask
+from aero_compile.runtime.lowering.partition import Partition, op_name
+
+SOFTMAX = ("aten.softmax", "unnormalized_softmax")
+LIKE_SECOND = of_form("cast_as", "expand_as")
+"""Ops whose result has the type or shape of their second argument, of which nothing else is read."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Nodes of one step, the operator last, and those of them that later steps read."""
+
+    nodes: list[fx.Node]
+    outputs: list[fx.Node]
+
+
+class Schedule:
+    """The live nodes that the logits need, in order, and what they read of each other.
+
+    `masks`: what stands before each softmax; it reads the scores without their mask. `strips`: score products that
+    only a masked softmax reads, with the strips of them that it reads. `vocabulary`: rows of the table that the tokens
+    index.
+
+    Raises:
+        LoweringError: the tokens index no table, or tables of several lengths.
+    """
+
+    def __init__(self, part: Partition) -> None:
+        self.part = part
+        self.masks: dict[fx.Node, Masked] = {}
+        self._carries_tokens: dict[fx.Node, bool] = {}
+        needed = self._needed()
+        self.order = [n for n in part.graph.nodes if n in needed and n is not part.tokens]
+        self.strips = dict(self._blocked_products())
+        self.vocabulary = self._vocabulary()
+
+    def groups(self, kept: Collection[fx.Node]) -> list[Group]:
+        """The nodes of each step; those in `kept` are outputs even if no later step reads them."""
+        found: list[list[fx.Node]] = [[]]
+        for node in self.order:
+            found[-1].append(node)
+            if self._ends_step(node):
+                found.append([])
+        found = [nodes for nodes in found if nodes]
+        last_reader: dict[fx.Node, int] = {self.part.output: len(found)}
+        for at, nodes in enumerate(found):
+            for node in nodes:
+                for used in self.reads(node):
+                    last_reader[used] = max(last_reader.get(used, 0), at)
+        return [
+            Group(nodes, [node for node in nodes if last_reader.get(node, -1) > at or node in kept])
+            for at, nodes in enumerate(found)
+        ]
+
+    def reads(self, node: fx.Node) -> list[fx.Node]:
+        """The live values that a node is computed from."""
+        if op_name(node) in SOFTMAX:
+            if node not in self.masks:
+                scores = node.args[0]
+                assert isinstance(scores, fx.Node)
+                self.masks[node] = find_mask(self.part, scores)
+            return [self.masks[node].core]
+        if node.target in LIKE_SECOND:
+            first = node.args[0]
+            assert isinstance(first, fx.Node)
+            return [first]
+        return [used for used in node.all_input_nodes if self.part.is_live(used)]
+
+    def lookup(self, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+        """Return (table, tokens) if `node` looks rows of a table up by the tokens."""
+        table: object = None
+        ids: object = None
+        if op_name(node) == "aten.embedding":
+            table, ids = node.args[0], node.args[1]
+        elif op_name(node) == "aten.index":
+            indices = node.args[1]
+            if isinstance(indices, (list, tuple)) and len(indices) == 1:
+                table, ids = node.args[0], indices[0]
+        if isinstance(table, fx.Node) and not self.part.is_live(table) and self.part.is_live(ids):
+            assert isinstance(ids, fx.Node)
+            return table, ids
+        return None
+
+    def is_tokens(self, node: fx.Node) -> bool:
+        """Whether a node carries token ids (represented by one-hot rows) or integers made of them."""
+        if node is self.part.tokens:
+            return True
+        if node not in self._carries_tokens:
+            live = self.reads(node) if self.lookup(node) is None else []
+            self._carries_tokens[node] = bool(live) and all(self.is_tokens(used) for used in live)
+        return self._carries_tokens[node]
+
+    def _needed(self) -> set[fx.Node]:
+        needed: set[fx.Node] = set()
+        waiting = [self.part.output]
+        while waiting:
+            node = waiting.pop()
+            if node not in needed:
+                needed.add(node)
+                waiting.extend(self.reads(node))
+        return needed
+
+    def _ends_step(self, node: fx.Node) -> bool:
+        if op_name(node) == "unnormalized_softmax":
+            return False  # a pair: the step goes on until both its parts are taken
+        if is_part(node):
+            source = node.args[0]
+            return isinstance(source, fx.Node) and node is next(n for n in reversed(self.order) if n in source.users)
+        computes = op_name(node) not in MOVES and not self.is_tokens(node)
+        return computes or self.lookup(node) is not None
+
+    def _blocked_products(self) -> Iterator[tuple[fx.Node, tuple[Strip, ...]]]:
+        readers: dict[fx.Node, set[fx.Node]] = {}
+        for node in self.order:
+            for used in self.reads(node):
+                readers.setdefault(used, set()).add(node)
+        for node, mask in self.masks.items():
+            product = mask.core
+            if op_name(product) == "aten.matmul" and mask.allowed is not None and readers[product] == {node}:
+                shape = self.part.shapes[product]
+                allowed = np.broadcast_to(mask.allowed, shape).any(axis=tuple(range(len(shape) - 2)))
+                left = product.args[0]
+                if isinstance(left, fx.Node) and left in self.part.shapes:
+                    yield product, choose_strips(allowed, self.part.shapes[left][-1])
+
+    def _vocabulary(self) -> int:
+        """Rows of the table that the tokens index; they must agree if there are several."""
+        rows: dict[int, str] = {}
+        for node in self.order:
+            found = self.lookup(node)
+            if found is not None:
+                rows[int(self.part.known[found[0]].shape[0])] = node.name
+        if len(rows) != 1:
+            raise LoweringError(f"the tokens index tables of {sorted(rows)} rows; exactly one vocabulary is supported")
+        return next(iter(rows))
