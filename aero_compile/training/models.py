@@ -19,7 +19,7 @@ from torch import nn
 from aero_compile.errors import AeroError, InputError
 from aero_compile.recipe.recipe import Recipe, resolve
 from aero_compile.training.options import DEFAULT_RECIPE, RetrainOptions
-from aero_compile.training.sources import first_line
+from aero_compile.training.sources import cause_line
 from aero_compile.training.tokenizer import has_tokenizer
 
 # Shapes that need no download with --from-scratch: (config class, its fields).
@@ -135,7 +135,7 @@ def _read_config(path: Path, changes: dict[str, Any]) -> Any:
         content = json.loads(path.read_text(encoding="utf-8"))
         return _changed(AutoConfig.for_model(**content), changes)
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise InputError(f"--model {path} is no model configuration: {first_line(error)}") from error
+        raise InputError(f"--model {path} is no model configuration: {cause_line(error)}") from error
 
 
 def _load_config(name: str, changes: dict[str, Any]) -> Any:
@@ -160,7 +160,7 @@ def _from_config(config: Any, name: str, tokenizer: str | None = None) -> ModelS
             auto: Any = AutoModelForCausalLM
             model: nn.Module = auto.from_config(config)
         except (ValueError, KeyError, TypeError) as error:
-            raise InputError(f"--model {name}: no decoder can be built from it: {first_line(error)}") from error
+            raise InputError(f"--model {name}: no decoder can be built from it: {cause_line(error)}") from error
         return model
 
     positions = getattr(config, "max_position_embeddings", None)
@@ -206,7 +206,7 @@ def _offline(name: str) -> bool:
 def _reason(name: str, error: BaseException) -> str:
     if _offline(name):
         return "the Hugging Face Hub does not answer, and no copy of it is on this machine"
-    return first_line(error)
+    return cause_line(error)
 
 
 def _artifact(path: Path, from_scratch: bool, overrides: str | None) -> ModelSource:
@@ -231,7 +231,7 @@ def _call_factory(name: str) -> nn.Module:
         for part in attribute.split("."):
             factory = getattr(factory, part)
     except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(f"--model {name}: {first_line(error)}") from error
+        raise InputError(f"--model {name}: {cause_line(error)}") from error
     try:
         model = factory()
     except AeroError:

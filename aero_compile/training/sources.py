@@ -8,7 +8,7 @@ import tokenize
 from pathlib import Path
 from typing import Any
 
-from aero_compile.errors import DataError
+from aero_compile.errors import DataError, first_line
 
 # Tests, bundled wheels and platform data: not the code one would call the standard library.
 _STDLIB_SKIPPED = {
@@ -110,7 +110,7 @@ def load_hub(name: str, config: str | None, column: str | None) -> tuple[Any, An
     except Exception as error:  # the Hub client's errors are many and of no common base
         raise DataError(
             f"no dataset {name!r}: it is neither a local file or folder nor could it be loaded from the "
-            f"Hugging Face Hub ({first_line(error)})"
+            f"Hugging Face Hub ({cause_line(error)})"
         ) from error
     if "train" not in loaded:
         raise DataError(f"the dataset {name!r} has no split 'train', only {', '.join(loaded)}")
@@ -119,10 +119,9 @@ def load_hub(name: str, config: str | None, column: str | None) -> tuple[Any, An
     return train, None if held_out is None else text_column(held_out, column, name)
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of the message of an error or of what caused it, for use inside another message."""
-    lines = str(error.__cause__ or error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+def cause_line(error: BaseException) -> str:
+    """What an error, or what caused it, says first, for use inside another message."""
+    return first_line(error.__cause__ or error)
 
 
 def text_column(dataset: Any, column: str | None, name: str) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from aero_compile.errors import DataError, InputError
-from aero_compile.training.sources import first_line
+from aero_compile.training.sources import cause_line
 
 END_OF_TEXT = "<|endoftext|>"
 # 256 byte symbols and the end-of-text mark: every text can be written with these alone.
@@ -35,7 +35,7 @@ def load_tokenizer(name: str | Path) -> Any:
         return AutoTokenizer.from_pretrained(str(name))
     # The tokenizers library raises bare Exception for a damaged file.
     except Exception as error:
-        raise DataError(f"no tokenizer could be loaded from {str(name)!r}: {first_line(error)}") from error
+        raise DataError(f"no tokenizer could be loaded from {str(name)!r}: {cause_line(error)}") from error
 
 
 def has_tokenizer(folder: str | Path) -> bool:

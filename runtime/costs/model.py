@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -196,20 +197,13 @@ def _forward(
         spent = session.bill()
         total.add(spent)
         rows.append(_row(step.label, step.place, spent, network))
-    opened = _SHARE_BYTES * _elements(program.logits.shape)
+    opened = _SHARE_BYTES * math.prod(program.logits.shape)
     reveal = Cost(opened, 0.0, _REVEAL_MESSAGES, 0.5, 0.0, opened)
     if program.guard is not None:  # both send their share of one number
         reveal.add(Cost(_SHARE_BYTES, _SHARE_BYTES, 2, 0.5, 0.0, _SHARE_BYTES))
     total.add(reveal)
     rows.append(_row("reveal", "the client's logits", reveal, network))
     return rows, total
-
-
-def _elements(shape: Iterable[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _row(label: str, place: str, spent: Cost, network: Network) -> dict[str, Any]:
