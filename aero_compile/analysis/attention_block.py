@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from aero_compile.analysis.feed_forward import find_merge
 from aero_compile.analysis.parts import Attention, Structure
 from aero_compile.analysis.projections import find_projections, mixed_values, views_below, weighted_sum
+from aero_compile.analysis.residual_merge import find_merge
 from aero_compile.analysis.structure import structure_of
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.ir.graph_model import GraphModel

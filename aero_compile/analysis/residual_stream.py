@@ -12,8 +12,6 @@ and c.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +25,7 @@ from aero_compile.ir.graph_model import GraphModel
 from aero_compile.ir.ops import SCALES, SUMS
 
 aten = torch.ops.aten
+
 
 Basis = tuple[Tensor, Tensor]
 """A matrix R and its inverse, float64 `[d, d]`, or 0-dimensional for multiples of the identity: z = h·R."""
@@ -109,29 +108,6 @@ class ResidualStream:
                         old = found.setdefault((leaf, new.moves), new)
                         old.coefficient = new.coefficient if old is new else plus(old.coefficient, coefficient)
         return list(found.values()), constant
-
-    # -- costs ------------------------------------------------------------------------------------------
-
-    def cost(self, state: State) -> int:
-        """Elements of the weights that private products compute `state` with; a private scale counts as a product."""
-        linear = [node for node in state.region if node.target is aten.linear.default]
-        total = sum(int(self.affine.values[node.all_input_nodes[1]].numel()) for node in linear)
-        return total + sum(self.width(node) ** 2 for node in state.region if self.affine.is_private(node))
-
-    def new_cost(self, state: State, bases: Mapping[fx.Node, Basis], parent: fx.Node | None) -> int:
-        """The same, once it is rewritten in `bases`; `parent` is the state that it then continues without a product."""
-        total, turned = 0, state.node in bases
-        for leaf, shape in state.leaves:
-            if leaf is parent or leaf not in self.live:
-                continue
-            if self.is_looked_up(leaf, state):
-                total += self.vocabulary * (self.width(state.node) - self.width(leaf))
-            elif shape or turned or leaf in bases:
-                total += math.prod(shape) if shape else self.width(state.node) ** 2
-        scales = [s for leaf, s in state.skips if s.dim() == 0 and leaf is not parent and leaf not in bases]
-        if not turned and not self.is_public(state):
-            total += sum(self.width(state.node) ** 2 for s in scales if float(s) != 1)
-        return total
 
     def is_public(self, state: State) -> bool:
         """Whether every factor in a state's region is a number that both parties know."""

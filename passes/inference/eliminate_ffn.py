@@ -24,6 +24,7 @@ from torch import Tensor, fx
 
 from aero_compile.analysis.parts import FeedForward
 from aero_compile.analysis.residual_stream import Basis, ResidualStream, State
+from aero_compile.analysis.stream_costs import cost, new_cost
 from aero_compile.errors import InputError
 from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.model import TransformedModel
@@ -109,12 +110,14 @@ class _Plan:
     def _goes_into_table(self, state: State) -> bool:
         """Whether linear layers take token vectors alone, so that the table can hold their results."""
         dense = any(self.stream.is_looked_up(leaf, state) and shape for leaf, shape in state.leaves)
-        return dense and self.stream.new_cost(state, {}, None) < self.stream.cost(state)
+        return dense and new_cost(self.stream, state, {}) < cost(self.stream, state)
 
     def saved(self) -> int:
         """How many fewer weights are multiplied."""
-        costs = [self.stream.new_cost(state, self.bases, self.parents.get(state)) for state in self.rewritten]
-        return sum(map(self.stream.cost, self.rewritten)) - sum(costs)
+        return sum(
+            cost(self.stream, state) - new_cost(self.stream, state, self.bases, self.parents.get(state))
+            for state in self.rewritten
+        )
 
     def done(self, ffns: Sequence[FeedForward]) -> Iterator[str]:
         """A sentence for each segment."""

@@ -20,6 +20,7 @@ import torch
 
 from aero_compile.analysis.parts import FeedForward
 from aero_compile.analysis.residual_stream import ResidualStream, State
+from aero_compile.analysis.stream_costs import cost, new_cost
 from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.places import place
 from aero_compile.model import TransformedModel
@@ -64,12 +65,12 @@ def _fuses(stream: ResidualStream, state: State) -> bool:
     """Whether there are fewer products in a state's sum than before, and fewer weights in them."""
     before = sum(node.target is torch.ops.aten.linear.default for node in state.region)
     after = sum(leaf in stream.live and bool(shape) for leaf, shape in state.leaves)
-    return after < before and stream.new_cost(state, {}, None) < stream.cost(state)
+    return after < before and new_cost(stream, state, {}) < cost(stream, state)
 
 
 def _described(stream: ResidualStream, state: State, ffns: Sequence[FeedForward]) -> str:
     names = ", ".join(name_of(ffn) for ffn in ffns if ffn.output in state.region) or place(state.node)
-    return f"{names}: {stream.cost(state):,} weights multiplied before, {stream.new_cost(state, {}, None):,} now"
+    return f"{names}: {cost(stream, state):,} weights multiplied before, {new_cost(stream, state, {}):,} now"
 
 
 def _kept(stream: ResidualStream, ffns: Sequence[FeedForward], fused: Sequence[State]) -> Iterator[str]:

@@ -1,0 +1,94 @@
+"""Find where the result of a block is added to the residual stream that its input came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import fx
+
+from aero_compile.analysis.block_ops import AFTER_BLOCKS, BRANCH_OPS, IN_NORMS
+from aero_compile.ir.dataflow import ancestors, live_inputs, through_views
+
+aten = torch.ops.aten
+
+
+def find_merge(
+    output: fx.Node, entry: fx.Node, live: set[fx.Node], depth: Mapping[fx.Node, int] | None = None
+) -> tuple[tuple[fx.Node, fx.Node], tuple[tuple[fx.Node, fx.Node], ...]] | None:
+    """Follow the result `output` of a block to the add with the residual stream that its input `entry` came from.
+
+    With `depth`, where no term of the additions on the way is the stream itself, a term that comes after more
+    attentions than `entry` stands for it: the attention of a parallel block without a residual connection.
+
+    Returns:
+        The (add, argument) edge of the result, and those of all it is added to; None if it is added to nothing.
+    """
+    bases = _bases(entry, live)
+    node, branch, joined = output, None, 0
+    residual: list[tuple[fx.Node, fx.Node]] = []
+    for _ in range(12):
+        users = _users(node, live)
+        if len(users) != 1:
+            break
+        user = users[0]
+        if user.target is aten.add.Tensor and len(live_inputs(user, live)) == 2:
+            sibling = next(p for p in live_inputs(user, live) if p is not node)
+            branch = branch or (user, node)
+            residual.append((user, sibling))
+            if _adds_up(sibling, bases, live):
+                return branch, tuple(residual)
+            if depth is not None and depth[sibling] > depth[entry]:
+                joined = len(residual)
+        elif user.op != "call_module" and user.target not in AFTER_BLOCKS:
+            break
+        node = user
+    return (branch, tuple(residual[:joined])) if branch and joined else None
+
+
+def _users(node: fx.Node, live: set[fx.Node]) -> list[fx.Node]:
+    """Live users of `node`; a mean that is only subtracted from `node` again (a frozen norm's) is none of its own."""
+    users = [user for user in node.users if user in live]
+    return [user for user in users if user.target is not aten.mean.dim or not set(user.users) <= set(users)]
+
+
+def rest_of_sum(merge: fx.Node, entry: fx.Node, live: set[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """What is added to `merge` alone and reads the same stream: the attention in (x + ffn) + attention."""
+    bases, users = _bases(entry, live), _users(merge, live)
+    while len(users) == 1 and users[0].target is aten.add.Tensor and len(live_inputs(users[0], live)) == 2:
+        sibling = next(p for p in live_inputs(users[0], live) if p is not merge)
+        if not bases & ancestors([sibling], live):
+            return
+        yield users[0], sibling
+        merge = users[0]
+        users = _users(merge, live)
+
+
+def _bases(entry: fx.Node, live: set[fx.Node]) -> set[fx.Node]:
+    """Values that are the residual stream behind `entry`: itself, and what norms, or what stands for them, take.
+
+    A norm may be written as arithmetic (frozen statistics, tanh), so this goes back, latest node first, as long as
+    there are such ops only; wherever a single value is left, everything above was computed from it alone.
+    """
+    bases: set[fx.Node] = set()
+    open_nodes = {entry}
+    for _ in range(24):
+        node = max(open_nodes)
+        if len(open_nodes) == 1:
+            bases.add(node)
+        if node.op != "call_module" and node.target not in IN_NORMS:
+            break
+        open_nodes.remove(node)
+        open_nodes.update(live_inputs(node, live))
+        if not open_nodes:
+            break
+    return bases
+
+
+def _adds_up(node: fx.Node, bases: set[fx.Node], live: set[fx.Node], depth: int = 4) -> bool:
+    """Whether `node` is a sum that one of `bases` is a term of."""
+    node = through_views(node)
+    if node in bases:
+        return True
+    passes = node.target in BRANCH_OPS or node.op == "call_module" or node.target is aten.add.Tensor
+    return depth > 0 and passes and any(_adds_up(p, bases, live, depth - 1) for p in live_inputs(node, live))
