@@ -100,8 +100,7 @@ def _lowered(
 ) -> tuple[LiveProgram, Callable[[], LiveProgram]]:
     """The steps of the program, and what makes the same steps with exact functions."""
     form = options.form
-    ranges = RangeCheck(form.ring_bits, form.fraction_bits, form.tolerances)
-    ranges.doublings = doublings_of(model, ids, options)
+    ranges = RangeCheck(form, doublings_of(model, ids, options))
     for text in options.texts(model):
         in_the_clear(model, text, ranges)
     spreads = {name: MARGIN * spread for name, spread in ranges.spreads.items()}

@@ -22,7 +22,6 @@ from aero_compile.errors import LoweringError
 from aero_compile.ir.mask_values import MASKED_BELOW
 from aero_compile.ir.ownership import Domain
 from aero_compile.runtime.arithmetic.exponential import Exponential
-from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.lowering.norms import NO_DOUBLINGS, Doublings
 from aero_compile.runtime.lowering.partition import SOFTMAX, op_name, place_of
 from aero_compile.runtime.operators import registry
@@ -37,22 +36,10 @@ class RangeCheck:
     tells by which powers of two the rows of norms are multiplied.
     """
 
-    ring_bits: int
-    fraction_bits: int
-    tolerances: Tolerances = DEFAULT
+    form: Format
+    doublings: Doublings = NO_DOUBLINGS
     found: list[tuple[str, str]] = field(default_factory=list)
     spreads: dict[str, float] = field(default_factory=dict)
-    doublings: Doublings = NO_DOUBLINGS
-
-    @property
-    def form(self) -> Format:
-        """The format and the tolerances, as the table of limits asks for them."""
-        return Format(self.ring_bits, self.fraction_bits, self.tolerances)
-
-    @property
-    def limit(self) -> float:
-        """Largest magnitude that may be multiplied safely."""
-        return self.form.limit
 
     def __call__(
         self,
@@ -74,7 +61,7 @@ class RangeCheck:
         if node.target is SOFTMAX:
             self.spreads[node.name] = max(self.spreads.get(node.name, 0.0), _spread(args))
         if isinstance(value, torch.Tensor) and value.is_floating_point():
-            self._compare(node, "result", value, -self.limit, self.limit)
+            self._compare(node, "result", value, -self.form.limit, self.form.limit)
 
     def _compare(self, node: fx.Node, what: str, values: torch.Tensor, low: float, high: float) -> None:
         if not values.numel():
@@ -87,7 +74,7 @@ class RangeCheck:
             (
                 node.name,
                 f"the {what} of {op_name(node)} (node {node.name}, in {place_of(node)}) reaches {worst:.4g}; "
-                f"with a {self.ring_bits}-bit ring and {self.fraction_bits} fraction bits it must lie "
+                f"with a {self.form.ring_bits}-bit ring and {self.form.fraction_bits} fraction bits it must lie "
                 f"{_between(low, high)}",
             )
         )
@@ -111,8 +98,8 @@ class RangeCheck:
                     f"calibration chose holds up to {chosen.widest:.4g}: calibrate on more text"
                 )
         for name, array in weights.items():
-            if not largest(array) <= self.limit:
-                messages.append(f"the server's {name} reaches {largest(array):.4g}, over {self.limit:.4g}")
+            if not largest(array) <= self.form.limit:
+                messages.append(f"the server's {name} reaches {largest(array):.4g}, over {self.form.limit:.4g}")
         if messages:
             raise LoweringError(
                 f"{messages[0]}. Outside, results would be wrong without a sign of it; rescale the model, or choose "

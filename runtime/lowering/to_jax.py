@@ -185,27 +185,7 @@ class _Emission:
         if self.schedule.is_tokens(node):
             return self._token_view(slot, node)
         if op_name(node) in SOFTMAX:
-            mask = self.schedule.masks[node]
-            split = op_name(node) == "unnormalized_softmax"
-            dim = node.args[1]
-            assert isinstance(dim, int)
-            rank = len(self.part.shapes[node])
-            if mask.empty_row_with_numbers(dim % rank, rank):
-                raise _unsupported(
-                    node,
-                    "a row of its mask allows nothing but is filled with finite numbers, over which PyTorch averages "
-                    "hidden entries; fill it with -inf (the row becomes zeros), or let it see itself",
-                )
-            return Call(
-                attention.unnormalized_softmax if split else attention.masked_softmax,
-                {"x": self._argument(slot, mask.core)},
-                {
-                    "mask": mask,
-                    "dim": dim % rank,
-                    "exact": self.exact,
-                    "exponential": self._exponential(node),
-                },
-            )
+            return self._softmax(slot, node)
         function = registry.find(op_name(node))
         if function is None and op_name(node) not in ("getitem", "dropout"):
             raise _unsupported(node, "this operator is not supported")
@@ -227,14 +207,26 @@ class _Emission:
         options = {"exact": self.exact, "tolerances": self.tolerances} | self.doublings.of(node)
         return Call(refusing(function, _unsupported, node), live, options)
 
-    def _exponential(self, node: fx.Node) -> Exponential:
-        """The cheapest exponential for the scores that may come to a softmax."""
-        name = node.meta.get("softmax", node.name)
-        scores, spread = self.part.shapes[node], self.spreads.get(name, math.inf)
-        dim = node.args[1]
+    def _softmax(self, slot: _Slot, node: fx.Node) -> Call:
+        mask, shape, dim = self.schedule.masks[node], self.part.shapes[node], node.args[1]
         assert isinstance(dim, int)
-        self.exponentials[name] = cheapest_exponential(spread, self.tolerances.softmax, scores[dim])
-        return self.exponentials[name]
+        dim %= len(shape)
+        if mask.empty_row_with_numbers(dim, len(shape)):
+            raise _unsupported(
+                node,
+                "a row of its mask allows nothing but is filled with finite numbers, over which PyTorch averages "
+                "hidden entries; fill it with -inf (the row becomes zeros), or let it see itself",
+            )
+        name = node.meta.get("softmax", node.name)
+        spread = self.spreads.get(name, math.inf)
+        exponential = cheapest_exponential(spread, self.tolerances.softmax, shape[dim])
+        self.exponentials[name] = exponential
+        split = op_name(node) == "unnormalized_softmax"
+        return Call(
+            attention.unnormalized_softmax if split else attention.masked_softmax,
+            {"x": self._argument(slot, mask.core)},
+            {"mask": mask, "dim": dim, "exact": self.exact, "exponential": exponential},
+        )
 
     def _bind(self, node: fx.Node) -> dict[str, Any]:
         """Match arguments to the names of the ATen schema (`self` becomes `x`)."""

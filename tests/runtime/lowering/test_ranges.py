@@ -15,6 +15,7 @@ from aero_compile.runtime.lowering.partition import partition
 from aero_compile.runtime.lowering.plaintext import run_in_the_clear
 from aero_compile.runtime.lowering.ranges import RangeCheck
 from aero_compile.runtime.lowering.to_jax import lower
+from aero_compile.runtime.operators.limits import Format
 from tests.support.runtime_graphs import TokenRows, aten
 
 Body = Callable[[Any, Any], Any]
@@ -24,7 +25,7 @@ def _found(
     values: torch.Tensor, body: Body, field: int = 64, fraction_bits: int = 18, tolerances: Tolerances = DEFAULT
 ) -> str:
     model = TokenRows(values, body)
-    check = RangeCheck(field, fraction_bits, tolerances)
+    check = RangeCheck(Format(field, fraction_bits, tolerances))
     run_in_the_clear(model, model.logits_graph(), model.ids, check)
     live = lower(partition(model, model.logits_graph(), model.ids.shape))
     try:
@@ -94,7 +95,7 @@ def _scores(values: torch.Tensor) -> tuple[TokenRows, Any]:
 
 
 def test_spread_of_allowed_scores_is_measured() -> None:
-    check = RangeCheck(64, 18)
+    check = RangeCheck(Format(64, 18))
     for values in ([[1.0, 4.5, 100.0, -9.0], [0.0, 1.0, 7.0, 7.0]], [[2.0, 1.0, 9.0, 8.0], [5.0, 5.0, 0.0, 0.0]]):
         model, graph = _scores(torch.tensor(values))
         run_in_the_clear(model, graph, model.ids, check)
@@ -112,7 +113,7 @@ def test_exponential_follows_the_spread_of_the_scores(spread: float | None, clam
 
 
 def test_calibration_on_too_little_text_is_found() -> None:
-    check = RangeCheck(64, 18)
+    check = RangeCheck(Format(64, 18))
     model, graph = _scores(torch.tensor([[50.0, 0.0, 0.0, 0.0]]))
     name = next(node.name for node in graph.nodes if node.target is aten.softmax.int)
     run_in_the_clear(model, graph, model.ids, check)
@@ -141,6 +142,6 @@ def test_tolerance_of_the_softmax() -> None:
 
 @pytest.mark.parametrize(("value", "words"), [(1e9, r"1e\+09"), (-1e9, r"1e\+09"), (float("nan"), "nan")])
 def test_weights_are_checked_too(value: float, words: str) -> None:
-    check = RangeCheck(64, 18)
+    check = RangeCheck(Format(64, 18))
     with pytest.raises(LoweringError, match=f"the server's w:head reaches {words}"):
         check.raise_first((), {"w:empty": np.zeros(0), "w:head": np.array([0.5, value, 0.5])})

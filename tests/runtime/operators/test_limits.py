@@ -34,9 +34,9 @@ def test_every_operator_has_a_row_and_every_row_an_operator() -> None:
 
 def _refused(body: Body, value: float, **options: Any) -> str:
     model = TokenRows(torch.full((2, 4), value, dtype=torch.float64), body)
-    check = RangeCheck(64, 18, **options)
+    check = RangeCheck(Format(64, 18, **options))
     run_in_the_clear(model, model.logits_graph(), model.ids, check)
-    live = lower(partition(model, model.logits_graph(), model.ids.shape), tolerances=check.tolerances)
+    live = lower(partition(model, model.logits_graph(), model.ids.shape), tolerances=check.form.tolerances)
     try:
         check.raise_first(live.executed, {})
     except LoweringError as error:
@@ -125,7 +125,7 @@ def test_a_smaller_tolerance_moves_the_ends_of_exp() -> None:
 def test_divisors_are_checked_if_anyone_hides_them(value: float) -> None:
     model = TokenRows(torch.ones(2, 4, dtype=torch.float64), lambda x, m: aten.div.Tensor(x, m.w))
     model.register_parameter("w", torch.nn.Parameter(torch.tensor([value], dtype=torch.float64)))
-    check = RangeCheck(64, 18)
+    check = RangeCheck(Format(64, 18))
     run_in_the_clear(model, model.logits_graph(), model.ids, check)
     assert any("divisor of aten.div" in message for _, message in check.found)
     if value:
