@@ -1,7 +1,7 @@
 # make demo · make test · make help. Everything runs in ./.venv, which the first call sets up.
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench slow clean
+.PHONY: help setup demo test pytest lint style types format bench slow clean
 
 # The first interpreter that answers and is new enough; the private runtime (spu) needs 3.11 itself.
 CANDIDATES := python3.11 python3 python3.12 python3.13
@@ -38,13 +38,21 @@ demo: $(READY)
 bench: $(READY)
 	$(PY) benchmarks/pi_bench.py $(ARGS)
 
-lint: $(READY)
+lint: style types
+
+style: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+
+types: $(READY)
 	$(PY) -m mypy
 
+# mypy works beside the tests: alone it would leave every core but one idle for a minute.
+test: style
+	@$(MAKE) --no-print-directory -j 2 types pytest
+
 # One worker per core: the tests are single-threaded, but for those that start two parties.
-test: lint
+pytest: $(READY)
 	$(PY) -m pytest -n $(JOBS) --dist worksteal --durations=10 $(ARGS)
 
 slow: $(READY)
