@@ -1,4 +1,9 @@
-"""What a value depends on: the tokens, hidden values, any input, other nodes."""
+"""What a value depends on: the tokens, hidden values, any input, other nodes.
+
+Two notions are called *live*. For the runtime and the passes for inference a value is live if it depends on the tokens
+in any way (`tainted_nodes`); for analyses and passes that look at the model's arithmetic, if it is a hidden value
+(`hidden_nodes`), as the token ids themselves, positions and padding masks are not.
+"""
 
 from __future__ import annotations
 

@@ -214,9 +214,8 @@ def _store(model: GraphModel, expression: _Expression, name: str, transposed: bo
     """
     read = expression.weights
     value = (expression.value.t() if transposed else expression.value).clone(memory_format=torch.contiguous_format)
-    parameters = [tensor for tensor in read.values() if isinstance(tensor, nn.Parameter)]
-    if parameters or not expression.is_public:
-        trains = value.is_floating_point() and any(parameter.requires_grad for parameter in parameters)
+    if not expression.is_public:
+        trains = value.is_floating_point() and any(tensor.requires_grad for tensor in read.values())
         model.replace_tensor(name, nn.Parameter(value, requires_grad=trains), known)
     else:
         saved = model.state_dict().keys()

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from aero_compile.errors import LoweringError
-from aero_compile.runtime.lowering.ownership import LARGEST
+from aero_compile.runtime.lowering.refusals import LARGEST
 
 
 def checked_literal(value: Any) -> Any:

@@ -41,12 +41,12 @@ from aero_compile.runtime.lowering.live import (
     refusing,
 )
 from aero_compile.runtime.lowering.norms import NO_DOUBLINGS, Doublings
-from aero_compile.runtime.lowering.ownership import (
+from aero_compile.runtime.lowering.partition import Partition, op_name, place_of
+from aero_compile.runtime.lowering.refusals import (
     refuse_huge_table,
     refuse_huge_weight,
     refuse_private_choices,
 )
-from aero_compile.runtime.lowering.partition import Partition, op_name, place_of
 from aero_compile.runtime.lowering.schedule import LIKE_SECOND, SOFTMAX, Group, Schedule
 from aero_compile.runtime.operators import pointwise, products, registry, views
 from aero_compile.runtime.operators.limits import Format

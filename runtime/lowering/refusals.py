@@ -1,4 +1,4 @@
-"""What only the server knows must not decide what is done with hidden values: the program shows it."""
+"""Refusals: what the server alone knows must not decide what is done with hidden values, and tables must fit."""
 
 from __future__ import annotations
 
