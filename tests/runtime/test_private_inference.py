@@ -27,7 +27,7 @@ from tests.support.runtime_tiny import IDS, logits_of, tiny_model
 pytest.importorskip("spu")
 transformers = pytest.importorskip("transformers")
 
-SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64}
+SIZES = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64}
 
 
 def _gpt2() -> torch.nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from typing import Any
@@ -115,6 +116,11 @@ class Decoder(nn.Module):
         return x @ self.embedding.weight.T
 
 
+@functools.cache
+def captured(layout: str, seed: int) -> aero_compile.TransformedModel:
+    return aero_compile.transform(Decoder(layout, seed).eval(), "baseline")
+
+
 _AS_IT_IS = ("int8, non-persistent", "product after")  # of the others, without rewritings, the test takes longer
 
 
@@ -133,12 +139,7 @@ def test_the_program_is_the_same_whatever_the_weights_are(
     Powers of two of norms and limits of guards follow the weights, and docs/runtime.md says so: they are held fixed.
     """
     monkeypatch.setattr(norms, "_doublings", lambda rows, form: 0)
-    one, other = (
-        compile_model(
-            aero_compile.transform(Decoder(layout, seed).eval(), "baseline"), 1, 5, optimize=optimize, guards=False
-        )
-        for seed in (1, 2)
-    )
+    one, other = (compile_model(captured(layout, seed), 1, 5, optimize=optimize, guards=False) for seed in (1, 2))
     assert one.program.to_bytes() == other.program.to_bytes()
     assert not _weights_shown(one.program.codes.values(), Decoder(layout, 1))
 
