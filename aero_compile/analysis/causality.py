@@ -13,7 +13,7 @@ from aero_compile.errors import UnsupportedModelError
 from aero_compile.ir.dataflow import live_inputs, tainted_nodes
 from aero_compile.ir.extra_inputs import shape_of
 from aero_compile.ir.graph_model import GraphModel
-from aero_compile.ir.mask_values import MASKED_BELOW
+from aero_compile.ir.mask_values import HIDDEN_BELOW
 from aero_compile.ir.places import place
 from aero_compile.ir.shapes import sample_shape
 
@@ -84,7 +84,7 @@ def _masks(heads: Heads, live: set[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]
 def _hides(node: fx.Node, value: Tensor, live: set[fx.Node]) -> Tensor:
     """Which scores a mask hides, as it is used by `node`."""
     if value.dtype != torch.bool:
-        return value.double() <= MASKED_BELOW
+        return value.double() <= HIDDEN_BELOW
     keeps = node.target in (aten.where.self, aten.where.ScalarOther) and node.args[1] in live
     return ~value if keeps else value
 

@@ -12,6 +12,9 @@ aten = torch.ops.aten
 MASKED_BELOW = -9e3
 """A score of at most this value is masked: -1e4 is the mildest mask in use, and a score is added to it."""
 
+HIDDEN_BELOW = -1e3
+"""What this adds to a score hides it from a softmax in float32, whether or not its author calls it a mask."""
+
 MASKED = -1e30
 """Score of a hidden position: below every score, finite in float32 and bfloat16, and exactly zero after softmax."""
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import aero_compile
+from aero_compile.errors import UnsupportedModelError
 from aero_compile.ir.deviation_norm import deviation_norm
 from aero_compile.optimize import optimize_for_inference
 from tests.support.budgets import by_default
@@ -279,6 +280,26 @@ def test_clamped_distances_limit_nothing(rows: int, clamped: bool, limit: int | 
     assert result.max_positions == limit
     ids = tokens(2, limit or 60, vocab=VOCAB)
     assert torch.allclose(result(ids), model(ids), atol=1e-12)
+
+
+class MildMask(Distances):
+    """A mask that adds a number, which need not be as low as usual."""
+
+    def __init__(self, hidden: float) -> None:
+        super().__init__(9, True)
+        self.hidden = hidden
+
+    def weigh(self, scores: Tensor, mask: Tensor) -> Tensor:
+        place = torch.arange(scores.shape[-1])
+        return F.softmax(scores + (place[None] > place[:, None]) * self.hidden, -1)
+
+
+def test_what_a_mask_adds_need_not_be_as_low_as_usual() -> None:
+    model = randomize(MildMask(-2000.0)).eval()
+    ids = tokens(vocab=VOCAB)
+    assert torch.allclose(aero_compile.transform(model, "baseline")(ids), model(ids), atol=1e-12)
+    with pytest.raises(UnsupportedModelError, match="is not causal"):
+        aero_compile.transform(randomize(MildMask(-20.0)), "baseline")
 
 
 @pytest.mark.parametrize("norm", [lambda: AnnotatedNorm(0.3), lambda: ScaleNorm(6.0)])
