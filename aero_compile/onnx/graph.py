@@ -50,7 +50,6 @@ LARGEST_COMPUTED = 1 << 30
 """Elements that all values of a file which depend on no token may have together."""
 
 _CACHES = re.compile(r"past|cache|key|value|state|mem", re.IGNORECASE)
-_MICROSOFT = "com.microsoft"
 
 
 # -- from file to model ----------------------------------------------------------------------------------------

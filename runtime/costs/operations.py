@@ -208,11 +208,6 @@ def _logic(session: Session, operation: Operation, operands: tuple[str, ...]) ->
     return BITS
 
 
-def _to_number(session: Session, operation: Operation, operands: tuple[str, ...]) -> str:
-    _numbers(session, operation, operands)
-    return SHARED
-
-
 def _reduce(session: Session, operation: Operation, operands: tuple[str, ...]) -> str:
     known = _together(operands)
     applied = operation.reducer
@@ -281,5 +276,5 @@ _HANDLERS: dict[str, Handler] = {
     "clamp": _clamp,
     "dot": _dot,
     "dot_general": _dot_general,
-    "spu.prefer_a": _to_number,
+    "spu.prefer_a": _linear,
 }

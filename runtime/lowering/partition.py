@@ -153,8 +153,3 @@ def _refused(module: torch.nn.Module, node: fx.Node) -> Iterator[None]:
             f"hidden values decide the shape that {op_name(node)} gives, or a number (node {node.name}, in "
             f"{place_of(node)}); the program must be the same for all tokens"
         ) from error
-
-
-def live_inputs(part: Partition, node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the live nodes that `node` reads."""
-    return (used for used in node.all_input_nodes if part.is_live(used))
