@@ -24,7 +24,7 @@ from aero_compile.ir.call_convention import (
     output_class,
 )
 from aero_compile.ir.compile_graph import compile_graph
-from aero_compile.ir.constants import mark_constants, retarget
+from aero_compile.ir.constants import mark_constants, move_constants, retarget
 from aero_compile.ir.decompose_norms import decompose_deviation_norms
 from aero_compile.ir.graph_json import decode_graph, encode_graph
 from aero_compile.ir.graph_model import GraphModel, remove_dead_nodes
@@ -271,6 +271,9 @@ class TransformedModel(GraphModel):
         modules = [name for name, module in self.named_modules() if kind_of(module)]
         inputs = self.convention.graph_inputs
         self.graph = decode_graph(state["graph"], inputs=inputs, tensors=tensors, modules=modules)
+        weight = next(self.parameters(), None)
+        if weight is not None:
+            move_constants(self.graph, weight.device)  # a graph is written as for the CPU
         mark_constants(self)
         self.prepare()
 

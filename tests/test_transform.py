@@ -402,6 +402,14 @@ def test_source_in_bfloat16() -> None:
 # -- as a module -----------------------------------------------------------------------------------------------
 
 
+def test_a_model_without_weights_comes_back_from_a_pickle() -> None:
+    """A graph is written as for the CPU; its constants follow the weights, wherever these are."""
+    model = tiny_models.without_weights()
+    back = pickle.loads(pickle.dumps(model))
+    assert {parameter.device.type for parameter in back.parameters()} == {"meta"}
+    assert str(aero_compile.census(back, 16)) == str(aero_compile.census(model, 16))
+
+
 @pytest.mark.parametrize("name", ["gpt2-eager", "llama-sdpa", "nanogpt", "functional"])
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_copies_are_independent(name: str, how: str) -> None:

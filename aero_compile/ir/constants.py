@@ -53,6 +53,17 @@ def cast_constants(model: GraphModel, live: set[fx.Node], values: dict[fx.Node, 
                 node.replace_input_with(parent, cast)
 
 
+def move_constants(graph: fx.Graph, device: torch.device) -> bool:
+    """Give constants that are made in the graph a device; returns whether the graph was changed."""
+    changed = False
+    for node in graph.nodes:
+        old = node.kwargs.get("device")
+        if isinstance(old, torch.device) and old != device:
+            node.kwargs = dict(node.kwargs) | {"device": device}
+            changed = True
+    return changed
+
+
 def retarget(graph: fx.Graph, device: torch.device, dtype: torch.dtype, tokens: str) -> bool:
     """Follow a model that moved: constants made in the graph get its device, and its dtype where live values meet them.
 
@@ -60,14 +71,9 @@ def retarget(graph: fx.Graph, device: torch.device, dtype: torch.dtype, tokens: 
     Positions and angles keep their own precision; the value that meets the hidden states is cast.
     Returns whether the graph was changed.
     """
-    changed = False
-    for node in graph.nodes:
-        old = node.kwargs.get("device")
-        if isinstance(old, torch.device) and old != device:
-            node.kwargs = dict(node.kwargs) | {"device": device}
-            changed = True
-        if dtype is torch.float16:
-            changed |= bound_fill_values(node, dtype)
+    changed = move_constants(graph, device)
+    if dtype is torch.float16:
+        changed |= any([bound_fill_values(node, dtype) for node in graph.nodes])
     live = tainted_nodes(graph, tokens)
     for node in list(graph.nodes):
         for constant in _frontier(node, live):
