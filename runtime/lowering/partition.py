@@ -150,6 +150,6 @@ def _refused(module: torch.nn.Module, node: fx.Node) -> Iterator[None]:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise LoweringError(
-            f"cannot run {op_name(node)} (node {node.name}, in {place_of(node)}) privately: the shape that it gives, or "
-            "a number, follows from values, and the program must be the same for all of them"
+            f"cannot run {op_name(node)} (node {node.name}, in {place_of(node)}) privately: the shape that it gives, "
+            "or a number, follows from values, and the program must be the same for all of them"
         ) from error
