@@ -72,8 +72,8 @@ def retarget(graph: fx.Graph, device: torch.device, dtype: torch.dtype, tokens: 
     Returns whether the graph was changed.
     """
     changed = move_constants(graph, device)
-    if dtype is torch.float16:
-        changed |= any([bound_fill_values(node, dtype) for node in graph.nodes])
+    for node in graph.nodes if dtype is torch.float16 else ():
+        changed |= bound_fill_values(node, dtype)
     live = tainted_nodes(graph, tokens)
     for node in list(graph.nodes):
         for constant in _frontier(node, live):
