@@ -196,7 +196,10 @@ def _glu(node: fx.Node, known: _Known) -> None:
         return
     source, dim = padded(node.args, (-1,), 2)
     rewriter = known.at(node)
-    halves = rewriter.call(aten.split.Tensor, source, known.values[node].shape[dim], dim)
+    size: Any = known.values[node].shape[dim]
+    if dim % known.values[node].dim() < 2:  # the batch or the length, or channels in front, may vary
+        size = rewriter.call(operator.floordiv, rewriter.call(aten.sym_size.int, source, dim), 2)
+    halves = rewriter.call(aten.split.Tensor, source, size, dim)
     a, b = (rewriter.call(operator.getitem, halves, i) for i in range(2))
     rewriter.replace(rewriter.call(aten.mul.Tensor, a, rewriter.call(aten.sigmoid.default, b)))
 

@@ -1,0 +1,65 @@
+"""One op in several spellings: each comes out as the one, and computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.support.wrapped_functions import canonical
+
+
+def _copied(m: Any, x: Tensor, source: Tensor) -> Tensor:
+    return torch.empty_like(x).copy_(source)
+
+
+def _filled(x: Tensor, value: float | Tensor) -> Tensor:
+    return (x * 2.0).fill_(value)
+
+
+def _in_parts(m: Any, x: Tensor) -> Tensor:
+    found = torch.empty_like(x)
+    found[..., :5] = x[..., :5] * 2.0
+    found[..., 5:] = x[..., 5:] * 3.0
+    return found
+
+
+def _with_a_gap(m: Any, x: Tensor) -> Tensor:
+    found = torch.zeros_like(x)
+    found[..., :5] = x[..., :5]
+    found[..., 6:] = x[..., 6:]
+    return found
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+SAME: tuple[Callable[[Any, Tensor], Tensor], ...] = (
+    lambda m, x: F.relu6(x + 3),
+    lambda m, x: torch.min(x, torch.zeros_like(x)),
+    lambda m, x: torch.max(x, m.bias),
+    lambda m, x: F.glu(torch.cat([x, x + 1], -1)),
+    lambda m, x: F.glu(torch.cat([x, x + 1], 1), 1),
+    lambda m, x: torch.softmax(x, 2),
+    lambda m, x: torch.addmm(m.bias, _flat(x), m.weight, beta=0.5, alpha=2.0).view(x.shape),
+    lambda m, x: torch.baddbmm(x, x, m.weight.expand(x.shape[0], -1, -1), beta=0.5),
+    lambda m, x: _copied(m, x, x.exp()),
+    lambda m, x: _copied(m, x, x[:, :1].exp()),
+    lambda m, x: _filled(x, 3.0) + x,
+    lambda m, x: _filled(x, x.sum()),
+    _in_parts,
+    _with_a_gap,
+    lambda m, x: x + F.glu(torch.cat([m.bias, m.bias])) + F.relu6(m.bias) + torch.softmax(m.bias, 0),
+    lambda m, x: x + torch.min(m.bias, torch.zeros_like(m.bias)) + torch.empty_like(m.bias).fill_(2.0),
+)
+
+
+def test_every_spelling_becomes_its_op() -> None:
+    """In one graph; `canonical` checks that the function is the same to 1e-12."""
+    kinds = canonical(lambda m, x: torch.stack([f(m, x) for f in SAME]).sum(0))
+    assert kinds["hardtanh"] >= 1
+    assert not {"baddbmm", "copy", "max", "bmm", "mm"} & set(kinds)
