@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from aero_compile.errors import InputError
 from aero_compile.ir.ops import NORMS
+from aero_compile.runtime.arithmetic.one_product import FRACTION_BITS, RING_BITS
 from aero_compile.runtime.lowering.defer import defer_normalization
 from aero_compile.runtime.lowering.guards import GuardCheck
 from aero_compile.runtime.lowering.live import LiveProgram
@@ -116,6 +117,7 @@ def _lowered(
         tolerances=form.tolerances,
         guards=form if options.guards else None,
         doublings=ranges.doublings,
+        one_product=(form.ring_bits, form.fraction_bits) == (RING_BITS, FRACTION_BITS),
     )
     live = lowered()
     ranges.raise_first(live.executed, live.weights, live.exponentials)

@@ -36,11 +36,13 @@ from aero_compile.errors import AeroError, InputError, PartyError
 from aero_compile.files import make_private_folder, write_private
 from aero_compile.plain_help import HelpParser
 from aero_compile.runtime.hosts.link import PlainWay, Way, connect, not_connected, parse_address, watch_peer
-from aero_compile.runtime.hosts.measure import check_against_wire, check_profile
+from aero_compile.runtime.hosts.measure import SILENT, check_against_wire, check_profile
 from aero_compile.runtime.hosts.opening import check_guard, open_logits, send_share
 from aero_compile.runtime.hosts.tls import TLSConfig, TLSWay
+from aero_compile.runtime.kernels.run import run_kernel
 from aero_compile.runtime.program import Program, one_hot
-from aero_compile.runtime.program_parts import CLIENT, SERVER, SET_UP, SET_UP_INPUTS, TensorSpec
+from aero_compile.runtime.program_parts import SET_UP, SET_UP_INPUTS, KernelStep, TensorSpec
+from aero_compile.runtime.roles import CLIENT, SERVER
 from aero_compile.runtime.spu_config import SpuLog, import_spu, plain_message, runtime_config
 
 UNREADABLE = (OSError, ValueError, EOFError, zipfile.BadZipFile)
@@ -258,10 +260,15 @@ class _Party:
         for at, step in enumerate(self.program.steps):
             _event("step", at=at, label=step.label, place=step.place)
             begun = time.perf_counter()
-            code = self.program.codes[step.code].encode()
-            runtime.run(spu.Executable(step.label, list(step.inputs), list(step.outputs), code))
-            seconds, profile = time.perf_counter() - begun, log.read()
-            check_profile(profile, f"step {at}, {step.label} ({step.place})")
+            if isinstance(step, KernelStep):
+                run_kernel(spu, io, runtime, step, self.rank)
+                profile = SILENT
+            else:
+                code = self.program.codes[step.code].encode()
+                runtime.run(spu.Executable(step.label, list(step.inputs), list(step.outputs), code))
+                profile = log.read()
+                check_profile(profile, f"step {at}, {step.label} ({step.place})")
+            seconds = time.perf_counter() - begun
             steps.append({"op": step.label, "place": step.place, "seconds": seconds, **profile})
             for name in step.free:
                 runtime.del_var(name)

@@ -14,10 +14,11 @@ import numpy.typing as npt
 
 from aero_compile.errors import InputError
 from aero_compile.files import read_regular, write_atomically
-from aero_compile.runtime.program_parts import ProgramContent, Step, TensorSpec
+from aero_compile.runtime.kernels.registry import from_json
+from aero_compile.runtime.program_parts import KernelStep, ProgramContent, Step, TensorSpec
 from aero_compile.runtime.vetting import check_program
 
-FORMAT = 3
+FORMAT = 4
 """Version of the program file; a reader accepts only its own."""
 
 LARGEST_FILE = 2**30
@@ -30,7 +31,8 @@ class Program(ProgramContent):
 
     def to_bytes(self) -> bytes:
         """Return the canonical file content."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True).encode()
+        steps = [step.to_json() if isinstance(step, KernelStep) else asdict(step) for step in self.steps]
+        return json.dumps({"format": FORMAT, **asdict(self), "steps": steps}, sort_keys=True).encode()
 
     @property
     def digest(self) -> str:
@@ -69,8 +71,10 @@ def _parse(content: dict[str, Any]) -> dict[str, Any]:
     def spec(raw: dict[str, Any]) -> TensorSpec:
         return TensorSpec(raw["name"], tuple(raw["shape"]), raw["dtype"])
 
-    def step(raw: dict[str, Any]) -> Step:
+    def step(raw: dict[str, Any]) -> Step | KernelStep:
         tuples = {name: tuple(raw[name]) for name in ("inputs", "outputs", "free")}
+        if "kernel" in raw:
+            return KernelStep(**{**raw, **tuples, "shape": tuple(raw["shape"]), "kernel": from_json(raw["kernel"])})
         return Step(**{**raw, **tuples})
 
     return {

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
-SERVER, CLIENT = 0, 1
-"""Ranks of the two parties: the server owns the weights, the client the tokens and the logits."""
+from aero_compile.runtime.kernels.registry import Kernel, to_json
+from aero_compile.runtime.roles import CLIENT, SERVER
 
 TOKENS = "tokens"
 """Name of the client's input: the one-hot matrix of the tokens, [B, T, V]."""
@@ -32,7 +33,10 @@ SET_UP_INPUTS = tuple(TensorSpec(f"set-up:{i}", (SET_UP_SIDE, SET_UP_SIDE), "flo
 
 @dataclass(frozen=True)
 class Step:
-    """One operator of the model: runs `code` on named secret values; `free` ends the life of some."""
+    """One operator of the model, or a piece of one: runs `code` on named secret values; `free` ends the life of some.
+
+    `continues`: it goes on with the operator of the step before.
+    """
 
     label: str
     place: str
@@ -40,6 +44,28 @@ class Step:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     free: tuple[str, ...]
+    continues: bool = False
+
+
+@dataclass(frozen=True)
+class KernelStep:
+    """What each party computes from its own share of the one input (see `aero_compile.runtime.kernels`).
+
+    Input and outputs have the same `shape`. `continues`: it belongs to the operator of the step before.
+    """
+
+    label: str
+    place: str
+    kernel: Kernel
+    shape: tuple[int, ...]
+    inputs: tuple[str]
+    outputs: tuple[str, ...]
+    free: tuple[str, ...]
+    continues: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {**{each.name: getattr(self, each.name) for each in fields(self)}, "kernel": to_json(self.kernel)}
 
 
 @dataclass(frozen=True)
@@ -59,7 +85,7 @@ class ProgramContent:
     weights: tuple[TensorSpec, ...]
     tokens: TensorSpec
     logits: TensorSpec
-    steps: tuple[Step, ...]
+    steps: tuple[Step | KernelStep, ...]
     codes: dict[str, str]
     versions: dict[str, str]
     guard: str | None = None

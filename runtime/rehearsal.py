@@ -20,9 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.errors import LoweringError
-from aero_compile.runtime.lowering.live import LiveProgram
+from aero_compile.runtime.kernels.words import read_words, with_words
+from aero_compile.runtime.lowering.live import LiveProgram, LiveStep
 from aero_compile.runtime.program import Program, one_hot
-from aero_compile.runtime.program_parts import TOKENS, Step
+from aero_compile.runtime.program_parts import TOKENS, KernelStep, Step
+from aero_compile.runtime.roles import CLIENT, SERVER
 from aero_compile.runtime.spu_config import import_spu, plain_message, runtime_config
 
 ABSOLUTE = 0.02
@@ -103,6 +105,11 @@ def rehearse(
     for name, value in {**weights, TOKENS: one_hot(ids, program.tokens.shape[2])}.items():
         runtime.set_var(name, io.make_shares(value, spu.Visibility.VIS_SECRET, 0)[0])
     for step in program.steps:
+        if isinstance(step, KernelStep):
+            _run_kernel(runtime, step, draw)
+            for name in step.free:
+                runtime.del_var(name)
+            continue
         code, shapes = code_of[step.code]
         added = [f"rounding:{i}" for i in range(len(shapes))]
         for name, shape in zip(added, shapes, strict=True):
@@ -119,6 +126,16 @@ def rehearse(
         for name in step.free:
             runtime.del_var(name)
     return opened(program.logits.name)
+
+
+def _run_kernel(runtime: Any, step: KernelStep, draw: np.random.Generator) -> None:
+    """Cut the value in two shares at random, let both parties compute, and put their results together."""
+    share = runtime.get_var(step.inputs[0])
+    words = read_words(share)
+    theirs = draw.integers(2**64, size=words.shape, dtype=np.uint64)
+    both = zip(step.kernel.of_share(SERVER, words - theirs), step.kernel.of_share(CLIENT, theirs), strict=True)
+    for name, (server, client) in zip(step.outputs, both, strict=True):
+        runtime.set_var(name, with_words(share, server + client))
 
 
 _ROUNDS = re.compile(
@@ -157,11 +174,14 @@ def _where(
 ) -> str:
     """Which step's own error moves the furthest logit most: that error times the logit's derivative by its result."""
     values: dict[str, Any] = {TOKENS: one_hot(ids, program.tokens.shape[2]), **weights}
-    functions = {step.outputs: step.function for step in exact.steps}
+    operators = {step.outputs: step for step in exact.steps}
     own: dict[str, Any] = {}
 
     def look(step: Step, found: Mapping[str, npt.NDArray[Any]]) -> None:
-        right = functions[step.outputs](*(values[name] for name in step.inputs))
+        operator = operators.get(step.outputs)
+        if operator is None:  # a piece of one, of which the last has its results
+            return
+        right = operator.function(*(values[name] for name in operator.inputs))
         for name, value in zip(step.outputs, right, strict=True):
             own[name] = found[name] - np.asarray(value, np.float64)
             values[name] = found[name].astype(value.dtype)
@@ -170,21 +190,19 @@ def _where(
     furthest = np.zeros_like(logits)
     furthest[np.unravel_index(np.argmax(np.abs(logits - expected)), logits.shape)] = 1.0
     gradients = {program.logits.name: furthest}
-    moved = [_moved(step, functions[step.outputs], values, own, gradients) for step in reversed(program.steps)]
-    size, step = max(zip(moved, reversed(program.steps), strict=True), key=lambda pair: pair[0])
+    moved = [_moved(step, values, own, gradients) for step in reversed(exact.steps)]
+    size, step = max(zip(moved, reversed(exact.steps), strict=True), key=lambda pair: pair[0])
     return f"The errors of {step.label} (in {step.place}) count most: they move that logit by {size:.2g}"
 
 
-def _moved(
-    step: Step, function: Any, values: Mapping[str, Any], own: Mapping[str, Any], gradients: dict[str, Any]
-) -> float:
+def _moved(step: LiveStep, values: Mapping[str, Any], own: Mapping[str, Any], gradients: dict[str, Any]) -> float:
     """By how much a step's own errors move the logit; the gradients by its inputs are added to `gradients`."""
     import jax
 
     none = jax.dtypes.float0  # the gradient of whole numbers
     if not any(name in gradients for name in step.outputs):
         return 0.0
-    right, back = jax.vjp(function, *(values[name] for name in step.inputs))
+    right, back = jax.vjp(step.function, *(values[name] for name in step.inputs))
     given = [gradients.pop(name, np.zeros(value.shape)) for name, value in zip(step.outputs, right, strict=True)]
     size = abs(sum(float((each * own[name]).sum()) for name, each in zip(step.outputs, given, strict=True)))
     cotangents = tuple(

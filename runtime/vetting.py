@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 
 from aero_compile.errors import AeroError, InputError
-from aero_compile.runtime.program_parts import SET_UP, SET_UP_INPUTS, ProgramContent, Step, TensorSpec
+from aero_compile.runtime.program_parts import SET_UP, SET_UP_INPUTS, KernelStep, ProgramContent, Step, TensorSpec
 from aero_compile.runtime.spu_config import check_config
 
 MOST_STEPS = 100_000
@@ -116,6 +116,8 @@ def check_program(program: ProgramContent) -> None:
         known[spec.name] = _declared(spec)
     inputs, from_tokens = set(known), {program.tokens.name}
     _check_code(program, SET_UP, [_declared(spec) for spec in SET_UP_INPUTS], 1)
+    if program.steps and program.steps[0].continues:
+        raise InputError("the program begins with a step that continues another")
     for number, step in enumerate(program.steps):
         try:
             _check_step(program, step, known, inputs, from_tokens)
@@ -139,7 +141,7 @@ def _check_guard(program: ProgramContent, known: _Types, inputs: set[str]) -> No
             f"the program opens {str(guard)[:50]!r} as its range check, which is no single number of a step"
         )
     (makes,) = [step for step in program.steps if guard in step.outputs]
-    if len(makes.outputs) != 1 or not _gives_one_bit(program.codes[makes.code]):
+    if isinstance(makes, KernelStep) or len(makes.outputs) != 1 or not _gives_one_bit(program.codes[makes.code]):
         raise InputError(f"the program opens {guard[:50]!r} as its range check, which is no result of a comparison")
 
 
@@ -177,15 +179,24 @@ def _check_name(name: object) -> None:
         raise InputError("a name in the program is no printable text")
 
 
-def _check_step(program: ProgramContent, step: Step, known: _Types, inputs: set[str], from_tokens: set[str]) -> None:
-    for name in (step.label, step.place, step.code, *step.inputs, *step.outputs, *step.free):
+def _check_step(
+    program: ProgramContent, step: Step | KernelStep, known: _Types, inputs: set[str], from_tokens: set[str]
+) -> None:
+    for name in (step.label, step.place, *step.inputs, *step.outputs, *step.free):
         _check_name(name)
+    if type(step.continues) is not bool:
+        raise InputError("it does not say whether it continues a step")
     missing = [name for name in step.inputs if name not in known]
     if missing:
         raise InputError(f"it reads {missing[0]!r}, which no step before it made or kept")
     if len(set(step.inputs)) != len(step.inputs):
         raise InputError("it reads a value twice")
-    results = _check_code(program, step.code, [known[name] for name in step.inputs], len(step.outputs))
+    takes = [known[name] for name in step.inputs]
+    if isinstance(step, KernelStep):
+        results = _check_kernel(step, takes)
+    else:
+        _check_name(step.code)
+        results = _check_code(program, step.code, takes, len(step.outputs))
     for name, kind in zip(step.outputs, results, strict=True):
         if name in known:
             raise InputError(f"it makes {name!r} anew")
@@ -195,6 +206,15 @@ def _check_step(program: ProgramContent, step: Step, known: _Types, inputs: set[
         if name in inputs or name not in known:
             raise InputError(f"it frees {name!r}, which is not its own")
         del known[name]
+
+
+def _check_kernel(step: KernelStep, takes: list[str]) -> list[str]:
+    """The types of the results of a kernel: each that of its one argument, numbers of the declared shape."""
+    if takes != [_declared(TensorSpec(step.inputs[0], step.shape, "float32"))]:
+        raise InputError(f"its kernel takes one secret number for each element of {step.shape}, not {takes}")
+    if len(step.outputs) != len(step.kernel.owners) or len(set(step.outputs)) != len(step.outputs):
+        raise InputError(f"its kernel gives {len(step.kernel.owners)} results, not {len(step.outputs)}")
+    return takes * len(step.outputs)
 
 
 def _check_code(program: ProgramContent, key: str, takes: list[str], count: int) -> list[str]:

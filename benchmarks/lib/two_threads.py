@@ -12,8 +12,10 @@ import numpy.typing as npt
 
 from aero_compile.errors import OutOfRangeError
 from aero_compile.runtime.hosts.opening import check_guard
+from aero_compile.runtime.kernels.run import run_kernel
 from aero_compile.runtime.program import Program
-from aero_compile.runtime.program_parts import CLIENT, SERVER
+from aero_compile.runtime.program_parts import KernelStep
+from aero_compile.runtime.roles import CLIENT, SERVER
 from aero_compile.runtime.spu_config import runtime_config
 
 
@@ -48,6 +50,9 @@ def simulate(
         for name, pieces in shares.items():
             runtime.set_var(name, pieces[rank])
         for step in program.steps:
+            if isinstance(step, KernelStep):
+                run_kernel(spu, io, runtime, step, rank)
+                continue
             code = program.codes[step.code].encode()
             runtime.run(spu.Executable(step.label, list(step.inputs), list(step.outputs), code))
         if program.guard is not None:

@@ -23,14 +23,9 @@ import numpy.typing as npt
 
 from aero_compile.errors import InputError
 from aero_compile.runtime.arithmetic.coefficients import ACTIVATIONS
-from aero_compile.runtime.arithmetic.exponential import (
-    COMPARISON_BYTES,
-    SELECT_BYTES,
-    Power,
-    cheapest_exponential,
-    choose_power,
-)
+from aero_compile.runtime.arithmetic.exponential import Power, cheapest_exponential, choose_power
 from aero_compile.runtime.arithmetic.logarithm import LOGARITHMS
+from aero_compile.runtime.arithmetic.one_product import COMPARISON_BYTES, SELECT_BYTES
 from aero_compile.runtime.arithmetic.reciprocal import RECIPROCALS
 from aero_compile.runtime.arithmetic.roots import INVERSE_ROOTS, ROOTS
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Form, Tolerances, cheapest
@@ -188,9 +183,7 @@ def _exp(power: Power) -> Approximation:
 def _softmax(tolerance: float | None) -> Approximation:
     """For scores of which nothing is known, in rows of up to 128."""
     chosen = cheapest_exponential(math.inf, tolerance, entries=128)
-    method = (
-        f"chain of {chosen.squares} squares on [-{chosen.reach:g}, 0], 0 below, times the reciprocal of the row sum"
-    )
+    method = f"{chosen.form}, on [-{chosen.reach:.3g}, 0], 0 below, times the reciprocal of the row sum"
     return Approximation("softmax", method, (-16.0, 16.0), None, chosen.error_in(128), chosen.bytes_per_element)
 
 

@@ -14,11 +14,9 @@ from typing import Any
 
 from aero_compile.errors import InputError
 from aero_compile.runtime.arithmetic.coefficients import EXPONENTIALS
+from aero_compile.runtime.arithmetic.one_product import COMPARISON_BYTES, SELECT_BYTES, OneProduct
 from aero_compile.runtime.arithmetic.squares import SQUARE_BYTES, Squares, square
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT
-
-COMPARISON_BYTES, SELECT_BYTES = 82, 16
-"""Bytes an element, both ways, in Cheetah (64-bit ring)."""
 
 EXP_ITERATIONS = 1
 """Squarings in SPU's own exp: one makes it the square that `squares.square` asks for."""
@@ -96,6 +94,11 @@ class Exponential:
         """Largest error of a weight of a softmax with rows of up to 1024 entries, in Cheetah (as above)."""
         return ERRORS[self][1]
 
+    @property
+    def form(self) -> str:
+        """In words."""
+        return f"chain of {self.squares} squares"
+
     def error_in(self, entries: int) -> float:
         """The same for rows of up to `entries`; beyond 1024 it is taken to grow in proportion."""
         short, long = ERRORS[self]
@@ -125,17 +128,34 @@ ERRORS = {
 """Of a weight of a softmax, in rows of up to 128 and up to 1024 entries, measured in Cheetah and rounded up."""
 
 
+ONE_PRODUCT = (
+    OneProduct(18, 12, False, 1e-4, 1.2e-4),
+    OneProduct(18, 12, True, 6e-4, 5e-3),
+    OneProduct(17, 11, False, 1.6e-4, 1.6e-4),
+    OneProduct(17, 11, True, 2e-4, 6e-4),
+    OneProduct(17, 10, False, 3e-4, 3e-4),
+    OneProduct(17, 10, True, 3e-4, 3.5e-4),
+)
+"""Exponentials of one product, in the 64-bit ring with 18 fraction bits alone."""
+
+SoftmaxExponential = Exponential | OneProduct
+
 SOFTMAX_ERROR = 1e-3
 """How much a weight of a softmax may be off where nothing else is asked for."""
 
 
-def choose_exponential(spread: float = math.inf, tolerance: float = SOFTMAX_ERROR, entries: int = 1024) -> Exponential:
+def choose_exponential(
+    spread: float = math.inf, tolerance: float = SOFTMAX_ERROR, entries: int = 1024, one_product: bool = True
+) -> SoftmaxExponential:
     """Return the cheapest exponential for rows of up to `entries` scores that differ by `spread` at most.
+
+    `one_product`: also consider those of one product, which need the 64-bit ring with 18 fraction bits.
 
     Raises:
         InputError: none errs by `tolerance` or less.
     """
-    wide = [each for each in ERRORS if each.widest >= spread]
+    forms: list[SoftmaxExponential] = [*ERRORS, *(ONE_PRODUCT if one_product else ())]
+    wide = [each for each in forms if each.widest >= spread]
     good = [each for each in wide if each.error_in(entries) <= tolerance]
     if not good:
         least = min(each.error_in(entries) for each in wide)
@@ -145,12 +165,14 @@ def choose_exponential(spread: float = math.inf, tolerance: float = SOFTMAX_ERRO
     return min(good, key=lambda each: (each.bytes_per_element, each.error_in(entries)))
 
 
-def cheapest_exponential(spread: float = math.inf, tolerance: float | None = None, entries: int = 1024) -> Exponential:
+def cheapest_exponential(
+    spread: float = math.inf, tolerance: float | None = None, entries: int = 1024, one_product: bool = True
+) -> SoftmaxExponential:
     """As `choose_exponential`; without a tolerance its own, or `SAFE` where rows are too long for that."""
     if tolerance is not None:
-        return choose_exponential(spread, tolerance, entries)
+        return choose_exponential(spread, tolerance, entries, one_product)
     try:
-        return choose_exponential(spread, entries=entries)
+        return choose_exponential(spread, entries=entries, one_product=one_product)
     except InputError:
         return SAFE
 

@@ -24,6 +24,10 @@ FEW_PRODUCTS = 11_000
 """The same of products, which would need two more ciphertexts and as many again for their second factor."""
 
 
+FEW_OWNED = 3_500
+"""The same of products with values that one party knows, which take one ciphertext for so many as `DEGREE`."""
+
+
 def square_parts(size: int) -> list[int]:
     """Cut `size` squares: all parts but the last take ciphertexts, the last (maybe of no values) stored triples."""
     rest = size % PAIR
@@ -39,6 +43,12 @@ def product_parts(size: int) -> list[int]:
     """Cut `size` products of two secrets: SPU itself takes stored triples for parts smaller than `PAIR`."""
     rest = size % PAIR
     return [size] if size < PAIR or rest == 0 or rest >= FEW_PRODUCTS else [size - rest, rest]
+
+
+def owned_parts(size: int) -> list[int]:
+    """Cut `size` products with values of one party: all parts but the last take ciphertexts, stored triples."""
+    rest = size % DEGREE
+    return [size, 0] if rest >= FEW_OWNED or not rest else [*([size - rest] if size > rest else []), rest]
 
 
 def multiply(x: Any, y: Any) -> Any:

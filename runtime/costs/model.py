@@ -21,13 +21,14 @@ import torch
 from aero_compile.errors import InputError
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.costs import operations, pphlo
-from aero_compile.runtime.costs.operations import CLIENTS, SERVERS
+from aero_compile.runtime.costs.operations import CLIENTS, OWNED, SERVERS
 from aero_compile.runtime.costs.session import Cost, Session
 from aero_compile.runtime.costs.table import CostTable, settings_of
+from aero_compile.runtime.hosts.measure import by_operator
 from aero_compile.runtime.hosts.network_spec import Network, parse_network
 from aero_compile.runtime.inference import compile_model
 from aero_compile.runtime.program import Program
-from aero_compile.runtime.program_parts import SET_UP, TOKENS
+from aero_compile.runtime.program_parts import SET_UP, TOKENS, KernelStep
 from aero_compile.runtime.spu_config import import_spu, runtime_config
 from aero_compile.units import human_bytes
 
@@ -191,8 +192,12 @@ def _forward(
     total = Cost()
     rows = []
     for step in program.steps:
-        session.step(len(program.codes[step.code]))
-        found = operations.run(session, functions[step.code], [knows[name] for name in step.inputs])
+        if isinstance(step, KernelStep):
+            session.local("kernel", math.prod(step.shape))
+            found = tuple(OWNED[owner] for owner in step.kernel.owners)
+        else:
+            session.step(len(program.codes[step.code]))
+            found = operations.run(session, functions[step.code], [knows[name] for name in step.inputs])
         knows.update(zip(step.outputs, found, strict=True))
         spent = session.bill()
         total.add(spent)
@@ -202,6 +207,7 @@ def _forward(
     if program.guard is not None:  # both send their share of one number
         reveal.add(Cost(_SHARE_BYTES, _SHARE_BYTES, 2, 0.5, 0.0, _SHARE_BYTES))
     total.add(reveal)
+    rows = by_operator(rows, program.steps)
     rows.append(_row("reveal", "the client's logits", reveal, network))
     return rows, total
 

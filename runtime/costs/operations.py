@@ -13,11 +13,15 @@ from aero_compile.errors import LoweringError, nearest
 from aero_compile.runtime.costs.pphlo import Function, Operation
 from aero_compile.runtime.costs.session import Session
 from aero_compile.runtime.costs.table import LUMPS
+from aero_compile.runtime.roles import CLIENT, SERVER
 
 PUBLIC, SERVERS, CLIENTS, SHARED, BITS = "public", "server's", "client's", "shared", "shared bits"
 """Who knows a value: both, one party, or nobody (as a sum modulo 2^64, or as single bits modulo 2)."""
 
-_PARTY = {SERVERS: 0, CLIENTS: 1}
+OWNED: dict[int | None, str] = {SERVER: SERVERS, CLIENT: CLIENTS, None: SHARED}
+"""The same, by the rank of the party that knows it."""
+
+_PARTY = {SERVERS: SERVER, CLIENTS: CLIENT}
 
 MOVES = frozenset(
     {"reshape", "transpose", "broadcast", "slice", "concatenate", "pad", "reverse", "iota", "spu.gather", "real"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -45,6 +45,10 @@ def parse_profile(text: str) -> dict[str, Any]:
         for match in _KIND.finditer(text)
     ]
     return {"records": len(links), **totals, "kinds": kinds}
+
+
+SILENT: dict[str, Any] = {"records": 0, **dict.fromkeys(_COUNTS, 0), "kinds": []}
+"""The profile of a step that sends nothing and that SPU does not know of."""
 
 
 def check_profile(profile: Mapping[str, Any], step: str) -> None:
@@ -167,7 +171,7 @@ def combine(
 ) -> Measurement:
     """Build the Measurement from the two parties' `stats.json` (keys "server" and "client")."""
     server, client = stats["server"], stats["client"]
-    runs = [_Run(a, b) for a, b in zip(server["runs"], client["runs"], strict=True)]
+    runs = [_Run(program.steps, a, b) for a, b in zip(server["runs"], client["runs"], strict=True)]
     cold, used = runs[0], runs[-1]
     setup_wire = _wire(server["setup"], client["setup"])
     setup_seconds = max(server["setup"]["seconds"], client["setup"]["seconds"])
@@ -202,14 +206,14 @@ def combine(
 class _Run:
     """One forward as both parties saw it."""
 
-    def __init__(self, server: Mapping[str, Any], client: Mapping[str, Any]) -> None:
+    def __init__(self, steps: Sequence[Any], server: Mapping[str, Any], client: Mapping[str, Any]) -> None:
         self.server, self.client = server, client
         self.seconds = {"server": float(server["seconds"]), "client": float(client["seconds"])}
         self.sent = {
             name: sum(step["send_bytes"] for step in run["steps"]) + run["revealed_bytes"]
             for name, run in (("server", server), ("client", client))
         }
-        self.steps = [
+        rows = [
             {
                 "op": a["op"],
                 "place": a["place"],
@@ -221,6 +225,7 @@ class _Run:
             }
             for a, b in zip(server["steps"], client["steps"], strict=True)
         ]
+        self.steps = by_operator(rows, steps)
         self.bytes = sum(self.sent.values())
         self.opened = {name: int(run["revealed_bytes"]) for name, run in (("server", server), ("client", client))}
         self.openings = 3 if self.opened["client"] else 1  # the client sends only its share of the range check
@@ -243,6 +248,19 @@ class _Run:
         kinds = [kind for step in self.server["steps"] for kind in step["kinds"]]
         rows = _summed(kinds, ("count", "seconds", *_COUNTS))
         return sorted(rows, key=lambda row: -(row["send_bytes"] + row["recv_bytes"]))
+
+
+def by_operator(rows: Iterable[Mapping[str, Any]], steps: Sequence[Any]) -> list[dict[str, Any]]:
+    """Add the rows of steps that continue an operator to the row in which it began."""
+    found: list[dict[str, Any]] = []
+    for row, step in zip(rows, steps, strict=True):
+        if not step.continues:
+            found.append(dict(row))
+            continue
+        for name, value in row.items():
+            if not isinstance(value, str):
+                found[-1][name] += value
+    return found
 
 
 def _summed(rows: Sequence[Mapping[str, Any]], columns: tuple[str, ...]) -> list[dict[str, Any]]:

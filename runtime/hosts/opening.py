@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from aero_compile.errors import OutOfRangeError, PartyError
 from aero_compile.runtime.program import Program
-from aero_compile.runtime.program_parts import CLIENT, SERVER
+from aero_compile.runtime.roles import CLIENT, SERVER
 from aero_compile.runtime.spu_config import largest_value
 
 _NAMES = {SERVER: "server", CLIENT: "client"}

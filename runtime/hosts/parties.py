@@ -27,7 +27,7 @@ from aero_compile.runtime.hosts.scratch import scratch_folder
 from aero_compile.runtime.hosts.tls import TLSConfig
 from aero_compile.runtime.party import EVENT, ROLES
 from aero_compile.runtime.program import Program
-from aero_compile.runtime.program_parts import CLIENT, SERVER
+from aero_compile.runtime.roles import CLIENT, SERVER
 
 START_ATTEMPTS = 3
 CONNECT_SECONDS = 60.0

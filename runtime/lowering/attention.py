@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.runtime.arithmetic.constants import scale
-from aero_compile.runtime.arithmetic.exponential import SAFE, Exponential
+from aero_compile.runtime.arithmetic.exponential import SAFE, SoftmaxExponential
 from aero_compile.runtime.arithmetic.filling import multiply
 from aero_compile.runtime.arithmetic.reciprocal import reciprocal_of_sums
 from aero_compile.runtime.lazy_jax import jnp
@@ -92,7 +92,7 @@ def packing(shape: tuple[int, ...], allowed: npt.NDArray[np.bool_] | None) -> Pa
     return Packing(math.prod(shape[:shared]), np.ascontiguousarray(rows))
 
 
-def masked_softmax(x: Any, mask: Masked, dim: int, exact: bool = False, exponential: Exponential = SAFE) -> Any:
+def masked_softmax(x: Any, mask: Masked, dim: int, exact: bool = False, exponential: SoftmaxExponential = SAFE) -> Any:
     """Softmax of `mask.scale * x + mask.bias` along `dim`, over the allowed entries; others are 0.
 
     `exponential` says how to compute exponentials, `exact` that they are textbook ones. A row with nothing allowed
@@ -105,7 +105,7 @@ def masked_softmax(x: Any, mask: Masked, dim: int, exact: bool = False, exponent
 
 
 def unnormalized_softmax(
-    x: Any, mask: Masked, dim: int, exact: bool = False, exponential: Exponential = SAFE
+    x: Any, mask: Masked, dim: int, exact: bool = False, exponential: SoftmaxExponential = SAFE
 ) -> tuple[Any, Any]:
     """The softmax along the last axis in two factors: exponentials [..., K] and inverse row sums [..., 1]."""
     if dim != x.ndim - 1:
@@ -125,7 +125,7 @@ def _inverse(rows: _Rows, exact: bool) -> Any:
     return 1.0 / rows.sums if exact else reciprocal_of_sums(rows.sums, int(rows.layout.lengths.max()))
 
 
-def _exponentials(x: Any, mask: Masked, exact: bool, exponential: Exponential) -> tuple[Any, _Rows]:
+def _exponentials(x: Any, mask: Masked, exact: bool, exponential: SoftmaxExponential) -> tuple[Any, _Rows]:
     """Packed exponentials of the scores less their row's maximum, and the sums of the rows that have entries."""
     layout = packing(x.shape, mask.allowed)
     scores = x if mask.scale is None else scale(x, mask.scale)

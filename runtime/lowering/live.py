@@ -13,7 +13,7 @@ from torch import fx
 
 from aero_compile.errors import LoweringError
 from aero_compile.ir.ops import SPLITS, VIEWS, names_of, of_form
-from aero_compile.runtime.arithmetic.exponential import Exponential
+from aero_compile.runtime.arithmetic.exponential import SoftmaxExponential
 from aero_compile.runtime.lowering.masks import Masked
 from aero_compile.runtime.lowering.partition import op_name
 from aero_compile.runtime.operators import registry
@@ -52,7 +52,7 @@ class LiveProgram:
     result: str
     result_shape: tuple[int, ...]
     executed: frozenset[str]
-    exponentials: Mapping[str, Exponential] = field(default_factory=dict)
+    exponentials: Mapping[str, SoftmaxExponential] = field(default_factory=dict)
     guard: str | None = None
     guards: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 

@@ -21,7 +21,7 @@ from torch import fx
 from aero_compile.errors import LoweringError
 from aero_compile.ir.mask_values import MASKED_BELOW
 from aero_compile.ir.ownership import Domain
-from aero_compile.runtime.arithmetic.exponential import Exponential
+from aero_compile.runtime.arithmetic.exponential import SoftmaxExponential
 from aero_compile.runtime.lowering.norms import NO_DOUBLINGS, Doublings
 from aero_compile.runtime.lowering.partition import SOFTMAX, op_name, place_of
 from aero_compile.runtime.operators import registry
@@ -83,7 +83,7 @@ class RangeCheck:
         self,
         executed: Collection[str],
         weights: Mapping[str, npt.NDArray[Any]],
-        exponentials: Mapping[str, Exponential] | None = None,
+        exponentials: Mapping[str, SoftmaxExponential] | None = None,
     ) -> None:
         """Raise LoweringError if a weight, or a value of one of the `executed` nodes, was too large.
 

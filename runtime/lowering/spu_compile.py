@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -10,9 +12,10 @@ from aero_compile.errors import AeroError, LoweringError
 from aero_compile.runtime.arithmetic.constants import fixed_point
 from aero_compile.runtime.arithmetic.squares import squares_by_exp
 from aero_compile.runtime.lowering import warm_up
+from aero_compile.runtime.lowering.cut import KernelCall, cut
 from aero_compile.runtime.lowering.live import LiveProgram, LiveStep
 from aero_compile.runtime.program import Program
-from aero_compile.runtime.program_parts import SET_UP, TOKENS, Step, TensorSpec
+from aero_compile.runtime.program_parts import SET_UP, TOKENS, KernelStep, Step, TensorSpec
 from aero_compile.runtime.spu_config import import_spu, plain_message
 
 
@@ -25,29 +28,23 @@ def compile_steps(live: LiveProgram, protocol: str, field: int, fraction_bits: i
     """
     spu = import_spu()
     codes: dict[str, str] = {SET_UP: _compile(spu, warm_up.STEP, fraction_bits)}
-    for step in live.steps:
-        if step.key not in codes:
-            codes[step.key] = _compile(spu, step, fraction_bits)
-    last_use = {name: at for at, step in enumerate(live.steps) for name in (*step.inputs, *step.outputs)}
-    last_use[live.result] = len(live.steps)
-    if live.guard is not None:
-        last_use[live.guard] = len(live.steps)
+    pieces = [(piece, number > 0) for step in live.steps for number, piece in enumerate(_cut(step, fraction_bits))]
+    for piece, _ in pieces:
+        if isinstance(piece, LiveStep) and piece.key not in codes:
+            codes[piece.key] = _compile(spu, piece, fraction_bits)
+    last_use = {name: at for at, (piece, _) in enumerate(pieces) for name in (*piece.inputs, *piece.outputs)}
+    for name in (live.result, live.guard):
+        last_use[str(name)] = len(pieces)
     kept = {TOKENS, *live.weights}  # inputs stay for the next run
-    steps = tuple(
-        Step(
-            step.label,
-            step.place,
-            step.key,
-            step.inputs,
-            step.outputs,
-            tuple(
-                name
-                for name in dict.fromkeys((*step.inputs, *step.outputs))
-                if last_use[name] == at and name not in kept
-            ),
-        )
-        for at, step in enumerate(live.steps)
-    )
+    steps: list[Step | KernelStep] = []
+    for at, (piece, continues) in enumerate(pieces):
+        names = dict.fromkeys((*piece.inputs, *piece.outputs))
+        free = tuple(name for name in names if last_use[name] == at and name not in kept)
+        where = (piece.label, piece.place)
+        if isinstance(piece, KernelCall):
+            steps.append(KernelStep(*where, piece.kernel, piece.shape, piece.inputs, piece.outputs, free, continues))
+        else:
+            steps.append(Step(*where, piece.key, piece.inputs, piece.outputs, free, continues))
     return Program(
         protocol,
         field,
@@ -55,33 +52,45 @@ def compile_steps(live: LiveProgram, protocol: str, field: int, fraction_bits: i
         tuple(TensorSpec(name, array.shape, str(array.dtype)) for name, array in live.weights.items()),
         TensorSpec(TOKENS, live.token_shape, "int32"),
         TensorSpec(live.result, live.result_shape, "float32"),
-        steps,
+        tuple(steps),
         codes,
         {"spu": str(spu.__version__)},
         live.guard,
     )
 
 
+def _cut(step: LiveStep, fraction_bits: int) -> list[LiveStep | KernelCall]:
+    with _tracing(step, fraction_bits):
+        return cut(step)
+
+
 def _compile(spu: Any, step: LiveStep, fraction_bits: int) -> str:
     frontend, secret = spu.utils.frontend, spu.Visibility.VIS_SECRET
     arguments = [
-        np.zeros(shape, np.int32 if dtype == "int32" else np.float32)
+        np.zeros(shape, np.float32 if dtype == "float64" else dtype)
         for shape, dtype in zip(step.shapes, step.dtypes, strict=True)
     ]
+    with _tracing(step, fraction_bits):
+        executable, _ = frontend.compile(
+            frontend.Kind.JAX,
+            step.function,
+            arguments,
+            {},
+            list(step.inputs),
+            [secret] * len(step.inputs),
+            lambda outputs: [f"out{i}" for i in range(len(outputs))],
+        )
+    code = executable.code
+    return code.decode() if isinstance(code, bytes) else str(code)
+
+
+@contextmanager
+def _tracing(step: LiveStep, fraction_bits: int) -> Iterator[None]:
+    """Functions are traced for SPU within this context, and errors name the step."""
     try:
         with squares_by_exp(), fixed_point(fraction_bits):
-            executable, _ = frontend.compile(
-                frontend.Kind.JAX,
-                step.function,
-                arguments,
-                {},
-                list(step.inputs),
-                [secret] * len(step.inputs),
-                lambda outputs: [f"out{i}" for i in range(len(outputs))],
-            )
+            yield
     except AeroError:
         raise
     except Exception as error:
         raise LoweringError(f"SPU cannot compile {step.label} (in {step.place}): {plain_message(error)}") from error
-    code = executable.code
-    return code.decode() if isinstance(code, bytes) else str(code)

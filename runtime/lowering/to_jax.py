@@ -22,7 +22,7 @@ from torch import fx
 from aero_compile.errors import LoweringError
 from aero_compile.ir.ops import names_of, of_form
 from aero_compile.ir.ownership import Domain
-from aero_compile.runtime.arithmetic.exponential import Exponential, cheapest_exponential
+from aero_compile.runtime.arithmetic.exponential import SoftmaxExponential, cheapest_exponential
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.lowering import attention
 from aero_compile.runtime.lowering.blocks import blocked_scores
@@ -74,6 +74,7 @@ def lower(
     tolerances: Tolerances = DEFAULT,
     guards: Format | None = None,
     doublings: Doublings = NO_DOUBLINGS,
+    one_product: bool = True,
 ) -> LiveProgram:
     """Lower every live node of `part` that the logits need.
 
@@ -81,7 +82,8 @@ def lower(
     JAX); `dtype` is that of the weights. `spreads`: for softmaxes, by the name of their node, the largest
     difference of two scores of a row that will come; any may come where it says nothing. `tolerances`: how far off
     approximations may be. `guards`: the format whose ranges private checks keep where no bound shows that they are
-    kept; None: none are made. `doublings`: by which powers of two the rows of norms are multiplied.
+    kept; None: none are made. `doublings`: by which powers of two the rows of norms are multiplied. `one_product`:
+    whether the ring is one for exponentials of one product.
 
     Raises:
         InputError: no approximation is as close as is asked for.
@@ -90,7 +92,7 @@ def lower(
     schedule = Schedule(part)
     runs = all(op_name(n) in RULES for n in schedule.order if not schedule.is_tokens(n))  # else it is refused below
     plan = plan_guards(part, schedule.order, guards, schedule.is_tokens, doublings) if guards and runs else Plan()
-    return _Emission(schedule, plan, doublings, exact, dtype, spreads or {}, tolerances).program()
+    return _Emission(schedule, plan, doublings, exact, dtype, spreads or {}, tolerances, one_product).program()
 
 
 @dataclass
@@ -112,8 +114,9 @@ class _Emission:
     dtype: Any
     spreads: Mapping[str, float]
     tolerances: Tolerances
+    one_product: bool
     weights: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
-    exponentials: dict[str, Exponential] = field(default_factory=dict)
+    exponentials: dict[str, SoftmaxExponential] = field(default_factory=dict)
     _weight_names: dict[object, str] = field(default_factory=dict)
 
     @property
@@ -219,7 +222,7 @@ class _Emission:
             )
         name = node.meta.get("softmax", node.name)
         spread = self.spreads.get(name, math.inf)
-        exponential = cheapest_exponential(spread, self.tolerances.softmax, shape[dim])
+        exponential = cheapest_exponential(spread, self.tolerances.softmax, shape[dim], self.one_product)
         self.exponentials[name] = exponential
         split = op_name(node) == "unnormalized_softmax"
         return Call(

@@ -13,12 +13,13 @@ import aero_compile
 from aero_compile import runtime
 from aero_compile.errors import LoweringError
 from aero_compile.runtime.program import one_hot
-from aero_compile.runtime.program_parts import TOKENS
+from aero_compile.runtime.program_parts import TOKENS, KernelStep
 from aero_compile.runtime.rehearsal import ABSOLUTE, rehearse
 from benchmarks.lib.random_decoders import build, logits_of
 from benchmarks.lib.torture_models import structure
 from benchmarks.lib.two_threads import simulate
 from tests.support.runtime_graphs import TokenRows, aten
+from tests.support.runtime_tiny import tiny_model
 
 pytest.importorskip("spu")
 
@@ -128,3 +129,10 @@ def test_numbers_without_a_shape_are_rounded_too() -> None:
         return aten.mul.Tensor(x, aten.mean.default(aten.mul.Tensor(x, x)))
 
     runtime.compile_model(TokenRows(torch.randn(1, 4, 4), body), 1, 4)
+
+
+@pytest.mark.parametrize(("field", "fraction_bits", "kernels"), [(64, 18, True), (64, 16, False), (128, 26, False)])
+def test_kernels_are_for_the_ring_that_they_are_made_for(field: int, fraction_bits: int, kernels: bool) -> None:
+    """In others the exponential is a chain of squares; either way the program is rehearsed."""
+    program = runtime.compile_model(tiny_model(), 1, 6, "semi2k", field=field, fraction_bits=fraction_bits).program
+    assert any(isinstance(step, KernelStep) for step in program.steps) is kernels

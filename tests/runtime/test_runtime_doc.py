@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 from aero_compile.runtime.arithmetic.approximations import approximations
-from aero_compile.runtime.arithmetic.exponential import ERRORS
+from aero_compile.runtime.arithmetic.exponential import ERRORS, ONE_PRODUCT, SoftmaxExponential
 
 
 def rows() -> list[str]:
     """The table's rows as they must stand in the document."""
-    found = []
+    found: list[str] = []
     for each in approximations().values():
         low, high = each.domain
         exact = "measured only" if each.formula_error is None else f"{each.formula_error:.1e}"
@@ -27,10 +27,11 @@ def rows() -> list[str]:
 
 def exponential_rows() -> list[str]:
     """The rows of the table of softmax exponentials."""
+    forms: tuple[SoftmaxExponential, ...] = (*ONE_PRODUCT, *ERRORS)
     return [
-        f"| {each.squares} | {each.reach:g} | {'yes' if each.clamped else 'no'} | {short:.0e} | {long:.0e} "
-        f"| {each.bytes_per_element} |"
-        for each, (short, long) in ERRORS.items()
+        f"| {each.form} | {each.reach:.3g} | {'yes' if each.clamped else 'no'} | {each.error_in(128):.1e} "
+        f"| {each.error_in(1024):.1e} | {each.bytes_per_element} |"
+        for each in forms
     ]
 
 

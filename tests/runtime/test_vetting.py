@@ -149,6 +149,21 @@ def _tokens_as_logits(content: Content) -> None:
     content["logits"] = {**content["tokens"], "dtype": "float32"}
 
 
+def _kernel(content: Content) -> dict[str, Any]:
+    found: dict[str, Any] = next(step for step in content["steps"] if "kernel" in step)
+    return found
+
+
+def _in_kernel(*path: str, **values: Any) -> Callable[[Content], None]:
+    def change(content: Content) -> None:
+        place = _kernel(content)
+        for each in path:
+            place = place[each]
+        place.update(values)
+
+    return change
+
+
 BAD: dict[str, Callable[[Content], None]] = {
     "a secret is opened": _opened,
     "an unknown operation": _replaced("pphlo.reshape", "pphlo.dbg_print"),
@@ -181,6 +196,21 @@ BAD: dict[str, Callable[[Content], None]] = {
     "no version": _put("versions", value={}),
     "code that is no text": lambda content: content["codes"].update({_last(content): 7}),
     "steps that are no list": _put("steps", value=7),
+    "a first step that continues": _put("steps", 0, "continues", value=True),
+    "a step that may continue": _put("steps", 0, "continues", value="no"),
+    "a kernel nobody knows": _in_kernel("kernel", kernel="Reveal"),
+    "a kernel with other options": _in_kernel("kernel", bits=18.5),
+    "a kernel out of range": _in_kernel("kernel", bits=64),
+    "a kernel with an option too many": _in_kernel("kernel", seed=1),
+    "a kernel without options": _in_kernel(kernel={"kernel": "ExponentialFactors"}),
+    "a kernel that is text": _in_kernel(kernel="ExponentialFactors"),
+    "a kernel with code": _in_kernel(code="set-up"),
+    "a kernel of the tokens": _in_kernel(inputs=["tokens"]),
+    "a kernel of two values": lambda content: _kernel(content)["inputs"].append(content["steps"][0]["outputs"][0]),
+    "a kernel of another shape": _in_kernel(shape=[1, 1]),
+    "a kernel with one result": _in_kernel(outputs=["one"]),
+    "a kernel with one result twice": _in_kernel(outputs=["one", "one"]),
+    "a kernel for a range check": lambda content: content.update(guard=_kernel(content)["outputs"][0]),
 }
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from aero_compile.runtime.hosts.link import parse_address
-from aero_compile.runtime.program_parts import SERVER
+from aero_compile.runtime.roles import SERVER
 
 
 @contextlib.contextmanager

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from aero_compile.errors import PartyError
-from aero_compile.runtime.hosts.measure import check_against_wire, check_profile, combine, parse_profile
+from aero_compile.runtime.hosts.measure import SILENT, check_against_wire, check_profile, combine, parse_profile
 from aero_compile.runtime.program import Program
-from aero_compile.runtime.program_parts import TensorSpec
+from aero_compile.runtime.program_parts import Step, TensorSpec
 
 LOG = """
 2026-01-01 00:00:00.000 [info] [api.cc:printProfilingData:177] [Profiling] SPU execution softmax completed, \
@@ -70,7 +71,9 @@ def _party(sent: int, received: int, seconds: float, revealed: int) -> dict[str,
     steps = [
         {"op": "softmax", "send_bytes": sent, "recv_bytes": received, **step},
         {"op": "linear", "send_bytes": 1, "recv_bytes": 2, **step},
-        {"op": "softmax", "send_bytes": sent, "recv_bytes": received, **step},
+        {"op": "softmax", "send_bytes": sent - 4, "recv_bytes": received - 5, **step},
+        {"op": "softmax", **SILENT, **step, "send_actions": 0},
+        {"op": "softmax", "send_bytes": 4, "recv_bytes": 5, **step, "send_actions": 0},
     ]
     run = {"seconds": seconds, "steps": steps, "revealed_bytes": revealed, "wire": [0, 500]}
     cold = {**run, "seconds": seconds * 3}
@@ -78,9 +81,12 @@ def _party(sent: int, received: int, seconds: float, revealed: int) -> dict[str,
 
 
 def test_combining_two_parties() -> None:
+    """The last softmax comes in three pieces: one row, and one in the count."""
+    whole = Step("", "", "", (), (), ())
+    piece = replace(whole, continues=True)
     program = Program(
         *("cheetah", 64, 18, (), TensorSpec("tokens", (1, 2, 3), "int32")),
-        *(TensorSpec("out", (1, 2, 3), "float32"), (), {}, {}),
+        *(TensorSpec("out", (1, 2, 3), "float32"), (whole, whole, whole, piece, piece), {}, {}),
     )
     stats = {"server": _party(10, 20, 1.0, 7), "client": _party(20, 10, 1.5, 0)}
     bill = combine(program, stats, (1, 2), {"torch": "y"}, ["prog"])
@@ -94,6 +100,7 @@ def test_combining_two_parties() -> None:
     assert bill.cold_bytes == bill.bytes + 100
     assert [row["op"] for row in bill.per_op] == ["softmax", "linear", "reveal"]
     assert bill.per_op[0]["count"] == 2
+    assert [row["bytes"] for row in bill.per_step] == [30, 2, 30]
     assert sum(row["bytes"] for row in bill.per_op) == bill.bytes
     assert bill.versions == {"torch": "y", "spu": "x"}
     assert "1x2 tokens, warm forward" in str(bill)

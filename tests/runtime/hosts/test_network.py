@@ -29,7 +29,7 @@ from aero_compile.runtime import private_inference
 from aero_compile.runtime.hosts import link, parties
 from aero_compile.runtime.hosts.network import Relay
 from aero_compile.runtime.hosts.network_spec import Network, parse_network
-from aero_compile.runtime.program_parts import CLIENT, SERVER
+from aero_compile.runtime.roles import CLIENT, SERVER
 from tests.support.runtime_tiny import IDS, exported, tiny_model
 from tests.support.two_hosts import end_server_in_the_middle, party
 

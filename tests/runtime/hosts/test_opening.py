@@ -13,7 +13,8 @@ import pytest
 from aero_compile.errors import OutOfRangeError, PartyError
 from aero_compile.runtime.hosts.opening import check_guard, open_logits, send_share
 from aero_compile.runtime.program import Program
-from aero_compile.runtime.program_parts import CLIENT, SERVER, TensorSpec
+from aero_compile.runtime.program_parts import TensorSpec
+from aero_compile.runtime.roles import CLIENT, SERVER
 from aero_compile.runtime.spu_config import runtime_config
 
 spu = pytest.importorskip("spu")

@@ -26,7 +26,7 @@ from aero_compile.runtime.hosts import parties
 from aero_compile.runtime.hosts.link import free_addresses
 from aero_compile.runtime.party import main
 from aero_compile.runtime.program import FORMAT, one_hot
-from aero_compile.runtime.program_parts import CLIENT, SERVER
+from aero_compile.runtime.roles import CLIENT, SERVER
 from aero_compile.runtime.spu_config import runtime_config
 from tests.support.runtime_tiny import IDS, Exported, exported, logits_of, tiny_model
 from tests.support.two_hosts import Wire, end_server_in_the_middle, party

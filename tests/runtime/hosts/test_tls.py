@@ -29,7 +29,7 @@ from aero_compile.runtime.hosts.network import Relay
 from aero_compile.runtime.hosts.network_spec import Network
 from aero_compile.runtime.hosts.tls import TLSWay
 from aero_compile.runtime.hosts.tunnel import CHUNK, HANDSHAKES, certifies
-from aero_compile.runtime.program_parts import CLIENT, SERVER
+from aero_compile.runtime.roles import CLIENT, SERVER
 from tests.support.certificates import arguments, certificate, needs_openssl
 from tests.support.runtime_tiny import IDS, exported, logits_of, tiny_model
 from tests.support.two_hosts import Wire, end_server_in_the_middle, party

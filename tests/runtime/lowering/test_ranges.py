@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from aero_compile.errors import InputError, LoweringError
+from aero_compile.runtime.arithmetic.one_product import OneProduct
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.lowering.partition import partition
 from aero_compile.runtime.lowering.plaintext import run_in_the_clear
@@ -133,9 +134,12 @@ def test_a_closer_exponential_holds_on_a_shorter_interval() -> None:
 def test_tolerance_of_the_softmax() -> None:
     model, graph = _scores(torch.zeros(2, 4))
     part = partition(model, graph, model.ids.shape)
-    (loose,) = lower(part, tolerances=Tolerances(softmax=5e-3)).exponentials.values()
-    (strict,) = lower(part, tolerances=Tolerances(softmax=5e-4)).exponentials.values()
-    assert loose.bytes_per_element < strict.bytes_per_element
+    for one_product in (True, False):
+        (loose,) = lower(part, tolerances=Tolerances(softmax=5e-3), one_product=one_product).exponentials.values()
+        (strict,) = lower(part, tolerances=Tolerances(softmax=5e-4), one_product=one_product).exponentials.values()
+        assert strict.error_in(4) <= 5e-4
+        assert isinstance(strict, OneProduct) is one_product
+        assert loose.bytes_per_element <= strict.bytes_per_element
     with pytest.raises(InputError, match="no exponential errs by 1e-09 or less"):
         lower(part, tolerances=Tolerances(softmax=1e-9))
 

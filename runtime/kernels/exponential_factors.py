@@ -1,0 +1,116 @@
+"""exp(s) as one product of two numbers, each of which one party computes from its own share.
+
+Let k be a number of bits and g = 2^k - 1. g is odd and has the order 2^(64 - k) modulo 2^64, which is the modulus that
+is left for the integer part of a ring element with k fraction bits. The parties hold y = s/ln g + c in shares y_0 + y_1
+modulo 2^64. Party i cuts its own into an integer n_i and a fraction f_i of 1, and computes
+
+    a_i = g^(n_i) · round(g^(f_i) · 2^m)  modulo 2^64.
+
+Then a_0 · a_1 = g^y · 2^(2m) modulo 2^64 up to the two roundings: what the sum of the shares loses above 2^64 is a
+multiple of the order of g, and what the fractions carry into the integer part, one of them has as a factor g. As long
+as 1 ≤ y, no power of g is negative, and as long as y ≤ c = (60 - 2m)/k the product stays below 2^60: it is e^s · 2^60,
+without a comparison and without a chance of failure. s may lie in [-(c - 1) ln g, 0]; elsewhere the result is any
+number. A party's factor is a function of its own share alone, so it tells nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.roles import CLIENT, SERVER
+
+TOP = 60
+"""The product of the factors of s = 0 is 2^TOP: SPU truncates numbers below 2^62."""
+
+FRACTION_BITS = 18
+"""Of the format of the argument, and of the results: the product of both holds exp(s) · 2^TOP / 2^(2 · 18)."""
+
+WINDOW = 12
+"""Bits of an exponent that one table of powers takes."""
+
+
+@dataclass(frozen=True)
+class ExponentialFactors:
+    """The kernel: y, as ring elements with `bits` fraction bits, becomes the factors of exp(s) · 2^60.
+
+    `mantissa`: m above. `owned`: the client's factor is given as a value that it owns, so that a product takes one
+    way; else as a share, for the few products that take stored triples.
+    """
+
+    bits: int
+    mantissa: int
+    owned: bool = True
+
+    def check(self) -> None:
+        """Check the options, which may be somebody else's.
+
+        Raises:
+            ValueError: they are out of range.
+        """
+        numbers = (self.bits, self.mantissa)
+        if not all(type(each) is int for each in numbers) or type(self.owned) is not bool:
+            raise ValueError("the options of ExponentialFactors are two whole numbers and a bool")
+        if not 12 <= self.bits <= 20 or not 1 <= self.mantissa <= 16 or self.offset <= 1:
+            raise ValueError(f"ExponentialFactors takes 12 to 20 bits and a mantissa of 1 to 16, not {numbers}")
+
+    @property
+    def log_base(self) -> float:
+        """ln g: so many nats are 1 in y."""
+        return math.log(2**self.bits - 1)
+
+    @property
+    def offset(self) -> float:
+        """c, which is y for s = 0."""
+        return (TOP - 2 * self.mantissa) / self.bits
+
+    @property
+    def reach(self) -> float:
+        """The result holds for s in [-reach, 0]."""
+        return (self.offset - 1) * self.log_base
+
+    @property
+    def owners(self) -> tuple[int | None, int | None]:
+        """Who knows each result; None: it is shared."""
+        return None, CLIENT if self.owned else None
+
+    def of_share(self, rank: int, share: Words) -> tuple[Words, Words]:
+        """What party `rank` holds of both factors: its own, and nothing of the other's."""
+        mine, none = factor(share, self.bits, self.mantissa), np.zeros_like(share)
+        return (mine, none) if rank == SERVER else (none, mine)
+
+    def plain(self, y: Any) -> tuple[Any, Any]:
+        """The factors as a JAX array of floats would show them: all of the product, and 1."""
+        import jax.numpy as jnp
+
+        powers = jnp.exp((y * 2.0 ** (FRACTION_BITS - self.bits) - self.offset) * self.log_base)
+        return powers * 2.0 ** (TOP - 2 * FRACTION_BITS), jnp.ones_like(y)
+
+
+def factor(share: Words, bits: int, mantissa: int) -> Words:
+    """g^n · round(g^f · 2^mantissa) modulo 2^64 for shares n + f with `bits` fraction bits, g = 2^bits - 1."""
+    powers, mantissas = _tables(bits, mantissa)
+    found = mantissas[(share & np.uint64(2**bits - 1)).astype(np.int64)]
+    exponent = share >> np.uint64(bits)
+    for table in powers:
+        found = found * table[(exponent & np.uint64(2**WINDOW - 1)).astype(np.int64)]
+        exponent = exponent >> np.uint64(WINDOW)
+    return found
+
+
+@lru_cache(maxsize=4)
+def _tables(bits: int, mantissa: int) -> tuple[list[Words], Words]:
+    base, powers = 2**bits - 1, []
+    for _ in range(0, 64 - bits, WINDOW):
+        row = [1]
+        for _ in range(2**WINDOW - 1):
+            row.append(row[-1] * base % 2**64)
+        powers.append(np.array(row, np.uint64))
+        base = row[-1] * base % 2**64
+    fractions = np.arange(2**bits) / 2**bits
+    return powers, np.rint(np.exp(fractions * math.log(2**bits - 1)) * 2**mantissa).astype(np.uint64)

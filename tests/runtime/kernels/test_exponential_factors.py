@@ -1,0 +1,70 @@
+"""The factors of an exponential: right for every split of every number, and each a function of one share alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aero_compile.runtime.kernels.exponential_factors import TOP, ExponentialFactors, factor
+from aero_compile.runtime.roles import CLIENT, SERVER
+from tests.support.budgets import few
+
+FORMS = [ExponentialFactors(bits, mantissa) for bits, mantissa in ((18, 12), (17, 11), (17, 10), (14, 12), (20, 11))]
+
+
+@pytest.mark.parametrize("kernel", FORMS, ids=str)
+@given(data=st.data())
+@few(max_examples=20)
+def test_product_of_the_factors_is_the_exponential(kernel: ExponentialFactors, data: st.DataObject) -> None:
+    """Against float64, for numbers all over the domain, its ends too, and splits that wrap in every way."""
+    unit = 2**kernel.bits
+    low, high = unit, int(kernel.offset * unit)
+    numbers = data.draw(st.lists(st.integers(low, high) | st.sampled_from([low, high]), min_size=1, max_size=40))
+    ends = st.sampled_from([0, 1, unit - 1, unit, 2**63 - 1, 2**63, 2**64 - unit, 2**64 - 1])
+    shares = data.draw(st.lists(st.integers(0, 2**64 - 1) | ends, min_size=len(numbers), max_size=len(numbers)))
+    y, share = np.array(numbers, np.uint64), np.array(shares, np.uint64)
+
+    product = factor(share, kernel.bits, kernel.mantissa) * factor(y - share, kernel.bits, kernel.mantissa)
+
+    wanted = np.exp((y / unit - kernel.offset) * kernel.log_base)
+    rounding = 2.0 ** (1 - kernel.mantissa) + 4.0**-kernel.mantissa  # half a unit of each of the two, relatively
+    assert np.all(np.abs(product / 2.0**TOP - wanted) <= rounding * wanted)
+
+
+def test_powers_are_those_of_the_base_modulo_the_ring() -> None:
+    """The exponents of what each share leaves above its fraction, against Python's own integers."""
+    bits, draw = 18, np.random.default_rng(0)
+    shares = draw.integers(0, 2**64, 200, np.uint64) & ~np.uint64(2**bits - 1)
+    expected = [pow(2**bits - 1, int(share) >> bits, 2**64) * 2**12 % 2**64 for share in shares]
+    assert factor(shares, bits, 12).tolist() == expected
+
+
+@pytest.mark.parametrize("owned", [True, False])
+def test_a_party_holds_its_own_factor_and_nothing_of_the_other(owned: bool) -> None:
+    kernel = ExponentialFactors(18, 12, owned)
+    share = np.random.default_rng(0).integers(0, 2**64, 10, np.uint64)
+    mine, none = factor(share, 18, 12), np.zeros(10, np.uint64)
+    for rank, wanted in ((SERVER, (mine, none)), (CLIENT, (none, mine))):
+        for found, right in zip(kernel.of_share(rank, share), wanted, strict=True):
+            assert np.array_equal(found, right)
+    assert kernel.owners == (None, CLIENT if owned else None)
+
+
+def test_a_factor_tells_nothing_of_the_number() -> None:
+    """A share is uniform whatever it is a share of, and so the factors of 1 and of 2 have one distribution."""
+    share = np.random.default_rng(0).integers(0, 2**64, 20_000, np.uint64)
+    medians = []
+    for y in (1, 2):
+        found = np.sort(factor(np.uint64(y << 18) - share, 18, 12))
+        medians.append(found[:: len(found) // 10] / 2.0**64)
+    assert np.abs(medians[0] - medians[1]).max() < 0.03
+
+
+@pytest.mark.parametrize(
+    "options", [(0, 12), (64, 12), (18, 0), (18, 21), (18.0, 12), (True, 12), (18, 12, 1)], ids=str
+)
+def test_options_out_of_range_are_refused(options: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="ExponentialFactors"):
+        ExponentialFactors(*options).check()  # type: ignore[arg-type]
