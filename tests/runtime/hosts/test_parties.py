@@ -377,11 +377,12 @@ def test_a_party_ends_when_its_launcher_is_gone(files: Exported, tmp_path: Path)
     own, other = free_addresses(2)
     arguments = ["--rank", "0", "--address", own, "--peer", other, "--program", "program.json"]
     arguments += ["--weights", "weights.npz", "--output", ".", "--with-parent", "--connect-timeout", "50"]
+    arguments += ["--protocol", "semi2k"]
     process = parties.PartyProcess(SERVER, here.server, arguments, events)
     try:
         assert process.process.stdin is not None
         process.process.stdin.close()
-        assert process.process.wait(timeout=20) == 4
+        assert process.process.wait(timeout=20) == 4, list(events.queue)
     finally:
         process.process.stdin = None
         process.end()
