@@ -6,29 +6,16 @@ one piece to the next.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from aero_compile.runtime.kernels.calls import primitive
-from aero_compile.runtime.kernels.registry import Kernel
 from aero_compile.runtime.lowering.live import LiveStep
+from aero_compile.runtime.program_parts import KernelStep
 
 
-@dataclass(frozen=True)
-class KernelCall:
-    """One call of a kernel between two pieces of a step: names of its argument and its results."""
-
-    label: str
-    place: str
-    kernel: Kernel
-    shape: tuple[int, ...]
-    inputs: tuple[str]
-    outputs: tuple[str, ...]
-
-
-def cut(step: LiveStep) -> list[LiveStep | KernelCall]:
+def cut(step: LiveStep) -> list[LiveStep | KernelStep]:
     """Cut a step into pieces and calls of kernels, in the order in which they run; the last piece gives its results."""
     import jax
 
@@ -82,7 +69,7 @@ class _Pieces:
         used = [self._latest[var] for var in eqn.outvars if var in self._latest]
         return min(used) if used and any(var in self._live for var in _variables(eqn)) else None
 
-    def found(self) -> list[LiveStep | KernelCall]:
+    def found(self) -> list[LiveStep | KernelStep]:
         pieces: list[list[Any]] = [[] for _ in range(self.last + 1)]
         calls: list[list[Any]] = [[] for _ in range(self.last + 1)]
         for eqn in self.jaxpr.eqns:
@@ -91,7 +78,7 @@ class _Pieces:
                 calls[self._ends[id(eqn)]].append(eqn)
             elif at is not None:
                 pieces[at].append(eqn)
-        result: list[LiveStep | KernelCall] = []
+        result: list[LiveStep | KernelStep] = []
         for number, (eqns, ending) in enumerate(zip(pieces, calls, strict=True)):
             later = [eqn for each in (*pieces[number + 1 :], *calls[number:]) for eqn in each]
             result += self._executable(number, eqns, {var for eqn in later for var in _variables(eqn)})
@@ -137,15 +124,16 @@ class _Pieces:
                 waiting += _variables(eqn)
         return [eqn for eqn in self.jaxpr.eqns if id(eqn) in needed]
 
-    def _call(self, eqn: Any) -> KernelCall:
+    def _call(self, eqn: Any) -> KernelStep:
         (argument,) = _variables(eqn)
-        return KernelCall(
+        return KernelStep(
             self.step.label,
             self.step.place,
             eqn.params["kernel"],
             tuple(argument.aval.shape),
             (self._name(argument),),
             tuple(self._name(var) for var in eqn.outvars),
+            free=(),
         )
 
     def _name(self, var: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from aero_compile.errors import AeroError, LoweringError
 from aero_compile.runtime.arithmetic.constants import fixed_point
 from aero_compile.runtime.arithmetic.squares import squares_by_exp
 from aero_compile.runtime.lowering import warm_up
-from aero_compile.runtime.lowering.cut import KernelCall, cut
+from aero_compile.runtime.lowering.cut import cut
 from aero_compile.runtime.lowering.live import LiveProgram, LiveStep
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.program_parts import SET_UP, TOKENS, KernelStep, Step, TensorSpec
@@ -40,11 +41,10 @@ def compile_steps(live: LiveProgram, protocol: str, field: int, fraction_bits: i
     for at, (piece, continues) in enumerate(pieces):
         names = dict.fromkeys((*piece.inputs, *piece.outputs))
         free = tuple(name for name in names if last_use[name] == at and name not in kept)
-        where = (piece.label, piece.place)
-        if isinstance(piece, KernelCall):
-            steps.append(KernelStep(*where, piece.kernel, piece.shape, piece.inputs, piece.outputs, free, continues))
+        if isinstance(piece, KernelStep):
+            steps.append(replace(piece, free=free, continues=continues))
         else:
-            steps.append(Step(*where, piece.key, piece.inputs, piece.outputs, free, continues))
+            steps.append(Step(piece.label, piece.place, piece.key, piece.inputs, piece.outputs, free, continues))
     return Program(
         protocol,
         field,
@@ -59,7 +59,7 @@ def compile_steps(live: LiveProgram, protocol: str, field: int, fraction_bits: i
     )
 
 
-def _cut(step: LiveStep, fraction_bits: int) -> list[LiveStep | KernelCall]:
+def _cut(step: LiveStep, fraction_bits: int) -> list[LiveStep | KernelStep]:
     with _tracing(step, fraction_bits):
         return cut(step)
 

@@ -10,8 +10,9 @@ import pytest
 
 from aero_compile.runtime.kernels.calls import call_kernel
 from aero_compile.runtime.kernels.exponential_factors import ExponentialFactors
-from aero_compile.runtime.lowering.cut import KernelCall, cut
+from aero_compile.runtime.lowering.cut import cut
 from aero_compile.runtime.lowering.live import LiveStep
+from aero_compile.runtime.program_parts import KernelStep
 
 jax = pytest.importorskip("jax")
 
@@ -74,7 +75,7 @@ def test_pieces_compute_what_the_step_computes(function: Callable[..., tuple[Any
     pieces = cut(step_of(function))
     for piece in pieces:
         arguments = [values[name] for name in piece.inputs]
-        if isinstance(piece, KernelCall):
+        if isinstance(piece, KernelStep):
             assert arguments[0].shape == piece.shape
             found = piece.kernel.plain(*arguments)
         else:
@@ -98,7 +99,7 @@ def test_a_step_without_calls_stays_as_it_is() -> None:
 @pytest.mark.parametrize(("function", "calls"), [(once, 1), (twice_in_a_row, 3), (side_by_side, 2)])
 def test_calls_that_do_not_need_each_other_share_a_cut(function: Callable[..., tuple[Any, ...]], calls: int) -> None:
     pieces = cut(step_of(function))
-    kinds = "".join("k" if isinstance(piece, KernelCall) else "e" for piece in pieces)
+    kinds = "".join("k" if isinstance(piece, KernelStep) else "e" for piece in pieces)
     assert kinds.count("k") == calls
     assert kinds == {once: "eke", twice_in_a_row: "kkeke", side_by_side: "kke"}[function]
 
