@@ -154,3 +154,9 @@ def source_path(node: Any) -> str:
     if node.name.startswith("/"):  # what torch's older exporter writes: /transformer/h.3/attn/MatMul_1
         return ".".join(node.name.strip("/").split("/")[:-1])
     return ""
+
+
+def inputs_of(proto: Any) -> list[Any]:
+    """The inputs of a file that are no weights."""
+    weights = {tensor.name for tensor in proto.graph.initializer}
+    return [each for each in proto.graph.input if each.name not in weights]
