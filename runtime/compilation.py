@@ -26,6 +26,7 @@ from aero_compile.runtime.lowering.norms import (
     random_tokens,
 )
 from aero_compile.runtime.lowering.ranges import RangeCheck
+from aero_compile.runtime.lowering.small_weights import lift_small_weights
 from aero_compile.runtime.lowering.spu_compile import compile_steps
 from aero_compile.runtime.lowering.to_jax import lower
 from aero_compile.runtime.models import (
@@ -109,6 +110,7 @@ def _lowered(
         in_the_clear(model, ids, ranges)
     part = partition_for(model, ids)
     fold(part, ranges.doublings)
+    lift_small_weights(part, form.fraction_bits)
     defer_normalization(part)
     lowered = partial(
         lower,
