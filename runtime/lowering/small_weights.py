@@ -44,16 +44,16 @@ def lift_small_weights(part: Partition, fraction_bits: int) -> None:
 
 def _weight(part: Partition, node: fx.Node) -> fx.Node | None:
     """What a live product takes of the server; None for any other node."""
-    if node.target not in _OPERANDS or not part.is_live(node) or node.kwargs:
+    if node.target not in _PRODUCTS or not part.is_live(node) or node.kwargs:
         return None
-    operands = [each for each in node.args[: _OPERANDS[node.target]] if isinstance(each, fx.Node)]
+    operands = [each for each in node.args[:2] if isinstance(each, fx.Node)]
     own = [each for each in operands if part.domains[each] is Domain.SERVER]
     is_one = len(own) == 1 and sum(map(part.is_live, operands)) == 1
     return own[0] if is_one and _is_floats(part.known[own[0]]) else None
 
 
-_OPERANDS = {aten.linear.default: 2, aten.mul.Tensor: 2, aten.matmul.default: 2}
-"""Products, and how many of their arguments are factors."""
+_PRODUCTS = frozenset({aten.linear.default, aten.mul.Tensor, aten.matmul.default})
+"""Their first two arguments are the factors."""
 
 
 def _is_floats(value: Any) -> bool:
@@ -72,10 +72,10 @@ def _doublings(weight: Tensor, fraction_bits: int) -> int:
 def _lift(part: Partition, node: fx.Node, weight: fx.Node, doublings: int) -> None:
     """The node itself keeps its name and value: it becomes the last of the new operations."""
     graph, (bias,) = part.graph, node.args[2:] or (None,)
+    target: Any = node.target
     with graph.inserting_before(node):
         larger = graph.call_function(aten.mul.Tensor, (weight, 2.0**doublings))
-        factors = [larger if each is weight else each for each in node.args[: _OPERANDS[node.target]]]
-        product = graph.call_function(node.target, tuple(factors))
+        product = graph.call_function(target, tuple(larger if each is weight else each for each in node.args[:2]))
     larger.meta, product.meta = dict(weight.meta), dict(node.meta)
     part.domains[larger], part.known[larger] = Domain.SERVER, part.known[weight].detach() * 2.0**doublings
     scaled = node
