@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import platform
 import shutil
@@ -36,14 +37,15 @@ from aero_compile.errors import AeroError, InputError, PartyError
 from aero_compile.files import make_private_folder, write_private
 from aero_compile.plain_help import HelpParser
 from aero_compile.runtime.hosts.link import PlainWay, Way, connect, not_connected, parse_address, watch_peer
-from aero_compile.runtime.hosts.measure import SILENT, check_against_wire, check_profile
+from aero_compile.runtime.hosts.measure import check_against_wire, check_profile
 from aero_compile.runtime.hosts.opening import check_guard, open_logits, send_share
 from aero_compile.runtime.hosts.tls import TLSConfig, TLSWay
 from aero_compile.runtime.kernels.run import run_kernel
+from aero_compile.runtime.kernels.side import Side
 from aero_compile.runtime.program import Program, one_hot
 from aero_compile.runtime.program_parts import SET_UP, SET_UP_INPUTS, KernelStep, TensorSpec
 from aero_compile.runtime.roles import CLIENT, SERVER
-from aero_compile.runtime.spu_config import SpuLog, import_spu, plain_message, runtime_config
+from aero_compile.runtime.spu_config import SpuLog, import_spu, plain_message, runtime_config, small_config
 
 UNREADABLE = (OSError, ValueError, EOFError, zipfile.BadZipFile)
 """What NumPy raises for a file that is missing, not its own, empty or cut off."""
@@ -135,16 +137,16 @@ class _Party:
         self._deadline(options.timeout, lambda: f"{self.role}: the computation took longer than {options.timeout:g} s")
         stop_watch = watch_peer(way.answers, lambda: _die(f"{self.role}: lost the other party"))
         started = time.perf_counter()
-        runtime = spu.Runtime(link, config)
+        runtime, side = spu.Runtime(link, config), Side(spu, link, self.rank, small_config(self.program.protocol))
         if options.set_up:
-            self._set_up(spu, runtime, config)
+            self._set_up(spu, runtime, config, side)
         link.barrier()
         setup = {"seconds": time.perf_counter() - started, "wire": way.read()}
         runs = []
         logits: npt.NDArray[Any] | None = None
         for number in range(options.runs):
             _event("run", number=number, steps=len(self.program.steps))
-            record, logits = self._forward(spu, link, runtime, config, log, way)
+            record, logits = self._forward(side, runtime, config, log, way)
             runs.append(record)
         stop_watch.set()
         if self.rank == CLIENT:
@@ -233,7 +235,7 @@ class _Party:
 
     # --- the computation ------------------------------------------------------------------------------
 
-    def _set_up(self, spu: Any, runtime: Any, config: Any) -> None:
+    def _set_up(self, spu: Any, runtime: Any, config: Any, side: Side) -> None:
         """Make keys, oblivious transfers and triples once, so that the first forward costs what a later one does."""
         _event("set-up")
         io = spu.Io(2, config)
@@ -244,10 +246,14 @@ class _Party:
         runtime.run(spu.Executable(SET_UP, names, [SET_UP], self.program.codes[SET_UP].encode()))
         for name in (*names, SET_UP):
             runtime.del_var(name)
+        for kernel in self.program.kernels:
+            if shapes := kernel.set_up():
+                kernel.run(side, *(np.zeros(math.prod(shape), np.uint64) for shape in shapes))
 
     def _forward(
-        self, spu: Any, link: Any, runtime: Any, config: Any, log: SpuLog, way: Way
+        self, side: Side, runtime: Any, config: Any, log: SpuLog, way: Way
     ) -> tuple[dict[str, Any], npt.NDArray[Any] | None]:
+        spu, link = side.spu, side.link
         before = way.read()  # the peer sends nothing of this forward before both have reached the barrier
         link.barrier()
         started = time.perf_counter()
@@ -259,15 +265,15 @@ class _Party:
         steps = []
         for at, step in enumerate(self.program.steps):
             _event("step", at=at, label=step.label, place=step.place)
-            begun = time.perf_counter()
+            begun, already = time.perf_counter(), side.executions
             if isinstance(step, KernelStep):
-                run_kernel(spu, io, runtime, step, self.rank)
-                profile = SILENT
+                run_kernel(side, io, runtime, step)
             else:
                 code = self.program.codes[step.code].encode()
                 runtime.run(spu.Executable(step.label, list(step.inputs), list(step.outputs), code))
-                profile = log.read()
-                check_profile(profile, f"step {at}, {step.label} ({step.place})")
+            executions = side.executions - already if isinstance(step, KernelStep) else 1
+            profile = log.read()
+            check_profile(profile, f"step {at}, {step.label} ({step.place})", executions)
             seconds = time.perf_counter() - begun
             steps.append({"op": step.label, "place": step.place, "seconds": seconds, **profile})
             for name in step.free:

@@ -18,7 +18,7 @@ from aero_compile.runtime.kernels.registry import from_json
 from aero_compile.runtime.program_parts import KernelStep, ProgramContent, Step, TensorSpec
 from aero_compile.runtime.vetting import check_program
 
-FORMAT = 4
+FORMAT = 5
 """Version of the program file; a reader accepts only its own."""
 
 LARGEST_FILE = 2**30
@@ -74,7 +74,8 @@ def _parse(content: dict[str, Any]) -> dict[str, Any]:
     def step(raw: dict[str, Any]) -> Step | KernelStep:
         tuples = {name: tuple(raw[name]) for name in ("inputs", "outputs", "free")}
         if "kernel" in raw:
-            return KernelStep(**{**raw, **tuples, "shape": tuple(raw["shape"]), "kernel": from_json(raw["kernel"])})
+            shapes, kernel = tuple(map(tuple, raw["shapes"])), from_json(raw["kernel"])
+            return KernelStep(**{**raw, **tuples, "shapes": shapes, "kernel": kernel})
         return Step(**{**raw, **tuples})
 
     return {

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from aero_compile.runtime.kernels.registry import Kernel, to_json
+from aero_compile.runtime.kernels.kernel import Kernel
+from aero_compile.runtime.kernels.registry import to_json
 from aero_compile.runtime.roles import CLIENT, SERVER
 
 TOKENS = "tokens"
@@ -49,16 +50,16 @@ class Step:
 
 @dataclass(frozen=True)
 class KernelStep:
-    """What each party computes from its own share of the one input (see `aero_compile.runtime.kernels`).
+    """What the parties compute from the words of their shares (see `aero_compile.runtime.kernels`).
 
-    Input and outputs have the same `shape`. `continues`: it belongs to the operator of the step before.
+    `shapes` are those of the inputs. `continues`: it belongs to the operator of the step before.
     """
 
     label: str
     place: str
     kernel: Kernel
-    shape: tuple[int, ...]
-    inputs: tuple[str]
+    shapes: tuple[tuple[int, ...], ...]
+    inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     free: tuple[str, ...]
     continues: bool = False
@@ -89,3 +90,8 @@ class ProgramContent:
     codes: dict[str, str]
     versions: dict[str, str]
     guard: str | None = None
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """The kernels that it runs, each once, in the order in which it does first."""
+        return tuple(dict.fromkeys(step.kernel for step in self.steps if isinstance(step, KernelStep)))

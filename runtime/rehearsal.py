@@ -20,11 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.errors import LoweringError
-from aero_compile.runtime.kernels.words import read_words, with_words
+from aero_compile.runtime.kernels.run import rehearse_kernel
 from aero_compile.runtime.lowering.live import LiveProgram, LiveStep
 from aero_compile.runtime.program import Program, one_hot
 from aero_compile.runtime.program_parts import TOKENS, KernelStep, Step
-from aero_compile.runtime.roles import CLIENT, SERVER
 from aero_compile.runtime.spu_config import import_spu, plain_message, runtime_config
 
 ABSOLUTE = 0.02
@@ -106,7 +105,7 @@ def rehearse(
         runtime.set_var(name, io.make_shares(value, spu.Visibility.VIS_SECRET, 0)[0])
     for step in program.steps:
         if isinstance(step, KernelStep):
-            _run_kernel(runtime, step, draw)
+            rehearse_kernel(spu, io, runtime, step, draw)
             for name in step.free:
                 runtime.del_var(name)
             continue
@@ -126,16 +125,6 @@ def rehearse(
         for name in step.free:
             runtime.del_var(name)
     return opened(program.logits.name)
-
-
-def _run_kernel(runtime: Any, step: KernelStep, draw: np.random.Generator) -> None:
-    """Cut the value in two shares at random, let both parties compute, and put their results together."""
-    share = runtime.get_var(step.inputs[0])
-    words = read_words(share)
-    theirs = draw.integers(2**64, size=words.shape, dtype=np.uint64)
-    both = zip(step.kernel.of_share(SERVER, words - theirs), step.kernel.of_share(CLIENT, theirs), strict=True)
-    for name, (server, client) in zip(step.outputs, both, strict=True):
-        runtime.set_var(name, with_words(share, server + client))
 
 
 _ROUNDS = re.compile(

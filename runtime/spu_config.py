@@ -77,6 +77,15 @@ def runtime_config(protocol: str, field: int, fraction_bits: int) -> Any:
     return config
 
 
+SMALL_RING, SMALL_FRACTION = 32, 12
+"""Of the second runtime. It computes on whole numbers; the fraction bits are some that SPU accepts in this ring."""
+
+
+def small_config(protocol: str) -> Any:
+    """Return the `spu.RuntimeConfig` of the second runtime, which share-level kernels may use."""
+    return runtime_config(protocol, SMALL_RING, SMALL_FRACTION)
+
+
 class SpuLog:
     """SPU's own log: the only place where it reports bytes, messages and times."""
 

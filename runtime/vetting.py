@@ -164,14 +164,18 @@ def _elements(kind: str) -> int:
 
 def _declared(spec: TensorSpec) -> str:
     """The type that an input, or the logits, have in the code."""
-    kinds = {"float32": "f32", "int32": "i32"}
     sizes = spec.shape
-    if spec.dtype not in kinds or not all(type(size) is int and size > 0 for size in sizes):
+    if spec.dtype not in ("float32", "int32") or not all(type(size) is int and size > 0 for size in sizes):
         raise InputError(f"the program declares {spec.name[:60]!r} as {spec.dtype!r} {sizes}")
     _check_name(spec.name)
     if math.prod(sizes) > MOST_ELEMENTS:
         raise InputError(f"the program declares {spec.name!r} with {math.prod(sizes)} elements")
-    return f"tensor<{''.join(f'{size}x' for size in sizes)}!pphlo.secret<{kinds[spec.dtype]}>>"
+    return _secret(sizes, spec.dtype)
+
+
+def _secret(shape: tuple[int, ...], dtype: str) -> str:
+    kind = {"float32": "f32", "int32": "i32", "bool": "i1"}[dtype]
+    return f"tensor<{''.join(f'{size}x' for size in shape)}!pphlo.secret<{kind}>>"
 
 
 def _check_name(name: object) -> None:
@@ -209,12 +213,16 @@ def _check_step(
 
 
 def _check_kernel(step: KernelStep, takes: list[str]) -> list[str]:
-    """The types of the results of a kernel: each that of its one argument, numbers of the declared shape."""
-    if takes != [_declared(TensorSpec(step.inputs[0], step.shape, "float32"))]:
-        raise InputError(f"its kernel takes one secret number for each element of {step.shape}, not {takes}")
-    if len(step.outputs) != len(step.kernel.owners) or len(set(step.outputs)) != len(step.outputs):
-        raise InputError(f"its kernel gives {len(step.kernel.owners)} results, not {len(step.outputs)}")
-    return takes * len(step.outputs)
+    """The types of the results of a kernel, which takes secret numbers of the declared shapes."""
+    if takes != [_declared(TensorSpec("an argument", shape, "float32")) for shape in step.shapes]:
+        raise InputError(f"its kernel takes secret numbers of the shapes {step.shapes}, not {takes}")
+    try:
+        results = step.kernel.results(*step.shapes)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    if len(step.outputs) != len(results) or len(set(step.outputs)) != len(step.outputs):
+        raise InputError(f"its kernel gives {len(results)} results, not {len(step.outputs)}")
+    return [_secret(each.shape, each.dtype) for each in results]
 
 
 def _check_code(program: ProgramContent, key: str, takes: list[str], count: int) -> list[str]:

@@ -50,7 +50,8 @@ REFILL_REPEATS = 70
 class Case:
     """A function, the shapes and owners of its inputs (all positive numbers), and how often to run it.
 
-    `name` is what it measures, `n` how much of it (elements, or the dimensions of a matrix product).
+    `name` is what it measures, `n` how much of it (elements, or the dimensions of a matrix product). `second`: in the
+    second runtime, on integers.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Case:
     shapes: tuple[tuple[int, ...], ...]
     owners: tuple[int | None, ...]
     repeats: int = 4
+    second: bool = False
 
 
 def cases(quick: bool) -> Iterator[Case]:
@@ -68,12 +70,14 @@ def cases(quick: bool) -> Iterator[Case]:
 
     every = TILE * min(os.cpu_count() or 1, 48)  # every worker sets its oblivious transfers up
     yield Case("warm", (every,), lambda x, y: (jnp.where(x > y, x * y, x),), ((every,),) * 2, (None, None), 1)
+    yield Case("warm32", (every,), lambda x: (x < 0,), ((every,),), (None,), 1, second=True)
     for n in QUICK_SIZES if quick else SIZES:
         one, two = ((n,),), ((n,),) * 2
         yield Case("choose", (n,), lambda x, y: (jnp.where(x > 0.7, x, y),), two, (None, None))
         yield Case("trunc", (n,), lambda x: (x * 1.7,), one, (None,))
         yield Case("b2a", (n,), lambda x: (jnp.where(x > 0.7, 1.0, 3.0),), one, (None,))
         yield Case("widen", (n,), lambda x, y: ((x > 0.7) * 1.0 + y,), two, (None, None))
+        yield Case("less32", (n,), lambda x: (x < 0,), one, (None,), second=True)
         yield Case("and", (n,), lambda x, y: ((x > 0.7) & (y > 0.7),), two, (None, None))
         if n <= TILE:  # in one tile, so that some run of each size refills no store
             yield Case("reciprocal", (n,), lambda x: (1 / x,), one, (None,))
@@ -139,11 +143,11 @@ def profiles(text: str) -> dict[str, dict[str, dict[str, float]]]:
     return found
 
 
-def configuration() -> Any:
-    """Return SPU's configuration as the parties use it, with the detailed profile."""
-    from aero_compile.runtime.spu_config import runtime_config
+def configuration(second: bool = False) -> Any:
+    """Return SPU's configuration as the parties, or their `second` runtimes, use it, with the detailed profile."""
+    from aero_compile.runtime.spu_config import runtime_config, small_config
 
-    config = runtime_config(PROTOCOL, FIELD, FRACTION_BITS)
+    config = small_config(PROTOCOL) if second else runtime_config(PROTOCOL, FIELD, FRACTION_BITS)
     config.enable_hal_profile = True
     return config
 
@@ -190,13 +194,16 @@ def _party(rank: int, addresses: list[str], quick: bool, out: Any) -> None:
         options.system_log_path = str(Path(folder) / "spu.log")
         spu.libspu.logging.setup_logging(options)
         log = stack.enter_context(open(options.system_log_path, errors="replace"))
-        config = configuration()
+        configs = [configuration(second) for second in (False, True)]
         link = connect(spu, rank, PlainWay(addresses[rank], addresses[1 - rank]), 600.0, 60.0)
-        runtime, io = spu.Runtime(link, config), spu.Io(2, config)
+        runtimes = [spu.Runtime(way, config) for way, config in zip((link, link.spawn()), configs, strict=True)]
+        ios = [spu.Io(2, config) for config in configs]
         todo = list(cases(quick))
         for case in todo:
             names = [f"x{i}" for i in range(len(case.shapes))]
-            values = [np.full(shape, 0.5 + 0.25 * i, np.float32) for i, shape in enumerate(case.shapes)]
+            runtime, io = runtimes[case.second], ios[case.second]
+            kind = np.int32 if case.second else np.float32
+            values = [np.full(shape, 0.5 + 0.25 * i).astype(kind) for i, shape in enumerate(case.shapes)]
             secret = [spu.Visibility.VIS_SECRET] * len(names)
             executable, _ = frontend.compile(
                 frontend.Kind.JAX,

@@ -22,6 +22,9 @@ _TRANSFERS = {"trunc_a": (1, 0), "msb_a2b": (64 + 15, 15), "mul_a1b": (1, 1)}
 """Oblivious transfers per element, server and client sending: the leaves and the 15 nodes of a comparison of 16
 digits (compare_prot.cc), a selection (basic_ot_prot.cc), the carry of a truncation (truncate_prot.cc)."""
 
+_TRANSFERS_32 = (32 + 7, 7)
+"""The same for a comparison of 8 digits."""
+
 _PRODUCTS = {"mul_aa": "product", "square_s": "square", "trunc_a": "trunc"}
 
 
@@ -37,6 +40,7 @@ def table_of(
     kernels = {
         "trunc": _kernel(records, "trunc", ("trunc_a",), cores),
         "less": _kernel(records, "choose", ("msb_a2b",), cores),
+        "less32": _kernel(records, "less32", ("msb_a2b",), cores),
         "select": _kernel(records, "choose", ("mul_a1b",), cores),
         "b2a": _kernel(records, "b2a", ("b2a",), cores),
         "widen": _kernel(records, "widen", ("b2a",), cores),
@@ -122,7 +126,8 @@ def _kernel(records: Sequence[Record], name: str, parts: tuple[str, ...], cores:
         messages[0] += alone - double
         messages[1] += double
         row = largest["MPC"][part]
-        for sender, count in enumerate(_transfers(part, row, int(largest["n"][0]))):
+        found = _TRANSFERS_32 if largest["name"] == "less32" else _transfers(part, row, int(largest["n"][0]))
+        for sender, count in enumerate(found):
             transfers[sender] += count
         exchanges += _exchanges(part, alone, int(row["count"]))
     return Kernel(tuple(points), (messages[0], messages[1]), (transfers[0], transfers[1]), tuple(exchanges))

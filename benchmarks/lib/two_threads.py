@@ -13,10 +13,11 @@ import numpy.typing as npt
 from aero_compile.errors import OutOfRangeError
 from aero_compile.runtime.hosts.opening import check_guard
 from aero_compile.runtime.kernels.run import run_kernel
+from aero_compile.runtime.kernels.side import Side
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.program_parts import KernelStep
 from aero_compile.runtime.roles import CLIENT, SERVER
-from aero_compile.runtime.spu_config import runtime_config
+from aero_compile.runtime.spu_config import runtime_config, small_config
 
 
 def simulate(
@@ -30,7 +31,8 @@ def simulate(
     import spu
 
     config = runtime_config(program.protocol, program.field, program.fraction_bits)
-    config.enable_pphlo_profile = False
+    small = small_config(program.protocol)
+    config.enable_pphlo_profile = small.enable_pphlo_profile = False
     io = spu.Io(2, config)
     shares = {
         name: io.make_shares(array, spu.Visibility.VIS_SECRET, owner)
@@ -46,12 +48,12 @@ def simulate(
 
     def party(rank: int) -> None:
         link = spu.link.create_mem(desc, rank)
-        runtime = spu.Runtime(link, config)
+        runtime, side = spu.Runtime(link, config), Side(spu, link, rank, small)
         for name, pieces in shares.items():
             runtime.set_var(name, pieces[rank])
         for step in program.steps:
             if isinstance(step, KernelStep):
-                run_kernel(spu, io, runtime, step, rank)
+                run_kernel(side, io, runtime, step)
                 continue
             code = program.codes[step.code].encode()
             runtime.run(spu.Executable(step.label, list(step.inputs), list(step.outputs), code))

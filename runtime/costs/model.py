@@ -21,7 +21,7 @@ import torch
 from aero_compile.errors import InputError
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.costs import operations, pphlo
-from aero_compile.runtime.costs.operations import CLIENTS, OWNED, SERVERS
+from aero_compile.runtime.costs.operations import BITS, CLIENTS, OWNED, SERVERS
 from aero_compile.runtime.costs.session import Cost, Session
 from aero_compile.runtime.costs.table import CostTable, settings_of
 from aero_compile.runtime.hosts.measure import by_operator
@@ -177,6 +177,9 @@ def estimate_program(
     session = Session(costs)
     if warm == "setup":
         operations.run(session, functions[SET_UP], (SERVERS, CLIENTS))
+        for kernel in program.kernels:
+            if shapes := kernel.set_up():
+                kernel.bill(session, *shapes)
         session.bill()
     else:
         _forward(session, program, functions, emulated)
@@ -193,8 +196,9 @@ def _forward(
     rows = []
     for step in program.steps:
         if isinstance(step, KernelStep):
-            session.local("kernel", math.prod(step.shape))
-            found = tuple(OWNED[owner] for owner in step.kernel.owners)
+            step.kernel.bill(session, *step.shapes)
+            results = step.kernel.results(*step.shapes)
+            found = tuple(BITS if each.dtype == "bool" else OWNED[each.owner] for each in results)
         else:
             session.step(len(program.codes[step.code]))
             found = operations.run(session, functions[step.code], [knows[name] for name in step.inputs])

@@ -68,7 +68,7 @@ class Session:
         self._cost = Cost()
         self._clock = [0.0, 0.0]
         self._triples = 0
-        self._stored: dict[tuple[int, int], float] = {}
+        self._stored: dict[tuple[bool, int, int], float] = {}
 
     def bill(self) -> Cost:
         """Return what was spent since the last call."""
@@ -91,8 +91,8 @@ class Session:
 
     # --- oblivious transfers --------------------------------------------------------------------------
 
-    def transfer(self, kernel: str, n: int) -> None:
-        """Bill a bitwise protocol on n elements."""
+    def transfer(self, kernel: str, n: int, second: bool = False) -> None:
+        """Bill a bitwise protocol on n elements; `second`: in the second runtime, which has stores of its own."""
         if n == 0:
             return
         entry = self.table.kernels[kernel]
@@ -104,20 +104,20 @@ class Session:
         for tile in range(tiles):
             elements = min(-(-n // tiles), n - tile * -(-n // tiles))
             for sender, each in enumerate(entry.transfers):
-                self._draw((tile, sender), each * elements)
+                self._draw((second, tile, sender), each * elements)
         for exchange in entry.exchanges:
             self._exchange(exchange)
 
     def _tiles(self, n: int) -> int:
         return min(self.table.cores, -(-n // TILE))
 
-    def _draw(self, store: tuple[int, int], count: float) -> None:
+    def _draw(self, store: tuple[bool, int, int], count: float) -> None:
         left = self._stored.get(store, SET_UP_TRANSFERS) - count
         refill = self.table.refill
         while left < 0:
             left += refill["count"]
             sent = refill["bytes"]
-            server, client = (sent, 0.0) if store[1] == 0 else (0.0, sent)
+            server, client = (sent, 0.0) if store[2] == 0 else (0.0, sent)
             self._spend(server, client, int(refill["messages"]), refill["seconds"], sent)
             self._exchange(TRANSFER)
         self._stored[store] = left

@@ -16,7 +16,7 @@ from typing import Any
 from aero_compile.errors import InputError
 from aero_compile.files import write_atomically
 
-FORMAT = 2
+FORMAT = 3
 """Version of the table's file; a reader accepts only its own."""
 
 SHIPPED = Path(__file__).with_name("table.json")
@@ -60,8 +60,9 @@ class CostTable:
     `settings`: protocol, field, fraction_bits and the options of the configuration that change costs.
     `ciphertext_bytes`: "product_sent", "product_answer", "matmul_sent", "matmul_answer".
     `moduli`: ciphertexts for each 8192 values of an element-wise product.
-    `kernels`: "trunc" by the fraction bits, "halve" by those that an exponential takes off its argument, "less",
-    "select", "b2a" of a bit, "widen" of a bit in front of a fraction, "and", and the bitwise parts of `LUMPS`.
+    `kernels`: "trunc" by the fraction bits, "halve" by those that an exponential takes off its argument, "less" and
+    the same in the second runtime's ring, "less32", "select", "b2a" of a bit, "widen" of a bit in front of a fraction,
+    "and", and the bitwise parts of `LUMPS`.
     `expansions`: for these, the element-wise "product", "square" and "trunc" that come on top, each as a list of
     their sizes in multiples of n.
     `refill`: of an empty store of oblivious transfers: "bytes", "messages", "seconds", and "count" it yields.

@@ -47,18 +47,14 @@ def parse_profile(text: str) -> dict[str, Any]:
     return {"records": len(links), **totals, "kinds": kinds}
 
 
-SILENT: dict[str, Any] = {"records": 0, **dict.fromkeys(_COUNTS, 0), "kinds": []}
-"""The profile of a step that sends nothing and that SPU does not know of."""
-
-
-def check_profile(profile: Mapping[str, Any], step: str) -> None:
-    """Check that `profile` is the whole record of one execution.
+def check_profile(profile: Mapping[str, Any], step: str, executions: int = 1) -> None:
+    """Check that `profile` is the whole record of so many `executions`.
 
     Raises:
-        PartyError: it has none, several, or one that lacks operations: what `step` cost is not known.
+        PartyError: it has more or fewer, or one that lacks operations: what `step` cost is not known.
     """
-    if profile["records"] != 1:
-        fault = f"has {profile['records']} records of {step} instead of one"
+    if profile["records"] != executions:
+        fault = f"has {profile['records']} records of {step} instead of {executions}"
     # An operation that ran inside another is in both, so the parts may have more than the total.
     elif any(sum(kind[name] for kind in profile["kinds"]) < profile[name] for name in _COUNTS):
         fault = f"lacks operations of {step}"

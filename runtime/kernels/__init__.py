@@ -1,1 +1,1 @@
-"""Share-level kernels: what each party computes from its own shares, between two steps, without a message."""
+"""Share-level kernels: what the parties compute from the words of their shares, between two steps of a program."""

@@ -9,21 +9,28 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from aero_compile.runtime.kernels.registry import Kernel
+import numpy as np
+
+from aero_compile.runtime.kernels.kernel import Kernel
 
 
-def call_kernel(kernel: Kernel, x: Any) -> tuple[Any, ...]:
-    """Call a kernel on a JAX array of floats; its results have the same shape."""
-    return tuple(primitive().bind(x, kernel=kernel))
+def call_kernel(kernel: Kernel, *arguments: Any) -> tuple[Any, ...]:
+    """Call a kernel on JAX arrays of floats; `Kernel.results` tells what it gives."""
+    return tuple(primitive().bind(*arguments, kernel=kernel))
 
 
 @cache
 def primitive() -> Any:
     """The call as a JAX primitive: it has a value and a shape, but no translation, so that none is ever compiled."""
-    from jax.core import Primitive
+    from jax import core
 
-    found: Any = Primitive("share_kernel")
+    found: Any = core.Primitive("share_kernel")
+    shaped: Any = core.ShapedArray
     found.multiple_results = True
-    found.def_impl(lambda x, kernel: list(kernel.plain(x)))
-    found.def_abstract_eval(lambda x, kernel: [x.update() for _ in kernel.owners])
+    found.def_impl(lambda *arguments, kernel: list(kernel.plain(*arguments)))
+    found.def_abstract_eval(
+        lambda *arguments, kernel: [
+            shaped(each.shape, np.dtype(each.dtype)) for each in kernel.results(*(one.shape for one in arguments))
+        ]
+    )
     return found

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from aero_compile.runtime.kernels.kernel import LocalKernel, Result, Shape
 from aero_compile.runtime.kernels.words import Words
 from aero_compile.runtime.roles import CLIENT, SERVER
 
@@ -36,7 +37,7 @@ WINDOW = 12
 
 
 @dataclass(frozen=True)
-class ExponentialFactors:
+class ExponentialFactors(LocalKernel):
     """The kernel: y, as ring elements with `bits` fraction bits, becomes the factors of exp(s) · 2^60.
 
     `mantissa`: m above. `owned`: the client's factor is given as a value that it owns, so that a product takes one
@@ -48,11 +49,6 @@ class ExponentialFactors:
     owned: bool = True
 
     def check(self) -> None:
-        """Check the options, which may be somebody else's.
-
-        Raises:
-            ValueError: they are out of range.
-        """
         numbers = (self.bits, self.mantissa)
         if not all(type(each) is int for each in numbers) or type(self.owned) is not bool:
             raise ValueError("the options of ExponentialFactors are two whole numbers and a bool")
@@ -74,20 +70,21 @@ class ExponentialFactors:
         """The result holds for s in [-reach, 0]."""
         return (self.offset - 1) * self.log_base
 
-    @property
-    def owners(self) -> tuple[int | None, int | None]:
-        """Who knows each result; None: it is shared."""
-        return None, CLIENT if self.owned else None
+    def results(self, *shapes: Shape) -> tuple[Result, ...]:
+        if len(shapes) != 1:
+            raise ValueError(f"ExponentialFactors takes one argument, not {len(shapes)}")
+        return Result(shapes[0]), Result(shapes[0], owner=CLIENT if self.owned else None)
 
     def of_share(self, rank: int, share: Words) -> tuple[Words, Words]:
         """What party `rank` holds of both factors: its own, and nothing of the other's."""
         mine, none = factor(share, self.bits, self.mantissa), np.zeros_like(share)
         return (mine, none) if rank == SERVER else (none, mine)
 
-    def plain(self, y: Any) -> tuple[Any, Any]:
+    def plain(self, *arguments: Any) -> tuple[Any, ...]:
         """The factors as a JAX array of floats would show them: all of the product, and 1."""
         import jax.numpy as jnp
 
+        (y,) = arguments
         powers = jnp.exp((y * 2.0 ** (FRACTION_BITS - self.bits) - self.offset) * self.log_base)
         return powers * 2.0 ** (TOP - 2 * FRACTION_BITS), jnp.ones_like(y)
 

@@ -4,27 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields
-from typing import Any, Protocol
+from typing import Any
 
 from aero_compile.runtime.kernels.exponential_factors import ExponentialFactors
-from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.kernels.kernel import Kernel
+from aero_compile.runtime.kernels.negative import Negative
 
-
-class Kernel(Protocol):
-    """Work of each party on its own shares, element by element; frozen, so that equal ones are equal."""
-
-    @property
-    def owners(self) -> tuple[int | None, ...]:
-        """For each result the rank of the party that knows it; None: it is shared."""
-
-    def of_share(self, rank: int, share: Words) -> tuple[Words, ...]:
-        """What party `rank` holds of each result, from its `share` of the argument: uint64 [elements]."""
-
-    def plain(self, x: Any) -> tuple[Any, ...]:
-        """The results as JAX arrays of floats, for `x` in the clear."""
-
-
-KERNELS = {kind.__name__: kind for kind in (ExponentialFactors,)}
+KERNELS: dict[str, type[Kernel]] = {kind.__name__: kind for kind in (ExponentialFactors, Negative)}
 """By their names in a program."""
 
 
@@ -41,7 +27,7 @@ def from_json(content: Mapping[str, Any]) -> Kernel:
     """
     kind = KERNELS.get(content.get("kernel", ""))
     options = {name: value for name, value in content.items() if name != "kernel"}
-    if kind is None or set(options) != {field.name for field in fields(kind)}:
+    if kind is None or set(options) != {field.name for field in fields(kind)}:  # type: ignore[arg-type]
         raise ValueError(f"there is no kernel {str(dict(content))[:100]}")
     kernel = kind(**options)
     kernel.check()

@@ -1,4 +1,4 @@
-"""Running a kernel: read this party's share out of SPU, compute, and write the results back."""
+"""Running a kernel: read shares out of SPU, compute on their words, and write the results back."""
 
 from __future__ import annotations
 
@@ -6,23 +6,36 @@ from typing import Any
 
 import numpy as np
 
-from aero_compile.runtime.kernels.words import read_words, with_words
+from aero_compile.runtime.kernels.kernel import Result
+from aero_compile.runtime.kernels.side import Side
+from aero_compile.runtime.kernels.words import as_bits, read_words, with_words
 from aero_compile.runtime.program_parts import KernelStep
 
 SHARED = -1
 """SPU's owner of what no party knows."""
 
 
-def run_kernel(spu: Any, io: Any, runtime: Any, step: KernelStep, rank: int) -> None:
-    """Run `step` as party `rank` in SPU's `runtime`.
+def run_kernel(side: Side, io: Any, runtime: Any, step: KernelStep) -> None:
+    """Run `step` as one party, in SPU's `runtime`.
 
     A value that one party knows is a sum as well: its own number, and zero at the other.
 
     Raises:
-        PartyError: the value is no sum of two numbers in the 64-bit ring.
+        PartyError: an argument is no sum of two numbers in the 64-bit ring.
     """
-    results = step.kernel.of_share(rank, read_words(runtime.get_var(step.inputs[0])))
-    zeros = np.zeros(step.shape, np.float32)
-    for name, words, owner in zip(step.outputs, results, step.kernel.owners, strict=True):
-        form = io.make_shares(zeros, spu.Visibility.VIS_SECRET, SHARED if owner is None else owner)[rank]
-        runtime.set_var(name, with_words(form, words))
+    found = step.kernel.run(side, *(read_words(runtime.get_var(name)) for name in step.inputs))
+    for name, words, result in zip(step.outputs, found, step.kernel.results(*step.shapes), strict=True):
+        owner = SHARED if result.owner is None else result.owner
+        form = _zeros(side.spu, io, result, owner)[side.rank]
+        runtime.set_var(name, with_words(as_bits(form) if result.dtype == "bool" else form, words))
+
+
+def rehearse_kernel(spu: Any, io: Any, runtime: Any, step: KernelStep, draw: np.random.Generator) -> None:
+    """Run `step` on numbers in the clear, in a `runtime` of SPU's reference protocol."""
+    found = step.kernel.together(draw, *(read_words(runtime.get_var(name)) for name in step.inputs))
+    for name, words, result in zip(step.outputs, found, step.kernel.results(*step.shapes), strict=True):
+        runtime.set_var(name, with_words(_zeros(spu, io, result, SHARED)[0], words))
+
+
+def _zeros(spu: Any, io: Any, result: Result, owner: int) -> Any:
+    return io.make_shares(np.zeros(result.shape, result.dtype), spu.Visibility.VIS_SECRET, owner)

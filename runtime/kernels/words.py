@@ -18,28 +18,48 @@ Words = npt.NDArray[np.uint64]
 _CONTENT = 3 << 3 | 2
 """Tag of a chunk's bytes: field 3, length-delimited."""
 
+_STORAGE, _ADDITIVE, _BITS = b"*", b"AShr<FM64>", b"BShr"
+"""In a description: the tag of its last field, which names the form of a share (field 5, length-delimited); forms."""
 
-def read_words(share: Any) -> Words:
+
+def read_words(share: Any, ring: int = 64, bits: bool = False) -> Words:
     """Return the words of `share`, uint64 [elements], in the order of the elements.
 
+    `ring`: in which it is, of 64 or 32 bits. `bits`: it is one of single bits, which are XORed.
+
     Raises:
-        PartyError: it is no additive share (or own value) in the 64-bit ring.
+        PartyError: it is another share; without `bits` an additive one, or an own value, is wanted.
     """
-    if b"<FM64" not in bytes(share.meta) or b"BShr" in bytes(share.meta):
-        raise PartyError(f"a kernel takes additive shares in the 64-bit ring, not {bytes(share.meta)!r}")
+    meta = bytes(share.meta)
+    if f"<FM{ring}".encode() not in meta or (_BITS in meta) != bits or (bits and b",1>" not in meta):
+        form = "shares of single bits" if bits else "additive shares"
+        raise PartyError(f"a kernel takes {form} in the {ring}-bit ring, not {meta!r}")
     content = b"".join(bytes(chunk)[_start(bytes(chunk)) :] for chunk in share.share_chunks)
-    return np.frombuffer(content, "<u8").astype(np.uint64)
+    return np.frombuffer(content, f"<u{ring // 8}").astype(np.uint64)
 
 
-def with_words(like: Any, words: Words) -> Any:
-    """Return a share of the form of `like`, with other words."""
-    content, found, at = words.astype("<u8").tobytes(), [], 0
+def as_bits(share: Any) -> Any:
+    """Return an additive share of booleans in the 64-bit ring as one of single bits, with the same words."""
+    meta = bytes(share.meta)
+    start = meta.rfind(_STORAGE)
+    kind = meta[start + 2 :]
+    if start < 0 or meta[start + 1] != len(kind) or not kind.endswith(_ADDITIVE):
+        raise PartyError(f"SPU describes booleans in a form that this version does not know: {meta!r}")
+    kind = kind.removesuffix(_ADDITIVE) + _BITS + b"<FM64,1>"
+    found = type(share)()
+    found.meta, found.share_chunks = meta[:start] + _STORAGE + bytes([len(kind)]) + kind, share.share_chunks
+    return found
+
+
+def with_words(like: Any, words: Words, ring: int = 64) -> Any:
+    """Return a share of the form of `like`, in the ring of so many bits, with other words: their lower bits."""
+    content, found, at = words.astype(f"<u{ring // 8}").tobytes(), [], 0
     for chunk in map(bytes, like.share_chunks):
         start = _start(chunk)
         found.append(chunk[:start] + content[at : at + len(chunk) - start])
         at += len(chunk) - start
     if at != len(content):
-        raise PartyError(f"a share of {at // 8} elements cannot hold {words.size}")
+        raise PartyError(f"a share of {at * 8 // ring} elements cannot hold {words.size}")
     share = type(like)()
     share.meta, share.share_chunks = like.meta, found
     return share

@@ -125,13 +125,12 @@ class _Pieces:
         return [eqn for eqn in self.jaxpr.eqns if id(eqn) in needed]
 
     def _call(self, eqn: Any) -> KernelStep:
-        (argument,) = _variables(eqn)
         return KernelStep(
             self.step.label,
             self.step.place,
             eqn.params["kernel"],
-            tuple(argument.aval.shape),
-            (self._name(argument),),
+            tuple(tuple(var.aval.shape) for var in eqn.invars),
+            tuple(self._name(var) for var in eqn.invars),
             tuple(self._name(var) for var in eqn.outvars),
             free=(),
         )

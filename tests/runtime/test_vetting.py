@@ -207,7 +207,7 @@ BAD: dict[str, Callable[[Content], None]] = {
     "a kernel with code": _in_kernel(code="set-up"),
     "a kernel of the tokens": _in_kernel(inputs=["tokens"]),
     "a kernel of two values": lambda content: _kernel(content)["inputs"].append(content["steps"][0]["outputs"][0]),
-    "a kernel of another shape": _in_kernel(shape=[1, 1]),
+    "a kernel of another shape": _in_kernel(shapes=[[1, 1]]),
     "a kernel with one result": _in_kernel(outputs=["one"]),
     "a kernel with one result twice": _in_kernel(outputs=["one", "one"]),
     "a kernel for a range check": lambda content: content.update(guard=_kernel(content)["outputs"][0]),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from aero_compile.errors import PartyError
-from aero_compile.runtime.hosts.measure import SILENT, check_against_wire, check_profile, combine, parse_profile
+from aero_compile.runtime.hosts.measure import check_against_wire, check_profile, combine, parse_profile
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.program_parts import Step, TensorSpec
 
@@ -72,7 +72,7 @@ def _party(sent: int, received: int, seconds: float, revealed: int) -> dict[str,
         {"op": "softmax", "send_bytes": sent, "recv_bytes": received, **step},
         {"op": "linear", "send_bytes": 1, "recv_bytes": 2, **step},
         {"op": "softmax", "send_bytes": sent - 4, "recv_bytes": received - 5, **step},
-        {"op": "softmax", **SILENT, **step, "send_actions": 0},
+        {"op": "softmax", **parse_profile(""), **step, "send_actions": 0},
         {"op": "softmax", "send_bytes": 4, "recv_bytes": 5, **step, "send_actions": 0},
     ]
     run = {"seconds": seconds, "steps": steps, "revealed_bytes": revealed, "wire": [0, 500]}

@@ -1,0 +1,97 @@
+"""What a kernel is: work of each party on the words of its shares, by itself or in an exchange with the other."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.roles import CLIENT, SERVER
+
+if TYPE_CHECKING:
+    from aero_compile.runtime.costs.session import Session
+    from aero_compile.runtime.kernels.side import Side
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One result of a kernel: its shape, "float32" (words are an additive share) or "bool" (words are XORed).
+
+    `owner`: the rank of the party that knows it; None: nobody does.
+    """
+
+    shape: Shape
+    dtype: str = "float32"
+    owner: int | None = None
+
+
+class Kernel(ABC):
+    """A kernel with its options; frozen dataclasses, so that equal ones are equal.
+
+    Arguments are secret fixed-point numbers. The program's digest covers kernels and options, not what they do: parties
+    of one version of the package run the same.
+    """
+
+    @abstractmethod
+    def check(self) -> None:
+        """Check the options, which may be somebody else's.
+
+        Raises:
+            ValueError: they are out of range.
+        """
+
+    @abstractmethod
+    def results(self, *shapes: Shape) -> tuple[Result, ...]:
+        """What it gives for arguments of these shapes.
+
+        Raises:
+            ValueError: it does not take so many, or such ones.
+        """
+
+    @abstractmethod
+    def run(self, side: Side, *shares: Words) -> tuple[Words, ...]:
+        """What this party holds of each result, from its share of each argument: uint64 [elements]."""
+
+    @abstractmethod
+    def together(self, draw: np.random.Generator, *words: Words) -> tuple[Words, ...]:
+        """The words of the results for those of the arguments themselves, for a rehearsal; as the parties' shares
+        would come to, what they lose by a wrap included. `draw`: for what they draw."""
+
+    @abstractmethod
+    def plain(self, *arguments: Any) -> tuple[Any, ...]:
+        """The results as JAX arrays, for arguments in the clear."""
+
+    def set_up(self) -> tuple[Shape, ...]:
+        """Shapes of arguments on which a run exchanges what is exchanged once; none where there is no such thing."""
+        return ()
+
+    @abstractmethod
+    def bill(self, session: Session, *shapes: Shape) -> None:
+        """Bill a run on arguments of these shapes."""
+
+
+class LocalKernel(Kernel):
+    """A kernel of one argument whose results have its shape, computed without a message."""
+
+    @abstractmethod
+    def of_share(self, rank: int, share: Words) -> tuple[Words, ...]:
+        """What party `rank` holds of each result, from its `share` of the argument."""
+
+    def run(self, side: Side, *shares: Words) -> tuple[Words, ...]:
+        (share,) = shares
+        return self.of_share(side.rank, share)
+
+    def together(self, draw: np.random.Generator, *words: Words) -> tuple[Words, ...]:
+        """Cut the value in two shares at random, let both parties compute, and add up what they get."""
+        (whole,) = words
+        theirs = draw.integers(2**64, size=whole.shape, dtype=np.uint64)
+        both = zip(self.of_share(SERVER, whole - theirs), self.of_share(CLIENT, theirs), strict=True)
+        return tuple(server + client for server, client in both)
+
+    def bill(self, session: Session, *shapes: Shape) -> None:
+        session.local("kernel", int(np.prod(shapes[0])))
