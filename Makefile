@@ -10,7 +10,7 @@ PYTHON ?= $(shell for p in $(CANDIDATES); do \
 VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.installed
-JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+JOBS ?= $(shell echo $$(($$(nproc 2>/dev/null || echo 2) + 1)))
 
 help:
 	@echo 'make demo    train four small models, run each in real two-party computation, print one table (~7 min)'
@@ -51,7 +51,7 @@ types: $(READY)
 test: style
 	@$(MAKE) --no-print-directory -j 2 types pytest
 
-# One worker per core: the tests are single-threaded, but for those that start two parties.
+# One worker more than there are cores: tests that start two parties wait for much of their time.
 pytest: $(READY)
 	$(PY) -m pytest -n $(JOBS) --dist worksteal --durations=10 $(ARGS)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable
 
@@ -119,8 +120,10 @@ class _Decoder(nn.Module):
         return logits
 
 
-def _source(dtype: torch.dtype) -> nn.Module:
-    return randomize(_Decoder()).to(dtype).eval()
+@functools.cache
+def _captured(dtype: torch.dtype) -> tuple[nn.Module, aero_compile.TransformedModel]:
+    source = randomize(_Decoder()).to(dtype).eval()
+    return source, aero_compile.transform(source, "baseline")
 
 
 @pytest.mark.parametrize(
@@ -133,8 +136,7 @@ def _source(dtype: torch.dtype) -> nn.Module:
 )
 def test_parts_in_float32(dtype: torch.dtype) -> None:
     """Within a few units in the last place of the weights' type; gradients too."""
-    ids, source = tokens(2, 13), _source(dtype)
-    model = aero_compile.transform(source, "baseline")
+    ids, (source, model) = tokens(2, 13), copy.deepcopy(_captured(dtype))
     unit = torch.finfo(dtype).eps
     for training in (False, True):
         results, gradients = [], []
@@ -153,9 +155,8 @@ def test_parts_in_float32(dtype: torch.dtype) -> None:
 
 def test_captured_in_half_and_computed_in_float64_nothing_narrow_is_left() -> None:
     """Tables of rotary positions alone are of float32, as the source makes them."""
-    ids, source = tokens(2, 13), _source(torch.bfloat16)
-    model = aero_compile.transform(source, "baseline").eval().double()
-    wide = copy.deepcopy(source).double()
+    ids, (source, model) = tokens(2, 13), copy.deepcopy(_captured(torch.bfloat16))
+    model, wide = model.eval().double(), source.double()
     with torch.no_grad():
         found, wanted = model(ids), wide(ids)
     assert found.dtype == torch.float64

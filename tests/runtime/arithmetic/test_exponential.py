@@ -103,7 +103,7 @@ def test_published_softmax_error_holds_in_cheetah(exponential: SoftmaxExponentia
     check_softmax(exponential, entries, "cheetah")
 
 
-@pytest.mark.parametrize("protocol", ["semi2k", "cheetah"])
+@pytest.mark.parametrize("protocol", ["semi2k", pytest.param("cheetah", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("exponential", [each for each in ONE_PRODUCT if not each.clamped], ids=str)
 def test_one_product_errs_as_published_in_short_rows(exponential: OneProduct, protocol: str) -> None:
     """Weights of rows of two and three move most where both exponentials err apart: tried many times."""
