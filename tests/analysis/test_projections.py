@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import pytest
@@ -17,7 +18,7 @@ from tests.support import tiny_models
 
 @functools.cache
 def projected(name: str) -> tuple[aero_compile.TransformedModel, tuple[Projections, ...]]:
-    model = aero_compile.transform(tiny_models.FAMILIES[name](), "baseline")
+    model = copy.deepcopy(tiny_models.captured(name))
     return model, tuple(find_projections(model, attention) for attention in model.structure.attentions)
 
 
