@@ -33,7 +33,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -126,11 +126,20 @@ def model_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 def source_model(args: argparse.Namespace) -> Any:
     """Return the GPT-2 that both sides run: float32, in eval mode, the same for a seed."""
+    return _source_model(args.seed, **model_arguments(args))
+
+
+def _source_model(seed: int, **arguments: Any) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    torch.manual_seed(args.seed)
-    model: Any = GPT2LMHeadModel(GPT2Config(**model_arguments(args)))
+    torch.manual_seed(seed)
+    model: Any = GPT2LMHeadModel(GPT2Config(**arguments))
     return model.eval()
+
+
+@lru_cache(maxsize=1)
+def _captured(seed: int, **arguments: Any) -> aero_compile.TransformedModel:
+    return aero_compile.transform(_source_model(seed, **arguments), "baseline")
 
 
 def tokens_of(args: argparse.Namespace, length: int) -> Tensor:
@@ -172,7 +181,9 @@ def peer_line(args: argparse.Namespace, name: str, length: int, say: Callable[[s
 def our_line(args: argparse.Namespace, name: str, length: int, logits: str) -> Line:
     """Run one recipe in our runtime."""
     recipe, tokens = resolve(name), tokens_of(args, length)
-    model = aero_compile.transform(source_model(args), recipe=recipe, calibration=tokens).eval()
+    model = aero_compile.transform(
+        _captured(args.seed, **model_arguments(args)), recipe=recipe, calibration=tokens
+    ).eval()
     with torch.no_grad():
         reference = logits_of(model(tokens))
     if logits == "last":

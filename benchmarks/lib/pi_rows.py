@@ -202,11 +202,17 @@ def unsettle(model: nn.Module, matrices: set[str], generator: torch.Generator) -
             parameter.add_(0.05 * noise * torch.where(parameter == 0, 1.0, parameter.abs()))
 
 
-@functools.lru_cache(maxsize=1)
 def captured(shape: str, layers: int, seed: int) -> aero_compile.TransformedModel:
-    """Return a named shape with random weights, captured; only the last one is kept: GPT-2 small takes 0.5 GB."""
+    """Return a named shape with random weights, captured; of large ones the last is kept: GPT-2 small takes 0.5 GB."""
+    return (_kept if SHAPES[shape] is mini else _last)(shape, layers, seed)
+
+
+def _captured(shape: str, layers: int, seed: int) -> aero_compile.TransformedModel:
     torch.manual_seed(seed)
     return aero_compile.transform(SHAPES[shape](layers).eval(), "baseline")
+
+
+_kept, _last = functools.cache(_captured), functools.lru_cache(maxsize=1)(_captured)
 
 
 def architecture(text: str) -> str:

@@ -86,7 +86,7 @@ def estimator(monkeypatch: pytest.MonkeyPatch) -> Estimator:
 
     monkeypatch.setitem(pi_rows.SHAPES, "gpt2", weightless)
     monkeypatch.setitem(vars(aero_compile), "optimize_for_inference", untouched)
-    pi_rows.captured.cache_clear()
+    pi_rows._last.cache_clear()
     pi_rows._optimized.clear()
     return fake
 

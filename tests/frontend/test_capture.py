@@ -87,27 +87,34 @@ def test_random_hugging_face(kind: str, attention: str, heads: int, layers: int,
 # -- spellings of a block --------------------------------------------------------------------------------------
 
 
-class LegacyMask(Small):
+def legacy_mask(scores: Tensor, mask: Tensor) -> Tensor:
     """GPT-2's first mask: w·b - 1e4·(1-b)."""
-
-    def weigh(self, scores: Tensor, mask: Tensor) -> Tensor:
-        return F.softmax(scores * mask - 1e4 * (1 - mask), -1)
+    return F.softmax(scores * mask - 1e4 * (1 - mask), -1)
 
 
-class AddedMask(Small):
-    def weigh(self, scores: Tensor, mask: Tensor) -> Tensor:
-        return F.softmax(scores + (mask - 1) * 1e9, -1)
+def added_mask(scores: Tensor, mask: Tensor) -> Tensor:
+    return F.softmax(scores + (mask - 1) * 1e9, -1)
 
 
-class ChosenMask(Small):
-    def weigh(self, scores: Tensor, mask: Tensor) -> Tensor:
-        return F.softmax(torch.where(mask.bool(), scores, torch.tensor(-1e9, dtype=scores.dtype)), -1)
+def chosen_mask(scores: Tensor, mask: Tensor) -> Tensor:
+    return F.softmax(torch.where(mask.bool(), scores, torch.tensor(-1e9, dtype=scores.dtype)), -1)
 
 
-class ComparedMask(Small):
-    def weigh(self, scores: Tensor, mask: Tensor) -> Tensor:
-        i = torch.arange(scores.shape[-1], device=scores.device)
-        return F.softmax(scores.masked_fill(i[None, :] > i[:, None], torch.finfo(scores.dtype).min), -1)
+def compared_mask(scores: Tensor, mask: Tensor) -> Tensor:
+    i = torch.arange(scores.shape[-1], device=scores.device)
+    return F.softmax(scores.masked_fill(i[None, :] > i[:, None], torch.finfo(scores.dtype).min), -1)
+
+
+class Masks(Small):
+    """Layers with masks written in several ways, by turns."""
+
+    ways = (legacy_mask, added_mask, chosen_mask, compared_mask)
+
+    def __init__(self) -> None:
+        super().__init__(len(self.ways))
+
+    def weigh_in(self, layer: int, scores: Tensor, mask: Tensor) -> Tensor:
+        return self.ways[layer](scores, mask)
 
 
 class InPlaceMask(Small):
@@ -168,10 +175,7 @@ class InADict(HiddenFirst):
 
 SPELLINGS: dict[str, Any] = {
     "plain": lambda: Small(2),
-    "mask-legacy": LegacyMask,
-    "mask-added": AddedMask,
-    "mask-where": ChosenMask,
-    "mask-compared": ComparedMask,
+    "masks": Masks,
     "mask-in-place": InPlaceMask,
     "einsum": lambda: Einsum(2),
     "one-head": lambda: Small(heads=1),
@@ -193,7 +197,7 @@ def with_parametrization(model: nn.Module, parametrize: Any) -> nn.Module:
     "name",
     by_default(
         SPELLINGS,
-        *("mask-legacy", "mask-added", "mask-where", "mask-in-place", "einsum", "shared-block", "checkpointed"),
+        *("masks", "mask-in-place", "einsum", "shared-block", "checkpointed"),
         "spectral-norm",
     ),
 )

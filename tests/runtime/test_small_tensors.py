@@ -58,7 +58,7 @@ class _Scaled(nn.Module):
     ("size", "normed", "held"),
     [
         (1e-6, True, "parameter"),
-        (1e-6, True, "buffer"),
+        pytest.param(1e-6, True, "buffer", marks=pytest.mark.slow),
         (1e-6, True, "attribute"),
         (1e-6, False, "attribute"),
         (3e-2, True, "attribute"),

@@ -34,9 +34,12 @@ class Small(nn.Module):
         batch, length, width = x.shape
         q, k, v = (part.view(batch, length, self.heads, -1).transpose(1, 2) for part in self.qkv[layer](x).chunk(3, -1))
         scores = q @ k.transpose(-1, -2) / math.sqrt(width // self.heads)
-        mixed = self.weigh(scores, self.tri[:length, :length]) @ v
+        mixed = self.weigh_in(layer, scores, self.tri[:length, :length]) @ v
         out: Tensor = self.out[layer](mixed.transpose(1, 2).reshape(batch, length, width))
         return out
+
+    def weigh_in(self, layer: int, scores: Tensor, mask: Tensor) -> Tensor:
+        return self.weigh(scores, mask)
 
     def weigh(self, scores: Tensor, mask: Tensor) -> Tensor:
         return F.softmax(scores.masked_fill(mask == 0, float("-inf")), -1)

@@ -50,7 +50,7 @@ _FUNCTIONS = {
 }
 
 
-_QUICK_IN_CHEETAH = ("gelu", "softmax", "rsqrt")
+_QUICK_IN_CHEETAH = ("gelu", "softmax")
 
 
 @pytest.mark.parametrize(
