@@ -448,7 +448,7 @@ def test_state_dict_round_trip(name: str) -> None:
 
 COMPILED: dict[str, Callable[[], nn.Module]] = {
     "gpt2-sdpa": lambda: captured("gpt2-sdpa"),
-    "nanogpt": lambda: tiny_models.randomize(written_decoders.NanoGPT(layers=1)),
+    "nanogpt": lambda: tiny_models.randomize(written_decoders.NanoGPT(layers=1)).eval(),
 }
 
 
