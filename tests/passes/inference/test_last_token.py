@@ -328,8 +328,15 @@ def test_a_model_of_one_position_is_left_alone() -> None:
 # -- with the private runtime --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "recipe"), [("gpt2-eager", "softmax_only"), ("gpt_neox-sdpa", "SM+LN+G")])
-@pytest.mark.parametrize("shape", [(2, 11), (1, 1)])
+@pytest.mark.parametrize(
+    ("name", "recipe", "shape"),
+    [
+        ("gpt2-eager", "softmax_only", (1, 1)),
+        ("gpt_neox-sdpa", "SM+LN+G", (2, 11)),
+        pytest.param("gpt2-eager", "softmax_only", (2, 11), marks=pytest.mark.slow),
+        pytest.param("gpt_neox-sdpa", "SM+LN+G", (1, 1), marks=pytest.mark.slow),
+    ],
+)
 def test_lowered(name: str, recipe: str, shape: tuple[int, int]) -> None:
     """What the runtime makes of it, in plain JAX."""
     jax = pytest.importorskip("jax")
