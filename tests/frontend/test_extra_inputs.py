@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +73,16 @@ def test_a_mask_is_given_with_every_call(make: Any, tmp_path: Path) -> None:
     assert half.dtype == torch.bfloat16
 
 
-def test_positions_are_given_with_every_call(tmp_path: Path) -> None:
+@functools.cache
+def with_positions() -> tuple[nn.Module, aero_compile.TransformedModel]:
+    """A decoder whose positions are given, and its capture; shared, so they must not be changed."""
     source = randomize(GivenPositions()).eval()
-    ids = tokens(2, 9, vocab=VOCAB)
-    example = (ids, torch.arange(9).expand(2, 9))
-    model = aero_compile.transform(source, "baseline", example_inputs=example)
+    example = (tokens(2, 9, vocab=VOCAB), torch.arange(9).expand(2, 9))
+    return source, aero_compile.transform(source, "baseline", example_inputs=example)
+
+
+def test_positions_are_given_with_every_call(tmp_path: Path) -> None:
+    source, model = with_positions()
     assert model.max_positions == 32
     positions = torch.randint(32, (3, 14))
     more = tokens(3, 14, vocab=VOCAB)
@@ -95,11 +101,8 @@ def test_positions_are_given_with_every_call(tmp_path: Path) -> None:
     ],
 )
 def test_an_argument_that_does_not_fit(positions: Any, message: str) -> None:
-    ids = tokens(2, 9, vocab=VOCAB)
-    example = {"ids": ids, "positions": torch.arange(9).expand(2, 9)}
-    model = aero_compile.transform(randomize(GivenPositions()).eval(), "baseline", example_inputs=example)
     with pytest.raises(InputError, match=message):
-        model(ids, positions=positions)
+        with_positions()[1](tokens(2, 9, vocab=VOCAB), positions=positions)
 
 
 def test_an_argument_without_example_is_asked_for() -> None:
