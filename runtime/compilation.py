@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from aero_compile.errors import InputError
 from aero_compile.ir.ops import NORMS
 from aero_compile.runtime.arithmetic.one_product import FRACTION_BITS, RING_BITS
+from aero_compile.runtime.arithmetic.ring import fixed_point
 from aero_compile.runtime.lowering.defer import defer_normalization
 from aero_compile.runtime.lowering.guards import GuardCheck
 from aero_compile.runtime.lowering.live import LiveProgram
@@ -111,7 +112,8 @@ def _lowered(
     part = partition_for(model, ids)
     fold(part, ranges.doublings)
     lift_small_weights(part, form.fraction_bits)
-    defer_normalization(part)
+    with fixed_point(form.fraction_bits, form.ring_bits):
+        defer_normalization(part)
     lowered = partial(
         lower,
         part,

@@ -9,38 +9,19 @@ rounds once, so the result is within three units of the last place and relativel
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from aero_compile.runtime.arithmetic.filling import multiply
+from aero_compile.runtime.arithmetic.ring import fraction_bits
+from aero_compile.runtime.arithmetic.row_products import broadcast_product
 from aero_compile.runtime.lazy_jax import jnp
 
 Array = npt.NDArray[np.float64]
 
 MOST_HALVINGS = 16
 """Of one product: SPU multiplies with a number below 2^(2-f) in a way of its own, which leaves less room."""
-
-_FRACTION_BITS: ContextVar[int | None] = ContextVar("fraction_bits", default=None)
-
-
-@contextmanager
-def fixed_point(fraction_bits: int) -> Iterator[None]:
-    """Within this context public numbers are split for a format of so many fraction bits; else they are floats."""
-    token = _FRACTION_BITS.set(fraction_bits)
-    try:
-        yield
-    finally:
-        _FRACTION_BITS.reset(token)
-
-
-def in_fixed_point() -> bool:
-    """Whether a function is traced for fixed point."""
-    return _FRACTION_BITS.get() is not None
 
 
 def is_public(value: Any) -> bool:
@@ -50,7 +31,7 @@ def is_public(value: Any) -> bool:
 
 def scale(x: Any, factor: Any) -> Any:
     """x · `factor` for a JAX array of floats and a public number, or an array that broadcasts with x."""
-    bits = _FRACTION_BITS.get()
+    bits = fraction_bits()
     if bits is None:
         return x * factor
     wanted = np.asarray(factor, np.float64)
@@ -77,13 +58,13 @@ def _factors(wanted: Array, bits: int) -> list[Array]:
     return [*found, _rounded(left, bits)]
 
 
-def times(value: Any, factor: Any) -> Any:
-    """value · factor of secrets and public numbers."""
+def times(value: Any, factor: Any, owned: bool = False) -> Any:
+    """value · factor of secrets and public numbers; `owned`: the server alone knows one of two secrets."""
     if is_public(factor) and np.ndim(factor) == 0 and factor == 1:
         return value
     if is_public(factor):
         return value * factor if is_public(value) else scale(value, factor)
-    return scale(factor, value) if is_public(value) else multiply(value, factor)
+    return scale(factor, value) if is_public(value) else broadcast_product(value, factor, owned)
 
 
 def _is_held(numbers: Array, bits: int) -> npt.NDArray[np.bool_]:
@@ -111,7 +92,7 @@ def scale_down(x: Any, halvings: int) -> Any:
 
     The unit that is added keeps the compiler from multiplying later factors with 2^-`halvings` first.
     """
-    bits = _FRACTION_BITS.get()
+    bits = fraction_bits()
     return x * 2.0**-halvings if bits is None else x * np.float32(2.0**-halvings) + np.float32(2.0**-bits)
 
 
@@ -123,7 +104,7 @@ def mean(x: Any, axis: Any = None, keepdims: bool = False) -> Any:
     total = x.sum(axis=axis, keepdims=True)
     count = math.prod(x.shape) // max(1, math.prod(total.shape))
     found = scale(total, 1.0 / count)
-    bits = _FRACTION_BITS.get()
+    bits = fraction_bits()
     if bits is not None and count & (count - 1):
         found = found + scale((x - found).sum(axis=axis, keepdims=True), 1.0 / count)
     return found if keepdims else found.squeeze(axis=axis)
@@ -135,7 +116,7 @@ def scaled_table(table: npt.NDArray[Any], axis: int | None) -> tuple[npt.NDArray
     Entries that are small along the whole axis, such as those of an averaging matrix, are held as powers of two times
     larger ones; None: there are no such.
     """
-    bits = _FRACTION_BITS.get()
+    bits = fraction_bits()
     if bits is None or table.dtype.kind != "f" or not table.size:
         return table, None
     wanted = table.astype(np.float64)

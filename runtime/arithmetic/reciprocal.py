@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 
 from aero_compile.runtime.arithmetic.coefficients import RECIPROCAL
+from aero_compile.runtime.arithmetic.constants import is_public
 from aero_compile.runtime.arithmetic.filling import multiply
+from aero_compile.runtime.arithmetic.row_products import broadcast_product
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Form, cheapest
 from aero_compile.runtime.lazy_jax import jnp
 
@@ -62,4 +64,7 @@ def quotient(x: Any, y: Any, tolerance: float = DEFAULT.reciprocal) -> Any:
     own = cheapest("reciprocal", RECIPROCALS, tolerance) is GOLDSCHMIDT
     # One reciprocal an element of the divisor: fewer than quotients when it broadcasts.
     broadcasts = math.prod(jnp().shape(y)) < math.prod(jnp().shape(x))
-    return x / y if own and not broadcasts else x * reciprocal(y, tolerance)
+    if own and not broadcasts:
+        return x / y
+    inverse = reciprocal(y, tolerance)
+    return x * inverse if is_public(x) else broadcast_product(x, inverse)

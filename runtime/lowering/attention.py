@@ -19,6 +19,7 @@ from aero_compile.runtime.arithmetic.constants import scale
 from aero_compile.runtime.arithmetic.exponential import SAFE, SoftmaxExponential
 from aero_compile.runtime.arithmetic.filling import multiply
 from aero_compile.runtime.arithmetic.reciprocal import reciprocal_of_sums
+from aero_compile.runtime.arithmetic.row_products import element_price, scaled_rows, scaling_price
 from aero_compile.runtime.lazy_jax import jnp
 from aero_compile.runtime.lowering.masks import Masked
 
@@ -100,8 +101,17 @@ def masked_softmax(x: Any, mask: Masked, dim: int, exact: bool = False, exponent
     """
     last = jnp().moveaxis(x, dim, -1)
     packed, rows = _exponentials(last, _moved(mask, dim, x.ndim), exact, exponential)
-    inverse = _inverse(rows, exact)
-    return jnp().moveaxis(rows.layout.unpack(multiply(packed, inverse[:, rows.layout.row_of]), last.shape), -1, dim)
+    found = _normalized(packed, _inverse(rows, exact), rows.layout)
+    return jnp().moveaxis(rows.layout.unpack(found, last.shape), -1, dim)
+
+
+def _normalized(packed: Any, inverse: Any, layout: Packing) -> Any:
+    """Packed entries times the number of their row, entry by entry or, where that is cheaper, row by row."""
+    rows, width = layout.groups * layout.allowed.shape[0], layout.allowed.shape[1]
+    if scaling_price(rows, width, False) >= element_price(packed.size, False):
+        return multiply(packed, inverse[:, layout.row_of])
+    spread = layout.spread(inverse, (rows,))
+    return layout.pack(scaled_rows(layout.unpack(packed, (rows, width)), spread))
 
 
 def unnormalized_softmax(

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.runtime.arithmetic.ciphertexts import REQUEST_BYTES, RESPONSE_BYTES, matmul
+from aero_compile.runtime.arithmetic.matrix_products import batched_product
 from aero_compile.runtime.lazy_jax import jnp
-from aero_compile.runtime.operators.products import batched_product
 
 MOST_STRIPS = 16
 

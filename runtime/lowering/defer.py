@@ -3,8 +3,9 @@
 Before → after (s scores [..., Q, K], v values [..., K, D]; the function is unchanged up to rounding):
     matmul(softmax(s), v) → matmul(e, v) · r        e = exp(s − max s), r = 1 / Σ e, one a row
 
-Normalizing costs one product for each allowed entry of s, deferring it one for each of the Q·D results: less as soon
-as rows have more entries than D. A softmax that a reshape keeps from its mask is moved before it first (`hoist`).
+Normalizing costs a product for each allowed entry of s, or one of matrices for all its rows (`row_products`); deferring
+it costs the same for the Q rows of D results: less as soon as rows have more entries than D. A softmax that a reshape
+keeps from its mask is moved before it first (`hoist`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import fx
 
 from aero_compile.ir.ops import of_form
 from aero_compile.ir.ownership import Domain
+from aero_compile.runtime.arithmetic.row_products import rows_price
 from aero_compile.runtime.lowering.attention import packing
 from aero_compile.runtime.lowering.hoist import before_reshape
 from aero_compile.runtime.lowering.masks import find_mask
@@ -38,7 +40,7 @@ def defer_normalization(part: Partition) -> None:
     for found in [node for node in part.graph.nodes if node.target is SOFTMAX and part.is_live(node)]:
         softmax = before_reshape(part, found)
         product = _product_with_values(part, softmax)
-        if product not in (None, part.output) and math.prod(part.shapes[product]) < _entries(part, softmax):
+        if product not in (None, part.output) and _is_cheaper(part.shapes[product], part, softmax):
             _split(part, softmax, product)
 
 
@@ -60,10 +62,13 @@ def _product_with_values(part: Partition, softmax: fx.Node) -> fx.Node | None:
     return None
 
 
-def _entries(part: Partition, softmax: fx.Node) -> int:
-    scores = softmax.args[0]
+def _is_cheaper(result: tuple[int, ...], part: Partition, softmax: fx.Node) -> bool:
+    """Whether normalizing the rows of `result` is cheaper than normalizing those of the softmax."""
+    scores, shape = softmax.args[0], part.shapes[softmax]
     assert isinstance(scores, fx.Node)
-    return packing(part.shapes[softmax], find_mask(part, scores).allowed).entries
+    entries = packing(shape, find_mask(part, scores).allowed).entries
+    rows = math.prod(shape[:-1])
+    return rows_price(rows, result[-1], math.prod(result)) < rows_price(rows, shape[-1], entries)
 
 
 def _split(part: Partition, softmax: fx.Node, product: fx.Node) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from aero_compile.errors import AeroError, LoweringError
-from aero_compile.runtime.arithmetic.constants import fixed_point
+from aero_compile.runtime.arithmetic.ring import fixed_point
 from aero_compile.runtime.arithmetic.squares import squares_by_exp
 from aero_compile.runtime.lowering import warm_up
 from aero_compile.runtime.lowering.cut import cut
@@ -27,12 +27,12 @@ def compile_steps(live: LiveProgram, protocol: str, field: int, fraction_bits: i
         InputError: no approximation is as close as was asked for.
         LoweringError: SPU's compiler refuses an operator; the message names it and its place.
     """
-    spu = import_spu()
-    codes: dict[str, str] = {SET_UP: _compile(spu, warm_up.STEP, fraction_bits)}
-    pieces = [(piece, number > 0) for step in live.steps for number, piece in enumerate(_cut(step, fraction_bits))]
+    spu, form = import_spu(), (fraction_bits, field)
+    codes: dict[str, str] = {SET_UP: _compile(spu, warm_up.STEP, form)}
+    pieces = [(piece, number > 0) for step in live.steps for number, piece in enumerate(_cut(step, form))]
     for piece, _ in pieces:
         if isinstance(piece, LiveStep) and piece.key not in codes:
-            codes[piece.key] = _compile(spu, piece, fraction_bits)
+            codes[piece.key] = _compile(spu, piece, form)
     last_use = {name: at for at, (piece, _) in enumerate(pieces) for name in (*piece.inputs, *piece.outputs)}
     for name in (live.result, live.guard):
         last_use[str(name)] = len(pieces)
@@ -59,18 +59,18 @@ def compile_steps(live: LiveProgram, protocol: str, field: int, fraction_bits: i
     )
 
 
-def _cut(step: LiveStep, fraction_bits: int) -> list[LiveStep | KernelStep]:
-    with _tracing(step, fraction_bits):
+def _cut(step: LiveStep, form: tuple[int, int]) -> list[LiveStep | KernelStep]:
+    with _tracing(step, form):
         return cut(step)
 
 
-def _compile(spu: Any, step: LiveStep, fraction_bits: int) -> str:
+def _compile(spu: Any, step: LiveStep, form: tuple[int, int]) -> str:
     frontend, secret = spu.utils.frontend, spu.Visibility.VIS_SECRET
     arguments = [
         np.zeros(shape, np.float32 if dtype == "float64" else dtype)
         for shape, dtype in zip(step.shapes, step.dtypes, strict=True)
     ]
-    with _tracing(step, fraction_bits):
+    with _tracing(step, form):
         executable, _ = frontend.compile(
             frontend.Kind.JAX,
             step.function,
@@ -85,10 +85,10 @@ def _compile(spu: Any, step: LiveStep, fraction_bits: int) -> str:
 
 
 @contextmanager
-def _tracing(step: LiveStep, fraction_bits: int) -> Iterator[None]:
-    """Functions are traced for SPU within this context, and errors name the step."""
+def _tracing(step: LiveStep, form: tuple[int, int]) -> Iterator[None]:
+    """Functions are traced for SPU within this context, for `form` (fraction bits, ring bits); errors name the step."""
     try:
-        with squares_by_exp(), fixed_point(fraction_bits):
+        with squares_by_exp(), fixed_point(*form):
             yield
     except AeroError:
         raise

@@ -208,7 +208,12 @@ class _Emission:
             return Call(views.first, {"x": next(iter(live.values()))}, {})
         assert function is not None
         options = {"exact": self.exact, "tolerances": self.tolerances} | self.doublings.of(node)
+        owned = tuple(name for name, value in arguments.items() if self._is_servers(value))
+        options |= {"owned": owned} if owned else {}
         return Call(refusing(function, _unsupported, node), live, options)
+
+    def _is_servers(self, value: Any) -> bool:
+        return isinstance(value, fx.Node) and self.part.domains[value] is Domain.SERVER
 
     def _softmax(self, slot: _Slot, node: fx.Node) -> Call:
         mask, shape, dim = self.schedule.masks[node], self.part.shapes[node], node.args[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -86,11 +87,11 @@ def _rsub(x: Any, other: Any, alpha: Any = 1, **_: Any) -> Any:
 
 
 @operator("mul")
-def _mul(x: Any, other: Any, **_: Any) -> Any:
+def _mul(x: Any, other: Any, owned: Collection[str] = (), **_: Any) -> Any:
     if x is other:
         return square(x)
     floats = [each for each in (x, other) if not is_public(each) and jnp().issubdtype(each.dtype, jnp().floating)]
-    return times(x, other) if len(floats) + is_public(x) + is_public(other) == 2 else x * other
+    return times(x, other, bool(owned)) if len(floats) + is_public(x) + is_public(other) == 2 else x * other
 
 
 @operator("div")

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aero_compile.runtime.lowering import attention
 from aero_compile.runtime.lowering.attention import packing, row_maximum
 from aero_compile.runtime.lowering.defer import defer_normalization
 from aero_compile.runtime.lowering.partition import op_name, partition
@@ -52,7 +53,12 @@ def _attention(mask: torch.Tensor, fill: float = -1e9) -> Any:
 
 @pytest.mark.parametrize("name", _masks(1, 2, 2))
 @pytest.mark.parametrize("shape", [(2, 3, 5, 5), (2, 1, 4, 7), pytest.param((1, 2, 3, 3), marks=pytest.mark.slow)])
-def test_packed_softmax_agrees_with_pytorch(name: str, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_packed_softmax_agrees_with_pytorch(
+    name: str, shape: tuple[int, ...], by_rows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if by_rows:
+        monkeypatch.setattr(attention, "scaling_price", lambda *_: 0.0)
     mask = _masks(shape[0], *shape[2:])[name]
     body, buffers = _attention(mask, -torch.inf if name == "row_without_entries" else -1e9)
     model = TokenRows(torch.randn(shape, dtype=torch.float64) * 3, body, buffers=buffers)
@@ -65,6 +71,18 @@ def test_packed_softmax_agrees_with_pytorch(name: str, shape: tuple[int, ...]) -
 def test_softmax_along_any_axis(dim: int) -> None:
     model = TokenRows(torch.randn(3, 4, 5, dtype=torch.float64), lambda x, m: aten.softmax.int(x, dim))
     np.testing.assert_allclose(in_jax(model), expected(model), rtol=0, atol=1e-12)
+
+
+def test_what_a_mask_hides_stays_zero_in_two_parties(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Normalized row by row: a product of matrices rounds zeros too, so what is hidden is put back."""
+    monkeypatch.setattr(attention, "scaling_price", lambda *_: 0.0)
+    mask = _masks(2, 5, 5)["row_without_entries"].tril()
+    body, buffers = _attention(mask, -torch.inf)
+    model = TokenRows(torch.randn(2, 3, 5, 5) * 3, body, buffers=buffers)
+    with any_table_public():
+        found = in_spu(model)
+    assert not found[..., ~mask].any()
+    np.testing.assert_allclose(found, np.nan_to_num(expected(model)), rtol=0, atol=1e-3)
 
 
 def test_only_allowed_entries_are_computed() -> None:

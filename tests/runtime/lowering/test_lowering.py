@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 
 from aero_compile.errors import LoweringError
 from aero_compile.runtime.arithmetic.approximations import approximations
+from aero_compile.runtime.costs.model import estimate_program
 from aero_compile.runtime.lowering.partition import partition
+from aero_compile.runtime.lowering.spu_compile import compile_steps
 from aero_compile.runtime.lowering.to_jax import lower, supported_ops
 from tests.support import operator_cases as cases
 from tests.support.runtime_graphs import TokenRows, any_table_public, aten, expected, in_jax
@@ -212,3 +215,21 @@ def test_power_that_is_no_product_or_root_is_refused() -> None:
     model = TokenRows(torch.rand(4, 4), lambda x, m: aten.pow.Tensor_Scalar(x, 1.7))
     with pytest.raises(LoweringError, match=r"the power 1\.7"):
         in_jax(model)
+
+
+def test_a_factor_of_the_server_is_one_cross_term() -> None:
+    """A number a row that the server knows costs half of one that nobody does; a batch shares it."""
+
+    def sent(body: Any, shape: tuple[int, ...], factor: torch.Tensor) -> float:
+        model = TokenRows(torch.zeros(shape), body, {"factor": factor})
+        program = compile_steps(lower(partition(model, model.logits_graph(), model.ids.shape)), "cheetah", 64, 18)
+        return float(next(row["bytes"] for row in estimate_program(program).per_step if row["op"] == "mul"))
+
+    numbers = torch.zeros(1, 128, 1)
+    owned = sent(lambda x, m: aten.mul.Tensor(x, m.factor), (1, 128, 256), numbers)
+    batch = sent(lambda x, m: aten.mul.Tensor(m.factor, x), (2, 128, 128), numbers)
+    shared = sent(lambda x, m: aten.mul.Tensor(x, aten.slice.Tensor(x, -1, 0, 1)), (1, 128, 256), numbers)
+    truncation = 3 * 128 * 256
+    assert owned - truncation == pytest.approx((shared - truncation) / 2, rel=0.02)
+    assert batch == pytest.approx(owned, rel=0.02)
+    assert owned < 143 * 128 * 256 / 2

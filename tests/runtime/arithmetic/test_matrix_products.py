@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aero_compile.runtime.arithmetic import ciphertexts
-from aero_compile.runtime.operators import products
-from aero_compile.runtime.operators.products import batched_product, heads_at_once, matrix_product, piece_size
+from aero_compile.runtime.arithmetic import ciphertexts, matrix_products
+from aero_compile.runtime.arithmetic.matrix_products import batched_product, heads_at_once, matrix_product, piece_size
 
 pytest.importorskip("jax")
 
@@ -30,7 +29,7 @@ def test_joined_heads_give_each_head_its_product(lead: list[int], sizes: tuple[i
     import jax.numpy as jnp
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(products, "heads_at_once", lambda heads, *_: min(joined, heads))
+        patch.setattr(matrix_products, "heads_at_once", lambda heads, *_: min(joined, heads))
         found = np.asarray(batched_product(jnp.asarray(left), jnp.asarray(right)))
     np.testing.assert_allclose(found, left @ right, rtol=1e-5, atol=1e-5)
 
@@ -39,7 +38,7 @@ def test_joined_heads_give_each_head_its_product(lead: list[int], sizes: tuple[i
 @given(heads=st.integers(1, 16), rows=st.integers(1, 200), inner=st.integers(1, 128), columns=st.integers(1, 200))
 def test_joining_never_costs_more(heads: int, rows: int, inner: int, columns: int) -> None:
     def price(size: int) -> float:
-        return products._price(ciphertexts.matmul(rows, size * inner, size * columns)) if size else 0.0
+        return matrix_products.price(ciphertexts.matmul(rows, size * inner, size * columns)) if size else 0.0
 
     joined = heads_at_once(heads, rows, inner, columns)
     assert heads // joined * price(joined) + price(heads % joined) <= heads * price(1)
@@ -69,7 +68,7 @@ def test_public_factors_are_not_joined() -> None:
 
 @pytest.mark.parametrize(("rows", "limit"), [(7, 3), (8, 1), (5, 100)])
 def test_large_products_are_made_in_pieces(rows: int, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "piece_size", lambda *_: (min(rows, limit), 2))
+    monkeypatch.setattr(matrix_products, "piece_size", lambda *_: (min(rows, limit), 2))
     left, right = np.random.default_rng(0).standard_normal((2, rows, rows)).astype(np.float32)
     np.testing.assert_allclose(np.asarray(matrix_product(left, right)), left @ right, rtol=1e-5, atol=1e-5)
 
@@ -81,8 +80,8 @@ def test_large_products_are_made_in_pieces(rows: int, limit: int, monkeypatch: p
 def test_products_of_gpt2_fit_into_memory(rows: int, inner: int, columns: int) -> None:
     height, depth = piece_size(rows, inner, columns)
     whole, piece = ciphertexts.matmul(rows, inner, columns), ciphertexts.matmul(height, depth, columns)
-    assert piece.plains <= products.MOST_POLYNOMIALS
+    assert piece.plains <= matrix_products.MOST_POLYNOMIALS
     times = math.ceil(rows / height) * math.ceil(inner / depth)
     assert times * (piece.sent + piece.answers) < 1.2 * (whole.sent + whole.answers)
-    if whole.plains <= products.MOST_POLYNOMIALS:
+    if whole.plains <= matrix_products.MOST_POLYNOMIALS:
         assert (height, depth) == (rows, inner)

@@ -1,0 +1,115 @@
+"""Products of matrices in the pieces, and joined in the groups, that cost least in Cheetah."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from aero_compile.runtime.arithmetic.ciphertexts import REQUEST_BYTES, RESPONSE_BYTES, MatmulCount, matmul
+from aero_compile.runtime.lazy_jax import jnp
+
+MOST_POLYNOMIALS = 20_000
+"""Polynomials that one product may hold at once in Cheetah, of 0.2 MB each: 4 GB."""
+
+SECOND_BYTES = 1_500_000
+"""What saving a second of computing may cost in bytes where products are cut or joined: little, bytes come first."""
+
+EXCHANGE_SECONDS, PRODUCT_SECONDS, ROTATION_SECONDS = 5e-3, 2.5e-4, 1.2e-3
+"""Of a ciphertext sent, of its product with a polynomial, of an automorphism while answers are packed, on two cores."""
+
+
+@cache
+def piece_size(rows: int, inner: int, columns: int) -> tuple[int, int]:
+    """How many rows, and how much of the inner dimension, of [rows, inner] × [inner, columns] to multiply at once.
+
+    Cheetah encodes the matrix that is not encrypted once for each group of rows that share a ciphertext, and holds all
+    of it: about rows·inner·columns / 8192 polynomials. Each piece packs its answers anew; pieces of few rows or of
+    little depth leave ciphertexts empty.
+    """
+    found: dict[tuple[int, int], float] = {}
+    height = rows
+    while True:
+        depth = inner
+        while depth > 1 and matmul(height, depth, columns).plains > MOST_POLYNOMIALS:
+            depth = depth * MOST_POLYNOMIALS // matmul(height, depth, columns).plains
+        depth = -(-inner // -(-inner // depth))
+        found[height, depth] = sum(
+            price(matmul(min(height, rows - top), min(depth, inner - left), columns))
+            for top in range(0, rows, height)
+            for left in range(0, inner, depth)
+        )
+        if height == 1:
+            return min(found, key=found.__getitem__)
+        height = -(-height // 2)
+
+
+def price(count: MatmulCount) -> float:
+    """Bytes of a product, and its time as bytes."""
+    exchanged = count.sent * REQUEST_BYTES + count.answer_share * RESPONSE_BYTES
+    seconds = (
+        (count.sent + count.answers) * EXCHANGE_SECONDS
+        + count.products * PRODUCT_SECONDS
+        + count.rotations * ROTATION_SECONDS
+    )
+    return exchanged + seconds * SECOND_BYTES
+
+
+def matrix_product(left: Any, right: Any) -> Any:
+    """[rows, inner] × [inner, columns], in as many pieces as memory asks for."""
+    rows, inner = left.shape
+    height, depth = piece_size(rows, inner, right.shape[1])
+    strips = []
+    for top in range(0, rows, height):
+        strip = None
+        for at in range(0, inner, depth):
+            part = jnp().matmul(left[top : top + height, at : at + depth], right[at : at + depth])
+            strip = part if strip is None else strip + part
+        strips.append(strip)
+    return strips[0] if len(strips) == 1 else jnp().concatenate(strips, axis=0)
+
+
+@cache
+def heads_at_once(heads: int, rows: int, inner: int, columns: int) -> int:
+    """How many of `heads` products [rows, inner] × [inner, columns] to join into one, for the least price.
+
+    Products side by side are one product with a block-diagonal matrix, [rows, h·inner] × [h·inner, h·columns]: more
+    work, but small products leave most of their ciphertexts empty, joined ones fill them.
+    """
+
+    return min(range(1, heads + 1), key=lambda joined: joined_price(heads, rows, inner, columns, joined))
+
+
+def joined_price(heads: int, rows: int, inner: int, columns: int, joined: int) -> float:
+    """The price of `heads` products, `joined` at once and the rest together; infinite beyond `MOST_POLYNOMIALS`."""
+    found = 0.0
+    for size, pieces in ((joined, heads // joined), (heads % joined, 1)):
+        if size:
+            count = matmul(rows, size * inner, size * columns)
+            found += pieces * price(count) if count.plains <= MOST_POLYNOMIALS or size == 1 else math.inf
+    return found
+
+
+def batched_product(left: Any, right: Any) -> Any:
+    """[..., rows, inner] × [..., inner, columns] of equal leading sizes, several at once where that is cheaper."""
+    (*lead, rows, inner), columns = left.shape, right.shape[-1]
+    heads = math.prod(lead)
+    step = heads_at_once(heads, rows, inner, columns)
+    public = isinstance(left, np.ndarray) or isinstance(right, np.ndarray)
+    if step == 1 or public or tuple(lead) != tuple(right.shape[:-2]):
+        return jnp().matmul(left, right)
+    left, right = left.reshape((heads, rows, inner)), right.reshape((heads, inner, columns))
+    pieces = [_joined(left[at : at + step], right[at : at + step]) for at in range(0, heads, step)]
+    return jnp().concatenate(pieces, axis=0).reshape((*lead, rows, columns))
+
+
+def _joined(left: Any, right: Any) -> Any:
+    """[h, rows, inner] × [h, inner, columns] as one product with a block-diagonal matrix."""
+    heads, rows, inner = left.shape
+    columns = right.shape[2]
+    blocks = [jnp().pad(right[i], ((0, 0), (i * columns, (heads - 1 - i) * columns))) for i in range(heads)]
+    wide = jnp().swapaxes(left, 0, 1).reshape((rows, heads * inner))
+    product = jnp().matmul(wide, jnp().concatenate(blocks, axis=0))
+    return jnp().swapaxes(product.reshape((rows, heads, columns)), 0, 1)

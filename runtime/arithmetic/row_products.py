@@ -1,0 +1,113 @@
+"""Rows times one number each, as matrix products.
+
+r∘X with one number of r for each row of X is diag(r)·X. In Cheetah a product of two shares sends 221 bytes for each
+element of X; the answers of a matrix product are packed, so diag(r)·X sends about 60 to 110, for more work. The rows go
+in strips: a low one has a small diagonal matrix, quickly multiplied and packed, a high one fills its ciphertexts. The
+price of a second (`SECOND_BYTES`) chooses the height, and whether any is better than a product of elements.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from aero_compile.runtime.arithmetic.ciphertexts import DEGREE
+from aero_compile.runtime.arithmetic.filling import PAIR, multiply, product_parts
+from aero_compile.runtime.arithmetic.matrix_products import SECOND_BYTES, batched_product, heads_at_once, joined_price
+from aero_compile.runtime.arithmetic.ring import in_words
+from aero_compile.runtime.lazy_jax import jnp
+
+HIGHEST = 256
+"""Rows of the highest strip that is tried: a higher one only takes longer."""
+
+SHARED_BYTES, OWNED_BYTES, STORED_BYTES = 221, 143, 310
+"""An element of a product of two shares, of a share with what one party knows, and of shares by stored triples."""
+
+SHARED_SECONDS, OWNED_SECONDS = 4.7e-6, 2.6e-6
+"""Of an element of the first two, on two cores (the shipped table of costs)."""
+
+
+@cache
+def scaling_strips(rows: int, width: int) -> tuple[int, float]:
+    """The height of the cheapest strips of diag(r)·X for X [rows, width], and the price in bytes of one cross term."""
+    found, height = {}, min(rows, HIGHEST)
+    while True:
+        whole, rest = divmod(rows, height)
+        found[height] = sum(
+            joined_price(count, size, size, width, heads_at_once(count, size, size, width))
+            for count, size in ((whole, height), (1, rest))
+            if size
+        )
+        if height == 1:
+            return min(found.items(), key=lambda item: item[1])
+        height = -(-height // 2)
+
+
+def scaling_price(rows: int, width: int, owned: bool) -> float:
+    """The price in bytes of rows times numbers as a matrix product; `owned`: one party knows the numbers.
+
+    Infinite where a function is not traced for the 64-bit ring: in others, SPU does not pack answers.
+    """
+    return scaling_strips(rows, width)[1] * (1 if owned else 2) if in_words() else math.inf
+
+
+def element_price(size: int, owned: bool) -> float:
+    """The price in bytes of `size` products of elements."""
+    if owned:
+        return -(-size // DEGREE) * DEGREE * (OWNED_BYTES + OWNED_SECONDS * SECOND_BYTES)
+    shared = SHARED_BYTES + SHARED_SECONDS * SECOND_BYTES
+    return sum(part * STORED_BYTES if part < PAIR else -(-part // PAIR) * PAIR * shared for part in product_parts(size))
+
+
+def rows_price(rows: int, width: int, elements: int) -> float:
+    """The price in bytes of shared rows [rows, width], of which `elements` count, times a shared number each."""
+    return min(element_price(elements, False), scaling_price(rows, width, False))
+
+
+def broadcast_product(x: Any, y: Any, owned: bool = False) -> Any:
+    """x · y for two JAX arrays of floats that broadcast together; `owned`: one party knows one of them."""
+    shape = jnp().broadcast_shapes(x.shape, y.shape)
+    for whole, factor in ((x, y), (y, x)):
+        if whole.shape == shape and 0 < factor.size < whole.size:
+            rows = factor.size
+            if scaling_price(rows, whole.size // rows, owned) < element_price(whole.size, owned):
+                return _scaled(whole, factor.reshape((1,) * (whole.ndim - factor.ndim) + factor.shape), owned)
+    return multiply(x, y)
+
+
+def _scaled(whole: Any, factor: Any, owned: bool) -> Any:
+    """`whole` times a `factor` of as many axes; those along which it varies are rows, the others columns."""
+    varies = [axis for axis in range(whole.ndim) if factor.shape[axis] == whole.shape[axis]]
+    order = [*varies, *(axis for axis in range(whole.ndim) if axis not in varies)]
+    moved = whole.transpose(order)
+    rows = scaled_rows(moved.reshape((factor.size, -1)), factor.reshape(-1), owned)
+    return rows.reshape(moved.shape).transpose(sorted(range(whole.ndim), key=order.__getitem__))
+
+
+def scaled_rows(x: Any, numbers: Any, owned: bool = False) -> Any:
+    """Rows of x [R, w] times `numbers` [R], as products of matrices; `owned`: the numbers are one party's."""
+    rows, width = x.shape
+    height, _ = scaling_strips(rows, width)
+    whole = rows // height * height
+    strips = []
+    for start, end, size in ((0, whole, height), (whole, rows, rows - whole)):
+        if end > start:
+            diagonals = _diagonals(numbers[start:end].reshape((-1, size)), owned)
+            strips.append(batched_product(diagonals, x[start:end].reshape((-1, size, width))).reshape((-1, width)))
+    return strips[0] if len(strips) == 1 else jnp().concatenate(strips, axis=0)
+
+
+def _diagonals(numbers: Any, owned: bool) -> Any:
+    """[n, s] → diagonal matrices [n, s, s].
+
+    What one party owns it multiplies with ones and zeros by itself: padding would make a share of it. Of shares the
+    entries are moved, for nothing: s + 1 places lie between one and the next.
+    """
+    count, size = numbers.shape
+    if owned:
+        return numbers[..., None] * np.eye(size, dtype=numbers.dtype)
+    spread = jnp().pad(numbers[..., None], ((0, 0), (0, 0), (0, size)))
+    return spread.reshape((count, -1))[:, : size * size].reshape((count, size, size))
