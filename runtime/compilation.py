@@ -145,7 +145,7 @@ def doublings_of(model: nn.Module, ids: Tokens, options: Options) -> Doublings:
     for text in texts:
         in_the_clear(model, checked_ids(model, text), sample)
     part = partition_for(model, ids)
-    found = sample.doublings(options.form)
+    found = sample.doublings(options.form, options.guards)
     return Doublings(found, frozenset(name for name in foldable(part) if found.get(name, 0) > 0))
 
 

@@ -9,6 +9,7 @@ price of a second (`SECOND_BYTES`) chooses the height, and whether any is better
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -33,14 +34,17 @@ SHARED_SECONDS, OWNED_SECONDS = 4.7e-6, 2.6e-6
 @cache
 def scaling_strips(rows: int, width: int) -> tuple[int, float]:
     """The height of the cheapest strips of diag(r)·X for X [rows, width], and the price in bytes of one cross term."""
+    return cheapest_strips(
+        rows, lambda size, count: joined_price(count, size, size, width, heads_at_once(count, size, size, width))
+    )
+
+
+def cheapest_strips(rows: int, price_of: Callable[[int, int], float]) -> tuple[int, float]:
+    """The cheapest height to cut so many rows into, and its price; `price_of` takes a height and how many strips."""
     found, height = {}, min(rows, HIGHEST)
     while True:
         whole, rest = divmod(rows, height)
-        found[height] = sum(
-            joined_price(count, size, size, width, heads_at_once(count, size, size, width))
-            for count, size in ((whole, height), (1, rest))
-            if size
-        )
+        found[height] = price_of(height, whole) + (price_of(rest, 1) if rest else 0.0)
         if height == 1:
             return min(found.items(), key=lambda item: item[1])
         height = -(-height // 2)

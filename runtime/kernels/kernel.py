@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Result:
-    """One result of a kernel: its shape, "float32" (words are an additive share) or "bool" (words are XORed).
+    """One result of a kernel: its shape, "float32" or "int32" (words are an additive share) or "bool" (they are XORed).
 
     `owner`: the rank of the party that knows it; None: nobody does.
     """
@@ -76,7 +76,7 @@ class Kernel(ABC):
 
 
 class LocalKernel(Kernel):
-    """A kernel of one argument whose results have its shape, computed without a message."""
+    """A kernel of one argument, computed without a message."""
 
     @abstractmethod
     def of_share(self, rank: int, share: Words) -> tuple[Words, ...]:

@@ -9,8 +9,9 @@ from typing import Any
 from aero_compile.runtime.kernels.exponential_factors import ExponentialFactors
 from aero_compile.runtime.kernels.kernel import Kernel
 from aero_compile.runtime.kernels.negative import Negative
+from aero_compile.runtime.kernels.square_terms import SquareTerms
 
-KERNELS: dict[str, type[Kernel]] = {kind.__name__: kind for kind in (ExponentialFactors, Negative)}
+KERNELS: dict[str, type[Kernel]] = {kind.__name__: kind for kind in (ExponentialFactors, Negative, SquareTerms)}
 """By their names in a program."""
 
 

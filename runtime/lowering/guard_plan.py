@@ -13,10 +13,12 @@ from torch import Tensor, fx
 from aero_compile.errors import LoweringError
 from aero_compile.ir.ops import NORMS, PRODUCTS, SCALES, VIEWS, names_of, of_form
 from aero_compile.ir.ownership import Domain
+from aero_compile.runtime.arithmetic.ring import fixed_point
+from aero_compile.runtime.arithmetic.row_squares import norms_by_rows
 from aero_compile.runtime.lowering import bounds
 from aero_compile.runtime.lowering.bound_rules import RULES
 from aero_compile.runtime.lowering.bounds import Bound, Shape
-from aero_compile.runtime.lowering.guards import Check, Guard, LeastRows
+from aero_compile.runtime.lowering.guards import COMBINATIONS, Check, Guard, LeastRows
 from aero_compile.runtime.lowering.masks import Masked, find_mask
 from aero_compile.runtime.lowering.norms import LOOKUPS, NO_DOUBLINGS, Doublings
 from aero_compile.runtime.lowering.partition import Partition, op_name, place_of
@@ -181,15 +183,26 @@ class Planner:
         return self.part.known[value]
 
     def _rows_to_square(self, node: fx.Node, given: Mapping[str, Any], limit: float) -> None:
-        """Squares of a norm must not wrap, one by one; their sum is watched as the variance."""
-        x, peak = given["input"], math.sqrt(limit)
+        """What a norm squares must not wrap: element by element each square, whose sum is watched as the variance."""
+        x, (*_, last) = given["input"], given["normalized_shape"]
+        width = math.prod(given["normalized_shape"])
         centers = op_name(node) == "aten.layer_norm"
-        if self.of(x).peak * (2 if centers else 1) <= peak:
+        with fixed_point(self.form.fraction_bits, self.form.ring_bits):
+            by_rows = norms_by_rows(math.prod(self.shape(x)) // width, width)
+        if by_rows:
+            # Their sum at once: it is right up to twice the limit. What passes a guard is up to 4 times as long as it.
+            largest, pieces = 2 * limit, width // last
+            fits = pieces * self.of(x).fitted(self.shape(x)).length ** 2 <= largest
+            peak = math.sqrt(largest / pieces / (16 if last > COMBINATIONS else last))
+        else:
+            peak = math.sqrt(limit)
+            fits = self.of(x).peak * (2 if centers else 1) <= peak
+        if fits:
             return
         if not centers:
             self.need(x, peak)
         elif len(given["normalized_shape"]) > 1:
-            self.need(x, peak / 2)
+            self.need(x, peak if by_rows else peak / 2)
         elif x.op != "placeholder":
             self._in_ring(x)
             self.centered[x] = Guard(peak, centered=True)

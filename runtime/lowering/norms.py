@@ -30,6 +30,9 @@ from aero_compile.runtime.operators.products import NORM_GAIN
 MARGIN = 16.0
 """Variances may be this much larger or smaller than on the text seen before the accuracy suffers or values wrap."""
 
+CHECKED = 8.0
+"""A private check must keep sums of squares below twice the limit, and what passes it may be 4 times as long as it."""
+
 LEAST_TOKENS, MOST_DRAWS = 64, 16
 """Random tokens to look at, and sequences of them."""
 
@@ -82,15 +85,19 @@ class NormSample:
         before = self.rows.get(node.name, _Rows(math.inf, 0.0, eps, width))
         self.rows[node.name] = _Rows(min(least, before.least), max(most, before.most), eps, width)
 
-    def doublings(self, form: Format) -> dict[str, int]:
-        """k of each norm: 0 where rows fit as they are, else the least that lifts the smallest variance enough."""
-        return {name: _doublings(rows, form) for name, rows in self.rows.items()}
+    def doublings(self, form: Format, checked: bool = False) -> dict[str, int]:
+        """k of each norm: 0 where rows fit as they are, else the least that lifts the smallest variance enough.
+
+        `checked`: with room for the private checks of rows.
+        """
+        return {name: _doublings(rows, form, checked) for name, rows in self.rows.items()}
 
 
-def _doublings(rows: _Rows, form: Format) -> int:
+def _doublings(rows: _Rows, form: Format, checked: bool = False) -> int:
     lift = math.log2(MARGIN * form.least_variance / rows.least) / 2 if rows.least < math.inf else 0.0
     largest = max(rows.most + rows.eps, 2.0**-form.fraction_bits)
-    room = math.log2(min(form.inverse_limit / NORM_GAIN, form.limit / rows.width) / largest) / 2
+    sums = form.limit / (CHECKED if checked else 1.0)
+    room = math.log2(min(form.inverse_limit / NORM_GAIN, sums / rows.width) / largest) / 2
     spare = math.log2(MARGIN) / 2
     highest = math.floor(room - spare)
     if lift <= highest:

@@ -20,6 +20,8 @@ from aero_compile.runtime.arithmetic.constants import (
 from aero_compile.runtime.arithmetic.matrix_products import batched_product, matrix_product
 from aero_compile.runtime.arithmetic.ring import fraction_bits
 from aero_compile.runtime.arithmetic.roots import inverse_root
+from aero_compile.runtime.arithmetic.row_products import scaled_rows
+from aero_compile.runtime.arithmetic.row_squares import norms_by_rows, sums_of_squares
 from aero_compile.runtime.arithmetic.squares import square, twice_product
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.lazy_jax import jnp
@@ -62,7 +64,7 @@ def _matmul(x: Any, other: Any, **_: Any) -> Any:
 
 
 NORM_GAIN = 4.0
-"""Norms take the root of 4 times the variance: (x + r)² − x² − r² is 2·x·r, and two more bits of it survive."""
+"""Norms take the root of 4 times the variance, and multiply with 2·x: two more bits of it survive."""
 
 LEAST_EPS = 2.0**-16
 """Under a root eps is no less, so that rounding makes nothing negative of rows of zeros."""
@@ -86,12 +88,19 @@ def _scale_rows(
     axes = tuple(range(-len(shape), 0))
     if not folded:
         centered = scale_up(centered, doublings) if doublings >= 0 else scale_down(centered, -doublings)
+    width = math.prod(shape)
+    by_rows = norms_by_rows(centered.size // width, width)
+    squares = None if by_rows else square(centered)
+    total = sums_of_squares(centered.reshape((-1, width))) if squares is None else squares.sum(axis=axes)
     # The sum of squares is divided once, after the sum: one rounding instead of one an element.
-    squares = square(centered)
-    variance = scale(squares.sum(axis=axes, keepdims=True), NORM_GAIN / math.prod(shape))
+    variance = scale(total.reshape((*centered.shape[: -len(shape)], *(1,) * len(shape))), NORM_GAIN / width)
     watch("variance", scale(variance, 1.0 / NORM_GAIN))
     least = max(NORM_GAIN * 4.0**doublings * eps, LEAST_EPS if fraction_bits() else 0.0)
-    out = twice_product(centered, inverse_root(variance + least, tolerances.root), squares)
+    inverse = inverse_root(variance + least, tolerances.root)
+    if squares is None:
+        out = scaled_rows(scale_up(centered, 1).reshape((-1, width)), inverse.reshape(-1)).reshape(centered.shape)
+    else:
+        out = twice_product(centered, inverse, squares)
     out = out if weight is None else times(out, weight, owned)
     return out if bias is None else out + bias
 

@@ -203,6 +203,9 @@ BAD: dict[str, Callable[[Content], None]] = {
     "a kernel out of range": _in_kernel("kernel", bits=64),
     "a kernel with an option too many": _in_kernel("kernel", seed=1),
     "a kernel without options": _in_kernel(kernel={"kernel": "ExponentialFactors"}),
+    "a kernel of rows for what has none": _in_kernel(
+        kernel={"kernel": "SquareTerms", "width": 3, "fraction_bits": 18}, outputs=["one", "two", "three"]
+    ),
     "a kernel that is text": _in_kernel(kernel="ExponentialFactors"),
     "a kernel with code": _in_kernel(code="set-up"),
     "a kernel of the tokens": _in_kernel(inputs=["tokens"]),

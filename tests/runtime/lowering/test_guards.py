@@ -14,6 +14,7 @@ import aero_compile
 from aero_compile.errors import LoweringError, OutOfRangeError
 from aero_compile.runtime import compile_model
 from aero_compile.runtime.hosts.parties import run_parties
+from aero_compile.runtime.lowering import guard_plan
 from aero_compile.runtime.lowering.guards import COMBINATIONS, GUARD, Guard, GuardCheck, combinations
 from aero_compile.runtime.lowering.partition import partition
 from aero_compile.runtime.lowering.plaintext import run_in_the_clear
@@ -126,6 +127,24 @@ def test_heads_are_checked_by_whole_rows() -> None:
 
     live = _lowered(TokenRows(torch.randn(6, 32) * 1e3, body, {"w": torch.randn(32, 32)}))
     assert set(live.guards) == {"linear_default"}
+
+
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize(("width", "limit"), [(32, 2.0**11), (20, (2.0**26 / 20) ** 0.5), (12, (2.0**26 / 12) ** 0.5)])
+def test_rows_that_are_squared_at_once_pass_only_if_their_sum_fits(
+    norm: str, width: int, limit: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row of a length of 4 times the limit, or short rows of such entries, have squares of 2^26: half the ring."""
+    monkeypatch.setattr(guard_plan, "norms_by_rows", lambda *_: True)
+    body = {
+        "layer_norm": lambda x, m: aten.layer_norm.default(x, [width]),
+        "rms_norm": lambda x, m: aten.rms_norm.default(x, [width]),
+    }[norm]
+    (found,) = _lowered(TokenRows(torch.randn(6, width) * 1e5, body)).guards.values()
+    wanted = limit if norm == "layer_norm" else 2.0 ** np.floor(np.log2(limit))
+    assert [each.limit for each in found if isinstance(each, Guard)] == [pytest.approx(wanted)]
+    small = _lowered(TokenRows(torch.randn(6, width), body)).guards
+    assert not any(isinstance(each, Guard) for checks in small.values() for each in checks)
 
 
 @pytest.mark.parametrize(

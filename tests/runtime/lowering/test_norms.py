@@ -15,9 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aero_compile.errors import LoweringError
+from aero_compile.runtime.arithmetic.ring import in_words
 from aero_compile.runtime.arithmetic.tolerances import Tolerances
 from aero_compile.runtime.compilation import Options, compile_for, doublings_of
+from aero_compile.runtime.lowering import guard_plan
 from aero_compile.runtime.lowering.norms import (
+    MARGIN,
     Doublings,
     NormSample,
     _doublings,
@@ -29,11 +32,12 @@ from aero_compile.runtime.lowering.norms import (
 from aero_compile.runtime.lowering.partition import partition
 from aero_compile.runtime.lowering.plaintext import run_in_the_clear
 from aero_compile.runtime.lowering.to_jax import lower
+from aero_compile.runtime.operators import products
 from aero_compile.runtime.operators.limits import Format
 from aero_compile.runtime.operators.products import NORM_GAIN
 from aero_compile.runtime.program import one_hot
 from benchmarks.lib.two_threads import simulate
-from tests.support.runtime_graphs import TokenRows, aten, expected
+from tests.support.runtime_graphs import TokenRows, aten, expected, in_spu
 
 pytest.importorskip("spu")
 
@@ -43,6 +47,13 @@ WIDTH = 33
 IN_BOTH = pytest.mark.parametrize("protocol", ["semi2k", pytest.param("cheetah", marks=pytest.mark.slow)])
 
 Norm = Callable[[Any, float], Any]
+
+
+@pytest.fixture(params=["by elements", "by rows"])
+def either_form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms in both forms: squares and products of elements, and of matrices."""
+    for module in (products, guard_plan):
+        monkeypatch.setattr(module, "norms_by_rows", lambda *_: request.param == "by rows" and in_words())
 
 
 def _layer_norm(x: Any, eps: float) -> Any:
@@ -75,6 +86,7 @@ def _rows(deviation: float, rows: int = 16) -> torch.Tensor:
 
 
 @IN_BOTH
+@pytest.mark.usefixtures("either_form")
 @pytest.mark.parametrize(
     ("deviation", "norm", "kept"),
     [(3e-3, _layer_norm, True), (3e-2, _rms_norm, True), (300.0, _layer_norm, True), (3e-3, _layer_norm, False)],
@@ -86,6 +98,7 @@ def test_rows_of_any_variance(deviation: float, norm: Norm, kept: bool, protocol
     assert error.max() <= 3 * 7e-4 + rounding
 
 
+@pytest.mark.usefixtures("either_form")
 @pytest.mark.parametrize("deviation", [1e-5, 3000.0])
 def test_weights_in_front_of_a_norm_hold_rows_that_18_bits_do_not(deviation: float) -> None:
     model = _model(_rows(deviation), _rms_norm, eps=1e-12)
@@ -98,6 +111,19 @@ def test_rows_below_what_18_bits_hold_are_refused(deviation: float, eps: float) 
         _privately(_model(_rows(deviation), _rms_norm, eps, kept=True))
 
 
+@pytest.mark.usefixtures("either_form")
+@pytest.mark.parametrize(("shape", "normalized"), [((2, 3, 33), [33]), ((1, 33), [33]), ((4, 3, 11), [3, 11])])
+def test_rows_of_any_arrangement(shape: tuple[int, ...], normalized: list[int]) -> None:
+    gains = {name: torch.rand(normalized) + 0.5 for name in ("g", "b")}
+    for norm in (
+        lambda x, m: aten.layer_norm.default(x, normalized, m.g, m.b),
+        lambda x, m: aten.rms_norm.default(x, normalized, m.g, 1e-5),
+    ):
+        model = TokenRows(torch.randn(shape) * 3 + 1, norm, gains)
+        assert np.abs(in_spu(model) - expected(model)).max() <= 3 * 7e-4
+
+
+@pytest.mark.usefixtures("either_form")
 def test_zeros_and_large_rows_beside_small_ones() -> None:
     """Padding embeddings are zeros, and first positions may be a thousand times larger than others."""
     values = _rows(0.5)
@@ -135,6 +161,11 @@ def test_scaled_rows_fit_with_a_margin(size: float, spread: float, eps: float, w
 @pytest.mark.parametrize("variance", [0.02, 1.0, 500.0])
 def test_ordinary_rows_are_left_as_they_are(variance: float) -> None:
     assert _doublings(_Rows(variance, variance, 1e-5, 768), FORM) == 0
+
+
+def test_rows_that_are_checked_have_more_room() -> None:
+    rows = _Rows(500.0, 500.0, 1e-5, 768)
+    assert 768 * 500.0 * 4.0 ** _doublings(rows, FORM, checked=True) <= FORM.limit / 8 / MARGIN
 
 
 def _fused(x: Any, m: Any) -> Any:

@@ -1,0 +1,62 @@
+"""Sums of squares of rows as one product of matrices that one party knows each, and norms made of them.
+
+What the parties do with their shares, and why it is right, is told in `kernels/square_terms.py`. The product goes in
+strips of rows, of each of which the diagonal is read. All terms have twice the fraction bits and are rounded once,
+after they were added: 2^62 is room for sums up to 2^26 (18 fraction bits).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from aero_compile.runtime.arithmetic.ciphertexts import DEGREE, matmul
+from aero_compile.runtime.arithmetic.filling import square_parts
+from aero_compile.runtime.arithmetic.matrix_products import SECOND_BYTES, price
+from aero_compile.runtime.arithmetic.ring import fraction_bits, in_words
+from aero_compile.runtime.arithmetic.row_products import STORED_BYTES, cheapest_strips, scaling_price
+from aero_compile.runtime.kernels.calls import call_kernel
+from aero_compile.runtime.kernels.square_terms import SquareTerms
+from aero_compile.runtime.lazy_jax import jnp
+
+SQUARE_BYTES, SQUARE_SECONDS = 144, 3.2e-6
+"""Of a square of a share, on two cores (the shipped table of costs)."""
+
+
+@cache
+def square_strips(rows: int, width: int) -> tuple[int, float]:
+    """The height of the cheapest strips of X_0·X_1ᵀ for shares [rows, width], and the price in bytes."""
+    return cheapest_strips(rows, lambda size, count: count * price(matmul(size, width, size)))
+
+
+def norms_by_rows(rows: int, width: int) -> bool:
+    """Whether rows [rows, width] are cheaper squared, and multiplied with a number each, as products of matrices.
+
+    Never outside the 64-bit ring, where kernels do not work. Else each takes a square for every element.
+    """
+    if not in_words():
+        return False
+    *whole, last = square_parts(rows * width)
+    square = SQUARE_BYTES + SQUARE_SECONDS * SECOND_BYTES
+    elements = sum(-(-part // DEGREE) * DEGREE * square for part in whole) + last * STORED_BYTES
+    return square_strips(rows, width)[1] + scaling_price(rows, width, False) < 2 * elements
+
+
+def sums_of_squares(x: Any) -> Any:
+    """Σ x² of each row of a JAX array [R, w], traced for the 64-bit ring: [R], |Σ x²| < 2^(62 - 2f)."""
+    bits = fraction_bits()
+    assert bits is not None
+    rows, width = x.shape
+    mine, theirs, alone = call_kernel(SquareTerms(width, bits), x)
+    height, _ = square_strips(rows, width)
+    crossed = [_diagonal(mine[at : at + height], theirs[at : at + height]) for at in range(0, rows, height)]
+    terms = jnp().stack([alone, jnp().concatenate(crossed)], axis=-1)
+    return terms @ np.asarray([2.0**-bits, 2.0 ** (1 - bits)], np.float32)
+
+
+def _diagonal(left: Any, right: Any) -> Any:
+    """Products of the rows of two matrices [s, w], each row with its own: [s]."""
+    size = left.shape[0]
+    return jnp().matmul(left, right.T).reshape(-1)[:: size + 1]
