@@ -59,7 +59,7 @@ def _factors(wanted: Array, bits: int) -> list[Array]:
 
 
 def times(value: Any, factor: Any, owned: bool = False) -> Any:
-    """value · factor of secrets and public numbers; `owned`: the server alone knows one of two secrets."""
+    """value · factor of secrets and public numbers; `owned`: the server alone knows the factor."""
     if is_public(factor) and np.ndim(factor) == 0 and factor == 1:
         return value
     if is_public(factor):

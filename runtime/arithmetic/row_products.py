@@ -72,13 +72,13 @@ def rows_price(rows: int, width: int, elements: int) -> float:
 
 
 def broadcast_product(x: Any, y: Any, owned: bool = False) -> Any:
-    """x · y for two JAX arrays of floats that broadcast together; `owned`: one party knows one of them."""
+    """x · y for two JAX arrays of floats that broadcast together; `owned`: one party knows y."""
     shape = jnp().broadcast_shapes(x.shape, y.shape)
-    for whole, factor in ((x, y), (y, x)):
+    for whole, factor, is_owned in ((x, y, owned), (y, x, False)):
         if whole.shape == shape and 0 < factor.size < whole.size:
             rows = factor.size
             if scaling_price(rows, whole.size // rows, owned) < element_price(whole.size, owned):
-                return _scaled(whole, factor.reshape((1,) * (whole.ndim - factor.ndim) + factor.shape), owned)
+                return _scaled(whole, factor.reshape((1,) * (whole.ndim - factor.ndim) + factor.shape), is_owned)
     return multiply(x, y)
 
 

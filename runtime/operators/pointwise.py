@@ -90,6 +90,8 @@ def _rsub(x: Any, other: Any, alpha: Any = 1, **_: Any) -> Any:
 def _mul(x: Any, other: Any, owned: Collection[str] = (), **_: Any) -> Any:
     if x is other:
         return square(x)
+    if "x" in owned:
+        x, other = other, x
     floats = [each for each in (x, other) if not is_public(each) and jnp().issubdtype(each.dtype, jnp().floating)]
     return times(x, other, bool(owned)) if len(floats) + is_public(x) + is_public(other) == 2 else x * other
 

@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aero_compile.errors import LoweringError
+from aero_compile.runtime.arithmetic import row_products
 from aero_compile.runtime.arithmetic.approximations import approximations
 from aero_compile.runtime.costs.model import estimate_program
 from aero_compile.runtime.lowering.partition import partition
 from aero_compile.runtime.lowering.spu_compile import compile_steps
 from aero_compile.runtime.lowering.to_jax import lower, supported_ops
 from tests.support import operator_cases as cases
-from tests.support.runtime_graphs import TokenRows, any_table_public, aten, expected, in_jax
+from tests.support.runtime_graphs import TokenRows, any_table_public, aten, expected, in_jax, in_spu
 
 pytest.importorskip("jax")
 
@@ -233,3 +234,20 @@ def test_a_factor_of_the_server_is_one_cross_term() -> None:
     assert owned - truncation == pytest.approx((shared - truncation) / 2, rel=0.02)
     assert batch == pytest.approx(owned, rel=0.02)
     assert owned < 143 * 128 * 256 / 2
+
+
+@pytest.mark.parametrize("wide", ["x", "factor"])
+@pytest.mark.parametrize("first", ["x", "factor"])
+def test_either_of_two_factors_may_be_the_servers_and_the_wide_one(
+    wide: str, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_products, "scaling_price", lambda *_: 0.0)
+
+    def body(x: Any, m: Any) -> Any:
+        return aten.mul.Tensor(x, m.factor) if first == "x" else aten.mul.Tensor(m.factor, x)
+
+    shapes = {"x": (6, 1), "factor": (6, 1), wide: (6, 33)}
+    values = {name: (torch.randn(shape) * 100 * 2**10).round() / 2**10 for name, shape in shapes.items()}
+    model = TokenRows(values["x"], body, {"factor": values["factor"]})
+    found, wanted = in_spu(model), expected(model)
+    assert (np.abs(found - wanted) <= 2 * 2.0**-18 + np.abs(wanted) * 2.0**-22).all()
