@@ -177,10 +177,10 @@ SPELLINGS: dict[str, Any] = {
     "plain": lambda: Small(2),
     "masks": Masks,
     "mask-in-place": InPlaceMask,
-    "einsum": lambda: Einsum(2),
+    "einsum": Einsum,
     "one-head": lambda: Small(heads=1),
     "shared-block": SharedBlock,
-    "checkpointed": lambda: Checkpointed(2),
+    "checkpointed": Checkpointed,
     "weight-norm": lambda: with_parametrization(Small(), torch.nn.utils.parametrizations.weight_norm),
     "spectral-norm": lambda: with_parametrization(Small(), torch.nn.utils.parametrizations.spectral_norm),
 }

@@ -38,8 +38,16 @@ def program_of(shape: tuple[int, ...], protocol: str) -> Program:
     return compile_steps(LiveProgram(steps, {}, (1, 1, 1), "r", shape, frozenset()), protocol, 64, 18)
 
 
-@pytest.mark.parametrize("protocol", ["semi2k", "cheetah"])
-@pytest.mark.parametrize("shape", [(1,), (3, 5, 7), (2, 2050)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "protocol"),
+    [
+        *(((1,), protocol) for protocol in ("semi2k", "cheetah")),
+        *(((3, 5, 7), protocol) for protocol in ("semi2k", "cheetah")),
+        ((2, 2050), "semi2k"),
+        pytest.param((2, 2050), "cheetah", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_the_bit_selects_in_the_wide_ring(protocol: str, shape: tuple[int, ...]) -> None:
     pytest.importorskip("spu")
     size = int(np.prod(shape))
