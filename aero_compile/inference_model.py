@@ -11,6 +11,7 @@ from torch import fx, nn
 from aero_compile.errors import InputError
 from aero_compile.ir.call_convention import CallConvention
 from aero_compile.ir.ownership import weight_nodes
+from aero_compile.ir.published import keep_published
 from aero_compile.ir.shapes import carry
 from aero_compile.ir.submodules import kind_of
 from aero_compile.model import TransformedModel
@@ -100,6 +101,7 @@ def inference_copy(model: TransformedModel) -> InferenceModel:
     twin = InferenceModel(graph, source, convention, model.vocab_size, model.num_layers)
     if isinstance(model, InferenceModel):
         twin.positions_kept = model.positions_kept
+    keep_published(source, twin)
     carry(source, twin, {node: node for node in graph.nodes})
     drop_dropout(twin, twin.graph)
     twin.graph_changed()

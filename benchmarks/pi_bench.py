@@ -86,6 +86,8 @@ def parser() -> argparse.ArgumentParser:
     warm.add_argument("--cold-only", dest="warm_up", action="store_const", const="none", help=text)
     text = "with the private checks of ranges that programs for two hosts have"
     how.add_argument("--guards", action="store_true", help=text)
+    text = "weights that the client is given, divided by commas: embedding, position, head, names or patterns of names"
+    how.add_argument("--public", type=_names, default=(), metavar="LIST", help=text)
     text = "what to emulate (or assume) between the parties: wan, lan or MBPS:RTT_MS; default: loopback, nothing"
     how.add_argument("--network", default="loopback", metavar="NET", help=text)
     text = "give a row up that takes longer; default: 6"
@@ -107,6 +109,10 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--resume", action="store_true", help="keep the rows that --json FILE has, do the others")
     found.add_argument("--overwrite", action="store_true", help="replace output files that exist")
     return p
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -142,6 +148,7 @@ def config(args: argparse.Namespace) -> dict[str, Any]:
         "warm_up": args.warm_up,
         "network": str(args.network),
         **({"guards": True} if args.guards else {}),
+        **({"public": list(args.public)} if args.public else {}),
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -38,6 +38,7 @@ from aero_compile.runtime.models import (
     optimized,
     partition_for,
     vocabulary_of,
+    with_public,
 )
 from aero_compile.runtime.operators.limits import Format
 from aero_compile.runtime.program import Program
@@ -50,10 +51,14 @@ MARGIN = 1.25
 
 @dataclass(frozen=True)
 class Compiled:
-    """A model compiled for one shape: the public program, and the weights that only the server may hold."""
+    """A model compiled for one shape: the public program, and the weights that only the server may hold.
+
+    `published` has what follows from the weights that clients are given.
+    """
 
     program: Program
     weights: dict[str, npt.NDArray[Any]]
+    published: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,7 @@ class Options:
     optimize: bool = True
     clamp: bool = True
     guards: bool = False
+    public: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_config(self.protocol, self.form.ring_bits, self.form.fraction_bits)
@@ -86,7 +92,7 @@ def compile_for(
     `on_ids`: these are the tokens of the run, on which ranges are checked and the program is rehearsed.
     """
     say("compiling")
-    model = optimized(given, options.logits, options.optimize)
+    model = optimized(with_public(given, options.public), options.logits, options.optimize)
     live, exact = _lowered(model, ids, options, on_ids)
     program = compile_steps(live, options.protocol, options.form.ring_bits, options.form.fraction_bits)
     tolerance = options.form.tolerances.logits
@@ -94,8 +100,8 @@ def compile_for(
         say("rehearsing in the clear")
         text, name = (ids, "these tokens") if on_ids else _typical(model, ids, options)
         expected = in_the_clear(given, text)[:, -program.logits.shape[1] :]
-        check_logits(program, live.weights, text, expected, tolerance, exact, name)
-    return Compiled(program, live.weights)
+        check_logits(program, live.weights, text, expected, tolerance, exact, name, live.published)
+    return Compiled(program, live.weights, dict(live.published))
 
 
 def _lowered(
@@ -124,7 +130,7 @@ def _lowered(
         one_product=(form.ring_bits, form.fraction_bits) == (RING_BITS, FRACTION_BITS),
     )
     live = lowered()
-    ranges.raise_first(live.executed, live.weights, live.exponentials)
+    ranges.raise_first(live.executed, {**live.weights, **live.published}, live.exponentials)
     if live.guards:
         check = GuardCheck(live.guards)
         for text in (*options.texts(model), *([ids] if on_ids else [])):

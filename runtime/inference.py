@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ def private_inference(
     calibration: Any = None,
     clamp: bool = True,
     guards: bool = False,
+    public: str | Sequence[str] = (),
     tolerances: Tolerances = DEFAULT,
     field: int = 64,
     fraction_bits: int = 18,
@@ -64,6 +66,9 @@ def private_inference(
             notices. The program then tells the client how far scores spread.
         guards: check privately that no value leaves the range on which operators hold, as programs for two hosts do by
             default. Here the model is evaluated in the clear first, which shows the same and names the place.
+        public: weights that the owner gives to clients: "embedding" (the token table), "position", "head", names of
+            weights, or patterns of them (`transformer.ln_f.*`). The client looks its tokens up by itself, and what
+            follows from them and such weights alone costs nothing. A table that is the LM head, too, needs both names.
         tolerances: how far off the approximated functions may be, each by itself (`aero_compile.runtime.approximations`
             tells what they cost), and the logits: a rehearsal of the program in the clear refuses what is further off.
         field: ring size in bits; fraction_bits: fixed-point fraction bits.
@@ -87,7 +92,7 @@ def private_inference(
         RuntimeUnavailableError: SPU is not installed.
     """
     form = Format(field, fraction_bits, tolerances)
-    options = Options(protocol, form, _batches(calibration), logits, optimize, clamp, guards)
+    options = Options(protocol, form, _batches(calibration), logits, optimize, clamp, guards, names_of(public))
     if not timeout > 0:
         raise InputError(f"timeout must be a positive number of seconds, not {timeout!r}")
     if warm not in (True, False, "setup"):
@@ -104,6 +109,7 @@ def private_inference(
             compiled.program,
             compiled.weights,
             ids,
+            published=compiled.published,
             runs=2 if warm is True else 1,
             set_up=warm == "setup",
             timeout=timeout,
@@ -135,6 +141,7 @@ def compile_model(
     calibration: Any = None,
     clamp: bool = True,
     guards: bool = True,
+    public: str | Sequence[str] = (),
     tolerances: Tolerances = DEFAULT,
     field: int = 64,
     fraction_bits: int = 18,
@@ -147,7 +154,7 @@ def compile_model(
     The logits are rehearsed on that text, cut or repeated to [batch, length], or else on random tokens.
     """
     form = Format(field, fraction_bits, tolerances)
-    options = Options(protocol, form, _batches(calibration), logits, optimize, clamp, guards)
+    options = Options(protocol, form, _batches(calibration), logits, optimize, clamp, guards, names_of(public))
     import_spu()
     given = with_graph(model)
     ids = checked_ids(given, np.zeros((batch, length), np.int64))
@@ -157,12 +164,21 @@ def compile_model(
 def export(compiled: Compiled, directory: str | os.PathLike[str]) -> None:
     """Write `program.json` (for both parties) and `weights.npz` (for the server only, mode 0600).
 
+    Where clients are given weights, `public.npz` has them, for both parties.
+
     The folder is made with mode 0700 if it does not exist.
     """
     target = Path(directory)
     make_private_folder(target)
     compiled.program.save(target / "program.json")
     write_private(target / "weights.npz", lambda file: np.savez(file, **compiled.weights))
+    if compiled.published:
+        write_private(target / "public.npz", lambda file: np.savez(file, **compiled.published))
+
+
+def names_of(public: str | Sequence[str]) -> tuple[str, ...]:
+    """Names of weights, of which one may stand alone."""
+    return (public,) if isinstance(public, str) else tuple(public)
 
 
 def _batches(calibration: Any) -> tuple[torch.Tensor, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from aero_compile.errors import InputError
+from aero_compile.ir.published import publish
 from aero_compile.optimize import optimize_for_inference
 from aero_compile.pipeline import transform
 from aero_compile.runtime.lowering.norms import vocabulary
@@ -24,6 +26,16 @@ def with_graph(model: nn.Module) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise InputError(f"private inference takes a torch.nn.Module, not {type(model).__name__}")
     return model if hasattr(model, "logits_graph") else transform(model, "baseline")
+
+
+def with_public(model: nn.Module, public: Collection[str]) -> nn.Module:
+    """The model with the weights that `public` names given to clients (see `aero_compile.ir.published`)."""
+    if public and getattr(model, "positions_kept", None) is not None:
+        raise InputError(
+            "public= names weights as the model was trained, and optimize_for_inference made others of them: give the "
+            "model itself, which is optimized here"
+        )
+    return publish(model, logits_graph(model), public) if public else model
 
 
 def optimized(model: nn.Module, logits: str, optimize: bool) -> nn.Module:

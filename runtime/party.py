@@ -7,7 +7,8 @@ Rank 0 is the server (weights), rank 1 the client (tokens, logits). On two hosts
     python -m aero_compile.runtime.party --rank 1 --address HOST1:PORT --peer HOST0:PORT \\
         --program program.json --tokens tokens.npy --output out
 
-(`aero_compile.runtime.export` writes program and weights; tokens.npy holds int64 ids [B, T].)
+(`aero_compile.runtime.export` writes program and weights; tokens.npy holds int64 ids [B, T]. Where clients are given
+weights, it writes public.npz too, and both parties add --public public.npz.)
 `aero_compile.private_inference` starts exactly these processes on one machine. Events are printed as JSON
 lines; `stats.json` and, for the client, `logits.npy` are written to the output directory.
 """
@@ -26,7 +27,7 @@ import threading
 import time
 import traceback
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,7 +43,8 @@ from aero_compile.runtime.hosts.opening import check_guard, open_logits, send_sh
 from aero_compile.runtime.hosts.tls import TLSConfig, TLSWay
 from aero_compile.runtime.kernels.run import run_kernel
 from aero_compile.runtime.kernels.side import Side
-from aero_compile.runtime.program import Program, one_hot
+from aero_compile.runtime.prefix import digest_of
+from aero_compile.runtime.program import Program, client_inputs
 from aero_compile.runtime.program_parts import SET_UP, SET_UP_INPUTS, KernelStep, TensorSpec
 from aero_compile.runtime.roles import CLIENT, SERVER
 from aero_compile.runtime.spu_config import SpuLog, import_spu, plain_message, runtime_config, small_config
@@ -86,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--program", type=Path, required=True, help="the compiled program, equal on both sides")
     add("--weights", type=Path, help="server: .npz of the weights")
     add("--tokens", type=Path, help="client: .npy of int64 token ids [B, T]")
+    add("--public", type=Path, help="both: .npz of the weights that clients are given, where there are any")
     add("--output", type=Path, required=True, help="directory for stats.json and logits.npy")
     add("--runs", type=int, choices=(1, 2), default=2, help="2: a cold and a warm forward")
     add("--set-up", action="store_true", help="set up by a short computation before the first forward")
@@ -120,6 +123,7 @@ class _Party:
                 f"{arguments.protocol}: in semi2k the server could open the client's shares. To run it all the same: "
                 f"--protocol {self.program.protocol}"
             )
+        self.published = self._published()
         self.own = self._own_inputs()
         self._timer: threading.Timer | None = None
 
@@ -168,15 +172,26 @@ class _Party:
 
     # --- before the computation -----------------------------------------------------------------------
 
+    def _published(self) -> dict[str, npt.NDArray[Any]]:
+        """The arrays that both parties hold, the same as when the program was compiled."""
+        path, specs = self.options.public, self.program.published
+        if (path is None) != (not specs):
+            given = (
+                "gives clients weights: add --public public.npz" if specs else "gives clients no weights: no --public"
+            )
+            raise InputError(f"{self.options.program} {given}")
+        if path is None:
+            return {}
+        found = _arrays(path, specs)
+        if digest_of(found) != self.program.published_digest:
+            raise InputError(f"{path} does not hold the weights that {self.options.program} was compiled with")
+        return found
+
     def _own_inputs(self) -> dict[str, npt.NDArray[Any]]:
         if self.rank == SERVER:
             if self.options.weights is None or self.options.tokens is not None:
                 raise InputError("the server (rank 0) takes --weights and no --tokens")
-            try:
-                with np.load(self.options.weights, allow_pickle=False) as file:
-                    return {spec.name: _checked(spec, file[spec.name]) for spec in self.program.weights}
-            except (*UNREADABLE, KeyError, AttributeError, TypeError) as error:  # the last two: no archive but an array
-                raise InputError(f"{self.options.weights} does not hold the weights: {error}") from error
+            return _arrays(self.options.weights, self.program.weights)
         if self.options.tokens is None or self.options.weights is not None:
             raise InputError("the client (rank 1) takes --tokens and no --weights")
         spec = self.program.tokens
@@ -193,7 +208,7 @@ class _Party:
             raise InputError(f"the program takes integer tokens {spec.shape[:2]}, not {ids.dtype} {ids.shape}")
         if ids.min() < 0 or ids.max() >= spec.shape[2]:
             raise InputError(f"token ids must lie between 0 and {spec.shape[2] - 1}")
-        return {spec.name: one_hot(ids, spec.shape[2])}
+        return client_inputs(self.program, ids, self.published)
 
     def _tls(self) -> TLSConfig | None:
         paths = (self.options.tls_cert, self.options.tls_key, self.options.tls_ca)
@@ -260,7 +275,11 @@ class _Party:
         io = spu.Io(2, config)
         for spec in self.program.weights:
             runtime.set_var(spec.name, self._share(spu, io, spec, SERVER))
-        runtime.set_var(self.program.tokens.name, self._share(spu, io, self.program.tokens, CLIENT))
+        for spec in self._of_client():
+            runtime.set_var(spec.name, self._share(spu, io, spec, CLIENT))
+        for spec in self.program.shared_inputs:
+            shares = io.make_shares(self.published[spec.name], spu.Visibility.VIS_PUBLIC)
+            runtime.set_var(spec.name, shares[self.rank])
         log.read()
         steps = []
         for at, step in enumerate(self.program.steps):
@@ -299,6 +318,11 @@ class _Party:
         check_against_wire(record, opened)
         return record, logits
 
+    def _of_client(self) -> tuple[TensorSpec, ...]:
+        """The client's inputs that steps read."""
+        program = self.program
+        return (*([program.tokens] if program.reads_tokens else []), *program.clients)
+
     def _share(self, spu: Any, io: Any, spec: TensorSpec, owner: int) -> Any:
         """This party's piece of an input: its own value if it is the owner, an empty one otherwise.
 
@@ -307,6 +331,15 @@ class _Party:
         """
         value = self.own[spec.name] if owner == self.rank else np.zeros(spec.shape, spec.dtype)
         return io.make_shares(value, spu.Visibility.VIS_SECRET, owner)[self.rank]
+
+
+def _arrays(path: Path, specs: Sequence[TensorSpec]) -> dict[str, npt.NDArray[Any]]:
+    """The arrays of a file that a program declares."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {spec.name: _checked(spec, file[spec.name]) for spec in specs}
+    except (*UNREADABLE, KeyError, AttributeError, TypeError) as error:  # the last two: no archive but an array
+        raise InputError(f"{path} does not hold the weights: {error}") from error
 
 
 def _checked(spec: TensorSpec, array: npt.NDArray[Any]) -> npt.NDArray[Any]:

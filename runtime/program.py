@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ import numpy.typing as npt
 from aero_compile.errors import InputError
 from aero_compile.files import read_regular, write_atomically
 from aero_compile.runtime.kernels.registry import from_json
+from aero_compile.runtime.prefix import PrefixStep, client_values
 from aero_compile.runtime.program_parts import KernelStep, ProgramContent, Step, TensorSpec
+from aero_compile.runtime.spu_config import largest_value
 from aero_compile.runtime.vetting import check_program
 
-FORMAT = 5
+FORMAT = 6
 """Version of the program file; a reader accepts only its own."""
 
 LARGEST_FILE = 2**30
@@ -83,9 +86,29 @@ def _parse(content: dict[str, Any]) -> dict[str, Any]:
         "tokens": spec(content["tokens"]),
         "logits": spec(content["logits"]),
         "steps": tuple(step(raw) for raw in content["steps"]),
+        "published": tuple(spec(raw) for raw in content["published"]),
+        "clients": tuple(spec(raw) for raw in content["clients"]),
+        "prefix": tuple(PrefixStep(**{**raw, "shape": tuple(raw["shape"])}) for raw in content["prefix"]),
     }
 
 
 def one_hot(input_ids: npt.NDArray[np.int64], vocabulary: int) -> npt.NDArray[np.int32]:
     """Return the one-hot form, int32 [B, T, vocabulary], of token ids [B, T]."""
     return np.asarray(input_ids[..., None] == np.arange(vocabulary), dtype=np.int32)
+
+
+def client_inputs(
+    program: ProgramContent, ids: npt.NDArray[np.int64], published: Mapping[str, npt.NDArray[Any]]
+) -> dict[str, npt.NDArray[Any]]:
+    """What the client brings, by name: the one-hot tokens [B, T, V], where they are read, and what follows from them.
+
+    Raises:
+        InputError: the client cannot compute what the program asks for.
+        OutOfRangeError: what it computes is too large for the fixed-point format.
+    """
+    found: dict[str, npt.NDArray[Any]] = {}
+    if program.reads_tokens:
+        found[program.tokens.name] = one_hot(ids, program.tokens.shape[2])
+    limit = largest_value(program.field, program.fraction_bits)
+    wanted = [spec.name for spec in program.clients]
+    return found | client_values(program.prefix, wanted, ids, published, limit)

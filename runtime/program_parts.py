@@ -7,10 +7,11 @@ from typing import Any
 
 from aero_compile.runtime.kernels.kernel import Kernel
 from aero_compile.runtime.kernels.registry import to_json
+from aero_compile.runtime.prefix import PrefixStep
 from aero_compile.runtime.roles import CLIENT, SERVER
 
 TOKENS = "tokens"
-"""Name of the client's input: the one-hot matrix of the tokens, [B, T, V]."""
+"""Name of the client's tokens as an input: a one-hot matrix, [B, T, V]."""
 
 SET_UP = "set-up"
 """Key of the code, and name of the result, of the computation that only sets both parties up (see `warm_up`)."""
@@ -73,6 +74,10 @@ class KernelStep:
 class ProgramContent:
     """A model compiled for one batch size and sequence length, for one protocol configuration.
 
+    The server's inputs are `weights`, the client's the one-hot `tokens`, where a step reads them, and `clients`, which
+    it computes in the clear by `prefix`. Both hold the arrays `published`, of which `published_digest` is the SHA-256
+    ("" where there are none).
+
     `codes` maps a key to PPHLO text; identical operators share one, and `codes[SET_UP]` is the computation that
     only sets the parties up. `tokens` has shape [B, T, V], `logits` shape [B, T, V], or [B, 1, V] for the last
     position alone. `guard` names the value [1] that both parties open before the logits: 1 if a value left the range
@@ -90,6 +95,21 @@ class ProgramContent:
     codes: dict[str, str]
     versions: dict[str, str]
     guard: str | None = None
+    published: tuple[TensorSpec, ...] = ()
+    published_digest: str = ""
+    prefix: tuple[PrefixStep, ...] = ()
+    clients: tuple[TensorSpec, ...] = ()
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether a step reads the one-hot tokens."""
+        return any(self.tokens.name in step.inputs for step in self.steps)
+
+    @property
+    def shared_inputs(self) -> tuple[TensorSpec, ...]:
+        """The published arrays that steps read."""
+        read = {name for step in self.steps for name in step.inputs}
+        return tuple(spec for spec in self.published if spec.name in read)
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:

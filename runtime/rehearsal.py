@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,12 @@ import numpy.typing as npt
 from aero_compile.errors import LoweringError
 from aero_compile.runtime.kernels.run import rehearse_kernel
 from aero_compile.runtime.lowering.live import LiveProgram, LiveStep
-from aero_compile.runtime.program import Program, one_hot
-from aero_compile.runtime.program_parts import TOKENS, KernelStep, Step
+from aero_compile.runtime.prefix import Arrays
+from aero_compile.runtime.program import Program, client_inputs
+from aero_compile.runtime.program_parts import KernelStep, Step
 from aero_compile.runtime.spu_config import import_spu, plain_message, runtime_config
+
+NOTHING: Arrays = MappingProxyType({})
 
 ABSOLUTE = 0.02
 """By so much a logit may be off in any model: it changes no probability by more than 2 %."""
@@ -45,12 +49,13 @@ Look = Callable[[Step, Mapping[str, npt.NDArray[Any]]], None]
 
 def check_logits(
     program: Program,
-    weights: Mapping[str, npt.NDArray[Any]],
+    weights: Arrays,
     ids: npt.NDArray[np.int64],
     expected: npt.NDArray[np.floating[Any]],
     tolerance: float,
     exact: Callable[[], LiveProgram],
     text: str,
+    published: Arrays = NOTHING,
 ) -> None:
     """Rehearse `program` on `ids` [B, T] and compare its logits with `expected` [B, T, V] (or [B, 1, V]).
 
@@ -63,10 +68,10 @@ def check_logits(
     """
     wanted = expected.astype(np.float64)
     allowed = ABSOLUTE + tolerance * float(wanted.std(-1).max())
-    off = float(np.abs(rehearse(program, weights, ids) - wanted).max())
+    off = float(np.abs(rehearse(program, weights, ids, published=published) - wanted).max())
     if off * SAFETY <= allowed:  # False for NaN
         return
-    where = _where(program, weights, ids, wanted, exact())
+    where = _where(program, weights, ids, wanted, exact(), published)
     raise LoweringError(
         f"on {text} the logits would be off by about {off:.3g}: a rehearsal must stay below {allowed / SAFETY:.3g}, so "
         f"that two parties, who round at random, stay below {allowed:.3g} ({ABSOLUTE:g} and {tolerance:.3g} of the "
@@ -76,11 +81,16 @@ def check_logits(
 
 
 def rehearse(
-    program: Program, weights: Mapping[str, npt.NDArray[Any]], ids: npt.NDArray[np.int64], look: Look | None = None
+    program: Program,
+    weights: Arrays,
+    ids: npt.NDArray[np.int64],
+    look: Look | None = None,
+    *,
+    published: Arrays = NOTHING,
 ) -> npt.NDArray[np.float64]:
     """Run a program on token ids [B, T] in the clear and in fixed point; returns its logits [B, T, V] (or [B, 1, V]).
 
-    `look` is told what every step computes.
+    `look` is told what every step computes; `published`: the arrays that both parties hold.
 
     Raises:
         LoweringError: SPU cannot run a step; the message names it and its place.
@@ -101,8 +111,10 @@ def rehearse(
     def opened(name: str) -> npt.NDArray[np.float64]:
         return np.asarray(io.reconstruct([runtime.get_var(name)]), dtype=np.float64)
 
-    for name, value in {**weights, TOKENS: one_hot(ids, program.tokens.shape[2])}.items():
+    for name, value in {**weights, **client_inputs(program, ids, published)}.items():
         runtime.set_var(name, io.make_shares(value, spu.Visibility.VIS_SECRET, 0)[0])
+    for spec in program.shared_inputs:
+        runtime.set_var(spec.name, io.make_shares(published[spec.name], spu.Visibility.VIS_PUBLIC)[0])
     for step in program.steps:
         if isinstance(step, KernelStep):
             rehearse_kernel(spu, io, runtime, step, draw)
@@ -156,13 +168,14 @@ def _rounded(code: str) -> tuple[str, list[tuple[int, ...]]]:
 
 def _where(
     program: Program,
-    weights: Mapping[str, npt.NDArray[Any]],
+    weights: Arrays,
     ids: npt.NDArray[np.int64],
     expected: npt.NDArray[np.float64],
     exact: LiveProgram,
+    published: Arrays,
 ) -> str:
     """Which step's own error moves the furthest logit most: that error times the logit's derivative by its result."""
-    values: dict[str, Any] = {TOKENS: one_hot(ids, program.tokens.shape[2]), **weights}
+    values: dict[str, Any] = {**client_inputs(program, ids, published), **weights, **published}
     operators = {step.outputs: step for step in exact.steps}
     own: dict[str, Any] = {}
 
@@ -175,7 +188,7 @@ def _where(
             own[name] = found[name] - np.asarray(value, np.float64)
             values[name] = found[name].astype(value.dtype)
 
-    logits = rehearse(program, weights, ids, look)
+    logits = rehearse(program, weights, ids, look, published=published)
     furthest = np.zeros_like(logits)
     furthest[np.unravel_index(np.argmax(np.abs(logits - expected)), logits.shape)] = 1.0
     gradients = {program.logits.name: furthest}

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 
 from aero_compile.errors import AeroError, InputError
+from aero_compile.runtime.prefix import check_prefix
 from aero_compile.runtime.program_parts import SET_UP, SET_UP_INPUTS, KernelStep, ProgramContent, Step, TensorSpec
 from aero_compile.runtime.spu_config import check_config
 
@@ -110,11 +111,13 @@ def check_program(program: ProgramContent) -> None:
     if len(program.steps) > MOST_STEPS:
         raise InputError(f"the program has {len(program.steps)} steps; at most {MOST_STEPS} are run")
     known: _Types = {}
-    for spec in (*program.weights, program.tokens):
+    for spec in (*program.weights, program.tokens, *program.clients, *program.published):
         if spec.name in known:
             raise InputError(f"the program has two inputs called {spec.name!r}")
         known[spec.name] = _declared(spec)
-    inputs, from_tokens = set(known), {program.tokens.name}
+    known |= {spec.name: _declared(spec, secret=False) for spec in program.published}
+    inputs, from_tokens = set(known), {program.tokens.name, *(spec.name for spec in program.clients)}
+    _check_clients(program)
     _check_code(program, SET_UP, [_declared(spec) for spec in SET_UP_INPUTS], 1)
     if program.steps and program.steps[0].continues:
         raise InputError("the program begins with a step that continues another")
@@ -129,6 +132,21 @@ def check_program(program: ProgramContent) -> None:
         raise InputError(f"the program opens {logits.name!r}, which is no result of its steps")
     if logits.name not in from_tokens or known[logits.name] != _declared(logits):
         raise InputError(f"the program opens {logits.name!r}, which is not made of the tokens in the shape it declares")
+
+
+def _check_clients(program: ProgramContent) -> None:
+    """What the client computes in the clear must be listed operations on what it has, and give what is declared."""
+    for step in program.prefix:
+        for name in (step.name, step.operation, *step.arguments):
+            _check_name(name)
+    given = {spec.name: spec.shape for spec in program.published}
+    if not isinstance(program.published_digest, str) or bool(program.published_digest) != bool(given):
+        raise InputError("the program does not say which arrays both parties hold")
+    shapes = check_prefix(program.prefix, given, program.tokens.shape[:2], MOST_ELEMENTS)
+    made = {step.name for step in program.prefix}
+    for spec in program.clients:
+        if spec.dtype != "float32" or spec.name not in made or shapes[spec.name] != spec.shape:
+            raise InputError(f"the client's input {spec.name[:60]!r} is not what the client computes")
 
 
 def _check_guard(program: ProgramContent, known: _Types, inputs: set[str]) -> None:
@@ -162,7 +180,7 @@ def _elements(kind: str) -> int:
     return math.prod(map(int, re.findall(r"(\d+)x", kind))) if kind else 0
 
 
-def _declared(spec: TensorSpec) -> str:
+def _declared(spec: TensorSpec, *, secret: bool = True) -> str:
     """The type that an input, or the logits, have in the code."""
     sizes = spec.shape
     if spec.dtype not in ("float32", "int32") or not all(type(size) is int and size > 0 for size in sizes):
@@ -170,12 +188,12 @@ def _declared(spec: TensorSpec) -> str:
     _check_name(spec.name)
     if math.prod(sizes) > MOST_ELEMENTS:
         raise InputError(f"the program declares {spec.name!r} with {math.prod(sizes)} elements")
-    return _secret(sizes, spec.dtype)
+    return _type(sizes, spec.dtype, secret=secret)
 
 
-def _secret(shape: tuple[int, ...], dtype: str) -> str:
+def _type(shape: tuple[int, ...], dtype: str, *, secret: bool = True) -> str:
     kind = {"float32": "f32", "int32": "i32", "bool": "i1"}[dtype]
-    return f"tensor<{''.join(f'{size}x' for size in shape)}!pphlo.secret<{kind}>>"
+    return f"tensor<{''.join(f'{size}x' for size in shape)}{f'!pphlo.secret<{kind}>' if secret else kind}>"
 
 
 def _check_name(name: object) -> None:
@@ -222,7 +240,7 @@ def _check_kernel(step: KernelStep, takes: list[str]) -> list[str]:
         raise InputError(str(error)) from error
     if len(step.outputs) != len(results) or len(set(step.outputs)) != len(step.outputs):
         raise InputError(f"its kernel gives {len(results)} results, not {len(step.outputs)}")
-    return [_secret(each.shape, each.dtype) for each in results]
+    return [_type(each.shape, each.dtype) for each in results]
 
 
 def _check_code(program: ProgramContent, key: str, takes: list[str], count: int) -> list[str]:
@@ -254,8 +272,8 @@ def _read(code: str) -> tuple[list[str], list[str]]:
         raise InputError("its code does not start as the compiler's does")
     arguments = _ARGUMENT.findall(function[1])
     types: _Types = dict(arguments)
-    if len(types) != len(arguments) or not all(map(_is_secret, types.values())):
-        raise InputError("its code takes an argument that is not secret, or two of one name")
+    if len(types) != len(arguments):
+        raise InputError("its code takes two arguments of one name")
     given = _block(lines, types, "return ")
     if given != _TYPES.findall(function[3]):
         raise InputError("its code returns other types than it declares")

@@ -12,7 +12,7 @@ from aero_compile.analysis.structure import structure_of
 from aero_compile.ir.dataflow import fixed_nodes, live_inputs
 from aero_compile.ir.graph_model import GraphModel
 from aero_compile.ir.ops import SCALES, SUMS, of_form
-from aero_compile.ir.ownership import weight_nodes
+from aero_compile.ir.ownership import given_nodes, weight_nodes
 from aero_compile.ir.shapes import is_floating
 from aero_compile.ir.weight_values import weight_value
 
@@ -40,6 +40,7 @@ class AffineNodes:
         self.live, self.values = structure.live, structure.values
         self.fixed = fixed_nodes(model.graph)
         self.weights = weight_nodes(model, model.graph)
+        self.given = given_nodes(model, model.graph)
         self.known: dict[fx.Node, Any] = {}
         self.nodes = {node for node in model.graph.nodes if node in self.live and self._is_affine(node)}
 
@@ -88,11 +89,15 @@ class AffineNodes:
 
     def _is_affine(self, node: fx.Node) -> bool:
         inputs, shape = live_inputs(node, self.live), getattr(self.values[node], "shape", ())
-        if not inputs or not shape or node.op != "call_function":
+        if not inputs or not shape or node.op != "call_function" or node in self.given:
             return False
         if node.target is aten.linear.default:
             weights = [each for each in node.args[1:] if each is not None]
-            return inputs == [node.args[0]] and all(each in self.fixed for each in weights)
+            return (
+                inputs == [node.args[0]]
+                and all(each in self.fixed for each in weights)
+                and node.args[1] not in self.given
+            )
         if node.target in LAYOUT:
             return node.all_input_nodes[0] is node.args[0] and inputs == [node.args[0]] and self._keeps_features(node)
         if node.kwargs or any(getattr(self.values[each], "shape", ()) != shape for each in inputs):

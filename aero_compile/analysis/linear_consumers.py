@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from aero_compile.ir.graph_model import GraphModel
 from aero_compile.ir.ops import SHAPE_ONLY, VIEWS
+from aero_compile.ir.ownership import given_nodes
 from aero_compile.ir.rewriter import Rewriter
 
 aten = torch.ops.aten
@@ -60,6 +62,14 @@ def other_reader(node: fx.Node) -> str:
             continue
         return "the output" if user.op == "output" else str(user.target).removeprefix("aten.").partition(".")[0]
     return ""
+
+
+def keeps_given(model: GraphModel, linears: Sequence[fx.Node], moved: Sequence[Any]) -> str:
+    """Why numbers do not go into these layers' weights: clients are given the weights alone; empty if they go."""
+    given = given_nodes(model, model.graph)
+    if not given or all(each in given for each in moved if isinstance(each, fx.Node)):
+        return ""
+    return "clients are given the weight that it would go into" if any(x.args[1] in given for x in linears) else ""
 
 
 def scale_columns(linear: fx.Node, gain: Any, *, inverse: bool = False) -> None:

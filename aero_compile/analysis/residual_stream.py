@@ -114,8 +114,9 @@ class ResidualStream:
         return not any(self.affine.is_private(node) for node in state.region)
 
     def is_looked_up(self, leaf: fx.Node, state: State) -> bool:
-        """Whether a leaf of `state` is the token vectors, for this state alone: a product goes into their table."""
-        return leaf is self.embedding and (leaf is state.node or leaf not in self.states)
+        """Whether a leaf of `state` is the token vectors, for this state alone: products go into the server's table."""
+        own = leaf is self.embedding and leaf not in self.affine.given
+        return own and (leaf is state.node or leaf not in self.states)
 
     # -- finding ----------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -99,6 +100,7 @@ def private_row(
     logits: str = "all",
     warm: bool | str = True,
     guards: bool = False,
+    public: Sequence[str] = (),
     network: Any = "loopback",
     timeout: float = 3600.0,
     perplexity: float | None = None,
@@ -111,7 +113,7 @@ def private_row(
     measures a second forward in the same processes, `"setup"` a first one after keys and oblivious transfers were
     set up by a short computation, `False` a first one together with that set-up. `network`: what to emulate
     between the parties, as `private_inference` takes it; `timeout`: seconds for the computation; `guards`: with
-    private checks of ranges.
+    private checks of ranges; `public`: weights that the client is given.
     """
     from aero_compile import runtime
 
@@ -121,7 +123,15 @@ def private_row(
     if logits == "last":
         reference = reference[:, -1:]
     found, bill = runtime.private_inference(
-        model, tokens, protocol=protocol, logits=logits, guards=guards, warm=warm, network=network, timeout=timeout
+        model,
+        tokens,
+        protocol=protocol,
+        logits=logits,
+        guards=guards,
+        public=public,
+        warm=warm,
+        network=network,
+        timeout=timeout,
     )
     near = agreement(found, reference)
     operators: dict[str, int] = {entry["op"]: entry["bytes"] for entry in bill.per_op}
@@ -168,17 +178,19 @@ def estimated_row(
     logits: str = "all",
     warm: bool | str = True,
     guards: bool = False,
+    public: Sequence[str] = (),
     network: Any = "loopback",
 ) -> Row:
     """Return the row that the cost model expects of a warm forward of one sequence with Cheetah; nothing is run.
 
     `rewritten`: what `aero_compile.optimize_for_inference` made of `model` for these `logits`, where that is at
-    hand already. Raises what `aero_compile.runtime.costs.model.estimate` raises. Errors and agreement are NaN.
+    hand already; leave it out with `public`, weights that the client is given. Raises what
+    `aero_compile.runtime.costs.model.estimate` raises. Errors and agreement are NaN.
     """
     from aero_compile.runtime.costs.model import estimate
 
     run = model if rewritten is None else rewritten
-    bill = estimate(run, seq_len, batch=1, network=network, logits=logits, guards=guards, warm=warm)
+    bill = estimate(run, seq_len, batch=1, network=network, logits=logits, guards=guards, public=public, warm=warm)
     return Row(
         **_described(model, seq_len),
         recipe=recipe,

@@ -256,13 +256,18 @@ def _measure(task: Task, args: argparse.Namespace) -> Row:
         logits=args.logits,
         warm=WARM_UPS[args.warm_up],
         guards=args.guards,
+        public=args.public,
         network=args.network,
         timeout=3600 * args.hours,
     )
 
 
 def _estimate(task: Task, args: argparse.Namespace) -> Row:
-    model, rewritten = optimized(dataclasses.replace(task, seq_len=CALIBRATION_LENGTH), args.seed, args.logits)
+    task_of_model = dataclasses.replace(task, seq_len=CALIBRATION_LENGTH)
+    if args.public:  # names are those of the model before it is rewritten
+        model, rewritten = build(task_of_model, args.seed), None
+    else:
+        model, rewritten = optimized(task_of_model, args.seed, args.logits)
     return estimated_row(
         model,
         task.seq_len,
@@ -271,6 +276,7 @@ def _estimate(task: Task, args: argparse.Namespace) -> Row:
         logits=args.logits,
         warm=WARM_UPS[args.warm_up],
         guards=args.guards,
+        public=args.public,
         network=args.network,
     )
 

@@ -27,7 +27,7 @@ from aero_compile.ir.dataflow import ancestors, tainted_nodes
 from aero_compile.ir.fold_weights import fold_in_place
 from aero_compile.ir.graph_model import remove_dead_nodes
 from aero_compile.ir.ops import of_form
-from aero_compile.ir.ownership import weight_nodes
+from aero_compile.ir.ownership import given_nodes, weight_nodes
 from aero_compile.ir.places import place
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.row_layout import RowLayout
@@ -111,6 +111,8 @@ class _Folding:
                 self._leave(product, weights, "varies by position: one private product of T×d")
             return None
         origin = origins(graph, live)[scaled]
+        if origin.target is aten.linear.default and origin.args[1] in given_nodes(self.model, graph):
+            return None
         is_linear = origin.target is aten.linear.default and origin.args[1] not in live
         if not is_linear and not (weights and _is_read_by_linear(origin)):
             return None

@@ -19,6 +19,7 @@ from torch import fx
 from aero_compile.analysis.linear_consumers import (
     LARGEST,
     SMALLEST,
+    keeps_given,
     linear_readers,
     move_shift,
     other_reader,
@@ -53,7 +54,7 @@ class FoldNormGains(GraphPass):
             if gain is None and bias is None:
                 continue
             linears = linear_readers(norm, values)
-            reason = _reason(model, norm, gain, live, linears)
+            reason = keeps_given(model, linears, [gain, bias]) or _reason(model, norm, gain, live, linears)
             if reason:
                 left.append(f"the gain of {place(norm)}: {reason}")
                 continue

@@ -20,6 +20,7 @@ from torch import fx
 from aero_compile.analysis.linear_consumers import (
     LARGEST,
     SMALLEST,
+    keeps_given,
     linear_readers,
     move_shift,
     other_reader,
@@ -86,7 +87,8 @@ class _Folding:
         steps = self._chain(node)
         linears = linear_readers(node, self.values)
         self.seen.update(step.node for step in steps)
-        reason = self._reason(node, steps, linears)
+        others = [step.other if step.kind != "center" else 1.0 for step in steps]
+        reason = keeps_given(self.model, linears, others) or self._reason(node, steps, linears)
         if reason:
             if any(step.kind == "center" for step in steps):  # other sums and products are no surprise
                 self.left.append(f"a frozen norm at {place(node)}: {reason}")

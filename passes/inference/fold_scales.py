@@ -21,7 +21,7 @@ from aero_compile.ir.dataflow import tainted_nodes
 from aero_compile.ir.fold_weights import fold_in_place
 from aero_compile.ir.graph_model import remove_dead_nodes
 from aero_compile.ir.ops import SCALES, VIEWS
-from aero_compile.ir.ownership import weight_nodes
+from aero_compile.ir.ownership import given_nodes, weight_nodes
 from aero_compile.ir.weight_values import weight_value
 from aero_compile.model import TransformedModel
 
@@ -66,7 +66,7 @@ class _Folding:
         self.model = model
         self.live = tainted_nodes(graph, model.convention.tokens)
         self.pending: dict[fx.Node, tuple[fx.Node, float]] = {}
-        self.weights = weight_nodes(model, graph)
+        self.weights, self.given = weight_nodes(model, graph), given_nodes(model, graph)
         self.known: dict[fx.Node, Any] = {}
         self.hoisted: dict[fx.Node, fx.Node] = {}
         nodes: list[fx.Node] = list(graph.nodes)
@@ -83,7 +83,7 @@ class _Folding:
         waiting = [parent for parent in node.all_input_nodes if parent in self.pending]
         if not waiting:
             return
-        if node.target is aten.linear.default and node.args[0] in self.pending:
+        if node.target is aten.linear.default and node.args[0] in self.pending and node.args[1] not in self.given:
             self._scale_weight(node, *self.pending[waiting[0]], bias=False)
         elif node.op == "call_module" or node.target in VIEWS:
             self.pending[node] = self.pending[waiting[0]]
@@ -135,7 +135,7 @@ class _Folding:
         """The linear layers whose result, or sum of results, `node` is, if nothing else reads them; else none."""
         while len(node.users) == 1:
             if node.target is aten.linear.default:
-                return [node]
+                return [] if node.args[1] in self.given else [node]
             if node.target is aten.add.Tensor and not node.kwargs and all(each in self.live for each in node.args):
                 left, right = (self._only_linears(each) for each in node.args)  # type: ignore[arg-type]
                 return left + right if left and right else []

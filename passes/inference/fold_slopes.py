@@ -21,7 +21,7 @@ from torch import fx
 from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.dataflow import tainted_nodes
 from aero_compile.ir.fold_weights import fold_in_place
-from aero_compile.ir.ownership import weight_nodes
+from aero_compile.ir.ownership import given_nodes, weight_nodes
 from aero_compile.ir.places import place
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.weight_values import weight_value
@@ -67,6 +67,8 @@ def _fold(model: TransformedModel, prelu: fx.Node, weights: set[fx.Node]) -> str
     moves = [node for node in [*above, *below] if node.target is aten.reshape.default]
     if moves and not (_is_matrix(hidden) and _is_matrix(entry)):
         return "a change of layout stands between the linear layers"
+    if given_nodes(model, model.graph).intersection((first.args[1], second.args[1])):
+        return "clients are given a weight that it would go into"
     weight_in, bias_in = _parameters(first)
     weight_out, bias_out = _parameters(second)
     call = Rewriter(second).call

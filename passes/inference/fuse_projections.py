@@ -18,6 +18,7 @@ from torch import fx
 from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.dataflow import ancestors, tainted_nodes
 from aero_compile.ir.fold_weights import fold_in_place
+from aero_compile.ir.ownership import given_nodes
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.shapes import node_values, sample_shape
 from aero_compile.model import TransformedModel
@@ -36,12 +37,13 @@ class FuseProjections(GraphPass):
     def call(self, model: TransformedModel) -> PassResult:
         live = tainted_nodes(model.graph, model.convention.tokens)
         values = node_values(model, *sample_shape(model))
-        groups: dict[fx.Node, list[fx.Node]] = {}
+        given = given_nodes(model, model.graph)
+        groups: dict[tuple[fx.Node, bool], list[fx.Node]] = {}
         for node in model.graph.nodes:
             if node in live and node.target is aten.linear.default and not node.kwargs and node.args[1] not in live:
-                groups.setdefault(_source(node, values), []).append(node)
+                groups.setdefault((_source(node, values), node.args[1] in given), []).append(node)
         found = {source: linears for source, linears in groups.items() if len(linears) > 1}
-        for source, linears in found.items():
+        for (source, _), linears in found.items():
             _fuse(model, source, linears, values)
         if not found:
             return PassResult(model, modified=False)

@@ -12,7 +12,7 @@ import copy
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from aero_compile.errors import InputError
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.costs import operations, pphlo
-from aero_compile.runtime.costs.operations import BITS, CLIENTS, OWNED, SERVERS
+from aero_compile.runtime.costs.operations import BITS, CLIENTS, OWNED, PUBLIC, SERVERS
 from aero_compile.runtime.costs.session import Cost, Session
 from aero_compile.runtime.costs.table import CostTable, settings_of
 from aero_compile.runtime.hosts.measure import by_operator
@@ -103,6 +103,7 @@ def estimate(
     calibration: Any = None,
     clamp: bool = True,
     guards: bool = False,
+    public: str | Sequence[str] = (),
     tolerances: Tolerances = DEFAULT,
     warm: bool | str = True,
     table: CostTable | str | os.PathLike[str] | None = None,
@@ -120,6 +121,7 @@ def estimate(
         calibration: typical text, token ids [B, T], on which ranges are checked.
         clamp: as for `private_inference`; False chooses cheaper exponentials by the calibration text.
         guards: with the private checks of ranges that `compile_model` puts in for two hosts.
+        public: weights that clients are given, as for `private_inference`.
         tolerances: how far off approximations may be, as for `private_inference`.
         warm: what came before, as for `private_inference`: True, a whole forward; "setup", the set-up alone.
         table: measured costs (`benchmarks/calibrate.py` writes them); None: those shipped with the package.
@@ -149,6 +151,7 @@ def estimate(
         calibration=calibration,
         clamp=clamp,
         guards=guards,
+        public=public,
         tolerances=replace(tolerances, logits=None),
         field=field,
         fraction_bits=bits,
@@ -192,6 +195,7 @@ def _forward(
 ) -> tuple[list[dict[str, Any]], Cost]:
     """Bill every step; returns the rows of all steps, the opening of the logits last, and their sum."""
     knows = {TOKENS: CLIENTS, **{spec.name: SERVERS for spec in program.weights}}
+    knows |= {spec.name: CLIENTS for spec in program.clients} | {spec.name: PUBLIC for spec in program.published}
     total = Cost()
     rows = []
     for step in program.steps:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,9 @@ START_ATTEMPTS = 3
 CONNECT_SECONDS = 60.0
 LOOPBACK = "127.0.0.1"
 """The host of both parties here, which their certificate must name."""
+
+PUBLIC = "public.npz"
+"""File of the published arrays in the folder of each party."""
 
 OnEvent = Callable[[str, dict[str, Any]], None]
 
@@ -56,12 +60,15 @@ def run_parties(
     *,
     runs: int,
     timeout: float,
+    published: Mapping[str, npt.NDArray[Any]] = MappingProxyType({}),
     set_up: bool = False,
     tls: TLSConfig | None = None,
     on_event: OnEvent | None = None,
     network: Network | None = None,
 ) -> Outcome:
     """Run `program` in two processes: one that gets only the weights, one that gets only the tokens.
+
+    Both get the `published` arrays.
 
     Each process has its own private directory (mode 0700, removed afterwards) with its own copy of the
     program and its own inputs. `set_up` lets them compute something short first, so that the first forward finds
@@ -76,9 +83,12 @@ def run_parties(
         server, client = _directories(root, program)
         write_private(server / "weights.npz", lambda file: np.savez(file, **weights))
         write_private(client / "tokens.npy", lambda file: np.save(file, input_ids, allow_pickle=False))
+        for folder in (server, client) if published else ():
+            write_private(folder / PUBLIC, lambda file: np.savez(file, **published))
+        both = ["--public", PUBLIC] if published else []
         for attempt in range(START_ATTEMPTS):
             try:
-                return _attempt(server, client, program.protocol, runs, set_up, timeout, tls, on_event, network)
+                return _attempt(server, client, program.protocol, both, runs, set_up, timeout, tls, on_event, network)
             except _PortTaken as error:
                 if attempt == START_ATTEMPTS - 1:
                     raise PartyError(f"no free port on this machine: {error}") from error
@@ -97,6 +107,7 @@ def _attempt(
     server: Path,
     client: Path,
     protocol: str,
+    both: list[str],
     runs: int,
     set_up: bool,
     timeout: float,
@@ -107,7 +118,7 @@ def _attempt(
     addresses = free_addresses(2)
     common = ["--runs", str(runs), "--timeout", str(timeout), "--protocol", protocol]
     common += ["--connect-timeout", str(min(CONNECT_SECONDS, timeout)), "--with-parent"]
-    common += ["--set-up"] if set_up else []
+    common += [*both, "--set-up"] if set_up else both
     if tls is not None:
         files = (("cert", tls.certificate), ("key", tls.private_key), ("ca", tls.ca))
         common += [word for name, path in files for word in (f"--tls-{name}", os.path.abspath(path))]

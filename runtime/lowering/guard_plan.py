@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from aero_compile.errors import LoweringError
+from aero_compile.ir.dataflow import ancestors
 from aero_compile.ir.ops import NORMS, PRODUCTS, SCALES, VIEWS, names_of, of_form
 from aero_compile.ir.ownership import Domain
 from aero_compile.runtime.arithmetic.ring import fixed_point
@@ -85,7 +86,8 @@ class Planner:
         doublings: Doublings = NO_DOUBLINGS,
     ) -> None:
         self.doublings = doublings
-        self.part, self.order, self.form = part, [n for n in order if not is_tokens(n)], form
+        self.part, self.form = part, form
+        self.order = [*_clients(part, order), *(node for node in order if not is_tokens(node))]
         self.limits: dict[fx.Node, float] = {}
         self.centered: dict[fx.Node, Guard] = {}
         self.watched: dict[fx.Node, dict[str, Ends]] = {}
@@ -129,6 +131,11 @@ class Planner:
     def _visit(self, node: fx.Node) -> None:
         self._at = node
         given = registry.bind(node.target, node.args, node.kwargs)
+        if self.part.is_clients(node):  # computed in floats, whatever it reaches
+            found = RULES[op_name(node)](self, node, given) if op_name(node) in RULES else _ANY
+            self._missing.clear()
+            self.bounds[node] = self._limited(node, found)
+            return
         self._inside(node, given)
         if not self._missing:
             found = RULES[op_name(node)](self, node, given)
@@ -340,6 +347,15 @@ class Planner:
             return {value}
         return {source for used in value.all_input_nodes for source in self._sources(used)}
 
+
+def _clients(part: Partition, order: Sequence[fx.Node]) -> list[fx.Node]:
+    """What the client computes in front of `order`, in graph order."""
+    read = [used for node in order for used in node.all_input_nodes if part.is_clients(used)]
+    needed = ancestors(read, {node for node in part.graph.nodes if part.is_clients(node)})
+    return [node for node in part.graph.nodes if node in needed]
+
+
+_ANY = bounds.Bound(-math.inf, math.inf)
 
 _ELSEWHERE = frozenset({"product", LEAST_DEVIATION, LEAST_VARIANCE})
 """What is not watched by its own name: a rule of products sees to it, or the variance of a norm shows it."""

@@ -17,6 +17,7 @@ from aero_compile.runtime.arithmetic.exponential import SoftmaxExponential
 from aero_compile.runtime.lowering.masks import Masked
 from aero_compile.runtime.lowering.partition import op_name
 from aero_compile.runtime.operators import registry
+from aero_compile.runtime.prefix import PrefixStep, run_prefix
 from aero_compile.runtime.program_parts import TOKENS
 
 
@@ -41,6 +42,8 @@ class LiveStep:
 class LiveProgram:
     """The token-dependent part of a model: steps from `TOKENS` and the server's weights to `result`.
 
+    Steps also read `clients`, shapes by name of what the client computes by `prefix`, and arrays of `published`.
+
     `executed` names the graph's nodes that the steps compute, `exponentials` how each softmax, by its node's name,
     computes its exponential. `guard` names a value [1] that is 1 if a value left its range and else 0, None if there
     are no private checks; `guards` has those that text can be tried on beforehand, by the name of their node.
@@ -55,10 +58,15 @@ class LiveProgram:
     exponentials: Mapping[str, SoftmaxExponential] = field(default_factory=dict)
     guard: str | None = None
     guards: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    published: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    prefix: tuple[PrefixStep, ...] = ()
+    clients: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def run(self, one_hot: Any, weights: Mapping[str, Any] | None = None) -> Any:
         """Compute the logits in plain JAX (for tests and debugging; nothing is private here)."""
-        values: dict[str, Any] = {TOKENS: one_hot, **(weights if weights is not None else self.weights)}
+        values: dict[str, Any] = {TOKENS: one_hot, **self.published}
+        values |= weights if weights is not None else self.weights
+        values |= run_prefix(self.prefix, np.asarray(one_hot).argmax(-1), self.published)
         for step in self.steps:
             found = step.function(*(values[name] for name in step.inputs))
             values.update(zip(step.outputs, found, strict=True))

@@ -1,8 +1,9 @@
-"""Split a logits graph at one shape: public values, the server's, and live ones (see `aero_compile.ir.ownership`).
+"""Split a logits graph at one shape by who may know its values (see `aero_compile.ir.ownership`).
 
-Only live nodes are lowered to the private computation. Of them nothing is known but shapes and types; everything else
-is evaluated here, once, in PyTorch. Public values become constants of the program, those of the server inputs that only
-the server holds; live ones exist only as secret shares.
+Only live nodes are lowered to the private computation. Of what depends on the tokens nothing is known but shapes and
+types; everything else is evaluated here, once, in PyTorch. Public values become constants of the program, published
+ones inputs that both parties hold, those of the server inputs that only the server holds. What the client computes in
+the clear becomes an input of the client's; live values exist only as secret shares.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ from aero_compile.ir.weight_values import node_value
 
 SOFTMAX = torch.ops.aten.softmax.int
 
+HIDDEN = frozenset({Domain.CLIENT, Domain.LIVE})
+"""Domains of what depends on the tokens."""
+
 
 @dataclass(frozen=True)
 class Partition:
@@ -49,7 +53,11 @@ class Partition:
 
     def is_live(self, value: object) -> bool:
         """Whether `value` is a node that depends on the tokens."""
-        return isinstance(value, fx.Node) and self.domains[value] is Domain.LIVE
+        return isinstance(value, fx.Node) and self.domains[value] in HIDDEN
+
+    def is_clients(self, value: object) -> bool:
+        """Whether `value` is a node that the client computes in the clear."""
+        return isinstance(value, fx.Node) and self.domains[value] is Domain.CLIENT
 
 
 def op_name(node: fx.Node) -> str:
@@ -87,11 +95,13 @@ def partition(module: torch.nn.Module, graph: fx.Graph, shape: tuple[int, ...]) 
     if not isinstance(result, fx.Node):
         raise LoweringError("the logits graph must return exactly one tensor, the logits")
     domains = domains_of(module, graph, "input_ids")
+    if domains[result] is Domain.CLIENT:
+        raise LoweringError("the logits follow from weights that clients are given: nothing to compute privately")
     if domains[result] is not Domain.LIVE:
         raise LoweringError("the logits do not depend on the tokens: nothing to compute privately")
     values = _values(module, graph, shape, domains)
-    live = {n: v for n, v in values.items() if domains[n] is Domain.LIVE and isinstance(v, Tensor)}
-    known = {n: v for n, v in values.items() if domains[n] is not Domain.LIVE}
+    live = {n: v for n, v in values.items() if domains[n] in HIDDEN and isinstance(v, Tensor)}
+    known = {n: v for n, v in values.items() if domains[n] not in HIDDEN}
     shapes = {node: tuple(value.shape) for node, value in live.items()}
     is_float = {node: value.is_floating_point() for node, value in live.items()}
     return Partition(graph, inputs["input_ids"], result, domains, known, shapes, is_float)
@@ -113,7 +123,7 @@ def _values(
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
     for node in graph.nodes:
-        is_live = domains[node] is Domain.LIVE
+        is_live = domains[node] in HIDDEN
         if node.op == "placeholder":
             ones = torch.ones(shape, dtype=torch.int64, device=device)
             values[node] = mode.from_tensor(ones) if is_live else ones
@@ -137,7 +147,7 @@ def value_in_run(module: torch.nn.Module, node: fx.Node, value_of: Callable[[fx.
 
 
 def _takes_known_places(node: fx.Node, domains: Mapping[fx.Node, Domain]) -> bool:
-    live = [each for each in node.all_input_nodes if domains[each] is Domain.LIVE]
+    live = [each for each in node.all_input_nodes if domains[each] in HIDDEN]
     return node.target is torch.ops.aten.index.Tensor and live == [node.args[0]]
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, fx
 
 from aero_compile.ir.ownership import Domain, domains_of
-from aero_compile.runtime.lowering.partition import value_in_run
+from aero_compile.runtime.lowering.partition import HIDDEN, value_in_run
 
 Observer = Callable[[fx.Node, Mapping[fx.Node, Domain], tuple[Any, ...], dict[str, Any], Any], None]
-"""Is told a live node, the domains, the node's arguments and its value."""
+"""Is told a node that depends on the tokens, the domains, the node's arguments and its value."""
 
 
 def run_in_the_clear(
@@ -20,7 +20,7 @@ def run_in_the_clear(
 ) -> Tensor:
     """The logits of `input_ids`, int64 [B, T], as the program computes them but for its approximations.
 
-    `observe` is called with every live node as soon as its value is known.
+    `observe` is called with every node that depends on the tokens as soon as its value is known.
     """
     arguments = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
     inputs = [arguments[str(node.target)] for node in graph.find_nodes(op="placeholder")]
@@ -44,6 +44,6 @@ class _Run(fx.Interpreter):
         if n.op in ("placeholder", "output"):
             return super().run_node(n)
         value = value_in_run(self._graph_module, n, self.env.__getitem__)
-        if self._observe is not None and self._domains[n] is Domain.LIVE:
+        if self._observe is not None and self._domains[n] in HIDDEN:
             self._observe(n, self._domains, *self.fetch_args_kwargs_from_env(n), value)
         return value

@@ -50,7 +50,7 @@ class RangeCheck:
         value: Any,
     ) -> None:
         name = op_name(node)
-        if name in LIMITS:
+        if name in LIMITS and domains[node] is Domain.LIVE:  # a client computes in floats
             given = registry.bind(node.target, args, kwargs)
             given |= self.doublings.of(node)
             nodes = registry.bind(node.target, node.args, node.kwargs)

@@ -32,10 +32,11 @@ def refuse_private_choices(part: Partition, node: fx.Node, arguments: Mapping[st
     for name in _CHOICES:
         given = arguments.get(name)
         for each in given if isinstance(given, (list, tuple)) else [given]:
-            if isinstance(each, fx.Node) and part.domains[each] is Domain.SERVER:
+            if isinstance(each, fx.Node) and part.domains[each] in (Domain.SERVER, Domain.PUBLISHED):
+                whose = "that the server alone knows" if part.domains[each] is Domain.SERVER else "made of weights"
                 raise LoweringError(
                     f"{op_name(node)} (node {node.name}, in {place_of(node)}) chooses among hidden values by "
-                    f"{each.name}, a mask or index that the server alone knows. {MASKS_ARE_PUBLIC}"
+                    f"{each.name}, a mask or index {whose}. {MASKS_ARE_PUBLIC}"
                 )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from torch import fx
 
 from aero_compile.errors import LoweringError
+from aero_compile.ir.dataflow import ancestors
 from aero_compile.ir.ops import of_form
 from aero_compile.runtime.lowering.blocks import Strip, choose_strips
 from aero_compile.runtime.lowering.live import MOVES, is_part
@@ -34,9 +35,9 @@ class Group:
 class Schedule:
     """The live nodes that the logits need, in order, and what they read of each other.
 
-    `masks`: what stands before each softmax; it reads the scores without their mask. `strips`: score products that
-    only a masked softmax reads, with the strips of them that it reads. `vocabulary`: rows of the table that the tokens
-    index.
+    `clients`: what the client computes in the clear and these read. `masks`: what stands before each softmax; it reads
+    the scores without their mask. `strips`: score products that only a masked softmax reads, with the strips of them
+    that it reads. `vocabulary`: rows of the table that the tokens index.
 
     Raises:
         LoweringError: the tokens index no table, or tables of several lengths.
@@ -47,7 +48,8 @@ class Schedule:
         self.masks: dict[fx.Node, Masked] = {}
         self._carries_tokens: dict[fx.Node, bool] = {}
         needed = self._needed()
-        self.order = [n for n in part.graph.nodes if n in needed and n is not part.tokens]
+        self.order = [n for n in part.graph.nodes if n in needed and n is not part.tokens and not part.is_clients(n)]
+        self.clients = [n for n in part.graph.nodes if n in needed and part.is_clients(n)]
         self.strips = dict(self._blocked_products())
         self.vocabulary = self._vocabulary()
 
@@ -70,7 +72,9 @@ class Schedule:
         ]
 
     def reads(self, node: fx.Node) -> list[fx.Node]:
-        """The live values that a node is computed from."""
+        """The live values that a node is computed from in private."""
+        if self.part.is_clients(node):
+            return []
         if op_name(node) in SOFTMAX:
             if node not in self.masks:
                 scores = node.args[0]
@@ -143,7 +147,7 @@ class Schedule:
     def _vocabulary(self) -> int:
         """Rows of the table that the tokens index; they must agree if there are several."""
         rows: dict[int, str] = {}
-        for node in self.order:
+        for node in [*self.order, *ancestors(self.clients, set(self.part.graph.nodes))]:
             found = self.lookup(node)
             if found is not None:
                 rows[int(self.part.known[found[0]].shape[0])] = node.name

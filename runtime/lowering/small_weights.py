@@ -43,11 +43,11 @@ def lift_small_weights(part: Partition, fraction_bits: int) -> None:
 
 
 def _weight(part: Partition, node: fx.Node) -> fx.Node | None:
-    """What a live product takes of the server; None for any other node."""
-    if node.target not in _PRODUCTS or not part.is_live(node) or node.kwargs:
+    """What a private product takes of the server's weights; None for any other node."""
+    if node.target not in _PRODUCTS or part.domains[node] is not Domain.LIVE or node.kwargs:
         return None
     operands = [each for each in node.args[:2] if isinstance(each, fx.Node)]
-    own = [each for each in operands if part.domains[each] is Domain.SERVER]
+    own = [each for each in operands if part.domains[each] in (Domain.SERVER, Domain.PUBLISHED)]
     is_one = len(own) == 1 and sum(map(part.is_live, operands)) == 1
     return own[0] if is_one and _is_floats(part.known[own[0]]) else None
 
@@ -77,7 +77,7 @@ def _lift(part: Partition, node: fx.Node, weight: fx.Node, doublings: int) -> No
         larger = graph.call_function(aten.mul.Tensor, (weight, 2.0**doublings))
         product = graph.call_function(target, tuple(larger if each is weight else each for each in node.args[:2]))
     larger.meta, product.meta = dict(weight.meta), dict(node.meta)
-    part.domains[larger], part.known[larger] = Domain.SERVER, part.known[weight].detach() * 2.0**doublings
+    part.domains[larger], part.known[larger] = part.domains[weight], part.known[weight].detach() * 2.0**doublings
     scaled = node
     if bias is not None:
         with graph.inserting_before(node):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,6 +15,7 @@ from aero_compile.runtime.arithmetic.squares import squares_by_exp
 from aero_compile.runtime.lowering import warm_up
 from aero_compile.runtime.lowering.cut import cut
 from aero_compile.runtime.lowering.live import LiveProgram, LiveStep
+from aero_compile.runtime.prefix import digest_of
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.program_parts import SET_UP, TOKENS, KernelStep, Step, TensorSpec
 from aero_compile.runtime.spu_config import import_spu, plain_message
@@ -28,15 +29,15 @@ def compile_steps(live: LiveProgram, protocol: str, field: int, fraction_bits: i
         LoweringError: SPU's compiler refuses an operator; the message names it and its place.
     """
     spu, form = import_spu(), (fraction_bits, field)
-    codes: dict[str, str] = {SET_UP: _compile(spu, warm_up.STEP, form)}
+    codes: dict[str, str] = {SET_UP: _compile(spu, warm_up.STEP, form, ())}
     pieces = [(piece, number > 0) for step in live.steps for number, piece in enumerate(_cut(step, form))]
     for piece, _ in pieces:
         if isinstance(piece, LiveStep) and piece.key not in codes:
-            codes[piece.key] = _compile(spu, piece, form)
+            codes[piece.key] = _compile(spu, piece, form, live.published)
     last_use = {name: at for at, (piece, _) in enumerate(pieces) for name in (*piece.inputs, *piece.outputs)}
     for name in (live.result, live.guard):
         last_use[str(name)] = len(pieces)
-    kept = {TOKENS, *live.weights}  # inputs stay for the next run
+    kept = {TOKENS, *live.weights, *live.clients, *live.published}  # inputs stay for the next run
     steps: list[Step | KernelStep] = []
     for at, (piece, continues) in enumerate(pieces):
         names = dict.fromkeys((*piece.inputs, *piece.outputs))
@@ -56,6 +57,10 @@ def compile_steps(live: LiveProgram, protocol: str, field: int, fraction_bits: i
         codes,
         {"spu": str(spu.__version__)},
         live.guard,
+        tuple(TensorSpec(name, array.shape, "float32") for name, array in live.published.items()),
+        digest_of(live.published) if live.published else "",
+        live.prefix,
+        tuple(TensorSpec(name, shape, "float32") for name, shape in live.clients.items()),
     )
 
 
@@ -64,8 +69,8 @@ def _cut(step: LiveStep, form: tuple[int, int]) -> list[LiveStep | KernelStep]:
         return cut(step)
 
 
-def _compile(spu: Any, step: LiveStep, form: tuple[int, int]) -> str:
-    frontend, secret = spu.utils.frontend, spu.Visibility.VIS_SECRET
+def _compile(spu: Any, step: LiveStep, form: tuple[int, int], published: Container[str]) -> str:
+    frontend, visibility = spu.utils.frontend, spu.Visibility
     arguments = [
         np.zeros(shape, np.float32 if dtype == "float64" else dtype)
         for shape, dtype in zip(step.shapes, step.dtypes, strict=True)
@@ -77,7 +82,7 @@ def _compile(spu: Any, step: LiveStep, form: tuple[int, int]) -> str:
             arguments,
             {},
             list(step.inputs),
-            [secret] * len(step.inputs),
+            [visibility.VIS_PUBLIC if name in published else visibility.VIS_SECRET for name in step.inputs],
             lambda outputs: [f"out{i}" for i in range(len(outputs))],
         )
     code = executable.code

@@ -42,6 +42,7 @@ from aero_compile.runtime.lowering.live import (
 )
 from aero_compile.runtime.lowering.norms import NO_DOUBLINGS, Doublings
 from aero_compile.runtime.lowering.partition import Partition, op_name, place_of
+from aero_compile.runtime.lowering.prefix import Published, prefix_of
 from aero_compile.runtime.lowering.refusals import (
     refuse_huge_table,
     refuse_huge_weight,
@@ -118,6 +119,10 @@ class _Emission:
     weights: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
     exponentials: dict[str, SoftmaxExponential] = field(default_factory=dict)
     _weight_names: dict[object, str] = field(default_factory=dict)
+    published: Published = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.published = Published(self.dtype)
 
     @property
     def part(self) -> Partition:
@@ -125,27 +130,32 @@ class _Emission:
 
     def program(self) -> LiveProgram:
         part, schedule = self.part, self.schedule
-        steps: list[LiveStep] = []
+        steps = [step for node in schedule.clients for step in self._guards(node)]
         for group in schedule.groups(self.plan.guards):
             steps.append(self._step(group))
-            steps += [
-                guard_step(node, guard, part.shapes[node], np.dtype(self.dtype).name)
-                for node in group.nodes
-                for guard in self.plan.guards.get(node, ())
-            ]
+            steps += [step for node in group.nodes for step in self._guards(node)]
         guard = final_step(steps)
         batch, length = part.shapes[part.tokens]
+        prefix = prefix_of(part, schedule.clients, self.published)
         return LiveProgram(
             (*steps, guard) if guard else tuple(steps),
             self.weights,
             (batch, length, schedule.vocabulary),
             part.output.name,
             part.shapes[part.output],
-            frozenset(node.name for node in schedule.order),
+            frozenset(node.name for node in (*schedule.order, *schedule.clients)),
             self.exponentials,
             GUARD if guard else None,
             self.plan.checks(),
+            self.published.arrays,
+            prefix,
+            {node.name: part.shapes[node] for node in schedule.clients},
         )
+
+    def _guards(self, node: fx.Node) -> list[LiveStep]:
+        """The steps that compare a value with its limits."""
+        kind = np.dtype(self.dtype).name
+        return [guard_step(node, guard, self.part.shapes[node], kind) for guard in self.plan.guards.get(node, ())]
 
     def _step(self, group: Group) -> LiveStep:
         nodes, outputs = group.nodes, group.outputs
@@ -155,7 +165,9 @@ class _Emission:
         spec = [[f"{i}", op_name(node), describe(call, nodes, names)] for i, (node, call) in enumerate(resolved)]
         main = nodes[-1]
         watched = [self.plan.watched.get(node, {}) for node in nodes]
-        text = json.dumps([spec, list(slot.inputs.values()), [nodes.index(n) for n in outputs], self.exact, watched])
+        held = [name in self.published.arrays for name in names]
+        kinds = [*slot.inputs.values(), *held] if any(held) else [*slot.inputs.values()]
+        text = json.dumps([spec, kinds, [nodes.index(n) for n in outputs], self.exact, watched])
 
         def function(*values: Any) -> tuple[Any, ...]:
             environment: dict[str, Any] = dict(zip(names, values, strict=True))
@@ -271,12 +283,16 @@ class _Emission:
                 slot.inputs.setdefault(name, self._shape_and_kind(value))
             return Ref(name)
         known = self.part.known[value]
-        owned = self.part.domains[value] is Domain.SERVER
+        owned = self.part.domains[value] in (Domain.SERVER, Domain.PUBLISHED)
         if owned and not isinstance(known, torch.Tensor):
-            raise _unsupported(value, "it makes a Python value of the server's numbers, which would be public")
+            raise _unsupported(value, "it makes a Python value of weights, which would be public")
         if not isinstance(known, torch.Tensor):
             return self._argument(slot, known) if isinstance(known, (list, tuple)) else known
         array = to_numpy(known, self.dtype)
+        if self.part.domains[value] is Domain.PUBLISHED:
+            name = self.published.add(value, known)
+            slot.inputs.setdefault(name, (array.shape, np.dtype(self.dtype).name))
+            return Ref(name)
         if owned:
             array = array.astype(self.dtype)  # SPU's inputs of the server are numbers, flags and counts too
             name = self._weight(value, known, array)

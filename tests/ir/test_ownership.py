@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from aero_compile.ir.dataflow import fixed_nodes, hidden_nodes, tainted_nodes
 from aero_compile.ir.ownership import Domain, domains_of, weight_nodes
+from aero_compile.ir.published import publish
 from aero_compile.ir.shapes import node_values, sample_shape
 from aero_compile.ir.spectral import SpectralNorm
 from aero_compile.ir.weight_values import weight_value
@@ -59,6 +60,10 @@ def with_other_weights(module: nn.Module, names: set[str]) -> nn.Module:
     return other
 
 
+OF_CLIENTS = {Domain.PUBLISHED, Domain.CLIENT}
+"""Domains of what follows from weights that clients are given."""
+
+
 def check(module: nn.Module, graph: fx.Graph, name: str, tokens: tuple[Tensor, Tensor]) -> dict[fx.Node, Domain]:
     domains = domains_of(module, graph, name)
     held = {str(n.target) for n in graph.find_nodes(op="get_attr") if domains[n] is Domain.SERVER}
@@ -66,8 +71,10 @@ def check(module: nn.Module, graph: fx.Graph, name: str, tokens: tuple[Tensor, T
     with_weights = Values.of(with_other_weights(module, held), graph, name, tokens[0])
     with_tokens = Values.of(module, graph, name, tokens[1])
     for node, domain in domains.items():
-        assert domain is Domain.LIVE or same(here[node], with_tokens[node]), node.format_node()
-        assert domain is not Domain.PUBLIC or same(here[node], with_weights[node]), node.format_node()
+        hidden = domain in (Domain.LIVE, Domain.CLIENT)
+        assert hidden or same(here[node], with_tokens[node]), node.format_node()
+        shown = domain in (Domain.PUBLIC, *OF_CLIENTS)
+        assert not shown or same(here[node], with_weights[node]), node.format_node()
     return domains
 
 
@@ -117,7 +124,30 @@ def drawn(seed: int) -> fx.Graph:
 def test_in_random_graphs(seed: int) -> None:
     tokens = torch.tensor([1, 0, 3, 2]), torch.tensor([8, 5, 8, 7])
     domains = check(Held(), drawn(seed), "input_ids", tokens)
-    assert set(domains.values()) == set(Domain)
+    assert set(domains.values()) == set(Domain) - OF_CLIENTS
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_what_follows_from_given_weights_shows_no_other(seed: int) -> None:
+    """`check` lets values of clients depend on no weight of the server, and published ones on no token."""
+    tokens, graph = (torch.tensor([1, 0, 3, 2]), torch.tensor([8, 5, 8, 7])), drawn(seed)
+    given = publish(Held(), graph, ["table", "weight"])
+    domains = check(given, graph, "input_ids", tokens)
+    kinds = set(domains.values())
+    assert kinds >= {Domain.CLIENT, Domain.PUBLISHED, Domain.SERVER}
+    before = domains_of(Held(), graph, "input_ids")
+    for node, domain in domains.items():
+        if before[node] is Domain.PUBLIC:
+            assert domain is Domain.PUBLIC
+        if before[node] is Domain.LIVE:
+            assert domain in (Domain.LIVE, Domain.CLIENT)
+
+
+def test_a_weight_of_the_server_that_takes_the_name_of_a_given_one_is_not_given() -> None:
+    graph = drawn(0)
+    given: Any = publish(Held(), graph, ["table"])
+    given.table = nn.Parameter(given.table.detach().clone())
+    assert not OF_CLIENTS & set(domains_of(given, graph, "input_ids").values())
 
 
 @pytest.mark.parametrize("family", by_default(tiny_models.UNLIKE, "gpt2-eager", "llama-sdpa"))

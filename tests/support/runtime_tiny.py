@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,12 +54,14 @@ class Exported:
     client: Path
 
 
-def exported(root: Path, protocol: str = "semi2k", steps: int = 1) -> Exported:
+def exported(root: Path, protocol: str = "semi2k", steps: int = 1, public: tuple[str, ...] = ()) -> Exported:
     """Compile the tiny model and write what each party needs."""
-    compiled = compile_model(tiny_model(steps), 1, 6, protocol)
+    compiled = compile_model(tiny_model(steps), 1, 6, protocol, public=public)
     server, client = root / "server", root / "client"
     export(compiled, server)
     client.mkdir()
     compiled.program.save(client / "program.json")
+    if public:
+        shutil.copy(server / "public.npz", client / "public.npz")
     np.save(client / "tokens.npy", IDS)
     return Exported(compiled, server, client)

@@ -96,10 +96,21 @@ def test_the_search_for_secrets_finds_them() -> None:
     assert not _holds(noise, values)
 
 
-@pytest.mark.parametrize("protocol", ["cheetah", "semi2k"])
-def test_neither_files_nor_wire_hold_the_other_partys_secrets(protocol: str, tmp_path: Path) -> None:
-    """Parties as on two hosts, every byte between them recorded by a forwarder in the middle."""
-    here = exported(tmp_path, protocol)
+@pytest.mark.parametrize(
+    ("protocol", "public"),
+    [("cheetah", ()), ("semi2k", ()), ("cheetah", ("embedding", "head")), ("semi2k", ("embedding", "head", "b"))],
+)
+def test_neither_files_nor_wire_hold_the_other_partys_secrets(
+    protocol: str, public: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Parties as on two hosts, every byte between them recorded by a forwarder in the middle.
+
+    With weights that are given the client has those, and no more, the wire holds none, and the server no tokens.
+    """
+    here = exported(tmp_path, protocol, public=public)
+    names = {"p:table", "p:b"} if "b" in public else {"p:table"} if public else set()
+    assert set(here.compiled.published) == names
+    assert set(here.compiled.weights) == {"w:table", "w:w", "w:b"} - {name.replace("p:", "w:") for name in names}
     server_at, client_at = free_addresses(2)
     to_server, to_client = Wire(server_at), Wire(client_at)
     with (
@@ -132,7 +143,8 @@ def test_neither_files_nor_wire_hold_the_other_partys_secrets(protocol: str, tmp
     assert all(PLAIN_MESSAGE in each for each in wire)  # the recording holds what was sent, unencrypted
     for recorded in wire:
         assert not _holds(recorded, logits)
-        assert not any(_holds(recorded, array) for array in here.compiled.weights.values())
+        arrays = {**here.compiled.weights, **here.compiled.published}
+        assert not any(_holds(recorded, array) for array in arrays.values())
     hot = one_hot(IDS, 64)
     for raw in (IDS.tobytes(), hot.tobytes(), hot.astype(np.int64).tobytes()):
         assert raw not in wire[0]
@@ -166,6 +178,26 @@ def test_the_launchers_folders_are_private_separate_and_removed(
     assert list(tmp_path.iterdir()) == []
     assert sum("--rank" in command for command in commands) == 2
     assert not any(str(token) in command for command in commands for token in IDS.ravel())
+
+
+def test_what_both_hold_must_be_what_the_program_was_compiled_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = exported(tmp_path, public=("embedding", "head"))
+    table = here.compiled.published["p:table"]
+    common = ["--rank", "1", "--address", "127.0.0.1:1", "--peer", "127.0.0.1:2", "--protocol", "semi2k"]
+    common += ["--program", str(here.client / "program.json"), "--tokens", str(here.client / "tokens.npy")]
+    common += ["--output", str(tmp_path / "out")]
+    assert main(common) == 2
+    assert "gives clients weights: add --public public.npz" in _error(capsys.readouterr().err)
+    for wrong, said in (
+        ({"p:table": table + np.float32(1e-3)}, "does not hold the weights that"),
+        ({"p:table": table[:3]}, "the program takes float32"),
+        ({"other": table}, "does not hold the weights"),
+    ):
+        np.savez(here.client / "public.npz", **wrong)
+        assert main([*common, "--public", str(here.client / "public.npz")]) == 2
+        assert said in _error(capsys.readouterr().err)
 
 
 # --- failures ------------------------------------------------------------------------------------------

@@ -1,0 +1,124 @@
+"""What the client computes in the clear: the same as PyTorch, and nothing but what is listed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from aero_compile.errors import InputError, OutOfRangeError
+from aero_compile.ir.ops import name_of, of_form
+from aero_compile.ir.ownership import CLIENT_OPS
+from aero_compile.ir.published import publish
+from aero_compile.runtime.lowering.partition import partition
+from aero_compile.runtime.lowering.to_jax import lower
+from aero_compile.runtime.prefix import (
+    LOOKUP,
+    OPERATIONS,
+    SAME,
+    PrefixStep,
+    check_prefix,
+    client_values,
+    digest_of,
+    run_prefix,
+)
+from tests.support.runtime_graphs import Body, TokenRows, aten
+
+TABLE = {"p:t": np.arange(12, dtype=np.float32).reshape(4, 3)}
+LOOK = PrefixStep("rows", LOOKUP, {"table": {"of": "p:t"}, "ids": {"of": "ids"}}, (2, 2, 3))
+IDS = np.array([[0, 3], [1, 1]])
+
+
+def test_all_that_the_graph_may_leave_to_a_client_is_listed() -> None:
+    names = {name_of(op) for op in CLIENT_OPS - of_form("embedding", "index")}
+    assert names | {LOOKUP, SAME} == OPERATIONS
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda x, m: x,
+        lambda x, m: aten.mul.Tensor(x, 22.627416998),
+        lambda x, m: aten.add.Tensor(x, m.places),
+        lambda x, m: aten.layer_norm.default(x, [8], m.gain, None, 1e-5),
+        lambda x, m: aten.rms_norm.default(aten.mul.Tensor(x, 1e-4), [8], m.gain, 1e-12),
+        lambda x, m: aten.linear.default(aten.transpose.int(aten.reshape.default(x, [2, 3, 8]), 0, 1), m.w),
+        lambda x, m: aten.cat.default([x, aten.neg.default(aten.slice.Tensor(x, 0, 1, 3))], 0),
+        lambda x, m: aten.div.Tensor(aten.sub.Tensor(m.places, x), 3.0),
+    ],
+)
+def test_it_computes_what_pytorch_does(body: Body) -> None:
+    """Everything up to the server's last product is the client's; the program's one input has PyTorch's values."""
+    draw = torch.Generator().manual_seed(0)
+    parameters = {
+        "places": torch.randn(6, 8, generator=draw),
+        "gain": torch.rand(8, generator=draw) + 0.5,
+        "w": torch.randn(8, 8, generator=draw),
+        "servers": torch.randn(5, 8, generator=draw),
+    }
+    seen: list[Any] = []
+
+    def whole(x: Any, m: Any) -> Any:
+        seen.append(body(x, m))
+        return aten.linear.default(seen[-1], m.servers)
+
+    model = TokenRows(torch.randn(6, 8, generator=draw) * 1e3, whole, parameters)
+    model(model.ids)
+    graph = model.logits_graph()
+    names = [name for name in ("table", "places", "gain", "w") if any(n.target == name for n in graph.nodes)]
+    live = lower(partition(publish(model, graph, names), graph, tuple(model.ids.shape)))
+    assert set(live.weights) == {"w:servers"}
+    ((name, shape),) = live.clients.items()
+    values = client_values(live.prefix, live.clients, model.ids.numpy(), live.published, 1e9)
+    expected = seen[0].detach().numpy()
+    assert shape == expected.shape
+    np.testing.assert_allclose(values[name], expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
+
+
+def test_ids_outside_the_table_are_refused_and_values_outside_the_ring() -> None:
+    with pytest.raises(InputError, match="outside a table of 4 rows"):
+        run_prefix((LOOK,), np.array([[0, 4], [0, 0]]), TABLE)
+    with pytest.raises(OutOfRangeError, match=r"the client's rows leaves the range of fixed-point numbers, ±10"):
+        client_values((LOOK,), ["rows"], IDS, TABLE, 10.0)
+    with pytest.raises(OutOfRangeError):
+        client_values((LOOK,), ["rows"], IDS, {"p:t": np.full((4, 3), np.nan, np.float32)}, 1e9)
+
+
+@pytest.mark.parametrize(
+    ("step", "match"),
+    [
+        (replace(LOOK, operation="aten.exp"), "not among what it runs"),
+        (replace(LOOK, operation="builtins.eval"), "not among what it runs"),
+        (replace(LOOK, arguments={"table": {"of": "w:t"}, "ids": {"of": "ids"}}), "which nothing made"),
+        (replace(LOOK, name="ids"), "make 'ids' anew"),
+        (replace(LOOK, name="p:t"), "make 'p:t' anew"),
+        (replace(LOOK, shape=(2, 2, 10**9)), "in the shape"),
+        (replace(LOOK, shape=(2, -1)), "in the shape"),
+        (replace(LOOK, arguments={"x": [{"of": "nothing"}]}), "which nothing made"),
+    ],
+)
+def test_what_is_not_listed_is_refused(step: PrefixStep, match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        check_prefix((step,), {"p:t": (4, 3)}, (2, 2), 2**20)
+
+
+def test_a_step_that_does_not_give_what_it_declares_is_refused_before_it_is_made() -> None:
+    check_prefix((LOOK,), {"p:t": (4, 3)}, (2, 2), 2**20)
+    large = PrefixStep("large", "aten.expand", {"x": {"of": "rows"}, "size": [2**40, 2, 2, 3]}, (2, 2, 2, 3))
+    with pytest.raises(InputError, match=r"cannot compute 'large' \(aten\.expand\): its shape is"):
+        run_prefix((LOOK, large), IDS, TABLE)
+
+
+def test_the_digest_covers_names_types_shapes_and_numbers() -> None:
+    others: list[Any] = [
+        {"p:u": TABLE["p:t"]},
+        {"p:t": TABLE["p:t"].astype(np.float64)},
+        {"p:t": TABLE["p:t"].reshape(3, 4)},
+        {"p:t": TABLE["p:t"] + np.float32(1e-7)},
+        {**TABLE, "p:u": TABLE["p:t"]},
+    ]
+    assert digest_of(dict(TABLE)) == digest_of(TABLE)
+    assert len({digest_of(each) for each in (TABLE, *others)}) == 6
