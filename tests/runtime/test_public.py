@@ -116,7 +116,7 @@ def test_clients_are_given_no_number_of_any_other_weight(
     recipe: str, public: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two models that agree on what is named and differ in all else give the same arrays, and one program."""
-    monkeypatch.setattr(norms, "_doublings", lambda rows, form: 0)
+    monkeypatch.setattr(norms, "_doublings", lambda *_: 0)
     model = gpt2(recipe)
     named = set(published(publish(model, model.logits_graph(), public)))
     other = copy.deepcopy(model)
