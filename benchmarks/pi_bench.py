@@ -88,6 +88,10 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--guards", action="store_true", help=text)
     text = "weights that the client is given, divided by commas: embedding, position, head, names or patterns of names"
     how.add_argument("--public", type=_names, default=(), metavar="LIST", help=text)
+    text = (
+        "prepare what does not depend on the tokens before; bytes, messages and seconds are then those with the tokens"
+    )
+    how.add_argument("--offline", action="store_true", help=text)
     text = "what to emulate (or assume) between the parties: wan, lan or MBPS:RTT_MS; default: loopback, nothing"
     how.add_argument("--network", default="loopback", metavar="NET", help=text)
     text = "give a row up that takes longer; default: 6"
@@ -149,6 +153,7 @@ def config(args: argparse.Namespace) -> dict[str, Any]:
         "network": str(args.network),
         **({"guards": True} if args.guards else {}),
         **({"public": list(args.public)} if args.public else {}),
+        **({"offline": True} if args.offline else {}),
     }
 
 

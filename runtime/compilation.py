@@ -73,9 +73,12 @@ class Options:
     clamp: bool = True
     guards: bool = False
     public: tuple[str, ...] = ()
+    offline: bool = False
 
     def __post_init__(self) -> None:
         check_config(self.protocol, self.form.ring_bits, self.form.fraction_bits)
+        if self.offline and self.form.ring_bits != RING_BITS:
+            raise InputError(f"offline=True takes the {RING_BITS}-bit ring (field={RING_BITS})")
         if not self.clamp and not self.calibration:
             raise InputError("clamp=False needs calibration: text that shows how far scores spread")
 
@@ -127,6 +130,7 @@ def _lowered(
         tolerances=form.tolerances,
         guards=form if options.guards else None,
         doublings=ranges.doublings,
+        offline=options.offline,
         one_product=(form.ring_bits, form.fraction_bits) == (RING_BITS, FRACTION_BITS),
     )
     live = lowered()

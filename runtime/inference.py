@@ -41,6 +41,7 @@ def private_inference(
     clamp: bool = True,
     guards: bool = False,
     public: str | Sequence[str] = (),
+    offline: bool = False,
     tolerances: Tolerances = DEFAULT,
     field: int = 64,
     fraction_bits: int = 18,
@@ -69,6 +70,8 @@ def private_inference(
         public: weights that the owner gives to clients: "embedding" (the token table), "position", "head", names of
             weights, or patterns of them (`transformer.ln_f.*`). The client looks its tokens up by itself, and what
             follows from them and such weights alone costs nothing. A table that is the LM head, too, needs both names.
+        offline: products with the server's matrices are prepared before the tokens are known: shares of R·W for random
+            R. The bill tells what was sent and computed before (`offline_bytes`, …) and with the tokens (`bytes`, …).
         tolerances: how far off the approximated functions may be, each by itself (`aero_compile.runtime.approximations`
             tells what they cost), and the logits: a rehearsal of the program in the clear refuses what is further off.
         field: ring size in bits; fraction_bits: fixed-point fraction bits.
@@ -92,7 +95,7 @@ def private_inference(
         RuntimeUnavailableError: SPU is not installed.
     """
     form = Format(field, fraction_bits, tolerances)
-    options = Options(protocol, form, _batches(calibration), logits, optimize, clamp, guards, names_of(public))
+    options = Options(protocol, form, _batches(calibration), logits, optimize, clamp, guards, names_of(public), offline)
     if not timeout > 0:
         raise InputError(f"timeout must be a positive number of seconds, not {timeout!r}")
     if warm not in (True, False, "setup"):
@@ -112,6 +115,7 @@ def private_inference(
             published=compiled.published,
             runs=2 if warm is True else 1,
             set_up=warm == "setup",
+            offline=compiled.program.is_prepared,
             timeout=timeout,
             tls=tls,
             on_event=shown.event,
@@ -142,6 +146,7 @@ def compile_model(
     clamp: bool = True,
     guards: bool = True,
     public: str | Sequence[str] = (),
+    offline: bool = False,
     tolerances: Tolerances = DEFAULT,
     field: int = 64,
     fraction_bits: int = 18,
@@ -154,7 +159,7 @@ def compile_model(
     The logits are rehearsed on that text, cut or repeated to [batch, length], or else on random tokens.
     """
     form = Format(field, fraction_bits, tolerances)
-    options = Options(protocol, form, _batches(calibration), logits, optimize, clamp, guards, names_of(public))
+    options = Options(protocol, form, _batches(calibration), logits, optimize, clamp, guards, names_of(public), offline)
     import_spu()
     given = with_graph(model)
     ids = checked_ids(given, np.zeros((batch, length), np.int64))

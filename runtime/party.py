@@ -9,6 +9,9 @@ Rank 0 is the server (weights), rank 1 the client (tokens, logits). On two hosts
 
 (`aero_compile.runtime.export` writes program and weights; tokens.npy holds int64 ids [B, T]. Where clients are given
 weights, it writes public.npz too, and both parties add --public public.npz.)
+For a program that is compiled with `offline=True`, both prepare first, before there are tokens, by the same commands
+with `--runs 0 --offline 5 --preparations DIR` and without `--tokens`; each run then takes one (`--runs 1
+--preparations DIR`).
 `aero_compile.private_inference` starts exactly these processes on one machine. Events are printed as JSON
 lines; `stats.json` and, for the client, `logits.npy` are written to the output directory.
 """
@@ -42,7 +45,9 @@ from aero_compile.runtime.hosts.measure import check_against_wire, check_profile
 from aero_compile.runtime.hosts.opening import check_guard, open_logits, send_share
 from aero_compile.runtime.hosts.tls import TLSConfig, TLSWay
 from aero_compile.runtime.kernels.run import run_kernel
-from aero_compile.runtime.kernels.side import Side
+from aero_compile.runtime.kernels.side import Exchanged, Side
+from aero_compile.runtime.offline.prepare import agree, agreed_name, prepare, prepared_steps
+from aero_compile.runtime.offline.store import Store, fingerprint
 from aero_compile.runtime.prefix import digest_of
 from aero_compile.runtime.program import Program, client_inputs
 from aero_compile.runtime.program_parts import SET_UP, SET_UP_INPUTS, KernelStep, TensorSpec
@@ -90,7 +95,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokens", type=Path, help="client: .npy of int64 token ids [B, T]")
     add("--public", type=Path, help="both: .npz of the weights that clients are given, where there are any")
     add("--output", type=Path, required=True, help="directory for stats.json and logits.npy")
-    add("--runs", type=int, choices=(1, 2), default=2, help="2: a cold and a warm forward")
+    add("--runs", type=int, choices=(0, 1, 2), default=2, help="2: a cold and a warm forward; 0: prepare only")
+    add("--offline", type=int, default=0, metavar="N", help="prepare so many runs, before the tokens are needed")
+    add("--preparations", type=Path, metavar="DIR", help="private folder of this party's preparations")
     add("--set-up", action="store_true", help="set up by a short computation before the first forward")
     add("--timeout", type=float, default=3600.0, help="seconds for the computation, after connecting")
     add("--connect-timeout", type=float, default=60.0, help="seconds to wait for the other party")
@@ -125,6 +132,7 @@ class _Party:
             )
         self.published = self._published()
         self.own = self._own_inputs()
+        self.store = self._store()
         self._timer: threading.Timer | None = None
 
     def run(self) -> None:
@@ -146,6 +154,7 @@ class _Party:
             self._set_up(spu, runtime, config, side)
         link.barrier()
         setup = {"seconds": time.perf_counter() - started, "wire": way.read()}
+        offline = [self._prepare(side, runtime, config, log, way) for _ in range(options.offline)]
         runs = []
         logits: npt.NDArray[Any] | None = None
         for number in range(options.runs):
@@ -153,12 +162,12 @@ class _Party:
             record, logits = self._forward(side, runtime, config, log, way)
             runs.append(record)
         stop_watch.set()
-        if self.rank == CLIENT:
-            assert logits is not None
+        if logits is not None:
             write_private(self.output / "logits.npy", lambda file: np.save(file, logits, allow_pickle=False))
         stats = {
             "role": self.role,
             "setup": setup,
+            "offline": offline,
             "runs": runs,
             "program": self.program.digest,
             "versions": {"python": platform.python_version(), "spu": str(spu.__version__)},
@@ -193,6 +202,8 @@ class _Party:
                 raise InputError("the server (rank 0) takes --weights and no --tokens")
             return _arrays(self.options.weights, self.program.weights)
         if self.options.tokens is None or self.options.weights is not None:
+            if self.options.runs == 0 and self.options.weights is None:
+                return {}  # it prepares, for tokens that there are not yet
             raise InputError("the client (rank 1) takes --tokens and no --weights")
         spec = self.program.tokens
         try:
@@ -220,6 +231,20 @@ class _Party:
         config.check()
         return config
 
+    def _store(self) -> Store | None:
+        """Where this party's preparations are; None for a program that takes none."""
+        options = self.options
+        if options.offline < 0:
+            raise InputError(f"--offline takes a number of runs, not {options.offline}")
+        if not self.program.is_prepared:
+            if options.offline or options.preparations is not None or options.runs == 0:
+                raise InputError(f"{options.program} takes nothing prepared: compile it with offline=True")
+            return None
+        if options.preparations is None:
+            raise InputError(f"{options.program} is compiled with offline=True: --preparations DIR says where they are")
+        weights = self.own if self.rank == SERVER else {}
+        return Store(options.preparations, self.program.digest, fingerprint(self.role, weights))
+
     def _agree(self, link: Any, config: str) -> None:
         """Compare role, program and configuration with the peer's before any share exists."""
         mine = {
@@ -228,6 +253,7 @@ class _Party:
             "config": config,
             "spu": self.program.versions["spu"],
             "runs": self.options.runs,
+            "offline": self.options.offline,
             "set-up": self.options.set_up,
         }
         theirs = json.loads(link.all_gather(json.dumps(mine))[1 - self.rank])
@@ -265,6 +291,29 @@ class _Party:
             if shapes := kernel.set_up():
                 kernel.run(side, *(np.zeros(math.prod(shape), np.uint64) for shape in shapes))
 
+    def _prepare(self, side: Side, runtime: Any, config: Any, log: SpuLog, way: Way) -> dict[str, Any]:
+        """Prepare one run; returns what it cost."""
+        _event("offline", steps=len(prepared_steps(self.program)))
+        assert self.store is not None
+        before = way.read()
+        side.link.barrier()
+        started = time.perf_counter()
+        log.read()
+
+        def profile(what: str) -> dict[str, Any]:
+            found = log.read()
+            check_profile(found, what)
+            return found
+
+        name = agreed_name(side.link)
+        kept, steps = prepare(side, side.spu.Io(2, config), runtime, self.program, self.own, profile)
+        self.store.save(name, kept)
+        side.link.barrier()  # the other has it too
+        record = {"seconds": time.perf_counter() - started, "steps": steps}
+        record["wire"] = [after - was for after, was in zip(way.read(), before, strict=True)]
+        check_against_wire(record, 0)
+        return record
+
     def _forward(
         self, side: Side, runtime: Any, config: Any, log: SpuLog, way: Way
     ) -> tuple[dict[str, Any], npt.NDArray[Any] | None]:
@@ -273,6 +322,7 @@ class _Party:
         link.barrier()
         started = time.perf_counter()
         io = spu.Io(2, config)
+        prepared = {} if self.store is None else self.store.take(agree(link, self.rank, self.store.ready()))
         for spec in self.program.weights:
             runtime.set_var(spec.name, self._share(spu, io, spec, SERVER))
         for spec in self._of_client():
@@ -285,7 +335,9 @@ class _Party:
         for at, step in enumerate(self.program.steps):
             _event("step", at=at, label=step.label, place=step.place)
             begun, already = time.perf_counter(), side.executions
+            side.exchanged = Exchanged()
             if isinstance(step, KernelStep):
+                side.prepared = prepared.pop(at, {})
                 run_kernel(side, io, runtime, step)
             else:
                 code = self.program.codes[step.code].encode()
@@ -293,6 +345,7 @@ class _Party:
             executions = side.executions - already if isinstance(step, KernelStep) else 1
             profile = log.read()
             check_profile(profile, f"step {at}, {step.label} ({step.place})", executions)
+            profile |= {name: profile[name] + count for name, count in vars(side.exchanged).items()}
             seconds = time.perf_counter() - begun
             steps.append({"op": step.label, "place": step.place, "seconds": seconds, **profile})
             for name in step.free:

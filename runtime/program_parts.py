@@ -53,7 +53,9 @@ class Step:
 class KernelStep:
     """What the parties compute from the words of their shares (see `aero_compile.runtime.kernels`).
 
-    `shapes` are those of the inputs. `continues`: it belongs to the operator of the step before.
+    `shapes` are those of the inputs. `preparation`: key of the code that computes, from random words, what the kernel
+    needs of the time before the tokens are known, if it does. `continues`: it belongs to the operator of the step
+    before.
     """
 
     label: str
@@ -64,6 +66,7 @@ class KernelStep:
     outputs: tuple[str, ...]
     free: tuple[str, ...]
     continues: bool = False
+    preparation: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain data."""
@@ -110,6 +113,11 @@ class ProgramContent:
         """The published arrays that steps read."""
         read = {name for step in self.steps for name in step.inputs}
         return tuple(spec for spec in self.published if spec.name in read)
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether a run takes what was made before its tokens were known."""
+        return any(isinstance(step, KernelStep) and step.preparation for step in self.steps)
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:

@@ -215,7 +215,7 @@ def _check_step(
         raise InputError("it reads a value twice")
     takes = [known[name] for name in step.inputs]
     if isinstance(step, KernelStep):
-        results = _check_kernel(step, takes)
+        results = _check_kernel(program, step, takes)
     else:
         _check_name(step.code)
         results = _check_code(program, step.code, takes, len(step.outputs))
@@ -230,7 +230,7 @@ def _check_step(
         del known[name]
 
 
-def _check_kernel(step: KernelStep, takes: list[str]) -> list[str]:
+def _check_kernel(program: ProgramContent, step: KernelStep, takes: list[str]) -> list[str]:
     """The types of the results of a kernel, which takes secret numbers of the declared shapes."""
     if takes != [_declared(TensorSpec("an argument", shape, "float32")) for shape in step.shapes]:
         raise InputError(f"its kernel takes secret numbers of the shapes {step.shapes}, not {takes}")
@@ -240,7 +240,26 @@ def _check_kernel(step: KernelStep, takes: list[str]) -> list[str]:
         raise InputError(str(error)) from error
     if len(step.outputs) != len(results) or len(set(step.outputs)) != len(step.outputs):
         raise InputError(f"its kernel gives {len(results)} results, not {len(step.outputs)}")
+    _check_preparation(program, step)
     return [_type(each.shape, each.dtype) for each in results]
+
+
+def _check_preparation(program: ProgramContent, step: KernelStep) -> None:
+    """What is prepared for a kernel takes random words and inputs of the server, as integers, and gives a secret."""
+    found = step.kernel.preparation(*step.shapes)
+    if found is None:
+        if step.preparation:
+            raise InputError("its kernel takes nothing that could be prepared")
+        return
+    weights, own = [step.inputs[at] for at in found.weights], {spec.name for spec in program.weights}
+    if not own.issuperset(weights):
+        raise InputError(f"its kernel takes {weights} as the server's, which are no weights of the program")
+    shapes = [*(random.shape for random in found.randoms), *(step.shapes[at] for at in found.weights)]
+    _check_name(step.preparation)
+    if _check_code(program, step.preparation, [_type(shape, "int32") for shape in shapes], 1) != [
+        _type(found.gives, "int32")
+    ]:
+        raise InputError("what is prepared for its kernel has another shape")
 
 
 def _check_code(program: ProgramContent, key: str, takes: list[str], count: int) -> list[str]:

@@ -101,6 +101,7 @@ def private_row(
     warm: bool | str = True,
     guards: bool = False,
     public: Sequence[str] = (),
+    offline: bool = False,
     network: Any = "loopback",
     timeout: float = 3600.0,
     perplexity: float | None = None,
@@ -113,7 +114,8 @@ def private_row(
     measures a second forward in the same processes, `"setup"` a first one after keys and oblivious transfers were
     set up by a short computation, `False` a first one together with that set-up. `network`: what to emulate
     between the parties, as `private_inference` takes it; `timeout`: seconds for the computation; `guards`: with
-    private checks of ranges; `public`: weights that the client is given.
+    private checks of ranges; `public`: weights that the client is given; `offline`: with what can be
+    prepared before, so that figures are those with the tokens.
     """
     from aero_compile import runtime
 
@@ -129,6 +131,7 @@ def private_row(
         logits=logits,
         guards=guards,
         public=public,
+        offline=offline,
         warm=warm,
         network=network,
         timeout=timeout,
@@ -179,6 +182,7 @@ def estimated_row(
     warm: bool | str = True,
     guards: bool = False,
     public: Sequence[str] = (),
+    offline: bool = False,
     network: Any = "loopback",
 ) -> Row:
     """Return the row that the cost model expects of a warm forward of one sequence with Cheetah; nothing is run.
@@ -190,7 +194,17 @@ def estimated_row(
     from aero_compile.runtime.costs.model import estimate
 
     run = model if rewritten is None else rewritten
-    bill = estimate(run, seq_len, batch=1, network=network, logits=logits, guards=guards, public=public, warm=warm)
+    bill = estimate(
+        run,
+        seq_len,
+        batch=1,
+        network=network,
+        logits=logits,
+        guards=guards,
+        public=public,
+        offline=offline,
+        warm=warm,
+    )
     return Row(
         **_described(model, seq_len),
         recipe=recipe,

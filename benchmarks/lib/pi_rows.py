@@ -257,6 +257,7 @@ def _measure(task: Task, args: argparse.Namespace) -> Row:
         warm=WARM_UPS[args.warm_up],
         guards=args.guards,
         public=args.public,
+        offline=args.offline,
         network=args.network,
         timeout=3600 * args.hours,
     )
@@ -277,6 +278,7 @@ def _estimate(task: Task, args: argparse.Namespace) -> Row:
         warm=WARM_UPS[args.warm_up],
         guards=args.guards,
         public=args.public,
+        offline=args.offline,
         network=args.network,
     )
 

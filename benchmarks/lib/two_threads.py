@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from aero_compile.errors import OutOfRangeError
 from aero_compile.runtime.hosts.opening import check_guard
 from aero_compile.runtime.kernels.run import run_kernel
 from aero_compile.runtime.kernels.side import Side
+from aero_compile.runtime.offline.prepare import prepare
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.program_parts import KernelStep
 from aero_compile.runtime.roles import CLIENT, SERVER
@@ -30,46 +31,69 @@ def simulate(
     """
     import spu
 
-    config = runtime_config(program.protocol, program.field, program.fraction_bits)
-    small = small_config(program.protocol)
-    config.enable_pphlo_profile = small.enable_pphlo_profile = False
+    config = _config(program)
     io = spu.Io(2, config)
     shares = {
         name: io.make_shares(array, spu.Visibility.VIS_SECRET, owner)
         for owner, arrays in ((SERVER, weights), (CLIENT, tokens))
         for name, array in arrays.items()
     }
-    desc = spu.link.Desc()
-    desc.id = uuid.uuid4().hex  # links of the same name are the same link, with what an earlier run left in it
-    for rank in (SERVER, CLIENT):
-        desc.add_party(f"party{rank}", f"thread{rank}")
-    results: dict[int, Any] = {}
     refused: list[OutOfRangeError] = []
 
-    def party(rank: int) -> None:
-        link = spu.link.create_mem(desc, rank)
-        runtime, side = spu.Runtime(link, config), Side(spu, link, rank, small)
+    def party(side: Side, io: Any, runtime: Any) -> Any:
         for name, pieces in shares.items():
-            runtime.set_var(name, pieces[rank])
-        for step in program.steps:
+            runtime.set_var(name, pieces[side.rank])
+        own = weights if side.rank == SERVER else {}
+        prepared, _ = prepare(side, io, runtime, program, own, lambda what: {})
+        for at, step in enumerate(program.steps):
             if isinstance(step, KernelStep):
+                side.prepared = prepared.get(at, {})
                 run_kernel(side, io, runtime, step)
                 continue
             code = program.codes[step.code].encode()
             runtime.run(spu.Executable(step.label, list(step.inputs), list(step.outputs), code))
         if program.guard is not None:
             try:
-                check_guard(link, runtime.get_var(program.guard), io, rank)
+                check_guard(side.link, runtime.get_var(program.guard), io, side.rank)
             except OutOfRangeError as error:
                 refused.append(error)
-        results[rank] = runtime.get_var(program.logits.name)
+        return runtime.get_var(program.logits.name)
 
-    threads = [threading.Thread(target=party, args=(rank,)) for rank in (SERVER, CLIENT)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    results = both_parties(program, party)
     if refused:
         assert len(refused) == 2, "one party alone found a value outside"
         raise refused[0]
     return np.asarray(io.reconstruct([results[SERVER], results[CLIENT]]), dtype=np.float64)
+
+
+def both_parties(program: Program, party: Callable[[Side, Any, Any], Any]) -> dict[int, Any]:
+    """What `party(side, io, runtime)` returns in each of two threads, by rank, in the configuration of a program."""
+    import spu
+
+    config = _config(program)
+    desc = spu.link.Desc()
+    desc.id = uuid.uuid4().hex  # links of the same name are the same link, with what an earlier run left in it
+    for rank in (SERVER, CLIENT):
+        desc.add_party(f"party{rank}", f"thread{rank}")
+    results: dict[int, Any] = {}
+
+    def run(rank: int) -> None:
+        link = spu.link.create_mem(desc, rank)
+        side = Side(spu, link, rank, _quiet(small_config(program.protocol)))
+        results[rank] = party(side, spu.Io(2, config), spu.Runtime(link, config))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in (SERVER, CLIENT)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def _config(program: Program) -> Any:
+    return _quiet(runtime_config(program.protocol, program.field, program.fraction_bits))
+
+
+def _quiet(config: Any) -> Any:
+    config.enable_pphlo_profile = False
+    return config

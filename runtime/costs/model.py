@@ -24,9 +24,10 @@ from aero_compile.runtime.costs import operations, pphlo
 from aero_compile.runtime.costs.operations import BITS, CLIENTS, OWNED, PUBLIC, SERVERS
 from aero_compile.runtime.costs.session import Cost, Session
 from aero_compile.runtime.costs.table import CostTable, settings_of
-from aero_compile.runtime.hosts.measure import by_operator
+from aero_compile.runtime.hosts.measure import OFFLINE, by_operator, offline_line, offline_rows
 from aero_compile.runtime.hosts.network_spec import Network, parse_network
 from aero_compile.runtime.inference import compile_model
+from aero_compile.runtime.offline.prepare import prepared_steps
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.program_parts import SET_UP, TOKENS, KernelStep
 from aero_compile.runtime.spu_config import import_spu, runtime_config
@@ -46,8 +47,9 @@ class Estimate:
     `bytes` (both directions, payload), `messages` and `seconds` mean what they mean in a `Measurement`,
     and `per_op` and `per_step` have its rows, each with `rounds` besides: round trips that follow each other.
     `seconds` is `computing` (on the machine of the table, between two processes) plus the time on `network`.
-    `table` tells where the measured part comes from. Everything includes the opening of the logits and, for
-    `warm_up` "full" or "setup", excludes the set-up of keys and stores.
+    `table` tells where the measured part comes from. `offline_bytes`, `offline_messages` and `offline_seconds` are
+    those of what is prepared before (`offline=True`), which no other figure includes. Everything includes the opening
+    of the logits and, for `warm_up` "full" or "setup", excludes the set-up of keys and stores.
     """
 
     protocol: str
@@ -66,6 +68,9 @@ class Estimate:
     per_step: list[dict[str, Any]]
     program: str
     table: dict[str, Any]
+    offline_bytes: int = 0
+    offline_messages: int = 0
+    offline_seconds: float = 0.0
 
     def to_json(self) -> str:
         """Return everything as JSON text."""
@@ -80,6 +85,10 @@ class Estimate:
             f"{self.seconds:.2f} s ({self.computing:.2f} s of it computing)",
             f"  costs of SPU {self.table['spu']} measured on {self.table['processor']}, "
             f"{self.table['cores']} cores, {self.table['measured']}",
+        ]
+        if self.offline_messages:
+            lines.append(offline_line(self))
+        lines += [
             "",
             f"  {'operator':<16}{'count':>6}{'bytes':>12}{'share':>8}{'messages':>10}{'rounds':>8}{'seconds':>9}",
         ]
@@ -89,7 +98,7 @@ class Estimate:
             f"{row['rounds']:>8,.0f}{row['seconds']:>9.2f}"
             for row in self.per_op
         ]
-        return "\n".join(lines)
+        return "\n".join([*lines, *offline_rows(self.per_op)])
 
 
 def estimate(
@@ -104,6 +113,7 @@ def estimate(
     clamp: bool = True,
     guards: bool = False,
     public: str | Sequence[str] = (),
+    offline: bool = False,
     tolerances: Tolerances = DEFAULT,
     warm: bool | str = True,
     table: CostTable | str | os.PathLike[str] | None = None,
@@ -122,6 +132,7 @@ def estimate(
         clamp: as for `private_inference`; False chooses cheaper exponentials by the calibration text.
         guards: with the private checks of ranges that `compile_model` puts in for two hosts.
         public: weights that clients are given, as for `private_inference`.
+        offline: what can be prepared before the tokens are known is billed apart, as for `private_inference`.
         tolerances: how far off approximations may be, as for `private_inference`.
         warm: what came before, as for `private_inference`: True, a whole forward; "setup", the set-up alone.
         table: measured costs (`benchmarks/calibrate.py` writes them); None: those shipped with the package.
@@ -152,6 +163,7 @@ def estimate(
         clamp=clamp,
         guards=guards,
         public=public,
+        offline=offline,
         tolerances=replace(tolerances, logits=None),
         field=field,
         fraction_bits=bits,
@@ -186,19 +198,27 @@ def estimate_program(
         session.bill()
     else:
         _forward(session, program, functions, emulated)
-    rows, total = _forward(session, program, functions, emulated)
+    before = _offline(session, program, functions, emulated)
+    rows, total = _forward(session, program, functions, emulated, before)
     return _estimate(program, emulated, "setup" if warm == "setup" else "full", rows, total, costs)
 
 
 def _forward(
-    session: Session, program: Program, functions: Mapping[str, pphlo.Function], network: Network
+    session: Session,
+    program: Program,
+    functions: Mapping[str, pphlo.Function],
+    network: Network,
+    before: Mapping[int, dict[str, Any]] | None = None,
 ) -> tuple[list[dict[str, Any]], Cost]:
-    """Bill every step; returns the rows of all steps, the opening of the logits last, and their sum."""
+    """Bill every step; returns the rows of all steps, the opening of the logits last, and their sum.
+
+    `before`: columns of what was prepared for steps, by their numbers.
+    """
     knows = {TOKENS: CLIENTS, **{spec.name: SERVERS for spec in program.weights}}
     knows |= {spec.name: CLIENTS for spec in program.clients} | {spec.name: PUBLIC for spec in program.published}
     total = Cost()
     rows = []
-    for step in program.steps:
+    for at, step in enumerate(program.steps):
         if isinstance(step, KernelStep):
             step.kernel.bill(session, *step.shapes)
             results = step.kernel.results(*step.shapes)
@@ -209,7 +229,7 @@ def _forward(
         knows.update(zip(step.outputs, found, strict=True))
         spent = session.bill()
         total.add(spent)
-        rows.append(_row(step.label, step.place, spent, network))
+        rows.append(_row(step.label, step.place, spent, network) | (before or {}).get(at, {}))
     opened = _SHARE_BYTES * math.prod(program.logits.shape)
     reveal = Cost(opened, 0.0, _REVEAL_MESSAGES, 0.5, 0.0, opened)
     if program.guard is not None:  # both send their share of one number
@@ -218,6 +238,22 @@ def _forward(
     rows = by_operator(rows, program.steps)
     rows.append(_row("reveal", "the client's logits", reveal, network))
     return rows, total
+
+
+def _offline(
+    session: Session, program: Program, functions: Mapping[str, pphlo.Function], network: Network
+) -> dict[int, dict[str, Any]]:
+    """Bill what is prepared for one forward: the columns of each step that takes something, by its number."""
+    found = {}
+    for at, step in prepared_steps(program):
+        plan = step.kernel.preparation(*step.shapes)
+        assert plan is not None
+        session.step(len(program.codes[step.preparation]))
+        knows = [*(OWNED[random.owner] for random in plan.randoms), *(SERVERS for _ in plan.weights)]
+        operations.run(session, functions[step.preparation], knows)
+        spent = session.bill()
+        found[at] = dict(zip(OFFLINE, (round(spent.bytes), spent.messages, spent.seconds(network)), strict=True))
+    return found
 
 
 def _row(label: str, place: str, spent: Cost, network: Network) -> dict[str, Any]:
@@ -230,6 +266,7 @@ def _row(label: str, place: str, spent: Cost, network: Network) -> dict[str, Any
         "recv_bytes": round(spent.client_bytes),
         "messages": spent.messages,
         "rounds": spent.rounds,
+        **dict.fromkeys(OFFLINE, 0),
     }
 
 
@@ -255,11 +292,14 @@ def _estimate(
         per_step=steps,
         program=program.digest,
         table={**table.machine, "cores": table.cores, "measured": table.measured, **table.versions, **table.settings},
+        offline_bytes=sum(row["offline_bytes"] for row in steps),
+        offline_messages=sum(row["offline_messages"] for row in steps),
+        offline_seconds=sum(row["offline_seconds"] for row in steps),
     )
 
 
 def _by_operator(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    columns = ("seconds", "bytes", "send_bytes", "recv_bytes", "messages", "rounds")
+    columns = ("seconds", "bytes", "send_bytes", "recv_bytes", "messages", "rounds", *OFFLINE)
     found: dict[str, dict[str, Any]] = {}
     for row in steps:
         total = found.setdefault(row["op"], {"op": row["op"], "count": 0, **dict.fromkeys(columns, 0)})

@@ -84,6 +84,17 @@ class Session:
         """Bill an operation that needs no messages."""
         self._cost.computing += self.table.local.get(kind, self.table.local["other"]) * elements
 
+    def send(self, sender: int, count: float) -> None:
+        """Bill one message of so many bytes."""
+        server, client = (count, 0.0) if sender == 0 else (0.0, count)
+        self._spend(server, client, 1, 0.0, count)
+        self._receive(1 - sender, sender)
+
+    def swap(self, count: float) -> None:
+        """Bill one message of so many bytes by each party to the other."""
+        self._spend(count, count, 2, 0.0, count)
+        self._exchange(OPEN)
+
     def step(self, code_bytes: int) -> None:
         """Bill the start of an executable: SPU parses its text and prints its profile."""
         seconds = self.table.seconds

@@ -98,6 +98,10 @@ class Measurement:
     party's wall time; `party_seconds` has both. `network` is what was emulated between the parties, "loopback"
     where that is nothing.
 
+    `offline_bytes`, `offline_messages` and `offline_seconds` are those of what was prepared for the measured forward
+    before its tokens were needed (`offline=True`), 0 where nothing was; `per_op` and `per_step` have the same columns.
+    No other figure includes them.
+
     `cold_bytes` (payload of the first forward plus the bytes of the set-up on the wire), `cold_messages`
     and `cold_seconds` (set-up included) describe the first forward.
 
@@ -132,6 +136,9 @@ class Measurement:
     versions: dict[str, str]
     command: list[str]
     network: str = "loopback"
+    offline_bytes: int = 0
+    offline_messages: int = 0
+    offline_seconds: float = 0.0
 
     def to_json(self) -> str:
         """Return everything as JSON text."""
@@ -145,15 +152,39 @@ class Measurement:
             f"tokens, {state} forward" + (f", {self.network}" if self.network != "loopback" else ""),
             f"  {human_bytes(self.bytes)} both ways, {self.messages:,} messages, {self.seconds:.2f} s "
             f"(first forward: {human_bytes(self.cold_bytes)}, {self.cold_seconds:.2f} s)",
-            "",
-            f"  {'operator':<16}{'count':>6}{'bytes':>12}{'share':>8}{'messages':>10}{'seconds':>9}",
         ]
+        if self.offline_messages:
+            lines.append(offline_line(self))
+        lines += ["", f"  {'operator':<16}{'count':>6}{'bytes':>12}{'share':>8}{'messages':>10}{'seconds':>9}"]
         lines += [
             f"  {row['op']:<16}{row['count']:>6}{human_bytes(row['bytes']):>12}"
             f"{row['bytes'] / max(1, self.bytes):>8.1%}{row['messages']:>10,}{row['seconds']:>9.2f}"
             for row in self.per_op
         ]
-        return "\n".join(lines)
+        return "\n".join([*lines, *offline_rows(self.per_op)])
+
+
+OFFLINE = ("offline_bytes", "offline_messages", "offline_seconds")
+"""Columns of what was done before the tokens were needed."""
+
+
+def offline_line(bill: Any) -> str:
+    """What was done before the tokens were needed, in one line of a bill or an estimate."""
+    return (
+        f"  offline, before the tokens: {human_bytes(bill.offline_bytes)} both ways, "
+        f"{bill.offline_messages:,} messages, {bill.offline_seconds:.2f} s"
+    )
+
+
+def offline_rows(per_op: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The same by operator, most bytes first, under a heading; nothing where nothing was done."""
+    rows = sorted((row for row in per_op if row["offline_messages"]), key=lambda row: -row["offline_bytes"])
+    heading = ["", f"  {'offline':<16}{'count':>6}{'bytes':>12}{'':>8}{'messages':>10}{'seconds':>9}"] if rows else []
+    return heading + [
+        f"  {row['op']:<16}{row['count']:>6}{human_bytes(row['offline_bytes']):>12}{'':>8}"
+        f"{row['offline_messages']:>10,}{row['offline_seconds']:>9.2f}"
+        for row in rows
+    ]
 
 
 def combine(
@@ -167,7 +198,8 @@ def combine(
 ) -> Measurement:
     """Build the Measurement from the two parties' `stats.json` (keys "server" and "client")."""
     server, client = stats["server"], stats["client"]
-    runs = [_Run(program.steps, a, b) for a, b in zip(server["runs"], client["runs"], strict=True)]
+    offline = list(zip(server.get("offline", ()), client.get("offline", ()), strict=True)) or [({}, {})]
+    runs = [_Run(program.steps, a, b, *offline[-1]) for a, b in zip(server["runs"], client["runs"], strict=True)]
     cold, used = runs[0], runs[-1]
     setup_wire = _wire(server["setup"], client["setup"])
     setup_seconds = max(server["setup"]["seconds"], client["setup"]["seconds"])
@@ -196,13 +228,23 @@ def combine(
         versions={**versions, **server["versions"]},
         command=command,
         network=network,
+        offline_bytes=sum(step["offline_bytes"] for step in used.steps),
+        offline_messages=sum(step["offline_messages"] for step in used.steps),
+        offline_seconds=max(float(each.get("seconds", 0.0)) for each in offline[-1]),
     )
 
 
 class _Run:
-    """One forward as both parties saw it."""
+    """One forward as both parties saw it, and what was prepared for one."""
 
-    def __init__(self, steps: Sequence[Any], server: Mapping[str, Any], client: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        steps: Sequence[Any],
+        server: Mapping[str, Any],
+        client: Mapping[str, Any],
+        server_before: Mapping[str, Any],
+        client_before: Mapping[str, Any],
+    ) -> None:
         self.server, self.client = server, client
         self.seconds = {"server": float(server["seconds"]), "client": float(client["seconds"])}
         self.sent = {
@@ -221,6 +263,11 @@ class _Run:
             }
             for a, b in zip(server["steps"], client["steps"], strict=True)
         ]
+        for row in rows:
+            row.update(dict.fromkeys(OFFLINE, 0))
+        for a, b in zip(server_before.get("steps", ()), client_before.get("steps", ()), strict=True):
+            sent = (a["send_bytes"] + b["send_bytes"], a["send_actions"] + b["send_actions"], a["seconds"])
+            rows[a["at"]].update(zip(OFFLINE, sent, strict=True))
         self.steps = by_operator(rows, steps)
         self.bytes = sum(self.sent.values())
         self.opened = {name: int(run["revealed_bytes"]) for name, run in (("server", server), ("client", client))}
@@ -228,7 +275,7 @@ class _Run:
         self.messages = sum(step["messages"] for step in self.steps) + self.openings
 
     def table(self) -> list[dict[str, Any]]:
-        rows = _summed(self.steps, ("seconds", "bytes", "send_bytes", "recv_bytes", "messages"))
+        rows = _summed(self.steps, ("seconds", "bytes", "send_bytes", "recv_bytes", "messages", *OFFLINE))
         reveal = {
             "op": "reveal",
             "count": 1,
@@ -237,6 +284,7 @@ class _Run:
             "send_bytes": self.opened["server"],
             "recv_bytes": self.opened["client"],
             "messages": self.openings,
+            **dict.fromkeys(OFFLINE, 0),
         }
         return [*sorted(rows, key=lambda row: (-row["bytes"], -row["seconds"])), reveal]
 

@@ -62,6 +62,7 @@ def run_parties(
     timeout: float,
     published: Mapping[str, npt.NDArray[Any]] = MappingProxyType({}),
     set_up: bool = False,
+    offline: bool = False,
     tls: TLSConfig | None = None,
     on_event: OnEvent | None = None,
     network: Network | None = None,
@@ -72,8 +73,9 @@ def run_parties(
 
     Each process has its own private directory (mode 0700, removed afterwards) with its own copy of the
     program and its own inputs. `set_up` lets them compute something short first, so that the first forward finds
-    keys and oblivious transfers ready. `on_event(role, event)` is called with the parties' progress. `network`
-    is put between the two where it limits or delays anything (see `aero_compile.runtime.hosts.network.Relay`).
+    keys and oblivious transfers ready. `offline`: each run is prepared before the first. `on_event(role, event)` is
+    called with the parties' progress. `network` is put between the two where it limits or delays anything (see
+    `aero_compile.runtime.hosts.network.Relay`).
 
     Raises:
         PartyError: a party failed, disappeared, disagreed with the other, or took longer than `timeout`
@@ -88,7 +90,8 @@ def run_parties(
         both = ["--public", PUBLIC] if published else []
         for attempt in range(START_ATTEMPTS):
             try:
-                return _attempt(server, client, program.protocol, both, runs, set_up, timeout, tls, on_event, network)
+                common = [*both, *(["--offline", str(runs), "--preparations", "preparations"] if offline else [])]
+                return _attempt(server, client, program.protocol, common, runs, set_up, timeout, tls, on_event, network)
             except _PortTaken as error:
                 if attempt == START_ATTEMPTS - 1:
                     raise PartyError(f"no free port on this machine: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,29 @@ class Result:
     shape: Shape
     dtype: str = "float32"
     owner: int | None = None
+
+
+@dataclass(frozen=True)
+class RandomWords:
+    """Words that are drawn uniformly modulo 2^64 for one run: by the party `owner`, or None: a share by each."""
+
+    name: str
+    shape: Shape
+    owner: int | None
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What a run needs that does not depend on its tokens: random words, and one product of them in shares.
+
+    `product` is a JAX function of integers: of the `randoms`, then of the arguments with the numbers `weights`, which
+    are inputs of the server. It gives the shape `gives`, and what both hold of it is named "product".
+    """
+
+    randoms: tuple[RandomWords, ...]
+    weights: tuple[int, ...]
+    gives: Shape
+    product: Callable[..., Any]
 
 
 class Kernel(ABC):
@@ -65,6 +89,14 @@ class Kernel(ABC):
     @abstractmethod
     def plain(self, *arguments: Any) -> tuple[Any, ...]:
         """The results as JAX arrays, for arguments in the clear."""
+
+    def preparation(self, *shapes: Shape) -> Preparation | None:
+        """What is made before a run on arguments of these shapes; None: nothing.
+
+        Raises:
+            ValueError: it does not take such arguments.
+        """
+        return None
 
     def set_up(self) -> tuple[Shape, ...]:
         """Shapes of arguments on which a run exchanges what is exchanged once; none where there is no such thing."""

@@ -9,9 +9,13 @@ from typing import Any
 from aero_compile.runtime.kernels.exponential_factors import ExponentialFactors
 from aero_compile.runtime.kernels.kernel import Kernel
 from aero_compile.runtime.kernels.negative import Negative
+from aero_compile.runtime.kernels.prepared_product import PreparedProduct
 from aero_compile.runtime.kernels.square_terms import SquareTerms
+from aero_compile.runtime.kernels.triple_product import TripleProduct
 
-KERNELS: dict[str, type[Kernel]] = {kind.__name__: kind for kind in (ExponentialFactors, Negative, SquareTerms)}
+KERNELS: dict[str, type[Kernel]] = {
+    kind.__name__: kind for kind in (ExponentialFactors, Negative, PreparedProduct, SquareTerms, TripleProduct)
+}
 """By their names in a program."""
 
 

@@ -1,19 +1,35 @@
-"""What a kernel has of the party that it runs at: its rank, and a second runtime of SPU, in the 32-bit ring."""
+"""What a kernel has of the party that it runs at: rank, link, what was prepared, and a second runtime of SPU."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from aero_compile.errors import PartyError
 from aero_compile.runtime.kernels.words import Words, read_words, with_words
+
+
+@dataclass
+class Exchanged:
+    """Messages and bytes of one party, by the names of SPU's counters."""
+
+    send_bytes: int = 0
+    recv_bytes: int = 0
+    send_actions: int = 0
+    recv_actions: int = 0
 
 
 class Side:
     """One party's side of the kernels of a run.
 
     `link`: to the other party. Both spawn from it at the same place of the program, so that theirs meet. `config`: of
-    the second runtime (`small_config`). `executions`: how many it has run.
+    the second runtime (`small_config`). `executions`: how many it has run. `prepared`: what was made for the
+    next call of a kernel before the tokens were known, by name. `exchanged`: what kernels sent and received without SPU
+    since it was set anew.
     """
 
     def __init__(self, spu: Any, link: Any, rank: int, config: Any) -> None:
@@ -21,6 +37,28 @@ class Side:
         self._config = config
         self._runtime: Any = None
         self.executions = 0
+        self.prepared: Mapping[str, Words] = {}
+        self.exchanged = Exchanged()
+
+    def send(self, words: Words) -> None:
+        """Send words to the other party."""
+        content = words.astype("<u8").tobytes()
+        self.link.send(1 - self.rank, content)
+        self.exchanged.send_actions += 1
+        self.exchanged.send_bytes += len(content)
+
+    def receive(self, shape: tuple[int, ...]) -> Words:
+        """Receive words of this shape from the other party.
+
+        Raises:
+            PartyError: it sent another number of bytes.
+        """
+        content = bytes(self.link.recv(1 - self.rank))
+        self.exchanged.recv_actions += 1
+        self.exchanged.recv_bytes += len(content)
+        if len(content) != 8 * math.prod(shape):
+            raise PartyError(f"the other party sent {len(content):,} bytes for words of shape {shape}")
+        return np.frombuffer(content, "<u8").astype(np.uint64).reshape(shape)
 
     def run_small(self, code: str, words: Words) -> Words:
         """Run `code` of one argument and one result in the 32-bit ring.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,6 +14,7 @@ import numpy as np
 from aero_compile.errors import AeroError, LoweringError
 from aero_compile.runtime.arithmetic.ring import fixed_point
 from aero_compile.runtime.arithmetic.squares import squares_by_exp
+from aero_compile.runtime.kernels.registry import to_json
 from aero_compile.runtime.lowering import warm_up
 from aero_compile.runtime.lowering.cut import cut
 from aero_compile.runtime.lowering.live import LiveProgram, LiveStep
@@ -32,8 +35,9 @@ def compile_steps(live: LiveProgram, protocol: str, field: int, fraction_bits: i
     codes: dict[str, str] = {SET_UP: _compile(spu, warm_up.STEP, form, ())}
     pieces = [(piece, number > 0) for step in live.steps for number, piece in enumerate(_cut(step, form))]
     for piece, _ in pieces:
-        if isinstance(piece, LiveStep) and piece.key not in codes:
-            codes[piece.key] = _compile(spu, piece, form, live.published)
+        compiled = _preparation(piece) if isinstance(piece, KernelStep) else piece
+        if compiled is not None and compiled.key not in codes:
+            codes[compiled.key] = _compile(spu, compiled, form, live.published)
     last_use = {name: at for at, (piece, _) in enumerate(pieces) for name in (*piece.inputs, *piece.outputs)}
     for name in (live.result, live.guard):
         last_use[str(name)] = len(pieces)
@@ -43,7 +47,8 @@ def compile_steps(live: LiveProgram, protocol: str, field: int, fraction_bits: i
         names = dict.fromkeys((*piece.inputs, *piece.outputs))
         free = tuple(name for name in names if last_use[name] == at and name not in kept)
         if isinstance(piece, KernelStep):
-            steps.append(replace(piece, free=free, continues=continues))
+            found = _preparation(piece)
+            steps.append(replace(piece, free=free, continues=continues, preparation=found.key if found else ""))
         else:
             steps.append(Step(piece.label, piece.place, piece.key, piece.inputs, piece.outputs, free, continues))
     return Program(
@@ -61,6 +66,25 @@ def compile_steps(live: LiveProgram, protocol: str, field: int, fraction_bits: i
         digest_of(live.published) if live.published else "",
         live.prefix,
         tuple(TensorSpec(name, shape, "float32") for name, shape in live.clients.items()),
+    )
+
+
+def _preparation(step: KernelStep) -> LiveStep | None:
+    """What is computed for a call of a kernel before the tokens are known, as a step; equal calls have one key."""
+    found = step.kernel.preparation(*step.shapes)
+    if found is None:
+        return None
+    shapes = (*(random.shape for random in found.randoms), *(step.shapes[at] for at in found.weights))
+    text = json.dumps([to_json(step.kernel), step.shapes])
+    return LiveStep(
+        step.label,
+        step.place,
+        f"preparation.{hashlib.sha256(text.encode()).hexdigest()[:16]}",
+        tuple(f"in{at}" for at in range(len(shapes))),
+        ("product",),
+        shapes,
+        ("int32",) * len(shapes),
+        lambda *values: (found.product(*values),),
     )
 
 

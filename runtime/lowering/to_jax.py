@@ -49,13 +49,15 @@ from aero_compile.runtime.lowering.refusals import (
     refuse_private_choices,
 )
 from aero_compile.runtime.lowering.schedule import LIKE_SECOND, SOFTMAX, Group, Schedule
-from aero_compile.runtime.operators import pointwise, products, registry, views
+from aero_compile.runtime.operators import pointwise, prepared, products, registry, views
 from aero_compile.runtime.operators.limits import Format
 from aero_compile.runtime.operators.watching import watching
 from aero_compile.runtime.program_parts import TOKENS
 
 OPERATOR_MODULES = (pointwise, products, views)
 """Importing these fills the table of operators."""
+
+aten = torch.ops.aten
 
 _CASTS = names_of(of_form("cast", "cast_as", "reduction"))
 _RESHAPING = names_of(of_form("reshape", "squeeze", "copy", "detach", "cast"))
@@ -76,6 +78,7 @@ def lower(
     guards: Format | None = None,
     doublings: Doublings = NO_DOUBLINGS,
     one_product: bool = True,
+    offline: bool = False,
 ) -> LiveProgram:
     """Lower every live node of `part` that the logits need.
 
@@ -84,7 +87,8 @@ def lower(
     difference of two scores of a row that will come; any may come where it says nothing. `tolerances`: how far off
     approximations may be. `guards`: the format whose ranges private checks keep where no bound shows that they are
     kept; None: none are made. `doublings`: by which powers of two the rows of norms are multiplied. `one_product`:
-    whether the ring is one for exponentials of one product.
+    whether the ring is one for exponentials of one product. `offline`: products with matrices of the server take what
+    both parties prepare before the tokens are known.
 
     Raises:
         InputError: no approximation is as close as is asked for.
@@ -93,7 +97,9 @@ def lower(
     schedule = Schedule(part)
     runs = all(op_name(n) in RULES for n in schedule.order if not schedule.is_tokens(n))  # else it is refused below
     plan = plan_guards(part, schedule.order, guards, schedule.is_tokens, doublings) if guards and runs else Plan()
-    return _Emission(schedule, plan, doublings, exact, dtype, spreads or {}, tolerances, one_product).program()
+    return _Emission(
+        schedule, plan, doublings, exact, dtype, spreads or {}, tolerances, one_product, offline and not exact
+    ).program()
 
 
 @dataclass
@@ -116,6 +122,7 @@ class _Emission:
     spreads: Mapping[str, float]
     tolerances: Tolerances
     one_product: bool
+    offline: bool
     weights: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
     exponentials: dict[str, SoftmaxExponential] = field(default_factory=dict)
     _weight_names: dict[object, str] = field(default_factory=dict)
@@ -196,7 +203,8 @@ class _Emission:
         found = self.schedule.lookup(node)
         if found is not None:
             table, ids = found
-            return Call(products.embed, {"ids": self._argument(slot, ids), "table": self._argument(slot, table)}, {})
+            look_up = prepared.embed if self._is_prepared(table) else products.embed
+            return Call(look_up, {"ids": self._argument(slot, ids), "table": self._argument(slot, table)}, {})
         if self.schedule.is_tokens(node):
             return self._token_view(slot, node)
         if op_name(node) in SOFTMAX:
@@ -211,6 +219,9 @@ class _Emission:
         arguments = self._bind(node)
         refuse_private_choices(self.part, node, arguments)
         live = {name: self._argument(slot, value) for name, value in arguments.items()}
+        in_two_phases = self._prepared(node, arguments)
+        if in_two_phases is not None:
+            return Call(in_two_phases, live, {"prepared": True})
         if len(self.schedule.strips.get(node, ())) > 1:
             queries, keys = live["x"], live["other"]
             return Call(blocked_scores, {"queries": queries, "keys": keys}, {"strips": self.schedule.strips[node]})
@@ -226,6 +237,25 @@ class _Emission:
 
     def _is_servers(self, value: Any) -> bool:
         return isinstance(value, fx.Node) and self.part.domains[value] is Domain.SERVER
+
+    def _prepared(self, node: fx.Node, arguments: dict[str, Any]) -> registry.Operator | None:
+        """The operator of a product that is prepared; None: there is no such."""
+        if node.target is aten.linear.default and self._is_prepared(arguments["weight"]):
+            return prepared.linear
+        if node.target is not aten.matmul.default or not self.offline:
+            return None
+        left, right = arguments["x"], arguments["other"]
+        if self._is_prepared(right):
+            return prepared.matmul
+        if not self.part.is_live(left) or not self.part.is_live(right) or left is right:
+            return None
+        shapes = self.part.shapes[left], self.part.shapes[right]
+        return prepared.product if shapes[0][:-2] == shapes[1][:-2] and min(map(len, shapes)) >= 2 else None
+
+    def _is_prepared(self, weight: Any) -> bool:
+        """Whether the product of a live value with `weight` is prepared: a matrix that the server alone knows."""
+        known = self.part.known[weight] if self.offline and self._is_servers(weight) else None
+        return isinstance(known, torch.Tensor) and known.dim() == 2
 
     def _softmax(self, slot: _Slot, node: fx.Node) -> Call:
         mask, shape, dim = self.schedule.masks[node], self.part.shapes[node], node.args[1]

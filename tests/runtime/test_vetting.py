@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable
@@ -240,3 +241,57 @@ def test_deep_nesting_and_other_files_are_refused(tmp_path: Path) -> None:
 def test_a_maximum_which_is_printed_as_a_region_is_taken() -> None:
     model = TokenRows(torch.randn(4, 8), lambda x, m: aten.amax.default(x, [-1]))
     check_program(_compiled(model))
+
+
+def _prepared(content: Content, kernel: str = "PreparedProduct") -> dict[str, Any]:
+    found: dict[str, Any] = next(step for step in content["steps"] if step.get("kernel", {}).get("kernel") == kernel)
+    return found
+
+
+def _in_prepared(of: str = "PreparedProduct", **values: Any) -> Callable[[Content], None]:
+    return lambda content: _prepared(content, of).update(values)
+
+
+def _in_preparation(old: str, new: str) -> Callable[[Content], None]:
+    def change(content: Content) -> None:
+        key = _prepared(content)["preparation"]
+        assert old in content["codes"][key]
+        content["codes"][key] = content["codes"][key].replace(old, new)
+
+    return change
+
+
+BAD_PREPARED: dict[str, Callable[[Content], None]] = {
+    "nothing prepared": _in_prepared(preparation=""),
+    "code that there is not": _in_prepared(preparation="none"),
+    "code of something else": _in_prepared(preparation="set-up"),
+    "a name that is no text": _in_prepared(preparation=7),
+    "prepared for a kernel that takes nothing": _in_prepared("ExponentialFactors", preparation="set-up"),
+    "a live value as the server's": lambda content: _prepared(content).update(
+        inputs=_prepared(content)["inputs"][::-1], shapes=_prepared(content)["shapes"][::-1]
+    ),
+    "another matrix": _in_prepared(kernel={"kernel": "PreparedProduct", "inner": 8, "transposed": 1}),
+    "rows of another length": _in_prepared(kernel={"kernel": "PreparedProduct", "inner": 7, "transposed": True}),
+    "a product that is opened": _in_preparation("-> tensor<6x8x!pphlo.secret<i32>> {", "-> tensor<6x8xi32> {"),
+    "an operation that opens": _in_preparation("pphlo.dot", "pphlo.dbg_print"),
+    "a triple of other matrices": _in_prepared(
+        "TripleProduct", kernel={"kernel": "TripleProduct", "rows": 6, "inner": 8, "columns": 5}
+    ),
+    "a triple with another option": _in_prepared("TripleProduct", kernel={"kernel": "TripleProduct", "rows": 6}),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PREPARED)
+def test_other_preparations_are_refused(name: str, tmp_path: Path) -> None:
+    content = json.loads(_prepared_program().to_bytes())
+    _load(content, tmp_path)
+    BAD_PREPARED[name](content)
+    with pytest.raises(InputError, match=r"program\.json"):
+        _load(content, tmp_path)
+
+
+@functools.cache
+def _prepared_program() -> Program:
+    from aero_compile.runtime import compile_model
+
+    return compile_model(tiny_model(), 1, 6, "semi2k", offline=True).program

@@ -54,14 +54,14 @@ class Exported:
     client: Path
 
 
-def exported(root: Path, protocol: str = "semi2k", steps: int = 1, public: tuple[str, ...] = ()) -> Exported:
+def exported(root: Path, protocol: str = "semi2k", steps: int = 1, **options: Any) -> Exported:
     """Compile the tiny model and write what each party needs."""
-    compiled = compile_model(tiny_model(steps), 1, 6, protocol, public=public)
+    compiled = compile_model(tiny_model(steps), 1, 6, protocol, **options)
     server, client = root / "server", root / "client"
     export(compiled, server)
     client.mkdir()
     compiled.program.save(client / "program.json")
-    if public:
+    if compiled.published:
         shutil.copy(server / "public.npz", client / "public.npz")
     np.save(client / "tokens.npy", IDS)
     return Exported(compiled, server, client)

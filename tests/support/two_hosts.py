@@ -23,6 +23,8 @@ def party(
 ) -> Iterator[subprocess.Popen[str]]:
     """Run one party in `folder`; it is killed at the end if it still runs."""
     inputs = ["--weights", "weights.npz"] if rank == SERVER else ["--tokens", "tokens.npy"]
+    if rank != SERVER and not (folder / "tokens.npy").exists():
+        inputs = []
     inputs += ["--public", "public.npz"] if (folder / "public.npz").exists() else []
     command = [sys.executable, "-m", "aero_compile.runtime.party", "--rank", str(rank), *inputs]
     command += ["--address", address, "--peer", peer, "--program", "program.json", "--output", "out"]

@@ -1,0 +1,153 @@
+"""Two parties that prepare before there are tokens, and then run: each preparation once, and agreed on by both."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aero_compile.runtime.hosts.link import free_addresses
+from aero_compile.runtime.party import main
+from aero_compile.runtime.program import one_hot
+from aero_compile.runtime.roles import CLIENT, SERVER
+from tests.support.runtime_tiny import IDS, Exported, exported, logits_of, tiny_model
+from tests.support.two_hosts import Wire, end_server_in_the_middle, party
+
+pytest.importorskip("spu")
+
+KEPT = ("--preparations", "kept")
+
+
+def both(files: Exported, *extra: str) -> tuple[list[str], list[int], list[bytes]]:
+    """Run both parties; returns what they print, their exit codes, and what was sent to the server and the client."""
+    server_at, client_at = free_addresses(2)
+    to_server, to_client = Wire(server_at), Wire(client_at)
+    with (
+        party(SERVER, files.server, server_at, to_client.address, *extra) as server,
+        party(CLIENT, files.client, client_at, to_server.address, *extra) as client,
+    ):
+        outputs = [process.communicate(timeout=100)[0] for process in (server, client)]
+        return outputs, [server.returncode, client.returncode], [bytes(to_server.seen), bytes(to_client.seen)]
+
+
+def prepared(root: Path, count: int, **options: Any) -> Exported:
+    """The tiny model, compiled, with so many preparations, made before the client has any tokens."""
+    files = exported(root, offline=True, **options)
+    (files.client / "tokens.npy").rename(root / "later.npy")
+    outputs, codes, _ = both(files, "--runs", "0", "--offline", str(count), *KEPT)
+    assert codes == [0, 0], outputs
+    assert not (files.client / "out" / "logits.npy").exists()
+    (root / "later.npy").rename(files.client / "tokens.npy")
+    return files
+
+
+def names(folder: Path, ending: str = "npz") -> set[str]:
+    return {path.name for path in (folder / "kept").rglob(f"*.{ending}")}
+
+
+def test_a_run_takes_one_and_the_last_one_is_the_last(tmp_path: Path) -> None:
+    files = prepared(tmp_path, 2)
+    made = names(files.server)
+    assert len(made) == 2
+    assert names(files.client) == made
+    copies = tmp_path / "copies"
+    shutil.copytree(files.client / "kept", copies)
+
+    for left in (1, 0):
+        outputs, codes, wires = both(files, *KEPT)
+        assert codes == [0, 0], outputs
+        logits = np.load(files.client / "out" / "logits.npy")
+        np.testing.assert_allclose(logits, logits_of(tiny_model()), rtol=0, atol=5e-3)
+        assert len(names(files.server)) == len(names(files.client)) == left
+        for secret in (logits.tobytes(), one_hot(IDS, 64).astype(np.int64).tobytes(), IDS.tobytes()):
+            assert not any(secret in wire for wire in wires)
+
+    outputs, codes, _ = both(files, *KEPT)
+    assert codes == [2, 2]
+    assert any("no unused preparation" in output for output in outputs)
+    for path in copies.rglob("*.npz"):
+        shutil.copy(path, next((files.client / "kept").iterdir()))
+        shutil.copy(path, next((files.server / "kept").iterdir()))
+    outputs, codes, _ = both(files, *KEPT)
+    assert codes == [2, 2]
+    assert any("no unused preparation" in output for output in outputs), "what was used once is not used again"
+
+
+def test_what_a_party_keeps_is_never_sent(tmp_path: Path) -> None:
+    files = prepared(tmp_path, 1)
+    kept: list[bytes] = []
+    for folder in (files.server, files.client):
+        (path,) = (folder / "kept").rglob("*.npz")
+        with np.load(path) as arrays:
+            kept += [arrays[name].tobytes() for name in arrays.files if arrays[name].size > 2]
+    assert len(kept) > 10
+    _, codes, wires = both(files, *KEPT)
+    assert codes == [0, 0]
+    assert min(map(len, wires)) > 5_000
+    assert not any(words in wire for words in kept for wire in wires)
+
+
+def test_a_crash_in_a_run_uses_its_preparation_up(tmp_path: Path) -> None:
+    files = prepared(tmp_path, 1, steps=40)
+    server_at, client_at = free_addresses(2)
+    with (
+        party(SERVER, files.server, server_at, client_at, *KEPT) as server,
+        party(CLIENT, files.client, client_at, server_at, *KEPT) as client,
+    ):
+        end_server_in_the_middle(server, client)
+    assert len(names(files.server, "used")) == len(names(files.client, "used")) == 1
+    outputs, codes, _ = both(files, *KEPT)
+    assert codes == [2, 2]
+    assert any("no unused preparation" in output for output in outputs)
+
+
+def test_both_must_have_it(tmp_path: Path) -> None:
+    files = prepared(tmp_path, 1)
+    for path in (files.client / "kept").rglob("*.npz"):
+        path.unlink()
+    outputs, codes, _ = both(files, *KEPT)
+    assert codes == [2, 2]
+    assert "(1 here, 0 there)" in outputs[SERVER] or "(0 here, 1 there)" in outputs[CLIENT]
+
+
+def test_other_weights_than_those_it_was_made_with(tmp_path: Path) -> None:
+    files = prepared(tmp_path, 1)
+    weights = {name: array * np.float32(1.5) for name, array in files.compiled.weights.items()}
+    np.savez(files.server / "weights.npz", **weights)
+    outputs, codes, _ = both(files, *KEPT)
+    assert codes == [2, 2]
+    assert "other weights" in outputs[SERVER]
+
+
+@pytest.mark.parametrize(
+    ("offline", "extra", "words"),
+    [
+        (True, [], "--preparations DIR says where they are"),
+        (True, [*KEPT, "--offline", "-1"], "--offline takes a number of runs"),
+        (False, [*KEPT], "takes nothing prepared"),
+        (False, ["--offline", "1"], "takes nothing prepared"),
+        (False, ["--runs", "0"], "takes nothing prepared"),
+    ],
+)
+def test_options_that_do_not_fit_the_program(
+    offline: bool, extra: list[str], words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    files = exported(tmp_path, offline=offline)
+    arguments = ["--rank", "0", "--address", "127.0.0.1:1", "--peer", "127.0.0.1:2", "--protocol", "semi2k"]
+    arguments += ["--program", str(files.server / "program.json"), "--weights", str(files.server / "weights.npz")]
+    options = [str(tmp_path / "kept") if word == "kept" else word for word in extra]
+    assert main([*arguments, "--output", str(tmp_path / "out"), *options]) == 2
+    assert words in "".join(capfd.readouterr())
+
+
+def test_the_bill_tells_offline_and_online_apart(tmp_path: Path) -> None:
+    files = prepared(tmp_path, 1)
+    stats = [json.loads((at / "out" / "stats.json").read_text()) for at in (files.server, files.client)]
+    assert [each["runs"] for each in stats] == [[], []]
+    for a, b in zip(*(each["offline"][0]["steps"] for each in stats), strict=True):
+        assert (a["send_bytes"], a["recv_bytes"]) == (b["recv_bytes"], b["send_bytes"])
+        assert a["send_bytes"] + a["recv_bytes"] > 0

@@ -1,0 +1,85 @@
+"""Making a preparation: fresh random words of each party, and shares of exact products with the server's matrices."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aero_compile.errors import PartyError
+from aero_compile.runtime.lowering.live import LiveProgram, LiveStep
+from aero_compile.runtime.lowering.spu_compile import compile_steps
+from aero_compile.runtime.offline.prepare import agree, agreed_name, prepare, prepared_steps
+from aero_compile.runtime.operators import prepared
+from aero_compile.runtime.program_parts import TOKENS
+from aero_compile.runtime.roles import CLIENT, SERVER
+from benchmarks.lib.two_threads import both_parties
+
+spu = pytest.importorskip("spu")
+
+
+def _program(protocol: str, weight: Any) -> Any:
+    def function(x: Any, w: Any) -> tuple[Any]:
+        product = prepared.linear(x, w)
+        return (prepared.product(product, product.swapaxes(-1, -2) + 1.0),)
+
+    names, shapes = (TOKENS, "w"), ((2, 3, 33), weight.shape)
+    step = LiveStep("linear", "here", "key", names, ("result",), shapes, ("float32",) * 2, function)
+    live = LiveProgram((step,), {"w": weight}, (2, 3, 33), "result", (2, 3, 3), frozenset())
+    return compile_steps(live, protocol, 64, 18)
+
+
+@pytest.mark.parametrize("protocol", ["semi2k", "cheetah"])
+def test_shares_add_up_to_exact_products(protocol: str) -> None:
+    draw = np.random.default_rng(0)
+    weight = (draw.normal(size=(5, 33)) * np.array([1e-4, 1.0, 50.0, 1e3, 0.0])[:, None]).astype(np.float32)
+    program = _program(protocol, weight)
+    (single, _), (double, _) = prepared_steps(program)
+
+    def make(side: Any, io: Any, runtime: Any) -> Any:
+        own = {"w": weight} if side.rank == SERVER else {}
+        return [prepare(side, io, runtime, program, own, lambda what: {})[0] for _ in range(2)]
+
+    found = both_parties(program, make)
+    encoded = np.trunc(weight.astype(np.float64) * 2**18).astype(np.int64).view(np.uint64)
+    for number in range(2):
+        server, client = found[SERVER][number], found[CLIENT][number]
+        assert server.keys() == client.keys() == {single, double}
+        assert server[single].keys() == {"product"}, "R is the client's alone"
+        product = (server[single]["product"] + client[single]["product"]).reshape(6, 5)
+        np.testing.assert_array_equal(product, client[single]["random"].reshape(6, 33) @ encoded.T)
+        left, right, triple = (server[double][name] + client[double][name] for name in ("left", "right", "product"))
+        np.testing.assert_array_equal(triple.reshape(2, 3, 3), left.reshape(2, 3, 5) @ right.reshape(2, 5, 3))
+    for rank in (SERVER, CLIENT):
+        first, second = found[rank]
+        for at, name in ((single, "random"), (double, "left"), (double, "right")):
+            if name in first[at]:
+                assert not np.isin(first[at][name], second[at][name]).any(), "words are drawn anew"
+                assert np.bitwise_or.reduce(first[at][name]) == 2**64 - 1, "every bit is drawn"
+                assert np.bitwise_and.reduce(first[at][name]) == 0
+
+
+class Other:
+    """A link whose other end gathers what is given."""
+
+    def __init__(self, theirs: str) -> None:
+        self.theirs = theirs
+
+    def all_gather(self, mine: str) -> list[str]:
+        return [mine, self.theirs]
+
+
+def test_parties_take_the_first_that_both_have() -> None:
+    names = ["aa" * 16, "bb" * 16, "cc" * 16]
+    assert agree(Other(json.dumps(names[1:])), 0, reversed(names)) == names[1]
+    for theirs in ([], ["dd" * 16], [7]):
+        with pytest.raises(PartyError, match="no unused preparation"):
+            agree(Other(json.dumps(theirs)), 0, names)
+
+
+def test_names_are_drawn_by_both() -> None:
+    names = {agreed_name(Other("00" * 15 + "01")) for _ in range(3)}
+    assert len(names) == 3
+    assert all(len(name) == 32 for name in names)

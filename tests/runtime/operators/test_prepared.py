@@ -1,0 +1,86 @@
+"""Products in two phases between two parties: what SPU's own products compute, with the same rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from aero_compile.errors import InputError
+from aero_compile.runtime import compile_model
+from aero_compile.runtime.arithmetic.constants import scale_up
+from aero_compile.runtime.arithmetic.ring import fixed_point
+from aero_compile.runtime.kernels.prepared_product import PreparedProduct
+from aero_compile.runtime.kernels.triple_product import TripleProduct
+from aero_compile.runtime.operators.prepared import truncated
+from aero_compile.runtime.program import one_hot
+from aero_compile.runtime.program_parts import TOKENS, KernelStep
+from benchmarks.lib.two_threads import simulate
+from tests.support.runtime_graphs import TokenRows, aten
+from tests.support.two_parties import in_two_parties
+
+spu = pytest.importorskip("spu")
+
+
+def weighted(x: Any, m: Any) -> Any:
+    return aten.linear.default(aten.matmul.default(x, m.w), m.v, m.b)
+
+
+def squared(x: Any, m: Any) -> Any:
+    """Both factors are secret, in heads of unequal sizes."""
+    heads = aten.transpose.int(aten.reshape.default(x, [*m.shape[:2], 3, 7]), 1, 2)
+    scores = aten.matmul.default(heads, aten.transpose.int(heads, -1, -2))
+    return aten.linear.default(aten.matmul.default(scores, heads), m.u)
+
+
+@pytest.mark.parametrize("protocol", ["semi2k", pytest.param("cheetah", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("body", [weighted, squared])
+@pytest.mark.parametrize("shape", [(1, 1), (2, 5), (3, 1)])
+@pytest.mark.parametrize("size", [1.0, 2.0**-10, 30.0])
+def test_they_compute_what_the_model_computes(protocol: str, body: Any, shape: tuple[int, int], size: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    sizes = {"w": (21, 7), "v": (13, 7), "b": (13,), "u": (4, 7)}
+    parameters = {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
+    model = TokenRows(torch.randn(11, 21, generator=generator) * size, body, parameters)
+    model.shape = (*shape, 21)
+    ids = np.arange(np.prod(shape)).reshape(shape) * 5 % 11
+    compiled = compile_model(model, *shape, protocol, offline=True, guards=False)
+    kernels = [type(step.kernel) for step in compiled.program.steps if isinstance(step, KernelStep)]
+    middle = [TripleProduct] * 2 if body is squared else [PreparedProduct]
+    assert kernels == [PreparedProduct, *middle, PreparedProduct]
+    assert compiled.program.is_prepared
+    found = simulate(compiled.program, {TOKENS: one_hot(ids, 11)}, compiled.weights)
+    with torch.no_grad():
+        wanted = model(torch.from_numpy(ids)).numpy()
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=2e-3 * max(1.0, size**2 if body is squared else 1.0))
+
+
+@pytest.mark.parametrize("protocol", ["semi2k", "cheetah"])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (6, 50), (3, 4096)])
+def test_one_truncation_as_in_spus_own_products(protocol: str, shape: tuple[int, int]) -> None:
+    """Numbers with twice the fraction bits come back with once as many, within -2 and 1 units; up to 2^24."""
+    x = np.random.default_rng(shape[1]).integers(-(2**5), 2**5, shape).astype(np.float64)
+    found = in_two_parties(lambda value: truncated(scale_up(value, 18)), x, protocol)
+    off = (found - x) * 2.0**18
+    assert off.min() >= -2
+    assert off.max() <= 1
+    large = in_two_parties(lambda value: truncated(scale_up(value, 18 + 18)), x, protocol)
+    np.testing.assert_allclose(large, x * 2.0**18, rtol=2.0**-22, atol=2.0**-17)
+
+
+def test_without_fixed_point_there_is_nothing_to_truncate() -> None:
+    x = np.ones((2, 3), np.float32)
+    assert truncated(x) is x
+    with fixed_point(18):
+        np.testing.assert_array_equal(truncated(x), x * 2.0**-18)
+
+
+def test_what_spu_has_to_compute_as_before_stays() -> None:
+    """Without `offline`, and in rings where words are not 64 bits."""
+    model = TokenRows(torch.randn(11, 21), lambda x, m: aten.linear.default(x, m.v), {"v": torch.randn(4, 21)})
+    model.shape = (1, 3, 21)
+    assert not compile_model(model, 1, 3, "semi2k").program.is_prepared
+    with pytest.raises(InputError, match="64-bit ring"):
+        compile_model(model, 1, 3, "semi2k", offline=True, field=128)

@@ -1,0 +1,59 @@
+"""Both sides of a kernel in one process: what each holds, and what passes between them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from aero_compile.runtime.kernels.kernel import Kernel
+from aero_compile.runtime.kernels.side import Exchanged, Side
+from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.roles import CLIENT, SERVER
+
+
+class Pair:
+    """Both ends of a link: what one sends waits for the other, and is kept in `sent`, by the sender's rank."""
+
+    def __init__(self) -> None:
+        self.sent: dict[int, list[bytes]] = {SERVER: [], CLIENT: []}
+        self._waiting: dict[int, deque[bytes]] = {SERVER: deque(), CLIENT: deque()}
+
+    def send(self, to: int, content: bytes) -> None:
+        self.sent[1 - to].append(content)
+        self._waiting[to].append(content)
+
+    def recv(self, sender: int) -> bytes:
+        queue = self._waiting[1 - sender]
+        while not queue:
+            pass
+        return queue.popleft()
+
+
+def side_of(rank: int, link: Any, prepared: Mapping[str, Words] | None = None) -> Side:
+    """A party's side without SPU."""
+    side = Side.__new__(Side)
+    side.rank, side.link, side.prepared, side.exchanged = rank, link, prepared or {}, Exchanged()
+    return side
+
+
+def run_both(
+    kernel: Kernel, shares: tuple[list[Words], list[Words]], prepared: tuple[Mapping[str, Words], Mapping[str, Words]]
+) -> tuple[list[tuple[Words, ...]], Pair]:
+    """What the parties hold of the results of `kernel`, and the link between them."""
+    pair = Pair()
+    with ThreadPoolExecutor(2) as pool:
+        runs = [
+            pool.submit(kernel.run, side_of(rank, pair, prepared[rank]), *(each.ravel() for each in shares[rank]))
+            for rank in (SERVER, CLIENT)
+        ]
+        return [run.result(timeout=60) for run in runs], pair
+
+
+def split(words: Words, draw: np.random.Generator) -> tuple[Words, Words]:
+    """Two shares of words, drawn."""
+    theirs = draw.integers(2**64, size=words.shape, dtype=np.uint64)
+    return words - theirs, theirs
