@@ -15,15 +15,17 @@ from torch import Tensor, fx, nn
 
 from aero_compile.errors import InputError, nearest
 from aero_compile.ir.dataflow import tainted_nodes
-from aero_compile.ir.ops import VIEWS, of_form
+from aero_compile.ir.ops import SCALES, SUMS, VIEWS, of_form
 from aero_compile.ir.structural import structural_attributes
 
 EMBEDDING, POSITION, HEAD = ROLES = "embedding", "position", "head"
-"""Names of weights by what they do: the token table, position tables, weight and bias of what makes the logits."""
+"""Names of weights by what they do: the token table, tables of position vectors, what makes the logits."""
 
 _ATTRIBUTE = "published"
 _LOOKUPS = of_form("embedding", "index")
+_SLICES = of_form("slice")
 _SEEN_THROUGH = VIEWS | of_form("detach", "cast", "select")
+_GOING_ON = _SEEN_THROUGH | SUMS | SCALES
 
 
 def published(module: nn.Module) -> Mapping[str, Tensor]:
@@ -47,8 +49,9 @@ def publish(model: nn.Module, graph: fx.Graph, names: Collection[str]) -> nn.Mod
     Args:
         model: which stays as it is.
         graph: that computes its logits from an input called `input_ids`.
-        names: "embedding" (the table that the tokens look up, whatever it is called), "position" (tables that positions
-            look up), "head" (what makes the logits), names of weights, or patterns of them (`transformer.ln_f.*`).
+        names: "embedding" (the table that the tokens look up, whatever it is called), "position" (tables of vectors for
+            positions, which are added to those of the tokens), "head" (what makes the logits), names of weights, or
+            patterns of them (`transformer.ln_f.*`).
 
     Raises:
         InputError: a name that nothing has, or a token table that is the LM head too, where only one of both is named.
@@ -91,11 +94,26 @@ def _roles(graph: fx.Graph) -> dict[str, list[str]]:
     """Names of the weights in each role, by how the graph reads them."""
     live = tainted_nodes(graph, "input_ids")
     found: dict[str, dict[str, None]] = {role: {} for role in ROLES}
+    vectors: set[fx.Node] = set()  # of tokens, before anything but sums and factors
+    tables: dict[fx.Node, list[str]] = {}  # weights that rows are taken of for positions, by what follows from them
     for node in graph.nodes:
+        read = [each for each in node.all_input_nodes if each in live]
         if node.target in _LOOKUPS and node.args[0] not in live:
-            found[EMBEDDING if node in live else POSITION].update(dict.fromkeys(_weights(node.args[0])))
-        elif node.target in of_form("slice") and node not in live and node.all_input_nodes[1:]:
-            found[POSITION].update(dict.fromkeys(_weights(node.args[0])))  # the rows for so many tokens
+            names = _weights(node.args[0])
+            if node in live:
+                found[EMBEDDING].update(dict.fromkeys(names))
+                vectors.add(node)
+            else:
+                tables[node] = names
+        elif node.target in _SLICES and node not in live and node.all_input_nodes[1:]:
+            tables[node] = _weights(node.args[0])  # the rows for so many tokens
+        elif node.op == "call_module" or node.target in _GOING_ON:
+            given = [name for each in node.all_input_nodes for name in tables.get(each, ())]
+            if read and vectors.issuperset(read):
+                vectors.add(node)
+                found[POSITION].update(dict.fromkeys(given if node.target in SUMS else ()))
+            elif not read:
+                tables[node] = given
     for node in _makers(graph):
         found[HEAD].update(dict.fromkeys(name for each in node.args[1:] for name in _weights(each)))
     return {role: list(names) for role, names in found.items()}

@@ -68,6 +68,13 @@ def test_the_token_table_of_families(family: str) -> None:
     assert table.target in given(model, "embedding", "head")
 
 
+def test_what_else_varies_by_position_is_no_position_table() -> None:
+    """Temperatures, and averages of norms for the first position, are cut and looked up by position, too."""
+    for recipe in ("softmax_only", "freeze-layer-norm{first_token=True}"):
+        model = tiny_models.transformed("gpt2-eager", recipe)
+        assert given(model, "position") == {"transformer.wpe.weight"}, recipe
+
+
 def test_an_unknown_name_is_refused_with_near_ones() -> None:
     with pytest.raises(InputError, match=r"no weight of the model: 'word\.weight' \(nearest: words\.weight"):
         given(captured(), "word.weight")
