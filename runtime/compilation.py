@@ -15,6 +15,7 @@ from aero_compile.errors import InputError
 from aero_compile.ir.ops import NORMS
 from aero_compile.runtime.arithmetic.one_product import FRACTION_BITS, RING_BITS
 from aero_compile.runtime.arithmetic.ring import fixed_point
+from aero_compile.runtime.lowering.comparisons import pays
 from aero_compile.runtime.lowering.defer import defer_normalization
 from aero_compile.runtime.lowering.guards import GuardCheck
 from aero_compile.runtime.lowering.live import LiveProgram
@@ -63,7 +64,10 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Options:
-    """What decides the program of a model; `aero_compile.private_inference` says what each of them means."""
+    """What decides the program of a model; `aero_compile.private_inference` says what most of them mean.
+
+    `looked_at`: one process evaluates the model on the tokens of a run before it, and refuses what does not fit.
+    """
 
     protocol: str
     form: Format
@@ -74,6 +78,7 @@ class Options:
     guards: bool = False
     public: tuple[str, ...] = ()
     offline: bool = False
+    looked_at: bool = False
 
     def __post_init__(self) -> None:
         check_config(self.protocol, self.form.ring_bits, self.form.fraction_bits)
@@ -116,6 +121,7 @@ def _lowered(
     for text in options.texts(model):
         in_the_clear(model, text, ranges)
     spreads = {name: MARGIN * spread for name, spread in ranges.spreads.items()}
+    reaches = _typical_reaches(model, ids, options, ranges)
     if on_ids:
         in_the_clear(model, ids, ranges)
     part = partition_for(model, ids)
@@ -123,6 +129,7 @@ def _lowered(
     lift_small_weights(part, form.fraction_bits)
     with fixed_point(form.fraction_bits, form.ring_bits):
         defer_normalization(part)
+    fits = (form.ring_bits, form.fraction_bits) == (RING_BITS, FRACTION_BITS)
     lowered = partial(
         lower,
         part,
@@ -131,16 +138,28 @@ def _lowered(
         guards=form if options.guards else None,
         doublings=ranges.doublings,
         offline=options.offline,
-        one_product=(form.ring_bits, form.fraction_bits) == (RING_BITS, FRACTION_BITS),
+        one_product=fits,
+        reaches=reaches,
+        worth=lambda count: fits and pays(count, options.protocol),
     )
     live = lowered()
-    ranges.raise_first(live.executed, {**live.weights, **live.published}, live.exponentials)
+    ranges.raise_first(live.executed, {**live.weights, **live.published}, live.exponentials, live.small)
     if live.guards:
         check = GuardCheck(live.guards)
         for text in (*options.texts(model), *([ids] if on_ids else [])):
             in_the_clear(model, text, check)
         check.raise_first()
     return live, partial(lowered, exact=True)
+
+
+def _typical_reaches(model: nn.Module, ids: Tokens, options: Options, seen: RangeCheck) -> dict[str, float]:
+    """How far what operators compare reaches on typical text, `seen`, or random tokens; nothing between two hosts."""
+    if not options.looked_at or options.calibration:
+        return dict(seen.reaches) if options.looked_at else {}
+    sample = RangeCheck(options.form, seen.doublings)
+    for text in random_tokens(vocabulary_of(model, ids), (ids.shape[0], ids.shape[1])):
+        in_the_clear(model, checked_ids(model, text), sample)
+    return sample.reaches
 
 
 def doublings_of(model: nn.Module, ids: Tokens, options: Options) -> Doublings:

@@ -95,7 +95,10 @@ def private_inference(
         RuntimeUnavailableError: SPU is not installed.
     """
     form = Format(field, fraction_bits, tolerances)
-    options = Options(protocol, form, _batches(calibration), logits, optimize, clamp, guards, names_of(public), offline)
+    texts = batches(calibration)
+    options = Options(
+        *(protocol, form, texts, logits, optimize, clamp, guards, names_of(public), offline), looked_at=True
+    )
     if not timeout > 0:
         raise InputError(f"timeout must be a positive number of seconds, not {timeout!r}")
     if warm not in (True, False, "setup"):
@@ -159,7 +162,12 @@ def compile_model(
     The logits are rehearsed on that text, cut or repeated to [batch, length], or else on random tokens.
     """
     form = Format(field, fraction_bits, tolerances)
-    options = Options(protocol, form, _batches(calibration), logits, optimize, clamp, guards, names_of(public), offline)
+    options = Options(protocol, form, batches(calibration), logits, optimize, clamp, guards, names_of(public), offline)
+    return compile_unseen(model, batch, length, options)
+
+
+def compile_unseen(model: torch.nn.Module, batch: int, length: int, options: Options) -> Compiled:
+    """Compile `model` for token ids [batch, length], without any tokens."""
     import_spu()
     given = with_graph(model)
     ids = checked_ids(given, np.zeros((batch, length), np.int64))
@@ -186,5 +194,6 @@ def names_of(public: str | Sequence[str]) -> tuple[str, ...]:
     return (public,) if isinstance(public, str) else tuple(public)
 
 
-def _batches(calibration: Any) -> tuple[torch.Tensor, ...]:
+def batches(calibration: Any) -> tuple[torch.Tensor, ...]:
+    """Return `calibration`, None or batches of token ids, as batches."""
     return () if calibration is None else token_batches(calibration)

@@ -23,9 +23,9 @@ import numpy.typing as npt
 
 from aero_compile.errors import InputError
 from aero_compile.runtime.arithmetic.coefficients import ACTIVATIONS
+from aero_compile.runtime.arithmetic.comparison import COMPARISON_BYTES, SELECT_BYTES, above
 from aero_compile.runtime.arithmetic.exponential import Power, cheapest_exponential, choose_power
 from aero_compile.runtime.arithmetic.logarithm import LOGARITHMS
-from aero_compile.runtime.arithmetic.one_product import COMPARISON_BYTES, SELECT_BYTES
 from aero_compile.runtime.arithmetic.reciprocal import RECIPROCALS
 from aero_compile.runtime.arithmetic.roots import INVERSE_ROOTS, ROOTS
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Form, Tolerances, cheapest
@@ -96,13 +96,13 @@ def activation(name: str, x: Any, tolerance: float = DEFAULT.activation) -> Any:
     import jax.numpy as jnp
 
     limit, chain = ACTIVATIONS[name, squares_for(name, tolerance)]
-    positive = x > 0
-    above = jnp.where(positive, x, 0.0)  # relu(x) and |x| from one bit
-    size = above + above - x
-    left = jnp.where(size > limit, 0.0, chain(size))
+    positive = above(x, 0.0)
+    rectified = jnp.where(positive, x, 0.0)  # relu(x) and |x| from one bit
+    size = rectified + rectified - x
+    left = jnp.where(above(size, limit), 0.0, chain(size))
     low = _MIRRORED[name].low
     if low is None:
-        return above - left
+        return rectified - left
     return low + left + jnp.where(positive, 1.0 - low - left - left, 0.0)  # selecting from two secrets is a product
 
 

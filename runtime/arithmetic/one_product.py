@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from aero_compile.runtime.arithmetic.comparison import COMPARISON_BYTES, SELECT_BYTES, below
 from aero_compile.runtime.arithmetic.filling import by_parts, owned_parts
 from aero_compile.runtime.kernels.calls import call_kernel
 from aero_compile.runtime.kernels.exponential_factors import FRACTION_BITS as FRACTION_BITS
@@ -23,9 +24,6 @@ RING_BITS = 64
 
 PRODUCT_BYTES = 152
 """Bytes an element in Cheetah, both ways: a product with a value of one party (143), three truncations."""
-
-COMPARISON_BYTES, SELECT_BYTES = 82, 16
-"""Bytes an element, both ways, in Cheetah (64-bit ring)."""
 
 ROOM = 0.02
 """By so much less than the kernel's reach x may be below 0: what a score less its row's maximum loses by rounding."""
@@ -76,7 +74,7 @@ class OneProduct:
 
         parts = owned_parts(x.size)
         value = by_parts([x], parts, [self._owned] * (len(parts) - 1) + [self._shared])
-        return jnp.where(x < -self.reach, 0.0, value) if self.clamped else value
+        return jnp.where(below(x, -self.reach), 0.0, value) if self.clamped else value
 
     def _kernel(self, owned: bool) -> ExponentialFactors:
         return ExponentialFactors(self.bits, self.mantissa, owned)

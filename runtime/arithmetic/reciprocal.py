@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from aero_compile.runtime.arithmetic.coefficients import RECIPROCAL
+from aero_compile.runtime.arithmetic.comparison import SMALL_RING_HOLDS, above
 from aero_compile.runtime.arithmetic.constants import is_public
 from aero_compile.runtime.arithmetic.filling import multiply
 from aero_compile.runtime.arithmetic.row_products import broadcast_product
@@ -32,14 +33,18 @@ RECIPROCAL_ERROR = 6e-5
 """Largest relative error besides 2^-18 of the result's own rounding."""
 
 
+MOST_IN_SMALL_RING = SMALL_RING_HOLDS / 8
+"""Sums of rows of so many entries, and powers of two up to it, differ by an eighth of what the 32-bit ring holds."""
+
+
 def reciprocal_of_sums(sums: Any, most: int) -> Any:
     """1/S for a JAX array of sums, `LEAST_SUM` ≤ S ≤ 1.02 · `most`."""
     powers = 2.0 ** np.arange(1, max(1, most - 1).bit_length())
     if not len(powers):
         return RECIPROCAL(sums)
     steps = powers.reshape((-1, *(1,) * sums.ndim))
-    above = jnp().broadcast_to(sums, (len(powers), *sums.shape)) > steps
-    scale = 1.0 - jnp().where(above, 1.0 / steps, 0.0).sum(axis=0)
+    larger = above(jnp().broadcast_to(sums, (len(powers), *sums.shape)), steps, bounded=most <= MOST_IN_SMALL_RING)
+    scale = 1.0 - jnp().where(larger, 1.0 / steps, 0.0).sum(axis=0)
     return multiply(RECIPROCAL(multiply(sums, scale)), scale)
 
 

@@ -20,14 +20,16 @@ import torch
 
 from aero_compile.errors import InputError
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
+from aero_compile.runtime.compilation import Options
 from aero_compile.runtime.costs import operations, pphlo
 from aero_compile.runtime.costs.operations import BITS, CLIENTS, OWNED, PUBLIC, SERVERS
 from aero_compile.runtime.costs.session import Cost, Session
 from aero_compile.runtime.costs.table import CostTable, settings_of
 from aero_compile.runtime.hosts.measure import OFFLINE, by_operator, offline_line, offline_rows
 from aero_compile.runtime.hosts.network_spec import Network, parse_network
-from aero_compile.runtime.inference import compile_model
+from aero_compile.runtime.inference import batches, compile_unseen, names_of
 from aero_compile.runtime.offline.prepare import prepared_steps
+from aero_compile.runtime.operators.limits import Format
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.program_parts import SET_UP, TOKENS, KernelStep
 from aero_compile.runtime.spu_config import import_spu, runtime_config
@@ -152,22 +154,12 @@ def estimate(
     version = str(import_spu().__version__)
     field, bits = int(costs.settings["field"]), int(costs.settings["fraction_bits"])
     costs.check(settings_of(runtime_config(PROTOCOL, field, bits), PROTOCOL, field, bits), version)
-    compiled = compile_model(
-        _materialized(model),
-        batch,
-        seq_len,
-        PROTOCOL,
-        logits=logits,
-        optimize=optimize,
-        calibration=calibration,
-        clamp=clamp,
-        guards=guards,
-        public=public,
-        offline=offline,
-        tolerances=replace(tolerances, logits=None),
-        field=field,
-        fraction_bits=bits,
+    form = Format(field, bits, replace(tolerances, logits=None))
+    options = Options(
+        *(PROTOCOL, form, batches(calibration), logits, optimize, clamp, guards, names_of(public), offline),
+        looked_at=True,
     )
+    compiled = compile_unseen(_materialized(model), batch, seq_len, options)
     return estimate_program(compiled.program, network=emulated, warm=warm, table=costs)
 
 

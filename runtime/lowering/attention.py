@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from aero_compile.runtime.arithmetic.comparison import maximum
 from aero_compile.runtime.arithmetic.constants import scale
 from aero_compile.runtime.arithmetic.exponential import SAFE, SoftmaxExponential
 from aero_compile.runtime.arithmetic.filling import multiply
@@ -157,7 +158,7 @@ def row_maximum(packed: Any, lengths: Indices) -> Any:
         odd = sizes % 2 == 1
         single = (starts + 2 * half)[odd]
         rows = np.concatenate([np.repeat(np.arange(len(sizes)), half), np.flatnonzero(odd)])
-        larger = jnp().maximum(current[:, left], current[:, right])
+        larger = maximum(current[:, left], current[:, right])
         current = jnp().concatenate([larger, current[:, single]], axis=1)[:, np.argsort(rows, kind="stable")]
         sizes = half + odd
     return current

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,10 +19,12 @@ from aero_compile.runtime.arithmetic.row_squares import norms_by_rows
 from aero_compile.runtime.lowering import bounds
 from aero_compile.runtime.lowering.bound_rules import RULES
 from aero_compile.runtime.lowering.bounds import Bound, Shape
+from aero_compile.runtime.lowering.comparisons import COMPARED, spread_of
 from aero_compile.runtime.lowering.guards import COMBINATIONS, Check, Guard, LeastRows
 from aero_compile.runtime.lowering.masks import Masked, find_mask
 from aero_compile.runtime.lowering.norms import LOOKUPS, NO_DOUBLINGS, Doublings
 from aero_compile.runtime.lowering.partition import Partition, op_name, place_of
+from aero_compile.runtime.lowering.schedule import SOFTMAX
 from aero_compile.runtime.operators import registry
 from aero_compile.runtime.operators.limits import (
     LEAST_DEVIATION,
@@ -44,12 +46,14 @@ _ROWS = 4096  # rows of a table that are measured at a time
 class Plan:
     """`guards` of the values that nodes compute, and what is `watched` inside of nodes: (low, high) by name.
 
-    `least`: what is watched at the low end of norms, as calibration can look at it.
+    `least`: what is watched at the low end of norms, as calibration can look at it. `reaches`: how far what operators
+    compare (`comparisons`) can reach for any tokens with which no check fails.
     """
 
     guards: Mapping[fx.Node, tuple[Guard, ...]] = field(default_factory=dict)
     watched: Mapping[fx.Node, Mapping[str, Ends]] = field(default_factory=dict)
     least: Mapping[fx.Node, LeastRows] = field(default_factory=dict)
+    reaches: Mapping[fx.Node, float] = field(default_factory=dict)
 
     def checks(self) -> dict[str, tuple[Check, ...]]:
         """All that text can be tried on beforehand, by the name of the node."""
@@ -112,7 +116,17 @@ class Planner:
         guards = {node: (Guard(limit),) for node, limit in self.limits.items()}
         for node, guard in self.centered.items():
             guards[node] = (*guards.get(node, ()), guard)
-        return Plan(guards, self.watched, self.least)
+        return Plan(guards, self.watched, self.least, dict(self._reaches()))
+
+    def _reaches(self) -> Iterator[tuple[fx.Node, float]]:
+        for node in self.order:
+            if op_name(node) in SOFTMAX:
+                mask = self.mask(node)
+                yield node, spread_of(self.of(mask.core).peak, mask)
+            elif op_name(node) in COMPARED:
+                given = registry.bind(node.target, node.args, node.kwargs)
+                compared = [given[name] for name in COMPARED[op_name(node)] if given.get(name) is not None]
+                yield node, max(self.of(each).peak for each in compared)
 
     def _limit(self, node: fx.Node, limit: float) -> None:
         known = self.limits.get(node)

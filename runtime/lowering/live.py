@@ -45,7 +45,8 @@ class LiveProgram:
     Steps also read `clients`, shapes by name of what the client computes by `prefix`, and arrays of `published`.
 
     `executed` names the graph's nodes that the steps compute, `exponentials` how each softmax, by its node's name,
-    computes its exponential. `guard` names a value [1] that is 1 if a value left its range and else 0, None if there
+    computes its exponential. `small` has the names of operators that compare in the 32-bit ring because of what
+    typical text showed. `guard` names a value [1] that is 1 if a value left its range and else 0, None if there
     are no private checks; `guards` has those that text can be tried on beforehand, by the name of their node.
     """
 
@@ -56,6 +57,7 @@ class LiveProgram:
     result_shape: tuple[int, ...]
     executed: frozenset[str]
     exponentials: Mapping[str, SoftmaxExponential] = field(default_factory=dict)
+    small: frozenset[str] = frozenset()
     guard: str | None = None
     guards: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     published: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)

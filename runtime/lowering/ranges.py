@@ -22,6 +22,7 @@ from aero_compile.errors import LoweringError
 from aero_compile.ir.mask_values import MASKED_BELOW
 from aero_compile.ir.ownership import Domain
 from aero_compile.runtime.arithmetic.exponential import SoftmaxExponential
+from aero_compile.runtime.lowering.comparisons import COMPARED, LARGEST_REACH, reach_of
 from aero_compile.runtime.lowering.norms import NO_DOUBLINGS, Doublings
 from aero_compile.runtime.lowering.partition import SOFTMAX, op_name, place_of
 from aero_compile.runtime.operators import registry
@@ -32,14 +33,16 @@ from aero_compile.runtime.operators.limits import LIMITS, Format
 class RangeCheck:
     """An observer for `run_in_the_clear`: values on which an operator does not hold, and how far scores spread.
 
-    `spreads` has, for each softmax, the largest difference of two allowed scores of a row seen so far. `doublings`
-    tells by which powers of two the rows of norms are multiplied.
+    `spreads` has, for each softmax, the largest difference of two allowed scores of a row seen so far, `reaches` the
+    reach of each operator that compares (`comparisons`). `doublings` tells by which powers of two the rows of norms
+    are multiplied.
     """
 
     form: Format
     doublings: Doublings = NO_DOUBLINGS
     found: list[tuple[str, str]] = field(default_factory=list)
     spreads: dict[str, float] = field(default_factory=dict)
+    reaches: dict[str, float] = field(default_factory=dict)
 
     def __call__(
         self,
@@ -60,6 +63,10 @@ class RangeCheck:
                 self._compare(node, each.what, each.of(given), each.low, each.high)
         if node.target is SOFTMAX:
             self.spreads[node.name] = max(self.spreads.get(node.name, 0.0), _spread(args))
+            self.reaches[node.name] = self.spreads[node.name]
+        if name in COMPARED:
+            reach = reach_of(name, registry.bind(node.target, args, kwargs))
+            self.reaches[node.name] = max(self.reaches.get(node.name, 0.0), reach)
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             self._compare(node, "result", value, -self.form.limit, self.form.limit)
 
@@ -84,11 +91,13 @@ class RangeCheck:
         executed: Collection[str],
         weights: Mapping[str, npt.NDArray[Any]],
         exponentials: Mapping[str, SoftmaxExponential] | None = None,
+        small: Collection[str] = (),
     ) -> None:
         """Raise LoweringError if a weight, or a value of one of the `executed` nodes, was too large.
 
         Nodes that are not executed (masked scores, for one) may hold anything. `exponentials` tells how each
-        softmax computes its exponential, and so how far its scores may spread.
+        softmax computes its exponential, and so how far its scores may spread, `small` which operators compare in
+        the 32-bit ring because of what typical text showed.
         """
         messages = [message for name, message in self.found if name in executed]
         for name, chosen in (exponentials or {}).items():
@@ -96,6 +105,12 @@ class RangeCheck:
                 messages.append(
                     f"the scores of softmax {name} spread over {self.spreads[name]:.4g}; the exponential that "
                     f"calibration chose holds up to {chosen.widest:.4g}: calibrate on more text"
+                )
+        for name in small:
+            if not self.reaches.get(name, 0.0) <= LARGEST_REACH:
+                messages.append(
+                    f"{name} compares values that reach {self.reaches[name]:.4g}; by what typical text showed they are "
+                    f"compared in a ring for up to {LARGEST_REACH:.4g}: calibrate on more text"
                 )
         for name, array in weights.items():
             if not largest(array) <= self.form.limit:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,11 +22,13 @@ from torch import fx
 from aero_compile.errors import LoweringError
 from aero_compile.ir.ops import names_of, of_form
 from aero_compile.ir.ownership import Domain
+from aero_compile.runtime.arithmetic.comparison import small_ring
 from aero_compile.runtime.arithmetic.exponential import SoftmaxExponential, cheapest_exponential
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.lowering import attention
 from aero_compile.runtime.lowering.blocks import blocked_scores
 from aero_compile.runtime.lowering.bound_rules import RULES
+from aero_compile.runtime.lowering.comparisons import COMPARED, LARGEST_REACH, MARGIN, comparisons
 from aero_compile.runtime.lowering.constants import checked_literal, to_numpy
 from aero_compile.runtime.lowering.guard_plan import Plan, plan_guards
 from aero_compile.runtime.lowering.guards import GUARD, count_name, final_step, guard_step
@@ -79,6 +81,8 @@ def lower(
     doublings: Doublings = NO_DOUBLINGS,
     one_product: bool = True,
     offline: bool = False,
+    reaches: Mapping[str, float] | None = None,
+    worth: Callable[[int], bool] = lambda count: False,
 ) -> LiveProgram:
     """Lower every live node of `part` that the logits need.
 
@@ -88,7 +92,9 @@ def lower(
     approximations may be. `guards`: the format whose ranges private checks keep where no bound shows that they are
     kept; None: none are made. `doublings`: by which powers of two the rows of norms are multiplied. `one_product`:
     whether the ring is one for exponentials of one product. `offline`: products with matrices of the server take what
-    both parties prepare before the tokens are known.
+    both parties prepare before the tokens are known. `reaches`: how far values that operators compare reach on
+    typical text, by the names of their nodes, where the tokens of a run are looked at before it. `worth`: whether so
+    many comparisons may take the 32-bit ring, for which the format must be of 18 fraction bits in the 64-bit ring.
 
     Raises:
         InputError: no approximation is as close as is asked for.
@@ -97,9 +103,10 @@ def lower(
     schedule = Schedule(part)
     runs = all(op_name(n) in RULES for n in schedule.order if not schedule.is_tokens(n))  # else it is refused below
     plan = plan_guards(part, schedule.order, guards, schedule.is_tokens, doublings) if guards and runs else Plan()
-    return _Emission(
+    emission = _Emission(
         schedule, plan, doublings, exact, dtype, spreads or {}, tolerances, one_product, offline and not exact
-    ).program()
+    )
+    return emission.program({} if exact else reaches or {}, (lambda count: False) if exact else worth)
 
 
 @dataclass
@@ -125,6 +132,8 @@ class _Emission:
     offline: bool
     weights: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
     exponentials: dict[str, SoftmaxExponential] = field(default_factory=dict)
+    small: frozenset[fx.Node] = frozenset()
+    small_pays: bool = False
     _weight_names: dict[object, str] = field(default_factory=dict)
     published: Published = field(init=False)
 
@@ -135,8 +144,9 @@ class _Emission:
     def part(self) -> Partition:
         return self.schedule.part
 
-    def program(self) -> LiveProgram:
+    def program(self, reaches: Mapping[str, float], worth: Callable[[int], bool]) -> LiveProgram:
         part, schedule = self.part, self.schedule
+        seen = self._compare_small(reaches, worth)
         steps = [step for node in schedule.clients for step in self._guards(node)]
         for group in schedule.groups(self.plan.guards):
             steps.append(self._step(group))
@@ -152,6 +162,7 @@ class _Emission:
             part.shapes[part.output],
             frozenset(node.name for node in (*schedule.order, *schedule.clients)),
             self.exponentials,
+            seen,
             GUARD if guard else None,
             self.plan.checks(),
             self.published.arrays,
@@ -164,6 +175,20 @@ class _Emission:
         kind = np.dtype(self.dtype).name
         return [guard_step(node, guard, self.part.shapes[node], kind) for guard in self.plan.guards.get(node, ())]
 
+    def _compare_small(self, reaches: Mapping[str, float], worth: Callable[[int], bool]) -> frozenset[str]:
+        """Choose what compares in the 32-bit ring; returns the names of what typical text showed to fit."""
+        comparing = [n for n in self.schedule.order if op_name(n) in SOFTMAX or op_name(n) in COMPARED]
+        proven = {n for n in comparing if self.plan.reaches.get(n, math.inf) <= LARGEST_REACH}
+        seen = {n for n in comparing if reaches.get(_name(n), math.inf) * MARGIN <= LARGEST_REACH}
+        count = 0
+        for node in proven | seen:
+            mask = self.schedule.masks.get(node)
+            chosen = None if mask is None else self._exponential(node)
+            count += comparisons(node, self.part.shapes[node if mask is None else mask.core], mask, chosen)
+        self.small_pays = worth(count)
+        self.small = frozenset(proven | seen) if self.small_pays else frozenset()
+        return frozenset(_name(node) for node in self.small - proven)
+
     def _step(self, group: Group) -> LiveStep:
         nodes, outputs = group.nodes, group.outputs
         slot = _Slot(nodes)
@@ -174,13 +199,14 @@ class _Emission:
         watched = [self.plan.watched.get(node, {}) for node in nodes]
         held = [name in self.published.arrays for name in names]
         kinds = [*slot.inputs.values(), *held] if any(held) else [*slot.inputs.values()]
-        text = json.dumps([spec, kinds, [nodes.index(n) for n in outputs], self.exact, watched])
+        small = [(self.small_pays, node in self.small) for node in nodes]
+        text = json.dumps([spec, kinds, [nodes.index(n) for n in outputs], self.exact, watched, small])
 
         def function(*values: Any) -> tuple[Any, ...]:
             environment: dict[str, Any] = dict(zip(names, values, strict=True))
             outside: list[Any] = []
-            for (node, call), wanted in zip(resolved, watched, strict=True):
-                with watching(wanted) as watch:
+            for (node, call), wanted, rings in zip(resolved, watched, small, strict=True):
+                with watching(wanted) as watch, small_ring(*rings):
                     environment[node.name] = call(environment)
                 outside += watch.outside
             counts = (sum(outside[1:], outside[0]).reshape((1,)),) if outside else ()
@@ -267,16 +293,20 @@ class _Emission:
                 "a row of its mask allows nothing but is filled with finite numbers, over which PyTorch averages "
                 "hidden entries; fill it with -inf (the row becomes zeros), or let it see itself",
             )
-        name = node.meta.get("softmax", node.name)
-        spread = self.spreads.get(name, math.inf)
-        exponential = cheapest_exponential(spread, self.tolerances.softmax, shape[dim], self.one_product)
-        self.exponentials[name] = exponential
+        exponential = self._exponential(node)
+        self.exponentials[_name(node)] = exponential
         split = op_name(node) == "unnormalized_softmax"
         return Call(
             attention.unnormalized_softmax if split else attention.masked_softmax,
             {"x": self._argument(slot, mask.core)},
             {"mask": mask, "dim": dim, "exact": self.exact, "exponential": exponential},
         )
+
+    def _exponential(self, node: fx.Node) -> SoftmaxExponential:
+        shape, dim = self.part.shapes[node], node.args[1]
+        assert isinstance(dim, int)
+        spread = self.spreads.get(_name(node), math.inf)
+        return cheapest_exponential(spread, self.tolerances.softmax, shape[dim], self.one_product)
 
     def _bind(self, node: fx.Node) -> dict[str, Any]:
         """Match arguments to the names of the ATen schema (`self` becomes `x`)."""
@@ -343,6 +373,11 @@ class _Emission:
         name = self._weight_names.setdefault(key, f"w:{node.target}" if node.op == "get_attr" else f"w:{node.name}")
         self.weights[name] = array
         return name
+
+
+def _name(node: fx.Node) -> str:
+    """Name of a node in the model's graph: one half of a softmax has another one in the program's."""
+    return str(node.meta.get("softmax", node.name))
 
 
 def _unsupported(node: fx.Node, reason: str) -> LoweringError:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from aero_compile.runtime.arithmetic.approximations import activation
+from aero_compile.runtime.arithmetic.comparison import above, below, magnitude, maximum, minimum
 from aero_compile.runtime.arithmetic.constants import is_public, mean, scale, times
 from aero_compile.runtime.arithmetic.exponential import choose_power
 from aero_compile.runtime.arithmetic.logarithm import logarithm
@@ -50,17 +51,17 @@ def _tanh(x: Any, exact: bool = False, tolerances: Tolerances = DEFAULT, **_: An
 
 @operator("relu")
 def _relu(x: Any, **_: Any) -> Any:
-    return jnp().maximum(x, 0.0)
+    return maximum(x, 0.0)
 
 
 @operator("leaky_relu")
 def _leaky_relu(x: Any, negative_slope: Any = 0.01, **_: Any) -> Any:
-    return jnp().where(x > 0, x, times(x, negative_slope))
+    return jnp().where(above(x, 0.0), x, times(x, negative_slope))
 
 
 @operator("hardswish")
 def _hardswish(x: Any, **_: Any) -> Any:
-    return x * jnp().clip(x * (1 / 6) + 0.5, 0.0, 1.0)
+    return x * minimum(maximum(x * (1 / 6) + 0.5, 0.0), 1.0)
 
 
 @operator("prelu")
@@ -68,7 +69,7 @@ def _prelu(x: Any, weight: Any, **_: Any) -> Any:
     shape = [1] * x.ndim
     if weight.size > 1:
         shape[1] = weight.size
-    return jnp().where(x > 0, x, x * weight.reshape(shape))
+    return jnp().where(above(x, 0.0), x, x * weight.reshape(shape))
 
 
 @operator("add")
@@ -128,7 +129,7 @@ def _neg(x: Any, **_: Any) -> Any:
 
 @operator("abs")
 def _abs(x: Any, **_: Any) -> Any:
-    return jnp().abs(x)
+    return magnitude(x)
 
 
 @operator("square")
@@ -181,18 +182,18 @@ def _log(x: Any, tolerances: Tolerances = DEFAULT, **_: Any) -> Any:
 
 @operator("maximum")
 def _maximum(x: Any, other: Any, **_: Any) -> Any:
-    return jnp().maximum(x, other)
+    return maximum(x, other)
 
 
 @operator("minimum")
 def _minimum(x: Any, other: Any, **_: Any) -> Any:
-    return jnp().minimum(x, other)
+    return minimum(x, other)
 
 
 @operator("clamp", "clamp_min", "clamp_max")
 def _clamp(x: Any, min: Any = None, max: Any = None, **_: Any) -> Any:
-    x = x if min is None else jnp().maximum(x, min)
-    return x if max is None else jnp().minimum(x, max)
+    x = x if min is None else maximum(x, min)
+    return x if max is None else minimum(x, max)
 
 
 @operator("hardtanh")
@@ -236,12 +237,12 @@ def _amin(x: Any, dim: Any = (), keepdim: bool = False, **_: Any) -> Any:
 
 @operator("gt")
 def _gt(x: Any, other: Any, **_: Any) -> Any:
-    return x > other
+    return above(x, other)
 
 
 @operator("lt")
 def _lt(x: Any, other: Any, **_: Any) -> Any:
-    return x < other
+    return below(x, other)
 
 
 @operator("ge")

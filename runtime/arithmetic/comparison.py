@@ -1,0 +1,69 @@
+"""Comparisons of secrets, in the 32-bit ring where an operator's values are known to fit (half of the bytes).
+
+An operator compares by the functions here. Which operators may use the small ring is decided where a program is lowered
+(`lowering/comparisons.py`); private checks of ranges, which must notice any number, compare by SPU's own operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from aero_compile.runtime.kernels.calls import call_kernel
+from aero_compile.runtime.kernels.negative import Negative
+from aero_compile.runtime.lazy_jax import jnp
+
+COMPARISON_BYTES, SMALL_COMPARISON_BYTES, SELECT_BYTES = 82, 41, 16
+"""Bytes an element, both ways, in Cheetah: in the 64-bit ring and in that of 32 bits; a selection in the former."""
+
+SMALL_RING_HOLDS = 2.0**13
+"""The 32-bit ring holds numbers of 18 fraction bits below this."""
+
+_NONE, _BOUNDED, _ALL = range(3)
+_SMALL: ContextVar[int] = ContextVar("small", default=_NONE)
+
+
+@contextmanager
+def small_ring(used: bool, shown: bool) -> Iterator[None]:
+    """Within this context comparisons take the small ring.
+
+    `used`: those whose values an operator bounds by itself; `shown`: all, because its arguments are known to fit.
+    """
+    token = _SMALL.set(_ALL if used and shown else _BOUNDED if used else _NONE)
+    try:
+        yield
+    finally:
+        _SMALL.reset(token)
+
+
+def below(x: Any, limit: Any, bounded: bool = False) -> Any:
+    """x < `limit` for a JAX array of floats and another or a number; bits of the shape that they broadcast to.
+
+    `bounded`: whatever the operator's arguments are, |x - limit| is far below `SMALL_RING_HOLDS`.
+    """
+    if _SMALL.get() >= (_BOUNDED if bounded else _ALL):
+        (bit,) = call_kernel(Negative(), x - limit)
+        return bit
+    return x < limit
+
+
+def above(x: Any, limit: Any, bounded: bool = False) -> Any:
+    """x > `limit`, as `below`."""
+    return below(limit, x, bounded) if _SMALL.get() else x > limit
+
+
+def maximum(x: Any, y: Any) -> Any:
+    """The larger of two JAX arrays of floats, or of one and a number."""
+    return jnp().where(below(x, y), y, x) if _SMALL.get() == _ALL else jnp().maximum(x, y)
+
+
+def minimum(x: Any, y: Any) -> Any:
+    """The smaller of two, as `maximum`."""
+    return jnp().where(below(x, y), x, y) if _SMALL.get() == _ALL else jnp().minimum(x, y)
+
+
+def magnitude(x: Any) -> Any:
+    """|x| for a JAX array of floats."""
+    return jnp().where(below(x, 0.0), -x, x) if _SMALL.get() == _ALL else jnp().abs(x)

@@ -1,0 +1,75 @@
+"""Which operators compare in the 32-bit ring: those whose values are shown to fit, by a wide margin.
+
+There a number that does not fit has the sign of another one, and nothing tells. So an operator compares in the small
+ring only if its *reach*, the largest magnitude of what it compares (for a softmax the spread of a row's scores), is
+
+- bounded for all tokens by the weights and by private checks, which end a run that leaves their limits; or
+- where one process sees the tokens before the run: small on typical text, by `MARGIN`, and looked at on the tokens.
+
+Everything else stays in the 64-bit ring.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from aero_compile.runtime.arithmetic.comparison import COMPARISON_BYTES, SMALL_COMPARISON_BYTES, SMALL_RING_HOLDS
+from aero_compile.runtime.arithmetic.exponential import SoftmaxExponential
+from aero_compile.runtime.lowering.masks import Masked
+from aero_compile.runtime.lowering.partition import op_name
+
+LARGEST_REACH = SMALL_RING_HOLDS / 8
+"""What is compared are differences of two values within the reach, so that they stay below a quarter of the ring."""
+
+MARGIN = 4.0
+"""The reach on typical text may be exceeded by so much: tokens on which it is more are refused."""
+
+SET_UP_BYTES = {"cheetah": 2_946_000, "semi2k": 0}
+"""What the second runtime exchanges once, both ways, on two cores (measured): its oblivious transfers."""
+
+_COMPARED = {
+    **dict.fromkeys(("relu", "leaky_relu", "prelu", "gelu", "silu", "sigmoid", "tanh", "hardswish", "abs"), ("x",)),
+    **dict.fromkeys(("maximum", "minimum", "gt", "lt"), ("x", "other")),
+    **dict.fromkeys(("clamp", "clamp_min", "clamp_max"), ("x", "min", "max")),
+    "hardtanh": ("x", "min_val", "max_val"),
+}
+COMPARED = {f"aten.{name}": arguments for name, arguments in _COMPARED.items()}
+"""The arguments that an operator compares, with each other or with numbers below 64."""
+
+_TWICE = {f"aten.{name}" for name in ("gelu", "silu", "sigmoid", "tanh", "hardswish")}
+
+
+def reach_of(name: str, given: Mapping[str, Any]) -> float:
+    """The reach of the operator `name` of `COMPARED` on these arguments: tensors, numbers or None."""
+    found = (torch.as_tensor(given[each]) for each in COMPARED[name] if given.get(each) is not None)
+    return max(float(each.abs().max()) if each.numel() else 0.0 for each in found)
+
+
+def spread_of(peak: float, mask: Masked) -> float:
+    """The largest spread of a row of masked scores whose magnitudes, before scale and bias, are at most `peak`."""
+    scale = 1.0 if mask.scale is None else float(np.abs(mask.scale).max())
+    bias = 0.0 if mask.bias is None else float(np.max(mask.bias) - np.min(mask.bias))
+    return 2 * peak * scale + bias
+
+
+def comparisons(node: fx.Node, shape: tuple[int, ...], mask: Masked | None, chosen: SoftmaxExponential | None) -> int:
+    """How many comparisons an operator makes, about; `mask` and `chosen` are those of a softmax of `shape`."""
+    size = math.prod(shape)
+    if mask is None:
+        return size * (2 if op_name(node) in _TWICE else 1)
+    if mask.allowed is not None:
+        size = int(np.broadcast_to(mask.allowed, shape).sum())
+    rows = math.prod(shape[:-1])
+    clamped = chosen is not None and math.isinf(chosen.widest)
+    return size * (2 if clamped else 1) + rows * max(1, shape[-1] - 1).bit_length()
+
+
+def pays(count: int, protocol: str) -> bool:
+    """Whether `count` comparisons, those of one forward, save what the second runtime's set-up takes."""
+    return count * (COMPARISON_BYTES - SMALL_COMPARISON_BYTES) > SET_UP_BYTES[protocol]
