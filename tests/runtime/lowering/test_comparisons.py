@@ -69,18 +69,18 @@ def test_between_two_hosts_a_bound_decides(name: str) -> None:
     sums = 1 if name == "aten.softmax" else 0  # of a softmax, bounded by themselves, once anything is in the small ring
     for largest, fits in ((most * LARGEST_REACH, True), (1.1 * LARGEST_REACH, False)):
         model = model_of(BODIES[name], largest)
-        program = compile_model(model, *model.ids.shape, "semi2k", tolerances=UNREHEARSED).program
+        program = compile_model(model, 1, 4, "semi2k", tolerances=UNREHEARSED).program
         assert comparisons_of(program) > sums if fits else comparisons_of(program) <= sums
     model = model_of(BODIES[name], 1.0)
-    program = compile_model(model, *model.ids.shape, "semi2k", guards=False, tolerances=UNREHEARSED).program
+    program = compile_model(model, 1, 4, "semi2k", guards=False, tolerances=UNREHEARSED).program
     assert comparisons_of(program) <= sums
 
 
 def lowered(model: TokenRows, reach: float, **options: Any) -> Any:
     graph = model.logits_graph()
     (name,) = [node.name for node in graph.nodes if node.target is aten.relu.default]
-    options = {"worth": lambda count: True, "reaches": {name: reach}} | options
-    return lower(partition(model, graph, model.ids.shape), **options)
+    wanted: dict[str, Any] = {"worth": lambda count: True, "reaches": {name: reach}} | options
+    return lower(partition(model, graph, model.ids.shape), **wanted)
 
 
 def test_on_one_machine_typical_text_decides_with_a_margin() -> None:
@@ -110,7 +110,7 @@ def test_the_second_runtime_must_pay_for_its_set_up() -> None:
     least = next(count for count in range(60_000, 80_000) if pays(count, "cheetah"))
     assert 70_000 < least < 74_000
     model = model_of(BODIES["aten.relu"], 1.0)
-    program = compile_model(model, *model.ids.shape, tolerances=UNREHEARSED).program
+    program = compile_model(model, 1, 4, tolerances=UNREHEARSED).program
     assert not comparisons_of(program), "a tiny model does not"
 
 
