@@ -15,6 +15,8 @@ import numpy as np
 
 from aero_compile.runtime.arithmetic.comparison import COMPARISON_BYTES, SELECT_BYTES, below
 from aero_compile.runtime.arithmetic.filling import by_parts, owned_parts
+from aero_compile.runtime.arithmetic.ring import in_two_phases
+from aero_compile.runtime.arithmetic.two_phases import product_of_owned
 from aero_compile.runtime.kernels.calls import call_kernel
 from aero_compile.runtime.kernels.exponential_factors import FRACTION_BITS as FRACTION_BITS
 from aero_compile.runtime.kernels.exponential_factors import TOP, ExponentialFactors
@@ -72,7 +74,7 @@ class OneProduct:
         """Evaluate on a JAX array of scores less their row's maximum."""
         import jax.numpy as jnp
 
-        parts = owned_parts(x.size)
+        parts = [x.size, 0] if in_two_phases() else owned_parts(x.size)
         value = by_parts([x], parts, [self._owned] * (len(parts) - 1) + [self._shared])
         return jnp.where(below(x, -self.reach), 0.0, value) if self.clamped else value
 
@@ -91,5 +93,6 @@ def _product(x: Any, kernel: ExponentialFactors) -> Any:
     mine, theirs = call_kernel(kernel, x * np.float32(unit / kernel.log_base) + np.float32(unit * kernel.offset))
     # In two products, since a number that is multiplied with less leaves too little room; half a unit of the result is
     # added between them, which Cheetah loses by rounding down and which keeps the compiler from joining the two.
+    product = product_of_owned(mine, theirs) if in_two_phases() else mine * theirs
     root = np.float32(2.0 ** -((TOP - 2 * FRACTION_BITS) // 2))
-    return (mine * theirs * root + np.float32(2.0 ** -(FRACTION_BITS + 1)) / root) * root
+    return (product * root + np.float32(2.0 ** -(FRACTION_BITS + 1)) / root) * root

@@ -9,13 +9,16 @@ from contextvars import ContextVar
 WORD = 64
 """Bits of the ring in which matrix products pack their answers, and share-level kernels work."""
 
-_FORMAT: ContextVar[tuple[int, int] | None] = ContextVar("format", default=None)
+_FORMAT: ContextVar[tuple[int, int, bool] | None] = ContextVar("format", default=None)
 
 
 @contextmanager
-def fixed_point(fraction_bits: int, ring_bits: int = WORD) -> Iterator[None]:
-    """Within this context functions are traced for a ring of so many bits, of which `fraction_bits` are a fraction."""
-    token = _FORMAT.set((fraction_bits, ring_bits))
+def fixed_point(fraction_bits: int, ring_bits: int = WORD, offline: bool = False) -> Iterator[None]:
+    """Within this context functions are traced for a ring of so many bits, of which `fraction_bits` are a fraction.
+
+    `offline`: what does not depend on the tokens is computed before they are known.
+    """
+    token = _FORMAT.set((fraction_bits, ring_bits, offline))
     try:
         yield
     finally:
@@ -26,6 +29,12 @@ def fraction_bits() -> int | None:
     """Of the format for which a function is traced; None: numbers are floats."""
     found = _FORMAT.get()
     return None if found is None else found[0]
+
+
+def in_two_phases() -> bool:
+    """Whether a function is traced for what is computed before the tokens are known, and what with them."""
+    found = _FORMAT.get()
+    return found is not None and found[2]
 
 
 def in_words() -> bool:

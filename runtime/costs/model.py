@@ -189,8 +189,10 @@ def estimate_program(
                 kernel.bill(session, *shapes)
         session.bill()
     else:
-        _forward(session, program, functions, emulated)
+        _offline(session, program, functions, emulated)
     before = _offline(session, program, functions, emulated)
+    if warm != "setup":
+        _forward(session, program, functions, emulated)
     rows, total = _forward(session, program, functions, emulated, before)
     return _estimate(program, emulated, "setup" if warm == "setup" else "full", rows, total, costs)
 

@@ -11,10 +11,12 @@ from aero_compile.runtime.kernels.kernel import Kernel
 from aero_compile.runtime.kernels.negative import Negative
 from aero_compile.runtime.kernels.prepared_product import PreparedProduct
 from aero_compile.runtime.kernels.square_terms import SquareTerms
+from aero_compile.runtime.kernels.triple_elements import TripleElements
 from aero_compile.runtime.kernels.triple_product import TripleProduct
 
 KERNELS: dict[str, type[Kernel]] = {
-    kind.__name__: kind for kind in (ExponentialFactors, Negative, PreparedProduct, SquareTerms, TripleProduct)
+    kind.__name__: kind
+    for kind in (ExponentialFactors, Negative, PreparedProduct, SquareTerms, TripleElements, TripleProduct)
 }
 """By their names in a program."""
 

@@ -48,6 +48,7 @@ class LiveProgram:
     computes its exponential. `small` has the names of operators that compare in the 32-bit ring because of what
     typical text showed. `guard` names a value [1] that is 1 if a value left its range and else 0, None if there
     are no private checks; `guards` has those that text can be tried on beforehand, by the name of their node.
+    `offline`: what does not depend on the tokens is computed before they are known.
     """
 
     steps: tuple[LiveStep, ...]
@@ -63,6 +64,7 @@ class LiveProgram:
     published: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     prefix: tuple[PrefixStep, ...] = ()
     clients: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    offline: bool = False
 
     def run(self, one_hot: Any, weights: Mapping[str, Any] | None = None) -> Any:
         """Compute the logits in plain JAX (for tests and debugging; nothing is private here)."""

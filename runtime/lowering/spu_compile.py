@@ -31,7 +31,7 @@ def compile_steps(live: LiveProgram, protocol: str, field: int, fraction_bits: i
         InputError: no approximation is as close as was asked for.
         LoweringError: SPU's compiler refuses an operator; the message names it and its place.
     """
-    spu, form = import_spu(), (fraction_bits, field)
+    spu, form = import_spu(), (fraction_bits, field, live.offline)
     codes: dict[str, str] = {SET_UP: _compile(spu, warm_up.STEP, form, ())}
     pieces = [(piece, number > 0) for step in live.steps for number, piece in enumerate(_cut(step, form))]
     for piece, _ in pieces:
@@ -88,12 +88,12 @@ def _preparation(step: KernelStep) -> LiveStep | None:
     )
 
 
-def _cut(step: LiveStep, form: tuple[int, int]) -> list[LiveStep | KernelStep]:
+def _cut(step: LiveStep, form: tuple[int, int, bool]) -> list[LiveStep | KernelStep]:
     with _tracing(step, form):
         return cut(step)
 
 
-def _compile(spu: Any, step: LiveStep, form: tuple[int, int], published: Container[str]) -> str:
+def _compile(spu: Any, step: LiveStep, form: tuple[int, int, bool], published: Container[str]) -> str:
     frontend, visibility = spu.utils.frontend, spu.Visibility
     arguments = [
         np.zeros(shape, np.float32 if dtype == "float64" else dtype)
@@ -114,8 +114,8 @@ def _compile(spu: Any, step: LiveStep, form: tuple[int, int], published: Contain
 
 
 @contextmanager
-def _tracing(step: LiveStep, form: tuple[int, int]) -> Iterator[None]:
-    """Functions are traced for SPU within this context, for `form` (fraction bits, ring bits); errors name the step."""
+def _tracing(step: LiveStep, form: tuple[int, int, bool]) -> Iterator[None]:
+    """Functions are traced for SPU within this context, for `form` as `fixed_point` takes it; errors name the step."""
     try:
         with squares_by_exp(), fixed_point(*form):
             yield

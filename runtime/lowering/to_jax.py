@@ -168,6 +168,7 @@ class _Emission:
             self.published.arrays,
             prefix,
             {node.name: part.shapes[node] for node in schedule.clients},
+            self.offline,
         )
 
     def _guards(self, node: fx.Node) -> list[LiveStep]:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from aero_compile.runtime.arithmetic.ring import fraction_bits
+from aero_compile.runtime.arithmetic.two_phases import truncated
 from aero_compile.runtime.kernels.calls import call_kernel
 from aero_compile.runtime.kernels.prepared_product import PreparedProduct
 from aero_compile.runtime.kernels.triple_product import TripleProduct
-from aero_compile.runtime.lazy_jax import jnp
 
 
 def embed(ids: Any, table: Any) -> Any:
@@ -38,16 +35,3 @@ def product(x: Any, other: Any, **_: Any) -> Any:
 def _product(x: Any, weight: Any, transposed: bool) -> Any:
     (found,) = call_kernel(PreparedProduct(x.shape[-1], transposed), x, weight)
     return truncated(found)
-
-
-def truncated(product: Any) -> Any:
-    """A product whose words were not truncated, as SPU truncates its own: once, by the fraction bits.
-
-    A product of numbers with 2^-f, the last bit of the format, would not do: SPU takes such a number with more bits,
-    and the product leaves the ring. A matrix product takes it as it is.
-    """
-    bits = fraction_bits()
-    if bits is None:
-        return product
-    unit = np.full((1, 1), 2.0**-bits, np.float32)
-    return jnp().matmul(product.reshape((-1, 1)), unit).reshape(product.shape)

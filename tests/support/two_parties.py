@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,10 @@ from benchmarks.lib.two_threads import simulate
 Array = npt.NDArray[np.float64]
 
 
-def in_two_parties(function: Callable[[Any], Any], x: Array, protocol: str = "semi2k") -> Array:
-    """`function` of a secret that each party holds a summand of."""
+def in_two_parties(function: Callable[[Any], Any], x: Array, protocol: str = "semi2k", offline: bool = False) -> Array:
+    """`function` of a secret that each party holds a summand of; `offline`: in two phases."""
     clients = np.random.default_rng(0).integers(-(2**18), 2**18, x.shape) * 2.0**-10
-    live = _program(function, (x - clients).astype(np.float32))
+    live = replace(_program(function, (x - clients).astype(np.float32)), offline=offline)
     return simulate(compile_steps(live, protocol, 64, 18), {TOKENS: clients.astype(np.float32)}, live.weights)
 
 

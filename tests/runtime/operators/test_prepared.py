@@ -10,16 +10,12 @@ import torch
 
 from aero_compile.errors import InputError
 from aero_compile.runtime import compile_model
-from aero_compile.runtime.arithmetic.constants import scale_up
-from aero_compile.runtime.arithmetic.ring import fixed_point
 from aero_compile.runtime.kernels.prepared_product import PreparedProduct
 from aero_compile.runtime.kernels.triple_product import TripleProduct
-from aero_compile.runtime.operators.prepared import truncated
 from aero_compile.runtime.program import one_hot
 from aero_compile.runtime.program_parts import TOKENS, KernelStep
 from benchmarks.lib.two_threads import simulate
 from tests.support.runtime_graphs import TokenRows, aten
-from tests.support.two_parties import in_two_parties
 
 spu = pytest.importorskip("spu")
 
@@ -55,26 +51,6 @@ def test_they_compute_what_the_model_computes(protocol: str, body: Any, shape: t
     with torch.no_grad():
         wanted = model(torch.from_numpy(ids)).numpy()
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=2e-3 * max(1.0, size**2 if body is squared else 1.0))
-
-
-@pytest.mark.parametrize("protocol", ["semi2k", "cheetah"])
-@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (6, 50), (3, 4096)])
-def test_one_truncation_as_in_spus_own_products(protocol: str, shape: tuple[int, int]) -> None:
-    """Numbers with twice the fraction bits come back with once as many, within -2 and 1 units; up to 2^24."""
-    x = np.random.default_rng(shape[1]).integers(-(2**5), 2**5, shape).astype(np.float64)
-    found = in_two_parties(lambda value: truncated(scale_up(value, 18)), x, protocol)
-    off = (found - x) * 2.0**18
-    assert off.min() >= -2
-    assert off.max() <= 1
-    large = in_two_parties(lambda value: truncated(scale_up(value, 18 + 18)), x, protocol)
-    np.testing.assert_allclose(large, x * 2.0**18, rtol=2.0**-22, atol=2.0**-17)
-
-
-def test_without_fixed_point_there_is_nothing_to_truncate() -> None:
-    x = np.ones((2, 3), np.float32)
-    assert truncated(x) is x
-    with fixed_point(18):
-        np.testing.assert_array_equal(truncated(x), x * 2.0**-18)
 
 
 def test_what_spu_has_to_compute_as_before_stays() -> None:

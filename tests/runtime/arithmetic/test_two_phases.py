@@ -1,0 +1,66 @@
+"""Products in two phases of vectors and rows, and truncation: between two parties, as close as SPU's own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from aero_compile.runtime.arithmetic.constants import scale_up
+from aero_compile.runtime.arithmetic.exponential import cheapest_exponential
+from aero_compile.runtime.arithmetic.ring import fixed_point, in_two_phases
+from aero_compile.runtime.arithmetic.row_products import broadcast_product, scaled_rows
+from aero_compile.runtime.arithmetic.two_phases import truncated
+from tests.support.two_parties import in_two_parties
+
+pytest.importorskip("spu")
+
+
+@pytest.mark.parametrize("protocol", ["semi2k", "cheetah"])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (6, 50), (3, 4096)])
+def test_one_truncation_as_in_spus_own_products(protocol: str, shape: tuple[int, int]) -> None:
+    """Numbers with twice the fraction bits come back with once as many, within -2 and 1 units; up to 2^24."""
+    x = np.random.default_rng(shape[1]).integers(-(2**5), 2**5, shape).astype(np.float64)
+    found = in_two_parties(lambda value: truncated(scale_up(value, 18)), x, protocol)
+    off = (found - x) * 2.0**18
+    assert off.min() >= -2
+    assert off.max() <= 1
+    large = in_two_parties(lambda value: truncated(scale_up(value, 18 + 18)), x, protocol)
+    np.testing.assert_allclose(large, x * 2.0**18, rtol=2.0**-22, atol=2.0**-17)
+
+
+def test_without_fixed_point_there_is_nothing_to_truncate() -> None:
+    x = np.ones((2, 3), np.float32)
+    assert truncated(x) is x
+    with fixed_point(18):
+        np.testing.assert_array_equal(truncated(x), x * 2.0**-18)
+
+
+@pytest.mark.parametrize("protocol", ["semi2k", "cheetah"])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 1), (1, 33), (7, 20)])
+def test_rows_times_numbers(protocol: str, shape: tuple[int, int]) -> None:
+    """Both secret; in a row of its own, and broadcast along the other axis."""
+    x = np.random.default_rng(shape[1]).normal(0.0, 8.0, shape)
+    rows = in_two_parties(lambda v: scaled_rows(v, v[:, 0]), x, protocol, offline=True)
+    np.testing.assert_allclose(rows, x * x[:, :1], atol=1e-3)
+    columns = in_two_parties(lambda v: broadcast_product(v, v[:1]), x, protocol, offline=True)
+    np.testing.assert_allclose(columns, x * x[:1], atol=1e-3)
+
+
+@pytest.mark.parametrize("protocol", ["semi2k", "cheetah"])
+@pytest.mark.parametrize("entries", [1, 50, 9000])
+def test_exponentials_are_as_close_as_in_one_phase(protocol: str, entries: int) -> None:
+    exponential = cheapest_exponential(np.inf, 1e-3, min(entries, 1024))
+    x = -np.random.default_rng(entries).uniform(0.0, 30.0, (1, entries))
+    x[0, 0] = 0.0
+    found = in_two_parties(exponential, x, protocol, offline=True)
+    once = in_two_parties(exponential, x, protocol)
+    for each in (found, once):
+        np.testing.assert_allclose(each, np.exp(x), atol=1e-3)
+
+
+def test_the_context_ends() -> None:
+    assert not in_two_phases()
+    with fixed_point(18, 64, offline=True):
+        assert in_two_phases()
+    with fixed_point(18):
+        assert not in_two_phases()
