@@ -229,13 +229,14 @@ _CODES: dict[tuple[Any, ...], str] = {}
 _compile = spu_compile._compile
 
 
-def _compiled(spu: Any, step: Any, *options: Any) -> str:
+def _compiled(spu: Any, step: Any, form: tuple[Any, ...], published: Any) -> str:
     """Steps with one key compute one function: compiled once for all models of a structure."""
-    key = (step.key, step.shapes, step.dtypes, options)
+    public = tuple(name in published for name in step.inputs)
+    key = (step.key, step.shapes, step.dtypes, form, public)
     if key not in _CODES:
         if len(_CODES) > 4000:
             _CODES.clear()
-        _CODES[key] = _compile(spu, step, *options)
+        _CODES[key] = _compile(spu, step, form, published)
     return _CODES[key]
 
 

@@ -70,7 +70,8 @@ class LiveProgram:
         """Compute the logits in plain JAX (for tests and debugging; nothing is private here)."""
         values: dict[str, Any] = {TOKENS: one_hot, **self.published}
         values |= weights if weights is not None else self.weights
-        values |= run_prefix(self.prefix, np.asarray(one_hot).argmax(-1), self.published)
+        if self.prefix:
+            values |= run_prefix(self.prefix, np.asarray(one_hot).argmax(-1), self.published)
         for step in self.steps:
             found = step.function(*(values[name] for name in step.inputs))
             values.update(zip(step.outputs, found, strict=True))

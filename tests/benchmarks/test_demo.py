@@ -129,6 +129,8 @@ def test_interrupted_run_is_taken_up_and_finished_run_left_alone(
         "network": "loopback",
         "timeout": 3600.0,
         "guards": False,
+        "public": (),
+        "offline": False,
     }
     assert all(call[2] == same for call in runtime.calls)
 

@@ -60,7 +60,16 @@ class Estimator:
         self.calls: list[tuple[Any, ...]] = []
 
     def __call__(
-        self, model: Any, seq_len: int, *, batch: int, network: Any, logits: str, guards: bool = False, warm: Any
+        self,
+        model: Any,
+        seq_len: int,
+        *,
+        batch: int,
+        network: Any,
+        logits: str,
+        guards: bool = False,
+        warm: Any,
+        **_: Any,
     ) -> Any:
         self.calls.append((model.recipe, model.num_layers, seq_len, batch, str(network), logits, warm))
         size = 10**6 * model.num_layers * seq_len

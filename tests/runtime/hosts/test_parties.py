@@ -34,7 +34,7 @@ from tests.support.two_hosts import Wire, end_server_in_the_middle, party
 spu = pytest.importorskip("spu")
 
 
-LOG_OF_A_FORWARD = 9000
+LOG_OF_A_FORWARD = 18000
 """Bytes, about, of what SPU's log says of a forward of the tiny model in SEMI2K."""
 
 PLAIN_MESSAGE = b"PRPC"
