@@ -18,8 +18,7 @@ import numpy as np
 from aero_compile.runtime.arithmetic.ciphertexts import DEGREE
 from aero_compile.runtime.arithmetic.filling import PAIR, multiply, product_parts
 from aero_compile.runtime.arithmetic.matrix_products import SECOND_BYTES, batched_product, heads_at_once, joined_price
-from aero_compile.runtime.arithmetic.ring import in_two_phases, in_words
-from aero_compile.runtime.arithmetic.two_phases import product_of_rows
+from aero_compile.runtime.arithmetic.ring import in_words
 from aero_compile.runtime.lazy_jax import jnp
 
 HIGHEST = 256
@@ -72,42 +71,17 @@ def rows_price(rows: int, width: int, elements: int) -> float:
     return min(element_price(elements, False), scaling_price(rows, width, False))
 
 
-def broadcast_product(x: Any, y: Any, owned: bool = False) -> Any:
-    """x · y for two JAX arrays of floats that broadcast together; `owned`: one party knows y."""
-    shape = jnp().broadcast_shapes(x.shape, y.shape)
-    for whole, factor, is_owned in ((x, y, owned), (y, x, False)):
-        if whole.shape == shape and 0 < factor.size < whole.size:
-            rows = factor.size
-            by_matrices = scaling_price(rows, whole.size // rows, owned) < element_price(whole.size, owned)
-            if by_matrices or in_two_phases():
-                return _scaled(whole, factor.reshape((1,) * (whole.ndim - factor.ndim) + factor.shape), is_owned)
-    return multiply(x, y)
-
-
-def _scaled(whole: Any, factor: Any, owned: bool) -> Any:
-    """`whole` times a `factor` of as many axes; those along which it varies are rows, the others columns."""
-    varies = [axis for axis in range(whole.ndim) if factor.shape[axis] == whole.shape[axis]]
-    order = [*varies, *(axis for axis in range(whole.ndim) if axis not in varies)]
-    moved = whole.transpose(order)
-    rows = scaled_rows(moved.reshape((factor.size, -1)), factor.reshape(-1), owned)
-    return rows.reshape(moved.shape).transpose(sorted(range(whole.ndim), key=order.__getitem__))
-
-
-def scaled_rows(x: Any, numbers: Any, owned: bool = False) -> Any:
-    """Rows of x [R, w] times `numbers` [R], as products of matrices; `owned`: the numbers are one party's."""
-    return product_of_rows(x, numbers) if in_two_phases() else _by_matrices(x, numbers, owned)
-
-
 def products_of_rows(x: Any, numbers: Any) -> Any:
     """Rows of integers x [..., w] times `numbers` [...], both secret, in the cheaper way."""
     x, width = x.reshape((-1, x.shape[-1])), x.shape[-1]
     numbers, shape = numbers.reshape(-1), (*numbers.shape, width)
     if scaling_price(numbers.size, width, False) < element_price(x.size, False):
-        return _by_matrices(x, numbers, False).reshape(shape)
+        return by_matrices(x, numbers, False).reshape(shape)
     return multiply(x, numbers[:, None]).reshape(shape)
 
 
-def _by_matrices(x: Any, numbers: Any, owned: bool) -> Any:
+def by_matrices(x: Any, numbers: Any, owned: bool) -> Any:
+    """Rows of x [R, w] times `numbers` [R], as products of matrices; `owned`: the numbers are one party's."""
     rows, width = x.shape
     height, _ = scaling_strips(rows, width)
     whole = rows // height * height

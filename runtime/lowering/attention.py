@@ -20,7 +20,8 @@ from aero_compile.runtime.arithmetic.constants import scale
 from aero_compile.runtime.arithmetic.exponential import SAFE, SoftmaxExponential
 from aero_compile.runtime.arithmetic.filling import multiply
 from aero_compile.runtime.arithmetic.reciprocal import reciprocal_of_sums
-from aero_compile.runtime.arithmetic.row_products import element_price, scaled_rows, scaling_price
+from aero_compile.runtime.arithmetic.row_products import element_price, scaling_price
+from aero_compile.runtime.arithmetic.row_scaling import scaled_rows
 from aero_compile.runtime.lazy_jax import jnp
 from aero_compile.runtime.lowering.masks import Masked
 

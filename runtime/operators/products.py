@@ -20,7 +20,7 @@ from aero_compile.runtime.arithmetic.constants import (
 from aero_compile.runtime.arithmetic.matrix_products import batched_product, matrix_product
 from aero_compile.runtime.arithmetic.ring import fraction_bits
 from aero_compile.runtime.arithmetic.roots import inverse_root
-from aero_compile.runtime.arithmetic.row_products import scaled_rows
+from aero_compile.runtime.arithmetic.row_scaling import scaled_rows
 from aero_compile.runtime.arithmetic.row_squares import norms_by_rows, sums_of_squares
 from aero_compile.runtime.arithmetic.squares import square, twice_product
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances

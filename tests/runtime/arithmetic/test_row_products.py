@@ -1,81 +1,19 @@
-"""Rows times numbers as matrix products: the same numbers, and chosen where they are cheaper."""
+"""Strips of rows: no others are cheaper, and elements only where they are."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from aero_compile.runtime.arithmetic import ciphertexts, matrix_products, row_products
 from aero_compile.runtime.arithmetic.ring import fixed_point
 from aero_compile.runtime.arithmetic.row_products import (
-    broadcast_product,
     element_price,
-    scaled_rows,
     scaling_price,
     scaling_strips,
 )
-from tests.support.two_parties import bytes_of, in_two_parties
 
 pytest.importorskip("spu")
-
-UNIT = 2.0**-18
-
-
-@pytest.fixture
-def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Matrix products wherever one factor has less numbers, in strips of five rows."""
-    monkeypatch.setattr(row_products, "scaling_price", lambda *_: 0.0)
-    monkeypatch.setattr(row_products, "scaling_strips", lambda rows, width: (min(5, rows), 0.0))
-
-
-@settings(deadline=None, max_examples=10)  # XLA compiles each shape anew
-@given(rows=st.integers(1, 12), width=st.integers(1, 5), height=st.integers(1, 12), owned=st.booleans())
-def test_rows_are_scaled(rows: int, width: int, height: int, owned: bool) -> None:
-    import jax.numpy as jnp
-
-    x, numbers = np.random.default_rng(0).standard_normal((rows, width)).astype(np.float32), np.arange(rows)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_products, "scaling_strips", lambda rows, width: (min(height, rows), 0.0))
-        found = scaled_rows(jnp.asarray(x), jnp.asarray(numbers, np.float32), owned)
-    np.testing.assert_allclose(np.asarray(found), x * numbers[:, None], rtol=1e-6)
-
-
-SHAPES = [
-    ((7, 3), (7, 1)),
-    ((7, 3), (3,)),
-    ((2, 3, 4, 5), (3, 4, 1)),
-    ((2, 3, 4, 5), (2, 1, 4, 1)),
-    ((4, 5), ()),
-    ((1, 4, 5), (1, 1, 1)),
-    ((4, 1), (4, 5)),
-    ((4, 1), (1, 5)),
-    ((4, 5), (4, 5)),
-]
-
-
-@pytest.mark.usefixtures("always")
-@pytest.mark.parametrize(("left", "right"), SHAPES, ids=str)
-@pytest.mark.parametrize("owned", [False, True])
-def test_any_axes_may_be_broadcast(left: tuple[int, ...], right: tuple[int, ...], owned: bool) -> None:
-    import jax.numpy as jnp
-
-    draw = np.random.default_rng(0)
-    x, y = (np.asarray(draw.standard_normal(shape), np.float32) for shape in (left, right))
-    np.testing.assert_allclose(np.asarray(broadcast_product(jnp.asarray(x), jnp.asarray(y), owned)), x * y, rtol=1e-6)
-
-
-@pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("protocol", ["semi2k", "cheetah"])
-def test_two_parties_are_off_by_what_one_product_rounds(protocol: str) -> None:
-    """Rows of 33 that differ by decades, up to where a product still fits (2^25)."""
-    sizes = 4.0 ** np.arange(-6, 7)
-    x = np.rint(np.random.default_rng(1).uniform(-1, 1, (13, 33)) * sizes[:, None] * 2**10) * 2.0**-10
-    x[:, 0] = sizes
-    found = in_two_parties(lambda each: broadcast_product(each, each[:, :1]), x, protocol)
-    wanted = x * x[:, :1]
-    assert (np.abs(found - wanted) <= 2 * UNIT + np.abs(wanted) * 2.0**-24).all()  # shown in 24 bits
 
 
 @pytest.mark.parametrize(("rows", "width", "owned"), [(128, 768, True), (128, 768, False), (1536, 64, True)])
@@ -101,8 +39,3 @@ def test_no_strips_of_one_height_are_cheaper(rows: int, width: int) -> None:
         if tried <= row_products.HIGHEST:
             sizes = [min(tried, rows - start) for start in range(0, rows, tried)]
             assert found <= sum(matrix_products.price(ciphertexts.matmul(size, size, width)) for size in sizes)
-
-
-def test_bytes_that_are_sent_fall_by_half() -> None:
-    elements = bytes_of(lambda x: x[:, :-1] * x[:, -1:], 128, 513)
-    assert bytes_of(lambda x: broadcast_product(x[:, :-1], x[:, -1:]), 128, 513) < 0.5 * elements

@@ -1,0 +1,37 @@
+"""Products with numbers that whole rows share: by elements, by matrices, or with a preparation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aero_compile.runtime.arithmetic.filling import multiply
+from aero_compile.runtime.arithmetic.ring import in_two_phases
+from aero_compile.runtime.arithmetic.row_products import by_matrices, element_price, scaling_price
+from aero_compile.runtime.arithmetic.two_phases import product_of_rows
+from aero_compile.runtime.lazy_jax import jnp
+
+
+def broadcast_product(x: Any, y: Any, owned: bool = False) -> Any:
+    """x · y for two JAX arrays of floats that broadcast together; `owned`: one party knows y."""
+    shape = jnp().broadcast_shapes(x.shape, y.shape)
+    for whole, factor, is_owned in ((x, y, owned), (y, x, False)):
+        if whole.shape == shape and 0 < factor.size < whole.size:
+            rows = factor.size
+            cheaper = scaling_price(rows, whole.size // rows, owned) < element_price(whole.size, owned)
+            if cheaper or in_two_phases():
+                return _scaled(whole, factor.reshape((1,) * (whole.ndim - factor.ndim) + factor.shape), is_owned)
+    return multiply(x, y)
+
+
+def _scaled(whole: Any, factor: Any, owned: bool) -> Any:
+    """`whole` times a `factor` of as many axes; those along which it varies are rows, the others columns."""
+    varies = [axis for axis in range(whole.ndim) if factor.shape[axis] == whole.shape[axis]]
+    order = [*varies, *(axis for axis in range(whole.ndim) if axis not in varies)]
+    moved = whole.transpose(order)
+    rows = scaled_rows(moved.reshape((factor.size, -1)), factor.reshape(-1), owned)
+    return rows.reshape(moved.shape).transpose(sorted(range(whole.ndim), key=order.__getitem__))
+
+
+def scaled_rows(x: Any, numbers: Any, owned: bool = False) -> Any:
+    """Rows of x [R, w] times `numbers` [R], by matrices or in two phases; `owned`: the numbers are one party's."""
+    return product_of_rows(x, numbers) if in_two_phases() else by_matrices(x, numbers, owned)
