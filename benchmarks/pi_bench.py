@@ -92,6 +92,8 @@ def parser() -> argparse.ArgumentParser:
         "prepare what does not depend on the tokens before; bytes, messages and seconds are then those with the tokens"
     )
     how.add_argument("--offline", action="store_true", help=text)
+    text = "exponentials for scores that spread as far as on random tokens, by a quarter more, with no clamp"
+    how.add_argument("--no-clamp", dest="clamp", action="store_false", help=text)
     text = "what to emulate (or assume) between the parties: wan, lan or MBPS:RTT_MS; default: loopback, nothing"
     how.add_argument("--network", default="loopback", metavar="NET", help=text)
     text = "give a row up that takes longer; default: 6"
@@ -154,6 +156,7 @@ def config(args: argparse.Namespace) -> dict[str, Any]:
         **({"guards": True} if args.guards else {}),
         **({"public": list(args.public)} if args.public else {}),
         **({"offline": True} if args.offline else {}),
+        **({} if args.clamp else {"clamp": False}),
     }
 
 

@@ -102,6 +102,8 @@ def private_row(
     guards: bool = False,
     public: Sequence[str] = (),
     offline: bool = False,
+    calibration: Any = (),
+    clamp: bool = True,
     network: Any = "loopback",
     timeout: float = 3600.0,
     perplexity: float | None = None,
@@ -115,7 +117,8 @@ def private_row(
     set up by a short computation, `False` a first one together with that set-up. `network`: what to emulate
     between the parties, as `private_inference` takes it; `timeout`: seconds for the computation; `guards`: with
     private checks of ranges; `public`: weights that the client is given; `offline`: with what can be
-    prepared before, so that figures are those with the tokens.
+    prepared before, so that figures are those with the tokens; `calibration` and `clamp`: typical text, and whether
+    exponentials hold for scores that spread further than on it.
     """
     from aero_compile import runtime
 
@@ -132,6 +135,8 @@ def private_row(
         guards=guards,
         public=public,
         offline=offline,
+        calibration=calibration,
+        clamp=clamp,
         warm=warm,
         network=network,
         timeout=timeout,
@@ -183,12 +188,14 @@ def estimated_row(
     guards: bool = False,
     public: Sequence[str] = (),
     offline: bool = False,
+    calibration: Any = (),
+    clamp: bool = True,
     network: Any = "loopback",
 ) -> Row:
     """Return the row that the cost model expects of a warm forward of one sequence with Cheetah; nothing is run.
 
     `rewritten`: what `aero_compile.optimize_for_inference` made of `model` for these `logits`, where that is at
-    hand already; leave it out with `public`, weights that the client is given. Raises what
+    hand already; leave it out with `public`, weights that the client is given, and with `clamp=False`. Raises what
     `aero_compile.runtime.costs.model.estimate` raises. Errors and agreement are NaN.
     """
     from aero_compile.runtime.costs.model import estimate
@@ -203,6 +210,8 @@ def estimated_row(
         guards=guards,
         public=public,
         offline=offline,
+        calibration=calibration,
+        clamp=clamp,
         warm=warm,
     )
     return Row(

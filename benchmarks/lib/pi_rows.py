@@ -258,6 +258,7 @@ def _measure(task: Task, args: argparse.Namespace) -> Row:
         guards=args.guards,
         public=args.public,
         offline=args.offline,
+        **_calibration(model, task.seq_len, args),
         network=args.network,
         timeout=3600 * args.hours,
     )
@@ -265,7 +266,7 @@ def _measure(task: Task, args: argparse.Namespace) -> Row:
 
 def _estimate(task: Task, args: argparse.Namespace) -> Row:
     task_of_model = dataclasses.replace(task, seq_len=CALIBRATION_LENGTH)
-    if args.public:  # names are those of the model before it is rewritten
+    if args.public or not args.clamp:  # names and text are of the model before it is rewritten
         model, rewritten = build(task_of_model, args.seed), None
     else:
         model, rewritten = optimized(task_of_model, args.seed, args.logits)
@@ -279,8 +280,18 @@ def _estimate(task: Task, args: argparse.Namespace) -> Row:
         guards=args.guards,
         public=args.public,
         offline=args.offline,
+        **_calibration(model, task.seq_len, args),
         network=args.network,
     )
+
+
+def _calibration(model: aero_compile.TransformedModel, seq_len: int, args: argparse.Namespace) -> dict[str, Any]:
+    """The options of a program whose exponentials need hold only where random tokens, others than the row's, come."""
+    if args.clamp:
+        return {}
+    generator = torch.Generator().manual_seed(args.seed + 2)
+    tokens = torch.randint(0, model.vocab_size, (CALIBRATION_BATCH, seq_len), generator=generator)
+    return {"calibration": list(tokens.split(1)), "clamp": False}
 
 
 def optimized(task: Task, seed: int, logits: str) -> tuple[aero_compile.TransformedModel, nn.Module]:

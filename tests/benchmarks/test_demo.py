@@ -131,6 +131,8 @@ def test_interrupted_run_is_taken_up_and_finished_run_left_alone(
         "guards": False,
         "public": (),
         "offline": False,
+        "calibration": (),
+        "clamp": True,
     }
     assert all(call[2] == same for call in runtime.calls)
 

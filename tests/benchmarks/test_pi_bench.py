@@ -52,6 +52,7 @@ class Runtime:
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[int, ...]]] = []
         self.options: list[dict[str, Any]] = []
+        self.tokens: list[torch.Tensor] = []
         self.fail_at: int | None = None
         self.error: Exception = PartyError("the server was lost")
         self.off: list[float] = []
@@ -61,6 +62,7 @@ class Runtime:
             raise self.error
         self.calls.append((model.recipe, tuple(input_ids.shape)))
         self.options.append(options)
+        self.tokens.append(input_ids)
         with torch.no_grad():
             logits = model(torch.as_tensor(input_ids)).logits.numpy() + (self.off.pop(0) if self.off else 1e-3)
         if options.get("logits") == "last":
@@ -154,6 +156,22 @@ def test_settings_reach_the_runtime_and_the_row(
     assert row["cold"] is (name == "none")
     assert row["bytes"] == (1_000_005 if name == "none" else 1_000_000)
     assert result["config"]["network"] == network
+
+
+def test_programs_without_clamps_are_calibrated_on_other_tokens(
+    bench: ModuleType, runtime: Runtime, tmp_path: Path
+) -> None:
+    out = tmp_path / "r.json"
+    asked = ["--recipes", "SM", "--no-clamp", "--offline", "--public", "embedding,head", "--json", str(out)]
+    assert bench.main(small(*asked)) == 0
+    (options,) = runtime.options
+    (tokens,) = runtime.tokens
+    assert (options["clamp"], options["offline"], options["public"]) == (False, True, ("embedding", "head"))
+    assert [text.shape for text in options["calibration"]] == [tokens.shape] * pi_rows.CALIBRATION_BATCH
+    assert not any(torch.equal(text, tokens) for text in options["calibration"])
+    said = {"clamp": False, "offline": True, "public": ["embedding", "head"]}
+    assert said.items() <= json.loads(out.read_text())["config"].items()
+    assert bench.main(small("--recipes", "SM", "--json", str(out), "--resume")) == 2  # rows of other settings
 
 
 def test_last_position_alone_is_compared_and_counted(
