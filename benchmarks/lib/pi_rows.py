@@ -291,7 +291,7 @@ def _calibration(model: aero_compile.TransformedModel, seq_len: int, args: argpa
         return {}
     generator = torch.Generator().manual_seed(args.seed + 2)
     tokens = torch.randint(0, model.vocab_size, (CALIBRATION_BATCH, seq_len), generator=generator)
-    return {"calibration": list(tokens.split(1)), "clamp": False}
+    return {"calibration": [row[None] for row in tokens], "clamp": False}
 
 
 def optimized(task: Task, seed: int, logits: str) -> tuple[aero_compile.TransformedModel, nn.Module]:
