@@ -102,7 +102,7 @@ def private_row(
     guards: bool = False,
     public: Sequence[str] = (),
     offline: bool = False,
-    calibration: Any = (),
+    calibration: Any = None,
     clamp: bool = True,
     network: Any = "loopback",
     timeout: float = 3600.0,
@@ -188,7 +188,7 @@ def estimated_row(
     guards: bool = False,
     public: Sequence[str] = (),
     offline: bool = False,
-    calibration: Any = (),
+    calibration: Any = None,
     clamp: bool = True,
     network: Any = "loopback",
 ) -> Row:

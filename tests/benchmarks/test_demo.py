@@ -131,7 +131,7 @@ def test_interrupted_run_is_taken_up_and_finished_run_left_alone(
         "guards": False,
         "public": (),
         "offline": False,
-        "calibration": (),
+        "calibration": None,
         "clamp": True,
     }
     assert all(call[2] == same for call in runtime.calls)
