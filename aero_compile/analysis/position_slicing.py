@@ -1,4 +1,4 @@
-"""Which part of its inputs a node needs to be computed at one position, op by op.
+"""Which part of its inputs a node needs to be computed at some positions alone, op by op.
 
 An axis is followed from a result back to the operands by what each op does, never by its size alone: sizes of heads,
 widths and lengths may coincide. Where an op mixes positions, or is not known, there is no cut.
@@ -42,7 +42,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Cut:
-    """A node at one position: the axes along which inputs are cut (the others stay whole), and the call's arguments."""
+    """A node at some positions: the axes along which inputs are cut (others stay whole), and the call's arguments."""
 
     inputs: Mapping[fx.Node, Axis]
     args: tuple[Any, ...]
@@ -50,7 +50,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Site:
-    """A node whose result is wanted at one position of (`dim`, `inner`), looked at in one sample."""
+    """A node whose result is wanted at some positions of (`dim`, `inner`), looked at in one sample."""
 
     node: fx.Node
     dim: int
@@ -83,19 +83,20 @@ Operands = list[tuple[Any, Where | None]]
 Rule = Callable[[Site], Operands | None]
 
 
-def find_cut(node: fx.Node, axis: Axis, samples: Sequence[Sample]) -> Cut | None:
-    """How to compute `node` at one position of `axis`, given its inputs at that position; None if that is unknown.
+def find_cut(node: fx.Node, axis: Axis, samples: Sequence[Sample], positions: int = 1) -> Cut | None:
+    """How to compute `node` at some positions of `axis`, given its inputs at these; None if that is unknown.
 
     Args:
         node: a node whose result is a tensor, or a list of tensors that are cut along the same axis.
         axis: of the result.
         samples: at least one; the cut is right in all of them.
+        positions: how many, at least one.
     """
     # dropout: what else a graph holds computes weights
     rule = _pointwise if node.op == "call_module" else _RULES.get(facts(node.target).form)
     sites = [Site(node, axis.dim, inner, sample) for inner, sample in zip(axis.inner, samples, strict=True)]
     found = [rule(site) for site in sites] if rule is not None else [None]
-    args = _resized(sites) if node.target in _SIZED else node.args
+    args = _resized(sites, positions) if node.target in _SIZED else node.args
     if args is None or not all(found):
         return None
     inputs: dict[fx.Node, Axis | None] = {}
@@ -260,8 +261,8 @@ def _getitem(site: Site) -> Operands:
 _SIZED = frozenset({aten.reshape.default, aten.expand.default, aten.unflatten.int})
 
 
-def _resized(sites: Sequence[Site]) -> tuple[Any, ...] | None:
-    """The arguments of a view whose result has one position."""
+def _resized(sites: Sequence[Site], positions: int) -> tuple[Any, ...] | None:
+    """The arguments of a view whose result has so many positions."""
     node, at = sites[0].node, sites[0].dim
     arguments: tuple[Any, ...] = node.args
     *before, sizes = arguments
@@ -274,7 +275,7 @@ def _resized(sites: Sequence[Site]) -> tuple[Any, ...] | None:
     if node.target is aten.expand.default and sites[0].aligned(before[0]) is not None:
         sizes[at] = -1
     elif single:
-        sizes[at] = sites[0].inner
+        sizes[at] = sites[0].inner * positions
     elif node.target is aten.expand.default or -1 in sizes[:at] + sizes[at + 1 :]:
         return None
     else:

@@ -1,0 +1,168 @@
+"""Which values new positions need of earlier ones, and how everything else is computed at the new positions alone.
+
+Found from data flow. Going back from the logits, a value that depends on tokens is needed at the new positions, or
+whole: keys and values, which products of attention read at all positions. What is needed whole is *cached* from step to
+step, and a step computes its new rows. Views between it and its product, repetitions for grouped queries and tables in
+front of it (learned prefixes) are made anew at each step, so that of several forms the smallest is cached.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx
+
+from aero_compile.analysis.position_slicing import Axis, Cut, Sample, find_cut
+from aero_compile.errors import UnsupportedModelError
+from aero_compile.ir.dataflow import live_inputs
+from aero_compile.ir.ops import facts, name_of, of_form
+from aero_compile.ir.places import place
+
+_SPREADS = of_form("repeat", "repeat_interleave")
+_JOINS = of_form("cat")
+_MIXES = "it mixes positions, or is not known to work position by position"
+
+
+@dataclass(frozen=True)
+class NewPositions:
+    """How the logits of new positions are computed, in the order of the graph.
+
+    Attributes:
+        cuts: live nodes that are computed at the new positions, and how.
+        cached: those of them whose values at all positions are needed, and the axis that runs over positions.
+        whole: live nodes that are made of cached values, at all positions; they only move elements.
+    """
+
+    cuts: dict[fx.Node, Cut] = field(default_factory=dict)
+    cached: dict[fx.Node, Axis] = field(default_factory=dict)
+    whole: tuple[fx.Node, ...] = ()
+
+
+def find_new_positions(
+    tokens: fx.Node, logits: fx.Node, live: set[fx.Node], samples: Sequence[Sample], count: int
+) -> NewPositions:
+    """How the logits `[B, T, V]` are computed at `count` consecutive positions.
+
+    Args:
+        tokens: the input `[B, T]`.
+        logits: a node of the same graph.
+        live: nodes whose values depend on the values of the tokens, `tokens` among them.
+        samples: at least one.
+        count: at least one.
+
+    Raises:
+        UnsupportedModelError: a live value mixes positions in another way than a product with a cached one does; the
+            message names the op and its place.
+    """
+    along = _axes(tokens, live, samples, count)
+    at_new: dict[fx.Node, set[Axis]] = {logits: {Axis(1, (1,) * len(samples))}}
+    wanted_whole: set[fx.Node] = set()
+    cuts: dict[fx.Node, Cut] = {}
+    cached: dict[fx.Node, Axis] = {}
+    whole: list[fx.Node] = []
+    for node in reversed(list(logits.graph.nodes)):
+        if node not in live or node is tokens:
+            continue
+        if node in wanted_whole:
+            if _is_moved(node, live, along, samples[0]):
+                whole.append(node)
+                wanted_whole.update(live_inputs(node, live))
+            else:
+                if not along[node]:
+                    raise _mixes(_first_without_rows(node, live, along), _MIXES)
+                cached[node] = _only(along[node], node)
+                at_new.setdefault(node, set()).add(cached[node])
+        if node in at_new:
+            axis = _only(at_new[node], node)
+            cut = find_cut(node, axis, samples, count)
+            if cut is None:
+                raise _mixes(node, _MIXES)
+            cuts[node] = cut
+            for parent in live_inputs(node, live):
+                if parent in cut.inputs:
+                    at_new.setdefault(parent, set()).add(cut.inputs[parent])
+                else:
+                    wanted_whole.add(parent)
+    if tokens in wanted_whole or not at_new.get(tokens, set()) <= along[tokens]:
+        raise _mixes(tokens, "tokens of all positions are needed")
+    ordered = sorted(cuts)
+    return NewPositions(
+        {n: cuts[n] for n in ordered}, {n: cached[n] for n in ordered if n in cached}, tuple(reversed(whole))
+    )
+
+
+def _axes(tokens: fx.Node, live: set[fx.Node], samples: Sequence[Sample], count: int) -> dict[fx.Node, set[Axis]]:
+    """The axes of each live node that run over positions: scores have two, for queries and for keys."""
+    along = {tokens: {Axis(1, (1,) * len(samples))}}
+    for node in tokens.graph.nodes:
+        if node in live and node is not tokens and node.op != "output":
+            along[node] = {axis for axis in _candidates(node, samples) if _follows(node, axis, along, samples, count)}
+    return along
+
+
+def _follows(node: fx.Node, axis: Axis, along: dict[fx.Node, set[Axis]], samples: Sequence[Sample], count: int) -> bool:
+    """Whether `axis` of a node is what became of such an axis of its inputs."""
+    cut = find_cut(node, axis, samples, count)
+    followed = {each: where for each, where in (cut.inputs if cut else {}).items() if each in along}
+    return bool(followed) and all(where in along[each] for each, where in followed.items())
+
+
+def _candidates(node: fx.Node, samples: Sequence[Sample]) -> Iterator[Axis]:
+    """All axes whose sizes are multiples of the lengths; what is folded behind positions is a constant, or batches."""
+    shapes = [_tensor(sample.values[node]).shape for sample in samples]
+    for dim, sizes in enumerate(zip(*shapes, strict=True)):
+        units = [int(size) // sample.length for size, sample in zip(sizes, samples, strict=True)]
+        if any(unit * sample.length != size for unit, size, sample in zip(units, sizes, samples, strict=True)):
+            continue
+        found = set()
+        for inner in (each for each in range(1, units[0] + 1) if units[0] % each == 0):
+            found.add((inner,) * len(samples))
+            if inner % samples[0].batch == 0:
+                found.add(tuple(inner // samples[0].batch * sample.batch for sample in samples))
+        for inners in sorted(found):
+            if all(inner and unit % inner == 0 for inner, unit in zip(inners, units, strict=True)):
+                yield Axis(dim, inners)
+
+
+def _is_moved(node: fx.Node, live: set[fx.Node], along: dict[fx.Node, set[Axis]], sample: Sample) -> bool:
+    """Whether a value at all positions is made anew of a smaller one, or must be, since it is no rows by position."""
+    if node.target in _JOINS:
+        return not along[node]  # beside the rows of positions there are others, of a learned prefix
+    if facts(node.target).form == "part" or not (facts(node.target).view or node.target in _SPREADS):
+        return False
+    (parent,) = live_inputs(node, live)
+    return _size(sample.values[parent]) <= _size(sample.values[node])
+
+
+def _size(value: Any) -> float:
+    return math.prod(value.shape) if isinstance(value, Tensor) else math.inf
+
+
+def _tensor(value: Any) -> Tensor:
+    found = value if isinstance(value, Tensor) else value[0]
+    assert isinstance(found, Tensor)
+    return found
+
+
+def _only(axes: set[Axis], node: fx.Node) -> Axis:
+    if len(axes) != 1:
+        raise _mixes(node, "it has several axes of positions")
+    return next(iter(axes))
+
+
+def _first_without_rows(node: fx.Node, live: set[fx.Node], along: dict[fx.Node, set[Axis]]) -> fx.Node:
+    """The value that a node without rows by position is computed from, or itself, whose inputs still had such rows."""
+    while before := [each for each in live_inputs(node, live) if not along[each]]:
+        node = before[0]
+    return node
+
+
+def _mixes(node: fx.Node, why: str) -> UnsupportedModelError:
+    name = name_of(node.target) if node.op == "call_function" else str(node.target)
+    return UnsupportedModelError(
+        f"new positions cannot be computed by themselves: {name} ({place(node)}): {why}. Compute the logits of all "
+        "positions (private_inference) instead"
+    )

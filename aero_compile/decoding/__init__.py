@@ -1,0 +1,1 @@
+"""Models as steps: new positions computed from what is cached of earlier ones."""

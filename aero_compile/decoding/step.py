@@ -1,0 +1,119 @@
+"""A model as a step: the logits of new positions from their tokens and from what is cached of earlier positions.
+
+The parts of a step are found from data flow (`aero_compile.analysis.new_positions`), whatever the model's positions and
+heads are: learned, rotary, ALiBi, windows, grouped queries. Many tokens are one step too, so that a prompt is
+a step from position 0, and a conversation goes on where it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from aero_compile.analysis.new_positions import find_new_positions
+from aero_compile.analysis.position_slicing import Sample
+from aero_compile.decoding.prefixes import require_same_prefixes
+from aero_compile.decoding.step_graph import CachedValue, step_graph
+from aero_compile.errors import InputError
+from aero_compile.inference_model import InferenceModel
+from aero_compile.ir.dataflow import placeholder, tainted_nodes
+from aero_compile.ir.shapes import node_values
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """One step for `count` new positions of `batch` sequences, which have room for `length` positions in all.
+
+    Attributes:
+        model: holds the tensors that the graph reads.
+        graph: takes `input_ids`, int64 `[batch, count]`; `position`, an int, how many positions came before; then
+            the cached values as the last step left them. It returns the logits `[batch, count, V]` and the cached
+            values with the new rows in their places.
+        cached: the values, in the order of inputs and outputs. What they hold of positions that have not come yet may
+            be any finite numbers: the masks hide them.
+    """
+
+    model: InferenceModel
+    graph: fx.Graph
+    batch: int
+    length: int
+    count: int
+    cached: tuple[CachedValue, ...]
+
+    def empty(self) -> tuple[Tensor, ...]:
+        """The cached values before the first step: zeros."""
+        device = next(self.model.parameters()).device
+        return tuple(torch.zeros(each.shape, dtype=each.dtype, device=device) for each in self.cached)
+
+    @torch.no_grad()
+    def run(self, input_ids: Tensor, position: int, cached: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The logits of the positions from `position` on, `[batch, count, V]`, and the cached values after them.
+
+        Raises:
+            InputError: tokens of another shape, or positions that there is no room for.
+        """
+        if tuple(input_ids.shape) != (self.batch, self.count):
+            raise InputError(f"this step takes tokens {[self.batch, self.count]}, not {list(input_ids.shape)}")
+        self.check_position(position)
+        logits, *left = fx.Interpreter(self.model, graph=self.graph).run(input_ids, position, *cached)
+        return logits, tuple(left)
+
+    def check_position(self, position: int) -> None:
+        """Raise InputError if there is no room for new positions behind `position` others."""
+        if not 0 <= position <= self.length - self.count:
+            raise InputError(
+                f"no room for {self.count} new positions after {position}: the step is made for {self.length} in all"
+            )
+
+
+def decode_step(model: InferenceModel, batch: int, length: int, count: int = 1) -> DecodeStep:
+    """The step of `model` that computes `count` new positions.
+
+    Steps of one model, batch and length have the same cached values, whatever their counts. Logits are those of the
+    model for the text so far: exactly, up to the order in which numbers are added.
+
+    Args:
+        model: computes the logits of all positions (`optimize_for_inference(…, logits="all")`).
+        batch: sequences, which are all at the same position.
+        length: positions that there is room for, at least 2.
+        count: new positions of one step, at most `length`.
+
+    Raises:
+        InputError: sizes that the model cannot take, or a model that computes the last position alone.
+        UnsupportedModelError: new positions cannot be computed by themselves, with the op and its place; or something
+            follows from the length of the text.
+    """
+    _check(model, batch, length, count)
+    require_same_prefixes(model, batch, length)
+    samples = _samples(model, batch, length)
+    tokens = placeholder(model.graph, model.convention.tokens)
+    live = tainted_nodes(model.graph, model.convention.tokens)
+    results: Any = next(node for node in reversed(model.graph.nodes) if node.op == "output").args[0]
+    plan = find_new_positions(tokens, results[0], live, samples, count)
+    graph, cached = step_graph(model, live, plan, samples[0], count)
+    return DecodeStep(model, graph, batch, length, count, cached)
+
+
+def _check(model: InferenceModel, batch: int, length: int, count: int) -> None:
+    if model.positions_kept != "all":
+        raise InputError("steps are made of a model that computes all positions: optimize it with logits='all'")
+    if batch < 1 or length < 2 or not 1 <= count <= length:
+        raise InputError(f"there is no step of {count} of {length} positions for a batch of {batch}")
+    if model.max_positions is not None and length > model.max_positions:
+        raise InputError(f"{length} positions are more than the {model.max_positions} of the model")
+    if model.fixed_shape not in (None, (batch, length)):
+        raise InputError(f"the graph is made for tokens {list(model.fixed_shape or ())}, not for {[batch, length]}")
+
+
+def _samples(model: InferenceModel, batch: int, length: int) -> list[Sample]:
+    """The shape itself, and another where the model takes any, so that sizes which are equal by chance differ."""
+    shapes = [(batch, length)]
+    if model.fixed_shape is None:
+        shapes.append((batch + 2, length - 1 if length > 2 else length + 1))
+    if model.max_positions is not None:
+        shapes = [shape for shape in shapes if shape[1] <= model.max_positions]
+    return [Sample(*shape, node_values(model, *shape)) for shape in shapes]

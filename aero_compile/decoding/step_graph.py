@@ -1,0 +1,167 @@
+"""The graph of a step, written from the graph of a model and from what is known of its new positions."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from aero_compile.analysis.new_positions import NewPositions
+from aero_compile.analysis.position_slicing import Axis, Sample
+from aero_compile.errors import UnsupportedModelError
+from aero_compile.inference_model import InferenceModel
+from aero_compile.ir.decompose_norms import decompose_deviation_norms
+
+aten = torch.ops.aten
+
+POSITION = "position"
+"""Name of the graph's input that says how many positions came before: an int."""
+
+
+@dataclass(frozen=True)
+class CachedValue:
+    """A value that steps hand on: its name as an input, its shape at all positions, and its dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def step_graph(
+    model: InferenceModel, live: set[fx.Node], plan: NewPositions, sample: Sample, count: int
+) -> tuple[fx.Graph, tuple[CachedValue, ...]]:
+    """The graph that computes `count` new positions at the batch and length of `sample`, and what it caches.
+
+    Its inputs are `input_ids`, int64 `[batch, count]`, the int `position`, and the cached values; its outputs the
+    logits `[batch, count, V]` and the cached values with the new rows in their places. What follows from no token is
+    computed as for the whole length, and its new rows are taken.
+
+    Raises:
+        UnsupportedModelError: the model takes something beside tokens and their padding.
+    """
+    writer = _Writer(model, live, plan, sample, count)
+    writer.write()
+    return writer.graph, tuple(writer.cached.values())
+
+
+class _Writer:
+    def __init__(
+        self, model: InferenceModel, live: set[fx.Node], plan: NewPositions, sample: Sample, count: int
+    ) -> None:
+        self.model, self.live, self.plan, self.sample, self.count = model, live, plan, sample, count
+        self.graph = fx.Graph()
+        self.ids = self.graph.placeholder("input_ids")
+        self.position = self.graph.placeholder(POSITION)
+        self.after = self.graph.call_function(operator.add, (self.position, count))
+        self.cached = {node: self._describe(number, node) for number, node in enumerate(plan.cached)}
+        with self.graph.inserting_before(self.after):
+            self._before = {node: self.graph.placeholder(each.name) for node, each in self.cached.items()}
+        self._new: dict[fx.Node, fx.Node] = {}
+        self._whole: dict[fx.Node, Any] = {}
+        self._rows: dict[tuple[fx.Node, Axis], fx.Node] = {}
+
+    def write(self) -> None:
+        for node in self.model.graph.nodes:
+            if node.op == "output":
+                (logits, *_) = node.args[0]
+                self.graph.output((self._new[logits], *(self._whole[each] for each in self.cached)))
+            elif node not in self.live:
+                self._whole[node] = self._independent(node)
+            elif node.op == "placeholder":
+                self._new[node] = self.ids
+            else:
+                self._dependent(node)
+        self.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+        decompose_deviation_norms(self.graph)
+        self.graph.lint()
+
+    def _describe(self, number: int, node: fx.Node) -> CachedValue:
+        value = self.sample.values[node]
+        return CachedValue(f"cached_{number}", tuple(map(int, value.shape)), value.dtype)
+
+    # -- what follows from no token --------------------------------------------------------------------------------
+
+    def _independent(self, node: fx.Node) -> Any:
+        value = self.sample.values[node]
+        if isinstance(value, int | float):
+            return value  # a size
+        return self._padding(node) if node.op == "placeholder" else self.graph.node_copy(node, self._at_all)
+
+    def _padding(self, node: fx.Node) -> fx.Node:
+        """The mask of padding: there is none."""
+        if str(node.target) != self.model.convention.attention_mask:
+            raise UnsupportedModelError(
+                f"the model takes {node.target} beside its tokens; steps are made of models that take tokens alone"
+            )
+        return self._filled(aten.ones.default, (self.sample.batch, self.sample.length), torch.int64)
+
+    def _rows_of(self, node: fx.Node, axis: Axis) -> fx.Node:
+        """The new rows of a table of positions, or of a mask."""
+        if (node, axis) not in self._rows:
+            apart, dim = self._apart(self._whole[node], axis, self._runs(node, axis), self.sample.length)
+            rows = self.graph.call_function(aten.slice.Tensor, (apart, dim, self.position, self.after))
+            self._rows[node, axis] = self._together(rows, axis, dim)
+        return self._rows[node, axis]
+
+    # -- what does -------------------------------------------------------------------------------------------------
+
+    def _dependent(self, node: fx.Node) -> None:
+        if node in self.plan.cuts:
+            self._new[node] = self._at_new(node)
+        if node in self.plan.cached:
+            self._whole[node] = self._joined(node, self.plan.cached[node])
+        elif node in self.plan.whole:
+            self._whole[node] = self.graph.node_copy(node, self._at_all)
+
+    def _at_all(self, node: fx.Node) -> Any:
+        """What stands for a value at all positions, or for one whose shape alone is read."""
+        if node not in self._whole:
+            value = self.sample.values[node]
+            self._whole[node] = self._filled(aten.zeros.default, value.shape, value.dtype)
+        return self._whole[node]
+
+    def _at_new(self, node: fx.Node) -> fx.Node:
+        cut = self.plan.cuts[node]
+
+        def argument(read: fx.Node) -> Any:
+            if read not in cut.inputs:
+                return self._at_all(read)
+            return self._new[read] if read in self.live else self._rows_of(read, cut.inputs[read])
+
+        new = self.graph.node_copy(node, argument)
+        new.args = fx.map_arg(cut.args, argument)
+        return new
+
+    def _joined(self, node: fx.Node, axis: Axis) -> fx.Node:
+        """A cached value with its new rows in their places."""
+        call, length, runs = self.graph.call_function, self.sample.length, self._runs(node, axis)
+        old, dim = self._apart(self._before[node], axis, runs, length)
+        new, _ = self._apart(self._new[node], axis, runs, self.count)
+        earlier = call(aten.slice.Tensor, (old, dim, 0, self.position))
+        later = call(aten.slice.Tensor, (old, dim, self.after, length))
+        return self._together(call(aten.cat.default, ([earlier, new, later], dim)), axis, dim)
+
+    # -- positions that share a dimension --------------------------------------------------------------------------
+
+    def _runs(self, node: fx.Node, axis: Axis) -> int:
+        """How often positions run through along the dimension of `axis`."""
+        return int(self.sample.values[node].shape[axis.dim]) // (self.sample.length * axis.inner[0])
+
+    def _apart(self, value: fx.Node, axis: Axis, runs: int, length: int) -> tuple[fx.Node, int]:
+        """The value with a dimension for its `length` positions alone, and which one that is."""
+        if runs == axis.inner[0] == 1:
+            return value, axis.dim
+        sizes = [runs, length, axis.inner[0]]
+        return self.graph.call_function(aten.unflatten.int, (value, axis.dim, sizes)), axis.dim + 1
+
+    def _together(self, value: fx.Node, axis: Axis, dim: int) -> fx.Node:
+        if dim == axis.dim:
+            return value
+        return self.graph.call_function(aten.flatten.using_ints, (value, axis.dim, axis.dim + 2))
+
+    def _filled(self, fill: Any, shape: Sequence[int], dtype: torch.dtype) -> fx.Node:
+        return self.graph.call_function(fill, ([int(size) for size in shape],), {"dtype": dtype})

@@ -1,0 +1,144 @@
+"""Steps: each new position alone, from cached values, gives the logits of a whole forward."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+import aero_compile
+from aero_compile.decoding.step import DecodeStep, decode_step
+from aero_compile.errors import InputError, UnsupportedModelError
+from aero_compile.inference_model import InferenceModel, inference_copy
+from aero_compile.optimize import optimize_for_inference
+from benchmarks.lib.random_decoders import Config
+from tests.support import tiny_models
+from tests.support.captured_decoders import captured as captured_decoder
+from tests.support.captured_decoders import every_decoder
+from tests.support.edited_decoders import edited
+from tests.support.tiny_models import HEADS, LAYERS, VOCAB, WIDTH, captured, hugging_face, tokens
+
+aten = torch.ops.aten
+HEAD = WIDTH // HEADS
+
+
+def optimized(family: str) -> InferenceModel:
+    return optimize_for_inference(captured(family))
+
+
+@torch.no_grad()
+def assert_same_text(model: InferenceModel, counts: Sequence[int], batch: int = 2, room: int = 0) -> None:
+    """Steps of so many positions each give, at each position, the logits of the text that ends there."""
+    total = sum(counts)
+    steps = {count: decode_step(model, batch, total + room, count) for count in set(counts)}
+    ids = tokens(batch, total, model.vocab_size, seed=total)
+    cached: Sequence[Tensor] = [1e4 * torch.randn_like(each) for each in steps[counts[0]].empty()]
+    for begin, count in zip(itertools.accumulate(counts, initial=0), counts, strict=False):
+        found, cached = steps[count].run(ids[:, begin : begin + count], begin, cached)
+        assert found.shape == (batch, count, model.vocab_size)
+        for at in range(count):
+            expected = model(ids[:, : begin + at + 1])[:, -1]
+            torch.testing.assert_close(found[:, at], expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("family", tiny_models.EVERY)
+def test_every_family_goes_on_where_it_was(family: str) -> None:
+    assert_same_text(optimized(family), (4, 1, 1, 3, 1))
+
+
+@every_decoder
+def test_any_decoder_goes_on_where_it_was(config: Config) -> None:
+    """Without the passes, and with room that is not used; 4 positions are all that one of them has."""
+    assert_same_text(inference_copy(captured_decoder(config)[1]), (1, 1, 1), room=1)
+
+
+WINDOW = 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("mistral", {"sliding_window": WINDOW}),  # what is further back than the window is hidden again
+        ("bloom", {}),  # ALiBi
+        ("gptj", {}),  # rotary in pairs, of a part of each head
+        ("falcon", {"multi_query": True}),  # one key for all heads
+        ("gemma2", {"sliding_window": WINDOW}),  # windows in every second layer, norms of scores
+    ],
+)
+def test_positions_of_every_kind(kind: str, options: dict[str, Any]) -> None:
+    model = aero_compile.transform(hugging_face(kind, **options).eval(), "baseline")
+    assert_same_text(optimize_for_inference(model), (2, 1, 1, 1, 3, 1, 1), batch=1)
+
+
+@pytest.mark.parametrize("recipe", ["softmax_only", "SM+LN+R", "SM"])
+def test_recipes_go_on_where_they_were(recipe: str) -> None:
+    """Temperatures by position, linear layers that were eliminated, scales."""
+    model = optimize_for_inference(tiny_models.transformed("gpt2-eager", recipe))
+    assert_same_text(model, (3, 1, 1, 2))
+
+
+def test_a_text_of_two_tokens_and_one_of_all_at_once() -> None:
+    assert_same_text(optimized("llama-sdpa"), (1, 1))
+    assert_same_text(optimized("llama-sdpa"), (5,))
+
+
+def sizes(step: DecodeStep) -> int:
+    return sum(torch.Size(each.shape).numel() for each in step.cached)
+
+
+def test_keys_and_values_alone_are_cached_once_for_all_heads_that_share_them() -> None:
+    batch, length, shared = 2, 9, HEADS // 2
+    assert sizes(decode_step(optimized("gpt2-eager"), batch, length)) == 2 * LAYERS * batch * length * WIDTH
+    assert sizes(decode_step(optimized("llama-eager"), batch, length)) == 2 * LAYERS * batch * length * shared * HEAD
+
+
+class Products(fx.Interpreter):
+    """Runs a step and counts the numbers that its linear layers multiply."""
+
+    count = 0
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is aten.linear.default:
+            self.count += args[0].numel() * args[1].shape[0]
+        return super().call_function(target, args, kwargs)
+
+
+def test_linear_layers_see_the_new_positions_alone() -> None:
+    model, found = optimized("encoder-post"), []
+    for length, count in ((6, 1), (12, 1), (12, 3)):
+        step = decode_step(model, 2, length, count)
+        run = Products(model, graph=step.graph)
+        run.run(tokens(2, count), 0, *step.empty())
+        found.append(run.count)
+    assert found[0] == found[1] > 0
+    assert found[2] == 3 * found[1]
+
+
+def test_what_mixes_positions_is_refused_by_name() -> None:
+    model = edited(lambda change, node: change.call(aten.cumsum.default, node, 1))
+    with pytest.raises(UnsupportedModelError, match=r"aten\.cumsum .*: it mixes positions"):
+        decode_step(model, 2, 6)
+
+
+def test_sizes_that_there_are_no_steps_of() -> None:
+    model = optimized("gpt2-eager")
+    for batch, length, count in ((0, 5, 1), (1, 1, 1), (1, 5, 6), (1, 5, 0)):
+        with pytest.raises(InputError, match="there is no step"):
+            decode_step(model, batch, length, count)
+    with pytest.raises(InputError, match="more than the"):
+        decode_step(model, 1, 1000)
+    with pytest.raises(InputError, match="logits='all'"):
+        decode_step(optimize_for_inference(captured("gpt2-eager"), logits="last"), 1, 5)
+
+
+def test_calls_that_do_not_fit_a_step() -> None:
+    step = decode_step(optimized("gpt2-eager"), 1, 5, 2)
+    with pytest.raises(InputError, match="takes tokens"):
+        step.run(tokens(1, 1, VOCAB), 0, step.empty())
+    for position in (-1, 4):
+        with pytest.raises(InputError, match="no room for 2 new positions"):
+            step.run(tokens(1, 2, VOCAB), position, step.empty())

@@ -1,0 +1,43 @@
+"""What the graph of a step takes, gives, and computes of tables of positions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx
+
+from aero_compile.decoding.step import decode_step
+from aero_compile.inference_model import inference_copy
+from tests.support import tiny_models
+from tests.support.tiny_models import LAYERS, VOCAB, captured, tokens
+
+aten = torch.ops.aten
+
+
+@pytest.mark.parametrize("family", tiny_models.UNLIKE)
+def test_inputs_and_outputs(family: str) -> None:
+    """Tokens, the position, and cached values, which come back; masks of padding are no input any more."""
+    step = decode_step(inference_copy(captured(family)), 2, 7, 3)
+    names = [str(node.target) for node in step.graph.find_nodes(op="placeholder")]
+    assert names == ["input_ids", "position", *(each.name for each in step.cached)]
+    assert len(names) >= 2 + 2 * LAYERS
+    logits, *cached = fx.Interpreter(step.model, graph=step.graph).run(tokens(2, 3), 4, *step.empty())
+    assert logits.shape == (2, 3, VOCAB)
+    assert [each.shape for each in cached] == [each.shape for each in step.cached]
+    assert [each.dtype for each in cached] == [each.dtype for each in step.cached]
+
+
+def test_a_step_writes_its_own_rows_alone() -> None:
+    step = decode_step(inference_copy(captured("encoder-pre")), 2, 7, 2)
+    before = [torch.randn_like(each) for each in step.empty()]
+    _, after = step.run(tokens(2, 2), 3, before)
+    for old, new in zip(before, after, strict=True):
+        changed = (old != new).flatten(1).any(1)
+        assert changed.tolist() == [False] * 3 + [True] * 2 + [False] * 2
+
+
+def test_no_live_size_is_left() -> None:
+    """Sizes are numbers, so that one graph is one program."""
+    for family in ("gpt2-sdpa", "llama-eager", "lecture"):
+        step = decode_step(inference_copy(captured(family)), 2, 7)
+        assert not step.graph.find_nodes(op="call_function", target=aten.sym_size.int)
