@@ -42,9 +42,9 @@ def dependents(graph: fx.Graph, is_source: Callable[[fx.Node], bool]) -> set[fx.
     return found
 
 
-def tainted_nodes(graph: fx.Graph, source: str) -> set[fx.Node]:
-    """Nodes whose value depends on the values of the input `source`, the token ids for instance, itself included."""
-    return dependents(graph, lambda node: node.op == "placeholder" and node.target == source)
+def tainted_nodes(graph: fx.Graph, *sources: str) -> set[fx.Node]:
+    """Nodes whose value depends on the values of the inputs `sources`, the token ids for instance, these included."""
+    return dependents(graph, lambda node: node.op == "placeholder" and node.target in sources)
 
 
 def hidden_nodes(graph: fx.Graph, tokens: str, values: Mapping[fx.Node, Any]) -> set[fx.Node]:

@@ -42,13 +42,18 @@ class Domain(Enum):
     LIVE = "live"
 
 
-def domains_of(module: nn.Module, graph: fx.Graph, tokens: str) -> dict[fx.Node, Domain]:
+def domains_of(
+    module: nn.Module, graph: fx.Graph, tokens: str, *shared: str, source: fx.Graph | None = None
+) -> dict[fx.Node, Domain]:
     """The domain of every node of `graph`, which reads its tensors from `module`; no node is computed.
 
-    `tokens` is the name of the input that only the client knows; shapes and all other inputs are public.
+    `tokens` is the name of the input that only the client knows, `shared` those of inputs that nobody knows; shapes and
+    all other inputs are public. `source`: the graph that `graph` was written from, where the latter has numbers of its
+    own, such as lengths; they make no table of the model public.
     """
-    live, servers, given = tainted_nodes(graph, tokens), _servers(module, graph), _given(module, graph)
-    of_client = _clients(module, graph, live, given - servers)
+    live, given = tainted_nodes(graph, tokens, *shared), _given(module, graph)
+    servers = _servers(module, graph, source)
+    of_client = _clients(module, graph, live, given - servers, tokens)
 
     def domain(node: fx.Node) -> Domain:
         if node in live:
@@ -78,9 +83,9 @@ def _given(module: nn.Module, graph: fx.Graph) -> set[fx.Node]:
     return dependents(graph, lambda node: is_published(module, node))
 
 
-def _servers(module: nn.Module, graph: fx.Graph) -> set[fx.Node]:
+def _servers(module: nn.Module, graph: fx.Graph, source: fx.Graph | None = None) -> set[fx.Node]:
     """Nodes whose value depends on something that the server alone holds, and maybe on inputs, too."""
-    structural = structural_attributes(module, graph)
+    structural = structural_attributes(module, graph if source is None else source)
 
     def is_held(node: fx.Node) -> bool:
         if node.op == "call_module":
@@ -90,7 +95,7 @@ def _servers(module: nn.Module, graph: fx.Graph) -> set[fx.Node]:
     return dependents(graph, is_held)
 
 
-def _clients(module: nn.Module, graph: fx.Graph, live: set[fx.Node], given: set[fx.Node]) -> set[fx.Node]:
+def _clients(module: nn.Module, graph: fx.Graph, live: set[fx.Node], given: set[fx.Node], tokens: str) -> set[fx.Node]:
     """Of the `given` values those that the client computes: rows of tables that it looks up, and what follows."""
     found: set[fx.Node] = set()
     ids: set[fx.Node] = set()
@@ -98,7 +103,8 @@ def _clients(module: nn.Module, graph: fx.Graph, live: set[fx.Node], given: set[
         if node not in live:
             continue
         read = [each for each in node.all_input_nodes if each in live]
-        if node.op == "placeholder" or (node not in given and node.target in VIEWS and ids.issuperset(read)):
+        is_tokens = node.op == "placeholder" and node.target == tokens
+        if is_tokens or (read and node not in given and node.target in VIEWS and ids.issuperset(read)):
             ids.add(node)
         elif node in given and (_is_dropout(module, node) or node.target in CLIENT_OPS):
             if node.target in _LOOKUPS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,7 +48,8 @@ class LiveProgram:
     computes its exponential. `small` has the names of operators that compare in the 32-bit ring because of what
     typical text showed. `guard` names a value [1] that is 1 if a value left its range and else 0, None if there
     are no private checks; `guards` has those that text can be tried on beforehand, by the name of their node.
-    `offline`: what does not depend on the tokens is computed before they are known.
+    `offline`: what does not depend on the tokens is computed before they are known. Steps of a model also read the
+    values `cached`, shapes by name, and make what they become: `results`, in the same order.
     """
 
     steps: tuple[LiveStep, ...]
@@ -65,17 +66,27 @@ class LiveProgram:
     prefix: tuple[PrefixStep, ...] = ()
     clients: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     offline: bool = False
+    cached: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    results: tuple[str, ...] = ()
 
     def run(self, one_hot: Any, weights: Mapping[str, Any] | None = None) -> Any:
         """Compute the logits in plain JAX (for tests and debugging; nothing is private here)."""
-        values: dict[str, Any] = {TOKENS: one_hot, **self.published}
+        return self._values(one_hot, weights, ())[self.result]
+
+    def run_step(self, one_hot: Any, cached: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+        """Compute the logits of new positions in plain JAX, and what the cached values become."""
+        values = self._values(one_hot, None, cached)
+        return values[self.result], tuple(values[name] for name in self.results)
+
+    def _values(self, one_hot: Any, weights: Mapping[str, Any] | None, cached: Sequence[Any]) -> dict[str, Any]:
+        values: dict[str, Any] = {TOKENS: one_hot, **self.published, **dict(zip(self.cached, cached, strict=True))}
         values |= weights if weights is not None else self.weights
         if self.prefix:
             values |= run_prefix(self.prefix, np.asarray(one_hot).argmax(-1), self.published)
         for step in self.steps:
             found = step.function(*(values[name] for name in step.inputs))
             values.update(zip(step.outputs, found, strict=True))
-        return values[self.result]
+        return values
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from aero_compile.decoding.step import DecodeStep
+from aero_compile.decoding.step_graph import POSITION
 from aero_compile.errors import LoweringError
 from aero_compile.ir.ops import name_of
 from aero_compile.ir.ownership import Domain, domains_of
@@ -39,7 +41,8 @@ class Partition:
     """A graph at one concrete shape, every node assigned to a domain.
 
     `known` holds the value of each public and server node; `shapes` and `is_float` describe the live
-    tensors. `masks` keeps what `masks.find_mask` found.
+    tensors. `masks` keeps what `masks.find_mask` found. `cached` are inputs that only exist as shares, and `results`
+    what they become, in the same order: those of a step (`aero_compile.decoding`).
     """
 
     graph: fx.Graph
@@ -50,6 +53,8 @@ class Partition:
     shapes: dict[fx.Node, tuple[int, ...]]
     is_float: dict[fx.Node, bool]
     masks: dict[fx.Node, Any] = field(default_factory=dict)
+    cached: tuple[fx.Node, ...] = ()
+    results: tuple[fx.Node, ...] = ()
 
     def is_live(self, value: object) -> bool:
         """Whether `value` is a node that depends on the tokens."""
@@ -94,21 +99,60 @@ def partition(module: torch.nn.Module, graph: fx.Graph, shape: tuple[int, ...]) 
         result = result[0]
     if not isinstance(result, fx.Node):
         raise LoweringError("the logits graph must return exactly one tensor, the logits")
-    domains = domains_of(module, graph, "input_ids")
+    ones = torch.ones(shape, dtype=torch.int64)
+    return _sorted(module, graph, dict.fromkeys(inputs, ones), result)
+
+
+def partition_step(step: DecodeStep, position: int) -> Partition:
+    """Sort the nodes of a step's graph, a copy of it, for the new positions from `position` on.
+
+    The step's cached values exist as shares alone: they are live inputs, and results.
+
+    Raises:
+        InputError: the step has no room for new positions there.
+        LoweringError: as `partition` does.
+    """
+    step.check_position(position)
+    graph = fx.Graph()
+    outputs = graph.graph_copy(step.graph, {})
+    assert isinstance(outputs, tuple)
+    graph.output(outputs)
+    logits, *results = outputs
+    shared = {each.name: torch.zeros(each.shape, dtype=each.dtype) for each in step.cached}
+    tokens = torch.ones((step.batch, step.count), dtype=torch.int64)
+    inputs = {"input_ids": tokens, POSITION: position, **shared}
+    return _sorted(step.model, graph, inputs, logits, tuple(results), tuple(shared), step.model.graph)
+
+
+def _sorted(
+    module: torch.nn.Module,
+    graph: fx.Graph,
+    inputs: Mapping[str, Any],
+    result: fx.Node,
+    results: tuple[fx.Node, ...] = (),
+    shared: tuple[str, ...] = (),
+    source: fx.Graph | None = None,
+) -> Partition:
+    """The nodes of `graph` by who may know them, for inputs like these; nobody knows those called `shared`."""
+    domains = domains_of(module, graph, "input_ids", *shared, source=source)
     if domains[result] is Domain.CLIENT:
         raise LoweringError("the logits follow from weights that clients are given: nothing to compute privately")
     if domains[result] is not Domain.LIVE:
         raise LoweringError("the logits do not depend on the tokens: nothing to compute privately")
-    values = _values(module, graph, shape, domains)
+    values = _values(module, graph, inputs, domains)
     live = {n: v for n, v in values.items() if domains[n] in HIDDEN and isinstance(v, Tensor)}
     known = {n: v for n, v in values.items() if domains[n] not in HIDDEN}
     shapes = {node: tuple(value.shape) for node, value in live.items()}
     is_float = {node: value.is_floating_point() for node, value in live.items()}
-    return Partition(graph, inputs["input_ids"], result, domains, known, shapes, is_float)
+    given = {str(node.target): node for node in graph.find_nodes(op="placeholder")}
+    cached = tuple(given[name] for name in shared)
+    return Partition(
+        graph, given["input_ids"], result, domains, known, shapes, is_float, cached=cached, results=results
+    )
 
 
 def _values(
-    module: torch.nn.Module, graph: fx.Graph, shape: tuple[int, ...], domains: Mapping[fx.Node, Domain]
+    module: torch.nn.Module, graph: fx.Graph, inputs: Mapping[str, Any], domains: Mapping[fx.Node, Domain]
 ) -> dict[fx.Node, Any]:
     """The value of every node but the output; of live ones a fake value, that has a shape and a type alone."""
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
@@ -125,8 +169,9 @@ def _values(
     for node in graph.nodes:
         is_live = domains[node] in HIDDEN
         if node.op == "placeholder":
-            ones = torch.ones(shape, dtype=torch.int64, device=device)
-            values[node] = mode.from_tensor(ones) if is_live else ones
+            given = inputs[str(node.target)]
+            given = given.to(device) if isinstance(given, Tensor) else given
+            values[node] = mode.from_tensor(given) if is_live else given
         elif node.op != "output" and not is_live:
             values[node] = value_in_run(module, node, without_numbers)
         elif _takes_known_places(node, domains):  # as many as a mask allows, which a fake value does not show

@@ -48,7 +48,8 @@ class Schedule:
         self.masks: dict[fx.Node, Masked] = {}
         self._carries_tokens: dict[fx.Node, bool] = {}
         needed = self._needed()
-        self.order = [n for n in part.graph.nodes if n in needed and n is not part.tokens and not part.is_clients(n)]
+        given = {part.tokens, *part.cached}
+        self.order = [n for n in part.graph.nodes if n in needed - given and not part.is_clients(n)]
         self.clients = [n for n in part.graph.nodes if n in needed and part.is_clients(n)]
         self.strips = dict(self._blocked_products())
         self.vocabulary = self._vocabulary()
@@ -61,7 +62,7 @@ class Schedule:
             if self._ends_step(node):
                 found.append([])
         found = [nodes for nodes in found if nodes]
-        last_reader: dict[fx.Node, int] = {self.part.output: len(found)}
+        last_reader = dict.fromkeys((self.part.output, *self.part.results), len(found))
         for at, nodes in enumerate(found):
             for node in nodes:
                 for used in self.reads(node):
@@ -113,7 +114,7 @@ class Schedule:
 
     def _needed(self) -> set[fx.Node]:
         needed: set[fx.Node] = set()
-        waiting = [self.part.output]
+        waiting = [self.part.output, *self.part.results]
         while waiting:
             node = waiting.pop()
             if node not in needed:

@@ -169,6 +169,8 @@ class _Emission:
             prefix,
             {node.name: part.shapes[node] for node in schedule.clients},
             self.offline,
+            {node.name: part.shapes[node] for node in part.cached},
+            tuple(node.name for node in part.results),
         )
 
     def _guards(self, node: fx.Node) -> list[LiveStep]:
