@@ -9,6 +9,10 @@ from typing import Any
 import numpy as np
 
 from aero_compile.runtime.arithmetic.ciphertexts import REQUEST_BYTES, RESPONSE_BYTES, MatmulCount, matmul
+from aero_compile.runtime.arithmetic.ring import fraction_bits, in_words
+from aero_compile.runtime.arithmetic.two_phases import truncated
+from aero_compile.runtime.kernels.calls import call_kernel
+from aero_compile.runtime.kernels.whole_numbers import WholeNumbers
 from aero_compile.runtime.lazy_jax import jnp
 
 MOST_POLYNOMIALS = 20_000
@@ -92,17 +96,31 @@ def joined_price(heads: int, rows: int, inner: int, columns: int, joined: int) -
     return found
 
 
-def batched_product(left: Any, right: Any) -> Any:
-    """[..., rows, inner] × [..., inner, columns] of equal leading sizes, several at once where that is cheaper."""
+def batched_product(left: Any, right: Any, owned: tuple[bool, bool] = (False, False)) -> Any:
+    """[..., rows, inner] × [..., inner, columns] of equal leading sizes, several at once where that is cheaper.
+
+    `owned`: which of the two one party knows. Several products of shares are truncated together, in one exchange.
+    """
     (*lead, rows, inner), columns = left.shape, right.shape[-1]
     heads = math.prod(lead)
     step = heads_at_once(heads, rows, inner, columns)
     public = isinstance(left, np.ndarray) or isinstance(right, np.ndarray)
-    if step == 1 or public or tuple(lead) != tuple(right.shape[:-2]):
+    if public or tuple(lead) != tuple(right.shape[:-2]):
         return jnp().matmul(left, right)
     left, right = left.reshape((heads, rows, inner)), right.reshape((heads, inner, columns))
-    pieces = [_joined(left[at : at + step], right[at : at + step]) for at in range(0, heads, step)]
-    return jnp().concatenate(pieces, axis=0).reshape((*lead, rows, columns))
+    bits = fraction_bits() if step < heads and in_words() and not all(owned) and _are_floats(left, right) else None
+    if bits is not None and owned[0]:
+        (right,) = call_kernel(WholeNumbers(bits), right)
+    elif bits is not None:
+        (left,) = call_kernel(WholeNumbers(bits), left)
+    pieces = [jnp().matmul(left, right)] if step == 1 else []
+    pieces = pieces or [_joined(left[at : at + step], right[at : at + step]) for at in range(0, heads, step)]
+    found = (pieces[0] if len(pieces) == 1 else jnp().concatenate(pieces, axis=0)).reshape((*lead, rows, columns))
+    return found if bits is None else truncated(found)
+
+
+def _are_floats(*factors: Any) -> bool:
+    return all(jnp().issubdtype(each.dtype, np.floating) for each in factors)
 
 
 def _joined(left: Any, right: Any) -> Any:

@@ -89,7 +89,8 @@ def by_matrices(x: Any, numbers: Any, owned: bool) -> Any:
     for start, end, size in ((0, whole, height), (whole, rows, rows - whole)):
         if end > start:
             diagonals = _diagonals(numbers[start:end].reshape((-1, size)), owned)
-            strips.append(batched_product(diagonals, x[start:end].reshape((-1, size, width))).reshape((-1, width)))
+            part = x[start:end].reshape((-1, size, width))
+            strips.append(batched_product(diagonals, part, (owned, False)).reshape((-1, width)))
     return strips[0] if len(strips) == 1 else jnp().concatenate(strips, axis=0)
 
 

@@ -13,10 +13,19 @@ from aero_compile.runtime.kernels.prepared_product import PreparedProduct
 from aero_compile.runtime.kernels.square_terms import SquareTerms
 from aero_compile.runtime.kernels.triple_elements import TripleElements
 from aero_compile.runtime.kernels.triple_product import TripleProduct
+from aero_compile.runtime.kernels.whole_numbers import WholeNumbers
 
 KERNELS: dict[str, type[Kernel]] = {
     kind.__name__: kind
-    for kind in (ExponentialFactors, Negative, PreparedProduct, SquareTerms, TripleElements, TripleProduct)
+    for kind in (
+        ExponentialFactors,
+        Negative,
+        PreparedProduct,
+        SquareTerms,
+        TripleElements,
+        TripleProduct,
+        WholeNumbers,
+    )
 }
 """By their names in a program."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -57,10 +58,11 @@ def _linear(input: Any, weight: Any, bias: Any = None, **_: Any) -> Any:
 
 
 @operator("matmul")
-def _matmul(x: Any, other: Any, **_: Any) -> Any:
+def _matmul(x: Any, other: Any, owned: Collection[str] = (), **_: Any) -> Any:
     if other.ndim == 2 and x.ndim > 2:
         return _linear(x, other.T)
-    return _product(x, other, batched_product if x.ndim > 2 else jnp().matmul)
+    known = ("x" in owned, "other" in owned)
+    return _product(x, other, partial(batched_product, owned=known) if x.ndim > 2 else jnp().matmul)
 
 
 NORM_GAIN = 4.0

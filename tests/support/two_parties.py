@@ -27,8 +27,13 @@ def in_two_parties(function: Callable[[Any], Any], x: Array, protocol: str = "se
 
 def bytes_of(function: Callable[[Any], Any], rows: int, entries: int) -> float:
     """What `function` of a secret [rows, entries] sends in Cheetah, both ways, by the cost model."""
+    return float(costs_of(function, rows, entries)["bytes"])
+
+
+def costs_of(function: Callable[[Any], Any], rows: int, entries: int) -> dict[str, Any]:
+    """All that the cost model says of `function` of a secret [rows, entries] in Cheetah."""
     live = _program(function, np.zeros((rows, entries), np.float32))
-    return float(estimate_program(compile_steps(live, "cheetah", 64, 18)).per_step[0]["bytes"])
+    return estimate_program(compile_steps(live, "cheetah", 64, 18)).per_step[0]
 
 
 def _program(function: Callable[[Any], Any], servers: npt.NDArray[np.float32]) -> LiveProgram:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from aero_compile.runtime.arithmetic import ciphertexts, matrix_products
 from aero_compile.runtime.arithmetic.matrix_products import batched_product, heads_at_once, matrix_product, piece_size
+from tests.support.two_parties import costs_of, in_two_parties
 
 pytest.importorskip("jax")
 
@@ -85,3 +87,43 @@ def test_products_of_gpt2_fit_into_memory(rows: int, inner: int, columns: int) -
     assert times * (piece.sent + piece.answers) < 1.2 * (whole.sent + whole.answers)
     if whole.plains <= matrix_products.MOST_POLYNOMIALS:
         assert (height, depth) == (rows, inner)
+
+
+def _heads(value: Any, heads: int, width: int) -> Any:
+    """x [heads·rows, width] as queries, times its transpose as keys: [heads·rows, rows]."""
+    rows = value.shape[0] // heads
+    split = value.reshape((heads, rows, width))
+    return batched_product(split, split.swapaxes(1, 2)).reshape((heads * rows, rows))
+
+
+@pytest.mark.parametrize("protocol", ["semi2k", "cheetah"])
+@pytest.mark.parametrize(("heads", "rows", "width", "joined"), [(3, 5, 7, 1), (5, 4, 3, 2), (2, 1, 1, 1), (1, 3, 2, 1)])
+def test_products_of_heads_are_truncated_once(
+    protocol: str, heads: int, rows: int, width: int, joined: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As close as SPU's own product of one head, for results from units to 2^25."""
+    pytest.importorskip("spu")
+    monkeypatch.setattr(matrix_products, "heads_at_once", lambda *_: joined)
+    for size in (2.0**-8, 1.0, 2.0**11.4):
+        x = np.rint(np.random.default_rng(heads).uniform(-size, size, (heads * rows, width)) * 2**10) * 2.0**-10
+        found = in_two_parties(lambda value: _heads(value, heads, width)[:, :1] + 0.0 * value, x, protocol)
+        split = x.reshape((heads, rows, width))
+        wanted = (split @ split.swapaxes(1, 2))[..., :1].reshape((-1, 1))
+        assert (np.abs(found - wanted) <= 4 * 2.0**-18 + np.abs(wanted) * 2.0**-22).all()
+
+
+def test_the_truncations_of_heads_take_one_round_trip() -> None:
+    pytest.importorskip("spu")
+
+    def rounds(heads: int) -> tuple[float, int]:
+        row = costs_of(lambda value: _heads(value, heads, 64), heads * 128, 64)
+        return row["rounds"], row["messages"]
+
+    one, six = rounds(1), rounds(6)
+    assert one[0] == 2.0  # an exchange of ciphertexts, a truncation
+    assert six[0] == 6 * 1.0 + 1.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matrix_products, "in_words", lambda: False)
+        apart = rounds(6)
+    assert apart[0] == 12.0
+    assert apart[1] > six[1]
