@@ -15,6 +15,7 @@ from aero_compile.errors import InputError
 from aero_compile.ir.ops import NORMS
 from aero_compile.runtime.arithmetic.one_product import FRACTION_BITS, RING_BITS
 from aero_compile.runtime.arithmetic.ring import fixed_point
+from aero_compile.runtime.hosts.network_spec import UNLIMITED, Network
 from aero_compile.runtime.lowering.comparisons import pays
 from aero_compile.runtime.lowering.defer import defer_normalization
 from aero_compile.runtime.lowering.guards import GuardCheck
@@ -78,6 +79,7 @@ class Options:
     guards: bool = False
     public: tuple[str, ...] = ()
     offline: bool = False
+    network: Network = UNLIMITED
     looked_at: bool = False
 
     def __post_init__(self) -> None:
@@ -141,6 +143,7 @@ def _lowered(
         one_product=fits,
         reaches=reaches,
         worth=lambda count: fits and pays(count, options.protocol),
+        network=options.network,
     )
     live = lowered()
     ranges.raise_first(live.executed, {**live.weights, **live.published}, live.exponentials, live.small)

@@ -81,8 +81,8 @@ def private_inference(
         timeout: seconds for the computation.
         progress: show the running operator on standard error; None: only on a terminal.
         tls: certificates for an encrypted link; they must name 127.0.0.1, where both parties are, or `peer_name`.
-        network: what to emulate between the two processes: "lan", "wan", "MBPS:RTT_MS" or a `Network`; None:
-            nothing.
+        network: what to emulate between the two processes, and to make the program for: "lan", "wan", "MBPS:RTT_MS" or
+            a `Network`; None: nothing. Over a distant one, fewer round trips may take more bytes.
 
     Returns:
         The client's logits, float32 [B, T, V] (or [B, 1, V]), and the Measurement.
@@ -96,8 +96,9 @@ def private_inference(
     """
     form = Format(field, fraction_bits, tolerances)
     texts = batches(calibration)
+    emulated = parse_network("loopback" if network is None else network)
     options = Options(
-        *(protocol, form, texts, logits, optimize, clamp, guards, names_of(public), offline), looked_at=True
+        *(protocol, form, texts, logits, optimize, clamp, guards, names_of(public), offline, emulated), looked_at=True
     )
     if not timeout > 0:
         raise InputError(f"timeout must be a positive number of seconds, not {timeout!r}")
@@ -105,7 +106,6 @@ def private_inference(
         raise InputError(f"warm must be True, False or 'setup', not {warm!r}")
     if tls is not None:
         tls.check(tls.peer_name or LOOPBACK)
-    emulated = parse_network("loopback" if network is None else network)
     import_spu()
     given = with_graph(model)
     ids = checked_ids(given, input_ids)
@@ -133,7 +133,8 @@ def private_inference(
     }
     shape = (int(ids.shape[0]), int(ids.shape[1]))
     warm_up = warm if isinstance(warm, str) else "full" if warm else "none"
-    bill = combine(compiled.program, outcome.stats, shape, versions, list(sys.argv), warm_up, str(emulated))
+    told = (versions, list(sys.argv), warm_up, str(emulated), outcome.traffic)
+    bill = combine(compiled.program, outcome.stats, shape, *told)
     return outcome.logits, bill
 
 
@@ -153,6 +154,7 @@ def compile_model(
     tolerances: Tolerances = DEFAULT,
     field: int = 64,
     fraction_bits: int = 18,
+    network: str | Network = "loopback",
 ) -> Compiled:
     """Compile `model` for token ids [batch, length], without any tokens.
 
@@ -160,9 +162,12 @@ def compile_model(
     `guards` lets the two parties find out, in a run, that a value left the range on which an operator holds; they
     learn this one bit and no logits then. Typical text as `calibration` shows before whether that will happen.
     The logits are rehearsed on that text, cut or repeated to [batch, length], or else on random tokens.
+    `network`: between the hosts; over a distant one the program takes fewer round trips, and may take more bytes.
     """
-    form = Format(field, fraction_bits, tolerances)
-    options = Options(protocol, form, batches(calibration), logits, optimize, clamp, guards, names_of(public), offline)
+    form, between = Format(field, fraction_bits, tolerances), parse_network(network)
+    options = Options(
+        *(protocol, form, batches(calibration), logits, optimize, clamp, guards, names_of(public), offline, between)
+    )
     return compile_unseen(model, batch, length, options)
 
 

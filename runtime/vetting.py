@@ -65,6 +65,7 @@ OPERATIONS = frozenset(
         "tanh",
         "logistic",
         "transpose",
+        "xor",
     ]
 )
 """Operations of PPHLO that compute on shares without opening any."""

@@ -38,6 +38,11 @@ def small_ring(used: bool, shown: bool) -> Iterator[None]:
         _SMALL.reset(token)
 
 
+def compares_small() -> bool:
+    """Whether all comparisons take the small ring here."""
+    return _SMALL.get() == _ALL
+
+
 def below(x: Any, limit: Any, bounded: bool = False) -> Any:
     """x < `limit` for a JAX array of floats and another or a number; bits of the shape that they broadcast to.
 
@@ -56,14 +61,14 @@ def above(x: Any, limit: Any, bounded: bool = False) -> Any:
 
 def maximum(x: Any, y: Any) -> Any:
     """The larger of two JAX arrays of floats, or of one and a number."""
-    return jnp().where(below(x, y), y, x) if _SMALL.get() == _ALL else jnp().maximum(x, y)
+    return jnp().where(below(x, y), y, x) if compares_small() else jnp().maximum(x, y)
 
 
 def minimum(x: Any, y: Any) -> Any:
     """The smaller of two, as `maximum`."""
-    return jnp().where(below(x, y), x, y) if _SMALL.get() == _ALL else jnp().minimum(x, y)
+    return jnp().where(below(x, y), x, y) if compares_small() else jnp().minimum(x, y)
 
 
 def magnitude(x: Any) -> Any:
     """|x| for a JAX array of floats."""
-    return jnp().where(below(x, 0.0), -x, x) if _SMALL.get() == _ALL else jnp().abs(x)
+    return jnp().where(below(x, 0.0), -x, x) if compares_small() else jnp().abs(x)

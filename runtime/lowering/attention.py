@@ -15,17 +15,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aero_compile.runtime.arithmetic.comparison import maximum
 from aero_compile.runtime.arithmetic.constants import scale
 from aero_compile.runtime.arithmetic.exponential import SAFE, SoftmaxExponential
 from aero_compile.runtime.arithmetic.filling import multiply
 from aero_compile.runtime.arithmetic.reciprocal import reciprocal_of_sums
 from aero_compile.runtime.arithmetic.row_products import element_price, scaling_price
 from aero_compile.runtime.arithmetic.row_scaling import scaled_rows
+from aero_compile.runtime.hosts.network_spec import UNLIMITED, Network
 from aero_compile.runtime.lazy_jax import jnp
 from aero_compile.runtime.lowering.masks import Masked
-
-Indices = npt.NDArray[np.int64]
+from aero_compile.runtime.lowering.tournament import Indices, row_maximum
 
 
 @dataclass(frozen=True)
@@ -95,14 +94,22 @@ def packing(shape: tuple[int, ...], allowed: npt.NDArray[np.bool_] | None) -> Pa
     return Packing(math.prod(shape[:shared]), np.ascontiguousarray(rows))
 
 
-def masked_softmax(x: Any, mask: Masked, dim: int, exact: bool = False, exponential: SoftmaxExponential = SAFE) -> Any:
+def masked_softmax(
+    x: Any,
+    mask: Masked,
+    dim: int,
+    exact: bool = False,
+    exponential: SoftmaxExponential = SAFE,
+    network: Network = UNLIMITED,
+) -> Any:
     """Softmax of `mask.scale * x + mask.bias` along `dim`, over the allowed entries; others are 0.
 
-    `exponential` says how to compute exponentials, `exact` that they are textbook ones. A row with nothing allowed
+    `exponential` says how to compute exponentials, `exact` that they are textbook ones; `network` is the one over which
+    it should be quick. A row with nothing allowed
     gives zeros, as PyTorch's scaled_dot_product_attention does (its softmax: NaN).
     """
     last = jnp().moveaxis(x, dim, -1)
-    packed, rows = _exponentials(last, _moved(mask, dim, x.ndim), exact, exponential)
+    packed, rows = _exponentials(last, _moved(mask, dim, x.ndim), exact, exponential, network)
     found = _normalized(packed, _inverse(rows, exact), rows.layout)
     return jnp().moveaxis(rows.layout.unpack(found, last.shape), -1, dim)
 
@@ -117,12 +124,17 @@ def _normalized(packed: Any, inverse: Any, layout: Packing) -> Any:
 
 
 def unnormalized_softmax(
-    x: Any, mask: Masked, dim: int, exact: bool = False, exponential: SoftmaxExponential = SAFE
+    x: Any,
+    mask: Masked,
+    dim: int,
+    exact: bool = False,
+    exponential: SoftmaxExponential = SAFE,
+    network: Network = UNLIMITED,
 ) -> tuple[Any, Any]:
     """The softmax along the last axis in two factors: exponentials [..., K] and inverse row sums [..., 1]."""
     if dim != x.ndim - 1:
         raise NotImplementedError("a softmax along another axis than the last cannot be split")
-    packed, rows = _exponentials(x, mask, exact, exponential)
+    packed, rows = _exponentials(x, mask, exact, exponential, network)
     inverse = rows.layout.spread(_inverse(rows, exact), (*x.shape[:-1], 1))
     return rows.layout.unpack(packed, x.shape), inverse
 
@@ -137,32 +149,18 @@ def _inverse(rows: _Rows, exact: bool) -> Any:
     return 1.0 / rows.sums if exact else reciprocal_of_sums(rows.sums, int(rows.layout.lengths.max()))
 
 
-def _exponentials(x: Any, mask: Masked, exact: bool, exponential: SoftmaxExponential) -> tuple[Any, _Rows]:
+def _exponentials(
+    x: Any, mask: Masked, exact: bool, exponential: SoftmaxExponential, network: Network
+) -> tuple[Any, _Rows]:
     """Packed exponentials of the scores less their row's maximum, and the sums of the rows that have entries."""
     layout = packing(x.shape, mask.allowed)
     scores = x if mask.scale is None else scale(x, mask.scale)
     scores = scores if mask.bias is None else scores + mask.bias.astype(x.dtype)
     packed = layout.pack(scores)
-    shifted = packed - row_maximum(packed, layout.lengths)[:, layout.row_of]
+    shifted = packed - row_maximum(packed, layout.lengths, network)[:, layout.row_of]
     found = jnp().exp(shifted) if exact else exponential(shifted)
     rectangle = layout.unpack(found, (layout.groups, *layout.allowed.shape))
     return found, _Rows(layout, rectangle.sum(axis=-1)[:, layout.allowed.any(axis=1)])
-
-
-def row_maximum(packed: Any, lengths: Indices) -> Any:
-    """Maximum of each row of `packed` [G, sum of lengths] → [G, rows], by rounds of pairwise maxima."""
-    current, sizes = packed, lengths
-    while sizes.max() > 1:
-        starts, half = np.cumsum(sizes) - sizes, sizes // 2
-        left = np.concatenate([start + np.arange(count) for start, count in zip(starts, half, strict=True)])
-        right = left + np.repeat(half, half)
-        odd = sizes % 2 == 1
-        single = (starts + 2 * half)[odd]
-        rows = np.concatenate([np.repeat(np.arange(len(sizes)), half), np.flatnonzero(odd)])
-        larger = maximum(current[:, left], current[:, right])
-        current = jnp().concatenate([larger, current[:, single]], axis=1)[:, np.argsort(rows, kind="stable")]
-        sizes = half + odd
-    return current
 
 
 def _moved(mask: Masked, dim: int, ndim: int) -> Masked:

@@ -25,6 +25,7 @@ from aero_compile.ir.ownership import Domain
 from aero_compile.runtime.arithmetic.comparison import small_ring
 from aero_compile.runtime.arithmetic.exponential import SoftmaxExponential, cheapest_exponential
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
+from aero_compile.runtime.hosts.network_spec import UNLIMITED, Network
 from aero_compile.runtime.lowering import attention
 from aero_compile.runtime.lowering.blocks import blocked_scores
 from aero_compile.runtime.lowering.bound_rules import RULES
@@ -83,6 +84,7 @@ def lower(
     offline: bool = False,
     reaches: Mapping[str, float] | None = None,
     worth: Callable[[int], bool] = lambda count: False,
+    network: Network = UNLIMITED,
 ) -> LiveProgram:
     """Lower every live node of `part` that the logits need.
 
@@ -95,6 +97,7 @@ def lower(
     both parties prepare before the tokens are known. `reaches`: how far values that operators compare reach on
     typical text, by the names of their nodes, where the tokens of a run are looked at before it. `worth`: whether so
     many comparisons may take the 32-bit ring, for which the format must be of 18 fraction bits in the 64-bit ring.
+    `network`: between the parties, over which the program should be quick.
 
     Raises:
         InputError: no approximation is as close as is asked for.
@@ -104,7 +107,7 @@ def lower(
     runs = all(op_name(n) in RULES for n in schedule.order if not schedule.is_tokens(n))  # else it is refused below
     plan = plan_guards(part, schedule.order, guards, schedule.is_tokens, doublings) if guards and runs else Plan()
     emission = _Emission(
-        schedule, plan, doublings, exact, dtype, spreads or {}, tolerances, one_product, offline and not exact
+        schedule, plan, doublings, exact, dtype, spreads or {}, tolerances, one_product, offline and not exact, network
     )
     return emission.program({} if exact else reaches or {}, (lambda count: False) if exact else worth)
 
@@ -130,6 +133,7 @@ class _Emission:
     tolerances: Tolerances
     one_product: bool
     offline: bool
+    network: Network
     weights: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
     exponentials: dict[str, SoftmaxExponential] = field(default_factory=dict)
     small: frozenset[fx.Node] = frozenset()
@@ -302,7 +306,13 @@ class _Emission:
         return Call(
             attention.unnormalized_softmax if split else attention.masked_softmax,
             {"x": self._argument(slot, mask.core)},
-            {"mask": mask, "dim": dim, "exact": self.exact, "exponential": exponential},
+            {
+                "mask": mask,
+                "dim": dim,
+                "exact": self.exact,
+                "exponential": exponential,
+                "network": self.network,
+            },
         )
 
     def _exponential(self, node: fx.Node) -> SoftmaxExponential:

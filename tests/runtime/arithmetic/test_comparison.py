@@ -22,7 +22,8 @@ from aero_compile.runtime.arithmetic.comparison import (
     small_ring,
 )
 from aero_compile.runtime.arithmetic.reciprocal import reciprocal_of_sums
-from aero_compile.runtime.lowering.attention import masked_softmax, row_maximum
+from aero_compile.runtime.lowering.attention import masked_softmax
+from aero_compile.runtime.lowering.tournament import row_maximum
 from tests.support.budgets import by_default
 from tests.support.two_parties import bytes_of, in_two_parties
 

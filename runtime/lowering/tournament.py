@@ -1,0 +1,137 @@
+"""The largest entry of each row, by rounds in which groups of entries are compared with each other.
+
+Pairs take the fewest comparisons: one for each entry but the last. Each round waits for a comparison and a selection,
+7 to 10 round trips and one and a half. In a group of w all w(w - 1)/2 pairs are compared at once, and log2 w rounds of
+pairs become one, for w/2 times as many comparisons: worth it over a distant network, most of all in the last rounds, of
+which few entries are left. The width of each round is chosen by the seconds that it takes.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from aero_compile.runtime.arithmetic.comparison import above, compares_small, maximum
+from aero_compile.runtime.hosts.network_spec import UNLIMITED, Network
+from aero_compile.runtime.lazy_jax import jnp
+
+Indices = npt.NDArray[np.int64]
+
+WIDEST = 16
+"""Largest group that is tried."""
+
+DISTANT_MS = 10.0
+"""Over networks with shorter round trips there are pairs alone: little of their time is waiting, and bytes count."""
+
+LARGE_RING, SMALL_RING = (69.1, 1.18e-5, 9.5), (34.2, 5.6e-6, 7.0)
+"""Of a comparison in either ring (the shipped table of costs): bytes of the party that sends more, and seconds, for
+each element; round trips."""
+
+SELECTION, AND_ROUNDS = (8.1, 1.1e-6, 1.5), 1.0
+"""Of a selection the same, and the round trips of a conjunction of bits."""
+
+
+@cache
+def widths(lengths: tuple[int, ...], groups: int, network: Network, small: bool) -> tuple[int, ...]:
+    """The width of each round for `groups` times rows of these lengths; `small`: comparisons take the 32-bit ring."""
+    longest = max(lengths)
+    if network.rtt_ms < DISTANT_MS:
+        return (2,) * (longest - 1).bit_length()
+
+    def seconds(sizes: Indices, width: int) -> float:
+        whole, rest = np.divmod(sizes, width)
+        compared = groups * int((whole * (width * (width - 1) // 2) + rest * (rest - 1) // 2).sum())
+        chosen = groups * int((sizes - -(-sizes // width)).sum())
+        found = 0.0
+        for count, (sent, each, rounds) in ((compared, SMALL_RING if small else LARGE_RING), (chosen, SELECTION)):
+            found += count * each + network.seconds(count * sent, rounds)
+        return found + network.waiting(AND_ROUNDS * _levels(width))
+
+    @cache
+    def best(joined: int) -> tuple[float, tuple[int, ...]]:
+        """Of the rounds that are left when each entry stands for so many."""
+        sizes = -(-np.asarray(lengths) // joined)
+        if sizes.max() == 1:
+            return 0.0, ()
+        found = []
+        for width in range(2, min(WIDEST, int(sizes.max())) + 1):
+            after, rest = best(joined * width)
+            found.append((seconds(sizes, width) + after, (width, *rest)))
+        return min(found)
+
+    return best(1)[1]
+
+
+def _levels(width: int) -> int:
+    """Conjunctions that follow each other until width - 1 bits are one."""
+    return math.ceil(math.log2(width - 1)) if width > 2 else 0
+
+
+def row_maximum(packed: Any, lengths: Indices, network: Network = UNLIMITED) -> Any:
+    """Maximum of each row of `packed` [G, sum of lengths] → [G, rows], by the rounds that are quickest on `network`."""
+    current, sizes = packed, np.asarray(lengths)
+    for width in widths(tuple(sizes.tolist()), packed.shape[0], network, compares_small()):
+        current = _pairs(current, sizes) if width == 2 else _groups(current, sizes, width)
+        sizes = -(-sizes // width)
+    return current
+
+
+def _pairs(current: Any, sizes: Indices) -> Any:
+    starts, half = np.cumsum(sizes) - sizes, sizes // 2
+    left = np.concatenate([start + np.arange(count) for start, count in zip(starts, half, strict=True)])
+    right = left + np.repeat(half, half)
+    odd = sizes % 2 == 1
+    single = (starts + 2 * half)[odd]
+    rows = np.concatenate([np.repeat(np.arange(len(sizes)), half), np.flatnonzero(odd)])
+    larger = maximum(current[:, left], current[:, right])
+    return jnp().concatenate([larger, current[:, single]], axis=1)[:, np.argsort(rows, kind="stable")]
+
+
+def _groups(current: Any, sizes: Indices, width: int) -> Any:
+    """One round of groups of up to `width` neighbours: the last of each, and what another one is above it, if larger.
+
+    Of equal entries the last one is the largest, so that there is always one that is above or level with all others.
+    """
+    ends = np.cumsum(sizes).tolist()
+    members = [
+        list(range(at, min(at + width, end)))
+        for end, size in zip(ends, sizes.tolist(), strict=True)
+        for at in range(end - size, end, width)
+    ]
+    pairs = [pair for group in members for pair in combinations(group, 2)]
+    number = {pair: at for at, pair in enumerate(pairs)}
+    contenders: list[tuple[int, int]] = []  # with the last entries of their groups
+    bits: list[list[int]] = []  # by which each of them wins
+    lost: list[list[bool]] = []  # those that say so of the other one
+    places: list[list[int]] = []  # of contenders, by groups
+    for group in members:
+        places.append(list(range(len(contenders), len(contenders) + len(group) - 1)))
+        for one in group[:-1]:
+            others = [other for other in group if other != one]
+            contenders.append((one, group[-1]))
+            bits.append([number[min(one, other), max(one, other)] for other in others])
+            lost.append([other < one for other in others])
+    left, right = np.asarray(pairs).T
+    larger = above(current[:, left], current[:, right])
+    filled = [[*row, *[row[0]] * (width - 1 - len(row))] for row in bits]
+    inverted = np.asarray([[*row, *[row[0]] * (width - 1 - len(row))] for row in lost])
+    wins = _all(jnp().logical_xor(larger[:, np.asarray(filled)], inverted))
+    ones, lasts = np.asarray(contenders).T
+    more = jnp().where(wins, current[:, ones] - current[:, lasts], 0.0)
+    more = jnp().concatenate([more, jnp().zeros((current.shape[0], 1), current.dtype)], axis=1)
+    chosen = np.asarray([[*found, *[len(contenders)] * (width - 1 - len(found))] for found in places])
+    return current[:, np.asarray([group[-1] for group in members])] + more[:, chosen].sum(axis=-1)
+
+
+def _all(bits: Any) -> Any:
+    """Whether all bits along the last axis are set."""
+    while (count := bits.shape[-1]) > 1:
+        half = count // 2
+        both = jnp().logical_and(bits[..., :half], bits[..., half : 2 * half])
+        bits = jnp().concatenate([both, bits[..., 2 * half :]], axis=-1) if count % 2 else both
+    return bits[..., 0]
