@@ -320,7 +320,7 @@ class _Party:
         spu, link = side.spu, side.link
         before = way.read()  # the peer sends nothing of this forward before both have reached the barrier
         link.barrier()
-        started = time.perf_counter()
+        started = time.monotonic()
         io = spu.Io(2, config)
         prepared = {} if self.store is None else self.store.take(agree(link, self.rank, self.store.ready()))
         for spec in self.program.weights:
@@ -334,7 +334,7 @@ class _Party:
         steps = []
         for at, step in enumerate(self.program.steps):
             _event("step", at=at, label=step.label, place=step.place)
-            begun, already = time.perf_counter(), side.executions
+            begun, already = time.monotonic(), side.executions
             side.exchanged = Exchanged()
             if isinstance(step, KernelStep):
                 side.prepared = prepared.pop(at, {})
@@ -346,8 +346,8 @@ class _Party:
             profile = log.read()
             check_profile(profile, f"step {at}, {step.label} ({step.place})", executions)
             profile |= {name: profile[name] + count for name, count in vars(side.exchanged).items()}
-            seconds = time.perf_counter() - begun
-            steps.append({"op": step.label, "place": step.place, "seconds": seconds, **profile})
+            seconds = time.monotonic() - begun
+            steps.append({"op": step.label, "place": step.place, "begun": begun, "seconds": seconds, **profile})
             for name in step.free:
                 runtime.del_var(name)
         sent, received = 0, 0
@@ -363,7 +363,8 @@ class _Party:
         runtime.del_var(self.program.logits.name)
         link.barrier()
         record = {
-            "seconds": time.perf_counter() - started,
+            "begun": started,
+            "seconds": time.monotonic() - started,
             "steps": steps,
             "revealed_bytes": revealed,
             "wire": [after - was for after, was in zip(way.read(), before, strict=True)],

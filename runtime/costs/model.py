@@ -27,6 +27,7 @@ from aero_compile.runtime.costs.session import Cost, Session
 from aero_compile.runtime.costs.table import CostTable, settings_of
 from aero_compile.runtime.hosts.measure import OFFLINE, by_operator, offline_line, offline_rows
 from aero_compile.runtime.hosts.network_spec import Network, parse_network
+from aero_compile.runtime.hosts.split import SPLIT, split_line, split_rows
 from aero_compile.runtime.inference import batches, compile_unseen, names_of
 from aero_compile.runtime.offline.prepare import prepared_steps
 from aero_compile.runtime.operators.limits import Format
@@ -47,8 +48,10 @@ class Estimate:
     """The predicted bill of one private forward.
 
     `bytes` (both directions, payload), `messages` and `seconds` mean what they mean in a `Measurement`,
-    and `per_op` and `per_step` have its rows, each with `rounds` besides: round trips that follow each other.
-    `seconds` is `computing` (on the machine of the table, between two processes) plus the time on `network`.
+    and `per_op` and `per_step` have its rows. `rounds` are round trips that follow each other: half the longest chain
+    of messages each of which leaves only after the one before it has arrived. `seconds` is the sum of `computing` (on
+    the machine of the table, between two processes), `sending` (bytes that pass one after the other, at the bandwidth
+    of `network`) and `waiting` (`rounds` times its round trip); each row has all four.
     `table` tells where the measured part comes from. `offline_bytes`, `offline_messages` and `offline_seconds` are
     those of what is prepared before (`offline=True`), which no other figure includes. Everything includes the opening
     of the logits and, for `warm_up` "full" or "setup", excludes the set-up of keys and stores.
@@ -65,6 +68,8 @@ class Estimate:
     rounds: float
     seconds: float
     computing: float
+    sending: float
+    waiting: float
     party_sent_bytes: dict[str, int]
     per_op: list[dict[str, Any]]
     per_step: list[dict[str, Any]]
@@ -83,24 +88,15 @@ class Estimate:
         lines = [
             f"estimate for {self.protocol}, {self.field}-bit ring, {self.fraction_bits} fraction bits, "
             f"{batch}x{length} tokens, on {self.network}",
-            f"  {human_bytes(self.bytes)} both ways, {self.messages:,} messages, {self.rounds:,.0f} round trips, "
-            f"{self.seconds:.2f} s ({self.computing:.2f} s of it computing)",
+            f"  {human_bytes(self.bytes)} both ways, {self.messages:,} messages, {self.rounds:,.1f} round trips, "
+            f"{self.seconds:.2f} s",
+            split_line(self),
             f"  costs of SPU {self.table['spu']} measured on {self.table['processor']}, "
             f"{self.table['cores']} cores, {self.table['measured']}",
         ]
         if self.offline_messages:
             lines.append(offline_line(self))
-        lines += [
-            "",
-            f"  {'operator':<16}{'count':>6}{'bytes':>12}{'share':>8}{'messages':>10}{'rounds':>8}{'seconds':>9}",
-        ]
-        lines += [
-            f"  {row['op']:<16}{row['count']:>6}{human_bytes(row['bytes']):>12}"
-            f"{row['bytes'] / max(1, self.bytes):>8.1%}{row['messages']:>10,}"
-            f"{row['rounds']:>8,.0f}{row['seconds']:>9.2f}"
-            for row in self.per_op
-        ]
-        return "\n".join([*lines, *offline_rows(self.per_op)])
+        return "\n".join([*lines, "", *split_rows(self), *offline_rows(self.per_op)])
 
 
 def estimate(
@@ -156,7 +152,7 @@ def estimate(
     costs.check(settings_of(runtime_config(PROTOCOL, field, bits), PROTOCOL, field, bits), version)
     form = Format(field, bits, replace(tolerances, logits=None))
     options = Options(
-        *(PROTOCOL, form, batches(calibration), logits, optimize, clamp, guards, names_of(public), offline),
+        *(PROTOCOL, form, batches(calibration), logits, optimize, clamp, guards, names_of(public), offline, emulated),
         looked_at=True,
     )
     compiled = compile_unseen(_materialized(model), batch, seq_len, options)
@@ -255,13 +251,18 @@ def _row(label: str, place: str, spent: Cost, network: Network) -> dict[str, Any
         "op": label,
         "place": place,
         "seconds": spent.seconds(network),
+        **_split(spent, network),
         "bytes": round(spent.bytes),
         "send_bytes": round(spent.server_bytes),
         "recv_bytes": round(spent.client_bytes),
         "messages": spent.messages,
-        "rounds": spent.rounds,
         **dict.fromkeys(OFFLINE, 0),
     }
+
+
+def _split(spent: Cost, network: Network) -> dict[str, float]:
+    times = (spent.computing, network.sending(spent.passing), network.waiting(spent.rounds))
+    return {"rounds": spent.rounds, **dict(zip(SPLIT, times, strict=True))}
 
 
 def _estimate(
@@ -278,9 +279,8 @@ def _estimate(
         network=str(network),
         bytes=round(total.bytes),
         messages=total.messages,
-        rounds=total.rounds,
         seconds=total.seconds(network),
-        computing=total.computing,
+        **_split(total, network),
         party_sent_bytes={"server": round(total.server_bytes), "client": round(total.client_bytes)},
         per_op=[*_by_operator(steps), {"count": 1, **{k: v for k, v in reveal.items() if k != "place"}}],
         per_step=steps,
@@ -293,7 +293,7 @@ def _estimate(
 
 
 def _by_operator(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    columns = ("seconds", "bytes", "send_bytes", "recv_bytes", "messages", "rounds", *OFFLINE)
+    columns = ("seconds", "bytes", "send_bytes", "recv_bytes", "messages", "rounds", *SPLIT, *OFFLINE)
     found: dict[str, dict[str, Any]] = {}
     for row in steps:
         total = found.setdefault(row["op"], {"op": row["op"], "count": 0, **dict.fromkeys(columns, 0)})

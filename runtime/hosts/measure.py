@@ -6,9 +6,12 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 from aero_compile.errors import PartyError
+from aero_compile.runtime.hosts.split import SPLIT, split_line, split_rows
+from aero_compile.runtime.hosts.traffic import Traffic
 from aero_compile.units import human_bytes
 
 _KIND = re.compile(
@@ -98,6 +101,12 @@ class Measurement:
     party's wall time; `party_seconds` has both. `network` is what was emulated between the parties, "loopback"
     where that is nothing.
 
+    `seconds` is the sum of `sending`, in which bytes left on that network in at least one direction, `waiting`, in
+    which none left but some were under way, and `computing`, the rest. `rounds` are round trips that followed each
+    other: half the longest chain of transmissions, acknowledgements included, each of which left after the one before
+    it had arrived. Each row of `per_op` and `per_step` has all four. Without an emulated network everything is
+    `computing`, and rounds are not counted (None, and no column).
+
     `offline_bytes`, `offline_messages` and `offline_seconds` are those of what was prepared for the measured forward
     before its tokens were needed (`offline=True`), 0 where nothing was; `per_op` and `per_step` have the same columns.
     No other figure includes them.
@@ -139,6 +148,10 @@ class Measurement:
     offline_bytes: int = 0
     offline_messages: int = 0
     offline_seconds: float = 0.0
+    rounds: float | None = None
+    computing: float = 0.0
+    sending: float = 0.0
+    waiting: float = 0.0
 
     def to_json(self) -> str:
         """Return everything as JSON text."""
@@ -155,13 +168,9 @@ class Measurement:
         ]
         if self.offline_messages:
             lines.append(offline_line(self))
-        lines += ["", f"  {'operator':<16}{'count':>6}{'bytes':>12}{'share':>8}{'messages':>10}{'seconds':>9}"]
-        lines += [
-            f"  {row['op']:<16}{row['count']:>6}{human_bytes(row['bytes']):>12}"
-            f"{row['bytes'] / max(1, self.bytes):>8.1%}{row['messages']:>10,}{row['seconds']:>9.2f}"
-            for row in self.per_op
-        ]
-        return "\n".join([*lines, *offline_rows(self.per_op)])
+        if self.rounds is not None:
+            lines.append(split_line(self))
+        return "\n".join([*lines, "", *split_rows(self), *offline_rows(self.per_op)])
 
 
 OFFLINE = ("offline_bytes", "offline_messages", "offline_seconds")
@@ -195,11 +204,17 @@ def combine(
     command: list[str],
     warm_up: str = "full",
     network: str = "loopback",
+    traffic: Traffic | None = None,
 ) -> Measurement:
-    """Build the Measurement from the two parties' `stats.json` (keys "server" and "client")."""
+    """Build the Measurement from the two parties' `stats.json` (keys "server" and "client").
+
+    `traffic`: what was on the network that was emulated between them.
+    """
     server, client = stats["server"], stats["client"]
     offline = list(zip(server.get("offline", ()), client.get("offline", ()), strict=True)) or [({}, {})]
-    runs = [_Run(program.steps, a, b, *offline[-1]) for a, b in zip(server["runs"], client["runs"], strict=True)]
+    runs = [
+        _Run(program.steps, a, b, *offline[-1], traffic) for a, b in zip(server["runs"], client["runs"], strict=True)
+    ]
     cold, used = runs[0], runs[-1]
     setup_wire = _wire(server["setup"], client["setup"])
     setup_seconds = max(server["setup"]["seconds"], client["setup"]["seconds"])
@@ -231,6 +246,7 @@ def combine(
         offline_bytes=sum(step["offline_bytes"] for step in used.steps),
         offline_messages=sum(step["offline_messages"] for step in used.steps),
         offline_seconds=max(float(each.get("seconds", 0.0)) for each in offline[-1]),
+        **used.split(),
     )
 
 
@@ -244,6 +260,7 @@ class _Run:
         client: Mapping[str, Any],
         server_before: Mapping[str, Any],
         client_before: Mapping[str, Any],
+        traffic: Traffic | None,
     ) -> None:
         self.server, self.client = server, client
         self.seconds = {"server": float(server["seconds"]), "client": float(client["seconds"])}
@@ -268,18 +285,29 @@ class _Run:
         for a, b in zip(server_before.get("steps", ()), client_before.get("steps", ()), strict=True):
             sent = (a["send_bytes"] + b["send_bytes"], a["send_actions"] + b["send_actions"], a["seconds"])
             rows[a["at"]].update(zip(OFFLINE, sent, strict=True))
+        self.opening: dict[str, Any] = {"seconds": 0.0, **dict.fromkeys(SPLIT, 0.0)}
+        for row, parts in zip([*rows, self.opening], _parts(server, traffic), strict=True):
+            row.update(parts)
         self.steps = by_operator(rows, steps)
         self.bytes = sum(self.sent.values())
         self.opened = {name: int(run["revealed_bytes"]) for name, run in (("server", server), ("client", client))}
         self.openings = 3 if self.opened["client"] else 1  # the client sends only its share of the range check
         self.messages = sum(step["messages"] for step in self.steps) + self.openings
 
+    def split(self) -> dict[str, float]:
+        """The rounds, where they were counted, and what the seconds of the slower party consist of."""
+        found = {name: sum(row[name] for row in (*self.steps, self.opening)) for name in self.opening}
+        found["computing"] = max(self.seconds.values()) - found["sending"] - found["waiting"]
+        del found["seconds"]
+        return found
+
     def table(self) -> list[dict[str, Any]]:
-        rows = _summed(self.steps, ("seconds", "bytes", "send_bytes", "recv_bytes", "messages", *OFFLINE))
+        columns = ("bytes", "send_bytes", "recv_bytes", "messages", *OFFLINE)
+        rows = _summed(self.steps, (*self.opening, *columns))
         reveal = {
             "op": "reveal",
             "count": 1,
-            "seconds": 0.0,
+            **self.opening,
             "bytes": sum(self.opened.values()),
             "send_bytes": self.opened["server"],
             "recv_bytes": self.opened["client"],
@@ -292,6 +320,19 @@ class _Run:
         kinds = [kind for step in self.server["steps"] for kind in step["kinds"]]
         rows = _summed(kinds, ("count", "seconds", *_COUNTS))
         return sorted(rows, key=lambda row: -(row["send_bytes"] + row["recv_bytes"]))
+
+
+def _parts(run: Mapping[str, Any], traffic: Traffic | None) -> list[dict[str, Any]]:
+    """What the seconds of each step of a party, and of the opening after them, consist of."""
+    if traffic is None:
+        steps = [{"computing": step["seconds"], "sending": 0.0, "waiting": 0.0} for step in run["steps"]]
+        return [*steps, {}]
+    last = run["steps"][-1]
+    times = [*(step["begun"] for step in run["steps"]), last["begun"] + last["seconds"], run["begun"] + run["seconds"]]
+    found = traffic.between(times)
+    for parts, (begin, end) in zip(found, pairwise(times), strict=True):
+        parts |= {"seconds": end - begin, "computing": end - begin - parts["sending"] - parts["waiting"]}
+    return found
 
 
 def by_operator(rows: Iterable[Mapping[str, Any]], steps: Sequence[Any]) -> list[dict[str, Any]]:

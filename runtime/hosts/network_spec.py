@@ -33,9 +33,17 @@ class Network:
         """Bandwidth of one direction; infinite where there is no limit."""
         return self.mbps * 1e6 / 8
 
+    def sending(self, count: float) -> float:
+        """Seconds in which `count` bytes leave in one direction."""
+        return count / self.bytes_per_second
+
+    def waiting(self, rounds: float) -> float:
+        """Seconds that `rounds` round trips take, one after the other."""
+        return rounds * self.rtt_ms / 1e3
+
     def seconds(self, count: float, rounds: float) -> float:
-        """Seconds to pass `count` bytes in one direction, plus `rounds` round trips."""
-        return count / self.bytes_per_second + rounds * self.rtt_ms / 1e3
+        """Both together: `count` bytes in one direction and `rounds` round trips."""
+        return self.sending(count) + self.waiting(rounds)
 
     def __str__(self) -> str:
         if self == Network():
@@ -44,7 +52,10 @@ class Network:
         return f"{limit}, {self.rtt_ms:g} ms round trip"
 
 
-NETWORKS = {"loopback": Network(), "lan": Network(1000.0, 1.0), "wan": Network(100.0, 80.0)}
+UNLIMITED = Network()
+"""No limit and no delay."""
+
+NETWORKS = {"loopback": UNLIMITED, "lan": Network(1000.0, 1.0), "wan": Network(100.0, 80.0)}
 """Networks with a name: 1 Gbit/s with 1 ms, and the 100 Mbit/s with 80 ms usual in papers on private inference."""
 
 

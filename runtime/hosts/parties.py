@@ -23,9 +23,10 @@ from aero_compile.errors import AeroError, PartyError
 from aero_compile.files import write_private
 from aero_compile.runtime.hosts.link import PORT_TAKEN, free_addresses
 from aero_compile.runtime.hosts.network import Relay
-from aero_compile.runtime.hosts.network_spec import Network
+from aero_compile.runtime.hosts.network_spec import UNLIMITED, Network
 from aero_compile.runtime.hosts.scratch import scratch_folder
 from aero_compile.runtime.hosts.tls import TLSConfig
+from aero_compile.runtime.hosts.traffic import Traffic
 from aero_compile.runtime.party import EVENT, ROLES
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.roles import CLIENT, SERVER
@@ -43,10 +44,11 @@ OnEvent = Callable[[str, dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the parties produced: the client's logits [B, T, V] and both parties' statistics."""
+    """What the parties produced: the client's logits [B, T, V], both parties' statistics, and an emulated network's."""
 
     logits: npt.NDArray[np.float32]
     stats: dict[str, dict[str, Any]]
+    traffic: Traffic | None = None
 
 
 class _PortTaken(Exception):
@@ -129,7 +131,8 @@ def _attempt(
     inputs = {SERVER: ["--weights", "weights.npz"], CLIENT: ["--tokens", "tokens.npy"]}
     events: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
     parties: list[PartyProcess] = []
-    relay = Relay(network, addresses) if network not in (None, Network()) else None
+    log = server.parent / "traffic"
+    relay = None if network is None or network == UNLIMITED else Relay(network, addresses, log)
     ways = addresses if relay is None else relay.addresses
     try:
         for rank, directory in ((SERVER, server), (CLIENT, client)):
@@ -152,7 +155,8 @@ def _attempt(
         ROLES[rank]: json.loads((directory / "stats.json").read_bytes())
         for rank, directory in ((SERVER, server), (CLIENT, client))
     }
-    return Outcome(np.load(client / "logits.npy", allow_pickle=False), stats)
+    traffic = None if relay is None or network is None else Traffic.read(log, network.rtt_ms / 2e3)
+    return Outcome(np.load(client / "logits.npy", allow_pickle=False), stats, traffic)
 
 
 class PartyProcess:

@@ -165,14 +165,20 @@ def test_tolerances_and_calibration_are_those_of_the_run() -> None:
 
 def test_rows_add_up_and_print() -> None:
     found = estimate(tiny_model(), IDS.shape[1], network="50:10")
-    for column in ("bytes", "messages", "rounds", "seconds"):
+    for column in ("bytes", "messages", "rounds", "seconds", "computing", "sending", "waiting"):
         total = getattr(found, column)
         assert sum(row[column] for row in found.per_op) == pytest.approx(total, rel=1e-3)
+    for each in (vars(found), *found.per_op, *found.per_step):
+        assert each["computing"] + each["sending"] + each["waiting"] == pytest.approx(each["seconds"])
+        assert each["waiting"] == pytest.approx(each["rounds"] * 0.01)
+        assert each["bytes"] / 2 <= each["sending"] * 50e6 / 8 * (1 + 1e-9) + 1
+        assert each["sending"] * 50e6 / 8 <= each["bytes"] + 1
     assert found.per_op[-1]["op"] == "reveal"
     assert {"op", "count", "seconds", "bytes", "send_bytes", "recv_bytes", "messages"} <= set(found.per_op[0])
     assert json.loads(found.to_json())["bytes"] == found.bytes
     text = str(found)
     assert "50 Mbit/s" in text
+    assert f"{found.sending:.2f} s sending, {found.waiting:.2f} s waiting" in text
     assert "softmax" in text
     assert found.table["processor"] in text
     assert math.isfinite(found.seconds)
