@@ -25,6 +25,12 @@ def in_two_parties(function: Callable[[Any], Any], x: Array, protocol: str = "se
     return simulate(compile_steps(live, protocol, 64, 18), {TOKENS: clients.astype(np.float32)}, live.weights)
 
 
+def with_servers(function: Callable[[Any, Any], Any], servers: Array, clients: Array, protocol: str) -> Array:
+    """`function` of two arrays of one shape: what the server alone knows, and the sum of both, which nobody knows."""
+    live = _program(function, servers.astype(np.float32), both=True)
+    return simulate(compile_steps(live, protocol, 64, 18), {TOKENS: clients.astype(np.float32)}, live.weights)
+
+
 def bytes_of(function: Callable[[Any], Any], rows: int, entries: int) -> float:
     """What `function` of a secret [rows, entries] sends in Cheetah, both ways, by the cost model."""
     return float(costs_of(function, rows, entries)["bytes"])
@@ -36,10 +42,10 @@ def costs_of(function: Callable[[Any], Any], rows: int, entries: int) -> dict[st
     return estimate_program(compile_steps(live, "cheetah", 64, 18)).per_step[0]
 
 
-def _program(function: Callable[[Any], Any], servers: npt.NDArray[np.float32]) -> LiveProgram:
+def _program(function: Callable[..., Any], servers: npt.NDArray[np.float32], both: bool = False) -> LiveProgram:
     step = LiveStep(
         *("softmax", "here", "softmax", ("server", TOKENS), ("result",), (servers.shape,) * 2, ("float32",) * 2),
-        lambda server, client: (function(server + client),),
+        lambda server, client: (function(*((server, server + client) if both else (server + client,))),),
     )
     rows, entries = servers.shape
     return LiveProgram((step,), {"server": servers}, (1, rows, entries), "result", servers.shape, frozenset())

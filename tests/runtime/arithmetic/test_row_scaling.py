@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from aero_compile.runtime.arithmetic import row_products, row_scaling
 from aero_compile.runtime.arithmetic.row_scaling import broadcast_product, scaled_rows
-from tests.support.two_parties import bytes_of, in_two_parties
+from tests.support.two_parties import bytes_of, in_two_parties, with_servers
 
 pytest.importorskip("spu")
 
@@ -74,3 +74,12 @@ def test_two_parties_are_off_by_what_one_product_rounds(protocol: str) -> None:
 def test_bytes_that_are_sent_fall_by_half() -> None:
     elements = bytes_of(lambda x: x[:, :-1] * x[:, -1:], 128, 513)
     assert bytes_of(lambda x: broadcast_product(x[:, :-1], x[:, -1:]), 128, 513) < 0.5 * elements
+
+
+@pytest.mark.parametrize("protocol", ["semi2k", "cheetah"])
+def test_the_servers_numbers_in_several_strips(protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Truncated together; the server's numbers stay the server's."""
+    monkeypatch.setattr(row_products, "scaling_strips", lambda rows, width: (2, 0.0))
+    servers, clients = np.random.default_rng(1).integers(-(2**12), 2**12, (2, 7, 3)) * 2.0**-10
+    found = with_servers(lambda own, shared: scaled_rows(shared, own[:, 0], True), servers, clients, protocol)
+    assert np.abs(found - (servers + clients) * servers[:, :1]).max() <= 4 * UNIT
