@@ -88,8 +88,7 @@ class Estimate:
         lines = [
             f"estimate for {self.protocol}, {self.field}-bit ring, {self.fraction_bits} fraction bits, "
             f"{batch}x{length} tokens, on {self.network}",
-            f"  {human_bytes(self.bytes)} both ways, {self.messages:,} messages, {self.rounds:,.1f} round trips, "
-            f"{self.seconds:.2f} s",
+            f"  {human_bytes(self.bytes)} both ways, {self.messages:,} messages, {self.seconds:.2f} s",
             split_line(self),
             f"  costs of SPU {self.table['spu']} measured on {self.table['processor']}, "
             f"{self.table['cores']} cores, {self.table['measured']}",

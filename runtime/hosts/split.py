@@ -12,7 +12,8 @@ SPLIT = ("computing", "sending", "waiting")
 
 def split_line(bill: Any) -> str:
     """The three of a bill or an estimate, in one line."""
-    return f"  of it {bill.computing:.2f} s computing, {bill.sending:.2f} s sending, {bill.waiting:.2f} s waiting"
+    waiting = f"{bill.waiting:.2f} s waiting ({bill.rounds:,.1f} round trips)"
+    return f"  of it {bill.computing:.2f} s computing, {bill.sending:.2f} s sending, {waiting}"
 
 
 def split_rows(bill: Any) -> list[str]:
