@@ -67,10 +67,14 @@ def end_server_in_the_middle(server: subprocess.Popen[str], client: subprocess.P
 
 
 class Wire:
-    """A TCP forwarder that keeps a copy of everything that passes, in the direction it was made for."""
+    """A TCP forwarder that keeps a copy of everything that passes, in the direction it was made for.
 
-    def __init__(self, target: str) -> None:
+    `delay`: seconds that it holds each piece back, so that few steps last long enough to end a party in the middle.
+    """
+
+    def __init__(self, target: str, delay: float = 0.0) -> None:
         self._target = parse_address(target)
+        self._delay = delay
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._open: list[socket.socket] = []
         self._lock = threading.Lock()
@@ -107,6 +111,7 @@ class Wire:
     def _pump(self, source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
+                time.sleep(self._delay)
                 with self._lock:
                     self.seen += data
                 sink.sendall(data)

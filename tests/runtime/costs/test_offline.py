@@ -22,9 +22,9 @@ def test_against_a_measured_run() -> None:
     A truncation of few numbers is billed up to 30 bytes each, of which there are 500 in all here.
     """
     model = tiny_model()
-    logits, bill = private_inference(model, torch.from_numpy(IDS), offline=True, warm="setup")
+    logits, bill = private_inference(model, torch.from_numpy(IDS), offline=True)
     np.testing.assert_allclose(logits, logits_of(model), rtol=0, atol=5e-3)
-    found = estimate(model, IDS.shape[1], offline=True, warm="setup")
+    found = estimate(model, IDS.shape[1], offline=True)
     assert found.bytes == pytest.approx(bill.bytes, rel=5e-3, abs=500)
     assert found.offline_bytes == pytest.approx(bill.offline_bytes, rel=5e-3)
     assert (found.messages, found.offline_messages) == (bill.messages, bill.offline_messages)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -34,15 +33,29 @@ def both(files: Exported, *extra: str) -> tuple[list[str], list[int], list[bytes
         return outputs, [server.returncode, client.returncode], [bytes(to_server.seen), bytes(to_client.seen)]
 
 
-def prepared(root: Path, count: int, **options: Any) -> Exported:
+def prepared(root: Path, count: int, steps: int = 1) -> Exported:
     """The tiny model, compiled, with so many preparations, made before the client has any tokens."""
-    files = exported(root, offline=True, **options)
+    files = exported(root, offline=True, steps=steps)
     (files.client / "tokens.npy").rename(root / "later.npy")
     outputs, codes, _ = both(files, "--runs", "0", "--offline", str(count), *KEPT)
     assert codes == [0, 0], outputs
     assert not (files.client / "out" / "logits.npy").exists()
     (root / "later.npy").rename(files.client / "tokens.npy")
     return files
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    """One preparation; it is not to be used here, but in copies."""
+    return prepared(tmp_path_factory.mktemp("once"), 1)
+
+
+@pytest.fixture
+def files(once: Exported, tmp_path: Path) -> Exported:
+    """A copy of both parties' folders with one preparation."""
+    for folder in (once.server, once.client):
+        shutil.copytree(folder, tmp_path / folder.name)
+    return Exported(once.compiled, tmp_path / once.server.name, tmp_path / once.client.name)
 
 
 def names(folder: Path, ending: str = "npz") -> set[str]:
@@ -77,8 +90,7 @@ def test_a_run_takes_one_and_the_last_one_is_the_last(tmp_path: Path) -> None:
     assert any("no unused preparation" in output for output in outputs), "what was used once is not used again"
 
 
-def test_what_a_party_keeps_is_never_sent(tmp_path: Path) -> None:
-    files = prepared(tmp_path, 1)
+def test_what_a_party_keeps_is_never_sent(files: Exported) -> None:
     kept: list[bytes] = []
     for folder in (files.server, files.client):
         (path,) = (folder / "kept").rglob("*.npz")
@@ -92,11 +104,12 @@ def test_what_a_party_keeps_is_never_sent(tmp_path: Path) -> None:
 
 
 def test_a_crash_in_a_run_uses_its_preparation_up(tmp_path: Path) -> None:
-    files = prepared(tmp_path, 1, steps=40)
+    files = prepared(tmp_path, 1, steps=4)
     server_at, client_at = free_addresses(2)
+    to_server, to_client = Wire(server_at, delay=0.05), Wire(client_at, delay=0.05)
     with (
-        party(SERVER, files.server, server_at, client_at, *KEPT) as server,
-        party(CLIENT, files.client, client_at, server_at, *KEPT) as client,
+        party(SERVER, files.server, server_at, to_client.address, *KEPT) as server,
+        party(CLIENT, files.client, client_at, to_server.address, *KEPT) as client,
     ):
         end_server_in_the_middle(server, client)
     assert len(names(files.server, "used")) == len(names(files.client, "used")) == 1
@@ -105,8 +118,7 @@ def test_a_crash_in_a_run_uses_its_preparation_up(tmp_path: Path) -> None:
     assert any("no unused preparation" in output for output in outputs)
 
 
-def test_both_must_have_it(tmp_path: Path) -> None:
-    files = prepared(tmp_path, 1)
+def test_both_must_have_it(files: Exported) -> None:
     for path in (files.client / "kept").rglob("*.npz"):
         path.unlink()
     outputs, codes, _ = both(files, *KEPT)
@@ -114,8 +126,7 @@ def test_both_must_have_it(tmp_path: Path) -> None:
     assert "(1 here, 0 there)" in outputs[SERVER] or "(0 here, 1 there)" in outputs[CLIENT]
 
 
-def test_other_weights_than_those_it_was_made_with(tmp_path: Path) -> None:
-    files = prepared(tmp_path, 1)
+def test_other_weights_than_those_it_was_made_with(files: Exported) -> None:
     weights = {name: array * np.float32(1.5) for name, array in files.compiled.weights.items()}
     np.savez(files.server / "weights.npz", **weights)
     outputs, codes, _ = both(files, *KEPT)
@@ -144,8 +155,7 @@ def test_options_that_do_not_fit_the_program(
     assert words in "".join(capfd.readouterr())
 
 
-def test_the_bill_tells_offline_and_online_apart(tmp_path: Path) -> None:
-    files = prepared(tmp_path, 1)
+def test_the_bill_tells_offline_and_online_apart(files: Exported) -> None:
     stats = [json.loads((at / "out" / "stats.json").read_text()) for at in (files.server, files.client)]
     assert [each["runs"] for each in stats] == [[], []]
     for a, b in zip(*(each["offline"][0]["steps"] for each in stats), strict=True):

@@ -239,28 +239,23 @@ def test_a_party_killed_in_the_middle(files: Exported, victim: int, monkeypatch:
 
 def test_the_other_host_dies(files: Exported, tmp_path: Path) -> None:
     """Without a launcher to notice: the surviving party ends by itself, with a reason and no logits."""
-    here = _copy(exported_slow(tmp_path), tmp_path / "copy")
+    here = exported(tmp_path, steps=4)
     server_at, client_at = free_addresses(2)
+    to_server, to_client = Wire(server_at, delay=0.05), Wire(client_at, delay=0.05)
     with (
-        party(SERVER, here.server, server_at, client_at) as server,
-        party(CLIENT, here.client, client_at, server_at) as client,
+        party(SERVER, here.server, server_at, to_client.address) as server,
+        party(CLIENT, here.client, client_at, to_server.address) as client,
     ):
         output = end_server_in_the_middle(server, client)
     assert "lost the other party" in _error(output) or "client:" in _error(output)
     assert not (here.client / "out" / "logits.npy").exists()
 
 
-def exported_slow(root: Path) -> Exported:
-    """A program with many steps, so that a party can be killed in the middle."""
-    (root / "slow").mkdir()
-    return exported(root / "slow", steps=40)
-
-
 @pytest.mark.slow
 def test_the_network_is_cut(tmp_path: Path) -> None:
-    here = _copy(exported_slow(tmp_path), tmp_path / "copy")
+    here = exported(tmp_path, steps=4)
     server_at, client_at = free_addresses(2)
-    to_server, to_client = Wire(server_at), Wire(client_at)
+    to_server, to_client = Wire(server_at, delay=0.05), Wire(client_at, delay=0.05)
     with (
         party(SERVER, here.server, server_at, to_client.address) as server,
         party(CLIENT, here.client, client_at, to_server.address) as client,
