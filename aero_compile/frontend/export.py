@@ -105,7 +105,7 @@ def _without_shape_cache() -> AbstractContextManager[None]:
     """
     import torch._dynamo.config as config
 
-    context: AbstractContextManager[None] = config.patch(fake_tensor_cache_enabled=False)  # type: ignore[attr-defined]
+    context: AbstractContextManager[None] = config.patch(fake_tensor_cache_enabled=False)
     return context
 
 
