@@ -22,13 +22,14 @@ from aero_compile.exit_codes import exit_code
 from aero_compile.plain_help import HelpParser
 from aero_compile.progress import Progress
 from aero_compile.runtime.costs.table import SHIPPED, CostTable, settings_of
+from aero_compile.runtime.kernels.registry import KERNELS as KINDS
 from aero_compile.runtime.spu_config import import_spu
-from benchmarks.lib.calibrate_cases import FIELD, FRACTION_BITS, PROTOCOL, cases, configuration, measure
-from benchmarks.lib.calibrate_fit import table_of
+from benchmarks.lib.calibrate_cases import FIELD, FRACTION_BITS, KERNELS, PROTOCOL, cases, configuration, measure
+from benchmarks.lib.calibrate_fit import PARTS, table_of, updated
 
 
-def calibrate(quick: bool = False) -> CostTable:
-    """Measure everything and return the table.
+def calibrate(quick: bool = False, parts: Sequence[str] = (), old: CostTable | None = None) -> CostTable:
+    """Measure everything and return the table, or the table `old` with `parts` (of `PARTS`) measured anew.
 
     Raises:
         PartyError: a process of the measurement failed.
@@ -36,14 +37,18 @@ def calibrate(quick: bool = False) -> CostTable:
     """
     spu = import_spu()
     begun = time.monotonic()
-    progress = Progress(sum(1 for _ in cases(quick)))
+    only = frozenset(case for part in parts for case in PARTS[part]) if old is not None else None
+    progress = Progress(sum(1 for _ in cases(quick, only)) + (len(KINDS) if only is None or KERNELS in only else 0))
 
     def say(what: str) -> None:
         progress.done += 1
         progress.say(f"[{progress.done}/{progress.total}] {what} ({time.monotonic() - begun:.0f} s)")
 
     try:
-        records = measure(quick, say)
+        records = measure(quick, say, only)
+        today = time.strftime("%Y-%m-%d", time.gmtime())
+        if old is not None:
+            return updated(old, records, parts, today)
         settings = settings_of(configuration(), PROTOCOL, FIELD, FRACTION_BITS)
         return table_of(
             records,
@@ -51,7 +56,7 @@ def calibrate(quick: bool = False) -> CostTable:
             os.cpu_count() or 1,
             {"processor": processor(), "platform": platform.platform()},
             {"spu": str(spu.__version__)},
-            time.strftime("%Y-%m-%d", time.gmtime()),
+            today,
         )
     except (RuntimeError, ValueError) as error:
         raise PartyError(f"the calibration failed: {error}") from error
@@ -73,13 +78,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = HelpParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=SHIPPED, help="file to write (default: the shipped table)")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and shapes: less accurate seconds")
+    parser.add_argument("--only", nargs="+", choices=sorted(PARTS), help="measure these parts of the table there anew")
     options = parser.parse_args(argv)
-    return exit_code(lambda: write(options.output, options.quick), "nothing was written")
+    return exit_code(lambda: write(options.output, options.quick, options.only), "nothing was written")
 
 
-def write(output: Path, quick: bool) -> int:
+def write(output: Path, quick: bool, only: Sequence[str] | None) -> int:
     """Measure, and write the table."""
-    calibrate(quick).save(output)
+    found = calibrate(quick, only, CostTable.load(output)) if only else calibrate(quick)
+    found.save(output)
     print(f"wrote {output}")
     return 0
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from aero_compile.errors import InputError
 from aero_compile.ir.ops import NORMS
 from aero_compile.runtime.arithmetic.one_product import FRACTION_BITS, RING_BITS
+from aero_compile.runtime.arithmetic.prices import second_worth
 from aero_compile.runtime.arithmetic.ring import fixed_point
 from aero_compile.runtime.hosts.network_spec import UNLIMITED, Network
 from aero_compile.runtime.lowering.comparisons import pays
@@ -101,16 +102,17 @@ def compile_for(
 
     `on_ids`: these are the tokens of the run, on which ranges are checked and the program is rehearsed.
     """
-    say("compiling")
-    model = optimized(with_public(given, options.public), options.logits, options.optimize)
-    live, exact = _lowered(model, ids, options, on_ids)
-    program = compile_steps(live, options.protocol, options.form.ring_bits, options.form.fraction_bits)
-    tolerance = options.form.tolerances.logits
-    if tolerance is not None:
-        say("rehearsing in the clear")
-        text, name = (ids, "these tokens") if on_ids else _typical(model, ids, options)
-        expected = in_the_clear(given, text)[:, -program.logits.shape[1] :]
-        check_logits(program, live.weights, text, expected, tolerance, exact, name, live.published)
+    with second_worth(options.network.second_bytes):
+        say("compiling")
+        model = optimized(with_public(given, options.public), options.logits, options.optimize)
+        live, exact = _lowered(model, ids, options, on_ids)
+        program = compile_steps(live, options.protocol, options.form.ring_bits, options.form.fraction_bits)
+        tolerance = options.form.tolerances.logits
+        if tolerance is not None:
+            say("rehearsing in the clear")
+            text, name = (ids, "these tokens") if on_ids else _typical(model, ids, options)
+            expected = in_the_clear(given, text)[:, -program.logits.shape[1] :]
+            check_logits(program, live.weights, text, expected, tolerance, exact, name, live.published)
     return Compiled(program, live.weights, dict(live.published))
 
 

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
@@ -26,6 +26,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the measuring processes start here
 
 from aero_compile.runtime.costs.session import TILE
+from aero_compile.runtime.kernels.side import Side
+from benchmarks.lib.calibrate_kernels import kernel_records
 
 SHARED, SERVERS = None, 0
 PROTOCOL, FIELD, FRACTION_BITS = "cheetah", 64, 18
@@ -37,11 +39,15 @@ MATMULS = (
     *((8, 32, 96), (16, 64, 64), (32, 128, 128), (64, 256, 256), (128, 64, 64), (64, 512, 128), (1, 768, 768)),
     *((1, 256, 4096), (16, 768, 768), (128, 256, 256), (64, 768, 768), (128, 256, 1024), (128, 1024, 256)),
     *((16, 64, 192), (16, 256, 64), (32, 128, 512), (32, 512, 128), (64, 128, 256), (64, 256, 64), (64, 32, 64)),
-    *((43, 8192, 64), (8, 8192, 512), (8, 24576, 512), (1, 768, 16384)),
+    *((43, 8192, 64), (8, 8192, 512), (8, 24576, 512), (1, 768, 16384), (64, 768, 2304), (64, 3072, 768)),
 )
-"""From single heads to lookups in large vocabularies, whose operands fill gigabytes."""
+"""From single heads to layers of GPT-2 small and lookups in large vocabularies, whose operands fill gigabytes."""
+MUTUAL_MATMULS = ((32, 32, 768), (16, 16, 768), (64, 64, 128), (128, 128, 64), (128, 64, 128), (8, 64, 64))
+"""Of two shared matrices: strips of rows times numbers, and a head's scores and values."""
 QUICK_MATMULS = ((8, 32, 96), (128, 64, 64), (64, 256, 64), (64, 512, 128), (64, 64, 512), (128, 64, 128))
 MOVED = (512, 512)
+KERNELS = "kernels"
+"""What stands for the share-level kernels (`calibrate_kernels`) among the names of cases."""
 REFILL_REPEATS = 70
 """Comparisons of 2048 elements until the store of oblivious transfers is used up at least once."""
 
@@ -63,8 +69,14 @@ class Case:
     second: bool = False
 
 
-def cases(quick: bool) -> Iterator[Case]:
-    """Yield every case; jax must be installed."""
+def cases(quick: bool, only: Container[str] | None = None) -> Iterator[Case]:
+    """Yield every case, or those with names in `only` and what goes before them; jax must be installed."""
+    for case in _cases(quick):
+        if only is None or case.name in only or case.name.startswith("warm"):
+            yield case
+
+
+def _cases(quick: bool) -> Iterator[Case]:
     import jax
     import jax.numpy as jnp
 
@@ -95,6 +107,8 @@ def cases(quick: bool) -> Iterator[Case]:
         yield Case(
             "matmul", (m, k, n), lambda x, y: (x @ y,), ((m, k), (k, n)), (None, SERVERS), 5 if m * k * n < 2**25 else 3
         )
+    for m, k, n in MUTUAL_MATMULS[::2] if quick else MUTUAL_MATMULS:
+        yield Case("mutual", (m, k, n), lambda x, y: (x @ y,), ((m, k), (k, n)), (None, None), 5)
     yield Case("refill", (2048,), lambda x: (x > 0.7,), ((2048,),), (None,), REFILL_REPEATS)
     yield from _moves()
 
@@ -152,36 +166,38 @@ def configuration(second: bool = False) -> Any:
     return config
 
 
-def measure(quick: bool, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Run all cases between two new processes; returns the server's records, one a run, in order."""
+def measure(quick: bool, say: Callable[[str], None], only: frozenset[str] | None = None) -> list[dict[str, Any]]:
+    """Run all cases, or `only` some, between two new processes; returns the server's records, one a run, in order."""
     from aero_compile.runtime.hosts.link import free_addresses
 
     start = multiprocessing.get_context("spawn")
     here, there = start.Pipe(duplex=False)
     addresses = free_addresses(2)
-    parties = [start.Process(target=_party, args=(rank, addresses, quick, there), daemon=True) for rank in (0, 1)]
+    parties = [start.Process(target=_party, args=(rank, addresses, quick, only, there), daemon=True) for rank in (0, 1)]
     for party in parties:
         party.start()
     records: list[dict[str, Any]] = []
     try:
-        while not records or not records[-1]["last"]:
+        while True:
             ready = connection.wait([here, *(party.sentinel for party in parties)])
             if here not in ready:
                 raise RuntimeError("a party of the calibration ended before its time; see its message above")
             try:
-                records.append(here.recv())
+                record = here.recv()
             except EOFError as error:
                 raise RuntimeError("the server's side of the calibration ended; see its message above") from error
+            if record is None:
+                return records
+            records.append(record)
             if records[-1]["run"] == 0:
                 say(f"{records[-1]['name']} {'x'.join(map(str, records[-1]['n']))}")
     finally:
         for party in parties:
             party.kill()
             party.join()
-    return records
 
 
-def _party(rank: int, addresses: list[str], quick: bool, out: Any) -> None:
+def _party(rank: int, addresses: list[str], quick: bool, only: frozenset[str] | None, out: Any) -> None:
     import spu
     import spu.utils.frontend as frontend
 
@@ -198,8 +214,7 @@ def _party(rank: int, addresses: list[str], quick: bool, out: Any) -> None:
         link = connect(spu, rank, PlainWay(addresses[rank], addresses[1 - rank]), 600.0, 60.0)
         runtimes = [spu.Runtime(way, config) for way, config in zip((link, link.spawn()), configs, strict=True)]
         ios = [spu.Io(2, config) for config in configs]
-        todo = list(cases(quick))
-        for case in todo:
+        for case in cases(quick, only):
             names = [f"x{i}" for i in range(len(case.shapes))]
             runtime, io = runtimes[case.second], ios[case.second]
             kind = np.int32 if case.second else np.float32
@@ -223,14 +238,23 @@ def _party(rank: int, addresses: list[str], quick: bool, out: Any) -> None:
                 runtime.run(spu.Executable(case.name, names, list(executable.output_names), executable.code))
                 seconds = time.perf_counter() - begun
                 if rank == 0:
-                    last = case is todo[-1] and run == case.repeats - 1
-                    record = {"name": case.name, "n": case.n, "run": run, "seconds": seconds, "last": last}
+                    record = {"name": case.name, "n": case.n, "run": run, "seconds": seconds}
                     out.send(record | {"code_bytes": len(executable.code)} | profiles(log.read()))
+        if only is None or KERNELS in only:
+            side = Side(spu, link, rank, configs[True])
+
+            def share(value: Any, owner: int | None) -> Any:
+                return _share(spu, ios[0], link, rank, value, owner)
+
+            def inside() -> float:
+                return sum(row["seconds"] for row in profiles(log.read())["MPC"].values())
+
+            for record in kernel_records(side, ios[0], runtimes[0], share, inside):
+                if rank == 0:
+                    out.send(record)
+        if rank == 0:
+            out.send(None)
         threading.Event().wait()  # until both are ended: who leaves first would hold up the other
-
-
-def _names(outputs: Any) -> list[str]:
-    return [f"o{i}" for i in range(len(outputs))]
 
 
 def _share(spu: Any, io: Any, link: Any, rank: int, value: Any, owner: int | None) -> Any:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from aero_compile.runtime.arithmetic import ciphertexts
-from aero_compile.runtime.costs.session import MUTUAL, OPEN, TILE, TRANSFER, matmul_work
+from aero_compile.runtime.costs.session import MUTUAL, OPEN, TILE, TRANSFER
 from aero_compile.runtime.costs.table import LUMPS, CostTable, Kernel
-from benchmarks.lib.calibrate_cases import MOVED
+from aero_compile.runtime.kernels.registry import KERNELS as KINDS
+from benchmarks.lib.calibrate_cases import KERNELS, MOVED
 
 Record = dict[str, Any]
 
@@ -40,7 +41,7 @@ def table_of(
     kernels = {
         "trunc": _kernel(records, "trunc", ("trunc_a",), cores),
         "less": _kernel(records, "choose", ("msb_a2b",), cores),
-        "less32": _kernel(records, "less32", ("msb_a2b",), cores),
+        "less32": _less32(records, cores),
         "select": _kernel(records, "choose", ("mul_a1b",), cores),
         "b2a": _kernel(records, "b2a", ("b2a",), cores),
         "widen": _kernel(records, "widen", ("b2a",), cores),
@@ -62,11 +63,28 @@ def table_of(
         refill=_refill(records),
         seconds={**_product_seconds(records), **_matmul_seconds(records), **_step_seconds(records)},
         local=_local(records),
+        share_kernels=_share_kernels(records),
         cores=cores,
         machine=machine,
         versions=versions,
         measured=measured,
     )
+
+
+_REFITTED: dict[str, Callable[[CostTable, Sequence[Record]], CostTable]] = {
+    "less32": lambda old, found: replace(old, kernels=old.kernels | {"less32": _less32(found, old.cores)}),
+    "matmul": lambda old, found: replace(old, seconds=old.seconds | _matmul_seconds(found)),
+    KERNELS: lambda old, found: replace(old, share_kernels=_share_kernels(found)),
+}
+PARTS = {"less32": ("less32",), "matmul": ("matmul", "mutual"), KERNELS: (KERNELS,)}
+"""Parts of a table that can be measured anew by themselves, and the names of the cases that they take."""
+
+
+def updated(old: CostTable, records: Sequence[Record], parts: Iterable[str], measured: str) -> CostTable:
+    """Return the table `old` with these `parts` fitted to `records`, which were `measured` on that day."""
+    for part in parts:
+        old = _REFITTED[part](old, records)
+    return replace(old, measured=measured)
 
 
 def _of(records: Sequence[Record], name: str) -> list[Record]:
@@ -119,18 +137,37 @@ def _kernel(records: Sequence[Record], name: str, parts: tuple[str, ...], cores:
         sent, received, seconds = (sum(row[column] for row in rows) for column in ("sent", "received", "seconds"))
         points.append((int(record["n"][0]), sent, received, seconds))
     smallest, middle, largest = _typical(records, name)[0], _at(records, name, TILE), _typical(records, name)[-1]
-    messages, transfers, exchanges = [0, 0], [0, 0], list[str]()
+    messages, transfers, doubled, exchanges = [0, 0], [0, 0], [0, 0], list[str]()
+    buffered = (0.0, 0.0)
     for part in parts:
         alone = round(smallest["MPC"][part]["sends"])
         double = round(middle["MPC"][part]["sends"]) - alone if cores > 1 else 0  # 2n elements fill two tiles
         messages[0] += alone - double
         messages[1] += double
         row = largest["MPC"][part]
-        found = _TRANSFERS_32 if largest["name"] == "less32" else _transfers(part, row, int(largest["n"][0]))
+        n = int(largest["n"][0])
+        found = _TRANSFERS_32 if largest["name"] == "less32" else _transfers(part, row, n)
         for sender, count in enumerate(found):
             transfers[sender] += count
+            doubled[sender] += round(count * 2 * double / (alone + double))  # all calls open as many bits an element
+        if row["count"] == len(parts) == 1:
+            buffered = _buffered(part, row, n, found)
         exchanges += _exchanges(part, alone, int(row["count"]))
-    return Kernel(tuple(points), (messages[0], messages[1]), (transfers[0], transfers[1]), tuple(exchanges))
+    sent, taken, twice = ((each[0], each[1]) for each in (messages, transfers, doubled))
+    return Kernel(tuple(points), sent, taken, tuple(exchanges), twice, buffered)
+
+
+def _buffered(part: str, row: dict[str, float], n: int, transfers: tuple[int, int]) -> tuple[float, float]:
+    """Bytes per element of the senders' corrections; what receivers choose, an eighth of a byte, goes by itself."""
+    if part == "msb_a2b":  # 16 messages of 2 bits for the 4 transfers of a digit
+        return float(transfers[0] - transfers[1]), 0.0
+    if part == "mul_a1b":
+        return float(row["sent"] // n), float(row["received"] // n)
+    return (row["sent"] / n, 0.0) if part in ("trunc_a", "b2a") else (0.0, 0.0)
+
+
+def _less32(records: Sequence[Record], cores: int) -> Kernel:
+    return _kernel(records, "less32", ("msb_a2b",), cores)
 
 
 def _sizes(row: dict[str, float], kind: str) -> list[int]:
@@ -165,7 +202,8 @@ def _halve(records: Sequence[Record], trunc: Kernel) -> Kernel:
     n = 8192
     both, one = _row(records, "square", (n,), "trunc_a")["sent"], trunc.at(n)[0]
     points = tuple((n, server * (both - one) / one, client, seconds) for n, server, client, seconds in trunc.points)
-    return replace(trunc, points=points)
+    buffered = ((both - one) / one * trunc.buffered[0], 0.0)
+    return replace(trunc, points=points, buffered=buffered)
 
 
 def _refill(records: Sequence[Record]) -> dict[str, float]:
@@ -225,16 +263,29 @@ def _product_seconds(records: Sequence[Record]) -> dict[str, float]:
 
 
 def _matmul_seconds(records: Sequence[Record]) -> dict[str, float]:
-    """Fit seconds to the amounts of work; all coefficients are at least 0, relative errors count."""
+    """Fit seconds to the amounts of work; all coefficients are at least 0, relative errors count.
+
+    Of two shared matrices there are two cross terms, which take twice as long as one.
+    """
     rows, seconds = [], []
-    for record in _typical(records, "matmul"):
-        m, k, n = record["n"]
-        rows.append([*matmul_work(ciphertexts.matmul(m, k, n)).values(), float(m * k * n)])
-        seconds.append(record["MPC"]["mmul_sv"]["seconds"])
-    weights = 1 / np.array(seconds)
-    found = non_negative(np.array(rows) * weights[:, None], np.ones(len(seconds)))
-    names = [*(f"matmul_{name}" for name in matmul_work(ciphertexts.matmul(1, 1, 1))), "matmul_plain"]
+    for name, kernel, terms in (("matmul", "mmul_sv", 1), ("mutual", "mmul_aa", 2)):
+        for record in _typical(records, name):
+            m, k, n = record["n"]
+            work = ciphertexts.matmul(m, k, n).work().values()
+            rows.append([*(terms * amount for amount in work), float(m * k * n)])
+            seconds.append(record["MPC"][kernel]["seconds"])
+    found = _least_deviations(np.array(rows) / np.array(seconds)[:, None])
+    names = [*(f"matmul_{name}" for name in ciphertexts.matmul(1, 1, 1).work()), "matmul_plain"]
     return dict(zip(names, map(float, found), strict=True))
+
+
+def _least_deviations(matrix: Any, steps: int = 30) -> Any:
+    """Solve `matrix` · x = 1 with x ≥ 0 for the least sum of deviations: a few that are far off count little."""
+    weights = np.ones(len(matrix))
+    for _ in range(steps):
+        found = non_negative(matrix * weights[:, None], weights)
+        weights = 1 / np.sqrt(np.maximum(np.abs(matrix @ found - 1), 0.01))
+    return found
 
 
 def non_negative(matrix: Any, target: Any) -> Any:
@@ -285,6 +336,21 @@ def _local(records: Sequence[Record]) -> dict[str, float]:
             rate = seconds / (MOVED[0] * MOVED[1])
             found[kind] = min(rate, found.get(kind, rate))
     found["other"] = 0.0
+    return found
+
+
+def _share_kernels(records: Sequence[Record]) -> dict[str, tuple[float, float, float]]:
+    """Fit the seconds of each kernel's calls to its work; the median of each size counts, relative errors too."""
+    found = {}
+    for name in KINDS:
+        rows, seconds = [], []
+        for size in sorted({tuple(record["n"]) for record in _of(records, name)}):
+            runs = [record["seconds"] for record in _of(records, name) if tuple(record["n"]) == size]
+            rows.append([1.0, *map(float, size)])
+            seconds.append(max(1e-6, float(np.median(runs))))
+        weights = 1 / np.array(seconds)
+        call, word, multiplication = map(float, non_negative(np.array(rows) * weights[:, None], np.ones(len(seconds))))
+        found[name] = (call, word, multiplication)
     return found
 
 

@@ -43,6 +43,17 @@ class MatmulCount:
     rotations: int
     answer_share: float
 
+    def work(self) -> dict[str, float]:
+        """The amounts of work; the table of costs has seconds for one of each."""
+        return {
+            "call": 1.0,
+            "exchanged": float(self.sent + self.answers),
+            "plains": float(self.plains),
+            "products": float(self.products),
+            "packed": float(self.packed),
+            "rotations": float(self.rotations),
+        }
+
 
 def splits(count: int) -> int:
     """Ciphertexts per modulus that hold `count` values of an element-wise product."""

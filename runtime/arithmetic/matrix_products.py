@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import Any
 
 import numpy as np
 
-from aero_compile.runtime.arithmetic.ciphertexts import REQUEST_BYTES, RESPONSE_BYTES, MatmulCount, matmul
+from aero_compile.runtime.arithmetic.ciphertexts import matmul
+from aero_compile.runtime.arithmetic.prices import cached_by_worth, price
 from aero_compile.runtime.arithmetic.ring import fraction_bits, in_words
 from aero_compile.runtime.arithmetic.two_phases import truncated
 from aero_compile.runtime.kernels.calls import call_kernel
@@ -18,14 +18,8 @@ from aero_compile.runtime.lazy_jax import jnp
 MOST_POLYNOMIALS = 20_000
 """Polynomials that one product may hold at once in Cheetah, of 0.2 MB each: 4 GB."""
 
-SECOND_BYTES = 1_500_000
-"""What saving a second of computing may cost in bytes where products are cut or joined: little, bytes come first."""
 
-EXCHANGE_SECONDS, PRODUCT_SECONDS, ROTATION_SECONDS = 5e-3, 2.5e-4, 1.2e-3
-"""Of a ciphertext sent, of its product with a polynomial, of an automorphism while answers are packed, on two cores."""
-
-
-@cache
+@cached_by_worth
 def piece_size(rows: int, inner: int, columns: int) -> tuple[int, int]:
     """How many rows, and how much of the inner dimension, of [rows, inner] × [inner, columns] to multiply at once.
 
@@ -50,17 +44,6 @@ def piece_size(rows: int, inner: int, columns: int) -> tuple[int, int]:
         height = -(-height // 2)
 
 
-def price(count: MatmulCount) -> float:
-    """Bytes of a product, and its time as bytes."""
-    exchanged = count.sent * REQUEST_BYTES + count.answer_share * RESPONSE_BYTES
-    seconds = (
-        (count.sent + count.answers) * EXCHANGE_SECONDS
-        + count.products * PRODUCT_SECONDS
-        + count.rotations * ROTATION_SECONDS
-    )
-    return exchanged + seconds * SECOND_BYTES
-
-
 def matrix_product(left: Any, right: Any) -> Any:
     """[rows, inner] × [inner, columns], in as many pieces as memory asks for."""
     rows, inner = left.shape
@@ -75,7 +58,7 @@ def matrix_product(left: Any, right: Any) -> Any:
     return strips[0] if len(strips) == 1 else jnp().concatenate(strips, axis=0)
 
 
-@cache
+@cached_by_worth
 def heads_at_once(heads: int, rows: int, inner: int, columns: int) -> int:
     """How many of `heads` products [rows, inner] × [inner, columns] to join into one, for the least price.
 

@@ -3,21 +3,21 @@
 r∘X with one number of r for each row of X is diag(r)·X. In Cheetah a product of two shares sends 221 bytes for each
 element of X; the answers of a matrix product are packed, so diag(r)·X sends about 60 to 110, for more work. The rows go
 in strips: a low one has a small diagonal matrix, quickly multiplied and packed, a high one fills its ciphertexts. The
-price of a second (`SECOND_BYTES`) chooses the height, and whether any is better than a product of elements.
+worth of a second (`second_bytes`) chooses the height, and whether any is better than a product of elements.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
 
 from aero_compile.runtime.arithmetic.ciphertexts import DEGREE
 from aero_compile.runtime.arithmetic.filling import PAIR, multiply, product_parts
-from aero_compile.runtime.arithmetic.matrix_products import SECOND_BYTES, batched_product, heads_at_once, joined_price
+from aero_compile.runtime.arithmetic.matrix_products import batched_product, heads_at_once, joined_price
+from aero_compile.runtime.arithmetic.prices import cached_by_worth, element_seconds, second_bytes
 from aero_compile.runtime.arithmetic.ring import in_words
 from aero_compile.runtime.lazy_jax import jnp
 
@@ -27,11 +27,8 @@ HIGHEST = 256
 SHARED_BYTES, OWNED_BYTES, STORED_BYTES = 221, 143, 310
 """An element of a product of two shares, of a share with what one party knows, and of shares by stored triples."""
 
-SHARED_SECONDS, OWNED_SECONDS = 4.7e-6, 2.6e-6
-"""Of an element of the first two, on two cores (the shipped table of costs)."""
 
-
-@cache
+@cached_by_worth
 def scaling_strips(rows: int, width: int) -> tuple[int, float]:
     """The height of the cheapest strips of diag(r)·X for X [rows, width], and the price in bytes of one cross term."""
     return cheapest_strips(
@@ -61,8 +58,9 @@ def scaling_price(rows: int, width: int, owned: bool) -> float:
 def element_price(size: int, owned: bool) -> float:
     """The price in bytes of `size` products of elements."""
     if owned:
-        return -(-size // DEGREE) * DEGREE * (OWNED_BYTES + OWNED_SECONDS * SECOND_BYTES)
-    shared = SHARED_BYTES + SHARED_SECONDS * SECOND_BYTES
+        one_way = OWNED_BYTES + element_seconds("product_one_way") * second_bytes()
+        return -(-size // DEGREE) * DEGREE * one_way
+    shared = SHARED_BYTES + element_seconds("product_both_ways_2") * second_bytes()
     return sum(part * STORED_BYTES if part < PAIR else -(-part // PAIR) * PAIR * shared for part in product_parts(size))
 
 

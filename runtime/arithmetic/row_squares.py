@@ -7,25 +7,24 @@ after they were added: 2^62 is room for sums up to 2^26 (18 fraction bits).
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
 
 from aero_compile.runtime.arithmetic.ciphertexts import DEGREE, matmul
 from aero_compile.runtime.arithmetic.filling import square_parts
-from aero_compile.runtime.arithmetic.matrix_products import SECOND_BYTES, price
+from aero_compile.runtime.arithmetic.prices import cached_by_worth, element_seconds, price, second_bytes
 from aero_compile.runtime.arithmetic.ring import fraction_bits, in_words
 from aero_compile.runtime.arithmetic.row_products import STORED_BYTES, cheapest_strips, scaling_price
 from aero_compile.runtime.kernels.calls import call_kernel
 from aero_compile.runtime.kernels.square_terms import SquareTerms
 from aero_compile.runtime.lazy_jax import jnp
 
-SQUARE_BYTES, SQUARE_SECONDS = 144, 3.2e-6
-"""Of a square of a share, on two cores (the shipped table of costs)."""
+SQUARE_BYTES = 144
+"""Of a square of a share."""
 
 
-@cache
+@cached_by_worth
 def square_strips(rows: int, width: int) -> tuple[int, float]:
     """The height of the cheapest strips of X_0·X_1ᵀ for shares [rows, width], and the price in bytes."""
     return cheapest_strips(rows, lambda size, count: count * price(matmul(size, width, size)))
@@ -39,7 +38,7 @@ def norms_by_rows(rows: int, width: int) -> bool:
     if not in_words():
         return False
     *whole, last = square_parts(rows * width)
-    square = SQUARE_BYTES + SQUARE_SECONDS * SECOND_BYTES
+    square = SQUARE_BYTES + element_seconds("product_both_ways_1") * second_bytes()
     elements = sum(-(-part // DEGREE) * DEGREE * square for part in whole) + last * STORED_BYTES
     return square_strips(rows, width)[1] + scaling_price(rows, width, False) < 2 * elements
 

@@ -122,7 +122,8 @@ def estimate(
         seq_len: tokens per sequence.
         batch: sequences.
         network: between the parties: "loopback" (costs nothing), "lan" (1 Gbit/s, 1 ms round trip), "wan"
-            (100 Mbit/s, 80 ms), "MBPS:RTT_MS" or a `Network`.
+            (100 Mbit/s, 80 ms), "MBPS:RTT_MS" or a `Network`. As in `private_inference`, products take the forms
+            that are cheapest on it.
         logits: "all" positions or the "last".
         optimize: rewrite the model first, as `private_inference` does.
         calibration: typical text, token ids [B, T], on which ranges are checked.

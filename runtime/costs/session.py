@@ -8,14 +8,23 @@ unit after it was sent, a blocking send returns after two.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from aero_compile.errors import LoweringError
 from aero_compile.runtime.arithmetic import ciphertexts
 from aero_compile.runtime.costs.table import CostTable
 from aero_compile.runtime.hosts.network_spec import Network
 
+if TYPE_CHECKING:
+    from aero_compile.runtime.kernels.kernel import Kernel
+
 TILE = 2048
 """Elements that a tile of a bitwise protocol has at least (SPU's state.cc)."""
+
+BUFFER = 2**20
+"""Bytes that the sender of a transfer collects before it sends them (ferret.cc)."""
 
 BATCH = 16
 """Ciphertexts that are under way at once; sending the next ones waits (cheetah_mul.cc, cheetah_dot.cc)."""
@@ -84,6 +93,19 @@ class Session:
         """Bill an operation that needs no messages."""
         self._cost.computing += self.table.local.get(kind, self.table.local["other"]) * elements
 
+    def kernel(self, kernel: Kernel, *shapes: tuple[int, ...]) -> None:
+        """Bill a party's own work in a run of a share-level kernel on arguments of these shapes.
+
+        Raises:
+            LoweringError: the table has nothing about it.
+        """
+        rates = self.table.share_kernels.get(type(kernel).__name__)
+        if rates is None:
+            raise LoweringError(f"the cost table says nothing about {type(kernel).__name__}: calibrate again")
+        call, word, multiplication = rates
+        words, multiplications = kernel.work(*shapes)
+        self._cost.computing += call + word * words + multiplication * multiplications
+
     def send(self, sender: int, count: float) -> None:
         """Bill one message of so many bytes."""
         server, client = (count, 0.0) if sender == 0 else (0.0, count)
@@ -111,16 +133,23 @@ class Session:
         single, double = entry.messages
         server, client, seconds = entry.at(n)
         messages = 2 * (single * tiles + double * self._tiles(2 * n))
+        for elements in self._parts(n):  # what does not fit into the sender's buffer goes ahead
+            messages += sum(max(0, math.ceil(each * elements / BUFFER) - 1) for each in entry.buffered)
         self._spend(server, client, messages, seconds, max(server, client))
-        for tile in range(tiles):
-            elements = min(-(-n // tiles), n - tile * -(-n // tiles))
-            for sender, each in enumerate(entry.transfers):
-                self._draw((second, tile, sender), each * elements)
+        for sender, (each, doubled) in enumerate(zip(entry.transfers, entry.doubled, strict=True)):
+            for size, count in ((n, each - doubled), (2 * n, doubled / 2)):
+                for tile, elements in enumerate(self._parts(size)):
+                    self._draw((second, tile, sender), count * elements)
         for exchange in entry.exchanges:
             self._exchange(exchange)
 
     def _tiles(self, n: int) -> int:
         return min(self.table.cores, -(-n // TILE))
+
+    def _parts(self, n: int) -> list[int]:
+        """How many of n elements each tile has."""
+        most = -(-n // self._tiles(n))
+        return [min(most, n - start) for start in range(0, n, most)]
 
     def _draw(self, store: tuple[bool, int, int], count: float) -> None:
         left = self._stored.get(store, SET_UP_TRANSFERS) - count
@@ -230,18 +259,18 @@ class Session:
                 ends.append(self._clock)
             self._clock = [max(a, b) for a, b in zip(*ends, strict=True)]
         else:
-            self._cross_term(m, k, n, 1 - right_owner if right_owner is not None else 0, share=1.0)
+            self._cross_term(m, k, n, 1 - right_owner if right_owner is not None else 0)
         self._cost.computing += seconds["matmul_plain"] * m * k * n
 
-    def _cross_term(self, m: int, k: int, n: int, left: int, share: float) -> None:
-        """Party `left` holds the left matrix, the other the right one."""
+    def _cross_term(self, m: int, k: int, n: int, left: int, share: float = 1.0) -> None:
+        """Party `left` holds the left matrix, the other the right one; `share`: as in `_one_way`."""
         count = ciphertexts.matmul(m, k, n)
         table = self.table
         there = count.sent * table.ciphertext_bytes["matmul_sent"]
         back = count.answer_share * table.ciphertext_bytes["matmul_answer"]
         sender = left if count.encrypts_left else 1 - left
         server, client = (there, back) if sender == 0 else (back, there)
-        seconds = sum(table.seconds[f"matmul_{name}"] * amount for name, amount in matmul_work(count).items())
+        seconds = sum(table.seconds[f"matmul_{name}"] * amount for name, amount in count.work().items())
         self._spend(server, client, count.sent + count.answers, seconds, share * (there + back))
         self._clock[sender] += 2 * (-(-count.sent // BATCH) - 1)
         self._receive(1 - sender, sender)
@@ -249,15 +278,3 @@ class Session:
 
     def _spend(self, server: float, client: float, messages: int, seconds: float, passing: float) -> None:
         self._cost.add(Cost(server, client, messages, 0.0, seconds, passing))
-
-
-def matmul_work(count: ciphertexts.MatmulCount) -> dict[str, float]:
-    """Return the amounts of work of a cross term; the table has seconds for one of each."""
-    return {
-        "call": 1.0,
-        "exchanged": float(count.sent + count.answers),
-        "plains": float(count.plains),
-        "products": float(count.products),
-        "packed": float(count.packed),
-        "rotations": float(count.rotations),
-    }

@@ -9,6 +9,7 @@ import json
 import os
 from bisect import bisect_left
 from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from aero_compile.errors import InputError
 from aero_compile.files import write_atomically
 
-FORMAT = 3
+FORMAT = 4
 """Version of the table's file; a reader accepts only its own."""
 
 SHIPPED = Path(__file__).with_name("table.json")
@@ -34,14 +35,17 @@ class Kernel:
 
     `points`: rows (n, bytes sent by the server, bytes sent by the client, seconds), n rising. `messages` that
     each party sends in one tile, about n elements and about 2n. `transfers`: correlated oblivious transfers per
-    element with the server as the sender, and with the client. `exchanges`: the one-sided transfers and mutual
-    openings that follow each other.
+    element with the server as the sender, and with the client; `doubled`, those of them that calls on about 2n elements
+    take. `exchanges`: the one-sided transfers and mutual openings that follow each other. `buffered`: bytes per element
+    that the sender of a transfer collects before it sends them, as the server and as the client.
     """
 
     points: tuple[tuple[int, float, float, float], ...]
     messages: tuple[int, int]
     transfers: tuple[int, int]
     exchanges: tuple[str, ...]
+    doubled: tuple[int, int] = (0, 0)
+    buffered: tuple[float, float] = (0.0, 0.0)
 
     def at(self, n: int) -> tuple[float, float, float]:
         """Return (bytes of the server, bytes of the client, seconds) for n elements, between measured points."""
@@ -67,6 +71,8 @@ class CostTable:
     their sizes in multiples of n.
     `refill`: of an empty store of oblivious transfers: "bytes", "messages", "seconds", and "count" it yields.
     `seconds`: coefficients, see `session`; `local`: seconds per element of operations without messages.
+    `share_kernels`: seconds of a party's own work in a share-level kernel, by its name: of a call, of a word of its
+    arguments and results, of a multiplication in its matrix products modulo 2^64.
     `machine` and `versions` say where this comes from; `cores` limits how many tiles run side by side.
     """
 
@@ -78,6 +84,7 @@ class CostTable:
     refill: dict[str, float]
     seconds: dict[str, float]
     local: dict[str, float]
+    share_kernels: dict[str, tuple[float, float, float]]
     cores: int
     machine: dict[str, str]
     versions: dict[str, str]
@@ -100,7 +107,8 @@ class CostTable:
             if content.pop("format") != FORMAT:
                 raise InputError(f"{source} is a cost table of another version of aero_compile; {CALIBRATE}")
             kernels = {name: _kernel(raw) for name, raw in content.pop("kernels").items()}
-            return cls(kernels=kernels, **content)
+            own = {name: _three(raw) for name, raw in content.pop("share_kernels").items()}
+            return cls(kernels=kernels, share_kernels=own, **content)
         except FileNotFoundError as error:
             raise InputError(f"there is no cost table at {source}; {CALIBRATE}") from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -123,6 +131,12 @@ class CostTable:
             raise InputError(f"the cost table was measured with other settings: {'; '.join(wrong)}; {CALIBRATE}")
 
 
+@cache
+def shipped() -> CostTable:
+    """The table that comes with the package, read once."""
+    return CostTable.load()
+
+
 def settings_of(config: Any, protocol: str, field: int, fraction_bits: int) -> dict[str, Any]:
     """Return those settings of a `spu.RuntimeConfig` that change costs."""
     return {
@@ -135,10 +149,15 @@ def settings_of(config: Any, protocol: str, field: int, fraction_bits: int) -> d
     }
 
 
+def _three(raw: list[float]) -> tuple[float, float, float]:
+    call, word, multiplication = map(float, raw)
+    return call, word, multiplication
+
+
 def _kernel(raw: dict[str, Any]) -> Kernel:
-    first, second = raw["transfers"]
-    single, double = raw["messages"]
+    pairs = {name: (int(raw[name][0]), int(raw[name][1])) for name in ("messages", "transfers", "doubled")}
+    server, client = map(float, raw["buffered"])
     points = tuple((int(n), float(a), float(b), float(s)) for n, a, b, s in raw["points"])
     if len(points) < 2 or any(low[0] >= high[0] for low, high in pairwise(points)):
         raise ValueError("a kernel needs two points or more, with rising numbers of elements")
-    return Kernel(points, (int(single), int(double)), (int(first), int(second)), tuple(raw["exchanges"]))
+    return Kernel(points, exchanges=tuple(raw["exchanges"]), buffered=(server, client), **pairs)

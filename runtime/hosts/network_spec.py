@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from aero_compile.errors import InputError, nearest
+from aero_compile.runtime.arithmetic.prices import SECOND_BYTES
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,12 @@ class Network:
     def waiting(self, rounds: float) -> float:
         """Seconds that `rounds` round trips take, one after the other."""
         return rounds * self.rtt_ms / 1e3
+
+    @property
+    def second_bytes(self) -> float:
+        """What a second of computing is worth in bytes, for the choice of forms: as many as pass in one direction
+        in that time; where nothing limits them `SECOND_BYTES`, because then nothing but bytes is to be saved."""
+        return SECOND_BYTES if math.isinf(self.mbps) else self.bytes_per_second
 
     def seconds(self, count: float, rounds: float) -> float:
         """Both together: `count` bytes in one direction and `rounds` round trips."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -102,9 +103,15 @@ class Kernel(ABC):
         """Shapes of arguments on which a run exchanges what is exchanged once; none where there is no such thing."""
         return ()
 
+    def work(self, *shapes: Shape) -> tuple[int, int]:
+        """How many words of arguments and results a party handles in a run, and how many multiplications of matrix
+        products modulo 2^64 it makes: what its seconds follow from."""
+        found = self.results(*shapes)
+        return sum(map(math.prod, (*shapes, *(each.shape for each in found)))), 0
+
     @abstractmethod
     def bill(self, session: Session, *shapes: Shape) -> None:
-        """Bill a run on arguments of these shapes."""
+        """Bill a run on arguments of these shapes: what is exchanged, and the party's own work (`Session.kernel`)."""
 
 
 class LocalKernel(Kernel):
@@ -126,4 +133,4 @@ class LocalKernel(Kernel):
         return tuple(server + client for server, client in both)
 
     def bill(self, session: Session, *shapes: Shape) -> None:
-        session.local("kernel", int(np.prod(shapes[0])))
+        session.kernel(self, *shapes)

@@ -64,5 +64,5 @@ class Negative(Kernel):
     def bill(self, session: Session, *shapes: Shape) -> None:
         n = math.prod(shapes[0])
         session.step(len(_CODE))
-        session.local("kernel", n)
+        session.kernel(self, *shapes)
         session.transfer("less32", n, second=True)

@@ -79,8 +79,10 @@ class PreparedProduct(Kernel):
         x, weight = arguments
         return (x @ (weight.T if self.transposed else weight),)
 
+    def work(self, *shapes: Shape) -> tuple[int, int]:
+        (result,) = self.results(*shapes)
+        return super().work(*shapes)[0], math.prod(result.shape) * self.inner
+
     def bill(self, session: Session, *shapes: Shape) -> None:
-        (result,), size = self.results(*shapes), math.prod(shapes[0])
-        session.send(CLIENT, 8.0 * size)
-        session.local("kernel", size + math.prod(shapes[1]) + math.prod(result.shape))
-        session.local("ring_product", math.prod(result.shape) * self.inner)
+        session.send(CLIENT, 8.0 * math.prod(shapes[0]))
+        session.kernel(self, *shapes)

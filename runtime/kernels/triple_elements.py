@@ -78,4 +78,4 @@ class TripleElements(Kernel):
     def bill(self, session: Session, *shapes: Shape) -> None:
         size = math.prod(shapes[0])
         session.swap(8.0 * size if self.owned else 8.0 * (size + math.prod(shapes[1])))
-        session.local("kernel", 3 * size)
+        session.kernel(self, *shapes)

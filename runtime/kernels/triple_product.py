@@ -74,8 +74,10 @@ class TripleProduct(Kernel):
         x, y = arguments
         return (x @ y,)
 
+    def work(self, *shapes: Shape) -> tuple[int, int]:
+        (result,) = self.results(*shapes)
+        return super().work(*shapes)[0], 2 * math.prod(result.shape) * self.inner
+
     def bill(self, session: Session, *shapes: Shape) -> None:
-        (result,), size = self.results(*shapes), sum(map(math.prod, shapes))
-        session.swap(8.0 * size)
-        session.local("kernel", size + math.prod(result.shape))
-        session.local("ring_product", 2 * math.prod(result.shape) * self.inner)
+        session.swap(8.0 * sum(map(math.prod, shapes)))
+        session.kernel(self, *shapes)

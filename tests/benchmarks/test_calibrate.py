@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from aero_compile.runtime.costs.table import CostTable
+from aero_compile.runtime.kernels.registry import KERNELS as KINDS
 from benchmarks.lib.calibrate_cases import profiles
-from benchmarks.lib.calibrate_fit import non_negative, table_of
+from benchmarks.lib.calibrate_fit import PARTS, non_negative, table_of, updated
+from benchmarks.lib.calibrate_kernels import kernel_cases
 
 PROFILE = """
 2026-01-01 [info] HLO profiling: total time 0.5
@@ -46,6 +50,44 @@ def test_non_negative_least_squares() -> None:
 def test_missing_records_are_named() -> None:
     with pytest.raises(ValueError, match="nothing was measured for trunc"):
         table_of([], {}, 2, {}, {}, "today")
+    for part in PARTS:
+        with pytest.raises(ValueError, match="nothing was measured"):
+            updated(CostTable.load(), [], [part], "today")
+
+
+def test_kernels_are_fitted_to_their_work() -> None:
+    """Calls, words and multiplications of each; the median counts, so one slow run in three does not."""
+    truth = {name: (1e-3 * (at + 1), 2e-8 * at, 3e-10 * at) for at, name in enumerate(sorted(KINDS))}
+    records = [
+        {
+            "name": name,
+            "n": work,
+            "run": run,
+            "seconds": (call + word * work[0] + mult * work[1]) * (9 if run == 1 else 1),
+        }
+        for name, (call, word, mult) in truth.items()
+        for work in ((2, 0), (10**5, 0), (10**5, 10**8), (10**6, 10**7))
+        for run, slow in enumerate((1, 9, 1))
+    ]
+    old = CostTable.load()
+    found = updated(old, records, ["kernels"], "some day")
+    assert set(found.share_kernels) == set(KINDS)
+    for name, rates in found.share_kernels.items():
+        assert rates == pytest.approx(truth[name], rel=1e-6, abs=1e-15)
+    assert replace(found, share_kernels=old.share_kernels, measured=old.measured) == old
+    assert found.measured == "some day"
+
+
+def test_every_kernel_is_measured_on_few_and_many_words() -> None:
+    work: dict[str, list[tuple[int, int]]] = {}
+    for case in kernel_cases():
+        case.kernel.check()
+        work.setdefault(type(case.kernel).__name__, []).append(case.kernel.work(*case.shapes))
+    assert set(work) == set(KINDS)
+    for name, found in work.items():
+        words, multiplications = zip(*found, strict=True)
+        assert max(words) > 100 * min(words), name
+        assert max(multiplications) > 100 * min(multiplications) or max(multiplications) == 0, name
 
 
 def test_help(root: Path) -> None:
@@ -53,3 +95,4 @@ def test_help(root: Path) -> None:
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "--quick" in done.stdout
+    assert "--only" in done.stdout

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from aero_compile.runtime.arithmetic import ciphertexts, matrix_products
 from aero_compile.runtime.arithmetic.matrix_products import batched_product, heads_at_once, matrix_product, piece_size
+from aero_compile.runtime.arithmetic.prices import price as price_of
 from tests.support.two_parties import costs_of, in_two_parties
 
 pytest.importorskip("jax")
@@ -40,7 +41,7 @@ def test_joined_heads_give_each_head_its_product(lead: list[int], sizes: tuple[i
 @given(heads=st.integers(1, 16), rows=st.integers(1, 200), inner=st.integers(1, 128), columns=st.integers(1, 200))
 def test_joining_never_costs_more(heads: int, rows: int, inner: int, columns: int) -> None:
     def price(size: int) -> float:
-        return matrix_products.price(ciphertexts.matmul(rows, size * inner, size * columns)) if size else 0.0
+        return price_of(ciphertexts.matmul(rows, size * inner, size * columns)) if size else 0.0
 
     joined = heads_at_once(heads, rows, inner, columns)
     assert heads // joined * price(joined) + price(heads % joined) <= heads * price(1)

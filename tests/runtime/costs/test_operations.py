@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from aero_compile.errors import LoweringError
 from aero_compile.runtime.arithmetic import ciphertexts
 from aero_compile.runtime.costs import operations, pphlo
 from aero_compile.runtime.costs.operations import BITS, CLIENTS, PUBLIC, SERVERS, SHARED
-from aero_compile.runtime.costs.session import Cost, Session
+from aero_compile.runtime.costs.session import SET_UP_TRANSFERS, Cost, Session
 from aero_compile.runtime.costs.table import CostTable
 
 
@@ -243,6 +244,34 @@ def test_a_store_of_transfers_is_refilled_when_it_is_empty() -> None:
     usual = sorted(messages)[len(messages) // 2]
     refills = sum(round((each - usual) / table.refill["messages"]) for each in messages)
     assert refills == 3 + 1  # three of the server's store, one of the client's
+
+
+def test_calls_on_twice_as_many_elements_draw_from_two_tiles() -> None:
+    """2048 reciprocals fill one tile, but the pairs that their adder joins fill two: six calls of 64 bits."""
+    table = dataclasses.replace(CostTable.load(), cores=2)
+    entry = table.kernels["reciprocal"]
+    session, rounds, refills = Session(table), 120, 0
+    usual = 2 * (entry.messages[0] + 2 * entry.messages[1])
+    for _ in range(rounds):
+        session.transfer("reciprocal", 2048)
+        refills += round((session.bill().messages - usual) / table.refill["messages"])
+    pairs = 6 * 64 * 2048 * rounds  # in each of two tiles
+    expected = 0
+    for alone in (entry.transfers[0] - 768, entry.transfers[1] - 768):
+        for drawn in (pairs + alone * 2048 * rounds, pairs):
+            expected += math.ceil((drawn - SET_UP_TRANSFERS) / table.refill["count"])
+    assert refills == expected
+    assert entry.doubled == (768, 768)
+
+
+def test_what_fills_the_buffer_of_a_sender_goes_ahead() -> None:
+    """As counted on the link: 99,072 comparisons in the small ring, 1.5 MiB from each of two tiles, are 54 messages."""
+    for n, extra in ((2**16, 0), (2**16 + 2, 2), (99_072, 2), (2**17, 2)):
+        session = Session(dataclasses.replace(CostTable.load(), cores=2))
+        session.transfer("less32", 2**16, second=True)  # the stores are filled
+        session.bill()
+        session.transfer("less32", n, second=True)
+        assert session.bill().messages == 2 * 2 * 13 + extra
 
 
 def test_tiles_side_by_side_count_one_round() -> None:

@@ -1,0 +1,97 @@
+"""What the parties' own work on the words of their shares takes: every kernel, as a run calls it.
+
+Both parties call each kernel at the same time, on words drawn at random, so they share the machine as in a run. What
+SPU does inside a kernel (the comparison of `Negative`) is measured by itself and left out here.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from aero_compile.runtime.kernels.exponential_factors import ExponentialFactors
+from aero_compile.runtime.kernels.kernel import Kernel, Shape
+from aero_compile.runtime.kernels.negative import Negative
+from aero_compile.runtime.kernels.prepared_product import PreparedProduct
+from aero_compile.runtime.kernels.run import run_kernel
+from aero_compile.runtime.kernels.side import Side
+from aero_compile.runtime.kernels.square_terms import SquareTerms
+from aero_compile.runtime.kernels.triple_elements import TripleElements
+from aero_compile.runtime.kernels.triple_product import TripleProduct
+from aero_compile.runtime.kernels.whole_numbers import WholeNumbers
+from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.program_parts import KernelStep
+
+REPEATS = 5
+WEIGHT_BITS = 18
+"""Fraction bits of a weight between -1 and 1: the words of a server's matrix in `PreparedProduct`."""
+
+
+@dataclass(frozen=True)
+class KernelCase:
+    """A kernel on arguments of these shapes; `weight`: the last argument is a matrix of the server."""
+
+    kernel: Kernel
+    shapes: tuple[Shape, ...]
+    weight: bool = False
+
+
+def kernel_cases() -> Iterator[KernelCase]:
+    """Every kernel, on few elements and on as many as a layer of GPT-2 small has for 128 tokens."""
+    for size in (1, 2**17):
+        yield KernelCase(ExponentialFactors(17, 11), ((size,),))
+        yield KernelCase(Negative(), ((size,),))
+        yield KernelCase(TripleElements(True), ((size, 1), (size,)))
+        yield KernelCase(WholeNumbers(18), ((size,),))
+    for rows in (1, 128):
+        yield KernelCase(SquareTerms(768, 18), ((rows, 768),))
+        yield KernelCase(TripleElements(False, 768), ((rows, 768), (rows,)))
+    for rows, inner, columns in ((1, 64, 64), (128, 768, 768), (128, 768, 3072), (128, 50257, 768)):
+        yield KernelCase(PreparedProduct(inner, False), ((rows, inner), (inner, columns)), weight=True)
+    for heads, rows, inner, columns in ((1, 8, 8, 8), (12, 128, 64, 128), (12, 128, 128, 64)):
+        yield KernelCase(TripleProduct(rows, inner, columns), ((heads, rows, inner), (heads, inner, columns)))
+
+
+def kernel_records(
+    side: Side, io: Any, runtime: Any, share: Callable[[Any, int | None], Any], inside: Callable[[], float]
+) -> Iterator[dict[str, Any]]:
+    """Run every case; yields one record a run: "name", "n" (its work, as kernels are billed), "run", "seconds".
+
+    `share` makes this party's piece of an input and its owner; `inside` tells how many seconds SPU's protocols took
+    since it was last called.
+    """
+    draw = np.random.default_rng(side.rank)
+    for case in kernel_cases():
+        kernel, names = case.kernel, tuple(f"k{at}" for at in range(len(case.shapes)))
+        for at, (name, shape) in enumerate(zip(names, case.shapes, strict=True)):
+            is_weight = case.weight and at == len(names) - 1
+            values = draw.uniform(-1, 1, shape) if is_weight else np.full(shape, 0.5)
+            runtime.set_var(name, share(values.astype(np.float32), 0 if is_weight else None))
+        results = tuple(f"r{at}" for at in range(len(kernel.results(*case.shapes))))
+        step = KernelStep("kernel", "", kernel, case.shapes, names, results, ())
+        for run in range(REPEATS):
+            side.prepared = _prepared(kernel, case.shapes, side.rank, draw)
+            side.link.barrier()
+            inside()
+            begun = time.perf_counter()
+            run_kernel(side, io, runtime, step)
+            seconds = time.perf_counter() - begun - inside()
+            for name in results:
+                runtime.del_var(name)
+            yield {"name": type(kernel).__name__, "n": kernel.work(*case.shapes), "run": run, "seconds": seconds}
+        for name in names:
+            runtime.del_var(name)
+
+
+def _prepared(kernel: Kernel, shapes: tuple[Shape, ...], rank: int, draw: Any) -> Mapping[str, Words]:
+    plan = kernel.preparation(*shapes)
+    if plan is None:
+        return {}
+    sizes = {random.name: math.prod(random.shape) for random in plan.randoms if random.owner in (None, rank)}
+    sizes["product"] = math.prod(plan.gives)
+    return {name: draw.integers(2**64, size=size, dtype=np.uint64) for name, size in sizes.items()}

@@ -1,0 +1,122 @@
+"""What a second is worth: products take the form that is cheapest at that worth, and networks differ in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aero_compile.runtime.arithmetic.ciphertexts import MatmulCount, matmul
+from aero_compile.runtime.arithmetic.matrix_products import heads_at_once, piece_size
+from aero_compile.runtime.arithmetic.prices import SECOND_BYTES, price, second_bytes, second_worth
+from aero_compile.runtime.arithmetic.ring import fixed_point
+from aero_compile.runtime.arithmetic.row_products import scaling_strips
+from aero_compile.runtime.arithmetic.row_scaling import broadcast_product
+from aero_compile.runtime.arithmetic.row_squares import norms_by_rows, square_strips
+from aero_compile.runtime.costs.model import estimate_program
+from aero_compile.runtime.costs.table import CostTable
+from aero_compile.runtime.hosts.network_spec import NETWORKS, Network, parse_network
+from aero_compile.runtime.inference import compile_model
+from tests.support.runtime_graphs import TokenRows, aten
+from tests.support.two_parties import costs_of
+
+WORTHS = (0.0, 1e4, SECOND_BYTES, 12.5e6, 125e6, 1e12)
+
+
+def parts(counts: list[MatmulCount]) -> tuple[float, float]:
+    """Bytes and seconds of matrix products, from the prices at two worths of a second."""
+    with second_worth(0.0):
+        sent = sum(map(price, counts))
+    with second_worth(1.0):
+        return sent, sum(map(price, counts)) - sent
+
+
+def strips_of(rows: int, width: int) -> list[MatmulCount]:
+    """The products of the cheapest strips for sums of squares."""
+    height, _ = square_strips(rows, width)
+    return [matmul(min(height, rows - top), width, min(height, rows - top)) for top in range(0, rows, height)]
+
+
+def joined(heads: int, rows: int, width: int) -> list[MatmulCount]:
+    """The products of so many heads."""
+    size = heads_at_once(heads, rows, width, rows)
+    rest = heads % size
+    whole = [matmul(rows, size * width, size * rows)] * (heads // size)
+    return whole + [matmul(rows, rest * width, rest * rows)] * (rest > 0)
+
+
+@settings(deadline=None, max_examples=15)
+@given(rows=st.integers(1, 200), width=st.integers(1, 300))
+@pytest.mark.parametrize("form", [strips_of, lambda rows, width: joined(7, rows, width)])
+def test_dearer_seconds_are_saved_for_bytes(
+    form: Callable[[int, int], list[MatmulCount]], rows: int, width: int
+) -> None:
+    found = []
+    for worth in WORTHS:
+        with second_worth(worth):
+            found.append(parts(form(rows, width)))
+    sent, seconds = zip(*found, strict=True)
+    assert list(sent) == pytest.approx(sorted(sent), rel=1e-9)
+    assert list(seconds) == pytest.approx(sorted(seconds, reverse=True), rel=1e-6, abs=1e-9)
+
+
+def test_every_kind_of_work_has_its_price() -> None:
+    """A ciphertext that is packed too, which takes a conversion and no automorphism."""
+    rates = CostTable.load().seconds
+    one = MatmulCount(True, 0, 0, 0, 0, 0, 0, 0.0)
+    with second_worth(1e6):
+        base = price(one)
+        for name in ("plains", "products", "packed", "rotations"):
+            more = MatmulCount(**{**one.__dict__, name: 10})
+            assert price(more) - base == pytest.approx(10 * rates[f"matmul_{name}"] * 1e6)
+
+
+def test_the_worth_is_that_of_the_context() -> None:
+    assert second_bytes() == SECOND_BYTES
+    chosen = {}
+    for worth in (1.0, 1e12):
+        with second_worth(worth):
+            assert second_bytes() == worth
+            chosen[worth] = (scaling_strips(128, 768)[0], piece_size(128, 768, 3072))
+            with pytest.raises(KeyError), second_worth(3.0):
+                raise KeyError
+            assert second_bytes() == worth
+    assert chosen[1.0][0] > chosen[1e12][0], "high strips send less, low ones are multiplied sooner"
+    assert second_bytes() == SECOND_BYTES
+
+
+@pytest.mark.parametrize(
+    ("network", "worth"),
+    [("loopback", SECOND_BYTES), ("lan", 125e6), ("wan", 12.5e6), ("8:40", 1e6), (Network(math.inf, 30), SECOND_BYTES)],
+)
+def test_a_second_is_worth_what_a_network_passes_in_it(network: str | Network, worth: float) -> None:
+    assert parse_network(network).second_bytes == worth
+
+
+def test_rows_are_scaled_by_matrices_where_bytes_are_dear() -> None:
+    pytest.importorskip("spu")
+    found = {}
+    for name in ("loopback", "lan"):
+        with second_worth(NETWORKS[name].second_bytes):
+            found[name] = costs_of(lambda x: broadcast_product(x[:, :-1], x[:, -1:]), 128, 513)
+            with fixed_point(18):
+                assert norms_by_rows(128, 768) == (name == "loopback")
+    assert found["loopback"]["bytes"] < 0.5 * found["lan"]["bytes"]
+    assert found["loopback"]["seconds"] > 1.5 * found["lan"]["seconds"]
+
+
+def test_a_program_is_compiled_for_its_network() -> None:
+    """Where 1 Gbit/s pass, a norm's rows are scaled element by element: faster there, for more bytes."""
+    pytest.importorskip("spu")
+    import torch
+
+    table = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    model = TokenRows(table, lambda x, m: aten.layer_norm.default(x, [256]))
+    model.shape = (1, 64, 256)
+    fast = Network(1000.0)
+    first, second = (compile_model(model, 1, 64, guards=False, network=each).program for each in (Network(), fast))
+    assert estimate_program(first).bytes < 0.9 * estimate_program(second).bytes
+    assert estimate_program(second, network=fast).seconds < 0.9 * estimate_program(first, network=fast).seconds
