@@ -10,7 +10,7 @@ import numpy as np
 from aero_compile.runtime.arithmetic.ciphertexts import matmul
 from aero_compile.runtime.arithmetic.prices import cached_by_worth, price
 from aero_compile.runtime.arithmetic.ring import fraction_bits, in_words
-from aero_compile.runtime.arithmetic.two_phases import truncated
+from aero_compile.runtime.arithmetic.truncation import truncated
 from aero_compile.runtime.kernels.calls import call_kernel
 from aero_compile.runtime.kernels.whole_numbers import WholeNumbers
 from aero_compile.runtime.lazy_jax import jnp

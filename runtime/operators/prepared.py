@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from aero_compile.runtime.arithmetic.two_phases import truncated
+from aero_compile.runtime.arithmetic.truncation import truncated
 from aero_compile.runtime.kernels.calls import call_kernel
 from aero_compile.runtime.kernels.prepared_product import PreparedProduct
 from aero_compile.runtime.kernels.triple_product import TripleProduct

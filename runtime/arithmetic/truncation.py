@@ -1,0 +1,23 @@
+"""The truncation of a product of words that SPU took for whole numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from aero_compile.runtime.arithmetic.ring import fraction_bits
+from aero_compile.runtime.lazy_jax import jnp
+
+
+def truncated(product: Any) -> Any:
+    """A product whose words were not truncated, as SPU truncates its own: once, by the fraction bits.
+
+    A product of numbers with 2^-f, the last bit of the format, would not do: SPU takes such a number with more bits,
+    and the product leaves the ring. A matrix product takes it as it is.
+    """
+    bits = fraction_bits()
+    if bits is None:
+        return product
+    unit = np.full((1, 1), 2.0**-bits, np.float32)
+    return jnp().matmul(product.reshape((-1, 1)), unit).reshape(product.shape)
