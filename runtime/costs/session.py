@@ -10,15 +10,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from aero_compile.errors import LoweringError
 from aero_compile.runtime.arithmetic import ciphertexts
 from aero_compile.runtime.costs.table import CostTable
 from aero_compile.runtime.hosts.network_spec import Network
-
-if TYPE_CHECKING:
-    from aero_compile.runtime.kernels.kernel import Kernel
 
 TILE = 2048
 """Elements that a tile of a bitwise protocol has at least (SPU's state.cc)."""
@@ -93,17 +89,16 @@ class Session:
         """Bill an operation that needs no messages."""
         self._cost.computing += self.table.local.get(kind, self.table.local["other"]) * elements
 
-    def kernel(self, kernel: Kernel, *shapes: tuple[int, ...]) -> None:
-        """Bill a party's own work in a run of a share-level kernel on arguments of these shapes.
+    def kernel(self, name: str, words: int, multiplications: int) -> None:
+        """Bill a party's own work in a run of the share-level kernel `name`: so many words read and written.
 
         Raises:
             LoweringError: the table has nothing about it.
         """
-        rates = self.table.share_kernels.get(type(kernel).__name__)
+        rates = self.table.share_kernels.get(name)
         if rates is None:
-            raise LoweringError(f"the cost table says nothing about {type(kernel).__name__}: calibrate again")
+            raise LoweringError(f"the cost table says nothing about {name}: calibrate again")
         call, word, multiplication = rates
-        words, multiplications = kernel.work(*shapes)
         self._cost.computing += call + word * words + multiplication * multiplications
 
     def send(self, sender: int, count: float) -> None:

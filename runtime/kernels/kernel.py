@@ -133,4 +133,4 @@ class LocalKernel(Kernel):
         return tuple(server + client for server, client in both)
 
     def bill(self, session: Session, *shapes: Shape) -> None:
-        session.kernel(self, *shapes)
+        session.kernel(type(self).__name__, *self.work(*shapes))

@@ -64,5 +64,5 @@ class Negative(Kernel):
     def bill(self, session: Session, *shapes: Shape) -> None:
         n = math.prod(shapes[0])
         session.step(len(_CODE))
-        session.kernel(self, *shapes)
+        session.kernel(type(self).__name__, *self.work(*shapes))
         session.transfer("less32", n, second=True)

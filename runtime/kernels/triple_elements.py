@@ -78,4 +78,4 @@ class TripleElements(Kernel):
     def bill(self, session: Session, *shapes: Shape) -> None:
         size = math.prod(shapes[0])
         session.swap(8.0 * size if self.owned else 8.0 * (size + math.prod(shapes[1])))
-        session.kernel(self, *shapes)
+        session.kernel(type(self).__name__, *self.work(*shapes))

@@ -80,4 +80,4 @@ class TripleProduct(Kernel):
 
     def bill(self, session: Session, *shapes: Shape) -> None:
         session.swap(8.0 * sum(map(math.prod, shapes)))
-        session.kernel(self, *shapes)
+        session.kernel(type(self).__name__, *self.work(*shapes))

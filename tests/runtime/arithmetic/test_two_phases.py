@@ -9,7 +9,7 @@ from aero_compile.runtime.arithmetic.constants import scale_up
 from aero_compile.runtime.arithmetic.exponential import cheapest_exponential
 from aero_compile.runtime.arithmetic.ring import fixed_point, in_two_phases
 from aero_compile.runtime.arithmetic.row_scaling import broadcast_product, scaled_rows
-from aero_compile.runtime.arithmetic.two_phases import truncated
+from aero_compile.runtime.arithmetic.truncation import truncated
 from tests.support.two_parties import in_two_parties
 
 pytest.importorskip("spu")
