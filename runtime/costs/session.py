@@ -90,7 +90,9 @@ class Session:
         self._cost.computing += self.table.local.get(kind, self.table.local["other"]) * elements
 
     def kernel(self, name: str, words: int, multiplications: int) -> None:
-        """Bill a party's own work in a run of the share-level kernel `name`: so many words read and written.
+        """Bill a party's own work in a run of the share-level kernel `name`.
+
+        `words`: of arguments and results; `multiplications`: of matrix products modulo 2^64.
 
         Raises:
             LoweringError: the table has nothing about it.
