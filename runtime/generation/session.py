@@ -1,0 +1,222 @@
+"""A conversation with a private model, as the client sees it: next-token logits, generated text, and what both cost.
+
+A `Session` asks a `Decoder` for one position after another. The decoder is what two parties compute together, between
+two processes of one machine (`aero_compile.private_generate`) or two hosts; the session is the client's own: it knows
+the tokens, chooses the next one from the logits, and remembers what both parties hold of the text already.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from aero_compile.errors import InputError
+from aero_compile.units import human_bytes
+
+Logits = npt.NDArray[np.float32]
+"""Of the next token, [V]."""
+
+Choose = Callable[[Logits], int]
+"""Chooses the next token from its logits: greedy, or the client's own sampling."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What computing one or more positions took: payload of both directions, sends of both parties, wall seconds."""
+
+    bytes: int = 0
+    messages: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.bytes + other.bytes, self.messages + other.messages, self.seconds + other.seconds)
+
+    def __str__(self) -> str:
+        return f"{human_bytes(self.bytes)} both ways, {self.messages:,} messages, {self.seconds:.2f} s"
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token that was generated: its id, the logits that it was chosen from, and what they cost."""
+
+    id: int
+    logits: Logits
+    cost: Cost
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What was generated, and its bill.
+
+    `prefill` is what the prompt cost in front of its last token, of which the first logits come; the cost of each
+    logits is with the token that was chosen from them. `set_up` is the session's, which is paid once.
+    """
+
+    prompt: tuple[int, ...]
+    tokens: tuple[Token, ...]
+    prefill: Cost
+    set_up: Cost = field(default_factory=Cost)
+
+    @property
+    def ids(self) -> list[int]:
+        """The generated ids, without the prompt."""
+        return [token.id for token in self.tokens]
+
+    @property
+    def total(self) -> Cost:
+        """The prompt and all tokens, without the session's set-up."""
+        return sum((token.cost for token in self.tokens), self.prefill)
+
+    @property
+    def per_token(self) -> Cost:
+        """What a generated token cost on average, the prompt not counted."""
+        count = max(1, len(self.tokens))
+        spent = sum((token.cost for token in self.tokens), Cost())
+        return Cost(round(spent.bytes / count), round(spent.messages / count), spent.seconds / count)
+
+    def __str__(self) -> str:
+        rows = [
+            f"{len(self.prompt)} tokens of prompt, {len(self.tokens)} generated",
+            *(f"  {name:<10}{cost}" for name, cost in (("set-up", self.set_up), ("prompt", self.prefill))),
+            *(f"  {f'token {at + 1}':<10}{token.cost}" for at, token in enumerate(self.tokens)),
+            f"  {'a token':<10}{self.per_token}",
+            f"  {'in all':<10}{self.total}",
+        ]
+        return "\n".join(rows)
+
+
+class Decoder(Protocol):
+    """Two parties that compute the logits of one text, position by position.
+
+    They hold keys and values of the positions before `position`; nothing else of earlier steps. A position that is
+    computed anew takes the place of what was held of it and of all behind it.
+    """
+
+    vocabulary: int
+    """Tokens that the model knows."""
+
+    room: int
+    """Positions that there is room for."""
+
+    set_up: Cost
+    """What setting both parties up took."""
+
+    def fill(self, ids: Sequence[int], position: int) -> Cost:
+        """Compute keys and values of `ids`, at least one, which stand at `position` and behind it; opens nothing."""
+
+    def step(self, token: int, position: int) -> tuple[Logits, Cost]:
+        """Compute the logits that follow `token` at `position`, float32 [V], and its keys and values."""
+
+    def close(self) -> None:
+        """End both parties; a decoder that is closed may be closed again."""
+
+
+class Session:
+    """A conversation: what both parties hold of the last text is not computed again. A context manager."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._held: list[int] = []
+
+    @property
+    def room(self) -> int:
+        """Tokens that a text may have, the generated ones included."""
+        return self._decoder.room
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that the model knows: ids lie between 0 and one less."""
+        return self._decoder.vocabulary
+
+    def logits(self, ids: Sequence[int]) -> Logits:
+        """The logits of the token behind the text `ids`, float32 [V].
+
+        Raises:
+            InputError: no token, too many, or one that the model does not know.
+            PartyError: the other party was lost, or failed.
+            OutOfRangeError: a value left the range on which the computation holds.
+        """
+        return self._next(self._checked(ids, 0))[0]
+
+    def generate(
+        self,
+        ids: Sequence[int],
+        max_new_tokens: int,
+        on_token: Callable[[Token], None] | None = None,
+        choose: Choose | None = None,
+        stop: Sequence[int] = (),
+    ) -> Generation:
+        """Generate up to `max_new_tokens` tokens behind the text `ids`.
+
+        Args:
+            ids: the prompt, at least one token.
+            max_new_tokens: at least 1; prompt and tokens must fit into `room`.
+            on_token: is told each token as soon as it is chosen.
+            choose: gives the next id from the logits [V]; by default the likeliest token (the first of equals).
+            stop: ids behind which nothing is generated; the one that was chosen is the last of the result.
+
+        Raises:
+            InputError: no prompt, no room for it, unknown ids, or `choose` gives one.
+            PartyError, OutOfRangeError: as of `logits`.
+        """
+        if max_new_tokens < 1:
+            raise InputError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
+        text = self._checked(ids, max_new_tokens - 1)
+        chooses, made, prefill = choose or greedy, [], Cost()
+        for number in range(max_new_tokens):
+            logits, before, cost = self._next(text)
+            prefill = before if number == 0 else prefill
+            token = Token(self._known(chooses(logits)), logits, cost)
+            made.append(token)
+            if on_token is not None:
+                on_token(token)
+            if token.id in stop:
+                break
+            text = [*text, token.id]
+        return Generation(tuple(ids), tuple(made), prefill, self._decoder.set_up)
+
+    def close(self) -> None:
+        """End the session on both sides."""
+        self._decoder.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _next(self, text: list[int]) -> tuple[Logits, Cost, Cost]:
+        """The logits behind `text`, what computing its earlier tokens cost, and what its last one did."""
+        same = len(os.path.commonprefix([self._held, text]))
+        begin, last = min(same, len(text) - 1), len(text) - 1
+        self._held = text[:begin]  # of what fails in between nothing is taken for held
+        filled = self._decoder.fill(text[begin:last], begin) if begin < last else Cost()
+        logits, cost = self._decoder.step(text[last], last)
+        self._held = text
+        return logits, filled, cost
+
+    def _checked(self, ids: Sequence[int], more: int) -> list[int]:
+        text = [self._known(each) for each in ids]
+        if not text:
+            raise InputError("there is no token to go on from: give at least one")
+        if len(text) + more > self.room:
+            asked = f"{len(text)} tokens" + (f" and {more + 1} more" if more else "")
+            raise InputError(f"{asked} do not fit: the session has room for {self.room} positions")
+        return text
+
+    def _known(self, token: Any) -> int:
+        if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
+            raise InputError(f"token ids are integers, not {token!r}")
+        if not 0 <= token < self.vocabulary:
+            raise InputError(f"token id {token} is outside the vocabulary of {self.vocabulary} tokens")
+        return int(token)
+
+
+def greedy(logits: Logits) -> int:
+    """The likeliest token, the first of equals."""
+    return int(np.argmax(logits))

@@ -1,0 +1,131 @@
+"""The client's side of a conversation, with a decoder in the clear that counts what it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from aero_compile.errors import InputError
+from aero_compile.runtime.generation.session import Cost, Logits, Session, Token
+
+VOCABULARY, ROOM = 7, 9
+
+
+class Sums:
+    """The next token is the sum of all of them, with their places; it refuses positions that it does not hold."""
+
+    vocabulary, room, set_up = VOCABULARY, ROOM, Cost(1, 1, 1.0)
+
+    def __init__(self) -> None:
+        self.held: list[int] = []
+        self.asked: list[tuple[str, int, int]] = []
+        self.closed = 0
+
+    def fill(self, ids: Sequence[int], position: int) -> Cost:
+        assert position <= len(self.held)
+        assert ids
+        self.held[position:] = ids
+        self.asked.append(("fill", position, len(ids)))
+        return Cost(10 * len(ids), len(ids), 0.5)
+
+    def step(self, token: int, position: int) -> tuple[Logits, Cost]:
+        assert position <= len(self.held)
+        self.held[position:] = [token]
+        self.asked.append(("step", position, 1))
+        return expected(self.held), Cost(100, 2, 0.25)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def expected(text: Sequence[int]) -> Logits:
+    found = np.zeros(VOCABULARY, np.float32)
+    found[sum((at + 1) * each for at, each in enumerate(text)) % VOCABULARY] = 1
+    return found
+
+
+def continuation(text: list[int], count: int) -> list[int]:
+    for _ in range(count):
+        text = [*text, int(expected(text).argmax())]
+    return text[-count:]
+
+
+def test_a_text_is_filled_once_and_goes_on_token_by_token() -> None:
+    decoder, seen = Sums(), list[Token]()
+    with Session(decoder) as session:
+        found = session.generate([3, 1, 4], 4, seen.append)
+    assert found.ids == continuation([3, 1, 4], 4) == [token.id for token in seen]
+    assert decoder.asked == [("fill", 0, 2), *(("step", at, 1) for at in (2, 3, 4, 5))]
+    assert decoder.closed == 1
+    assert found.prefill == Cost(20, 2, 0.5)
+    assert found.total == Cost(420, 10, 1.5)
+    assert found.per_token == Cost(100, 2, 0.25)
+    assert "token 4" in str(found)
+
+
+def test_what_both_hold_already_is_not_computed_again() -> None:
+    decoder = Sums()
+    session = Session(decoder)
+    made = session.generate([3, 1, 4], 2).ids
+    decoder.asked.clear()
+    np.testing.assert_array_equal(session.logits([3, 1, 4, *made]), expected([3, 1, 4, *made]))
+    assert decoder.asked == [("step", 4, 1)]
+    decoder.asked.clear()
+    other = [3, 1, 5, 5, 5]
+    np.testing.assert_array_equal(session.logits(other), expected(other))
+    assert decoder.asked == [("fill", 2, 2), ("step", 4, 1)]
+    decoder.asked.clear()
+    np.testing.assert_array_equal(session.logits(other[:2]), expected(other[:2]))
+    assert decoder.asked == [("step", 1, 1)]
+
+
+def test_nothing_is_taken_for_held_of_what_failed() -> None:
+    decoder = Sums()
+    session = Session(decoder)
+    session.logits([1, 2, 3])
+    step = decoder.step
+    decoder.step = None  # type: ignore[assignment,method-assign]
+    with pytest.raises(TypeError):
+        session.logits([1, 2, 4, 5])
+    decoder.step, decoder.asked = step, []  # type: ignore[method-assign]
+    session.logits([1, 2, 4, 5])
+    assert decoder.asked[0] == ("fill", 2, 1)
+
+
+def test_the_client_chooses_and_stops() -> None:
+    session = Session(Sums())
+    least = session.generate([2], 3, choose=lambda logits: int(logits.argmin()))
+    assert all(token.id == token.logits.argmin() for token in least.tokens)
+    assert session.generate([2], 5, choose=lambda logits: 6, stop=(6,)).ids == [6]
+
+
+@pytest.mark.parametrize(
+    ("ids", "count", "message"),
+    [
+        ([], 1, "no token to go on from"),
+        ([0, VOCABULARY], 1, "outside the vocabulary of 7"),
+        ([-1], 1, "outside the vocabulary of 7"),
+        ([1.0], 1, "are integers"),
+        ([True], 1, "are integers"),
+        ([1] * 6, 5, "6 tokens and 5 more do not fit"),
+        ([1], 0, "at least 1"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused_before_anything_is_computed(
+    ids: list[int], count: int, message: str
+) -> None:
+    decoder = Sums()
+    with pytest.raises(InputError, match=message):
+        Session(decoder).generate(ids, count)
+    assert not decoder.asked
+
+
+def test_a_choice_outside_the_vocabulary_is_refused() -> None:
+    with pytest.raises(InputError, match="outside the vocabulary"):
+        Session(Sums()).generate([1], 2, choose=lambda logits: 99)
+
+
+def test_a_full_room_is_full() -> None:
+    assert len(Session(Sums()).generate([1] * 6, 4).ids) == 4  # the last token needs no position
