@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from aero_compile.runtime import Compiled, compile_model, export
+from tests.support.made_once import made_once
 from tests.support.runtime_graphs import TokenRows, aten
 
 
@@ -43,6 +44,12 @@ def logits_of(model: TokenRows) -> npt.NDArray[np.float32]:
     """Evaluate the tiny model on `IDS` in PyTorch."""
     with torch.no_grad():
         return np.asarray(model(torch.from_numpy(IDS)).numpy(), dtype=np.float32)
+
+
+@made_once
+def tiny_compiled(protocol: str = "semi2k", steps: int = 1) -> Compiled:
+    """The tiny model compiled for one sequence of 6 tokens."""
+    return compile_model(tiny_model(steps), 1, 6, protocol)
 
 
 @dataclass(frozen=True)
