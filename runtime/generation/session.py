@@ -7,9 +7,9 @@ the tokens, chooses the next one from the logits, and remembers what both partie
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, Protocol
 
 import numpy as np
@@ -192,7 +192,8 @@ class Session:
 
     def _next(self, text: list[int]) -> tuple[Logits, Cost, Cost]:
         """The logits behind `text`, what computing its earlier tokens cost, and what its last one did."""
-        same = len(os.path.commonprefix([self._held, text]))
+        pairs = zip(self._held, text, strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         begin, last = min(same, len(text) - 1), len(text) - 1
         self._held = text[:begin]  # of what fails in between nothing is taken for held
         filled = self._decoder.fill(text[begin:last], begin) if begin < last else Cost()
