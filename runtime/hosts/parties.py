@@ -21,15 +21,15 @@ import numpy.typing as npt
 from aero_compile import errors
 from aero_compile.errors import AeroError, PartyError
 from aero_compile.files import write_private
+from aero_compile.runtime.hosts.computation import EVENT
 from aero_compile.runtime.hosts.link import PORT_TAKEN, free_addresses
 from aero_compile.runtime.hosts.network import Relay
 from aero_compile.runtime.hosts.network_spec import UNLIMITED, Network
 from aero_compile.runtime.hosts.scratch import scratch_folder
 from aero_compile.runtime.hosts.tls import TLSConfig
 from aero_compile.runtime.hosts.traffic import Traffic
-from aero_compile.runtime.party import EVENT, ROLES
 from aero_compile.runtime.program import Program
-from aero_compile.runtime.roles import CLIENT, SERVER
+from aero_compile.runtime.roles import CLIENT, ROLES, SERVER
 
 START_ATTEMPTS = 3
 CONNECT_SECONDS = 60.0

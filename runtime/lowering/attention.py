@@ -94,23 +94,27 @@ def packing(shape: tuple[int, ...], allowed: npt.NDArray[np.bool_] | None) -> Pa
     return Packing(math.prod(shape[:shared]), np.ascontiguousarray(rows))
 
 
-def masked_softmax(
-    x: Any,
-    mask: Masked,
-    dim: int,
-    exact: bool = False,
-    exponential: SoftmaxExponential = SAFE,
-    network: Network = UNLIMITED,
-) -> Any:
+@dataclass(frozen=True)
+class SoftmaxForm:
+    """How a softmax is computed: `exact` by textbook exponentials, else by `exponential`; rounds as suit `network`."""
+
+    exact: bool = False
+    exponential: SoftmaxExponential = SAFE
+    network: Network = UNLIMITED
+
+
+PLAIN = SoftmaxForm()
+"""For any spread of scores, on any network."""
+
+
+def masked_softmax(x: Any, mask: Masked, dim: int, form: SoftmaxForm = PLAIN) -> Any:
     """Softmax of `mask.scale * x + mask.bias` along `dim`, over the allowed entries; others are 0.
 
-    `exponential` says how to compute exponentials, `exact` that they are textbook ones; `network` is the one over which
-    it should be quick. A row with nothing allowed
-    gives zeros, as PyTorch's scaled_dot_product_attention does (its softmax: NaN).
+    A row with nothing allowed gives zeros, as PyTorch's scaled_dot_product_attention does (its softmax: NaN).
     """
     last = jnp().moveaxis(x, dim, -1)
-    packed, rows = _exponentials(last, _moved(mask, dim, x.ndim), exact, exponential, network)
-    found = _normalized(packed, _inverse(rows, exact), rows.layout)
+    packed, rows = _exponentials(last, _moved(mask, dim, x.ndim), form)
+    found = _normalized(packed, _inverse(rows, form.exact), rows.layout)
     return jnp().moveaxis(rows.layout.unpack(found, last.shape), -1, dim)
 
 
@@ -123,19 +127,12 @@ def _normalized(packed: Any, inverse: Any, layout: Packing) -> Any:
     return layout.pack(scaled_rows(layout.unpack(packed, (rows, width)), spread))
 
 
-def unnormalized_softmax(
-    x: Any,
-    mask: Masked,
-    dim: int,
-    exact: bool = False,
-    exponential: SoftmaxExponential = SAFE,
-    network: Network = UNLIMITED,
-) -> tuple[Any, Any]:
+def unnormalized_softmax(x: Any, mask: Masked, dim: int, form: SoftmaxForm = PLAIN) -> tuple[Any, Any]:
     """The softmax along the last axis in two factors: exponentials [..., K] and inverse row sums [..., 1]."""
     if dim != x.ndim - 1:
         raise NotImplementedError("a softmax along another axis than the last cannot be split")
-    packed, rows = _exponentials(x, mask, exact, exponential, network)
-    inverse = rows.layout.spread(_inverse(rows, exact), (*x.shape[:-1], 1))
+    packed, rows = _exponentials(x, mask, form)
+    inverse = rows.layout.spread(_inverse(rows, form.exact), (*x.shape[:-1], 1))
     return rows.layout.unpack(packed, x.shape), inverse
 
 
@@ -149,16 +146,14 @@ def _inverse(rows: _Rows, exact: bool) -> Any:
     return 1.0 / rows.sums if exact else reciprocal_of_sums(rows.sums, int(rows.layout.lengths.max()))
 
 
-def _exponentials(
-    x: Any, mask: Masked, exact: bool, exponential: SoftmaxExponential, network: Network
-) -> tuple[Any, _Rows]:
+def _exponentials(x: Any, mask: Masked, form: SoftmaxForm) -> tuple[Any, _Rows]:
     """Packed exponentials of the scores less their row's maximum, and the sums of the rows that have entries."""
     layout = packing(x.shape, mask.allowed)
     scores = x if mask.scale is None else scale(x, mask.scale)
     scores = scores if mask.bias is None else scores + mask.bias.astype(x.dtype)
     packed = layout.pack(scores)
-    shifted = packed - row_maximum(packed, layout.lengths, network)[:, layout.row_of]
-    found = jnp().exp(shifted) if exact else exponential(shifted)
+    shifted = packed - row_maximum(packed, layout.lengths, form.network)[:, layout.row_of]
+    found = jnp().exp(shifted) if form.exact else form.exponential(shifted)
     rectangle = layout.unpack(found, (layout.groups, *layout.allowed.shape))
     return found, _Rows(layout, rectangle.sum(axis=-1)[:, layout.allowed.any(axis=1)])
 

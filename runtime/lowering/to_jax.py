@@ -306,13 +306,7 @@ class _Emission:
         return Call(
             attention.unnormalized_softmax if split else attention.masked_softmax,
             {"x": self._argument(slot, mask.core)},
-            {
-                "mask": mask,
-                "dim": dim,
-                "exact": self.exact,
-                "exponential": exponential,
-                "network": self.network,
-            },
+            {"mask": mask, "dim": dim, "form": attention.SoftmaxForm(self.exact, exponential, self.network)},
         )
 
     def _exponential(self, node: fx.Node) -> SoftmaxExponential:

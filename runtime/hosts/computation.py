@@ -1,0 +1,172 @@
+"""What one party computes, once both are linked: the set-up, preparations, and whole forwards, each with its cost."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from aero_compile.runtime.hosts.link import Way
+from aero_compile.runtime.hosts.measure import check_against_wire, check_profile
+from aero_compile.runtime.hosts.opening import check_guard, open_logits, send_share
+from aero_compile.runtime.hosts.party_inputs import PartyInputs
+from aero_compile.runtime.kernels.run import run_kernel
+from aero_compile.runtime.kernels.side import Exchanged, Side
+from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.offline.prepare import agree, agreed_name, prepare, prepared_steps
+from aero_compile.runtime.program import Program
+from aero_compile.runtime.program_parts import SET_UP, SET_UP_INPUTS, KernelStep, Step, TensorSpec
+from aero_compile.runtime.roles import CLIENT, SERVER
+from aero_compile.runtime.spu_config import SpuLog, runtime_config, small_config
+
+EVENT = "aero-party "
+"""Prefix of event lines on standard output."""
+
+
+def config_of(program: Program) -> Any:
+    """SPU's configuration of the runtime that `program` is compiled for."""
+    return runtime_config(program.protocol, program.field, program.fraction_bits)
+
+
+class Computation:
+    """One party's runtimes of SPU over a link, and what they run of its program.
+
+    `way`: what counts the bytes of the link; `log`: SPU's, where its own counters are written.
+    """
+
+    def __init__(self, spu: Any, link: Any, inputs: PartyInputs, log: SpuLog, way: Way) -> None:
+        program = inputs.program
+        self._spu, self._link, self._log, self._way = spu, link, log, way
+        self._inputs, self._program, self._rank = inputs, program, inputs.rank
+        config = config_of(program)
+        self._io = spu.Io(2, config)
+        self._runtime = spu.Runtime(link, config)
+        self._side = Side(spu, link, inputs.rank, small_config(program.protocol))
+
+    def set_up(self) -> None:
+        """Make keys, oblivious transfers and triples once, so that the first forward costs what a later one does."""
+        print_event("set-up")
+        runtime, io = self._runtime, self._io
+        names = [spec.name for spec in SET_UP_INPUTS]
+        for owner, spec in enumerate(SET_UP_INPUTS):
+            zeros = np.zeros(spec.shape, spec.dtype)
+            runtime.set_var(spec.name, io.make_shares(zeros, self._spu.Visibility.VIS_SECRET, owner)[self._rank])
+        runtime.run(self._spu.Executable(SET_UP, names, [SET_UP], self._program.codes[SET_UP].encode()))
+        for name in (*names, SET_UP):
+            runtime.del_var(name)
+        for kernel in self._program.kernels:
+            if shapes := kernel.set_up():
+                kernel.run(self._side, *(np.zeros(math.prod(shape), np.uint64) for shape in shapes))
+
+    def prepare(self) -> dict[str, Any]:
+        """Prepare one run; returns what it cost."""
+        print_event("offline", steps=len(prepared_steps(self._program)))
+        store = self._inputs.store
+        assert store is not None
+        before = self._way.read()
+        self._link.barrier()
+        started = time.perf_counter()
+        self._log.read()
+
+        def profile(what: str) -> dict[str, Any]:
+            found = self._log.read()
+            check_profile(found, what)
+            return found
+
+        name = agreed_name(self._link)
+        kept, steps = prepare(self._side, self._io, self._runtime, self._program, self._inputs.own, profile)
+        store.save(name, kept)
+        self._link.barrier()  # the other has it too
+        record = {"seconds": time.perf_counter() - started, "steps": steps, "wire": self._wire_since(before)}
+        check_against_wire(record, 0)
+        return record
+
+    def forward(self) -> tuple[dict[str, Any], npt.NDArray[Any] | None]:
+        """Run the program once; returns what it cost and, at the client, the logits."""
+        before = self._way.read()  # the peer sends nothing of this forward before both have reached the barrier
+        self._link.barrier()
+        started = time.monotonic()
+        store = self._inputs.store
+        prepared = {} if store is None else store.take(agree(self._link, self._rank, store.ready()))
+        self._set_inputs()
+        self._log.read()
+        steps = [self._run(at, step, prepared) for at, step in enumerate(self._program.steps)]
+        revealed, opened, logits = self._open()
+        self._link.barrier()
+        record = {
+            "begun": started,
+            "seconds": time.monotonic() - started,
+            "steps": steps,
+            "revealed_bytes": revealed,
+            "wire": self._wire_since(before),
+        }
+        check_against_wire(record, opened)
+        return record, logits
+
+    def _set_inputs(self) -> None:
+        program, runtime, io = self._program, self._runtime, self._io
+        tokens = [program.tokens] if program.reads_tokens else []
+        for owner, specs in ((SERVER, program.weights), (CLIENT, (*tokens, *program.clients))):
+            for spec in specs:
+                runtime.set_var(spec.name, self._share(io, spec, owner))
+        for spec in program.shared_inputs:
+            shares = io.make_shares(self._inputs.published[spec.name], self._spu.Visibility.VIS_PUBLIC)
+            runtime.set_var(spec.name, shares[self._rank])
+
+    def _share(self, io: Any, spec: TensorSpec, owner: int) -> Any:
+        """This party's piece of an input: its own value if it is the owner, an empty one otherwise.
+
+        SPU keeps an owned input as it is at its owner and represents it at the peer by its shape alone, so
+        nothing is sent; it becomes a secret share in the first operator that mixes it with the peer's data.
+        """
+        value = self._inputs.own[spec.name] if owner == self._rank else np.zeros(spec.shape, spec.dtype)
+        return io.make_shares(value, self._spu.Visibility.VIS_SECRET, owner)[self._rank]
+
+    def _run(self, at: int, step: Step | KernelStep, prepared: dict[int, dict[str, Words]]) -> dict[str, Any]:
+        """Run one step; returns what it cost."""
+        print_event("step", at=at, label=step.label, place=step.place)
+        side, runtime = self._side, self._runtime
+        begun, executions = time.monotonic(), 1
+        side.exchanged = Exchanged()
+        if isinstance(step, KernelStep):
+            already, side.prepared = side.executions, prepared.pop(at, {})
+            run_kernel(side, self._io, runtime, step)
+            executions = side.executions - already
+        else:
+            code = self._program.codes[step.code].encode()
+            runtime.run(self._spu.Executable(step.label, list(step.inputs), list(step.outputs), code))
+        profile = self._log.read()
+        check_profile(profile, f"step {at}, {step.label} ({step.place})", executions)
+        profile |= {name: profile[name] + count for name, count in vars(side.exchanged).items()}
+        seconds = time.monotonic() - begun
+        for name in step.free:
+            runtime.del_var(name)
+        return {"op": step.label, "place": step.place, "begun": begun, "seconds": seconds, **profile}
+
+    def _open(self) -> tuple[int, int, npt.NDArray[Any] | None]:
+        """Open the guard's bit and the logits: bytes revealed, bytes received, and the client's logits."""
+        program, runtime, link, io = self._program, self._runtime, self._link, self._io
+        sent, received = 0, 0
+        if program.guard is not None:
+            sent, received = check_guard(link, runtime.get_var(program.guard), io, self._rank)
+            runtime.del_var(program.guard)
+        share, logits = runtime.get_var(program.logits.name), None
+        if self._rank == SERVER:
+            sent += send_share(link, share)
+        else:
+            opened, logits = open_logits(link, share, io, program)
+            received += opened
+        runtime.del_var(program.logits.name)
+        return sent, received, logits
+
+    def _wire_since(self, before: tuple[int, int]) -> list[int]:
+        return [after - was for after, was in zip(self._way.read(), before, strict=True)]
+
+
+def print_event(kind: str, **content: Any) -> None:
+    """Tell the launcher, by a line on standard output, what this party does."""
+    print(EVENT + json.dumps({"event": kind, **content}), flush=True)

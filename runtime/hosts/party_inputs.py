@@ -1,0 +1,145 @@
+"""What one party brings to a private computation, read from its files and checked before it meets the other."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from aero_compile.errors import InputError
+from aero_compile.runtime.hosts.tls import TLSConfig
+from aero_compile.runtime.offline.store import Store, fingerprint
+from aero_compile.runtime.prefix import digest_of
+from aero_compile.runtime.program import Program, client_inputs
+from aero_compile.runtime.program_parts import TensorSpec
+from aero_compile.runtime.roles import ROLES, SERVER
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+UNREADABLE = (OSError, ValueError, EOFError, zipfile.BadZipFile)
+"""What NumPy raises for a file that is missing, not its own, empty or cut off."""
+
+
+@dataclass(frozen=True)
+class PartyInputs:
+    """What one party computes with.
+
+    `published`: the arrays that both hold; `own`: those of this party alone; `store`: where its preparations are, None
+    for a program that takes none.
+    """
+
+    rank: int
+    program: Program
+    published: Arrays
+    own: Arrays
+    store: Store | None
+
+
+def read_inputs(options: Any) -> PartyInputs:
+    """Read what the options of `python -m aero_compile.runtime.party` name.
+
+    Raises:
+        InputError: a file is missing, damaged, not this program's or not this party's to give.
+    """
+    rank, program = options.rank, Program.load(options.program)
+    if program.protocol != options.protocol:
+        raise InputError(
+            f"{options.program} is compiled for {program.protocol}, and this party runs {options.protocol}: in semi2k "
+            f"the server could open the client's shares. To run it all the same: --protocol {program.protocol}"
+        )
+    published = _published(options, program)
+    own = _weights(options, program) if rank == SERVER else _of_client(options, program, published)
+    return PartyInputs(rank, program, published, own, _store(options, program, own if rank == SERVER else {}))
+
+
+def tls_config(options: Any) -> TLSConfig | None:
+    """The certificates that the options name; None where they name none.
+
+    Raises:
+        InputError: they name some of what TLS needs and not all, or a file is not what it should be.
+    """
+    paths = (options.tls_cert, options.tls_key, options.tls_ca)
+    if not any((*paths, options.tls_peer_name)):
+        return None
+    if not all(paths):
+        raise InputError("TLS needs all of --tls-cert, --tls-key and --tls-ca")
+    config = TLSConfig(*paths, options.tls_peer_name)
+    config.check()
+    return config
+
+
+def _published(options: Any, program: Program) -> Arrays:
+    """The arrays that both parties hold, the same as when the program was compiled."""
+    path, specs = options.public, program.published
+    if (path is None) != (not specs):
+        given = "gives clients weights: add --public public.npz" if specs else "gives clients no weights: no --public"
+        raise InputError(f"{options.program} {given}")
+    if path is None:
+        return {}
+    found = _arrays(path, specs)
+    if digest_of(found) != program.published_digest:
+        raise InputError(f"{path} does not hold the weights that {options.program} was compiled with")
+    return found
+
+
+def _weights(options: Any, program: Program) -> Arrays:
+    if options.weights is None or options.tokens is not None:
+        raise InputError("the server (rank 0) takes --weights and no --tokens")
+    return _arrays(options.weights, program.weights)
+
+
+def _of_client(options: Any, program: Program, published: Arrays) -> Arrays:
+    if options.weights is not None or (options.tokens is None and options.runs):
+        raise InputError("the client (rank 1) takes --tokens and no --weights")
+    if options.tokens is None:
+        return {}  # it prepares, for tokens that there are not yet
+    spec = program.tokens
+    try:
+        ids = np.load(options.tokens, allow_pickle=False)
+    except UNREADABLE as error:
+        raise InputError(f"{options.tokens} does not hold tokens: {error}") from error
+    if not isinstance(ids, np.ndarray):
+        raise InputError(
+            f"{options.tokens} is an archive of arrays (.npz); --tokens takes one array, "
+            f"as np.save writes it (.npy), of integers {spec.shape[:2]}"
+        )
+    if ids.dtype.kind not in "iu" or ids.shape != spec.shape[:2]:
+        raise InputError(f"the program takes integer tokens {spec.shape[:2]}, not {ids.dtype} {ids.shape}")
+    if ids.min() < 0 or ids.max() >= spec.shape[2]:
+        raise InputError(f"token ids must lie between 0 and {spec.shape[2] - 1}")
+    return client_inputs(program, ids, published)
+
+
+def _store(options: Any, program: Program, weights: Mapping[str, npt.NDArray[Any]]) -> Store | None:
+    """Where this party's preparations are; None for a program that takes none."""
+    if options.offline < 0:
+        raise InputError(f"--offline takes a number of runs, not {options.offline}")
+    if not program.is_prepared:
+        if options.offline or options.preparations is not None or options.runs == 0:
+            raise InputError(f"{options.program} takes nothing prepared: compile it with offline=True")
+        return None
+    if options.preparations is None:
+        raise InputError(f"{options.program} is compiled with offline=True: --preparations DIR says where they are")
+    return Store(options.preparations, program.digest, fingerprint(ROLES[options.rank], weights))
+
+
+def _arrays(path: Path, specs: Sequence[TensorSpec]) -> Arrays:
+    """The arrays of a file that a program declares."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {spec.name: _checked(spec, file[spec.name]) for spec in specs}
+    except (*UNREADABLE, KeyError, AttributeError, TypeError) as error:  # the last two: no archive but an array
+        raise InputError(f"{path} does not hold the weights: {error}") from error
+
+
+def _checked(spec: TensorSpec, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    if array.shape != spec.shape or str(array.dtype) != spec.dtype:
+        raise InputError(
+            f"weight {spec.name} is {array.dtype} {array.shape}; the program takes {spec.dtype} {spec.shape}"
+        )
+    return array
