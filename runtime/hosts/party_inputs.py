@@ -46,15 +46,33 @@ def read_inputs(options: Any) -> PartyInputs:
     Raises:
         InputError: a file is missing, damaged, not this program's or not this party's to give.
     """
-    rank, program = options.rank, Program.load(options.program)
-    if program.protocol != options.protocol:
-        raise InputError(
-            f"{options.program} is compiled for {program.protocol}, and this party runs {options.protocol}: in semi2k "
-            f"the server could open the client's shares. To run it all the same: --protocol {program.protocol}"
-        )
-    published = _published(options, program)
+    rank, program = options.rank, _program(options.program, options.protocol)
+    published = _published(options.public, options.program, program)
     own = _weights(options, program) if rank == SERVER else _of_client(options, program, published)
     return PartyInputs(rank, program, published, own, _store(options, program, own if rank == SERVER else {}))
+
+
+def held_inputs(rank: int, path: Path, protocol: str, weights: Path | None, public: Path | None) -> PartyInputs:
+    """Read what a party has of the program `path` before there are tokens; `weights`: the server's, None at the client.
+
+    Raises:
+        InputError: as of `read_inputs`, or the program takes something prepared.
+    """
+    program = _program(path, protocol)
+    if program.is_prepared:
+        raise InputError(f"{path} is compiled with offline=True, and a service prepares nothing: compile it without")
+    published = _published(public, path, program)
+    return PartyInputs(rank, program, published, {} if weights is None else _arrays(weights, program.weights), None)
+
+
+def _program(path: Path, protocol: str) -> Program:
+    program = Program.load(path)
+    if program.protocol != protocol:
+        raise InputError(
+            f"{path} is compiled for {program.protocol}, and this party runs {protocol}: in semi2k the server could "
+            f"open the client's shares. To run it all the same: --protocol {program.protocol}"
+        )
+    return program
 
 
 def tls_config(options: Any) -> TLSConfig | None:
@@ -73,17 +91,17 @@ def tls_config(options: Any) -> TLSConfig | None:
     return config
 
 
-def _published(options: Any, program: Program) -> Arrays:
+def _published(path: Path | None, of: Path, program: Program) -> Arrays:
     """The arrays that both parties hold, the same as when the program was compiled."""
-    path, specs = options.public, program.published
+    specs = program.published
     if (path is None) != (not specs):
         given = "gives clients weights: add --public public.npz" if specs else "gives clients no weights: no --public"
-        raise InputError(f"{options.program} {given}")
+        raise InputError(f"{of} {given}")
     if path is None:
         return {}
     found = _arrays(path, specs)
     if digest_of(found) != program.published_digest:
-        raise InputError(f"{path} does not hold the weights that {options.program} was compiled with")
+        raise InputError(f"{path} does not hold the weights that {of} was compiled with")
     return found
 
 

@@ -78,9 +78,14 @@ class Wire:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._open: list[socket.socket] = []
         self._lock = threading.Lock()
+        self._stalled = threading.Event()
         self.seen = bytearray()
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
+
+    def stall(self) -> None:
+        """Hold every connection open, and pass nothing on any more."""
+        self._stalled.set()
 
     def cut(self) -> None:
         """Close the listener and every connection."""
@@ -112,9 +117,11 @@ class Wire:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 time.sleep(self._delay)
+                if self._stalled.is_set():
+                    continue
                 with self._lock:
                     self.seen += data
                 sink.sendall(data)
-        for each in (source, sink):
+        for each in () if self._stalled.is_set() else (source, sink):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)

@@ -17,7 +17,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from aero_compile.errors import PartyError
 from aero_compile.runtime.hosts.tls import explain
 from aero_compile.runtime.hosts.tunnel import what_failed
-from aero_compile.serving.messages import Alive, Content
+from aero_compile.serving.transport.messages import Alive, Content
 
 LARGEST_MESSAGE = 1 << 18
 """Bytes of a message: an offer of many programs takes a tenth of it."""
@@ -49,6 +49,7 @@ class Channel:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, silence: float) -> None:
         self.reader, self.writer, self.silence = reader, writer, silence
+        self.closed = asyncio.Event()
         self._sending = asyncio.Lock()
 
     async def send(self, message: BaseModel, content: bytes | memoryview = b"") -> None:
@@ -113,11 +114,13 @@ class Channel:
 
     def close(self) -> None:
         """Let what is written leave, and end."""
+        self.closed.set()
         with contextlib.suppress(RuntimeError):  # the loop is closed, and all with it
             self.writer.close()
 
     def abort(self) -> None:
         """End at once."""
+        self.closed.set()
         self.writer.transport.abort()
 
 

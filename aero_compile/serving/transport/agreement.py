@@ -11,7 +11,7 @@ from typing import Any
 
 from aero_compile.errors import PartyError
 from aero_compile.runtime.program import Program
-from aero_compile.serving.messages import WIRE, Facts
+from aero_compile.serving.transport.messages import WIRE, Facts
 from aero_compile.version import __version__
 
 _NAMES = {

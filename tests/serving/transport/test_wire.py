@@ -13,8 +13,18 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from aero_compile.serving.messages import FIRST, FROM_CLIENT, FROM_SERVER, Alive, Content, Fetch, Hello, Run, Started
-from aero_compile.serving.wire import CHUNK, LARGEST_FIRST, LENGTH, Channel, Garbled, Lost, send_content
+from aero_compile.serving.transport.messages import (
+    FIRST,
+    FROM_CLIENT,
+    FROM_SERVER,
+    Alive,
+    Content,
+    Fetch,
+    Hello,
+    Run,
+    Started,
+)
+from aero_compile.serving.transport.wire import CHUNK, LARGEST_FIRST, LENGTH, Channel, Garbled, Lost, send_content
 
 DIGEST = "ab" * 32
 

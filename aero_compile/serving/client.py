@@ -1,0 +1,185 @@
+"""The client: it owns the tokens and gets the logits; the server learns neither."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from aero_compile.errors import InputError, OutOfRangeError, PartyError
+from aero_compile.runtime.generation.session import Cost
+from aero_compile.runtime.hosts.scratch import scratch_folder
+from aero_compile.runtime.hosts.tls import TLSConfig
+from aero_compile.serving.conversation import Conversation, Terms
+from aero_compile.serving.transport.endpoint import check_way
+from aero_compile.serving.transport.messages import Facts
+
+T = TypeVar("T")
+
+
+def connect(
+    address: str,
+    *,
+    tls: TLSConfig | None = None,
+    insecure_plain: bool = False,
+    model_digest: str | None = None,
+    protocol: str = "cheetah",
+    on_wait: Callable[[int], None] | None = None,
+    timeout: float = 3600.0,
+    connect_timeout: float = 60.0,
+    silence_timeout: float = 30.0,
+) -> Connection:
+    """Open a session with the server at `address`, "host:port", which `aero_compile.serve` runs.
+
+    Args:
+        address: of the server; its certificate must name the host, or `tls.peer_name`.
+        tls: this client's certificate and key, and the authority that the server's must be of.
+        insecure_plain: no TLS; then whoever is on the way can read what the parties exchange and change it.
+        model_digest: of the model to accept, as the server prints it; None: any. It stands for the programs, not for
+            the weights that stay at the server.
+        protocol: to accept; in "semi2k" the server could open the client's shares.
+        on_wait: called with the number of computations that come first while the server is busy.
+        timeout: seconds for one forward.
+        connect_timeout: seconds for the two parties to link up.
+        silence_timeout: seconds without a sign of life after which the server is given up.
+
+    Returns:
+        A connection with `.logits(ids)` and `.close()`, a context manager.
+
+    Raises:
+        InputError: an address or an option that cannot be, or a program of the server's that could open the tokens.
+        PartyError: nobody is there, the certificate is refused, or the two do not agree; the message says which.
+        RuntimeUnavailableError: SPU is not installed.
+    """
+    check_way(tls, insecure_plain)
+    seconds = {"timeout": timeout, "connect_timeout": connect_timeout, "silence_timeout": silence_timeout}
+    for name, value in seconds.items():
+        if not 0 < value < float("inf"):
+            raise InputError(f"{name} must be a positive number of seconds, not {value!r}")
+    told = on_wait or (lambda before: None)
+    terms = Terms(address, tls, protocol, model_digest, silence_timeout, connect_timeout, timeout, told)
+    return Connection(terms)
+
+
+class Connection:
+    """An open session with a server. One thread at a time may use it."""
+
+    def __init__(self, terms: Terms) -> None:
+        self._held = contextlib.ExitStack()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="aero-compile-client")
+        self._thread.start()
+        self._held.callback(self._stop)
+        self.last_cost: Cost | None = None
+        """What the last logits took: bytes of both directions, messages, seconds."""
+        try:
+            folder = self._held.enter_context(scratch_folder())
+            self._conversation = self._wait(_make(terms, folder))
+            self._held.callback(lambda: self._wait(self._conversation.end()))
+            self._wait(self._conversation.begin())
+        except BaseException:
+            self._held.close()
+            raise
+        self._programs = sorted(self._conversation.offer.programs, key=lambda facts: facts.length)
+        self._closed = ""
+
+    @property
+    def model_digest(self) -> str:
+        """Of the programs that the server offers."""
+        return self._conversation.offer.digest
+
+    @property
+    def programs(self) -> tuple[Facts, ...]:
+        """What the server offers, shortest first."""
+        return tuple(self._programs)
+
+    def logits(self, ids: Any) -> npt.NDArray[np.float32]:
+        """The logits of a text, computed in two parties.
+
+        Args:
+            ids: integer token ids [T] or [B, T], at least one; texts are computed one after the other. A text is filled
+                up to the next length that the server has a program for; that length is all that the server learns.
+
+        Returns:
+            float32 [T, V] or [B, T, V]; of programs for the last position alone [1, V] or [B, 1, V], and then the text
+            must have the length of one.
+
+        Raises:
+            InputError: no tokens, too many, or ids outside the vocabulary; nothing was sent.
+            OutOfRangeError: a value left its range on this text; the connection stays open.
+            PartyError: the server was lost, refused or failed; the connection is closed.
+        """
+        if self._closed:
+            raise PartyError(f"this connection is closed: {self._closed}")
+        texts, single = _checked(ids, self._programs[0].vocabulary)
+        facts = self._program_for(texts.shape[1])
+        try:
+            found = [self._forward(facts, text) for text in texts]
+        except OutOfRangeError:
+            raise
+        except BaseException as error:
+            self._closed = str(error) or type(error).__name__
+            self._held.close()
+            raise
+        return found[0] if single else np.stack(found)
+
+    def _program_for(self, length: int) -> Facts:
+        fits = [facts for facts in self._programs if facts.length >= length]
+        whole = [facts for facts in fits if facts.positions == facts.length or facts.length == length]
+        if whole:
+            return whole[0]
+        lengths = ", ".join(str(facts.length) for facts in self._programs)
+        if fits:
+            raise InputError(f"the server's programs give the last position alone and take texts of {lengths} tokens")
+        raise InputError(f"the text has {length} tokens, and the server takes up to {self._programs[-1].length}")
+
+    def _forward(self, facts: Facts, text: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        filled = np.resize(text, (1, facts.length))  # repeated: what comes behind changes nothing before it
+        logits, self.last_cost = self._wait(self._conversation.forward(facts, filled))
+        found: npt.NDArray[np.float32] = logits[0, : text.size]
+        return found
+
+    def close(self) -> None:
+        """End the session; a connection that is closed may be closed again."""
+        self._closed = self._closed or "it was closed here"
+        self._held.close()
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _make(terms: Terms, folder: Any) -> Conversation:
+    return Conversation(terms, folder)
+
+
+def _checked(ids: Any, vocabulary: int) -> tuple[npt.NDArray[np.int64], bool]:
+    """The ids as [B, T], and whether they were one text."""
+    found = np.asarray(ids)
+    if found.size == 0:
+        raise InputError("there is no token: a text has at least one")
+    if found.dtype.kind not in "iu" or found.ndim not in (1, 2):
+        raise InputError(f"token ids are integers [T] or [B, T], not {found.dtype} {list(found.shape)}")
+    if found.min() < 0 or found.max() >= vocabulary:
+        raise InputError(f"token ids lie between 0 and {vocabulary - 1}, not {found.min()} and {found.max()}")
+    return found.astype(np.int64).reshape(-1, found.shape[-1]), found.ndim == 1

@@ -1,0 +1,313 @@
+"""What a client says to a server and hears from it, from the first word to the logits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel
+
+from aero_compile import errors
+from aero_compile.errors import AeroError, OutOfRangeError, PartyError
+from aero_compile.files import write_private
+from aero_compile.runtime.generation.session import Cost
+from aero_compile.runtime.hosts.tls import TLSConfig
+from aero_compile.runtime.program import Program
+from aero_compile.runtime.roles import CLIENT
+from aero_compile.serving.offer import unpack
+from aero_compile.serving.process.orders import Compute, Held, Load, Meet, SetUp
+from aero_compile.serving.process.worker import Worker
+from aero_compile.serving.transport.agreement import check_same, check_versions, facts_of, model_digest, versions
+from aero_compile.serving.transport.endpoint import dial
+from aero_compile.serving.transport.links import Links
+from aero_compile.serving.transport.messages import (
+    FROM_SERVER,
+    WIRE,
+    Alive,
+    Close,
+    Content,
+    Dial,
+    Facts,
+    Failed,
+    Fetch,
+    Finished,
+    Hello,
+    Link,
+    Offer,
+    Open,
+    Opened,
+    Refused,
+    Run,
+    Started,
+    Waiting,
+)
+from aero_compile.serving.transport.wire import Channel, Garbled, Lost
+
+BEAT_SECONDS = 2.0
+"""Between two signs of life; a quarter of the silence that is borne, if that is less."""
+
+UNHEARD = 64
+"""Messages of the server that may lie unread."""
+
+LARGEST_GIVEN = 1 << 32
+"""Bytes of weights that a client takes."""
+
+HINT_SECONDS = 1.0
+"""How long a failure of the own party waits for a better reason: that the server is gone."""
+
+T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a client insists on, and how long it waits (seconds)."""
+
+    address: str
+    tls: TLSConfig | None
+    protocol: str
+    model_digest: str | None
+    silence: float
+    connect_seconds: float
+    timeout: float
+    told: Callable[[int], None]
+    """Called with how many computations come first, while the server is busy."""
+
+
+class Conversation:
+    """One control connection and, once it is open, the client's party and its link. `folder` is for it alone."""
+
+    def __init__(self, terms: Terms, folder: Path) -> None:
+        self._terms, self._folder = terms, folder
+        self._heard: asyncio.Queue[Any] = asyncio.Queue(UNHEARD)
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._largest = 0
+        self._ticket = ""
+        self._worker: Worker | None = None
+        self._programs: dict[str, Program] = {}
+        self.offer: Offer
+
+    async def begin(self) -> None:
+        """Connect, agree, take the programs, and link up.
+
+        Raises:
+            PartyError: why there is no session.
+            InputError: a program of the server's is not one to run.
+        """
+        terms = self._terms
+        self._channel = await dial(terms.address, terms.tls, terms.silence)
+        await self._say(Hello(wire=WIRE, versions=versions()))
+        self._spawn(self._end_with(self._listen()))
+        self._spawn(self._end_with(self._channel.beat(min(BEAT_SECONDS, terms.silence / 4))))
+        self.offer = await self._next(Offer)
+        self._check_offer()
+        held = [await self._take(facts) for facts in self.offer.programs]
+        self._links = Links(self._folder, self._call, lambda received, sent: None, terms.silence)
+        await self._links.listen()
+        self._worker = await Worker.start(CLIENT, self._folder, terms.protocol, terms.timeout)
+        self._links.admit(self._worker.process.pid)
+        await self._here(self._worker.load(Load(programs=tuple(held)), terms.timeout))
+        await self._say(Open())
+        self._ticket = (await self._next(Opened)).ticket
+        await self._both(self._worker.meet(Meet(seconds=terms.connect_seconds), terms.connect_seconds + 5))
+        if self.offer.set_up:
+            await self._next(Started)
+            await self._both(self._worker.meet(SetUp(), terms.timeout))
+
+    def _check_offer(self) -> None:
+        terms, offer = self._terms, self.offer
+        check_versions(offer.wire, offer.versions, "the server")
+        for facts in offer.programs:
+            if facts.protocol != terms.protocol:
+                raise PartyError(
+                    f"the server computes in {facts.protocol}, and this client in {terms.protocol}: in semi2k the "
+                    f"server could open the client's shares. To accept it all the same: protocol={facts.protocol!r}"
+                )
+            if facts.published_size > LARGEST_GIVEN:
+                raise PartyError(f"the server gives {facts.published_size:,} bytes of weights; too many")
+        found = model_digest(offer.programs)
+        if terms.model_digest not in (None, found) or offer.digest != found:
+            raise PartyError(f"the server offers the model {found}, not {terms.model_digest or offer.digest}")
+
+    async def _take(self, facts: Facts) -> Held:
+        """Take a program from the server; it is read, and refused unless it keeps the tokens secret."""
+        path = self._folder / f"{facts.digest}.json"
+        content = await self._fetch(facts.digest, "program", facts.size)
+        await asyncio.to_thread(_keep, path, lambda file: file.write(content))
+        program = await asyncio.to_thread(Program.load, path)
+        check_same(facts, facts_of(program, facts.published_size), "the server's program")
+        self._programs[facts.digest] = program
+        if not facts.published_size:
+            return Held(program=str(path))
+        given = unpack(program, await self._fetch(facts.digest, "published", facts.published_size))
+        arrays = path.with_suffix(".npz")
+        await asyncio.to_thread(_keep, arrays, lambda file: np.savez(file, **given))
+        return Held(program=str(path), published=str(arrays))
+
+    async def _fetch(self, digest: str, part: Any, size: int) -> bytes:
+        self._largest = size
+        await self._say(Fetch(program=digest, part=part))
+        content: bytes = await self._next(bytes)
+        if len(content) != size:
+            raise PartyError(f"the server sent {len(content):,} bytes of what it said to have {size:,}")
+        return content
+
+    async def forward(self, facts: Facts, ids: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.float32], Cost]:
+        """Run one forward on token ids [B, T] of the program's shape; the logits and what they cost."""
+        assert self._worker is not None
+        await self._say(Run(program=facts.digest))
+        await self._next(Started)
+        order = Compute(program=facts.digest, tokens=tuple(tuple(map(int, row)) for row in ids))
+        done, content = await self._both(self._worker.compute(order, self._terms.timeout))
+        assert done.shape is not None
+        logits = np.frombuffer(content, "<f4").reshape(done.shape).astype(np.float32)
+        return logits, Cost(done.bytes, done.messages, done.seconds)
+
+    # --- the two ends ----------------------------------------------------------------------------------
+
+    async def _both(self, own: Coroutine[Any, Any, T]) -> T:
+        """What the own party gives, once the server's has finished too."""
+        try:
+            found = await self._here(own)
+        except OutOfRangeError:
+            await self._next(Finished)
+            raise
+        await self._next(Finished)
+        return found
+
+    async def _here(self, own: Coroutine[Any, Any, T]) -> T:
+        """Wait for the own party, unless the server is gone before."""
+        task = self._spawn(own)
+        await self._first(task)
+        if not task.done():
+            task.cancel()
+            self._over.result()
+        error = task.exception()
+        if error is not None and not isinstance(error, OutOfRangeError):
+            await asyncio.wait({self._over}, timeout=HINT_SECONDS)
+            if self._over.done():
+                self._over.result()
+            message = Failed(error=type(error).__name__, message=str(error)[:2000])
+            with contextlib.suppress(AeroError):
+                await self._channel.send(message)
+        return task.result()
+
+    async def _first(self, task: asyncio.Future[Any]) -> None:
+        """Wait for a task, or the end of the conversation."""
+        both: set[asyncio.Future[Any]] = {task, self._over}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _say(self, message: BaseModel) -> None:
+        if self._over.done():
+            self._over.result()
+        try:
+            await self._channel.send(message)
+        except Lost:
+            await asyncio.wait({self._over}, timeout=HINT_SECONDS)  # it may have said why
+            if self._over.done():
+                self._over.result()
+            raise
+
+    async def _next(self, form: type[M] | type[bytes]) -> Any:
+        """The next thing that the server says, which must be of `form`."""
+        while True:
+            getting = asyncio.ensure_future(self._heard.get())
+            await self._first(getting)
+            if not getting.done():
+                getting.cancel()
+                self._over.result()
+            message = getting.result()
+            if isinstance(message, Waiting):
+                self._terms.told(message.before)
+            elif isinstance(message, form):
+                return message
+            else:
+                raise PartyError(f"the server said {type(message).__name__.lower()} instead of {form.__name__.lower()}")
+
+    async def _listen(self) -> None:
+        """Take what the server says, while it is heard of."""
+        while True:
+            message: Any = await self._channel.receive(FROM_SERVER)
+            if isinstance(message, Alive):
+                continue
+            if isinstance(message, Refused):
+                raise PartyError(f"the server at {self._terms.address} refuses: {message.message}")
+            if isinstance(message, Failed):
+                kind = getattr(errors, message.error, None)
+                raised = kind if isinstance(kind, type) and issubclass(kind, PartyError) else PartyError
+                raise raised(f"the server at {self._terms.address} failed: {message.message}")
+            if isinstance(message, Dial):
+                self._spawn(self._answer(message.number))
+                continue
+            if isinstance(message, Content):
+                if message.size > self._largest:
+                    raise Garbled(f"it sends {message.size:,} bytes, and {self._largest:,} were asked for")
+                message, self._largest = await self._channel.content(message.size), 0
+            if self._heard.full():
+                raise Garbled("it says more than it was asked for")
+            self._heard.put_nowait(message)
+
+    async def _end_with(self, task: Coroutine[Any, Any, None]) -> None:
+        """Let the conversation end with a task, for its reason."""
+        try:
+            await task
+        except (Lost, Garbled) as error:
+            reason: Exception = PartyError(f"lost the server at {self._terms.address}: {error}")
+        except AeroError as error:
+            reason = error
+        if not self._over.done():
+            self._over.set_exception(reason)
+            self._over.exception()  # whoever asks next is told; nobody need
+
+    # --- the link --------------------------------------------------------------------------------------
+
+    async def _call(self, inner: Channel) -> None:
+        """Lead a connection of the own party to the server's."""
+        await self._links.join(inner, await self._link(None))
+
+    async def _answer(self, number: int) -> None:
+        """Open a connection for the server's party, which cannot dial here."""
+        with contextlib.suppress(PartyError, OSError):
+            await self._links.lead_in(await self._link(number))
+
+    async def _link(self, number: int | None) -> Channel:
+        channel = await dial(self._terms.address, self._terms.tls, self._terms.silence)
+        await channel.send(Link(ticket=self._ticket, number=number))
+        return channel
+
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def end(self) -> None:
+        """Say goodbye, and end all that was started."""
+        if hasattr(self, "_channel"):
+            if not self._over.done():
+                with contextlib.suppress(AeroError, TimeoutError):
+                    async with asyncio.timeout(1.0):
+                        await self._channel.send(Close())
+            self._channel.close()
+        if hasattr(self, "_links"):
+            self._links.close()
+        if self._worker is not None:
+            await self._worker.end()
+        tasks = [*self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _keep(path: Path, write: Callable[[Any], object]) -> None:
+    try:
+        write_private(path, write)
+    except OSError as error:
+        raise PartyError(f"cannot keep what the server sent in {path.parent}: {error.strerror}") from error

@@ -1,0 +1,72 @@
+"""Counts of a server, for Prometheus: https://prometheus.io/docs/practices/naming/."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+from aero_compile.errors import PartyError
+
+HOST = "127.0.0.1"
+"""The counts are for this machine: whoever collects them from elsewhere does so through its own agent here."""
+
+SECONDS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
+"""Bounds of the histogram of forwards."""
+
+
+class Metrics:
+    """What is counted, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        kept: dict[str, Any] = {"registry": self.registry}
+        self._bytes = Counter("aero_link_bytes", "Bytes between the parties", ["direction"], **kept)
+        self._refused = Counter("aero_callers_refused", "Callers that were not understood or not admitted", **kept)
+        self._ended = Counter("aero_connections", "Connections of clients that ended, by outcome", ["outcome"], **kept)
+        self._tokens = Counter("aero_tokens", "Tokens that were computed, by the length of the programs", **kept)
+        self._out_of_range = Counter("aero_out_of_range", "Forwards in which a value left its range", **kept)
+        self._seconds = Histogram("aero_forward_seconds", "Seconds of a forward", buckets=SECONDS, **kept)
+
+    def watch(self, name: str, help: str, value: Callable[[], int]) -> None:
+        """Keep a gauge that asks for its value."""
+        Gauge(name, help, registry=self.registry).set_function(value)
+
+    def carried(self, received: int, sent: int) -> None:
+        """Count bytes of the parties' links, from clients and to them."""
+        self._bytes.labels("received").inc(received)
+        self._bytes.labels("sent").inc(sent)
+
+    def refused(self) -> None:
+        """Count a caller that got no answer."""
+        self._refused.inc()
+
+    def ended(self, outcome: str) -> None:
+        """Count a client's connection by how it ended."""
+        self._ended.labels(outcome).inc()
+
+    def computed(self, tokens: int, seconds: float, out_of_range: bool) -> None:
+        """Count a forward."""
+        self._tokens.inc(tokens)
+        self._seconds.observe(seconds)
+        if out_of_range:
+            self._out_of_range.inc()
+
+    def serve(self, port: int) -> Callable[[], None]:
+        """Answer at `port` of this machine; returns what ends that.
+
+        Raises:
+            PartyError: the port is taken.
+        """
+        try:
+            server, thread = start_http_server(port, HOST, self.registry)
+        except OSError as error:
+            raise PartyError(f"cannot listen on {HOST}:{port} for metrics: {error.strerror}") from error
+
+        def end() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+        return end

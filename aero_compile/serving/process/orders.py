@@ -1,0 +1,90 @@
+"""What a side of a session and its party's process say to each other, over a socket that no one else has.
+
+The process is of the same machine and user; the forms are those of `messages`, so that both are read the same way.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+
+class _Order(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Held(_Order):
+    """Files of one program: its own, the weights (the server's alone), and the weights that clients are given."""
+
+    program: str
+    weights: str | None = None
+    published: str | None = None
+
+
+class Load(_Order):
+    """Read and check these programs."""
+
+    kind: Literal["load"] = "load"
+    programs: tuple[Held, ...]
+
+
+class Meet(_Order):
+    """Link up with the other party within `seconds`, and agree on everything."""
+
+    kind: Literal["meet"] = "meet"
+    seconds: float
+
+
+class SetUp(_Order):
+    """Make keys and oblivious transfers, so that the first forward costs what a later one does."""
+
+    kind: Literal["set-up"] = "set-up"
+
+
+class Compute(_Order):
+    """Run one forward of the program with this digest, at the client on these `tokens`."""
+
+    kind: Literal["compute"] = "compute"
+    program: str
+    tokens: tuple[tuple[int, ...], ...] | None
+
+
+class Loaded(_Order):
+    """The programs are as they should be."""
+
+    kind: Literal["loaded"] = "loaded"
+
+
+class Met(_Order):
+    """The other party is there and agrees, or is set up, after so many seconds."""
+
+    kind: Literal["met"] = "met"
+    seconds: float
+
+
+class Computed(_Order):
+    """A forward is done; its logits follow, float32, at the client. `bytes`, `messages`: of both directions."""
+
+    kind: Literal["computed"] = "computed"
+    bytes: int
+    messages: int
+    seconds: float
+    shape: tuple[int, ...] | None
+
+
+class Fault(_Order):
+    """What failed, as an error of `aero_compile.errors`; `over`: and the process has ended with it."""
+
+    kind: Literal["fault"] = "fault"
+    error: str
+    message: str
+    over: bool
+
+
+Order = Load | Meet | SetUp | Compute
+
+ORDER: TypeAdapter[Order] = TypeAdapter(Annotated[Order, Field(discriminator="kind")])
+REPORT: TypeAdapter[Loaded | Met | Computed | Fault] = TypeAdapter(
+    Annotated[Loaded | Met | Computed | Fault, Field(discriminator="kind")]
+)

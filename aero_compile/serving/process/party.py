@@ -1,0 +1,165 @@
+"""The process of one party of a session: it links up once and runs forwards as it is told.
+
+Started by `aero_compile.serving.process.worker.Worker` with a socket, over which it gets its orders (`orders`) and
+reports. SPU talks through two Unix sockets in the process's own folder: it listens at `in` and dials `out`, where the
+side that started it leads the bytes to the other party. When the socket ends, so does the process, wherever it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel
+
+from aero_compile.errors import AeroError, InputError, OutOfRangeError, PartyError
+from aero_compile.runtime.hosts.computation import Computation, config_of
+from aero_compile.runtime.hosts.link import PlainWay, connect
+from aero_compile.runtime.hosts.party_inputs import PartyInputs, held_inputs
+from aero_compile.runtime.program import client_inputs
+from aero_compile.runtime.roles import CLIENT, ROLES
+from aero_compile.runtime.spu_config import SpuLog, import_spu, plain_message
+from aero_compile.serving.process.orders import ORDER, Compute, Computed, Fault, Load, Loaded, Meet, Met, Order
+from aero_compile.serving.transport.wire import LENGTH
+
+PARENT_GONE = 4
+"""Exit code of a process whose parent has ended."""
+
+
+class SessionParty:
+    """One party, from its first order to its last."""
+
+    def __init__(self, rank: int, protocol: str, timeout: float) -> None:
+        self._rank, self._protocol, self._timeout = rank, protocol, timeout
+        self._inputs: dict[str, PartyInputs] = {}
+        self._computations: dict[str, Computation] = {}
+        self._spu: Any = None
+        self._link: Any = None
+        self._log: Any = None
+        self._way = PlainWay("unix:in", "unix:out")
+
+    def follow(self, order: Order) -> tuple[BaseModel, bytes]:
+        """Do what is asked; the report and, with logits, their bytes."""
+        if isinstance(order, Compute):
+            return self._compute(order)
+        if isinstance(order, Load):
+            return self._load(order), b""
+        started = time.perf_counter()
+        if isinstance(order, Meet):
+            self._meet(order.seconds)
+        else:
+            self._computation(next(iter(self._inputs))).set_up()
+            self._link.barrier()
+        return Met(seconds=time.perf_counter() - started), b""
+
+    def _load(self, order: Load) -> Loaded:
+        for held in order.programs:
+            weights, public = (None if path is None else Path(path) for path in (held.weights, held.published))
+            inputs = held_inputs(self._rank, Path(held.program), self._protocol, weights, public)
+            self._inputs[inputs.program.digest] = inputs
+        self._spu = import_spu()
+        return Loaded()
+
+    def _meet(self, seconds: float) -> None:
+        self._log = SpuLog(self._spu, Path("spu.log"))
+        self._link = connect(self._spu, self._rank, self._way, self._timeout, seconds)
+        self._agree()
+
+    def _agree(self) -> None:
+        """Compare role, programs and configuration with the peer's before any share exists."""
+        configs = {digest: str(config_of(inputs.program)) for digest, inputs in self._inputs.items()}
+        mine = {"role": ROLES[self._rank], "programs": configs, "spu": str(self._spu.__version__)}
+        theirs = json.loads(self._link.all_gather(json.dumps(mine))[1 - self._rank])
+        expected = {**mine, "role": ROLES[1 - self._rank]}
+        for name, value in expected.items():
+            if not isinstance(theirs, dict) or theirs.get(name) != value:
+                raise PartyError(f"{ROLES[self._rank]}: the other party has a different {name}")
+
+    def _computation(self, digest: str) -> Computation:
+        """The runtime of a program, made when it is first needed: in the same order at both parties."""
+        if digest not in self._computations:
+            link = self._link if not self._computations else self._link.spawn()
+            self._computations[digest] = Computation(self._spu, link, self._inputs[digest], self._log, self._way)
+        return self._computations[digest]
+
+    def _compute(self, order: Compute) -> tuple[Computed, bytes]:
+        inputs = self._inputs[order.program]
+        if self._rank == CLIENT:
+            inputs.own.update(client_inputs(inputs.program, _checked(inputs, order.tokens), inputs.published))
+        record, logits = self._computation(order.program).forward()
+        content = b"" if logits is None else logits.astype("<f4").tobytes()
+        steps = record["steps"]
+        sums = [
+            sum(step[f"{way}_{what}"] for step in steps for way in ("send", "recv")) for what in ("bytes", "actions")
+        ]
+        opened = inputs.program.field // 8 * int(np.prod(inputs.program.logits.shape))
+        done = Computed(
+            bytes=sums[0] + opened,
+            messages=sums[1] + 1,
+            seconds=record["seconds"],
+            shape=None if logits is None else tuple(logits.shape),
+        )
+        return done, content
+
+
+def _checked(inputs: PartyInputs, tokens: tuple[tuple[int, ...], ...] | None) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The ids [B, T] of an order, which must be the program's to take."""
+    batch, length, vocabulary = inputs.program.tokens.shape
+    ids = np.array(tokens, np.int64)
+    if ids.shape != (batch, length) or ids.min() < 0 or ids.max() >= vocabulary:
+        raise InputError(f"the program takes token ids below {vocabulary}, [{batch}, {length}], not {list(ids.shape)}")
+    return ids
+
+
+def _orders(end: socket.socket) -> Iterator[Order]:
+    """The orders as they come. A thread listens all the time: the end of the parent is that of this process."""
+    found: queue.Queue[bytes] = queue.Queue()
+
+    def listen() -> None:
+        with end.makefile("rb") as file:
+            while len(head := file.read(LENGTH.size)) == LENGTH.size:
+                found.put(file.read(LENGTH.unpack(head)[0]))
+        os._exit(PARENT_GONE)
+
+    threading.Thread(target=listen, daemon=True, name="orders").start()
+    while True:
+        yield ORDER.validate_json(found.get())
+
+
+def main(argv: list[str]) -> int:
+    """Run with the rank, the protocol, the seconds of a computation and the number of the socket."""
+    rank, protocol, timeout, descriptor = int(argv[0]), argv[1], float(argv[2]), int(argv[3])
+    os.umask(0o077)
+    end = socket.socket(fileno=descriptor)
+    party = SessionParty(rank, protocol, timeout)
+
+    def say(report: BaseModel, content: bytes = b"") -> None:
+        data = report.model_dump_json().encode()
+        end.sendall(LENGTH.pack(len(data)) + data + content)
+
+    for order in _orders(end):
+        try:
+            say(*party.follow(order))
+        except OutOfRangeError as error:  # both parties know it, and are as they were before
+            say(Fault(error=type(error).__name__, message=str(error), over=False))
+        except AeroError as error:
+            say(Fault(error=type(error).__name__, message=str(error), over=True))
+            return 2
+        except Exception as error:
+            say(Fault(error="PartyError", message=f"{ROLES[rank]}: {plain_message(error)}", over=True))
+            return 2
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    os._exit(code)  # without waiting for the link's threads, whose peer may be gone

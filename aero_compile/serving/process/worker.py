@@ -1,0 +1,107 @@
+"""A side's party of a session: its process, started in a folder of its own, told what to do, and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import TypeVar
+
+from aero_compile import errors
+from aero_compile.errors import AeroError, PartyError
+from aero_compile.runtime.roles import ROLES
+from aero_compile.serving.process.orders import REPORT, Compute, Computed, Fault, Load, Loaded, Meet, Met, Order, SetUp
+from aero_compile.serving.transport.wire import CHUNK, Channel, Lost
+
+R = TypeVar("R", Loaded, Met, Computed)
+
+LINE = 300
+"""Characters of a process's last words that an error shows."""
+
+
+class Worker:
+    """The process of one party. `folder` is for it alone; Unix sockets `in` and `out` are there (see `links`)."""
+
+    def __init__(self, rank: int, folder: Path, process: subprocess.Popen[bytes], channel: Channel) -> None:
+        self.rank, self.folder, self.process = rank, folder, process
+        self._channel = channel
+
+    @classmethod
+    async def start(cls, rank: int, folder: Path, protocol: str, timeout: float) -> Worker:
+        """Start the process; `timeout`: seconds that it waits for a message of the other party."""
+        near, far = socket.socketpair()
+        root = str(Path(errors.__file__).resolve().parent.parent)
+        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        command = [sys.executable, "-m", "aero_compile.serving.process.party", str(rank), protocol, str(timeout)]
+        with far, (folder / "stderr.txt").open("wb") as words:
+            process = subprocess.Popen(
+                [*command, str(far.fileno())],
+                cwd=folder,
+                env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=words,
+                pass_fds=[far.fileno()],
+                start_new_session=True,  # a Ctrl-C at the terminal is for the side that started it
+            )
+        reader, writer = await asyncio.open_connection(sock=near, limit=CHUNK)
+        return cls(rank, folder, process, Channel(reader, writer, timeout))
+
+    async def load(self, order: Load, seconds: float) -> None:
+        """Let it read its programs."""
+        await self._ask(order, seconds, Loaded)
+
+    async def meet(self, order: Meet | SetUp, seconds: float) -> float:
+        """Let it link up with the other party, or set up with it; returns the seconds."""
+        return (await self._ask(order, seconds, Met)).seconds
+
+    async def compute(self, order: Compute, seconds: float) -> tuple[Computed, bytes]:
+        """Let it run a forward; the report, and the logits' bytes at the client.
+
+        Raises:
+            OutOfRangeError: and the process goes on.
+            AeroError: what failed; the process has ended, or is to be ended.
+        """
+        done = await self._ask(order, seconds, Computed)
+        if done.shape is None:
+            return done, b""
+        size = 4
+        for each in done.shape:
+            size *= each
+        return done, await self._channel.content(size)
+
+    async def _ask(self, order: Order, seconds: float, wanted: type[R]) -> R:
+        self._channel.silence = seconds
+        try:
+            await self._channel.send(order)
+            report = await self._channel.receive(REPORT)
+        except Lost as error:
+            raise PartyError(self._last_words(seconds)) from error
+        if isinstance(report, Fault):
+            kind = getattr(errors, report.error, PartyError)
+            raise (kind if isinstance(kind, type) and issubclass(kind, AeroError) else PartyError)(report.message)
+        assert isinstance(report, wanted), report
+        return report
+
+    def _last_words(self, seconds: float) -> str:
+        role = ROLES[self.rank]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(0.2)
+        code = self.process.poll()
+        if code is None:
+            return f"the {role}'s party took longer than {seconds:g} s"
+        if code < 0:
+            return f"the {role}'s party was killed by signal {-code}"
+        said = (self.folder / "stderr.txt").read_text(errors="replace").strip().splitlines()[-1:]
+        return f"the {role}'s party ended with code {code}" + "".join(f": {line[:LINE]}" for line in said)
+
+    async def end(self) -> None:
+        """End the process, wherever it is."""
+        self._channel.abort()
+        if self.process.poll() is None:
+            self.process.kill()
+        await asyncio.to_thread(self.process.wait)

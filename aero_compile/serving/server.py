@@ -1,0 +1,164 @@
+"""The server: one port, where clients are authenticated and get sessions, until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from aero_compile.errors import InputError
+from aero_compile.runtime.hosts.scratch import scratch_folder
+from aero_compile.runtime.hosts.tls import TLSConfig
+from aero_compile.serving.journal import LOGGER, Lines, note
+from aero_compile.serving.metrics import HOST, Metrics
+from aero_compile.serving.offer import read_offer
+from aero_compile.serving.session import Limits, Session, Shared
+from aero_compile.serving.transport.agreement import model_digest
+from aero_compile.serving.transport.endpoint import Caller, Port, check_way, listen
+from aero_compile.serving.transport.messages import Hello, Link
+from aero_compile.serving.transport.wire import Channel
+from aero_compile.serving.turns import Turns
+
+STOP_SECONDS = 5.0
+"""Within which a server that is told to stop has ended its sessions."""
+
+
+class Server:
+    """A server that is not running yet: everything that can be wrong beforehand is found here.
+
+    Raises:
+        InputError: what is offered, the certificates or the limits cannot be used.
+        PartyError: the port is taken.
+    """
+
+    def __init__(
+        self,
+        programs: Sequence[str | os.PathLike[str]],
+        address: str,
+        *,
+        tls: TLSConfig | None = None,
+        insecure_plain: bool = False,
+        protocol: str = "cheetah",
+        set_up: bool = True,
+        limits: Limits | None = None,
+        metrics_port: int | None = None,
+    ) -> None:
+        check_way(tls, insecure_plain)
+        self.limits = limits or Limits()
+        _check(self.limits)
+        served = read_offer(programs, protocol)
+        self._tls, self._protocol, self._set_up, self._metrics_port = tls, protocol, set_up, metrics_port
+        self._served = {each.facts.digest: each for each in served}
+        self.digest = model_digest([each.facts for each in served])
+        self.weight_bytes = sum(each.weight_bytes for each in served)
+        self.metrics = Metrics()
+        self.address = address
+        self._listener = listen(address)
+        self._stop: asyncio.Event | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def run(self, ready: Callable[[], None] = lambda: None) -> None:
+        """Serve until `stop` is called; `ready` is called once callers are answered."""
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        with contextlib.ExitStack() as held:
+            folder = held.enter_context(scratch_folder())
+            if self._metrics_port is not None:
+                held.callback(self.metrics.serve(self._metrics_port))
+                note("metrics", address=f"{HOST}:{self._metrics_port}")
+            turns = Turns(self.limits.workers, self.limits.max_waiting)
+            shared = Shared(self._served, self._protocol, self._set_up, self.limits, folder, turns, self.metrics)
+            self._watch(shared)
+
+            async def take(channel: Channel, first: Hello | Link, caller: Caller) -> None:
+                if isinstance(first, Hello):
+                    await Session(shared, channel, caller).run(first)
+                    return
+                session = shared.sessions.get(first.ticket)
+                if session is None or not session.owns(caller):
+                    self._refused(caller.host, "it shows a ticket that is none of its own")
+                    return
+                await session.lead(first.number, channel)
+
+            port = asyncio.create_task(
+                Port(self._listener, self._tls, self.limits.silence_seconds, take, self._refused).run()
+            )
+            said: dict[str, Any] = {"address": self.address, "tls": self._tls is not None, "model_digest": self.digest}
+            note("serving", **said, bytes_per_session=self.weight_bytes, sessions=self.limits.max_sessions)
+            ready()
+            await self._stop.wait()
+            note("stopping", sessions=len(shared.sessions))
+            port.cancel()
+            await asyncio.wait({port}, timeout=STOP_SECONDS)
+        note("stopped")
+
+    def stop(self) -> None:
+        """Let `run` end, from any thread."""
+        if self._loop is not None and self._stop is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended
+                self._loop.call_soon_threadsafe(self._stop.set)
+
+    def _watch(self, shared: Shared) -> None:
+        watch = self.metrics.watch
+        watch("aero_sessions", "Clients that hold a party", lambda: len(shared.sessions))
+        watch("aero_running", "Computations that run", lambda: len(shared.turns.running))
+        watch("aero_waiting", "Computations that wait for their turn", lambda: len(shared.turns.waiting))
+
+    def _refused(self, host: str, why: str) -> None:
+        self.metrics.refused()
+        note("refused", logging.WARNING, host=host, why=why)
+
+
+def serve(programs: Sequence[str | os.PathLike[str]], address: str, *, log: Any = None, **options: Any) -> None:
+    """Serve until SIGINT or SIGTERM; `options` are those of `Server`.
+
+    Args:
+        programs: folders that `aero_compile.runtime.export` wrote, one for each length.
+        address: "host:port" to listen at.
+        log: a text file for the log, a JSON object a line; standard error by default.
+        options: as of `Server`.
+
+    Raises:
+        InputError, PartyError: as `Server` does.
+    """
+    server = Server(programs, address, **options)
+    handler = logging.StreamHandler(log or sys.stderr)
+    handler.setFormatter(Lines())
+    LOGGER.addHandler(handler)
+    before = LOGGER.level, LOGGER.propagate
+    LOGGER.setLevel(logging.INFO)
+    LOGGER.propagate = False
+    try:
+        asyncio.run(_until_signal(server))
+    finally:
+        LOGGER.removeHandler(handler)
+        LOGGER.setLevel(before[0])
+        LOGGER.propagate = before[1]
+
+
+async def _until_signal(server: Server) -> None:
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, server.stop)
+    await server.run()
+
+
+def _check(limits: Limits) -> None:
+    counts = {
+        "workers": (limits.workers, 1),
+        "max_waiting": (limits.max_waiting, 0),
+        "max_sessions": (limits.max_sessions, 1),
+    }
+    if limits.max_tokens_per_client is not None:
+        counts["max_tokens_per_client"] = (limits.max_tokens_per_client, 1)
+    for name, (value, least) in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise InputError(f"{name} must be a whole number of at least {least}, not {value!r}")
+    for name, seconds in vars(limits).items():
+        if name.endswith("_seconds") and not 0 < seconds < float("inf"):
+            raise InputError(f"{name} must be a positive number of seconds, not {seconds!r}")

@@ -1,0 +1,369 @@
+"""One client at the server: what it may ask for, in which order, and what becomes of its party when it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import shutil
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from aero_compile.errors import AeroError, OutOfRangeError, PartyError
+from aero_compile.runtime.roles import SERVER
+from aero_compile.serving.journal import note
+from aero_compile.serving.metrics import Metrics
+from aero_compile.serving.offer import Served
+from aero_compile.serving.process.orders import Compute, Load, Meet, SetUp
+from aero_compile.serving.process.worker import Worker
+from aero_compile.serving.transport.agreement import check_versions, model_digest, versions
+from aero_compile.serving.transport.endpoint import Caller
+from aero_compile.serving.transport.links import LINKS, Links
+from aero_compile.serving.transport.messages import (
+    FROM_CLIENT,
+    WIRE,
+    Alive,
+    Close,
+    Dial,
+    Failed,
+    Fetch,
+    Finished,
+    Hello,
+    Offer,
+    Open,
+    Opened,
+    Refused,
+    Run,
+    Started,
+    Waiting,
+)
+from aero_compile.serving.transport.wire import Channel, Garbled, Lost, send_content
+from aero_compile.serving.turns import Busy, Turns
+
+BEAT_SECONDS = 2.0
+"""Between two signs of life; a quarter of the silence that is borne, if that is less."""
+
+ASKED = 4
+"""Requests of one client that may lie unread."""
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a server bears.
+
+    Args:
+        workers: computations at once.
+        max_waiting: requests that wait for their turn; more are refused.
+        max_sessions: clients that hold a party at once; each takes the memory of the weights.
+        max_tokens_per_client: tokens that are computed for a client, by the length of the programs; None: any number.
+        idle_seconds: a client that asks for nothing for so long is sent away.
+        silence_seconds: a client that nothing is heard of for so long is lost.
+        stall_seconds: a forward in which nothing passes between the parties for so long is ended.
+        connect_seconds: for the parties to link up.
+        computation_seconds: for one forward.
+    """
+
+    workers: int = 1
+    max_waiting: int = 16
+    max_sessions: int = 4
+    max_tokens_per_client: int | None = None
+    idle_seconds: float = 300.0
+    silence_seconds: float = 30.0
+    stall_seconds: float = 300.0
+    connect_seconds: float = 60.0
+    computation_seconds: float = 3600.0
+
+
+@dataclass
+class Shared:
+    """What all sessions of a server have in common. `spent`: tokens that were computed for each client."""
+
+    served: dict[str, Served]
+    protocol: str
+    set_up: bool
+    limits: Limits
+    folder: Path
+    turns: Turns
+    metrics: Metrics
+    sessions: dict[str, Session] = field(default_factory=dict)
+    spent: Counter[str] = field(default_factory=Counter)
+
+
+class _End(Exception):
+    """The session ends with a word to the client: the reason and the sentence."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Session:
+    """One client: its control connection, and its party once it has asked for one."""
+
+    def __init__(self, shared: Shared, channel: Channel, caller: Caller) -> None:
+        self._shared, self._channel, self._caller = shared, channel, caller
+        self._limits = shared.limits
+        self._ticket = secrets.token_hex(16)
+        self._asked: asyncio.Queue[Fetch | Open | Run] = asyncio.Queue(ASKED)
+        self._worker: Worker | None = None
+        self._links: Links | None = None
+        self._folder: Path | None = None
+        self._dialled: dict[int, asyncio.Future[Channel]] = {}
+        self._dials = 0
+        self._led: set[Channel] = set()
+        self._moved = 0.0
+        self._number = secrets.token_hex(4)
+
+    # --- the client's connections ---------------------------------------------------------------------
+
+    async def run(self, hello: Hello) -> None:
+        """Answer until the client is gone, is sent away, or has what it wants."""
+        started, outcome, why = time.monotonic(), "closed", ""
+        note("greeted", session=self._number, client=self._caller.name, host=self._caller.host)
+        try:
+            outcome, why = await self._until_end(hello)
+        except asyncio.CancelledError:
+            outcome = "stopped"
+            await self._tell(Refused(reason="stopping", message="the server is shutting down"))
+            raise
+        finally:
+            seconds = round(time.monotonic() - started, 3)
+            await self._clean_up()
+            self._shared.metrics.ended(outcome)
+            note("left", session=self._number, client=self._caller.name, outcome=outcome, why=why, seconds=seconds)
+
+    async def _until_end(self, hello: Hello) -> tuple[str, str]:
+        """Answer; returns in one word how it ended, and why."""
+        try:
+            try:
+                check_versions(hello.wire, hello.versions, "the client")
+            except PartyError as error:
+                raise _End("version", str(error)) from error
+            await self._channel.send(self._offer())
+            await self._talk()
+        except Lost as error:
+            return "lost", str(error)
+        except _End as end:
+            await self._tell(Refused(reason=end.reason, message=str(end)[:2000]))
+            return end.reason, str(end)
+        except Garbled as error:
+            await self._tell(Refused(reason="garbled", message=str(error)[:2000]))
+            return "garbled", str(error)
+        except AeroError as error:
+            await self._tell(Failed(error=type(error).__name__, message=str(error)[:2000]))
+            return "failed", str(error)
+        except OSError as error:
+            why = f"the server cannot start a session: {error.strerror or error}"
+            await self._tell(Failed(error="PartyError", message=why))
+            return "failed", why
+        return "closed", ""
+
+    async def _talk(self) -> None:
+        beat = min(BEAT_SECONDS, self._limits.silence_seconds / 4)
+        tasks = [asyncio.create_task(each) for each in (self._listen(), self._work(), self._channel.beat(beat))]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for task in sorted(done, key=tasks.index):  # what the client says itself comes first
+            task.result()
+
+    async def _listen(self) -> None:
+        """Take what the client says, while it is heard of."""
+        while True:
+            message = await self._channel.receive(FROM_CLIENT)
+            if isinstance(message, Close):
+                return
+            if isinstance(message, Failed):
+                raise PartyError(f"the client's party failed: {message.message}")
+            if isinstance(message, Alive):
+                continue
+            if self._asked.full():
+                raise Garbled(f"{ASKED} requests wait already")
+            self._asked.put_nowait(message)
+
+    async def _tell(self, message: Refused | Failed) -> None:
+        """Say a last word, if the client takes it."""
+        with contextlib.suppress(PartyError, TimeoutError):
+            async with asyncio.timeout(1.0):
+                await self._channel.send(message)
+
+    def _offer(self) -> Offer:
+        facts = tuple(each.facts for each in self._shared.served.values())
+        return Offer(
+            wire=WIRE,
+            versions=versions(),
+            digest=model_digest(facts),
+            programs=facts,
+            tokens_left=self._tokens_left(),
+            idle_seconds=self._limits.idle_seconds,
+            set_up=self._shared.set_up,
+        )
+
+    # --- what it asks for ------------------------------------------------------------------------------
+
+    async def _work(self) -> None:
+        """Do what the client asks for, one thing after the other."""
+        idle = self._limits.idle_seconds
+        while True:
+            try:
+                async with asyncio.timeout(idle):
+                    asked = await self._asked.get()
+            except TimeoutError as error:
+                raise _End("idle", f"nothing was asked for during {idle:g} s") from error
+            if isinstance(asked, Fetch):
+                served = self._served(asked.program)
+                await send_content(self._channel, served.content if asked.part == "program" else served.published)
+            elif isinstance(asked, Open):
+                await self._open()
+            else:
+                await self._run(self._served(asked.program))
+
+    def _served(self, digest: str) -> Served:
+        if digest not in self._shared.served:
+            raise _End("program", f"this server has no program {digest}")
+        return self._shared.served[digest]
+
+    async def _open(self) -> None:
+        shared, limits = self._shared, self._limits
+        if self._worker is not None:
+            raise Garbled("the session is open already")
+        if len(shared.sessions) >= limits.max_sessions:
+            raise _End("sessions", f"the server has {limits.max_sessions} sessions, and takes no more; try later")
+        self._charge(0)
+        shared.sessions[self._ticket] = self
+        self._folder = shared.folder / self._number
+        self._folder.mkdir(mode=0o700)
+        self._links = Links(self._folder, self._call_back, self._counted, limits.silence_seconds)
+        await self._links.listen()
+        self._worker = await Worker.start(SERVER, self._folder, shared.protocol, limits.computation_seconds)
+        self._links.admit(self._worker.process.pid)
+        held = tuple(served.held for served in shared.served.values())
+        await self._worker.load(Load(programs=held), limits.computation_seconds)
+        await self._channel.send(Opened(ticket=self._ticket))
+        seconds = await self._worker.meet(Meet(seconds=limits.connect_seconds), limits.connect_seconds + 5)
+        await self._channel.send(Finished(seconds=seconds))
+        note("opened", session=self._number, client=self._caller.name, seconds=round(seconds, 3))
+        if shared.set_up:
+            async with self._turn():
+                await self._channel.send(Started())
+                seconds = await self._moving(self._worker.meet(SetUp(), limits.computation_seconds))
+                await self._channel.send(Finished(seconds=seconds))
+
+    async def _run(self, served: Served) -> None:
+        if self._worker is None:
+            raise Garbled("the session is not open")
+        shared, length = self._shared, served.facts.batch * served.facts.length
+        self._charge(length)
+        async with self._turn():
+            shared.spent[self._caller.name] += length
+            await self._channel.send(Started())
+            order, out_of_range = Compute(program=served.facts.digest, tokens=None), False
+            started = time.monotonic()
+            try:
+                await self._moving(self._worker.compute(order, self._limits.computation_seconds))
+            except OutOfRangeError:  # the client's party knows it too, and the next text may be better
+                out_of_range = True
+            seconds = time.monotonic() - started
+            await self._channel.send(Finished(seconds=seconds))
+        shared.metrics.computed(length, seconds, out_of_range)
+        said: dict[str, Any] = {"length": length, "seconds": round(seconds, 3), "out_of_range": out_of_range}
+        note("computed", session=self._number, client=self._caller.name, **said)
+
+    async def _moving(self, computation: Coroutine[None, None, T]) -> T:
+        """Wait for a computation while bytes pass between the parties."""
+        task, self._moved = asyncio.create_task(computation), time.monotonic()
+        stall = self._limits.stall_seconds
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=min(1.0, stall / 4))
+                if time.monotonic() - self._moved > stall and not task.done():
+                    raise PartyError(f"nothing passed between the parties for {stall:g} s")
+            return task.result()
+        finally:
+            task.cancel()
+
+    def _tokens_left(self) -> int | None:
+        most = self._limits.max_tokens_per_client
+        return None if most is None else max(0, most - self._shared.spent[self._caller.name])
+
+    def _charge(self, tokens: int) -> None:
+        left = self._tokens_left()
+        if left is not None and (left < tokens or left == 0):
+            most = self._limits.max_tokens_per_client
+            raise _End("tokens", f"{self._caller.name} has {left} of {most} tokens left, and this takes {tokens}")
+
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Wait for this client's turn, telling it how many come first, and hold it."""
+        try:
+            turn = self._shared.turns.join(self._caller.name)
+        except Busy as error:
+            raise _End("busy", str(error)) from error
+        try:
+            while (before := await turn.moved()) is not None:
+                await self._channel.send(Waiting(before=before))
+            yield
+        finally:
+            self._shared.turns.leave(turn)
+
+    # --- its link --------------------------------------------------------------------------------------
+
+    def owns(self, caller: Caller) -> bool:
+        """Whether a caller is the client of this session."""
+        return caller.name == self._caller.name
+
+    async def lead(self, number: int | None, channel: Channel) -> None:
+        """Lead a connection of the client's to this session's party, until it ends."""
+        if self._links is None:
+            return
+        if number is None:
+            await self._links.lead_in(channel)
+            return
+        waits = self._dialled.pop(number, None)
+        if waits is None or waits.done():
+            return
+        self._led.add(channel)
+        waits.set_result(channel)
+        await channel.closed.wait()
+        self._led.discard(channel)
+
+    async def _call_back(self, inner: Channel) -> None:
+        """Lead a connection of the own party to the client, who is asked to open one for it."""
+        self._dials += 1
+        number, waits = self._dials, asyncio.get_running_loop().create_future()
+        if len(self._dialled) >= LINKS:
+            return
+        self._dialled[number] = waits
+        try:
+            await self._channel.send(Dial(number=number))
+            async with asyncio.timeout(self._limits.silence_seconds):
+                outer = await waits
+        finally:
+            self._dialled.pop(number, None)
+        assert self._links is not None
+        await self._links.join(inner, outer)
+
+    def _counted(self, received: int, sent: int) -> None:
+        self._moved = time.monotonic()
+        self._shared.metrics.carried(received, sent)
+
+    async def _clean_up(self) -> None:
+        self._shared.sessions.pop(self._ticket, None)
+        if self._links is not None:
+            self._links.close()
+        for channel in [*self._led]:
+            channel.abort()
+        if self._worker is not None:
+            await self._worker.end()
+        if self._folder is not None:
+            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)

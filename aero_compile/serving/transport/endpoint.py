@@ -1,0 +1,208 @@
+"""The two ends of a connection: who dials checks the server's name, who is called knows the caller before it reads.
+
+TLS is 1.3 with certificates of one authority on both ends. A caller is called by the first name of its certificate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import socket
+import ssl
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from aero_compile.errors import InputError, PartyError
+from aero_compile.runtime.hosts.link import PORT_TAKEN, parse_address
+from aero_compile.runtime.hosts.tls import TLSConfig, explain
+from aero_compile.runtime.hosts.tunnel import accepted, what_failed
+from aero_compile.serving.transport.messages import FIRST, Hello, Link
+from aero_compile.serving.transport.wire import CHUNK, LARGEST_FIRST, Channel
+
+SHAKE_SECONDS = 10.0
+"""Time for the handshake and the first message."""
+
+UNKNOWN = 64
+"""Callers that have not said who they are and what they want; the oldest gives way to a new one."""
+
+KNOWN = 64
+"""Connections of one caller who has; the newest is refused. A session takes three."""
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who is at the other end: the name in its certificate, or its host where there is none."""
+
+    name: str
+    host: str
+
+
+Take = Callable[[Channel, Hello | Link, Caller], Awaitable[None]]
+"""What is done with a caller and its first message."""
+
+
+def check_way(tls: TLSConfig | None, insecure_plain: bool) -> None:
+    """Refuse a link without certificates unless it is asked for by name.
+
+    Raises:
+        InputError: neither or both are given, or the certificates cannot be used.
+    """
+    if tls is None and not insecure_plain:
+        raise InputError(
+            "no certificates: give tls=TLSConfig(certificate, key, authority), or insecure_plain=True for a link that "
+            "whoever is on the way can read and change"
+        )
+    if tls is not None:
+        if insecure_plain:
+            raise InputError("insecure_plain=True and certificates exclude each other")
+        tls.check()
+
+
+async def dial(address: str, tls: TLSConfig | None, silence: float) -> Channel:
+    """Connect to the server at `address`, "host:port", and check its certificate.
+
+    Raises:
+        InputError: no address.
+        PartyError: why there is no connection.
+    """
+    host, port = parse_address(address)
+    name = None if tls is None else tls.peer_name or host
+    context = None if tls is None else tls.context(False)
+    try:
+        async with asyncio.timeout(min(SHAKE_SECONDS, silence)):
+            reader, writer = await asyncio.open_connection(
+                host, port, ssl=context, server_hostname=name, limit=CHUNK, family=_family(host)
+            )
+    except TimeoutError as error:
+        raise PartyError(f"no answer from {address} within {min(SHAKE_SECONDS, silence):g} s") from error
+    except ConnectionRefusedError as error:
+        raise PartyError(f"nobody listens at {address}") from error
+    except socket.gaierror as error:
+        raise PartyError(f"{host} is not known: {error.strerror}") from error
+    except OSError as error:
+        checked = f" (the name that is checked is {name})" if isinstance(error, ssl.SSLCertVerificationError) else ""
+        raise PartyError(f"{address}: {explain(*what_failed(error))}{checked}") from error
+    _no_delay(writer)
+    return Channel(reader, writer, silence)
+
+
+def listen(address: str) -> socket.socket:
+    """A socket that listens at "host:port"; port 0 is not one.
+
+    Raises:
+        InputError: no address.
+        PartyError: the port is taken, or the address is not of this machine.
+    """
+    host, port = parse_address(address)
+    try:
+        listener = socket.create_server((host, port), family=_family(host) or socket.AF_INET, backlog=UNKNOWN)
+    except OSError as error:
+        raise PartyError(f"cannot listen on {address}: {PORT_TAKEN}") from error
+    listener.setblocking(False)
+    return listener
+
+
+class Port:
+    """A listening socket: callers are authenticated, their first message is read, and `take` does the rest.
+
+    `refused(host, why)` is told of each who did not get as far.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        tls: TLSConfig | None,
+        silence: float,
+        take: Take,
+        refused: Callable[[str, str], None],
+    ) -> None:
+        self._listener, self._take, self._refused, self._silence = listener, take, refused, silence
+        self._context = None if tls is None else tls.context(True)
+        self._unknown: dict[asyncio.Task[None], None] = {}
+        self._known: dict[asyncio.Task[None], str] = {}
+
+    async def run(self) -> None:
+        """Accept until cancelled; then everyone's connection is closed."""
+        try:
+            while True:
+                near, address = await accepted(self._listener)
+                if len(self._unknown) >= UNKNOWN:
+                    oldest = next(iter(self._unknown))
+                    del self._unknown[oldest]
+                    oldest.cancel()
+                    self._refused("", "too many callers at once: the one that took longest was sent away")
+                task = asyncio.create_task(self._answer(near, str(address[0])))
+                self._unknown[task] = None
+                task.add_done_callback(self._forget)
+        finally:
+            self._listener.close()
+            tasks = [*self._unknown, *self._known]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._unknown.pop(task, None)
+        self._known.pop(task, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            asyncio.get_running_loop().call_exception_handler({"message": "a caller's task failed", "exception": error})
+
+    async def _answer(self, near: socket.socket, host: str) -> None:
+        stage, channel = "it did not complete the TLS handshake in time", None
+        try:
+            async with asyncio.timeout(SHAKE_SECONDS):
+                channel = await self._shake_hands(near)
+                stage = "it did not say in time what it wants"
+                caller = Caller(_name(channel.writer) or host, host)
+                first = await channel.receive(FIRST, LARGEST_FIRST)
+            if sum(name == caller.name for name in self._known.values()) >= KNOWN:
+                raise PartyError(f"{caller.name} has {KNOWN} connections already")
+            self._keep(caller)
+            await self._take(channel, first, caller)
+        except TimeoutError:
+            self._refused(host, stage)
+        except PartyError as error:
+            self._refused(host, str(error))
+        except OSError as error:
+            self._refused(host, explain(*what_failed(error)))
+        finally:
+            if channel is not None:
+                channel.close()
+
+    def _keep(self, caller: Caller) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._unknown.pop(task, None)
+        self._known[task] = caller.name
+
+    async def _shake_hands(self, near: socket.socket) -> Channel:
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(limit=CHUNK, loop=loop)
+        protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+        timeout = None if self._context is None else SHAKE_SECONDS
+        transport, _ = await loop.connect_accepted_socket(
+            lambda: protocol, near, ssl=self._context, ssl_handshake_timeout=timeout
+        )
+        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+        _no_delay(writer)
+        return Channel(reader, writer, self._silence)
+
+
+def _name(writer: asyncio.StreamWriter) -> str:
+    """The first name in the caller's certificate, or else the certificate's digest; empty without TLS."""
+    end = writer.get_extra_info("ssl_object")
+    if end is None:
+        return ""
+    names = (end.getpeercert() or {}).get("subjectAltName", ())
+    return str(names[0][1])[:100] if names else hashlib.sha256(end.getpeercert(True)).hexdigest()
+
+
+def _no_delay(writer: asyncio.StreamWriter) -> None:
+    end = writer.get_extra_info("socket")
+    with contextlib.suppress(OSError):
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _family(host: str) -> int:
+    return socket.AF_INET6 if ":" in host else 0

@@ -1,0 +1,337 @@
+"""Whoever may call at the server's port: what each is told or not told, and that the next client is served.
+
+No party is started here: these are connections alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aero_compile.errors import InputError, PartyError
+from aero_compile.runtime import TLSConfig
+from aero_compile.runtime.hosts.link import free_addresses, parse_address
+from aero_compile.serving.client import connect
+from aero_compile.serving.server import Server
+from aero_compile.serving.session import Limits
+from aero_compile.serving.transport import endpoint
+from aero_compile.serving.transport.agreement import versions
+from aero_compile.serving.transport.messages import WIRE
+from aero_compile.serving.transport.wire import LENGTH
+from tests.support.certificates import certificate, needs_openssl
+from tests.support.service import SEMI2K, Bare, Running, is_served, open_descriptors, serving, tiny_offer
+from tests.support.two_hosts import Wire
+
+pytest.importorskip("spu")
+
+
+@pytest.fixture(scope="module")
+def offer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_offer(tmp_path_factory.mktemp("offer"))
+
+
+@pytest.fixture(scope="module")
+def plain(offer: Path) -> Iterator[Running]:
+    with serving(offer) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("certificates")
+
+
+@pytest.fixture(scope="module")
+def tls(certificates: Path) -> TLSConfig:
+    return certificate(certificates)
+
+
+@pytest.fixture(scope="module")
+def secure(offer: Path, tls: TLSConfig) -> Iterator[Running]:
+    with serving(offer, tls) as running:
+        yield running
+
+
+def refused(running: Running, why: str) -> bool:
+    """Whether the server writes within a moment that it refused somebody, and `why`."""
+    until = time.monotonic() + 5
+    while time.monotonic() < until:
+        if any(why in event.get("why", "") for event in running.log):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+# --- what is no message -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"", "it closed the connection"),
+        (b"\x00\x00", "it closed the connection in the middle of a message"),
+        (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "it announces a message of 1,195,725,856 bytes; at most 4,096 are read"),
+        (b"SSH-2.0-OpenSSH_9.9\r\n", "it announces a message of"),
+        (LENGTH.pack(12) + b"not a hello!", "a message is not of the expected form"),
+        (LENGTH.pack(40) + b'{"kind": "hello"', "it closed the connection in the middle of a message"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", "it speaks TLS, and this end does not"),
+    ],
+)
+def test_garbage_a_scanner_and_cut_messages_are_written_down_and_forgotten(
+    plain: Running, data: bytes, why: str
+) -> None:
+    with Bare(plain.address) as caller:
+        caller.end.sendall(data)
+        caller.end.shutdown(socket.SHUT_WR)
+        assert caller.hear() is None
+    assert refused(plain, why)
+    assert is_served(plain)
+
+
+def test_who_says_hello_may_ask_for_listed_things_in_order_only(plain: Running) -> None:
+    for asked, reason, why in (
+        ({"kind": "run", "program": "ab" * 32}, "program", "this server has no program abab"),
+        ({"kind": "fetch", "program": "ab" * 32, "part": "program"}, "program", "this server has no program abab"),
+        ({"kind": "fetch", "program": "ab" * 32, "part": "weights"}, "garbled", "fetch.part"),
+        ({"kind": "hello", "wire": 1, "versions": {}}, "garbled", "Input tag 'hello'"),
+        (b"\x80\x03}q\x00.", "garbled", "Invalid JSON"),  # a pickle
+    ):
+        with Bare(plain.address) as caller:
+            offer = caller.greet()
+            assert offer["kind"] == "offer"
+            caller.say(asked)
+            said = caller.hear()
+            assert (said["kind"], said["reason"]) == ("refused", reason)
+            assert why in said["message"]
+            assert caller.hear() is None
+    with Bare(plain.address) as caller:
+        digest = caller.greet()["programs"][0]["digest"]
+        caller.say({"kind": "run", "program": digest})
+        assert caller.hear()["message"] == "the session is not open"
+    assert is_served(plain)
+
+
+def test_another_version_is_refused_by_name(plain: Running) -> None:
+    with Bare(plain.address) as caller:
+        said = caller.greet(versions={**versions(), "spu": "0.0.1"})
+        assert said["reason"] == "version"
+        assert f"the client has spu 0.0.1, and this end {versions()['spu']}" in said["message"]
+    with Bare(plain.address) as caller:
+        assert "speaks version 99 of the control connection" in caller.greet(wire=WIRE + 98)["message"]
+    assert is_served(plain)
+
+
+def test_a_link_without_a_ticket_leads_nowhere(plain: Running) -> None:
+    with Bare(plain.address) as caller:
+        caller.say({"kind": "link", "ticket": "0" * 32, "number": None})
+        assert caller.hear() is None
+    assert refused(plain, "it shows a ticket that is none of its own")
+
+
+def test_the_slow_and_the_silent_are_sent_away_and_hold_nobody_up(offer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred callers that say nothing, and one that says a byte at a time."""
+    monkeypatch.setattr(endpoint, "SHAKE_SECONDS", 1.5)
+    with serving(offer) as running, contextlib.ExitStack() as held:
+        before = open_descriptors()
+        callers = [held.enter_context(Bare(running.address)) for _ in range(endpoint.UNKNOWN + 36)]
+        slow = held.enter_context(Bare(running.address))
+        started = time.monotonic()
+        with contextlib.suppress(ConnectionError):
+            for byte in LENGTH.pack(60) + b'{"kind": "hello", "wire": 1, "versions": {"aero_compile": "x"}':
+                slow.end.sendall(bytes([byte]))
+                time.sleep(0.1)
+                if time.monotonic() - started < 1.0:
+                    assert is_served(running)
+        assert time.monotonic() - started < 5
+        assert slow.hear() is None
+        assert all(caller.hear() is None for caller in callers)
+        assert refused(running, "too many callers at once")
+        assert refused(running, "it did not say in time what it wants")
+        assert is_served(running)
+        for caller in (*callers, slow):
+            caller.end.close()
+        time.sleep(0.1)
+        assert open_descriptors() <= before + 2
+
+
+def test_who_asks_for_nothing_is_sent_away(offer: Path) -> None:
+    with serving(offer, idle_seconds=0.3) as running, Bare(running.address) as caller:
+        assert caller.greet()["kind"] == "offer"
+        said = caller.hear()
+        assert (said["reason"], said["message"]) == ("idle", "nothing was asked for during 0.3 s")
+
+
+def test_a_client_that_is_heard_of_no_more_is_lost(offer: Path) -> None:
+    with serving(offer, silence_seconds=0.4) as running, Bare(running.address) as caller:
+        assert caller.greet()["kind"] == "offer"
+        assert refused(running, "nothing came or went for 0.4 s")
+        assert running.events("left")[-1]["outcome"] == "lost"
+
+
+def test_one_caller_has_so_many_connections(offer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "KNOWN", 3)
+    with serving(offer) as running, contextlib.ExitStack() as held:
+        for _ in range(3):
+            assert held.enter_context(Bare(running.address)).greet()["kind"] == "offer"
+        assert held.enter_context(Bare(running.address)).greet() is None
+        assert refused(running, "127.0.0.1 has 3 connections already")
+
+
+# --- certificates -----------------------------------------------------------------------------------------
+
+
+@needs_openssl
+def test_certificates_that_are_not_of_the_authority_get_no_answer(
+    secure: Running, tls: TLSConfig, certificates: Path
+) -> None:
+    """Each end refuses the other's, says so, and the client that has the right one is served."""
+    foreign = certificate(certificates, "foreign", "elsewhere")
+    mixed = TLSConfig(foreign.certificate, foreign.private_key, tls.ca)
+    with pytest.raises(InputError, match="will be refused by the other party"):
+        connect(secure.address, tls=mixed, protocol="semi2k")
+    with pytest.raises(PartyError, match="its certificate is refused: self-signed certificate in"):
+        connect(secure.address, tls=foreign, protocol="semi2k")
+    itself = TLSConfig(foreign.certificate, foreign.private_key, foreign.certificate)  # made by itself, for itself
+    with pytest.raises((InputError, PartyError), match="refused"):
+        connect(secure.address, tls=itself, protocol="semi2k")
+    with Bare(secure.address, mixed) as caller:  # a client that does not look at its own
+        assert caller.greet() is None
+    assert refused(secure, "its certificate is refused: unable to get local issuer certificate")
+    assert is_served(secure, tls)
+
+
+@needs_openssl
+def test_an_expired_certificate_is_refused_at_both_ends(secure: Running, certificates: Path, offer: Path) -> None:
+    expired = certificate(certificates, "expired", days=-1)
+    with pytest.raises(InputError, match="certificate has expired"):
+        connect(secure.address, tls=expired, protocol="semi2k")
+    with pytest.raises(InputError, match="certificate has expired"):
+        Server([offer], free_addresses(1)[0], tls=expired, protocol="semi2k")
+    with Bare(secure.address, expired) as caller:
+        assert caller.greet() is None
+    assert refused(secure, "its certificate is refused: certificate has expired")
+
+
+@needs_openssl
+def test_a_server_under_another_name_is_refused(offer: Path, tls: TLSConfig, certificates: Path) -> None:
+    elsewhere = certificate(certificates, "elsewhere-host", names="DNS:host.example")
+    with serving(offer, elsewhere) as running:
+        with pytest.raises(PartyError, match=r"IP address mismatch.*\(the name that is checked is 127\.0\.0\.1\)"):
+            connect(running.address, tls=tls, protocol="semi2k")
+        named = TLSConfig(tls.certificate, tls.private_key, tls.ca, peer_name="host.example")
+        with pytest.raises(PartyError, match="offers the model"):  # it got as far as that
+            connect(running.address, tls=named, protocol="semi2k", model_digest="ab" * 32)
+
+
+@needs_openssl
+def test_plain_and_tls_do_not_meet(secure: Running, plain: Running, tls: TLSConfig) -> None:
+    with pytest.raises(PartyError, match=r"it speaks TLS, and this end does not|it closed the connection"):
+        connect(secure.address, **SEMI2K)
+    assert refused(secure, "it does not speak TLS 1.3 as this party does")
+    with pytest.raises(PartyError, match=r"closed the connection instead of a TLS handshake|does not speak TLS"):
+        connect(plain.address, tls=tls, protocol="semi2k")
+    assert refused(plain, "it speaks TLS, and this end does not")
+    assert is_served(plain)
+    assert is_served(secure, tls)
+
+
+@needs_openssl
+def test_a_caller_without_a_certificate_is_refused_before_it_is_read(secure: Running, tls: TLSConfig) -> None:
+    context = ssl.create_default_context(cafile=tls.ca)
+    with contextlib.suppress(ssl.SSLError, ConnectionError), contextlib.ExitStack() as held:
+        near = held.enter_context(socket.create_connection(parse_address(secure.address), timeout=10))
+        end = held.enter_context(context.wrap_socket(near, server_hostname="127.0.0.1"))
+        end.sendall(LENGTH.pack(1 << 30))
+        assert end.recv(1) == b""
+    assert refused(secure, "it showed no certificate")
+    assert not [event for event in secure.log if "1,073,741,824" in event.get("why", "")]
+
+
+def test_a_plain_link_must_be_asked_for(offer: Path) -> None:
+    with pytest.raises(InputError, match="no certificates: give tls="):
+        connect("127.0.0.1:1")
+    with pytest.raises(InputError, match="no certificates: give tls="):
+        Server([offer], "127.0.0.1:1", protocol="semi2k")
+
+
+# --- the server that is not there, or not the right one ---------------------------------------------------
+
+
+def test_nobody_is_there_and_the_name_is_unknown() -> None:
+    (address,) = free_addresses(1)
+    for where, why in (
+        (address, f"nobody listens at {address}"),
+        ("nowhere.invalid:1", "nowhere.invalid is not known"),
+    ):
+        started = time.monotonic()
+        with pytest.raises(PartyError, match=why):
+            connect(where, **SEMI2K)
+        assert time.monotonic() - started < 10
+
+
+def test_a_server_that_says_nothing_is_given_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        address = f"127.0.0.1:{mute.getsockname()[1]}"
+        started = time.monotonic()
+        with pytest.raises(PartyError, match=rf"lost the server at {address}: nothing came or went for 0\.5 s"):
+            connect(address, **SEMI2K, silence_timeout=0.5)
+        assert time.monotonic() - started < 5
+
+
+def test_the_port_is_taken(plain: Running, offer: Path) -> None:
+    with pytest.raises(PartyError, match=f"cannot listen on {plain.address}: the port is taken"):
+        Server([offer], plain.address, **SEMI2K)
+
+
+def test_a_model_or_protocol_that_was_not_agreed_is_refused_by_name(plain: Running) -> None:
+    with pytest.raises(PartyError, match=f"offers the model {plain.server.digest}, not {'ab' * 32}"):
+        connect(plain.address, **SEMI2K, model_digest="ab" * 32)
+    with pytest.raises(PartyError, match="computes in semi2k, and this client in cheetah: in semi2k the server could"):
+        connect(plain.address, insecure_plain=True)
+    assert is_served(plain)
+
+
+def test_a_server_that_sends_another_program_than_it_offers_is_refused(offer: Path) -> None:
+    with serving(offer) as running:
+        (served,) = running.server._served.values()
+        lies: dict[str, tuple[Any, str]] = {
+            "fraction bits": (served.content.replace(b'"fraction_bits": 18', b'"fraction_bits": 16'), "fraction bits"),
+            "opens": (served.content.replace(b'"logits": {"dtype"', b'"logit5": {"dtype"'), "not a readable program"),
+        }
+        for content, why in lies.values():
+            assert content != served.content
+            running.server._served[served.facts.digest] = type(served)(
+                served.facts, content, served.published, served.held, served.weight_bytes
+            )
+            with pytest.raises((InputError, PartyError), match=why):
+                connect(running.address, **SEMI2K)
+
+
+def test_a_link_that_stalls_is_noticed_at_both_ends(offer: Path) -> None:
+    """A forwarder that goes on holding both connections and passes nothing any more."""
+    with serving(offer, silence_seconds=0.8) as running:
+        wire = Wire(running.address)
+        with Bare(wire.address) as caller:
+            assert caller.greet()["kind"] == "offer"
+            wire.stall()
+            started = time.monotonic()
+            assert refused(running, "nothing came or went for 0.8 s")
+            assert time.monotonic() - started < 4
+        assert is_served(running)
+        wire.cut()
+
+
+# --- what a server refuses before it starts ---------------------------------------------------------------
+
+
+def test_limits_that_cannot_be(offer: Path) -> None:
+    for name, value in (("workers", 0), ("max_waiting", -1), ("max_sessions", True), ("idle_seconds", 0.0)):
+        with pytest.raises(InputError, match=f"{name} must be"):
+            Server([offer], "127.0.0.1:1", **SEMI2K, limits=Limits(**{name: value}))  # type: ignore[arg-type]

@@ -1,0 +1,285 @@
+"""The service for real: a server and its clients, each forward computed by two processes over the server's one port."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import aero_compile
+from aero_compile.errors import InputError, PartyError
+from aero_compile.runtime.hosts.link import free_addresses, parse_address
+from aero_compile.runtime.hosts.network import Relay
+from aero_compile.runtime.hosts.network_spec import Network
+from aero_compile.serving.client import Connection, connect
+from tests.support.certificates import certificate, needs_openssl
+from tests.support.runtime_tiny import IDS, logits_of, tiny_model
+from tests.support.service import SEMI2K, open_descriptors, server_process, serving, tiny_offer
+from tests.support.two_hosts import Wire
+
+pytest.importorskip("spu")
+
+TEXT = IDS[0]
+
+
+@pytest.fixture(scope="module")
+def offer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_offer(tmp_path_factory.mktemp("offer"))
+
+
+def is_right(connection: Connection) -> None:
+    np.testing.assert_allclose(connection.logits(TEXT), logits_of(tiny_model())[0], rtol=0, atol=5e-3)
+
+
+def ask_forever(connection: Connection) -> None:
+    while True:
+        connection.logits(TEXT)
+
+
+def until(true: Callable[[], object], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def left_behind(folder: Path) -> list[str]:
+    """What lies in the temporary folder, once those who clean up had a moment."""
+    end = time.monotonic() + 10
+    while (found := sorted(os.listdir(folder))) and time.monotonic() < end:
+        time.sleep(0.05)
+    return found
+
+
+def counts(address: str) -> dict[str, float]:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as page:
+        lines = [line for line in page.read().decode().splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+
+@needs_openssl
+def test_two_clients_take_turns_and_the_third_is_told(
+    offer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over TLS: alice and bob at once, a session too many, what is not even sent, and alice's last token."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    server = certificate(tmp_path, "server")
+    alice, bob = (certificate(tmp_path, name, names=f"DNS:{name}") for name in ("alice", "bob"))
+    (metrics,) = free_addresses(1)
+    given = {"max_sessions": 2, "max_tokens_per_client": 18, "metrics_port": parse_address(metrics)[1]}
+    waits: list[int] = []
+    with serving(offer, server, **given) as running:
+
+        def open(who: aero_compile.runtime.TLSConfig) -> Connection:
+            return connect(running.address, tls=who, protocol="semi2k", on_wait=waits.append)
+
+        with open(alice) as one, open(bob) as other:
+            assert one.model_digest == running.server.digest
+            with pytest.raises(PartyError, match="refuses: the server has 2 sessions, and takes no more; try later"):
+                open(bob)
+            threads = [threading.Thread(target=is_right, args=(each,)) for each in (one, other)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(60)
+            assert waits == [1]
+            for wrong, why in (
+                ([], "there is no token"),
+                ([3, 64], "token ids lie between 0 and 63, not 3 and 64"),
+                ([-1], "token ids lie between 0 and 63"),
+                ([0.5], r"token ids are integers \[T\]"),
+                (np.zeros((1, 1, 3), int), r"token ids are integers \[T\]"),
+                (np.arange(7), "the text has 7 tokens, and the server takes up to 6"),
+            ):
+                with pytest.raises(InputError, match=why):
+                    one.logits(wrong)
+            both = one.logits(np.array([TEXT[:4], TEXT[:4]]))  # a shorter text is filled up
+            np.testing.assert_allclose(both, np.stack([logits_of(tiny_model())[0, :4]] * 2), rtol=0, atol=5e-3)
+            assert one.last_cost is not None
+            assert one.last_cost.bytes > 30_000
+            with pytest.raises(PartyError, match="alice has 0 of 18 tokens left, and this takes 6"):
+                one.logits(TEXT)
+            with pytest.raises(PartyError, match=r"this connection is closed: the server .* alice has 0 of 18"):
+                one.logits(TEXT)
+            is_right(other)
+            found = counts(metrics)
+        assert os.listdir(tmp_path / "temporary")  # the server is there yet
+    assert left_behind(tmp_path / "temporary") == []
+    assert (found["aero_tokens_total"], found["aero_forward_seconds_count"], found["aero_sessions"]) == (30, 5, 1)
+    assert found['aero_connections_total{outcome="tokens"}'] == found['aero_connections_total{outcome="sessions"}'] == 1
+    assert found['aero_link_bytes_total{direction="sent"}'] > 50_000
+    said = json.dumps(running.log)
+    assert "alice" in said
+    assert not any(str(secret) in said for secret in (TEXT.tolist(), server.private_key, "ticket"))
+    assert [event["length"] for event in running.events("computed")] == [6] * 5
+
+
+_ENDLESS = """
+import sys
+import numpy as np
+from aero_compile.runtime.hosts.network import Relay
+from aero_compile.runtime.hosts.network_spec import Network
+from aero_compile.serving.client import connect
+with connect(sys.argv[1], insecure_plain=True, protocol="semi2k") as connection:
+    print("open", flush=True)
+    while True:
+        connection.logits(np.array([3, 61, 7, 7, 40, 22]))
+"""
+
+
+def _children(process: int) -> set[int]:
+    """The processes that a process has started, as far as they live."""
+    found = set()
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                state, parent = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:
+                continue
+            if int(parent) == process and state != "Z":
+                found.add(int(entry))
+    return found
+
+
+def test_a_client_killed_in_the_middle(offer: Path) -> None:
+    """The server notices at once, ends its party, and serves the next client."""
+    with serving(offer, max_sessions=1, silence_seconds=5) as running:
+        command = [sys.executable, "-c", _ENDLESS, running.address]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
+            until(lambda: running.events("computed"), 60)
+            client.send_signal(signal.SIGKILL)
+            client.wait()
+        killed = time.monotonic()
+        until(lambda: running.events("left"))
+        assert time.monotonic() - killed < 8
+        assert running.events("left")[0]["outcome"] in ("lost", "failed")
+        with connect(running.address, **SEMI2K) as connection:
+            is_right(connection)
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (signal.SIGTERM, "refuses: the server is shutting down"),
+        pytest.param(signal.SIGINT, "refuses: the server is shutting down", marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, "lost the server at", marks=pytest.mark.slow),
+    ],
+)
+def test_a_server_that_is_told_to_stop_or_killed_in_the_middle(
+    offer: Path, number: signal.Signals, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its client ends soon, with the cause; nothing of either is left, and the port is free for the next server."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with server_process(offer) as (server, address):
+        connection = connect(address, **SEMI2K)
+        parties = _children(server.pid) | _children(os.getpid())
+        told: list[float] = []
+
+        def stop() -> None:
+            time.sleep(0.3)
+            told.append(time.monotonic())
+            server.send_signal(number)
+
+        threading.Thread(target=stop).start()
+        with pytest.raises(PartyError, match=said):
+            ask_forever(connection)
+        assert time.monotonic() - told[0] < 8
+        code = server.wait(10)
+        assert code == (-number if number == signal.SIGKILL else 0)
+        connection.close()
+    assert left_behind(tmp_path) == []
+    until(lambda: not any(Path(f"/proc/{each}").exists() for each in parties - {server.pid}))
+
+
+@pytest.mark.slow
+def test_a_party_of_the_server_that_dies_ends_its_session_alone(offer: Path) -> None:
+    with serving(offer) as running, contextlib.ExitStack() as held:
+        connection, other = (held.enter_context(connect(running.address, **SEMI2K)) for _ in range(2))
+        is_right(connection)
+        parties = [pid for pid in _children(os.getpid()) if _is_party(pid, rank=0)]
+        assert len(parties) == 2
+        os.kill(min(parties), signal.SIGKILL)
+        with pytest.raises(PartyError, match="the server's party was killed by signal 9"):
+            ask_forever(connection)
+        is_right(other)
+
+
+def _is_party(process: int, rank: int) -> bool:
+    words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+    return b"aero_compile.serving.process.party" in words and words[3] == str(rank).encode()
+
+
+@pytest.mark.slow
+def test_a_link_that_is_slow_but_alive(offer: Path) -> None:
+    """2 Mbit/s and 300 ms: forwards take long, and nothing fails."""
+    with serving(offer, silence_seconds=6) as running:
+        relay = Relay(Network(2, 300), [running.address, free_addresses(1)[0]])
+        try:
+            with connect(relay.addresses[0], **SEMI2K, silence_timeout=6) as connection:
+                is_right(connection)
+                assert connection.last_cost is not None
+                assert connection.last_cost.seconds > 3
+        finally:
+            relay.end()
+
+
+@pytest.mark.slow
+def test_a_link_that_stalls_in_the_middle(offer: Path) -> None:
+    """Nothing is closed and nothing passes: both sides end within the silence that they bear, and say so."""
+    with serving(offer, silence_seconds=3) as running:
+        wire = Wire(running.address)
+        connection = connect(wire.address, **SEMI2K, silence_timeout=3)
+        is_right(connection)
+        wire.stall()
+        started = time.monotonic()
+        with pytest.raises(PartyError, match=r"nothing came or went for 3 s"):
+            connection.logits(TEXT)
+        assert time.monotonic() - started < 10
+        until(lambda: running.events("left"))
+        assert running.events("left")[0]["why"] == "nothing came or went for 3 s"
+        wire.cut()
+        with connect(running.address, **SEMI2K) as again:
+            is_right(again)
+
+
+def _rss(process: int) -> int:
+    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.slow
+def test_a_hundred_queries_of_three_clients_leave_nothing(offer: Path) -> None:
+    """Soak: descriptors and threads as before, memory of the server's process flat."""
+    with serving(offer, max_sessions=3) as running:
+        alone = _children(os.getpid())
+        threads, descriptors, memory = list[int](), list[int](), list[int]()
+        for _ in range(11):
+            connections = [connect(running.address, **SEMI2K) for _ in range(3)]
+            for each in connections:
+                for _ in range(3):
+                    is_right(each)
+                each.close()
+            until(lambda: _children(os.getpid()) == alone)
+            memory.append(_rss(os.getpid()))
+            threads.append(threading.active_count())
+            descriptors.append(open_descriptors())
+        until(lambda: len(running.events("left")) == 33)
+        assert len(running.events("computed")) == 99
+        assert threads[-1] <= max(threads[:3])
+        assert descriptors[-1] <= max(descriptors[:3])
+        slope = np.polyfit(np.arange(10), memory[1:], 1)[0]
+        print(f"slope of the memory: {slope / 9:,.0f} bytes a query")
+        assert slope / 9 < 50_000

@@ -1,0 +1,175 @@
+"""A server of the tiny model, in this process or in one of its own, and a bare connection to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aero_compile.runtime import TLSConfig, export
+from aero_compile.runtime.hosts.link import free_addresses, parse_address
+from aero_compile.serving.journal import LOGGER
+from aero_compile.serving.server import Server
+from aero_compile.serving.session import Limits
+from aero_compile.serving.transport.agreement import versions
+from aero_compile.serving.transport.messages import WIRE
+from aero_compile.serving.transport.wire import LENGTH
+from tests.support.runtime_tiny import tiny_compiled
+
+SEMI2K: dict[str, Any] = {"protocol": "semi2k", "insecure_plain": True}
+"""Options of both ends for what needs neither the one's security nor the other's."""
+
+
+def tiny_offer(folder: Path, steps: int = 1) -> Path:
+    """A folder with the tiny model's program and weights."""
+    if not (folder / "program.json").exists():
+        export(tiny_compiled("semi2k", steps), folder)
+    return folder
+
+
+@dataclass
+class Running:
+    """A server in a thread of this process, and what it has written down."""
+
+    server: Server
+    log: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def address(self) -> str:
+        return self.server.address
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [each for each in self.log if each["event"] == name]
+
+
+@contextlib.contextmanager
+def serving(folder: Path, tls: TLSConfig | None = None, **options: Any) -> Iterator[Running]:
+    """Serve the programs of `folder` at a free port, until the end; then nothing of the server may be left."""
+    limits = Limits(**{name: options.pop(name) for name in [*options] if name in Limits.__dataclass_fields__})
+    given = {"protocol": "semi2k", "insecure_plain": tls is None, "set_up": False, **options}
+    server = Server([folder], free_addresses(1)[0], tls=tls, limits=limits, **given)
+    running = Running(server)
+    ready = threading.Event()
+    writes = _Writes(running.log)
+    LOGGER.addHandler(writes)
+    before, LOGGER.propagate = LOGGER.level, False
+    LOGGER.setLevel("INFO")
+    thread = threading.Thread(target=lambda: asyncio.run(server.run(ready.set)), daemon=True)
+    thread.start()
+    try:
+        assert ready.wait(20)
+        yield running
+    finally:
+        server.stop()
+        thread.join(20)
+        LOGGER.removeHandler(writes)
+        LOGGER.setLevel(before)
+        LOGGER.propagate = True
+    assert not thread.is_alive()
+    assert running.log[-1]["event"] == "stopped"
+
+
+class _Writes(logging.Handler):
+    def __init__(self, log: list[dict[str, Any]]) -> None:
+        super().__init__()
+        self._log = log
+
+    def emit(self, record: Any) -> None:
+        self._log.append({"event": record.getMessage(), "level": record.levelname, **getattr(record, "fields", {})})
+
+
+class Bare:
+    """A connection that says what it likes."""
+
+    def __init__(self, address: str, tls: TLSConfig | None = None, seconds: float = 10.0) -> None:
+        self.end: socket.socket = socket.create_connection(parse_address(address), timeout=seconds)
+        if tls is not None:
+            self.end = tls.context(False).wrap_socket(self.end, server_hostname=parse_address(address)[0])
+
+    def say(self, content: Any) -> None:
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.end.sendall(LENGTH.pack(len(data)) + data)
+
+    def greet(self, **changed: Any) -> Any:
+        """Say hello, and return what the server answers."""
+        self.say({"kind": "hello", "wire": WIRE, "versions": versions()} | changed)
+        return self.hear()
+
+    def hear(self) -> Any:
+        """The next message but signs of life; None once the connection is closed."""
+        while True:
+            try:
+                head = self._exactly(LENGTH.size)
+                if len(head) < LENGTH.size:
+                    return None
+                said = json.loads(self._exactly(LENGTH.unpack(head)[0]))
+            except (ConnectionError, ssl.SSLError):
+                return None
+            if said["kind"] != "alive":
+                return said
+
+    def _exactly(self, size: int) -> bytes:
+        found = b""
+        while len(found) < size and (part := self.end.recv(size - len(found))):
+            found += part
+        return found
+
+    def __enter__(self) -> Bare:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end.close()
+
+
+def is_served(running: Running, tls: TLSConfig | None = None) -> bool:
+    """Whether the next client gets an answer."""
+    with Bare(running.address, tls) as client:
+        return bool(client.greet()["kind"] == "offer")
+
+
+_SERVE = """
+import json, sys
+from aero_compile.runtime import TLSConfig
+from aero_compile.serving.server import serve
+from aero_compile.serving.session import Limits
+options = json.loads(sys.argv[1])
+limits, tls = Limits(**options.pop("limits")), options.pop("tls")
+serve(options.pop("programs"), options.pop("address"), limits=limits, tls=tls and TLSConfig(**tls), **options)
+"""
+
+
+@contextlib.contextmanager
+def server_process(folder: Path, **options: Any) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server as a process of its own, without TLS, and its address; it writes its log to standard error."""
+    address = free_addresses(1)[0]
+    limits = {name: options.pop(name) for name in [*options] if name in Limits.__dataclass_fields__}
+    given = {**SEMI2K, "set_up": False, "tls": None, "limits": limits, "programs": [str(folder)], "address": address}
+    command = [sys.executable, "-c", _SERVE, json.dumps({**given, **options})]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if '"serving"' in line:
+                break
+        yield process, address
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+        process.communicate()
+
+
+def open_descriptors() -> int:
+    """How many this process has."""
+    return len(os.listdir("/proc/self/fd"))
