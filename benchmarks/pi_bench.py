@@ -17,6 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script it would know its own folder alone
 
+from aero_compile.commands.options import add_costs, positive
 from aero_compile.errors import InputError, OutputDirError
 from aero_compile.exit_codes import exit_code
 from aero_compile.files import write_atomically
@@ -42,14 +43,6 @@ from benchmarks.lib.paper import with_paper
 from benchmarks.lib.pi_rows import DEFAULT_RECIPES, SHAPES, Task, check_lengths, row_key, tasks
 
 TITLE = "Cost of private inference"
-
-
-def positive(text: str) -> int:
-    """Parse a whole number of at least 1 for argparse."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
-    return value
 
 
 def parser() -> argparse.ArgumentParser:
@@ -84,18 +77,9 @@ def parser() -> argparse.ArgumentParser:
     warm.add_argument("--warm-up", choices=list(pi_rows.WARM_UPS), help=text)
     text = "the same as --warm-up none"
     warm.add_argument("--cold-only", dest="warm_up", action="store_const", const="none", help=text)
-    text = "with the private checks of ranges that programs for two hosts have"
-    how.add_argument("--guards", action="store_true", help=text)
-    text = "weights that the client is given, divided by commas: embedding, position, head, names or patterns of names"
-    how.add_argument("--public", type=_names, default=(), metavar="LIST", help=text)
-    text = (
-        "prepare what does not depend on the tokens before; bytes, messages and seconds are then those with the tokens"
-    )
-    how.add_argument("--offline", action="store_true", help=text)
+    add_costs(how)
     text = "exponentials for scores that spread as far as on random tokens, by a quarter more, with no clamp"
     how.add_argument("--no-clamp", dest="clamp", action="store_false", help=text)
-    text = "what to emulate (or assume) between the parties: wan, lan or MBPS:RTT_MS; default: loopback, nothing"
-    how.add_argument("--network", default="loopback", metavar="NET", help=text)
     text = "give a row up that takes longer; default: 6"
     how.add_argument("--hours", type=float, default=6.0, metavar="H", help=text)
     how.add_argument("--estimate", action="store_true", help="run nothing: predict the costs of a warm Cheetah forward")
@@ -115,10 +99,6 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--resume", action="store_true", help="keep the rows that --json FILE has, do the others")
     found.add_argument("--overwrite", action="store_true", help="replace output files that exist")
     return p
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -79,6 +80,24 @@ def test_wheel_has_the_command_and_says_where_the_project_lives(built: Path) -> 
     for kind in ("Homepage", "Documentation", "Changelog", "Issues"):
         assert f"Project-URL: {kind}, https://" in named["METADATA"]
     assert "\nAuthor: " in named["METADATA"]
+
+
+def test_the_installed_command_runs(built: Path, tmp_path: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(tmp_path)]
+    subprocess.run([*install, str(wheel)], check=True, capture_output=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "bin" / "aero-compile"), "--help"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    for name in ("census", "estimate", "export", "recipes", "retrain"):
+        assert f"\n    {name} " in done.stdout
+    assert "pi-bench" not in done.stdout  # it is a script of the source tree
 
 
 def test_links_of_the_package_page_lead_to_files_of_the_project(root: Path) -> None:

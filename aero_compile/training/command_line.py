@@ -30,13 +30,13 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
 _EXAMPLES = """\
 examples:
   # a small GPT-2 without LayerNorm and GELU on Python code, entropy-regularized; a few minutes on a CPU
-  python -m aero_compile.retrain --output-dir runs/tiny
+  aero-compile retrain --output-dir runs/tiny
 
   # continue it after it was stopped
-  python -m aero_compile.retrain --output-dir runs/tiny --resume
+  aero-compile retrain --output-dir runs/tiny --resume
 
   # the shape of GPT-2 small from scratch on your own files, with the paper's temperature
-  python -m aero_compile.retrain --model gpt2 --from-scratch --dataset 'src/**/*.py' --temperature-init 0.01 \\
+  aero-compile retrain --model gpt2 --from-scratch --dataset 'src/**/*.py' --temperature-init 0.01 \\
       --recipe 'EReg(SM(t)+ScFFN)' --lambda 0.05 --gamma 0.1 --output-dir runs/gpt2-softmax-only
 
   # a pretrained model from the Hub with ReLU instead of GELU, 8 GPUs
@@ -61,7 +61,7 @@ def make_parser() -> HfArgumentParser:
     kinds: Any = (RetrainOptions, RetrainArguments)
     return _Parser(
         kinds,
-        prog="python -m aero_compile.retrain",
+        prog="aero-compile retrain",
         usage="%(prog)s [options]",
         description="Transform a GPT-2-like model for private inference and train it.",
         epilog=_EXAMPLES,

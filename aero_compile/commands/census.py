@@ -1,0 +1,72 @@
+"""Count the nonlinear operations of a model that remain under each recipe, from shapes alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from aero_compile.commands.options import MODEL
+from aero_compile.errors import InputError
+
+SUMMARY = "nonlinear ops that each recipe leaves in a model"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command."""
+    text = MODEL.format(hub=" (its configuration is enough)") + " (default: %(default)s)"
+    parser.add_argument("--model", default="gpt2", help=text)
+    parser.add_argument("--from-scratch", action="store_true", help="taken for granted: a census needs no weights")
+    parser.add_argument("--onnx", metavar="FILE", help="count what an ONNX file of any exporter holds instead")
+    parser.add_argument(
+        "--recipes",
+        help="names, labels or lists of passes, separated by commas, or by ; (default: the paper's architectures; "
+        "a saved artifact is counted as it is)",
+    )
+    parser.add_argument(
+        "--seq-len", type=int, metavar="T", help="tokens (default: 128; of an ONNX file, what it is fixed to)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the counts."""
+    if args.onnx:
+        from aero_compile.onnx.census import onnx_census
+
+        counted = onnx_census(args.onnx, args.seq_len)
+        print(json.dumps(counted.to_dict(), indent=1) if args.json else counted)
+        return 0
+    rows = _counted(args)
+    if args.json:
+        print(json.dumps({label: row.to_dict() for label, row in rows.items()}, indent=1))
+        return 0
+    for label, row in rows.items():
+        print(f"{label:<13} {row}")
+    return 0
+
+
+def _counted(args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    from aero_compile.census import census
+    from aero_compile.pipeline import transform
+    from aero_compile.recipe.recipe import recipe_names, recipes, resolve
+    from aero_compile.training.models import find_shape
+
+    length = 128 if args.seq_len is None else args.seq_len
+    paper = ",".join(name for name, recipe in recipes().items() if recipe.group == "architectures of the paper")
+    wanted = [resolve(name) for name in recipe_names(args.recipes or paper)]
+    source = find_shape(args.model, length)
+    if source.transformed and args.recipes:
+        raise InputError(
+            f"{args.model} is a saved artifact, which has its recipe already: a count of other recipes needs the model "
+            "that it was made of; leave out --recipes to count the artifact"
+        )
+    with torch.device("meta" if source.from_scratch else "cpu"):
+        model = source.build(50257, None)
+    if source.transformed:
+        saved: Any = model
+        return {saved.recipe or "as captured": census(saved, length)}
+    captured = transform(model, "baseline")
+    return {recipe.label or recipe.text: census(transform(captured, recipe), length) for recipe in wanted}

@@ -1,0 +1,49 @@
+"""Write a model's logits as an ONNX file, and compare it with the model in onnxruntime before it gets its name.
+
+--model is as for census; a saved artifact is written as it is unless --recipe is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from aero_compile.commands.options import MODEL
+from aero_compile.files import refuse_existing
+
+SUMMARY = "write a model as ONNX, compared with PyTorch in onnxruntime"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command."""
+    add = parser.add_argument
+    add("out", metavar="OUT.onnx", help="the file to write")
+    add("--overwrite", action="store_true", help="replace OUT.onnx if it exists")
+    add("--model", required=True, help=MODEL.format(hub=""))
+    add("--recipe", help="name, label or list of passes (default: softmax_only; none for an artifact)")
+    add("--from-scratch", action="store_true", help="random weights in the model's shape")
+    add("--seq-len", type=int, default=128, metavar="T", help="longest sequence, where the model has no limit itself")
+    add("--tolerance", type=float, default=1e-4, help="share of the largest logit (default: %(default)s)")
+    add("--opset", type=int, default=20, help="version of the operator set (default: %(default)s)")
+    add("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the file."""
+    import torch
+
+    from aero_compile.onnx.export import export_onnx
+    from aero_compile.pipeline import transform
+    from aero_compile.recipe.recipe import resolve
+    from aero_compile.training.models import find_model, with_length
+
+    refuse_existing(Path(args.out), args.overwrite)
+    source = find_model(args.model, from_scratch=args.from_scratch, overrides=None, context=args.seq_len)
+    recipe = resolve(args.recipe or ("baseline" if source.transformed else "softmax_only"))
+    torch.manual_seed(0)
+    captured = transform(source.build(50257, None), "baseline")
+    model = transform(captured, with_length(recipe, captured.max_positions, args.seq_len))
+    report = export_onnx(model, args.out, tolerance=args.tolerance, opset=args.opset)
+    print(json.dumps(report.to_dict(), indent=1) if args.json else report)
+    return 0

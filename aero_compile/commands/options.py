@@ -1,0 +1,38 @@
+"""Options that several commands have, and `pi_bench.py` too."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+MODEL = (
+    "Hub name{hub}, local folder, config.json, saved artifact, package.module:factory, or one of the shapes tiny, "
+    "gpt2, pythia-70m"
+)
+
+
+def positive(text: str) -> int:
+    """Parse a whole number of at least 1 for argparse."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Parse names divided by commas."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def add_costs(group: Any) -> None:
+    """Add what decides the costs of a private forward beside the model: to a parser, or a group of it."""
+    text = "with the private checks of ranges that programs for two hosts have"
+    group.add_argument("--guards", action="store_true", help=text)
+    text = "weights that the client is given, divided by commas: embedding, position, head, names or patterns of names"
+    group.add_argument("--public", type=names, default=(), metavar="LIST", help=text)
+    text = (
+        "prepare what does not depend on the tokens before; bytes, messages and seconds are then those with the tokens"
+    )
+    group.add_argument("--offline", action="store_true", help=text)
+    text = "what to emulate (or assume) between the parties: wan, lan or MBPS:RTT_MS; default: loopback, nothing"
+    group.add_argument("--network", default="loopback", metavar="NET", help=text)
