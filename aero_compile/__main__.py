@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from aero_compile.commands import census, estimate, export, recipes
+from aero_compile.commands import census, certs, estimate, export, recipes
 from aero_compile.errors import InputError
 from aero_compile.exit_codes import exit_code
 from aero_compile.plain_help import HelpParser
 from aero_compile.version import __version__
 
-COMMANDS: tuple[ModuleType, ...] = (recipes, census, estimate, export)
+COMMANDS: tuple[ModuleType, ...] = (recipes, census, estimate, export, certs)
 
 EXAMPLES = """examples:
   aero-compile recipes
@@ -25,6 +25,7 @@ EXAMPLES = """examples:
   aero-compile estimate --model gpt2 --network wan
   aero-compile retrain --output-dir runs/mine
   aero-compile export --model runs/mine/artifact decoder.onnx
+  aero-compile certs certificates --host server.example 10.0.0.1
 
 Exit code 2: an input that cannot be used. aero-compile COMMAND --help tells more; python -m aero_compile is the same.
 """
@@ -33,6 +34,7 @@ EXTRAS = {
     **dict.fromkeys(("accelerate", "datasets", "tokenizers", "tqdm", "transformers"), "train"),
     **dict.fromkeys(("onnx", "onnxruntime", "onnxscript", "onnx_ir"), "onnx"),
     **dict.fromkeys(("jax", "spu"), "spu"),
+    **dict.fromkeys(("cryptography", "pydantic", "starlette", "uvicorn"), "serve"),
 }
 """Which extra of ours installs a package that a command may miss."""
 
