@@ -67,8 +67,8 @@ class Sampler:
 def nucleus(logits: npt.NDArray[Any], sampling: Sampling) -> Values:
     """The probabilities by which `Sampler` chooses, float64 [V], from logits [V]; they sum to 1."""
     values = _checked(logits)
+    found: Values = np.zeros(len(values))
     if sampling.temperature == 0:
-        found = np.zeros(len(values))
         found[int(np.argmax(values))] = 1.0
         return found
     with np.errstate(over="ignore"):  # to an infinity of which the exponential is 0

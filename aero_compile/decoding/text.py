@@ -58,7 +58,8 @@ class TextStream:
     def __init__(self, tokenizer: Any, prompt: Sequence[int] = (), stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._stop = StopStrings(stop)
-        self._restart(list(prompt))
+        self._pending: list[int] = []
+        self._stream = _stream_behind(list(prompt))
 
     @property
     def stopped(self) -> bool:
@@ -82,14 +83,15 @@ class TextStream:
         # The library raises a bare Exception where bytes that no text has change how earlier ones read.
         except Exception:
             text = self._tokenizer.decode(self._pending)
-            self._restart(self._pending)
+            self._stream = _stream_behind(self._pending)
         if text is None:
             return ""
         self._pending = []
         return str(text)
 
-    def _restart(self, ids: list[int]) -> None:
-        from tokenizers.decoders import DecodeStream
 
-        self._stream = DecodeStream(ids=ids, skip_special_tokens=True)
-        self._pending: list[int] = []
+def _stream_behind(ids: list[int]) -> Any:
+    """A new decoder of what follows `ids`."""
+    from tokenizers.decoders import DecodeStream
+
+    return DecodeStream(ids=ids, skip_special_tokens=True)

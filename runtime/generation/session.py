@@ -147,7 +147,7 @@ class Session:
         self,
         ids: Sequence[int],
         max_new_tokens: int,
-        on_token: Callable[[Token], None] | None = None,
+        on_token: Callable[[Token], object] | None = None,
         choose: Choose | None = None,
         stop: Sequence[int] = (),
     ) -> Generation:
@@ -156,7 +156,7 @@ class Session:
         Args:
             ids: the prompt, at least one token.
             max_new_tokens: at least 1; prompt and tokens must fit into `room`.
-            on_token: is told each token as soon as it is chosen.
+            on_token: is told each token as soon as it is chosen; if it returns True, nothing is generated behind it.
             choose: gives the next id from the logits [V]; by default the likeliest token (the first of equals).
             stop: ids behind which nothing is generated; the one that was chosen is the last of the result.
 
@@ -173,9 +173,8 @@ class Session:
             prefill = before if number == 0 else prefill
             token = Token(self._known(chooses(logits)), logits, cost)
             made.append(token)
-            if on_token is not None:
-                on_token(token)
-            if token.id in stop:
+            enough = on_token is not None and on_token(token) is True
+            if enough or token.id in stop:
                 break
             text = [*text, token.id]
         return Generation(tuple(ids), tuple(made), prefill, self._decoder.set_up)

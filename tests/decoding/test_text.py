@@ -7,12 +7,12 @@ import itertools
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aero_compile.decoding.text import StopStrings, TextStream
 from aero_compile.errors import InputError
-from tests.support.budgets import by_default
+from tests.support.budgets import few
 
 pytest.importorskip("tokenizers")
 
@@ -29,7 +29,7 @@ def first_stop(text: str, stops: list[str]) -> str:
     return text
 
 
-@settings(max_examples=by_default(2000, 400), deadline=None)
+@few(max_examples=400)
 @given(text=FEW, stops=STOPS, cuts=st.lists(st.integers(0, 12)))
 def test_stop_strings_end_text_however_it_is_cut(text: str, stops: list[str], cuts: list[int]) -> None:
     stop, shown = StopStrings(stops), ""
@@ -93,7 +93,7 @@ def pieces(tokenizer: Any, prompt: list[int], ids: list[int], stop: list[str] | 
     return [*(stream.push(each) for each in ids), stream.finish()]
 
 
-@settings(max_examples=by_default(1000, 200), deadline=None)
+@few(max_examples=200)
 @given(prompt=st.text(min_size=1, max_size=5), text=st.text(max_size=20), stops=STOPS)
 def test_characters_come_whole_and_none_is_lost(prompt: str, text: str, stops: list[str]) -> None:
     tokenizer = byte_level()
@@ -103,7 +103,7 @@ def test_characters_come_whole_and_none_is_lost(prompt: str, text: str, stops: l
         assert not any("\ufffd" in piece for piece in shown)
 
 
-@settings(max_examples=by_default(2000, 400), deadline=None)
+@few(max_examples=400)
 @given(prompt=st.lists(st.integers(0, 262), max_size=4), ids=st.lists(st.integers(0, 262), max_size=16))
 def test_any_tokens_have_some_text(prompt: list[int], ids: list[int]) -> None:
     """A model may give bytes that are no text: what is shown of them is valid, and nothing fails."""
@@ -111,7 +111,7 @@ def test_any_tokens_have_some_text(prompt: list[int], ids: list[int]) -> None:
         "".join(pieces(tokenizer, [each % (top + 1) for each in prompt], [each % (top + 1) for each in ids])).encode()
 
 
-@settings(max_examples=by_default(1000, 200), deadline=None)
+@few(max_examples=200)
 @given(ids=st.lists(st.integers(0, 256), max_size=16))
 def test_bytes_that_are_no_text_read_as_they_do_all_at_once(ids: list[int]) -> None:
     tokenizer = byte_level()

@@ -129,3 +129,15 @@ def test_a_choice_outside_the_vocabulary_is_refused() -> None:
 
 def test_a_full_room_is_full() -> None:
     assert len(Session(Sums()).generate([1] * 6, 4).ids) == 4  # the last token needs no position
+
+
+def test_who_is_told_the_tokens_may_end_the_text() -> None:
+    decoder, seen = Sums(), list[int]()
+
+    def told(token: Token) -> bool:
+        seen.append(token.id)
+        return len(seen) == 2
+
+    found = Session(decoder).generate([3, 1], 5, told)
+    assert found.ids == seen == continuation([3, 1], 2)
+    assert found.total == Cost(210, 5, 1.0)

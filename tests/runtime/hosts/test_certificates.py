@@ -28,13 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(folder: Path, name: str, authority: Path | None = None) -> TLSConfig:
-    return TLSConfig(
-        *(str(path) for path in (folder / f"{name}.pem", folder / f"{name}.key")), _ca(authority or folder)
-    )
-
-
-def _ca(folder: Path) -> str:
-    return str(folder / "authority.pem")
+    ca = (authority or folder) / "authority.pem"
+    return TLSConfig(str(folder / f"{name}.pem"), str(folder / f"{name}.key"), str(ca))
 
 
 def shake_hands(server: TLSConfig, client: TLSConfig, host: str) -> dict[str, object]:
