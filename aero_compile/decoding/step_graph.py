@@ -63,6 +63,7 @@ class _Writer:
         self._new: dict[fx.Node, fx.Node] = {}
         self._whole: dict[fx.Node, Any] = {}
         self._rows: dict[tuple[fx.Node, Axis], fx.Node] = {}
+        self._new_one: dict[int, fx.Node] = {}
 
     def write(self) -> None:
         for node in self.model.graph.nodes:
@@ -141,9 +142,24 @@ class _Writer:
         call, length, runs = self.graph.call_function, self.sample.length, self._runs(node, axis)
         old, dim = self._apart(self._before[node], axis, runs, length)
         new, _ = self._apart(self._new[node], axis, runs, self.count)
+        if self.count == 1:
+            return self._together(call(aten.where.self, (self._is_new(node, dim), new, old)), axis, dim)
         earlier = call(aten.slice.Tensor, (old, dim, 0, self.position))
         later = call(aten.slice.Tensor, (old, dim, self.after, length))
         return self._together(call(aten.cat.default, ([earlier, new, later], dim)), axis, dim)
+
+    def _is_new(self, node: fx.Node, dim: int) -> fx.Node:
+        """Which of all positions is the new one, if it is one alone, along the dimension `dim` of a cached value.
+
+        So one graph serves all positions: no shape in it follows from the position.
+        """
+        behind = self.sample.values[node].dim() - dim - 1 + 2 * (dim != self.plan.cached[node].dim)
+        if behind not in self._new_one:
+            places = self.graph.call_function(aten.arange.default, (self.sample.length,))
+            is_new = self.graph.call_function(aten.eq.Scalar, (places, self.position))
+            sizes = [self.sample.length, *(1,) * behind]
+            self._new_one[behind] = self.graph.call_function(aten.reshape.default, (is_new, sizes))
+        return self._new_one[behind]
 
     # -- positions that share a dimension --------------------------------------------------------------------------
 

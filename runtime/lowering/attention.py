@@ -8,6 +8,7 @@ exponential and normalization run on that array, and zeros are put back around i
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -107,13 +108,18 @@ PLAIN = SoftmaxForm()
 """For any spread of scores, on any network."""
 
 
-def masked_softmax(x: Any, mask: Masked, dim: int, form: SoftmaxForm = PLAIN) -> Any:
+Tables = Sequence[Any]
+"""At the position at hand: what is added (or None), what is allowed, one allowed entry of each row (`MaskTables`)."""
+
+
+def masked_softmax(x: Any, mask: Masked, dim: int, form: SoftmaxForm = PLAIN, tables: Tables = ()) -> Any:
     """Softmax of `mask.scale * x + mask.bias` along `dim`, over the allowed entries; others are 0.
 
-    A row with nothing allowed gives zeros, as PyTorch's scaled_dot_product_attention does (its softmax: NaN).
+    `tables`: of a mask that follows from the position, whose rows lie along the last axis. A row with nothing allowed
+    gives zeros, as PyTorch's scaled_dot_product_attention does (its softmax: NaN).
     """
     last = jnp().moveaxis(x, dim, -1)
-    packed, rows = _exponentials(last, _moved(mask, dim, x.ndim), form)
+    packed, rows = _exponentials(last, _moved(mask, dim, x.ndim), form, tables)
     found = _normalized(packed, _inverse(rows, form.exact), rows.layout)
     return jnp().moveaxis(rows.layout.unpack(found, last.shape), -1, dim)
 
@@ -127,11 +133,13 @@ def _normalized(packed: Any, inverse: Any, layout: Packing) -> Any:
     return layout.pack(scaled_rows(layout.unpack(packed, (rows, width)), spread))
 
 
-def unnormalized_softmax(x: Any, mask: Masked, dim: int, form: SoftmaxForm = PLAIN) -> tuple[Any, Any]:
+def unnormalized_softmax(
+    x: Any, mask: Masked, dim: int, form: SoftmaxForm = PLAIN, tables: Tables = ()
+) -> tuple[Any, Any]:
     """The softmax along the last axis in two factors: exponentials [..., K] and inverse row sums [..., 1]."""
     if dim != x.ndim - 1:
         raise NotImplementedError("a softmax along another axis than the last cannot be split")
-    packed, rows = _exponentials(x, mask, form)
+    packed, rows = _exponentials(x, mask, form, tables)
     inverse = rows.layout.spread(_inverse(rows, form.exact), (*x.shape[:-1], 1))
     return rows.layout.unpack(packed, x.shape), inverse
 
@@ -146,14 +154,25 @@ def _inverse(rows: _Rows, exact: bool) -> Any:
     return 1.0 / rows.sums if exact else reciprocal_of_sums(rows.sums, int(rows.layout.lengths.max()))
 
 
-def _exponentials(x: Any, mask: Masked, form: SoftmaxForm) -> tuple[Any, _Rows]:
-    """Packed exponentials of the scores less their row's maximum, and the sums of the rows that have entries."""
+def _exponentials(x: Any, mask: Masked, form: SoftmaxForm, tables: Tables) -> tuple[Any, _Rows]:
+    """Packed exponentials of the scores less their row's maximum, and the sums of the rows that have entries.
+
+    What only the position at hand hides is replaced by a score of its row that is allowed, which changes no maximum and
+    no range, and its exponential by 0: choices by public bits, which cost nothing.
+    """
     layout = packing(x.shape, mask.allowed)
     scores = x if mask.scale is None else scale(x, mask.scale)
     scores = scores if mask.bias is None else scores + mask.bias.astype(x.dtype)
+    hides = None
+    if tables:
+        added, allowed, own = tables
+        hides = jnp().broadcast_to(allowed < 0.5, x.shape)
+        scores = scores if added is None else scores + added
+        scores = jnp().where(hides, jnp().where(own > 0.5, scores, 0.0).sum(axis=-1, keepdims=True), scores)
     packed = layout.pack(scores)
     shifted = packed - row_maximum(packed, layout.lengths, form.network)[:, layout.row_of]
     found = jnp().exp(shifted) if form.exact else form.exponential(shifted)
+    found = found if hides is None else jnp().where(layout.pack(hides), 0.0, found)
     rectangle = layout.unpack(found, (layout.groups, *layout.allowed.shape))
     return found, _Rows(layout, rectangle.sum(axis=-1)[:, layout.allowed.any(axis=1)])
 

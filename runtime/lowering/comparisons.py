@@ -54,8 +54,7 @@ def reach_of(name: str, given: Mapping[str, Any]) -> float:
 def spread_of(peak: float, mask: Masked) -> float:
     """The largest spread of a row of masked scores whose magnitudes, before scale and bias, are at most `peak`."""
     scale = 1.0 if mask.scale is None else float(np.abs(mask.scale).max())
-    bias = 0.0 if mask.bias is None else float(np.max(mask.bias) - np.min(mask.bias))
-    return 2 * peak * scale + bias
+    return 2 * peak * scale + mask.widest_bias
 
 
 def comparisons(node: fx.Node, shape: tuple[int, ...], mask: Masked | None, chosen: SoftmaxExponential | None) -> int:

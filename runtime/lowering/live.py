@@ -49,7 +49,9 @@ class LiveProgram:
     typical text showed. `guard` names a value [1] that is 1 if a value left its range and else 0, None if there
     are no private checks; `guards` has those that text can be tried on beforehand, by the name of their node.
     `offline`: what does not depend on the tokens is computed before they are known. Steps of a model also read the
-    values `cached`, shapes by name, and make what they become: `results`, in the same order.
+    values `cached`, shapes by name, and make what they become: `results`, in the same order. Of the inputs in
+    `by_position`, weights or published, there are values for all positions, [positions, ...], of which a step reads
+    one. `opens`: the client learns the result, which are logits.
     """
 
     steps: tuple[LiveStep, ...]
@@ -68,19 +70,27 @@ class LiveProgram:
     offline: bool = False
     cached: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     results: tuple[str, ...] = ()
+    by_position: frozenset[str] = frozenset()
+    opens: bool = True
 
     def run(self, one_hot: Any, weights: Mapping[str, Any] | None = None) -> Any:
         """Compute the logits in plain JAX (for tests and debugging; nothing is private here)."""
         return self._values(one_hot, weights, ())[self.result]
 
-    def run_step(self, one_hot: Any, cached: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-        """Compute the logits of new positions in plain JAX, and what the cached values become."""
-        values = self._values(one_hot, None, cached)
+    def run_step(self, one_hot: Any, cached: Sequence[Any], position: int = 0) -> tuple[Any, tuple[Any, ...]]:
+        """Compute the logits of new positions in plain JAX, and what the cached values become.
+
+        `position` is where the program's step is if it can be anywhere.
+        """
+        values = self._values(one_hot, None, cached, position)
         return values[self.result], tuple(values[name] for name in self.results)
 
-    def _values(self, one_hot: Any, weights: Mapping[str, Any] | None, cached: Sequence[Any]) -> dict[str, Any]:
+    def _values(
+        self, one_hot: Any, weights: Mapping[str, Any] | None, cached: Sequence[Any], position: int = 0
+    ) -> dict[str, Any]:
         values: dict[str, Any] = {TOKENS: one_hot, **self.published, **dict(zip(self.cached, cached, strict=True))}
         values |= weights if weights is not None else self.weights
+        values |= {name: values[name][position] for name in self.by_position}
         if self.prefix:
             values |= run_prefix(self.prefix, np.asarray(one_hot).argmax(-1), self.published)
         for step in self.steps:

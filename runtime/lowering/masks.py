@@ -9,8 +9,8 @@ moderate number, and the entry is masked wherever f stays below every score that
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,20 @@ _AFFINE = names_of(
 )
 _CASTS = names_of(of_form("cast", "cast_as"))
 
+_Read = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class MaskTables:
+    """A mask at each position, [positions, ...]: what is added (None: as `Masked` says), and what is allowed.
+
+    `own` is one entry of each row that is allowed: it stands in for those that are not.
+    """
+
+    bias: npt.NDArray[np.float64] | None
+    allowed: npt.NDArray[np.bool_]
+    own: npt.NDArray[np.bool_]
+
 
 @dataclass(frozen=True)
 class Masked:
@@ -40,7 +54,8 @@ class Masked:
 
     `scale` and `bias` broadcast to the scores; None stands for 1 and 0. `allowed` is boolean and
     broadcasts too; None means that every entry is allowed. `finite`: where what is masked was masked by a finite
-    number, None if nowhere.
+    number, None if nowhere. Where the mask follows from the position of a step, `allowed` has what is allowed at any
+    position, `scale` is the same at all, and `tables` say what is added and allowed at each.
     """
 
     core: fx.Node
@@ -48,6 +63,13 @@ class Masked:
     bias: npt.NDArray[np.float64] | None
     allowed: npt.NDArray[np.bool_] | None
     finite: npt.NDArray[np.bool_] | None = None
+    tables: MaskTables | None = None
+
+    @property
+    def widest_bias(self) -> float:
+        """The largest difference of two numbers that are added to scores."""
+        added = self.bias if self.tables is None or self.tables.bias is None else self.tables.bias
+        return 0.0 if added is None else float(np.max(added) - np.min(added))
 
     def empty_row_with_numbers(self, dim: int, ndim: int) -> bool:
         """Whether some row along `dim` allows nothing, but has finite entries: PyTorch averages over them."""
@@ -95,16 +117,18 @@ def _probe(part: Partition, chain: list[fx.Node]) -> Masked | None:
     core = chain[-1]
     if not part.is_float.get(core, False) or part.shapes[core] != part.shapes[chain[0]]:
         return None
-    at = {value: _evaluate(part, chain, value) for value in (0.0, 1.0, 3.0)}
-    allowed = at[0.0] > MASKED_BELOW
-    if bool((at[3.0] > MASKED_BELOW).ne(allowed).any()):
-        return None
-    bias = torch.where(allowed, at[0.0], 0.0)
-    scale = torch.where(allowed, at[1.0] - at[0.0], 1.0)
-    straight = torch.where(allowed, at[0.0] + 3 * scale - at[3.0], 0.0)
-    if bool((straight.abs() > 1e-9 * (1 + bias.abs())).any()) or not bool(torch.isfinite(bias).all()):
-        return None
-    finite = ~allowed & torch.isfinite(at[0.0])
+    positions = part.positions
+    others = {used for node in chain[:-1] for used in node.all_input_nodes if not part.is_live(used)}
+    if positions is None or not any(map(positions.decide, others)):
+        read = _read(part, chain)
+        return None if read is None else _masked(core, *read)
+    found = [_read(part, chain, at) for at in range(positions.count)]
+    return _masked_by_position(core, part.shapes[core], [each for each in found if each is not None], len(found))
+
+
+def _masked(
+    core: fx.Node, scale: torch.Tensor, bias: torch.Tensor, allowed: torch.Tensor, finite: torch.Tensor
+) -> Masked:
     return Masked(
         core,
         None if bool((scale == 1).all()) else _compact(_spread(scale, allowed)),
@@ -114,12 +138,51 @@ def _probe(part: Partition, chain: list[fx.Node]) -> Masked | None:
     )
 
 
-def _evaluate(part: Partition, chain: list[fx.Node], value: float) -> torch.Tensor:
+def _masked_by_position(core: fx.Node, shape: tuple[int, ...], found: Sequence[_Read], count: int) -> Masked | None:
+    """The mask of all positions; None if they have no common scale, or hide a whole row."""
+    if len(found) < count:
+        return None
+    scales = [_spread(scale, allowed) for scale, _, allowed, _ in found]
+    biases, tables = torch.stack([each[1] for each in found]), torch.stack([each[2] for each in found])
+    rows = tables.expand(*tables.shape[:-1], shape[-1])
+    if not bool(rows.any(-1).all()) or any(not torch.equal(each, scales[0]) for each in scales):
+        return None
+    last = rows.shape[-1] - 1 - rows.flip(-1).int().argmax(-1, keepdim=True)
+    own = torch.zeros_like(rows).scatter(-1, last, True)
+    anywhere = _masked(core, scales[0], biases[0], rows.any(0), torch.zeros(1, dtype=torch.bool))
+    if all(torch.equal(each, found[0][2]) for each in tables) and all(torch.equal(each, biases[0]) for each in biases):
+        return anywhere
+    bias = None if all(torch.equal(each, biases[0]) for each in biases) else biases.numpy()
+    return replace(
+        anywhere, bias=None if bias is not None else anywhere.bias, tables=MaskTables(bias, rows.numpy(), own.numpy())
+    )
+
+
+def _read(part: Partition, chain: list[fx.Node], position: int | None = None) -> _Read | None:
+    """Scale, bias, what is allowed, and what of the rest is finite; None: the chain is not affine."""
+    at = {value: _evaluate(part, chain, value, position) for value in (0.0, 1.0, 3.0)}
+    allowed = at[0.0] > MASKED_BELOW
+    if bool((at[3.0] > MASKED_BELOW).ne(allowed).any()):
+        return None
+    bias = torch.where(allowed, at[0.0], 0.0)
+    scale = torch.where(allowed, at[1.0] - at[0.0], 1.0)
+    straight = torch.where(allowed, at[0.0] + 3 * scale - at[3.0], 0.0)
+    if bool((straight.abs() > 1e-9 * (1 + bias.abs())).any()) or not bool(torch.isfinite(bias).all()):
+        return None
+    return scale, bias, allowed, ~allowed & torch.isfinite(at[0.0])
+
+
+def _evaluate(part: Partition, chain: list[fx.Node], value: float, position: int | None) -> torch.Tensor:
     core = torch.full([1] * len(part.shapes[chain[-1]]), value, dtype=torch.float64)
     environment: dict[fx.Node, Any] = {chain[-1]: core}
 
     def resolve(node: fx.Node) -> Any:
-        found = environment[node] if node in environment else part.known[node]
+        if node in environment:
+            found = environment[node]
+        elif position is None or part.positions is None:
+            found = part.known[node]
+        else:
+            found = part.positions.value(node, position, part.known)
         if isinstance(found, torch.Tensor) and found.is_floating_point():
             return found.detach().cpu().to(torch.float64)
         return found.cpu() if isinstance(found, torch.Tensor) else found

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -24,11 +24,13 @@ from torch._subclasses.fake_tensor import (
 
 from aero_compile.decoding.step import DecodeStep
 from aero_compile.decoding.step_graph import POSITION
-from aero_compile.errors import LoweringError
+from aero_compile.errors import InputError, LoweringError
+from aero_compile.ir.dataflow import placeholder
 from aero_compile.ir.ops import name_of
 from aero_compile.ir.ownership import Domain, domains_of
 from aero_compile.ir.places import source_path
 from aero_compile.ir.weight_values import node_value
+from aero_compile.runtime.lowering.positions import Positions
 
 SOFTMAX = torch.ops.aten.softmax.int
 
@@ -42,7 +44,8 @@ class Partition:
 
     `known` holds the value of each public and server node; `shapes` and `is_float` describe the live
     tensors. `masks` keeps what `masks.find_mask` found. `cached` are inputs that only exist as shares, and `results`
-    what they become, in the same order: those of a step (`aero_compile.decoding`).
+    what they become, in the same order: those of a step (`aero_compile.decoding`). A step for any position has
+    `positions`, and `known` is for the last one. `opens`: the output are logits, which the client learns.
     """
 
     graph: fx.Graph
@@ -55,6 +58,8 @@ class Partition:
     masks: dict[fx.Node, Any] = field(default_factory=dict)
     cached: tuple[fx.Node, ...] = ()
     results: tuple[fx.Node, ...] = ()
+    positions: Positions | None = None
+    opens: bool = True
 
     def is_live(self, value: object) -> bool:
         """Whether `value` is a node that depends on the tokens."""
@@ -103,16 +108,20 @@ def partition(module: torch.nn.Module, graph: fx.Graph, shape: tuple[int, ...]) 
     return _sorted(module, graph, dict.fromkeys(inputs, ones), result)
 
 
-def partition_step(step: DecodeStep, position: int) -> Partition:
+def partition_step(step: DecodeStep, position: int | None = None, *, opens: bool = True) -> Partition:
     """Sort the nodes of a step's graph, a copy of it, for the new positions from `position` on.
 
-    The step's cached values exist as shares alone: they are live inputs, and results.
+    The step's cached values exist as shares alone: they are live inputs, and results. `position`: None for any, of a
+    step of one position. `opens`: False for the cached values alone, without logits.
 
     Raises:
-        InputError: the step has no room for new positions there.
+        InputError: the step has no room for new positions there, or takes several positions at once anywhere.
         LoweringError: as `partition` does.
     """
-    step.check_position(position)
+    if position is None and step.count != 1:
+        raise InputError(f"a step for any position computes one, not {step.count}")
+    last = step.length - step.count if position is None else position
+    step.check_position(last)
     graph = fx.Graph()
     outputs = graph.graph_copy(step.graph, {})
     assert isinstance(outputs, tuple)
@@ -120,8 +129,10 @@ def partition_step(step: DecodeStep, position: int) -> Partition:
     logits, *results = outputs
     shared = {each.name: torch.zeros(each.shape, dtype=each.dtype) for each in step.cached}
     tokens = torch.ones((step.batch, step.count), dtype=torch.int64)
-    inputs = {"input_ids": tokens, POSITION: position, **shared}
-    return _sorted(step.model, graph, inputs, logits, tuple(results), tuple(shared), step.model.graph)
+    inputs = {"input_ids": tokens, POSITION: last, **shared}
+    part = _sorted(step.model, graph, inputs, logits, tuple(results), tuple(shared), step.model.graph)
+    anywhere = Positions(step.model, placeholder(graph, POSITION), step.length) if position is None else None
+    return replace(part, positions=anywhere, opens=opens, output=part.output if opens else part.results[-1])
 
 
 def _sorted(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import fx
@@ -39,6 +41,15 @@ class Published:
             refuse_huge_weight(node, array)
             self._names[key] = f"p:{node.target}" if node.op == "get_attr" else f"p:{node.name}"
             self.arrays[self._names[key]] = array
+        return self._names[key]
+
+    def add_table(self, name: str, table: npt.NDArray[Any]) -> str:
+        """The name of what follows from the position, [positions, ...]: `name`, or that of an equal table."""
+        array = np.ascontiguousarray(table.astype(self.dtype))
+        key = hashlib.sha256(f"{array.shape}".encode() + array.tobytes()).hexdigest()
+        if key not in self._names:
+            self._names[key] = name
+            self.arrays[name] = array
         return self._names[key]
 
 
@@ -85,6 +96,11 @@ def _argument(part: Partition, value: Any, given: Published) -> Any:
         return checked_literal(value)
     if part.is_live(value):
         return {"of": IDS if value is part.tokens else value.name}
+    if part.positions is not None and part.positions.decide(value):
+        raise LoweringError(
+            f"{op_name(value)} (node {value.name}, in {place_of(value)}) is given to clients and follows from the "
+            "position, which no step for all positions can take: leave it out of public="
+        )
     known = part.known[value]
     if isinstance(known, torch.Tensor):
         return {"of": given.add(value, known)}

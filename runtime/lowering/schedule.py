@@ -128,7 +128,8 @@ class Schedule:
         if is_part(node):
             source = node.args[0]
             return isinstance(source, fx.Node) and node is next(n for n in reversed(self.order) if n in source.users)
-        computes = op_name(node) not in MOVES and not self.is_tokens(node)
+        chooses = op_name(node) == "aten.where" and not self.part.is_live(node.args[0])
+        computes = op_name(node) not in MOVES and not chooses and not self.is_tokens(node)
         return computes or self.lookup(node) is not None
 
     def _blocked_products(self) -> Iterator[tuple[fx.Node, tuple[Strip, ...]]]:

@@ -43,6 +43,7 @@ from aero_compile.runtime.lowering.live import (
     label,
     refusing,
 )
+from aero_compile.runtime.lowering.masks import Masked
 from aero_compile.runtime.lowering.norms import NO_DOUBLINGS, Doublings
 from aero_compile.runtime.lowering.partition import Partition, op_name, place_of
 from aero_compile.runtime.lowering.prefix import Published, prefix_of
@@ -138,6 +139,7 @@ class _Emission:
     exponentials: dict[str, SoftmaxExponential] = field(default_factory=dict)
     small: frozenset[fx.Node] = frozenset()
     small_pays: bool = False
+    by_position: set[str] = field(default_factory=set)
     _weight_names: dict[object, str] = field(default_factory=dict)
     published: Published = field(init=False)
 
@@ -175,6 +177,8 @@ class _Emission:
             self.offline,
             {node.name: part.shapes[node] for node in part.cached},
             tuple(node.name for node in part.results),
+            frozenset(self.by_position),
+            part.opens,
         )
 
     def _guards(self, node: fx.Node) -> list[LiveStep]:
@@ -305,9 +309,42 @@ class _Emission:
         split = op_name(node) == "unnormalized_softmax"
         return Call(
             attention.unnormalized_softmax if split else attention.masked_softmax,
-            {"x": self._argument(slot, mask.core)},
+            {"x": self._argument(slot, mask.core), "tables": self._mask_tables(slot, node, mask, dim)},
             {"mask": mask, "dim": dim, "form": attention.SoftmaxForm(self.exact, exponential, self.network)},
         )
+
+    def _mask_tables(self, slot: _Slot, node: fx.Node, mask: Masked, dim: int) -> list[Ref | None]:
+        """The inputs of a mask that follows from the position; none of any other."""
+        if mask.tables is None:
+            return []
+        if dim != len(self.part.shapes[node]) - 1:
+            raise _unsupported(node, "its mask follows from the position, and its rows do not lie along the last axis")
+        tables = {"added": mask.tables.bias, "allowed": mask.tables.allowed, "own": mask.tables.own}
+        return [
+            None if table is None else self._at_position(slot, self.published.add_table(f"p:{node.name}:{name}", table))
+            for name, table in tables.items()
+        ]
+
+    def _at_position(self, slot: _Slot, name: str) -> Ref:
+        """An input of which there is a value for each position."""
+        table = self.published.arrays[name] if name in self.published.arrays else self.weights[name]
+        self.by_position.add(name)
+        slot.inputs.setdefault(name, (table.shape[1:], table.dtype.name))
+        return Ref(name)
+
+    def _table(self, slot: _Slot, node: fx.Node) -> Ref:
+        """The input for a value that follows from the position."""
+        positions = self.part.positions
+        table = None if positions is None else positions.table(node, self.part.known)
+        if table is None:
+            raise _unsupported(node, "it follows from the position, and is no tensor of one shape for all positions")
+        array = to_numpy(table, self.dtype).astype(self.dtype)
+        if self.part.domains[node] is not Domain.SERVER:
+            refuse_huge_table(node, array)
+            return self._at_position(slot, self.published.add_table(f"p:{node.name}", array))
+        refuse_huge_weight(node, array)
+        self.weights[f"w:{node.name}"] = array
+        return self._at_position(slot, f"w:{node.name}")
 
     def _exponential(self, node: fx.Node) -> SoftmaxExponential:
         shape, dim = self.part.shapes[node], node.args[1]
@@ -349,6 +386,8 @@ class _Emission:
             if value not in slot.nodes:
                 slot.inputs.setdefault(name, self._shape_and_kind(value))
             return Ref(name)
+        if self.part.positions is not None and self.part.positions.decide(value):
+            return self._table(slot, value)
         known = self.part.known[value]
         owned = self.part.domains[value] in (Domain.SERVER, Domain.PUBLISHED)
         if owned and not isinstance(known, torch.Tensor):

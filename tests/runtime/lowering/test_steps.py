@@ -29,20 +29,25 @@ aten = torch.ops.aten
 jax = pytest.importorskip("jax")
 
 
-def assert_same_text(model: InferenceModel, counts: Sequence[int], *, room: int = 0, defer: bool = False) -> None:
-    """Steps of so many positions each give, at each position, the logits of the text that ends there."""
+def assert_same_text(
+    model: InferenceModel, counts: Sequence[int], *, room: int = 0, defer: bool = False, anywhere: bool = False
+) -> None:
+    """Steps of so many positions each give, at each position, the logits of the text that ends there.
+
+    `anywhere`: the program of one position is the same at all.
+    """
     batch, total = 2, sum(counts)
     steps = {count: decode_step(model, batch, total + room, count) for count in set(counts)}
     ids = tokens(batch, total, model.vocab_size, seed=total)
     cached: Sequence[Any] = [np.random.default_rng(0).normal(size=each.shape) for each in steps[counts[0]].cached]
     for begin, count in zip(itertools.accumulate(counts, initial=0), counts, strict=False):
-        part = partition_step(steps[count], begin)
+        part = partition_step(steps[count], None if anywhere and count == 1 else begin)
         if defer:
             defer_normalization(part)
         with jax.experimental.enable_x64():
             live = lower(part, exact=True, dtype=np.float64)
             rows = one_hot(ids[:, begin : begin + count].numpy(), live.token_shape[2]).astype(np.float64)
-            found, cached = live.run_step(rows, cached)
+            found, cached = live.run_step(rows, cached, begin)
         for at in range(count):
             with torch.no_grad():
                 expected = model(ids[:, : begin + at + 1])[:, -1]
@@ -52,6 +57,11 @@ def assert_same_text(model: InferenceModel, counts: Sequence[int], *, room: int 
 @pytest.mark.parametrize("family", tiny_models.EVERY)
 def test_every_family_goes_on_where_it_was(family: str) -> None:
     assert_same_text(optimize_for_inference(captured(family)), (4, 1, 1), room=1)
+
+
+@pytest.mark.parametrize("family", tiny_models.EVERY)
+def test_one_program_is_the_step_at_every_position(family: str) -> None:
+    assert_same_text(optimize_for_inference(captured(family)), (1, 1, 1, 1), room=2, defer=True, anywhere=True)
 
 
 @every_decoder
@@ -65,6 +75,7 @@ def test_any_decoder_goes_on_where_it_was(config: Config) -> None:
             lower(partition_step(decode_step(model, 2, 4), 0))
     else:
         assert_same_text(model, (2, 1, 1), defer=True)
+        assert_same_text(model, (2, 1, 1), anywhere=True)
 
 
 def test_learned_temperatures_are_those_of_the_new_position() -> None:
