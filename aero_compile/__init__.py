@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from aero_compile.runtime import private_inference
     from aero_compile.runtime.arithmetic.tolerances import Tolerances
     from aero_compile.runtime.costs.model import estimate
+    from aero_compile.runtime.generation.private import private_generate
     from aero_compile.runtime.hosts.network_spec import Network
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "load",
     "onnx_census",
     "optimize_for_inference",
+    "private_generate",
     "private_inference",
     "recipes",
     "save",
@@ -56,6 +58,7 @@ _LAZY = {
     "load": "aero_compile.artifact",
     "onnx_census": "aero_compile.onnx.census",
     "optimize_for_inference": "aero_compile.optimize",
+    "private_generate": "aero_compile.runtime",
     "private_inference": "aero_compile.runtime",
     "recipes": "aero_compile.recipe.recipe",
     "runtime": "aero_compile.runtime",

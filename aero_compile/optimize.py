@@ -22,7 +22,9 @@ from aero_compile.passes.inference.last_token import LastToken
 from aero_compile.pipeline import run_passes, transform
 
 
-def optimize_for_inference(model: nn.Module, *, logits: str = "all", eliminate: bool = True) -> InferenceModel:
+def optimize_for_inference(
+    model: nn.Module, *, logits: str = "all", eliminate: bool = True, steps: bool = False
+) -> InferenceModel:
     """Return a copy of `model` that computes the same logits with fewer and cheaper private operators.
 
     Every pass is exact: in float64 the logits agree to rounding. The copy is made for inference: it has no dropout, no
@@ -34,6 +36,7 @@ def optimize_for_inference(model: nn.Module, *, logits: str = "all", eliminate: 
         logits: "all", for every position `[B, T, V]`, or "last", for the last position alone `[B, 1, V]`.
         eliminate: remove linear feed-forward blocks by a change of basis where the precision of the fixed point
             allows it; otherwise they are only fused.
+        steps: leave positions alike, so that new ones can be computed by themselves (`aero_compile.decoding`).
 
     Raises:
         InputError: another value of `logits`.
@@ -45,13 +48,13 @@ def optimize_for_inference(model: nn.Module, *, logits: str = "all", eliminate: 
         raise InputError("the model was optimized for inference already; start from the trained one")
     captured = model if isinstance(model, TransformedModel) else transform(model, "baseline")
     twin = inference_copy(captured)
-    run_passes(twin, passes(logits, eliminate))
+    run_passes(twin, passes(logits, eliminate, steps))
     twin.positions_kept = logits
     twin.prepare()
     return twin
 
 
-def passes(logits: str, eliminate: bool) -> tuple[GraphPass, ...]:
+def passes(logits: str, eliminate: bool, steps: bool = False) -> tuple[GraphPass, ...]:
     """The passes in the order in which they run; each finds the graph as the one before it left it.
 
     Weights come first, since every other pass reads them; then everything that makes a norm plain or a block linear.
@@ -61,6 +64,7 @@ def passes(logits: str, eliminate: bool) -> tuple[GraphPass, ...]:
     """
     linear_blocks: tuple[GraphPass, ...] = (EliminateFFN(), FuseLinearFFN()) if eliminate else (FuseLinearFFN(),)
     narrow = (LastToken(),) if logits == "last" else ()
+    apart = () if steps else (FoldFirstPosition(),)
     return (
         FoldExpressions(),
         FoldSlopes(),
@@ -70,6 +74,6 @@ def passes(logits: str, eliminate: bool) -> tuple[GraphPass, ...]:
         *linear_blocks,
         FoldScales(),
         *narrow,
-        FoldFirstPosition(),
+        *apart,
         FuseProjections(),
     )

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from aero_compile.runtime.arithmetic.tolerances import Tolerances
     from aero_compile.runtime.compilation import Compiled
     from aero_compile.runtime.costs.model import Estimate, estimate
+    from aero_compile.runtime.generation.private import local_session, private_generate
+    from aero_compile.runtime.generation.session import Generation, Session
     from aero_compile.runtime.hosts.measure import Measurement
     from aero_compile.runtime.hosts.network_spec import Network
     from aero_compile.runtime.hosts.tls import TLSConfig
@@ -27,6 +29,10 @@ _HOME = {
     "compile_model": "inference",
     "export": "inference",
     "private_inference": "inference",
+    "Generation": "generation.session",
+    "Session": "generation.session",
+    "local_session": "generation.private",
+    "private_generate": "generation.private",
     "TLSConfig": "hosts.tls",
     "Measurement": "hosts.measure",
     "Network": "hosts.network_spec",
@@ -38,15 +44,19 @@ __all__ = [
     "Approximation",
     "Compiled",
     "Estimate",
+    "Generation",
     "Measurement",
     "Network",
     "Program",
+    "Session",
     "TLSConfig",
     "Tolerances",
     "approximations",
     "compile_model",
     "estimate",
     "export",
+    "local_session",
+    "private_generate",
     "private_inference",
     "supported_ops",
 ]

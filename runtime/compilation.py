@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from aero_compile.runtime.lowering.norms import (
     foldable,
     random_tokens,
 )
+from aero_compile.runtime.lowering.partition import Partition
 from aero_compile.runtime.lowering.ranges import RangeCheck
 from aero_compile.runtime.lowering.small_weights import lift_small_weights
 from aero_compile.runtime.lowering.spu_compile import compile_steps
@@ -110,7 +111,7 @@ def compile_for(
         tolerance = options.form.tolerances.logits
         if tolerance is not None:
             say("rehearsing in the clear")
-            text, name = (ids, "these tokens") if on_ids else _typical(model, ids, options)
+            text, name = (ids, "these tokens") if on_ids else typical(model, ids, options)
             expected = in_the_clear(given, text)[:, -program.logits.shape[1] :]
             check_logits(program, live.weights, text, expected, tolerance, exact, name, live.published)
     return Compiled(program, live.weights, dict(live.published))
@@ -120,41 +121,66 @@ def _lowered(
     model: nn.Module, ids: Tokens, options: Options, on_ids: bool
 ) -> tuple[LiveProgram, Callable[[], LiveProgram]]:
     """The steps of the program, and what makes the same steps with exact functions."""
-    form = options.form
-    ranges = RangeCheck(form, doublings_of(model, ids, options))
+    seen = observed(model, ids, options, on_ids)
+    lowered = lowering(partition_for(model, ids), seen, options)
+    live = lowered()
+    refuse_outside(model, live, seen, options, ids if on_ids else None)
+    return live, partial(lowered, exact=True)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a model's values reach in the clear: on calibration text and maybe a run's tokens, which `ranges` checks."""
+
+    ranges: RangeCheck
+    spreads: Mapping[str, float]
+    reaches: Mapping[str, float]
+
+
+def observed(model: nn.Module, ids: Tokens, options: Options, on_ids: bool) -> Observed:
+    """Look at the values of `model`, of the calibration text and, `on_ids`, of the tokens `ids` [B, T] themselves."""
+    ranges = RangeCheck(options.form, doublings_of(model, ids, options))
     for text in options.texts(model):
         in_the_clear(model, text, ranges)
     spreads = {name: MARGIN * spread for name, spread in ranges.spreads.items()}
     reaches = _typical_reaches(model, ids, options, ranges)
     if on_ids:
         in_the_clear(model, ids, ranges)
-    part = partition_for(model, ids)
-    fold(part, ranges.doublings)
+    return Observed(ranges, spreads, reaches)
+
+
+def lowering(part: Partition, seen: Observed, options: Options) -> Callable[..., LiveProgram]:
+    """What lowers `part`, which is rewritten in place; `exact=True` makes the same steps with exact functions."""
+    form, doublings = options.form, seen.ranges.doublings
+    doubled = replace(doublings, folded=doublings.folded & foldable(part).keys())
+    fold(part, doubled)
     lift_small_weights(part, form.fraction_bits)
     with fixed_point(form.fraction_bits, form.ring_bits):
         defer_normalization(part)
     fits = (form.ring_bits, form.fraction_bits) == (RING_BITS, FRACTION_BITS)
-    lowered = partial(
+    return partial(
         lower,
         part,
-        spreads={} if options.clamp else spreads,
+        spreads={} if options.clamp else seen.spreads,
         tolerances=form.tolerances,
         guards=form if options.guards else None,
-        doublings=ranges.doublings,
+        doublings=doubled,
         offline=options.offline,
         one_product=fits,
-        reaches=reaches,
+        reaches=seen.reaches,
         worth=lambda count: fits and pays(count, options.protocol),
         network=options.network,
     )
-    live = lowered()
-    ranges.raise_first(live.executed, {**live.weights, **live.published}, live.exponentials, live.small)
+
+
+def refuse_outside(model: nn.Module, live: LiveProgram, seen: Observed, options: Options, ids: Tokens | None) -> None:
+    """Raise LoweringError if text leaves the ranges of `live`: that of the calibration, and a run's tokens `ids`."""
+    seen.ranges.raise_first(live.executed, {**live.weights, **live.published}, live.exponentials, live.small)
     if live.guards:
         check = GuardCheck(live.guards)
-        for text in (*options.texts(model), *([ids] if on_ids else [])):
+        for text in (*options.texts(model), *([] if ids is None else [ids])):
             in_the_clear(model, text, check)
         check.raise_first()
-    return live, partial(lowered, exact=True)
 
 
 def _typical_reaches(model: nn.Module, ids: Tokens, options: Options, seen: RangeCheck) -> dict[str, float]:
@@ -183,7 +209,7 @@ def doublings_of(model: nn.Module, ids: Tokens, options: Options) -> Doublings:
     return Doublings(found, frozenset(name for name in foldable(part) if found.get(name, 0) > 0))
 
 
-def _typical(model: nn.Module, ids: Tokens, options: Options) -> tuple[Tokens, str]:
+def typical(model: nn.Module, ids: Tokens, options: Options) -> tuple[Tokens, str]:
     """Calibration text cut or repeated to the shape of `ids`, or else random tokens, and which of them it is."""
     if options.calibration:
         rows = np.concatenate([text.ravel() for text in options.texts(model)])

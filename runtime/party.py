@@ -19,18 +19,14 @@ lines; `stats.json` and, for the client, `logits.npy` are written to the output 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import platform
-import shutil
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +35,7 @@ from aero_compile.errors import AeroError, PartyError
 from aero_compile.files import make_private_folder, write_private
 from aero_compile.plain_help import HelpParser
 from aero_compile.runtime.hosts.computation import Computation, config_of, print_event
+from aero_compile.runtime.hosts.ending import Deadline, die, end_with_parent, report_error
 from aero_compile.runtime.hosts.link import PlainWay, Way, connect, not_connected, parse_address, watch_peer
 from aero_compile.runtime.hosts.party_inputs import read_inputs, tls_config
 from aero_compile.runtime.hosts.tls import TLSWay
@@ -57,11 +54,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         _Party(arguments).run()
     except AeroError as error:
-        _report_error(type(error).__name__, str(error))
+        report_error(type(error).__name__, str(error))
         return 2
     except Exception as error:
         traceback.print_exc()
-        _report_error("PartyError", f"{ROLES[arguments.rank]}: {plain_message(error)}")
+        report_error("PartyError", f"{ROLES[arguments.rank]}: {plain_message(error)}")
         return 2
     return 0
 
@@ -106,7 +103,7 @@ class _Party:
         self.output = Path(arguments.output)
         make_private_folder(self.output)
         self.inputs = read_inputs(arguments)
-        self._timer: threading.Timer | None = None
+        self._deadline = Deadline()
 
     def run(self) -> None:
         spu = import_spu()
@@ -114,12 +111,14 @@ class _Party:
         options = self.options
         way: Way = PlainWay(options.address, options.peer)
         if self.tls is not None:
-            way = TLSWay(options.address, options.peer, self.tls, lambda why: _die(f"{self.role}: {why}"))
-        self._deadline(options.connect_timeout, lambda: not_connected(way, options.connect_timeout))
+            way = TLSWay(options.address, options.peer, self.tls, lambda why: die(f"{self.role}: {why}"))
+        self._deadline.set(options.connect_timeout, lambda: not_connected(way, options.connect_timeout))
         link = connect(spu, options.rank, way, options.timeout, options.connect_timeout)
         self._agree(link)
-        self._deadline(options.timeout, lambda: f"{self.role}: the computation took longer than {options.timeout:g} s")
-        stop_watch = watch_peer(way.answers, lambda: _die(f"{self.role}: lost the other party"))
+        self._deadline.set(
+            options.timeout, lambda: f"{self.role}: the computation took longer than {options.timeout:g} s"
+        )
+        stop_watch = watch_peer(way.answers, lambda: die(f"{self.role}: lost the other party"))
         stats, logits = self._compute(spu, link, log, way)
         stop_watch.set()
         if logits is not None:
@@ -177,45 +176,6 @@ class _Party:
         if theirs.get("role") == self.role:
             raise PartyError(f"both parties claim to be the {self.role}")
         print_event("connected")
-
-    def _deadline(self, seconds: float, message: Callable[[], str]) -> None:
-        """End the process with `message` unless a later deadline is set within `seconds`."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = threading.Timer(seconds, lambda: _die(message()))
-        self._timer.daemon = True
-        self._timer.start()
-
-
-def end_with_parent(enabled: bool, scratch: Path | None) -> None:
-    """End this process as soon as standard input is closed, that is when its launcher is gone.
-
-    A launcher that was killed left its folder `scratch` behind; it is removed, and the one around it if that is
-    empty then.
-    """
-    if not enabled:
-        return
-
-    def wait() -> None:
-        while sys.stdin.buffer.read(4096):
-            pass
-        if scratch is not None:
-            shutil.rmtree(scratch, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                scratch.parent.rmdir()
-        os._exit(4)
-
-    threading.Thread(target=wait, daemon=True, name="parent-watch").start()
-
-
-def _report_error(kind: str, message: str) -> None:
-    print_event("error", error=kind, message=message)
-    print(f"error: {message}", file=sys.stderr, flush=True)
-
-
-def _die(message: str) -> NoReturn:
-    _report_error("PartyError", message)
-    os._exit(2)  # SPU is blocked in native code, which no exception can reach
 
 
 if __name__ == "__main__":

@@ -16,13 +16,16 @@ import numpy.typing as npt
 from aero_compile.errors import InputError
 from aero_compile.files import read_regular, write_atomically
 from aero_compile.runtime.kernels.registry import from_json
-from aero_compile.runtime.prefix import PrefixStep, client_values
+from aero_compile.runtime.prefix import Arrays, PrefixStep, client_values
 from aero_compile.runtime.program_parts import KernelStep, ProgramContent, Step, TensorSpec
 from aero_compile.runtime.spu_config import largest_value
 from aero_compile.runtime.vetting import check_program
 
-FORMAT = 6
-"""Version of the program file; a reader accepts only its own."""
+FORMAT = 7
+"""Version of the program file."""
+
+READ = (6, FORMAT)
+"""Versions that are read: the one before had no steps of generations."""
 
 LARGEST_FILE = 2**30
 """Bytes that a program file may have."""
@@ -56,7 +59,7 @@ class Program(ProgramContent):
         """
         try:
             content = json.loads(read_regular(Path(path), LARGEST_FILE))
-            if content.pop("format") != FORMAT:
+            if content.pop("format") not in READ:
                 raise InputError(f"{path} is a program of another version of aero_compile")
             program = cls(**{**content, **_parse(content)})
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -89,7 +92,15 @@ def _parse(content: dict[str, Any]) -> dict[str, Any]:
         "published": tuple(spec(raw) for raw in content["published"]),
         "clients": tuple(spec(raw) for raw in content["clients"]),
         "prefix": tuple(PrefixStep(**{**raw, "shape": tuple(raw["shape"])}) for raw in content["prefix"]),
+        "cached": tuple(spec(raw) for raw in content.get("cached", ())),
+        "results": tuple(content.get("results", ())),
+        "by_position": tuple(content.get("by_position", ())),
     }
+
+
+def at_position(program: ProgramContent, arrays: Mapping[str, npt.NDArray[Any]], position: int) -> Arrays:
+    """Weights or published arrays as the steps at this position read them."""
+    return {name: array[position] if name in program.by_position else array for name, array in arrays.items()}
 
 
 def one_hot(input_ids: npt.NDArray[np.int64], vocabulary: int) -> npt.NDArray[np.int32]:

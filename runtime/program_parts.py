@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from aero_compile.runtime.kernels.kernel import Kernel
@@ -86,6 +86,10 @@ class ProgramContent:
     position alone. `guard` names the value [1] that both parties open before the logits: 1 if a value left the range
     on which an operator holds. Nothing in it depends on any tokens, and on the weights only as far as bounds of them
     decide what is checked, and calibration how an exponential is computed.
+
+    A step of a generation also takes `cached`, which exist as shares alone, and leaves `results` in their places, in
+    the same order. Of the inputs in `by_position`, weights or published, the parties hold values for all positions,
+    [positions, ...], and give one. Where it does not open its logits (`opens`), `logits` is the last of the results.
     """
 
     protocol: str
@@ -102,6 +106,19 @@ class ProgramContent:
     published_digest: str = ""
     prefix: tuple[PrefixStep, ...] = ()
     clients: tuple[TensorSpec, ...] = ()
+    cached: tuple[TensorSpec, ...] = ()
+    results: tuple[str, ...] = ()
+    by_position: tuple[str, ...] = ()
+    opens: bool = True
+
+    @property
+    def positions(self) -> int:
+        """How many positions there are values for; 0 where nothing follows from the position."""
+        return next((spec.shape[0] for spec in (*self.weights, *self.published) if spec.name in self.by_position), 0)
+
+    def given(self, spec: TensorSpec) -> TensorSpec:
+        """A weight or a published array as steps read it: of those by position one value."""
+        return replace(spec, shape=spec.shape[1:]) if spec.name in self.by_position else spec
 
     @property
     def reads_tokens(self) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -24,7 +24,7 @@ from aero_compile.errors import LoweringError
 from aero_compile.runtime.kernels.run import rehearse_kernel
 from aero_compile.runtime.lowering.live import LiveProgram, LiveStep
 from aero_compile.runtime.prefix import Arrays
-from aero_compile.runtime.program import Program, client_inputs
+from aero_compile.runtime.program import Program, at_position, client_inputs
 from aero_compile.runtime.program_parts import KernelStep, Step
 from aero_compile.runtime.spu_config import import_spu, plain_message, runtime_config
 
@@ -95,6 +95,20 @@ def rehearse(
     Raises:
         LoweringError: SPU cannot run a step; the message names it and its place.
     """
+    return rehearse_step(program, weights, ids, look, published=published)[0]
+
+
+def rehearse_step(
+    program: Program,
+    weights: Arrays,
+    ids: npt.NDArray[np.int64],
+    look: Look | None = None,
+    *,
+    published: Arrays = NOTHING,
+    cached: Sequence[npt.NDArray[np.float64]] = (),
+    position: int = 0,
+) -> tuple[npt.NDArray[np.float64], tuple[npt.NDArray[np.float64], ...]]:
+    """Run a program like `rehearse` at a position, with `cached` values; returns what these become, too."""
     spu = import_spu()
     _quiet()
     config = runtime_config(program.protocol, program.field, program.fraction_bits)
@@ -111,7 +125,9 @@ def rehearse(
     def opened(name: str) -> npt.NDArray[np.float64]:
         return np.asarray(io.reconstruct([runtime.get_var(name)]), dtype=np.float64)
 
-    for name, value in {**weights, **client_inputs(program, ids, published)}.items():
+    weights, published = at_position(program, weights, position), at_position(program, published, position)
+    before = {spec.name: np.asarray(value, np.float32) for spec, value in zip(program.cached, cached, strict=True)}
+    for name, value in {**weights, **before, **client_inputs(program, ids, published)}.items():
         runtime.set_var(name, io.make_shares(value, spu.Visibility.VIS_SECRET, 0)[0])
     for spec in program.shared_inputs:
         runtime.set_var(spec.name, io.make_shares(published[spec.name], spu.Visibility.VIS_PUBLIC)[0])
@@ -136,7 +152,7 @@ def rehearse(
             look(step, {name: opened(name) for name in step.outputs})
         for name in step.free:
             runtime.del_var(name)
-    return opened(program.logits.name)
+    return opened(program.logits.name), tuple(map(opened, program.results))
 
 
 _ROUNDS = re.compile(

@@ -86,12 +86,16 @@ _FREE = re.compile(rf"pphlo\.free %(?:arg)?\d+ : {_TYPE}")
 _RETURN = re.compile(rf"(?:pphlo\.)?return ((?:%\w+(?:, )?)+) : ((?:{_TYPE}(?:, )?)+)")
 _REDUCER = re.compile(rf"reducer\((%arg\d+): ({_TYPE}), (%arg\d+): ({_TYPE})\) +\{{")
 _BODY = re.compile(
-    r"%(?:arg)?\d+|\d+|[-\[\](){}<>,:=\s]|dense<\[[\d, ]*\]>|tensor<\d+xindex>|@spu\.gather|pphlo\.attributes"
+    r"%(?:arg)?\d+|\d+|[-\[\](){}<>,:=\s]|dense<\[[\d, ]*\]>|tensor<\d+xindex>|@spu\.(?:gather|prefer_a)"
+    r"|pphlo\.attributes"
     r'|"f32\[[\d,]*\]\{[\d,]*\}"|"(?:i32|s32|pred)\[[\d,]*\]\{[\d,]*\}"'
     r"|\b(?:dims?|init|applies|across|dimensions|x|batching_dims|contracting_dims|low|high|interior|array|i64|true|false"
     r"|collapsed_slice_dims|index_vector_dim|offset_dims|slice_sizes|start_index_map|result_layout|xla_shape"
     r"|operand_batching_dims|start_indices_batching_dims)\b"
 )
+_SAME = "@spu.prefer_a("
+"""Calls of a function that gives its argument, a choice which several selections share."""
+
 _VALUE = re.compile(r"%(?:arg)?\d+")
 _COMPARISON = re.compile(rf"(%\d+) = pphlo\.less %(?:arg)?\d+, %(?:arg)?\d+ : \({_TYPE}, {_TYPE}\) -> {_TYPE}")
 _BIT = re.compile(rf"(%\d+) = pphlo\.multiply (%\d+), (%\d+) : \({_TYPE}, {_TYPE}\) -> {_TYPE}")
@@ -112,11 +116,12 @@ def check_program(program: ProgramContent) -> None:
     if len(program.steps) > MOST_STEPS:
         raise InputError(f"the program has {len(program.steps)} steps; at most {MOST_STEPS} are run")
     known: _Types = {}
-    for spec in (*program.weights, program.tokens, *program.clients, *program.published):
+    for spec in (*program.weights, program.tokens, *program.clients, *program.cached, *program.published):
         if spec.name in known:
             raise InputError(f"the program has two inputs called {spec.name!r}")
-        known[spec.name] = _declared(spec)
-    known |= {spec.name: _declared(spec, secret=False) for spec in program.published}
+        known[spec.name] = _declared(program.given(spec))
+    known |= {spec.name: _declared(program.given(spec), secret=False) for spec in program.published}
+    _check_positions(program)
     inputs, from_tokens = set(known), {program.tokens.name, *(spec.name for spec in program.clients)}
     _check_clients(program)
     _check_code(program, SET_UP, [_declared(spec) for spec in SET_UP_INPUTS], 1)
@@ -128,6 +133,7 @@ def check_program(program: ProgramContent) -> None:
         except AeroError as error:
             raise InputError(f"step {number} of the program ({step.label[:60]!r}) is refused: {error}") from error
     _check_guard(program, known, inputs)
+    _check_results(program, known, inputs)
     logits = program.logits
     if logits.name in inputs or logits.name not in known:
         raise InputError(f"the program opens {logits.name!r}, which is no result of its steps")
@@ -135,12 +141,33 @@ def check_program(program: ProgramContent) -> None:
         raise InputError(f"the program opens {logits.name!r}, which is not made of the tokens in the shape it declares")
 
 
+def _check_positions(program: ProgramContent) -> None:
+    """What follows from the position has a value for each, as many as there are of anything else."""
+    tables = {spec.name: spec.shape for spec in (*program.weights, *program.published)}
+    counts = {tables[name][0] if tables.get(name) else 0 for name in program.by_position}
+    if len(counts) > 1 or 0 in counts or len(set(program.by_position)) != len(program.by_position):
+        raise InputError("the program does not say at how many positions it computes")
+
+
+def _check_results(program: ProgramContent, known: _Types, inputs: set[str]) -> None:
+    """What the cached values become must be results of steps, of the same types, each one's own."""
+    if len(program.results) != len(program.cached) or len(set(program.results)) != len(program.results):
+        raise InputError("the program does not leave one result for each cached value")
+    for name, spec in zip(program.results, program.cached, strict=True):
+        if name in inputs or known.get(name) != _declared(spec):
+            raise InputError(f"the program leaves {str(name)[:60]!r} for {spec.name!r}, which is no such result")
+    if type(program.opens) is not bool or (not program.opens and program.logits.name not in program.results):
+        raise InputError("the program does not say whether it opens its logits")
+    if program.opens and program.logits.name in program.results:
+        raise InputError(f"the program opens {program.logits.name!r}, which is to stay secret")
+
+
 def _check_clients(program: ProgramContent) -> None:
     """What the client computes in the clear must be listed operations on what it has, and give what is declared."""
     for step in program.prefix:
         for name in (step.name, step.operation, *step.arguments):
             _check_name(name)
-    given = {spec.name: spec.shape for spec in program.published}
+    given = {spec.name: program.given(spec).shape for spec in program.published}
     if not isinstance(program.published_digest, str) or bool(program.published_digest) != bool(given):
         raise InputError("the program does not say which arrays both parties hold")
     shapes = check_prefix(program.prefix, given, program.tokens.shape[:2], MOST_ELEMENTS)
@@ -341,13 +368,15 @@ def _statement(text: str, types: _Types) -> None:
             raise InputError(f"its code has the operation pphlo.{operation}, which is not among those that are run")
         if _BODY.sub("", body):
             raise InputError(f"its code has a line that the compiler does not write: {text[:100]}")
-        if operation == "custom_call" and not body.startswith("@spu.gather("):
+        if operation == "custom_call" and not body.startswith(("@spu.gather(", _SAME)):
             raise InputError(f"its code calls something else than spu.gather: {text[:100]}")
         operands = _VALUE.findall(body)
         takes = _TYPES.findall(signature) if signature is not None else [kind] * len(operands)
     _check_types(text, operands, takes, types)
     if any(map(_is_secret, takes)) and not _is_secret(kind):
         raise InputError(f"its code opens a secret: {text[:200]}")
+    if _SAME in text and (takes != [kind] or _is_secret(kind)):
+        raise InputError(f"its code prepares something else than a public choice: {text[:100]}")
     if operands and text.find("@spu.gather(") > 0 and _is_secret(takes[-1]):
         raise InputError(f"its code gathers by secret indices: {text[:200]}")
     if name in types or _elements(kind) > MOST_ELEMENTS:

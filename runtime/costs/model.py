@@ -206,6 +206,7 @@ def _forward(
     """
     knows = {TOKENS: CLIENTS, **{spec.name: SERVERS for spec in program.weights}}
     knows |= {spec.name: CLIENTS for spec in program.clients} | {spec.name: PUBLIC for spec in program.published}
+    knows |= {spec.name: OWNED[None] for spec in program.cached}
     total = Cost()
     rows = []
     for at, step in enumerate(program.steps):
@@ -221,7 +222,7 @@ def _forward(
         total.add(spent)
         rows.append(_row(step.label, step.place, spent, network) | (before or {}).get(at, {}))
     opened = _SHARE_BYTES * math.prod(program.logits.shape)
-    reveal = Cost(opened, 0.0, _REVEAL_MESSAGES, 0.5, 0.0, opened)
+    reveal = Cost(opened, 0.0, _REVEAL_MESSAGES, 0.5, 0.0, opened) if program.opens else Cost()
     if program.guard is not None:  # both send their share of one number
         reveal.add(Cost(_SHARE_BYTES, _SHARE_BYTES, 2, 0.5, 0.0, _SHARE_BYTES))
     total.add(reveal)

@@ -24,7 +24,19 @@ OWNED: dict[int | None, str] = {SERVER: SERVERS, CLIENT: CLIENTS, None: SHARED}
 _PARTY = {SERVERS: SERVER, CLIENTS: CLIENT}
 
 MOVES = frozenset(
-    {"reshape", "transpose", "broadcast", "slice", "concatenate", "pad", "reverse", "iota", "spu.gather", "real"}
+    {
+        "reshape",
+        "transpose",
+        "broadcast",
+        "slice",
+        "concatenate",
+        "pad",
+        "reverse",
+        "iota",
+        "spu.gather",
+        "spu.prefer_a",
+        "real",
+    }
 )
 """Kinds that move elements to public places."""
 

@@ -102,6 +102,7 @@ class Computation:
             "seconds": time.monotonic() - started,
             "steps": steps,
             "revealed_bytes": revealed,
+            "opened_bytes": opened,
             "wire": self._wire_since(before),
         }
         check_against_wire(record, opened)
@@ -123,8 +124,10 @@ class Computation:
         SPU keeps an owned input as it is at its owner and represents it at the peer by its shape alone, so
         nothing is sent; it becomes a secret share in the first operator that mixes it with the peer's data.
         """
-        value = self._inputs.own[spec.name] if owner == self._rank else np.zeros(spec.shape, spec.dtype)
-        return io.make_shares(value, self._spu.Visibility.VIS_SECRET, owner)[self._rank]
+        return io.make_shares(self._value(spec, owner), self._spu.Visibility.VIS_SECRET, owner)[self._rank]
+
+    def _value(self, spec: TensorSpec, owner: int) -> npt.NDArray[Any]:
+        return self._inputs.own[spec.name] if owner == self._rank else np.zeros(spec.shape, spec.dtype)
 
     def _run(self, at: int, step: Step | KernelStep, prepared: dict[int, dict[str, Words]]) -> dict[str, Any]:
         """Run one step; returns what it cost."""
@@ -154,6 +157,8 @@ class Computation:
         if program.guard is not None:
             sent, received = check_guard(link, runtime.get_var(program.guard), io, self._rank)
             runtime.del_var(program.guard)
+        if not program.opens:
+            return sent, received, None
         share, logits = runtime.get_var(program.logits.name), None
         if self._rank == SERVER:
             sent += send_share(link, share)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -13,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +52,7 @@ class Outcome:
     traffic: Traffic | None = None
 
 
-class _PortTaken(Exception):
+class PortTaken(Exception):
     """Another process took a port between choosing and using it."""
 
 
@@ -94,7 +95,7 @@ def run_parties(
             try:
                 common = [*both, *(["--offline", str(runs), "--preparations", "preparations"] if offline else [])]
                 return _attempt(server, client, program.protocol, common, runs, set_up, timeout, tls, on_event, network)
-            except _PortTaken as error:
+            except PortTaken as error:
                 if attempt == START_ATTEMPTS - 1:
                     raise PartyError(f"no free port on this machine: {error}") from error
         raise AssertionError("unreachable")
@@ -168,6 +169,7 @@ class PartyProcess:
         directory: Path,
         arguments: list[str],
         events: queue.Queue[tuple[int, dict[str, Any]]],
+        module: str = "aero_compile.runtime.party",
     ) -> None:
         self.rank = rank
         self.role = ROLES[rank]
@@ -177,7 +179,7 @@ class PartyProcess:
         package_root = str(Path(errors.__file__).resolve().parent.parent)
         path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "aero_compile.runtime.party", *arguments],
+            [sys.executable, "-m", module, *arguments],
             cwd=directory,
             env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
             stdin=subprocess.PIPE,
@@ -211,7 +213,8 @@ class PartyProcess:
         self.reader.join()
         for stream in (self.process.stdin, self.process.stdout, self._errors):
             if stream is not None:
-                stream.close()
+                with contextlib.suppress(BrokenPipeError):  # of what it was told last, it may have read nothing
+                    stream.close()
 
     def failure(self) -> str:
         """Describe how the process ended, for an error message."""
@@ -248,20 +251,21 @@ def wait_for_parties(
         if any(party.failed for party in parties):
             time.sleep(0.5)  # what it said last may still be in the pipe, and the other may say more
             if any(party.failed for party in parties):
-                _raise_failure(parties)
+                raise_failure(parties)
     for party in parties:
         party.reader.join()
     if not all(party.done for party in parties):
-        _raise_failure(parties)
+        raise_failure(parties)
 
 
-def _raise_failure(parties: list[PartyProcess]) -> None:
+def raise_failure(parties: list[PartyProcess]) -> NoReturn:
+    """Raise what the parties said last, or how they ended."""
     killed = [party for party in parties if party.failed and (party.process.poll() or 0) < 0]
     if killed:
         raise PartyError(f"{killed[0].failure()}; no result was taken over")
     reported = [party.error for party in parties if party.error is not None]
     if any(PORT_TAKEN in error["message"] for error in reported):
-        raise _PortTaken(reported[0]["message"])
+        raise PortTaken(reported[0]["message"])
     if reported:
         kind = getattr(errors, reported[0]["kind"], PartyError)
         raise (kind if issubclass(kind, AeroError) else PartyError)(reported[0]["message"])

@@ -99,7 +99,7 @@ def _published(path: Path | None, of: Path, program: Program) -> Arrays:
         raise InputError(f"{of} {given}")
     if path is None:
         return {}
-    found = _arrays(path, specs)
+    found = read_arrays(path, specs)
     if digest_of(found) != program.published_digest:
         raise InputError(f"{path} does not hold the weights that {of} was compiled with")
     return found
@@ -108,7 +108,7 @@ def _published(path: Path | None, of: Path, program: Program) -> Arrays:
 def _weights(options: Any, program: Program) -> Arrays:
     if options.weights is None or options.tokens is not None:
         raise InputError("the server (rank 0) takes --weights and no --tokens")
-    return _arrays(options.weights, program.weights)
+    return read_arrays(options.weights, program.weights)
 
 
 def _of_client(options: Any, program: Program, published: Arrays) -> Arrays:
@@ -146,7 +146,7 @@ def _store(options: Any, program: Program, weights: Mapping[str, npt.NDArray[Any
     return Store(options.preparations, program.digest, fingerprint(ROLES[options.rank], weights))
 
 
-def _arrays(path: Path, specs: Sequence[TensorSpec]) -> Arrays:
+def read_arrays(path: Path, specs: Sequence[TensorSpec]) -> Arrays:
     """The arrays of a file that a program declares."""
     try:
         with np.load(path, allow_pickle=False) as file:

@@ -163,16 +163,15 @@ def _exponentials(x: Any, mask: Masked, form: SoftmaxForm, tables: Tables) -> tu
     layout = packing(x.shape, mask.allowed)
     scores = x if mask.scale is None else scale(x, mask.scale)
     scores = scores if mask.bias is None else scores + mask.bias.astype(x.dtype)
-    hides = None
     if tables:
         added, allowed, own = tables
-        hides = jnp().broadcast_to(allowed < 0.5, x.shape)
         scores = scores if added is None else scores + added
-        scores = jnp().where(hides, jnp().where(own > 0.5, scores, 0.0).sum(axis=-1, keepdims=True), scores)
+        scores = jnp().where(allowed < 0.5, jnp().where(own > 0.5, scores, 0.0).sum(axis=-1, keepdims=True), scores)
     packed = layout.pack(scores)
     shifted = packed - row_maximum(packed, layout.lengths, form.network)[:, layout.row_of]
     found = jnp().exp(shifted) if form.exact else form.exponential(shifted)
-    found = found if hides is None else jnp().where(layout.pack(hides), 0.0, found)
+    if tables:  # compared anew: kernels may cut the step in between, and pieces hand on nothing but secrets
+        found = jnp().where(layout.pack(jnp().broadcast_to(allowed < 0.5, x.shape)), 0.0, found)
     rectangle = layout.unpack(found, (layout.groups, *layout.allowed.shape))
     return found, _Rows(layout, rectangle.sum(axis=-1)[:, layout.allowed.any(axis=1)])
 

@@ -60,6 +60,14 @@ class Bound:
         return Bound(min(ends), max(ends), *(times(each, most) for each in (self.length, self.across, self.total)))
 
 
+def of_cached(rows: Bound, new: Shape, shape: Shape) -> Bound:
+    """Bounds of cached values: rows within these, of which the new ones have the shape `new`, or zeros still."""
+    low, high = min(rows.low, 0.0), max(rows.high, 0.0)
+    if new[-1] != shape[-1]:  # positions lie along the last axis
+        return Bound(low, high).fitted(shape)
+    return Bound(low, high, length=rows.length, total=rows.total).fitted(shape)
+
+
 def times(a: float, b: float) -> float:
     """a · b, where 0 · ∞ is 0: nothing times anything is nothing."""
     return 0.0 if 0.0 in (a, b) else a * b

@@ -24,6 +24,7 @@ from aero_compile.runtime.lowering.guards import COMBINATIONS, Check, Guard, Lea
 from aero_compile.runtime.lowering.masks import Masked, find_mask
 from aero_compile.runtime.lowering.norms import LOOKUPS, NO_DOUBLINGS, Doublings
 from aero_compile.runtime.lowering.partition import Partition, op_name, place_of
+from aero_compile.runtime.lowering.positions import new_rows
 from aero_compile.runtime.lowering.schedule import SOFTMAX
 from aero_compile.runtime.operators import registry
 from aero_compile.runtime.operators.limits import (
@@ -47,13 +48,15 @@ class Plan:
     """`guards` of the values that nodes compute, and what is `watched` inside of nodes: (low, high) by name.
 
     `least`: what is watched at the low end of norms, as calibration can look at it. `reaches`: how far what operators
-    compare (`comparisons`) can reach for any tokens with which no check fails.
+    compare (`comparisons`) can reach for any tokens with which no check fails. `cached`: bounds of the rows that a step
+    leaves in its cached values.
     """
 
     guards: Mapping[fx.Node, tuple[Guard, ...]] = field(default_factory=dict)
     watched: Mapping[fx.Node, Mapping[str, Ends]] = field(default_factory=dict)
     least: Mapping[fx.Node, LeastRows] = field(default_factory=dict)
     reaches: Mapping[fx.Node, float] = field(default_factory=dict)
+    cached: tuple[Bound, ...] = ()
 
     def checks(self) -> dict[str, tuple[Check, ...]]:
         """All that text can be tried on beforehand, by the name of the node."""
@@ -69,13 +72,17 @@ def plan_guards(
     form: Format,
     is_tokens: Callable[[fx.Node], bool],
     doublings: Doublings = NO_DOUBLINGS,
+    cached: Sequence[Bound] = (),
 ) -> Plan:
     """Find the values of the live nodes `order` that need a guard, as few and as early ones as possible.
+
+    `cached`: bounds of what other programs leave in the cached values of a step, if they do. What steps like this one
+    leave is bounded as what this one does.
 
     Raises:
         LoweringError: an operator holds on no range that a guard could keep.
     """
-    return Planner(part, order, form, is_tokens, doublings).plan()
+    return Planner(part, order, form, is_tokens, doublings, cached).plan()
 
 
 class Planner:
@@ -88,8 +95,11 @@ class Planner:
         form: Format,
         is_tokens: Callable[[fx.Node], bool],
         doublings: Doublings = NO_DOUBLINGS,
+        cached: Sequence[Bound] = (),
     ) -> None:
         self.doublings = doublings
+        self._rows = dict(zip(part.cached, map(new_rows, part.results), strict=True))
+        self._others = dict(zip(part.cached, cached, strict=True)) if cached else {}
         self.part, self.form = part, form
         self.order = [*_clients(part, order), *(node for node in order if not is_tokens(node))]
         self.limits: dict[fx.Node, float] = {}
@@ -116,7 +126,8 @@ class Planner:
         guards = {node: (Guard(limit),) for node, limit in self.limits.items()}
         for node, guard in self.centered.items():
             guards[node] = (*guards.get(node, ()), guard)
-        return Plan(guards, self.watched, self.least, dict(self._reaches()))
+        left = tuple(self.of(self._rows[node]) for node in self.part.cached)
+        return Plan(guards, self.watched, self.least, dict(self._reaches()), left)
 
     def _reaches(self) -> Iterator[tuple[fx.Node, float]]:
         for node in self.order:
@@ -309,9 +320,16 @@ class Planner:
             return bounds.of_known(value)
         if value in self.bounds:
             return self.bounds[value]
+        if value in self._rows:
+            return self._of_cached(value)
         if value not in self._of_known:
             self._of_known[value] = bounds.of_known(self.part.known[value])
         return self._of_known[value]
+
+    def _of_cached(self, node: fx.Node) -> Bound:
+        new, others = self._rows[node], self._others.get(node)
+        found = self.of(new) if others is None else bounds.hull(self.of(new), others)
+        return bounds.of_cached(found, self.shape(new), self.shape(node))
 
     def shape(self, value: Any) -> Shape:
         if isinstance(value, fx.Node) and value in self.part.shapes:

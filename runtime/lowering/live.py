@@ -14,6 +14,7 @@ from torch import fx
 from aero_compile.errors import LoweringError
 from aero_compile.ir.ops import SPLITS, VIEWS, names_of, of_form
 from aero_compile.runtime.arithmetic.exponential import SoftmaxExponential
+from aero_compile.runtime.lowering.bounds import Bound
 from aero_compile.runtime.lowering.masks import Masked
 from aero_compile.runtime.lowering.partition import op_name
 from aero_compile.runtime.operators import registry
@@ -51,7 +52,8 @@ class LiveProgram:
     `offline`: what does not depend on the tokens is computed before they are known. Steps of a model also read the
     values `cached`, shapes by name, and make what they become: `results`, in the same order. Of the inputs in
     `by_position`, weights or published, there are values for all positions, [positions, ...], of which a step reads
-    one. `opens`: the client learns the result, which are logits.
+    one. `opens`: the client learns the result, which are logits. `left`: bounds of the rows that it leaves in cached
+    values, where there are private checks.
     """
 
     steps: tuple[LiveStep, ...]
@@ -72,6 +74,7 @@ class LiveProgram:
     results: tuple[str, ...] = ()
     by_position: frozenset[str] = frozenset()
     opens: bool = True
+    left: tuple[Bound, ...] = ()
 
     def run(self, one_hot: Any, weights: Mapping[str, Any] | None = None) -> Any:
         """Compute the logits in plain JAX (for tests and debugging; nothing is private here)."""

@@ -13,7 +13,7 @@ A sum that is also kept (the residual stream) is left as it is, and so is a proj
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +42,7 @@ class Doublings:
     """By which power of two the rows of each norm are multiplied, and for which norms the weights before them are."""
 
     by_norm: Mapping[str, int] = field(default_factory=dict)
-    folded: Collection[str] = frozenset()
+    folded: frozenset[str] = frozenset()
 
     def of(self, node: fx.Node) -> dict[str, Any]:
         """Options of an operator: none but for norms."""

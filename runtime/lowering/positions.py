@@ -52,3 +52,13 @@ class Positions:
         if not all(isinstance(each, Tensor) and each.shape == found[0].shape for each in found):
             return None
         return torch.stack(found)
+
+
+def new_rows(result: fx.Node) -> fx.Node:
+    """What a step puts in the place of rows of a cached value, of which this is what it becomes (`step_graph`)."""
+    node = result
+    while node.target not in (torch.ops.aten.where.self, torch.ops.aten.cat.default):
+        (node, *_) = node.all_input_nodes
+    joined: Any = node.args if node.target is torch.ops.aten.where.self else node.args[0]
+    new: fx.Node = joined[1]
+    return new

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,24 +25,28 @@ from aero_compile.runtime.program_parts import SET_UP, TOKENS, KernelStep, Step,
 from aero_compile.runtime.spu_config import import_spu, plain_message
 
 
-def compile_steps(live: LiveProgram, protocol: str, field: int, fraction_bits: int) -> Program:
+def compile_steps(
+    live: LiveProgram, protocol: str, field: int, fraction_bits: int, known: Mapping[str, str] = MappingProxyType({})
+) -> Program:
     """Compile `live` into the program that both parties load.
+
+    `known`: codes of programs that were compiled for the same protocol and format, which are not compiled again.
 
     Raises:
         InputError: no approximation is as close as was asked for.
         LoweringError: SPU's compiler refuses an operator; the message names it and its place.
     """
     spu, form = import_spu(), (fraction_bits, field, live.offline)
-    codes: dict[str, str] = {SET_UP: _compile(spu, warm_up.STEP, form, ())}
+    codes: dict[str, str] = {SET_UP: known.get(SET_UP) or _compile(spu, warm_up.STEP, form, ())}
     pieces = [(piece, number > 0) for step in live.steps for number, piece in enumerate(_cut(step, form))]
     for piece, _ in pieces:
         compiled = _preparation(piece) if isinstance(piece, KernelStep) else piece
         if compiled is not None and compiled.key not in codes:
-            codes[compiled.key] = _compile(spu, compiled, form, live.published)
+            codes[compiled.key] = known.get(compiled.key) or _compile(spu, compiled, form, live.published)
     last_use = {name: at for at, (piece, _) in enumerate(pieces) for name in (*piece.inputs, *piece.outputs)}
-    for name in (live.result, live.guard):
+    for name in (live.result, live.guard, *live.results):
         last_use[str(name)] = len(pieces)
-    kept = {TOKENS, *live.weights, *live.clients, *live.published}  # inputs stay for the next run
+    kept = {TOKENS, *live.weights, *live.clients, *live.published, *live.cached}  # inputs stay for the next run
     steps: list[Step | KernelStep] = []
     for at, (piece, continues) in enumerate(pieces):
         names = dict.fromkeys((*piece.inputs, *piece.outputs))
@@ -66,6 +71,10 @@ def compile_steps(live: LiveProgram, protocol: str, field: int, fraction_bits: i
         digest_of(live.published) if live.published else "",
         live.prefix,
         tuple(TensorSpec(name, shape, "float32") for name, shape in live.clients.items()),
+        tuple(TensorSpec(name, shape, "float32") for name, shape in live.cached.items()),
+        live.results,
+        tuple(sorted(live.by_position)),
+        live.opens,
     )
 
 

@@ -10,16 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import fx
 
-from aero_compile.errors import LoweringError
 from aero_compile.ir.ops import names_of, of_form
 from aero_compile.ir.ownership import Domain
 from aero_compile.runtime.arithmetic.comparison import small_ring
@@ -29,34 +27,30 @@ from aero_compile.runtime.hosts.network_spec import UNLIMITED, Network
 from aero_compile.runtime.lowering import attention
 from aero_compile.runtime.lowering.blocks import blocked_scores
 from aero_compile.runtime.lowering.bound_rules import RULES
+from aero_compile.runtime.lowering.bounds import Bound
 from aero_compile.runtime.lowering.comparisons import COMPARED, LARGEST_REACH, MARGIN, comparisons
-from aero_compile.runtime.lowering.constants import checked_literal, to_numpy
 from aero_compile.runtime.lowering.guard_plan import Plan, plan_guards
 from aero_compile.runtime.lowering.guards import GUARD, count_name, final_step, guard_step
+from aero_compile.runtime.lowering.inputs import Inputs, Slot, unsupported
 from aero_compile.runtime.lowering.live import (
     MOVES,
     Call,
     LiveProgram,
     LiveStep,
-    Ref,
     describe,
     label,
     refusing,
 )
-from aero_compile.runtime.lowering.masks import Masked
 from aero_compile.runtime.lowering.norms import NO_DOUBLINGS, Doublings
 from aero_compile.runtime.lowering.partition import Partition, op_name, place_of
-from aero_compile.runtime.lowering.prefix import Published, prefix_of
+from aero_compile.runtime.lowering.prefix import prefix_of
 from aero_compile.runtime.lowering.refusals import (
-    refuse_huge_table,
-    refuse_huge_weight,
     refuse_private_choices,
 )
 from aero_compile.runtime.lowering.schedule import LIKE_SECOND, SOFTMAX, Group, Schedule
 from aero_compile.runtime.operators import pointwise, prepared, products, registry, views
 from aero_compile.runtime.operators.limits import Format
 from aero_compile.runtime.operators.watching import watching
-from aero_compile.runtime.program_parts import TOKENS
 
 OPERATOR_MODULES = (pointwise, products, views)
 """Importing these fills the table of operators."""
@@ -86,6 +80,7 @@ def lower(
     reaches: Mapping[str, float] | None = None,
     worth: Callable[[int], bool] = lambda count: False,
     network: Network = UNLIMITED,
+    cached: Sequence[Bound] = (),
 ) -> LiveProgram:
     """Lower every live node of `part` that the logits need.
 
@@ -98,7 +93,8 @@ def lower(
     both parties prepare before the tokens are known. `reaches`: how far values that operators compare reach on
     typical text, by the names of their nodes, where the tokens of a run are looked at before it. `worth`: whether so
     many comparisons may take the 32-bit ring, for which the format must be of 18 fraction bits in the 64-bit ring.
-    `network`: between the parties, over which the program should be quick.
+    `network`: between the parties, over which the program should be quick. `cached`: bounds of what other programs
+    leave in cached values, where there are `guards`.
 
     Raises:
         InputError: no approximation is as close as is asked for.
@@ -106,7 +102,9 @@ def lower(
     """
     schedule = Schedule(part)
     runs = all(op_name(n) in RULES for n in schedule.order if not schedule.is_tokens(n))  # else it is refused below
-    plan = plan_guards(part, schedule.order, guards, schedule.is_tokens, doublings) if guards and runs else Plan()
+    plan = Plan()
+    if guards and runs:
+        plan = plan_guards(part, schedule.order, guards, schedule.is_tokens, doublings, cached)
     emission = _Emission(
         schedule, plan, doublings, exact, dtype, spreads or {}, tolerances, one_product, offline and not exact, network
     )
@@ -114,16 +112,8 @@ def lower(
 
 
 @dataclass
-class _Slot:
-    """What one step knows about its inputs while it is being assembled."""
-
-    nodes: list[fx.Node] = field(default_factory=list)
-    inputs: dict[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
-
-
-@dataclass
 class _Emission:
-    """Writes the JAX function of every step; collects the weights and the exponentials that they take."""
+    """Writes the JAX function of every step; collects the inputs and the exponentials that they take."""
 
     schedule: Schedule
     plan: Plan
@@ -135,16 +125,13 @@ class _Emission:
     one_product: bool
     offline: bool
     network: Network
-    weights: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
     exponentials: dict[str, SoftmaxExponential] = field(default_factory=dict)
     small: frozenset[fx.Node] = frozenset()
     small_pays: bool = False
-    by_position: set[str] = field(default_factory=set)
-    _weight_names: dict[object, str] = field(default_factory=dict)
-    published: Published = field(init=False)
+    inputs: Inputs = field(init=False)
 
     def __post_init__(self) -> None:
-        self.published = Published(self.dtype)
+        self.inputs = Inputs(self.schedule, self.dtype)
 
     @property
     def part(self) -> Partition:
@@ -159,10 +146,10 @@ class _Emission:
             steps += [step for node in group.nodes for step in self._guards(node)]
         guard = final_step(steps)
         batch, length = part.shapes[part.tokens]
-        prefix = prefix_of(part, schedule.clients, self.published)
+        prefix = prefix_of(part, schedule.clients, self.inputs.published)
         return LiveProgram(
             (*steps, guard) if guard else tuple(steps),
-            self.weights,
+            self.inputs.weights,
             (batch, length, schedule.vocabulary),
             part.output.name,
             part.shapes[part.output],
@@ -171,20 +158,22 @@ class _Emission:
             seen,
             GUARD if guard else None,
             self.plan.checks(),
-            self.published.arrays,
+            self.inputs.published.arrays,
             prefix,
             {node.name: part.shapes[node] for node in schedule.clients},
             self.offline,
             {node.name: part.shapes[node] for node in part.cached},
             tuple(node.name for node in part.results),
-            frozenset(self.by_position),
+            frozenset(self.inputs.by_position),
             part.opens,
+            self.plan.cached,
         )
 
     def _guards(self, node: fx.Node) -> list[LiveStep]:
         """The steps that compare a value with its limits."""
         kind = np.dtype(self.dtype).name
-        return [guard_step(node, guard, self.part.shapes[node], kind) for guard in self.plan.guards.get(node, ())]
+        guards = [(guard, self.part.shapes[node]) for guard in self.plan.guards.get(node, ())]
+        return [guard_step(node, guard, shape, kind) for guard, shape in guards if math.prod(shape)]
 
     def _compare_small(self, reaches: Mapping[str, float], worth: Callable[[int], bool]) -> frozenset[str]:
         """Choose what compares in the 32-bit ring; returns the names of what typical text showed to fit."""
@@ -202,13 +191,13 @@ class _Emission:
 
     def _step(self, group: Group) -> LiveStep:
         nodes, outputs = group.nodes, group.outputs
-        slot = _Slot(nodes)
+        slot = Slot(nodes)
         resolved = [(node, self._resolve(slot, node)) for node in nodes]
         names = tuple(slot.inputs)
         spec = [[f"{i}", op_name(node), describe(call, nodes, names)] for i, (node, call) in enumerate(resolved)]
         main = nodes[-1]
         watched = [self.plan.watched.get(node, {}) for node in nodes]
-        held = [name in self.published.arrays for name in names]
+        held = [name in self.inputs.published.arrays for name in names]
         kinds = [*slot.inputs.values(), *held] if any(held) else [*slot.inputs.values()]
         small = [(self.small_pays, node in self.small) for node in nodes]
         text = json.dumps([spec, kinds, [nodes.index(n) for n in outputs], self.exact, watched, small])
@@ -236,26 +225,28 @@ class _Emission:
 
     # --- one node -------------------------------------------------------------------------------------
 
-    def _resolve(self, slot: _Slot, node: fx.Node) -> Call:
+    def _resolve(self, slot: Slot, node: fx.Node) -> Call:
         found = self.schedule.lookup(node)
         if found is not None:
             table, ids = found
             look_up = prepared.embed if self._is_prepared(table) else products.embed
-            return Call(look_up, {"ids": self._argument(slot, ids), "table": self._argument(slot, table)}, {})
+            return Call(
+                look_up, {"ids": self.inputs.argument(slot, ids), "table": self.inputs.argument(slot, table)}, {}
+            )
         if self.schedule.is_tokens(node):
             return self._token_view(slot, node)
         if op_name(node) in SOFTMAX:
             return self._softmax(slot, node)
         function = registry.find(op_name(node))
         if function is None and op_name(node) not in ("getitem", "dropout"):
-            raise _unsupported(node, "this operator is not supported")
+            raise unsupported(node, "this operator is not supported")
         if any(self.schedule.is_tokens(used) for used in self.schedule.reads(node)):
-            raise _unsupported(node, "token ids can only be looked up in an embedding table")
+            raise unsupported(node, "token ids can only be looked up in an embedding table")
         if op_name(node) in _CASTS and not self._keeps_kind(node):
-            raise _unsupported(node, "it turns secret numbers into integers")
+            raise unsupported(node, "it turns secret numbers into integers")
         arguments = self._bind(node)
         refuse_private_choices(self.part, node, arguments)
-        live = {name: self._argument(slot, value) for name, value in arguments.items()}
+        live = {name: self.inputs.argument(slot, value) for name, value in arguments.items()}
         in_two_phases = self._prepared(node, arguments)
         if in_two_phases is not None:
             return Call(in_two_phases, live, {"prepared": True})
@@ -270,7 +261,7 @@ class _Emission:
         options = {"exact": self.exact, "tolerances": self.tolerances} | self.doublings.of(node)
         owned = tuple(name for name, value in arguments.items() if self._is_servers(value))
         options |= {"owned": owned} if owned else {}
-        return Call(refusing(function, _unsupported, node), live, options)
+        return Call(refusing(function, unsupported, node), live, options)
 
     def _is_servers(self, value: Any) -> bool:
         return isinstance(value, fx.Node) and self.part.domains[value] is Domain.SERVER
@@ -294,12 +285,12 @@ class _Emission:
         known = self.part.known[weight] if self.offline and self._is_servers(weight) else None
         return isinstance(known, torch.Tensor) and known.dim() == 2
 
-    def _softmax(self, slot: _Slot, node: fx.Node) -> Call:
+    def _softmax(self, slot: Slot, node: fx.Node) -> Call:
         mask, shape, dim = self.schedule.masks[node], self.part.shapes[node], node.args[1]
         assert isinstance(dim, int)
         dim %= len(shape)
         if mask.empty_row_with_numbers(dim, len(shape)):
-            raise _unsupported(
+            raise unsupported(
                 node,
                 "a row of its mask allows nothing but is filled with finite numbers, over which PyTorch averages "
                 "hidden entries; fill it with -inf (the row becomes zeros), or let it see itself",
@@ -309,42 +300,9 @@ class _Emission:
         split = op_name(node) == "unnormalized_softmax"
         return Call(
             attention.unnormalized_softmax if split else attention.masked_softmax,
-            {"x": self._argument(slot, mask.core), "tables": self._mask_tables(slot, node, mask, dim)},
+            {"x": self.inputs.argument(slot, mask.core), "tables": self.inputs.mask_tables(slot, node, mask, dim)},
             {"mask": mask, "dim": dim, "form": attention.SoftmaxForm(self.exact, exponential, self.network)},
         )
-
-    def _mask_tables(self, slot: _Slot, node: fx.Node, mask: Masked, dim: int) -> list[Ref | None]:
-        """The inputs of a mask that follows from the position; none of any other."""
-        if mask.tables is None:
-            return []
-        if dim != len(self.part.shapes[node]) - 1:
-            raise _unsupported(node, "its mask follows from the position, and its rows do not lie along the last axis")
-        tables = {"added": mask.tables.bias, "allowed": mask.tables.allowed, "own": mask.tables.own}
-        return [
-            None if table is None else self._at_position(slot, self.published.add_table(f"p:{node.name}:{name}", table))
-            for name, table in tables.items()
-        ]
-
-    def _at_position(self, slot: _Slot, name: str) -> Ref:
-        """An input of which there is a value for each position."""
-        table = self.published.arrays[name] if name in self.published.arrays else self.weights[name]
-        self.by_position.add(name)
-        slot.inputs.setdefault(name, (table.shape[1:], table.dtype.name))
-        return Ref(name)
-
-    def _table(self, slot: _Slot, node: fx.Node) -> Ref:
-        """The input for a value that follows from the position."""
-        positions = self.part.positions
-        table = None if positions is None else positions.table(node, self.part.known)
-        if table is None:
-            raise _unsupported(node, "it follows from the position, and is no tensor of one shape for all positions")
-        array = to_numpy(table, self.dtype).astype(self.dtype)
-        if self.part.domains[node] is not Domain.SERVER:
-            refuse_huge_table(node, array)
-            return self._at_position(slot, self.published.add_table(f"p:{node.name}", array))
-        refuse_huge_weight(node, array)
-        self.weights[f"w:{node.name}"] = array
-        return self._at_position(slot, f"w:{node.name}")
 
     def _exponential(self, node: fx.Node) -> SoftmaxExponential:
         shape, dim = self.part.shapes[node], node.args[1]
@@ -365,69 +323,17 @@ class _Emission:
         source = self.schedule.reads(node)[0]
         return self.part.is_float[node] or not self.part.is_float[source]
 
-    def _token_view(self, slot: _Slot, node: fx.Node) -> Call:
+    def _token_view(self, slot: Slot, node: fx.Node) -> Call:
         live = self.schedule.reads(node)
         if op_name(node) in MOVES and len(live) == 1 and self.schedule.is_tokens(live[0]):
             shape = (*self.part.shapes[node], self.schedule.vocabulary)
             if op_name(node) in _RESHAPING:
-                return Call(views.reshaped, {"x": self._argument(slot, live[0])}, {"shape": shape})
-        raise _unsupported(
+                return Call(views.reshaped, {"x": self.inputs.argument(slot, live[0])}, {"shape": shape})
+        raise unsupported(
             node, "it computes integers or booleans from the token ids; only embedding lookups may read them"
         )
-
-    def _argument(self, slot: _Slot, value: Any) -> Any:
-        """Turn a node argument into a reference to a value of the step, a constant, or a literal."""
-        if isinstance(value, (list, tuple)):
-            return [self._argument(slot, each) for each in value]
-        if not isinstance(value, fx.Node):
-            return checked_literal(value)
-        if self.part.is_live(value):
-            name = TOKENS if value is self.part.tokens else value.name
-            if value not in slot.nodes:
-                slot.inputs.setdefault(name, self._shape_and_kind(value))
-            return Ref(name)
-        if self.part.positions is not None and self.part.positions.decide(value):
-            return self._table(slot, value)
-        known = self.part.known[value]
-        owned = self.part.domains[value] in (Domain.SERVER, Domain.PUBLISHED)
-        if owned and not isinstance(known, torch.Tensor):
-            raise _unsupported(value, "it makes a Python value of weights, which would be public")
-        if not isinstance(known, torch.Tensor):
-            return self._argument(slot, known) if isinstance(known, (list, tuple)) else known
-        array = to_numpy(known, self.dtype)
-        if self.part.domains[value] is Domain.PUBLISHED:
-            name = self.published.add(value, known)
-            slot.inputs.setdefault(name, (array.shape, np.dtype(self.dtype).name))
-            return Ref(name)
-        if owned:
-            array = array.astype(self.dtype)  # SPU's inputs of the server are numbers, flags and counts too
-            name = self._weight(value, known, array)
-            slot.inputs.setdefault(name, (array.shape, array.dtype.name))
-            return Ref(name)
-        refuse_huge_table(value, array)
-        return array
-
-    def _shape_and_kind(self, node: fx.Node) -> tuple[tuple[int, ...], str]:
-        shape = self.part.shapes[node]
-        if self.schedule.is_tokens(node):
-            return (*shape, self.schedule.vocabulary), "int32"
-        return shape, np.dtype(self.dtype).name if self.part.is_float[node] else "bool"
-
-    def _weight(self, node: fx.Node, tensor: torch.Tensor, array: npt.NDArray[Any]) -> str:
-        refuse_huge_weight(node, array)
-        key = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype))
-        name = self._weight_names.setdefault(key, f"w:{node.target}" if node.op == "get_attr" else f"w:{node.name}")
-        self.weights[name] = array
-        return name
 
 
 def _name(node: fx.Node) -> str:
     """Name of a node in the model's graph: one half of a softmax has another one in the program's."""
     return str(node.meta.get("softmax", node.name))
-
-
-def _unsupported(node: fx.Node, reason: str) -> LoweringError:
-    return LoweringError(
-        f"cannot run {op_name(node)} (node {node.name}, in {place_of(node)}) privately: {reason}. "
-        f"Supported: {', '.join(registry.supported_ops())}"
-    )

@@ -12,6 +12,9 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from aero_compile.runtime.hosts.link import parse_address
 from aero_compile.runtime.roles import SERVER
@@ -64,6 +67,19 @@ def end_server_in_the_middle(server: subprocess.Popen[str], client: subprocess.P
     assert time.monotonic() - started < 30
     assert client.returncode == 2
     return output
+
+
+def holds(wire: bytes, values: Any) -> bool:
+    """Whether `wire` has three consecutive fixed-point numbers that are among `values`, at any offset."""
+    wanted = np.rint(np.asarray(values, np.float64).ravel() * 2.0**18).astype(np.int64)
+    wanted = np.unique(wanted[np.abs(wanted) > 10_000])  # a small number may be a length or a counter
+    near = np.unique((wanted[:, None] + np.arange(-300, 301)).ravel())
+    for shift in range(8):
+        found = np.frombuffer(wire[shift : shift + (len(wire) - shift) // 8 * 8], "<i8")
+        at = np.isin(found, near)
+        if (at[:-2] & at[1:-1] & at[2:]).any():
+            return True
+    return False
 
 
 class Wire:

@@ -29,7 +29,7 @@ from aero_compile.runtime.program import FORMAT, one_hot
 from aero_compile.runtime.roles import CLIENT, SERVER
 from aero_compile.runtime.spu_config import runtime_config
 from tests.support.runtime_tiny import IDS, Exported, exported, logits_of, tiny_model
-from tests.support.two_hosts import Wire, end_server_in_the_middle, party
+from tests.support.two_hosts import Wire, end_server_in_the_middle, holds, party
 
 spu = pytest.importorskip("spu")
 
@@ -75,25 +75,12 @@ def test_the_peers_piece_of_an_owned_input_says_nothing_about_it(protocol: str, 
     assert peers_piece(zeros) == peers_piece(np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32))
 
 
-def _holds(wire: bytes, values: Any) -> bool:
-    """Whether `wire` has three consecutive fixed-point numbers that are among `values`, at any offset."""
-    wanted = np.rint(np.asarray(values, np.float64).ravel() * 2.0**18).astype(np.int64)
-    wanted = np.unique(wanted[np.abs(wanted) > 10_000])  # a small number may be a length or a counter
-    near = np.unique((wanted[:, None] + np.arange(-300, 301)).ravel())
-    for shift in range(8):
-        found = np.frombuffer(wire[shift : shift + (len(wire) - shift) // 8 * 8], "<i8")
-        at = np.isin(found, near)
-        if (at[:-2] & at[1:-1] & at[2:]).any():
-            return True
-    return False
-
-
 def test_the_search_for_secrets_finds_them() -> None:
     values = np.linspace(1.0, 3.0, 9, dtype=np.float32)
     encoded = np.rint(values.astype(np.float64) * 2.0**18).astype(np.int64).tobytes()
     noise = np.random.default_rng(0).bytes(100_000)
-    assert _holds(noise[:333] + encoded + noise, values)
-    assert not _holds(noise, values)
+    assert holds(noise[:333] + encoded + noise, values)
+    assert not holds(noise, values)
 
 
 @pytest.mark.parametrize(
@@ -142,9 +129,9 @@ def test_neither_files_nor_wire_hold_the_other_partys_secrets(
     assert min(map(len, wire)) > 10_000
     assert all(PLAIN_MESSAGE in each for each in wire)  # the recording holds what was sent, unencrypted
     for recorded in wire:
-        assert not _holds(recorded, logits)
+        assert not holds(recorded, logits)
         arrays = {**here.compiled.weights, **here.compiled.published}
-        assert not any(_holds(recorded, array) for array in arrays.values())
+        assert not any(holds(recorded, array) for array in arrays.values())
     hot = one_hot(IDS, 64)
     for raw in (IDS.tobytes(), hot.tobytes(), hot.astype(np.int64).tobytes()):
         assert raw not in wire[0]

@@ -198,7 +198,7 @@ def test_folding_changes_only_what_the_norm_reads(body: Any) -> None:
         doublings, names = sample.doublings(FORM), foldable(part)
         assert len(names) == 2
         assert all(doublings[name] >= 4 for name in names)
-        both = Doublings(doublings, names.keys())
+        both = Doublings(doublings, frozenset(names))
         fold(part, both)
         live = lower(part, exact=True, dtype=np.float64, doublings=both)
         found = np.asarray(live.run(one_hot(model.ids.numpy(), 5).astype(np.float64)))

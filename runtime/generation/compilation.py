@@ -1,0 +1,174 @@
+"""How a model becomes the programs of a generation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import nn
+
+from aero_compile.decoding.step import decode_step
+from aero_compile.errors import InputError, LoweringError
+from aero_compile.inference_model import InferenceModel, inference_copy
+from aero_compile.model import TransformedModel
+from aero_compile.optimize import optimize_for_inference
+from aero_compile.runtime.arithmetic.prices import second_worth
+from aero_compile.runtime.compilation import Observed, Options, lowering, observed, refuse_outside, typical
+from aero_compile.runtime.generation.programs import CompiledGeneration, Programs, check
+from aero_compile.runtime.lowering.bounds import Bound, hull
+from aero_compile.runtime.lowering.live import LiveProgram
+from aero_compile.runtime.lowering.partition import Partition, partition_step
+from aero_compile.runtime.lowering.spu_compile import compile_steps
+from aero_compile.runtime.models import Tokens, in_the_clear, with_graph, with_public
+from aero_compile.runtime.program import Program
+from aero_compile.runtime.rehearsal import ABSOLUTE, SAFETY, rehearse_step
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+def compile_for_generation(
+    model: nn.Module,
+    room: int,
+    fills: Iterable[int],
+    options: Options,
+    text: Tokens | None = None,
+    say: Callable[[str], None] = lambda what: None,
+) -> CompiledGeneration:
+    """Compile the programs of texts of up to `room` positions.
+
+    Args:
+        model: transformed, or any decoder, which is captured as it is.
+        room: positions that there is room for, at least 2.
+        fills: how many positions from the first on are computed at once, by one program each.
+        options: as of other programs; `logits` and `looked_at` mean nothing here.
+        text: token ids [1, T] on which ranges are checked and the programs rehearsed; None: on calibration text or
+            random tokens.
+        say: is told what is being done.
+
+    Raises:
+        InputError: room or counts that the model cannot take.
+        UnsupportedModelError: new positions cannot be computed by themselves, with the op and its place.
+        LoweringError: the model cannot be computed privately, or its logits would be too far off.
+    """
+    counts = sorted({*fills})
+    if room < 2 or (counts and not 2 <= counts[0] <= counts[-1] <= room):
+        raise InputError(f"no programs for {counts} positions at once and room for {room}: a fill takes 2 or more")
+    if options.offline:
+        raise InputError("steps of a generation take nothing prepared: leave offline=False")
+    say("compiling")
+    given = with_graph(model)
+    ids = np.zeros((1, room), np.int64) if text is None else text
+    with second_worth(options.network.second_bytes):
+        optimized = _optimized(with_public(given, options.public), options.optimize)
+        ready = replace(options, looked_at=False)
+        seen = observed(optimized, ids, ready, on_ids=text is not None)
+        one = decode_step(optimized, 1, room)
+        parts = {str(n): partition_step(decode_step(optimized, 1, room, n), 0, opens=False) for n in counts}
+        parts |= {"advance": partition_step(one, opens=False), "step": partition_step(one)}
+        compiled = _compiled(optimized, parts, seen, ready, text)
+        if ready.form.tolerances.logits is not None:
+            say("rehearsing in the clear")
+            _rehearse(given, compiled, ready, text)
+    return compiled
+
+
+def _optimized(model: nn.Module, optimize: bool) -> InferenceModel:
+    if isinstance(model, InferenceModel):
+        return model
+    if not isinstance(model, TransformedModel):
+        raise InputError(f"private generation takes a transformed model or a decoder, not {type(model).__name__}")
+    return optimize_for_inference(model, steps=True) if optimize else _as_it_is(model)
+
+
+def _as_it_is(model: TransformedModel) -> InferenceModel:
+    copy = inference_copy(model)
+    copy.positions_kept = "all"
+    copy.prepare()
+    return copy
+
+
+def _compiled(
+    model: InferenceModel, parts: Mapping[str, Partition], seen: Observed, options: Options, text: Tokens | None
+) -> CompiledGeneration:
+    weights: Arrays = {}
+    published: Arrays = {}
+    lowered: dict[str, LiveProgram] = {}
+    left: tuple[Bound, ...] = ()
+    for name, part in parts.items():
+        live = _named_apart(lowering(part, seen, options)(cached=left), name, weights | published)
+        left = tuple(map(hull, left, live.left)) if left else live.left
+        refuse_outside(model, live, seen, options, text)
+        weights |= live.weights
+        published |= live.published
+        lowered[name] = live
+    codes: dict[str, str] = {}
+    programs: dict[str, Program] = {}
+    for name, live in lowered.items():
+        form = options.form
+        programs[name] = compile_steps(live, options.protocol, form.ring_bits, form.fraction_bits, codes)
+        codes |= programs[name].codes
+    step, advance = programs.pop("step"), programs.pop("advance")
+    together = Programs(step, advance, {int(name): each for name, each in programs.items()})
+    check(together)
+    return CompiledGeneration(together, weights, published)
+
+
+def _named_apart(live: LiveProgram, suffix: str, taken: Mapping[str, npt.NDArray[Any]]) -> LiveProgram:
+    """The program with other names for inputs that have those of other ones `taken`: rows of tables, for one."""
+    own = {**live.weights, **live.published}
+    names = {name: f"{name}@{suffix}" for name, array in own.items() if name in taken and not _same(array, taken[name])}
+    if not names:
+        return live
+
+    def renamed(arrays: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        return {names.get(name, name): array for name, array in arrays.items()}
+
+    def referring(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: names.get(each, each) if key == "of" else referring(each) for key, each in value.items()}
+        return [referring(each) for each in value] if isinstance(value, list) else value
+
+    return replace(
+        live,
+        steps=tuple(replace(step, inputs=tuple(names.get(each, each) for each in step.inputs)) for step in live.steps),
+        weights=renamed(live.weights),
+        published=renamed(live.published),
+        by_position=frozenset(names.get(each, each) for each in live.by_position),
+        prefix=tuple(replace(step, arguments=referring(step.arguments)) for step in live.prefix),
+    )
+
+
+def _same(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> bool:
+    return one.dtype == other.dtype and np.array_equal(one, other)
+
+
+def _rehearse(given: nn.Module, compiled: CompiledGeneration, options: Options, text: Tokens | None) -> None:
+    """Run a fill and the step behind it in the clear and in fixed point, and compare with the model's own logits.
+
+    Raises:
+        LoweringError: two parties might be further off than the tolerance.
+    """
+    programs, tolerance = compiled.programs, options.form.tolerances.logits
+    assert tolerance is not None
+    ids, name = (
+        (text, "these tokens") if text is not None else typical(given, np.zeros((1, programs.room), np.int64), options)
+    )
+    begin = max((count for count in programs.fills if count < ids.shape[1]), default=0)
+    cached: Any = [np.zeros(spec.shape) for spec in programs.step.cached]
+    run = partial(rehearse_step, weights=compiled.weights, published=compiled.published)
+    if begin:
+        _, cached = run(programs.fills[begin], ids=ids[:, :begin], cached=cached)
+    last = ids[:, begin : begin + 1]
+    found, _ = run(programs.step, ids=last, cached=cached, position=begin)
+    wanted = in_the_clear(given, ids)[:, begin : begin + 1]
+    allowed, off = ABSOLUTE + tolerance * float(wanted.std()), float(np.abs(found - wanted).max())
+    if not off * SAFETY <= allowed:
+        raise LoweringError(
+            f"on {name} the logits behind {begin + 1} tokens would be off by about {off:.3g}: a rehearsal must stay "
+            f"below {allowed / SAFETY:.3g}. private_inference names the operator; ask for closer approximations "
+            "(Tolerances) or more fraction bits; Tolerances(logits=None) runs it all the same"
+        )

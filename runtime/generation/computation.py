@@ -1,0 +1,97 @@
+"""What one party computes of a generation: programs one after another, over cached values that stay in its runtime."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from aero_compile.runtime.generation.programs import Programs
+from aero_compile.runtime.generation.session import Cost, Logits
+from aero_compile.runtime.hosts.computation import Computation
+from aero_compile.runtime.hosts.link import Way
+from aero_compile.runtime.hosts.party_inputs import Arrays, PartyInputs
+from aero_compile.runtime.program import client_inputs
+from aero_compile.runtime.program_parts import TensorSpec
+from aero_compile.runtime.roles import CLIENT, SERVER
+from aero_compile.runtime.spu_config import SpuLog
+
+
+class StepComputation(Computation):
+    """One party's side. Weights are set once; keys and values never leave the runtime.
+
+    `weights`: the server's, nothing at the client.
+    """
+
+    def __init__(
+        self,
+        spu: Any,
+        link: Any,
+        rank: int,
+        programs: Programs,
+        weights: Arrays,
+        published: Arrays,
+        log: SpuLog,
+        way: Way,
+    ) -> None:
+        super().__init__(spu, link, PartyInputs(rank, programs.step, published, weights, None), log, way)
+        self._programs, self._position = programs, 0
+        self._of_client: dict[str, npt.NDArray[Any]] = {}
+        self._are_set: set[str] = set()
+
+    def run(self, name: str, position: int, ids: npt.NDArray[np.int64] | None) -> tuple[Cost, Logits | None]:
+        """Run a program at a position, on the client's token ids [1, count]; the client gets the logits [V]."""
+        self._program, self._position = self._programs.all[name], position
+        published = self._inputs.published
+        self._of_client = client_inputs(self._program, ids, published) if ids is not None else {}
+        record, logits = self.forward()
+        runtime = self._runtime
+        for spec, result in zip(self._program.cached, self._program.results, strict=True):
+            runtime.set_var(spec.name, runtime.get_var(result))
+            runtime.del_var(result)
+        return _cost(record), None if logits is None else logits[0, -1]
+
+    def _set_inputs(self) -> None:
+        program, io, runtime = self._program, self._io, self._runtime
+        for spec in program.weights:
+            self._set(program.given(spec), SERVER)
+        tokens = [program.tokens] if program.reads_tokens else []
+        for spec in (*tokens, *program.clients):
+            runtime.set_var(spec.name, self._share(io, spec, CLIENT))
+        for spec in program.cached:
+            self._set(spec, SERVER)
+        for spec in program.shared_inputs:
+            if self._is_needed(spec.name):
+                shares = io.make_shares(self._row(self._inputs.published, spec.name), self._spu.Visibility.VIS_PUBLIC)
+                runtime.set_var(spec.name, shares[self._rank])
+
+    def _set(self, spec: TensorSpec, owner: int) -> None:
+        if self._is_needed(spec.name):
+            self._runtime.set_var(spec.name, self._share(self._io, spec, owner))
+
+    def _is_needed(self, name: str) -> bool:
+        """Whether an input is to be set: once, or for each position anew."""
+        again = name in self._program.by_position or name not in self._are_set
+        self._are_set.add(name)
+        return again
+
+    def _row(self, arrays: Arrays, name: str) -> npt.NDArray[Any]:
+        return arrays[name][self._position] if name in self._program.by_position else arrays[name]
+
+    def _value(self, spec: TensorSpec, owner: int) -> npt.NDArray[Any]:
+        """An input; cached values are zeros before the first program."""
+        if owner == CLIENT == self._rank:
+            return self._of_client[spec.name]
+        if owner == SERVER == self._rank and spec.name in self._inputs.own:
+            return np.ascontiguousarray(self._row(self._inputs.own, spec.name))
+        return np.zeros(spec.shape, spec.dtype)
+
+
+def _cost(record: dict[str, Any]) -> Cost:
+    """What both parties exchanged: what one of them sent and received."""
+    steps = record["steps"]
+    payload = sum(step["send_bytes"] + step["recv_bytes"] for step in steps)
+    messages = sum(step["send_actions"] + step["recv_actions"] for step in steps)
+    revealed = (record["revealed_bytes"], record["opened_bytes"])
+    return Cost(payload + sum(revealed), messages + sum(map(bool, revealed)), record["seconds"])

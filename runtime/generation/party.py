@@ -1,0 +1,279 @@
+"""One party of a private generation, as a process: `python -m aero_compile.runtime.generation.party`.
+
+Rank 0 is the server (weights), rank 1 the client (tokens, logits). Both read the same programs from a folder. The
+client does what it is told on standard input, one JSON object a line,
+
+    {"do": "fill", "ids": [...], "position": P}     keys and values of tokens at P and behind it
+    {"do": "step", "ids": [...], "position": P}     one token, and the logits that follow it
+    {"do": "close"}
+
+and answers with events, JSON lines on standard output; logits are in `logits.npy` in its output directory. Of each of
+them it tells the server which program runs, and where: that is all that the server learns. Whoever reads from the
+client's process is on the client's side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import sys
+import threading
+import time
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from aero_compile.errors import AeroError, InputError, PartyError
+from aero_compile.files import make_private_folder, write_private
+from aero_compile.plain_help import HelpParser
+from aero_compile.runtime.generation.computation import StepComputation
+from aero_compile.runtime.generation.programs import Programs
+from aero_compile.runtime.generation.session import Cost
+from aero_compile.runtime.hosts.computation import config_of, print_event
+from aero_compile.runtime.hosts.ending import Deadline, die, end_orphaned, end_with_parent, report_error
+from aero_compile.runtime.hosts.link import PlainWay, Way, connect, not_connected, parse_address, watch_peer
+from aero_compile.runtime.hosts.party_inputs import Arrays, read_arrays, tls_config
+from aero_compile.runtime.hosts.tls import TLSWay
+from aero_compile.runtime.prefix import digest_of
+from aero_compile.runtime.program_parts import TensorSpec
+from aero_compile.runtime.roles import CLIENT, ROLES, SERVER
+from aero_compile.runtime.spu_config import SpuLog, import_spu, plain_message
+
+LINGER_SECONDS = 0.3
+"""Time for the reply to the peer's last message to leave."""
+
+LONGEST_ORDER = 200
+"""Bytes of what the client tells the server of a program to run."""
+
+CLOSE = "close"
+
+LOGITS = "logits.npy"
+"""File of the logits of the last step, in the client's output directory."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one party; returns the exit code (2 for errors that were reported)."""
+    arguments = _parser().parse_args(argv)
+    os.umask(0o077)  # SPU's log and all else that this process writes is for its owner alone
+    if arguments.rank == SERVER:
+        end_with_parent(arguments.with_parent, arguments.scratch)
+    try:
+        _Party(arguments).run()
+    except AeroError as error:
+        report_error(type(error).__name__, str(error))
+        return 2
+    except Exception as error:
+        traceback.print_exc()
+        report_error("PartyError", f"{ROLES[arguments.rank]}: {plain_message(error)}")
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = HelpParser(prog="python -m aero_compile.runtime.generation.party", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--rank", type=int, choices=(SERVER, CLIENT), required=True, help="0 server, 1 client")
+    add("--address", required=True, help="host:port on which this party listens")
+    add("--peer", required=True, help="host:port of the other party")
+    add("--programs", type=Path, required=True, help="folder of the compiled programs, equal on both sides")
+    add("--weights", type=Path, help="server: .npz of the weights")
+    add("--public", type=Path, required=True, help="both: .npz of the arrays that both parties hold")
+    add("--output", type=Path, required=True, help="private directory of this party")
+    add("--set-up", action="store_true", help="set up by a short computation before the first tokens")
+    add("--timeout", type=float, default=3600.0, help="seconds for one computation")
+    add("--idle", type=float, default=3600.0, help="server: seconds to wait for the client's next tokens")
+    add("--connect-timeout", type=float, default=60.0, help="seconds to wait for the other party")
+    add("--protocol", choices=("cheetah", "semi2k"), default="cheetah", help="refuse programs for another protocol")
+    add("--tls-cert", help="PEM certificate of this party")
+    add("--tls-key", help="PEM key of this party")
+    add("--tls-ca", help="PEM certificate of the authority that signed both")
+    add("--tls-peer-name", metavar="NAME", help="name in the other party's certificate (default: the host of --peer)")
+    add("--with-parent", action="store_true", help="server: end when standard input is closed, as the client does")
+    add("--scratch", type=Path, metavar="DIR", help="a folder to remove then, inputs and all")
+    return parser
+
+
+class _Party:
+    """Everything one party does, in order."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.options, self.rank, self.role = arguments, arguments.rank, ROLES[arguments.rank]
+        for address in (arguments.address, arguments.peer):
+            parse_address(address)
+        self.tls = tls_config(arguments)
+        self.output = Path(arguments.output)
+        make_private_folder(self.output)
+        self.programs = Programs.load(arguments.programs)
+        if self.programs.step.protocol != arguments.protocol:
+            raise InputError(
+                f"{arguments.programs} is compiled for {self.programs.step.protocol}, and this party runs "
+                f"{arguments.protocol}: in semi2k the server could open the client's shares"
+            )
+        self.published = self._published()
+        self.weights = self._weights()
+        self._deadline = Deadline()
+
+    def run(self) -> None:
+        spu, options = import_spu(), self.options
+        log = SpuLog(spu, self.output / "spu.log")
+        way: Way = PlainWay(options.address, options.peer)
+        if self.tls is not None:
+            way = TLSWay(options.address, options.peer, self.tls, lambda why: die(f"{self.role}: {why}"))
+        self._deadline.set(options.connect_timeout, lambda: not_connected(way, options.connect_timeout))
+        longest = max(options.timeout, options.idle if self.rank == SERVER else 0.0)
+        link = connect(spu, self.rank, way, longest, options.connect_timeout)
+        self._agree(link)
+        self._computing()
+        stop_watch = watch_peer(way.answers, lambda: die(f"{self.role}: lost the other party"))
+        started = time.perf_counter()
+        computation = StepComputation(spu, link, self.rank, self.programs, self.weights, self.published, log, way)
+        if options.set_up:
+            computation.set_up()
+        link.barrier()
+        self._deadline.clear()
+        set_up = Cost(sum(way.read()), 0, time.perf_counter() - started)
+        print_event("ready", set_up=asdict(set_up), room=self.programs.room, vocabulary=self.programs.vocabulary)
+        (self._serve if self.rank == SERVER else self._obey)(link, computation)
+        stop_watch.set()
+        print_event("done")
+        link.stop_link()
+        time.sleep(LINGER_SECONDS)
+        way.close()
+
+    # --- before the computation -----------------------------------------------------------------------
+
+    def _published(self) -> Arrays:
+        programs = self.programs.all.values()
+        found = read_arrays(self.options.public, _specs(spec for each in programs for spec in each.published))
+        for program in programs:
+            own = {spec.name: found[spec.name] for spec in program.published}
+            if program.published and digest_of(own) != program.published_digest:
+                raise InputError(f"{self.options.public} does not hold the arrays that the programs were compiled with")
+        return found
+
+    def _weights(self) -> Arrays:
+        if (self.options.weights is None) != (self.rank == CLIENT):
+            raise InputError("the server (rank 0) takes --weights, the client (rank 1) none")
+        if self.rank == CLIENT:
+            return {}
+        specs = _specs(spec for each in self.programs.all.values() for spec in each.weights)
+        return read_arrays(self.options.weights, specs)
+
+    def _agree(self, link: Any) -> None:
+        """Compare role, programs and configuration with the peer's before any share exists."""
+        mine = {
+            "role": self.role,
+            "programs": self.programs.digest,
+            "config": str(config_of(self.programs.step)),
+            "spu": self.programs.step.versions["spu"],
+            "set-up": self.options.set_up,
+        }
+        theirs = json.loads(link.all_gather(json.dumps(mine))[1 - self.rank])
+        for name, value in mine.items():
+            other = theirs.get(name)
+            if name != "role" and other != value:
+                raise PartyError(f"{self.role}: the other party has different {name}: {other!r}, not {value!r}")
+        if theirs.get("role") == self.role:
+            raise PartyError(f"both parties claim to be the {self.role}")
+        print_event("connected")
+
+    def _computing(self) -> None:
+        seconds = self.options.timeout
+        self._deadline.set(seconds, lambda: f"{self.role}: the computation took longer than {seconds:g} s")
+
+    # --- the server -----------------------------------------------------------------------------------
+
+    def _serve(self, link: Any, computation: StepComputation) -> None:
+        """Run the programs that the client asks for, until it closes."""
+        held, idle = 0, self.options.idle
+        while True:
+            self._deadline.set(idle, lambda: f"server: the client asked for nothing for {idle:g} s")
+            name, position, kept = read_order(bytes(link.recv(CLIENT)), self.programs, held)
+            self._deadline.clear()
+            if name == CLOSE:
+                return
+            self._computing()
+            cost, _ = computation.run(name, position, None)
+            self._deadline.clear()
+            print_event("ran", program=name, position=position, cost=asdict(cost))
+            held = position + kept
+
+    # --- the client -----------------------------------------------------------------------------------
+
+    def _obey(self, link: Any, computation: StepComputation) -> None:
+        """Do what standard input says, until it says that this is all, or ends."""
+        orders: queue.Queue[bytes] = queue.Queue()
+        threading.Thread(target=self._listen, args=(orders,), daemon=True, name="orders").start()
+        while True:
+            order = json.loads(orders.get())
+            if order["do"] == CLOSE:
+                link.send(SERVER, write_order(CLOSE, 0, 0))
+                return
+            ids, position, total = order["ids"], order["position"], Cost()
+            plan = [("step", 1)] if order["do"] == "step" else self.programs.plan(len(ids), position)
+            for name, kept in plan:
+                link.send(SERVER, write_order(name, position, kept))
+                cost = self._run(computation, name, position, ids[:kept])
+                ids, position, total = ids[kept:], position + kept, total + cost
+            print_event("answer", cost=asdict(total))
+
+    def _run(self, computation: StepComputation, name: str, position: int, ids: list[int]) -> Cost:
+        """Run a program on these tokens, and any others behind them that it takes; keep the logits, if it has some."""
+        padded = ids + ids[-1:] * (self.programs.all[name].tokens.shape[1] - len(ids))
+        self._computing()
+        cost, logits = computation.run(name, position, np.array([padded], np.int64))
+        self._deadline.clear()
+        if logits is not None:
+            write_private(self.output / LOGITS, lambda file: np.save(file, logits, allow_pickle=False))
+        return cost
+
+    def _listen(self, orders: queue.Queue[bytes]) -> None:
+        for line in sys.stdin.buffer:
+            orders.put(line)
+        end_orphaned(self.options.scratch)
+
+
+def write_order(name: str, position: int, kept: int) -> bytes:
+    """What the client tells the server: the program that runs, where, and how many of its positions are the text's."""
+    return json.dumps({"run": name, "position": position, "kept": kept}).encode()
+
+
+def read_order(content: bytes, programs: Programs, held: int) -> tuple[str, int, int]:
+    """Read what `write_order` wrote, by whomever; `held`: positions whose keys and values both parties hold.
+
+    Raises:
+        PartyError: it is something else, or nothing that the programs can do.
+    """
+    try:
+        if len(content) > LONGEST_ORDER:
+            raise ValueError(f"{len(content):,} bytes")
+        order = json.loads(content)
+        name, position, kept = order["run"], order["position"], order["kept"]
+        if name == CLOSE:
+            return CLOSE, 0, 0
+        count = programs.all[name].tokens.shape[1]
+        if type(position) is not int or type(kept) is not int:
+            raise ValueError("no numbers")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise PartyError(f"server: the client asked for something that is no program: {error}") from error
+    last = programs.room - count if count == 1 else 0
+    if not (0 <= position <= min(held, last) and 1 <= kept <= count):
+        raise PartyError(f"server: the client asked for {name!r} at {position}, and both hold {held} positions")
+    return name, position, kept
+
+
+def _specs(found: Any) -> list[TensorSpec]:
+    return list({spec.name: spec for spec in found}.values())
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # without waiting for the link's threads, whose peer may be gone

@@ -1,0 +1,195 @@
+"""Private generation in one call: compile, start two parties on this machine, and let the client choose tokens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from aero_compile.errors import InputError, PartyError
+from aero_compile.files import write_private
+from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
+from aero_compile.runtime.compilation import Options
+from aero_compile.runtime.generation.compilation import compile_for_generation
+from aero_compile.runtime.generation.processes import MODULE, Events, ProcessDecoder
+from aero_compile.runtime.generation.programs import CompiledGeneration
+from aero_compile.runtime.generation.session import Choose, Generation, Session, Token
+from aero_compile.runtime.hosts.link import free_addresses
+from aero_compile.runtime.hosts.network import Relay
+from aero_compile.runtime.hosts.network_spec import UNLIMITED, Network, parse_network
+from aero_compile.runtime.hosts.parties import (
+    CONNECT_SECONDS,
+    LOOPBACK,
+    PUBLIC,
+    START_ATTEMPTS,
+    PartyProcess,
+    PortTaken,
+)
+from aero_compile.runtime.hosts.scratch import scratch_folder
+from aero_compile.runtime.hosts.tls import TLSConfig
+from aero_compile.runtime.inference import batches, names_of
+from aero_compile.runtime.models import Tokens, checked_ids, in_the_clear, with_graph
+from aero_compile.runtime.operators.limits import Format
+from aero_compile.runtime.roles import CLIENT, SERVER
+from aero_compile.runtime.spu_config import import_spu
+
+WEIGHTS = "weights.npz"
+
+
+def private_generate(
+    model: nn.Module,
+    ids: Any,
+    max_new_tokens: int,
+    protocol: str = "cheetah",
+    *,
+    on_token: Callable[[Token], None] | None = None,
+    choose: Choose | None = None,
+    stop: Sequence[int] = (),
+    optimize: bool = True,
+    calibration: Any = None,
+    clamp: bool = True,
+    guards: bool = False,
+    public: str | Sequence[str] = (),
+    tolerances: Tolerances = DEFAULT,
+    field: int = 64,
+    fraction_bits: int = 18,
+    set_up: bool = True,
+    timeout: float = 3600.0,
+    tls: TLSConfig | None = None,
+    network: str | Network | None = None,
+) -> Generation:
+    """Generate text in two-party computation between two processes of this machine.
+
+    The prompt is computed once, every further token as one position, over keys and values that stay secret shares in
+    the runtimes of both parties. The client's process alone has tokens and logits, and chooses the next token.
+
+    Args:
+        model: a transformed model (`aero_compile.transform`), or any decoder, which is captured as it is.
+        ids: the prompt, integer token ids [T] or [1, T], torch or NumPy.
+        max_new_tokens: at least 1; prompt and tokens must fit into the model's positions.
+        protocol: as of `private_inference`.
+        on_token: is told each token as soon as it is chosen.
+        choose: gives the next id from the logits, float32 [V]; by default the likeliest token.
+        stop: ids behind which nothing is generated.
+        optimize, calibration, clamp, guards, public, tolerances, field, fraction_bits, tls, network: as of
+            `private_inference`. Ranges are checked on the prompt and on what the model itself goes on with.
+        set_up: set both parties up before the prompt, so that no token pays for it.
+        timeout: seconds for each computation.
+
+    Returns:
+        The tokens with their logits, and the bill.
+
+    Raises:
+        InputError: tokens or options that the model or the protocol cannot take.
+        UnsupportedModelError: new positions of this model cannot be computed by themselves.
+        LoweringError: the model computes something that cannot be run privately, or too large values.
+        OutOfRangeError: `guards` found a value outside; nothing was opened.
+        PartyError: a party failed or was lost.
+        RuntimeUnavailableError: SPU is not installed.
+    """
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise InputError(f"max_new_tokens must be a whole number, at least 1, not {max_new_tokens!r}")
+    if not timeout > 0:
+        raise InputError(f"timeout must be a positive number of seconds, not {timeout!r}")
+    if tls is not None:
+        tls.check(tls.peer_name or LOOPBACK)
+    form, emulated = Format(field, fraction_bits, tolerances), parse_network("loopback" if network is None else network)
+    options = Options(
+        *(protocol, form, batches(calibration), "all", optimize, clamp, guards, names_of(public), False, emulated)
+    )
+    import_spu()
+    given = with_graph(model)
+    prompt = checked_ids(given, ids)
+    if prompt.shape[0] != 1:
+        raise InputError(f"one text is generated at a time, not {prompt.shape[0]}")
+    room = prompt.shape[1] + max_new_tokens - 1
+    most = getattr(given, "max_positions", None)
+    if most is not None and room > most:
+        raise InputError(f"{prompt.shape[1]} tokens and {max_new_tokens} more do not fit the model's {most} positions")
+    text = _continued(given, prompt, room)
+    fills = [prompt.shape[1] - 1] if prompt.shape[1] > 2 else []
+    compiled = compile_for_generation(given, max(room, 2), fills, options, text)
+    with local_session(compiled, set_up=set_up, timeout=timeout, tls=tls, network=emulated) as session:
+        return session.generate([int(each) for each in prompt[0]], max_new_tokens, on_token, choose, stop)
+
+
+@contextmanager
+def local_session(
+    compiled: CompiledGeneration,
+    *,
+    set_up: bool = True,
+    timeout: float = 3600.0,
+    tls: TLSConfig | None = None,
+    network: Network = UNLIMITED,
+) -> Iterator[Session]:
+    """A session between two processes of this machine, each with only its own inputs; both end with it.
+
+    Raises:
+        PartyError: a party failed or was lost.
+    """
+    with scratch_folder() as root:
+        server, client = root / "server", root / "client"
+        for folder in (server, client):
+            folder.mkdir(mode=0o700)
+            compiled.programs.save(folder)
+            write_private(folder / PUBLIC, lambda file: np.savez(file, **compiled.published))
+        write_private(server / WEIGHTS, lambda file: np.savez(file, **compiled.weights))
+        common = ["--timeout", str(timeout), "--idle", str(timeout), "--protocol", compiled.programs.step.protocol]
+        common += ["--connect-timeout", str(min(CONNECT_SECONDS, timeout)), "--with-parent", *_tls(tls)]
+        common += ["--set-up"] if set_up else []
+        decoder, relay = _started(server, client, common, timeout, network)
+        try:
+            yield Session(decoder)
+        finally:
+            decoder.close()
+            if relay is not None:
+                relay.end()
+
+
+def _started(
+    server: Path, client: Path, common: list[str], timeout: float, network: Network
+) -> tuple[ProcessDecoder, Relay | None]:
+    for attempt in range(START_ATTEMPTS):
+        addresses, events = free_addresses(2), Events()
+        relay = None if network == UNLIMITED else Relay(network, addresses, server.parent / "traffic")
+        ways = addresses if relay is None else relay.addresses
+        parties: list[PartyProcess] = []
+        try:
+            for rank, folder in ((SERVER, server), (CLIENT, client)):
+                arguments = ["--rank", str(rank), "--address", addresses[rank], "--peer", ways[1 - rank]]
+                arguments += ["--programs", ".", "--public", PUBLIC, "--output", ".", "--scratch", str(folder)]
+                arguments += [*(["--weights", WEIGHTS] if rank == SERVER else []), *common]
+                parties.append(PartyProcess(rank, folder, arguments, events, MODULE))
+            return ProcessDecoder(parties, client, events, timeout + CONNECT_SECONDS), relay
+        except BaseException as error:
+            for party in parties:
+                party.end()
+            if relay is not None:
+                relay.end()
+            if not isinstance(error, PortTaken):
+                raise
+            if attempt == START_ATTEMPTS - 1:
+                raise PartyError(f"no free port on this machine: {error}") from error
+    raise AssertionError("unreachable")
+
+
+def _tls(tls: TLSConfig | None) -> list[str]:
+    if tls is None:
+        return []
+    files = (("cert", tls.certificate), ("key", tls.private_key), ("ca", tls.ca))
+    found = [word for name, path in files for word in (f"--tls-{name}", os.path.abspath(path))]
+    return found + (["--tls-peer-name", tls.peer_name] if tls.peer_name is not None else [])
+
+
+def _continued(model: nn.Module, prompt: Tokens, length: int) -> Tokens:
+    """The prompt [1, T] as the model itself, in the clear, goes on with it up to `length` tokens."""
+    text = prompt
+    while text.shape[1] < length:
+        likeliest = in_the_clear(model, text)[:, -1].argmax(-1)
+        text = np.concatenate([text, likeliest[:, None]], axis=1)
+    return text

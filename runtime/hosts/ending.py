@@ -1,0 +1,71 @@
+"""How a party's process ends: with its launcher, at a deadline, or with an error that the launcher is told."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from aero_compile.runtime.hosts.computation import print_event
+
+
+class Deadline:
+    """Ends the process if something takes too long: what comes next, one thing at a time."""
+
+    def __init__(self) -> None:
+        self._timer: threading.Timer | None = None
+
+    def set(self, seconds: float, message: Callable[[], str]) -> None:
+        """End the process with `message` unless a later deadline is set, or this one cleared, within `seconds`."""
+        self.clear()
+        self._timer = threading.Timer(seconds, lambda: die(message()))
+        self._timer.daemon = True
+        self._timer.start()
+
+    def clear(self) -> None:
+        """What was waited for has come."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+def end_with_parent(enabled: bool, scratch: Path | None) -> None:
+    """End this process as soon as standard input is closed, that is when its launcher is gone.
+
+    A launcher that was killed left its folder `scratch` behind; it is removed, and the one around it if that is
+    empty then.
+    """
+    if not enabled:
+        return
+
+    def wait() -> None:
+        while sys.stdin.buffer.read(4096):
+            pass
+        end_orphaned(scratch)
+
+    threading.Thread(target=wait, daemon=True, name="parent-watch").start()
+
+
+def end_orphaned(scratch: Path | None) -> NoReturn:
+    """Remove what the launcher left behind, and end this process at once."""
+    if scratch is not None:
+        shutil.rmtree(scratch, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            scratch.parent.rmdir()
+    os._exit(4)
+
+
+def report_error(kind: str, message: str) -> None:
+    """Tell the launcher, and standard error, what went wrong."""
+    print_event("error", error=kind, message=message)
+    print(f"error: {message}", file=sys.stderr, flush=True)
+
+
+def die(message: str) -> NoReturn:
+    """End this process with an error at once."""
+    report_error("PartyError", message)
+    os._exit(2)  # SPU is blocked in native code, which no exception can reach

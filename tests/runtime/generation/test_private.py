@@ -1,0 +1,104 @@
+"""Generation between two processes: the text of eager PyTorch, and nothing computed twice."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from aero_compile import private_generate
+from aero_compile.errors import InputError, OutOfRangeError
+from aero_compile.runtime.generation.private import local_session
+from aero_compile.runtime.generation.session import Logits, Session, Token
+from tests.support.tiny_generation import (
+    PROMPT,
+    ROOM,
+    VOCABULARY,
+    eager_logits,
+    eager_text,
+    small_captured,
+    small_compiled,
+)
+
+pytest.importorskip("spu")
+
+CLOSE_TO = 5e-3
+
+
+def assert_logits(session: Session, text: list[int]) -> None:
+    np.testing.assert_allclose(session.logits(text), eager_logits(text), rtol=0, atol=CLOSE_TO)
+
+
+def test_a_session_generates_what_eager_pytorch_does() -> None:
+    seen: list[Token] = []
+    with local_session(small_compiled(), set_up=False) as session:
+        assert (session.room, session.vocabulary) == (ROOM, VOCABULARY)
+        made = session.generate(PROMPT, ROOM + 1 - len(PROMPT), seen.append)  # the last token needs no position
+        assert made.ids == eager_text(PROMPT, ROOM + 1 - len(PROMPT)) == [token.id for token in seen]
+        for at, token in enumerate(made.tokens):
+            np.testing.assert_allclose(token.logits, eager_logits(PROMPT + made.ids[:at]), rtol=0, atol=CLOSE_TO)
+        # every position costs the same, wherever it is; a prompt costs less than its tokens one by one
+        assert len({token.cost.bytes for token in made.tokens}) == 1
+        assert len({token.cost.messages for token in made.tokens}) == 1
+        assert 0 < made.prefill.messages < 3 * made.tokens[0].cost.messages
+        # the same text again: one step; another one that begins alike: what differs; a longer prompt than its fill
+        again = session.generate(PROMPT + made.ids[:2], 1)
+        assert (again.ids, again.prefill.bytes) == (made.ids[2:3], 0)
+        assert_logits(session, [*PROMPT[:2], 7, 8, 9])
+        assert_logits(session, [9, 9])
+        assert_logits(session, [2, 7, 1, 8, 2])
+        assert_logits(session, [2, 7, 1, 8, 2, 8, 1, 8])
+
+
+def test_a_prompt_of_one_token_and_one_call() -> None:
+    seen: list[int] = []
+
+    def choose(logits: Logits) -> int:
+        return int(np.argsort(logits)[-2])
+
+    made = private_generate(
+        small_captured(), [5], 2, "semi2k", choose=choose, on_token=lambda token: seen.append(token.id), set_up=False
+    )
+    first = choose(eager_logits([5]))
+    assert made.ids == seen == [first, choose(eager_logits([5, first]))]
+    assert made.prefill.bytes == 0
+
+
+def test_values_outside_are_noticed_by_both() -> None:
+    """Rows of a norm that are too small, as text might make them: the run ends without logits."""
+    compiled = small_compiled("semi2k", True)
+    assert compiled.programs.step.guard is not None
+    weights = {name: array.copy() for name, array in compiled.weights.items()}
+    with local_session(compiled, set_up=False) as session:
+        assert_logits(session, PROMPT)
+    for name in weights:
+        if "lm_head" in name or "slice" in name:  # what tokens look up, and rows of positions: rows of a norm
+            weights[name] *= 1e-4
+    broken = type(compiled)(compiled.programs, weights, compiled.published)
+    with pytest.raises(OutOfRangeError), local_session(broken, set_up=False) as session:
+        session.logits(PROMPT)
+
+
+@pytest.mark.slow
+def test_cheetah_generates_what_eager_pytorch_does() -> None:
+    made = private_generate(small_captured(), PROMPT, 3)
+    assert made.ids == eager_text(PROMPT, 3)
+    assert len({token.cost.bytes for token in made.tokens}) == 1
+    assert made.set_up.bytes > 10 * made.tokens[0].cost.bytes  # what no token pays for
+
+
+@pytest.mark.parametrize(
+    ("ids", "options", "message"),
+    [
+        ([[1, 2], [3, 4]], {}, "one text"),
+        ([1] * 10, {"max_new_tokens": 8}, "do not fit the model's 16 positions"),
+        ([1], {"max_new_tokens": 0}, "at least 1"),
+        ([1], {"max_new_tokens": True}, "at least 1"),
+        ([VOCABULARY], {}, "outside the vocabulary"),
+        ([], {}, "shape"),
+        ([1], {"timeout": 0.0}, "timeout"),
+        ([1], {"protocol": "aby3"}, "unknown protocol"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused_first(ids: object, options: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        private_generate(small_captured(), ids, **{"max_new_tokens": 1, **options})  # type: ignore[arg-type]

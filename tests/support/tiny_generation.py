@@ -1,0 +1,61 @@
+"""A decoder of one layer, and its programs for texts of up to 8 tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import aero_compile
+from aero_compile import TransformedModel
+from aero_compile.runtime.arithmetic.tolerances import DEFAULT
+from aero_compile.runtime.compilation import Options
+from aero_compile.runtime.generation.compilation import compile_for_generation
+from aero_compile.runtime.generation.programs import CompiledGeneration
+from aero_compile.runtime.operators.limits import Format
+from benchmarks.lib import zoo
+from tests.support.made_once import made_once
+
+VOCABULARY, ROOM, FILLS = 23, 8, (3, 5)
+PROMPT = [3, 1, 4, 1]
+
+
+def small_gpt2() -> Any:
+    """Two heads, learned positions, an FFN: the model in eager PyTorch, its weights drawn."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        config = GPT2Config(
+            vocab_size=VOCABULARY, n_layer=1, n_head=2, n_embd=16, n_positions=16, bos_token_id=0, eos_token_id=0
+        )
+        model: Any = zoo.randomize(GPT2LMHeadModel(config))
+        return model.eval()
+
+
+@made_once
+def small_captured() -> TransformedModel:
+    """The same, captured; shared, so it must not be changed."""
+    return aero_compile.transform(small_gpt2(), "baseline")
+
+
+@made_once
+def small_compiled(protocol: str = "semi2k", guards: bool = False) -> CompiledGeneration:
+    """Its programs."""
+    options = Options(protocol, Format(64, 18, DEFAULT), guards=guards)
+    return compile_for_generation(small_captured(), ROOM, FILLS, options)
+
+
+def eager_logits(text: list[int]) -> npt.NDArray[np.float32]:
+    """The logits behind a text, [V], in eager PyTorch."""
+    with torch.no_grad():
+        return np.asarray(small_gpt2()(torch.tensor([text])).logits[0, -1].numpy(), np.float32)
+
+
+def eager_text(prompt: list[int], count: int) -> list[int]:
+    """The likeliest tokens behind a prompt, in eager PyTorch."""
+    text = list(prompt)
+    for _ in range(count):
+        text.append(int(eager_logits(text).argmax()))
+    return text[len(prompt) :]
