@@ -62,7 +62,7 @@ def held_inputs(rank: int, path: Path, protocol: str, weights: Path | None, publ
     if program.is_prepared:
         raise InputError(f"{path} is compiled with offline=True, and a service prepares nothing: compile it without")
     published = _published(public, path, program)
-    return PartyInputs(rank, program, published, {} if weights is None else _arrays(weights, program.weights), None)
+    return PartyInputs(rank, program, published, {} if weights is None else read_arrays(weights, program.weights), None)
 
 
 def _program(path: Path, protocol: str) -> Program:
