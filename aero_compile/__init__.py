@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from aero_compile.runtime.costs.model import estimate
     from aero_compile.runtime.generation.private import private_generate
     from aero_compile.runtime.hosts.network_spec import Network
+    from aero_compile.serving.client import connect
+    from aero_compile.serving.server import serve
 
 __all__ = [
     "AeroError",
@@ -33,6 +35,7 @@ __all__ = [
     "TransformedModel",
     "__version__",
     "census",
+    "connect",
     "entropy_regularization",
     "estimate",
     "export_onnx",
@@ -43,6 +46,7 @@ __all__ = [
     "private_inference",
     "recipes",
     "save",
+    "serve",
     "transform",
 ]
 
@@ -52,6 +56,7 @@ _LAZY = {
     "Recipe": "aero_compile.recipe.recipe",
     "Tolerances": "aero_compile.runtime.arithmetic.tolerances",
     "TransformedModel": "aero_compile.model",
+    "connect": "aero_compile.serving.client",
     "entropy_regularization": "aero_compile.entropy",
     "estimate": "aero_compile.runtime.costs.model",
     "export_onnx": "aero_compile.onnx.export",
@@ -63,6 +68,7 @@ _LAZY = {
     "recipes": "aero_compile.recipe.recipe",
     "runtime": "aero_compile.runtime",
     "save": "aero_compile.artifact",
+    "serve": "aero_compile.serving.server",
     "transform": "aero_compile.pipeline",
 }
 

@@ -137,6 +137,18 @@ def test_a_party_needs_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(("name", "package"), [("connect", "pydantic"), ("serve", "prometheus_client")])
+def test_serving_says_what_it_needs(name: str, package: str) -> None:
+    code = f"try:\n    aero_compile.{name}\nexcept aero_compile.AeroError as error:\n    print(error)\n"
+    done = blocked("import aero_compile\n" + code, package)
+    assert f"pip install 'aero-compile[serve,spu]' (no {package})" in done.stdout, done.stderr
+
+
+def test_a_client_needs_no_torch() -> None:
+    done = blocked("import aero_compile.serving.client, aero_compile.serving.process.party", "torch")
+    assert done.returncode == 0, done.stderr
+
+
 def test_what_is_public_is_no_module() -> None:
     """`census` is the name of a function and of the file that it is in."""
     code = (
@@ -168,6 +180,7 @@ def test_public_names() -> None:
 
     wanted = {"transform", "recipes", "census", "entropy_regularization", "private_inference", "save", "load"}
     wanted |= {"export_onnx", "onnx_census", "optimize_for_inference", "estimate", "Network", "Tolerances"}
+    wanted |= {"connect", "serve"}
     assert wanted <= set(aero_compile.__all__)
     for name in set(aero_compile.__all__) - {"__version__"}:
         assert callable(getattr(aero_compile, name)), name

@@ -120,7 +120,7 @@ class Connection:
         facts = self._program_for(texts.shape[1])
         try:
             found = [self._forward(facts, text) for text in texts]
-        except OutOfRangeError:
+        except (InputError, OutOfRangeError):
             raise
         except BaseException as error:
             self._closed = str(error) or type(error).__name__

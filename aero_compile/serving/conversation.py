@@ -14,14 +14,14 @@ import numpy.typing as npt
 from pydantic import BaseModel
 
 from aero_compile import errors
-from aero_compile.errors import AeroError, OutOfRangeError, PartyError
+from aero_compile.errors import AeroError, InputError, OutOfRangeError, PartyError
 from aero_compile.files import write_private
 from aero_compile.runtime.generation.session import Cost
 from aero_compile.runtime.hosts.tls import TLSConfig
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.roles import CLIENT
 from aero_compile.serving.offer import unpack
-from aero_compile.serving.process.orders import Compute, Held, Load, Meet, SetUp
+from aero_compile.serving.process.orders import Compute, Held, Load, Meet, SetUp, Take
 from aero_compile.serving.process.worker import Worker
 from aero_compile.serving.transport.agreement import check_same, check_versions, facts_of, model_digest, versions
 from aero_compile.serving.transport.endpoint import dial
@@ -160,11 +160,18 @@ class Conversation:
         return content
 
     async def forward(self, facts: Facts, ids: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.float32], Cost]:
-        """Run one forward on token ids [B, T] of the program's shape; the logits and what they cost."""
+        """Run one forward on token ids [B, T] of the program's shape; the logits and what they cost.
+
+        Raises:
+            InputError, OutOfRangeError: of these tokens; the conversation goes on.
+            PartyError: it is over.
+        """
         assert self._worker is not None
+        tokens = tuple(tuple(map(int, row)) for row in ids)
+        await self._here(self._worker.load(Take(program=facts.digest, tokens=tokens), self._terms.timeout))
         await self._say(Run(program=facts.digest))
         await self._next(Started)
-        order = Compute(program=facts.digest, tokens=tuple(tuple(map(int, row)) for row in ids))
+        order = Compute(program=facts.digest)
         done, content = await self._both(self._worker.compute(order, self._terms.timeout))
         assert done.shape is not None
         logits = np.frombuffer(content, "<f4").reshape(done.shape).astype(np.float32)
@@ -190,7 +197,7 @@ class Conversation:
             task.cancel()
             self._over.result()
         error = task.exception()
-        if error is not None and not isinstance(error, OutOfRangeError):
+        if error is not None and not isinstance(error, (OutOfRangeError, InputError)):
             await asyncio.wait({self._over}, timeout=HINT_SECONDS)
             if self._over.done():
                 self._over.result()

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from aero_compile.errors import PartyError, RuntimeUnavailableError
 
-from aero_compile.errors import PartyError
+try:
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+except ModuleNotFoundError as error:
+    raise RuntimeUnavailableError(f"a server needs pip install 'aero-compile[serve,spu]' (no {error.name})") from error
 
 HOST = "127.0.0.1"
 """The counts are for this machine: whoever collects them from elsewhere does so through its own agent here."""

@@ -9,8 +9,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TextIO
 
 from aero_compile.errors import InputError
 from aero_compile.runtime.hosts.scratch import scratch_folder
@@ -18,6 +19,7 @@ from aero_compile.runtime.hosts.tls import TLSConfig
 from aero_compile.serving.journal import LOGGER, Lines, note
 from aero_compile.serving.metrics import HOST, Metrics
 from aero_compile.serving.offer import read_offer
+from aero_compile.serving.programs import find_programs
 from aero_compile.serving.session import Limits, Session, Shared
 from aero_compile.serving.transport.agreement import model_digest
 from aero_compile.serving.transport.endpoint import Caller, Port, check_way, listen
@@ -114,27 +116,55 @@ class Server:
         note("refused", logging.WARNING, host=host, why=why)
 
 
-def serve(programs: Sequence[str | os.PathLike[str]], address: str, *, log: Any = None, **options: Any) -> None:
-    """Serve until SIGINT or SIGTERM; `options` are those of `Server`.
+def serve(
+    source: Any,
+    address: str,
+    *,
+    lengths: Sequence[int] = (),
+    folder: str | os.PathLike[str] | None = None,
+    protocol: str = "cheetah",
+    compiling: Mapping[str, Any] = MappingProxyType({}),
+    log: TextIO | None = None,
+    **options: Any,
+) -> None:
+    """Serve a model's logits to clients until SIGINT or SIGTERM; see `aero_compile.connect` for the other end.
 
     Args:
-        programs: folders that `aero_compile.runtime.export` wrote, one for each length.
+        source: a saved artifact's folder or a model, which is compiled for texts of each of `lengths`; or a folder that
+            `aero_compile.runtime.export` wrote, or a folder of such folders.
         address: "host:port" to listen at.
+        lengths: of the texts, in tokens; a client fills its text up to the next.
+        folder: where compiled programs and their weights are kept (mode 0700); an artifact's are found there again. By
+            default they go when the server does.
+        protocol: "cheetah" (secure against semi-honest parties) or "semi2k" (for tests: the server could open shares).
+        compiling: options of `aero_compile.runtime.compile_model`.
         log: a text file for the log, a JSON object a line; standard error by default.
-        options: as of `Server`.
+        options: of `aero_compile.serving.server.Server`: `tls` or `insecure_plain`, `limits`, `set_up`, `metrics_port`.
 
     Raises:
-        InputError, PartyError: as `Server` does.
+        InputError: what is served, the certificates or the limits cannot be used.
+        LoweringError: the model cannot be compiled.
+        PartyError: the port is taken.
     """
-    server = Server(programs, address, **options)
-    handler = logging.StreamHandler(log or sys.stderr)
+    check_way(options.get("tls"), options.get("insecure_plain", False))
+    with contextlib.ExitStack() as held:
+        held.enter_context(_written(log or sys.stderr))
+        place = held.enter_context(scratch_folder()) if folder is None else folder
+        programs = find_programs(source, lengths, protocol, place, **compiling)
+        asyncio.run(_until_signal(Server(programs, address, protocol=protocol, **options)))
+
+
+@contextlib.contextmanager
+def _written(log: TextIO) -> Iterator[None]:
+    """Write the log there, and nowhere else."""
+    handler = logging.StreamHandler(log)
     handler.setFormatter(Lines())
-    LOGGER.addHandler(handler)
     before = LOGGER.level, LOGGER.propagate
+    LOGGER.addHandler(handler)
     LOGGER.setLevel(logging.INFO)
     LOGGER.propagate = False
     try:
-        asyncio.run(_until_signal(server))
+        yield
     finally:
         LOGGER.removeHandler(handler)
         LOGGER.setLevel(before[0])

@@ -267,7 +267,7 @@ class Session:
         async with self._turn():
             shared.spent[self._caller.name] += length
             await self._channel.send(Started())
-            order, out_of_range = Compute(program=served.facts.digest, tokens=None), False
+            order, out_of_range = Compute(program=served.facts.digest), False
             started = time.monotonic()
             try:
                 await self._moving(self._worker.compute(order, self._limits.computation_seconds))

@@ -127,6 +127,27 @@ def test_two_clients_take_turns_and_the_third_is_told(
     assert [event["length"] for event in running.events("computed")] == [6] * 5
 
 
+def test_what_passes_over_the_port_shows_neither_texts_nor_weights_nor_logits(offer: Path) -> None:
+    """Recorded without TLS. The program passes too, and so the recording holds what was said."""
+    with serving(offer) as running:
+        wire = Wire(running.address)
+        with connect(wire.address, **SEMI2K) as connection:
+            logits = connection.logits(TEXT)
+        said = bytes(wire.seen)
+        wire.cut()
+    with np.load(offer / "weights.npz") as file:
+        weights = [file[name] for name in file]
+    words = np.concatenate([np.rint(array.ravel()[:64].astype(np.float64) * 2**18) for array in weights])
+    secrets = [array.ravel()[:3].astype("<f4").tobytes() for array in (*weights, logits)]
+    secrets += [part.astype("<i8").tobytes() for part in np.split(words[: len(words) // 2 * 2], len(words) // 2)]
+    for kind in ("<i8", "<i4", "<i2"):
+        secrets.append(TEXT.astype(kind).tobytes())
+    secrets += [str(TEXT.tolist())[1:-1].replace(" ", gap).encode() for gap in ("", " ")]
+    assert (offer / "program.json").read_bytes() in said
+    assert said.count(b"PRPC") > 100  # each message of the parties' link begins so
+    assert not [secret for secret in secrets if secret in said]
+
+
 _ENDLESS = """
 import sys
 import numpy as np

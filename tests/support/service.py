@@ -59,7 +59,8 @@ def serving(folder: Path, tls: TLSConfig | None = None, **options: Any) -> Itera
     """Serve the programs of `folder` at a free port, until the end; then nothing of the server may be left."""
     limits = Limits(**{name: options.pop(name) for name in [*options] if name in Limits.__dataclass_fields__})
     given = {"protocol": "semi2k", "insecure_plain": tls is None, "set_up": False, **options}
-    server = Server([folder], free_addresses(1)[0], tls=tls, limits=limits, **given)
+    folders = [folder] if (folder / "program.json").exists() else sorted(folder.iterdir())
+    server = Server(folders, free_addresses(1)[0], tls=tls, limits=limits, **given)
     running = Running(server)
     ready = threading.Event()
     writes = _Writes(running.log)
@@ -146,7 +147,7 @@ from aero_compile.serving.server import serve
 from aero_compile.serving.session import Limits
 options = json.loads(sys.argv[1])
 limits, tls = Limits(**options.pop("limits")), options.pop("tls")
-serve(options.pop("programs"), options.pop("address"), limits=limits, tls=tls and TLSConfig(**tls), **options)
+serve(options.pop("source"), options.pop("address"), limits=limits, tls=tls and TLSConfig(**tls), **options)
 """
 
 
@@ -155,7 +156,7 @@ def server_process(folder: Path, **options: Any) -> Iterator[tuple[subprocess.Po
     """A server as a process of its own, without TLS, and its address; it writes its log to standard error."""
     address = free_addresses(1)[0]
     limits = {name: options.pop(name) for name in [*options] if name in Limits.__dataclass_fields__}
-    given = {**SEMI2K, "set_up": False, "tls": None, "limits": limits, "programs": [str(folder)], "address": address}
+    given = {**SEMI2K, "set_up": False, "tls": None, "limits": limits, "source": str(folder), "address": address}
     command = [sys.executable, "-c", _SERVE, json.dumps({**given, **options})]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:

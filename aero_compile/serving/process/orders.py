@@ -42,16 +42,23 @@ class SetUp(_Order):
     kind: Literal["set-up"] = "set-up"
 
 
+class Take(_Order):
+    """At the client: compute what follows from these tokens alone, for the next forward of this program."""
+
+    kind: Literal["take"] = "take"
+    program: str
+    tokens: tuple[tuple[int, ...], ...]
+
+
 class Compute(_Order):
-    """Run one forward of the program with this digest, at the client on these `tokens`."""
+    """Run one forward of the program with this digest."""
 
     kind: Literal["compute"] = "compute"
     program: str
-    tokens: tuple[tuple[int, ...], ...] | None
 
 
 class Loaded(_Order):
-    """The programs are as they should be."""
+    """The programs, or the tokens, are as they should be."""
 
     kind: Literal["loaded"] = "loaded"
 
@@ -74,15 +81,14 @@ class Computed(_Order):
 
 
 class Fault(_Order):
-    """What failed, as an error of `aero_compile.errors`; `over`: and the process has ended with it."""
+    """What failed, as an error of `aero_compile.errors`."""
 
     kind: Literal["fault"] = "fault"
     error: str
     message: str
-    over: bool
 
 
-Order = Load | Meet | SetUp | Compute
+Order = Load | Meet | SetUp | Take | Compute
 
 ORDER: TypeAdapter[Order] = TypeAdapter(Annotated[Order, Field(discriminator="kind")])
 REPORT: TypeAdapter[Loaded | Met | Computed | Fault] = TypeAdapter(

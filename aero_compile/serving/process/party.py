@@ -26,9 +26,9 @@ from aero_compile.runtime.hosts.computation import Computation, config_of
 from aero_compile.runtime.hosts.link import PlainWay, connect
 from aero_compile.runtime.hosts.party_inputs import PartyInputs, held_inputs
 from aero_compile.runtime.program import client_inputs
-from aero_compile.runtime.roles import CLIENT, ROLES
+from aero_compile.runtime.roles import ROLES
 from aero_compile.runtime.spu_config import SpuLog, import_spu, plain_message
-from aero_compile.serving.process.orders import ORDER, Compute, Computed, Fault, Load, Loaded, Meet, Met, Order
+from aero_compile.serving.process.orders import ORDER, Compute, Computed, Fault, Load, Loaded, Meet, Met, Order, Take
 from aero_compile.serving.transport.wire import LENGTH
 
 PARENT_GONE = 4
@@ -51,8 +51,8 @@ class SessionParty:
         """Do what is asked; the report and, with logits, their bytes."""
         if isinstance(order, Compute):
             return self._compute(order)
-        if isinstance(order, Load):
-            return self._load(order), b""
+        if isinstance(order, Load | Take):
+            return (self._load(order) if isinstance(order, Load) else self._take(order)), b""
         started = time.perf_counter()
         if isinstance(order, Meet):
             self._meet(order.seconds)
@@ -91,10 +91,13 @@ class SessionParty:
             self._computations[digest] = Computation(self._spu, link, self._inputs[digest], self._log, self._way)
         return self._computations[digest]
 
+    def _take(self, order: Take) -> Loaded:
+        inputs = self._inputs[order.program]
+        inputs.own.update(client_inputs(inputs.program, _checked(inputs, order.tokens), inputs.published))
+        return Loaded()
+
     def _compute(self, order: Compute) -> tuple[Computed, bytes]:
         inputs = self._inputs[order.program]
-        if self._rank == CLIENT:
-            inputs.own.update(client_inputs(inputs.program, _checked(inputs, order.tokens), inputs.published))
         record, logits = self._computation(order.program).forward()
         content = b"" if logits is None else logits.astype("<f4").tobytes()
         steps = record["steps"]
@@ -111,7 +114,7 @@ class SessionParty:
         return done, content
 
 
-def _checked(inputs: PartyInputs, tokens: tuple[tuple[int, ...], ...] | None) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _checked(inputs: PartyInputs, tokens: tuple[tuple[int, ...], ...]) -> np.ndarray[Any, np.dtype[np.int64]]:
     """The ids [B, T] of an order, which must be the program's to take."""
     batch, length, vocabulary = inputs.program.tokens.shape
     ids = np.array(tokens, np.int64)
@@ -149,13 +152,12 @@ def main(argv: list[str]) -> int:
     for order in _orders(end):
         try:
             say(*party.follow(order))
-        except OutOfRangeError as error:  # both parties know it, and are as they were before
-            say(Fault(error=type(error).__name__, message=str(error), over=False))
         except AeroError as error:
-            say(Fault(error=type(error).__name__, message=str(error), over=True))
-            return 2
+            say(Fault(error=type(error).__name__, message=str(error)))
+            if not isinstance(order, Take) and not isinstance(error, OutOfRangeError):
+                return 2  # the other party does not know, or knows no more than that this one is gone
         except Exception as error:
-            say(Fault(error="PartyError", message=f"{ROLES[rank]}: {plain_message(error)}", over=True))
+            say(Fault(error="PartyError", message=f"{ROLES[rank]}: {plain_message(error)}"))
             return 2
     return 0
 

@@ -14,7 +14,19 @@ from typing import TypeVar
 from aero_compile import errors
 from aero_compile.errors import AeroError, PartyError
 from aero_compile.runtime.roles import ROLES
-from aero_compile.serving.process.orders import REPORT, Compute, Computed, Fault, Load, Loaded, Meet, Met, Order, SetUp
+from aero_compile.serving.process.orders import (
+    REPORT,
+    Compute,
+    Computed,
+    Fault,
+    Load,
+    Loaded,
+    Meet,
+    Met,
+    Order,
+    SetUp,
+    Take,
+)
 from aero_compile.serving.transport.wire import CHUNK, Channel, Lost
 
 R = TypeVar("R", Loaded, Met, Computed)
@@ -51,8 +63,12 @@ class Worker:
         reader, writer = await asyncio.open_connection(sock=near, limit=CHUNK)
         return cls(rank, folder, process, Channel(reader, writer, timeout))
 
-    async def load(self, order: Load, seconds: float) -> None:
-        """Let it read its programs."""
+    async def load(self, order: Load | Take, seconds: float) -> None:
+        """Let it read its programs, or take the client's tokens.
+
+        Raises:
+            AeroError: they are not to be taken; after a `Take` the process goes on.
+        """
         await self._ask(order, seconds, Loaded)
 
     async def meet(self, order: Meet | SetUp, seconds: float) -> float:

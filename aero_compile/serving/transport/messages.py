@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter
 
 WIRE = 1
 """Version of these messages; both ends must have the same."""
@@ -17,10 +17,16 @@ MOST_PROGRAMS = 32
 LARGEST_PROGRAM = 1 << 26
 """Bytes of a program that a client takes from a server."""
 
+
+def _printable(text: str) -> str:
+    """The text without what would move a terminal's cursor."""
+    return "".join(each if each.isprintable() else "?" for each in text)
+
+
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Ticket = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-Word = Annotated[str, Field(max_length=100)]
-Sentence = Annotated[str, Field(max_length=2000)]
+Word = Annotated[str, Field(max_length=100), AfterValidator(_printable)]
+Sentence = Annotated[str, Field(max_length=2000), AfterValidator(_printable)]
 Count = Annotated[int, Field(ge=0, le=1 << 53)]
 Size = Annotated[int, Field(gt=0, le=1 << 32)]
 

@@ -23,6 +23,7 @@ from aero_compile.runtime.operators.limits import Format, SmallRows
 from aero_compile.runtime.program import one_hot
 from benchmarks.lib import zoo
 from benchmarks.lib.two_threads import simulate
+from tests.support.outliers import normed, table_with_outlier
 from tests.support.runtime_graphs import TokenRows, aten
 
 FORM = Format(64, 18)
@@ -73,24 +74,6 @@ def test_what_is_counted_is_what_calibration_sees(shape: tuple[int, ...], center
 
 
 # --- where checks are put --------------------------------------------------------------------------------
-
-
-def _normed(values: torch.Tensor, rows: int = 4) -> TokenRows:
-    """A norm and a projection of [1, rows, 32], from a table [64, 32]."""
-    generator = torch.Generator().manual_seed(3)
-    model = TokenRows(
-        values,
-        lambda x, m: aten.linear.default(aten.layer_norm.default(x, [32]), m.w),
-        {"w": torch.randn(7, 32, generator=generator)},
-    )
-    model.shape = (1, rows, 32)
-    return model
-
-
-def _table(largest: float = 1.0) -> torch.Tensor:
-    table = torch.randn(64, 32, generator=torch.Generator().manual_seed(4))
-    table[5] *= largest
-    return table
 
 
 def test_nothing_is_checked_that_a_bound_shows() -> None:
@@ -217,32 +200,32 @@ def _only_row_4_is_outside(model: TokenRows) -> None:
 @pytest.fixture(scope="module")
 def compiled() -> Any:
     pytest.importorskip("spu")
-    return compile_model(_normed(_table(3e4)), 1, 4, "semi2k")
+    return compile_model(normed(table_with_outlier(3e4)), 1, 4, "semi2k")
 
 
 def test_text_that_fits_gets_its_logits(compiled: Any) -> None:
     ids = np.array([[1, 2, 3, 60]])
     found = run_parties(compiled.program, compiled.weights, ids, runs=1, timeout=120).logits
     with torch.no_grad():
-        wanted = _normed(_table(3e4))(torch.from_numpy(ids)).numpy()
+        wanted = normed(table_with_outlier(3e4))(torch.from_numpy(ids)).numpy()
     np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-2)
 
 
 def test_values_that_wrap_end_both_parties_without_logits(compiled: Any) -> None:
     with pytest.raises(OutOfRangeError, match="a value left the range"):
         run_parties(compiled.program, compiled.weights, np.array([[1, 2, 5, 60]]), runs=1, timeout=120)
-    unchecked = compile_model(_normed(_table(3e4)), 1, 4, "semi2k", guards=False)
+    unchecked = compile_model(normed(table_with_outlier(3e4)), 1, 4, "semi2k", guards=False)
     assert unchecked.program.guard is None
     found = run_parties(unchecked.program, unchecked.weights, np.array([[1, 2, 5, 60]]), runs=1, timeout=120).logits
     with torch.no_grad():
-        wanted = _normed(_table(3e4))(torch.tensor([[1, 2, 5, 60]])).numpy()
+        wanted = normed(table_with_outlier(3e4))(torch.tensor([[1, 2, 5, 60]])).numpy()
     assert np.abs(found - wanted).max() > 1  # silently wrong: what the check is for
 
 
 def test_rows_of_a_norm_that_are_too_small_end_both_parties_without_logits() -> None:
     """Nothing wraps and everything is finite: the answer would be wrong without a sign of it."""
     pytest.importorskip("spu")
-    model, text = _normed(_table(1e-3)), torch.tensor([[1, 2, 3, 60]])
+    model, text = normed(table_with_outlier(1e-3)), torch.tensor([[1, 2, 3, 60]])
     compiled = compile_model(model, 1, 4, "semi2k", calibration=text)
     with pytest.raises(OutOfRangeError, match="a value left the range"):
         run_parties(compiled.program, compiled.weights, np.array([[1, 2, 5, 60]]), runs=1, timeout=120)
@@ -283,9 +266,9 @@ def test_ordinary_text_is_not_refused(kind: str, initialized: bool) -> None:
 
 def test_rows_of_zeros_are_refused_only_where_they_might_be_small_ones() -> None:
     """A table of rows all of which a norm holds for, zeros among them, needs no comparison; sums of rows do."""
-    table = _table()
+    table = table_with_outlier()
     table[7] = 0.0
-    direct = _normed(table, rows=64)
+    direct = normed(table, rows=64)
     assert _lowered(direct).guard is None
     scaled = TokenRows(table, lambda x, m: aten.layer_norm.default(aten.mul.Tensor(x, 5.6), [32]))
     assert _lowered(scaled).guard is None
@@ -315,7 +298,7 @@ def test_eps_that_makes_up_for_small_rows_saves_the_comparison(eps: float, doubl
 
 def test_calibration_shows_what_would_end_a_run() -> None:
     pytest.importorskip("spu")
-    model = _normed(_table(3e4))  # no power of two fits its rows and the others
+    model = normed(table_with_outlier(3e4))  # no power of two fits its rows and the others
     model.get_parameter("table").data[:] *= 20.0
     compile_model(model, 1, 4, calibration=torch.tensor([[1, 2, 3, 60]]))
     with pytest.raises(LoweringError, match=r"private check allows|must lie"):
@@ -323,7 +306,7 @@ def test_calibration_shows_what_would_end_a_run() -> None:
 
 
 def test_the_observer_names_the_value() -> None:
-    model = _normed(_table(3e4))
+    model = normed(table_with_outlier(3e4))
     live = lower(partition(model, model.logits_graph(), (1, 4)), guards=FORM)
     check = GuardCheck(live.guards)
     run_in_the_clear(model, model.logits_graph(), torch.tensor([[1, 2, 5, 60]]), check)

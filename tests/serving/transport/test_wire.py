@@ -177,6 +177,11 @@ def test_content_follows_its_announcement_whole_or_not_at_all() -> None:
         between(cut)
 
 
+def test_what_would_move_a_terminals_cursor_is_not_taken_over() -> None:
+    refused: Any = said(frame({"kind": "refused", "reason": "x", "message": "\x1b[2Jgone\n\u202e"}), FROM_SERVER)
+    assert refused.message == "?[2Jgone??"
+
+
 def test_a_hello_says_all_that_is_compared() -> None:
     hello = Hello(wire=1, versions={"spu": "0.9.5"})
     assert said(frame(hello.model_dump()), FIRST) == hello

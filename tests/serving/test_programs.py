@@ -1,0 +1,64 @@
+"""The programs of a server: compiled of an artifact once, found again, and run one after the other in one session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import aero_compile
+from aero_compile.errors import InputError, OutOfRangeError
+from aero_compile.runtime import compile_model, export
+from aero_compile.runtime.arithmetic.tolerances import Tolerances
+from aero_compile.serving.programs import find_programs
+from tests.support.outliers import normed, table_with_outlier
+from tests.support.service import SEMI2K, serving
+from tests.support.tiny_models import VOCAB, captured, logits_of
+
+pytest.importorskip("spu")
+
+
+def test_an_artifact_is_compiled_once_for_each_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = captured("gpt2-sdpa")
+    aero_compile.save(model, tmp_path / "artifact")
+    options = {"guards": False, "tolerances": Tolerances(logits=None)}
+    found = find_programs(tmp_path / "artifact", (9, 4), "semi2k", tmp_path / "kept", **options)
+    assert all((each / "weights.npz").stat().st_mode & 0o777 == 0o600 for each in found)
+    with monkeypatch.context() as patch:
+        patch.setattr("aero_compile.runtime.inference.compile_model", lambda *given, **more: pytest.fail("again"))
+        assert find_programs(tmp_path / "artifact", (4, 9), "semi2k", tmp_path / "kept", **options) == found
+        assert find_programs(tmp_path / "kept", (), "semi2k", tmp_path / "elsewhere") == sorted(found)
+    with serving(tmp_path / "kept") as running, aero_compile.connect(running.address, **SEMI2K) as connection:
+        assert [facts.length for facts in connection.programs] == [4, 9]
+        for length in (3, 9, 6, 4, 1):
+            ids = np.random.default_rng(length).integers(0, VOCAB, length)
+            with torch.no_grad():
+                wanted = logits_of(model(torch.from_numpy(ids)[None]))
+            np.testing.assert_allclose(connection.logits(ids), wanted[0].numpy(), rtol=0, atol=0.05)
+        assert {event["length"] for event in running.events("computed")} == {4, 9}
+
+
+def test_what_there_is_nothing_to_serve_of(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"holds neither programs \(program.json\) nor a saved artifact"):
+        find_programs(tmp_path, (4,), "semi2k", tmp_path)
+    for lengths in ((), (0, 4)):
+        with pytest.raises(InputError, match="lengths must be at least one number of tokens from 1 on"):
+            find_programs(captured("gpt2-sdpa"), lengths, "semi2k", tmp_path)
+
+
+def test_a_text_out_of_range_is_told_and_the_session_goes_on(tmp_path: Path) -> None:
+    """Neither side sees which value it was; the server counts it, and serves the next text in the same session."""
+    model = normed(table_with_outlier(3e4))
+    export(compile_model(model, 1, 4, "semi2k"), tmp_path)
+    with serving(tmp_path) as running, aero_compile.connect(running.address, **SEMI2K) as connection:
+        for ids in ([1, 2, 3, 60], [1, 2, 5, 60], [60, 3, 2, 1]):
+            with torch.no_grad():
+                wanted = model(torch.tensor([ids]))[0].numpy()
+            if 5 in ids:
+                with pytest.raises(OutOfRangeError, match="a value left the range"):
+                    connection.logits(ids)
+            else:
+                np.testing.assert_allclose(connection.logits(ids), wanted, rtol=0, atol=2e-2)
+        assert [event["out_of_range"] for event in running.events("computed")] == [False, True, False]
