@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import aero_compile
 from aero_compile.decoding.step import decode_step
 from aero_compile.errors import InputError, LoweringError
 from aero_compile.inference_model import InferenceModel, inference_copy
@@ -23,7 +24,8 @@ from benchmarks.lib.random_decoders import Config
 from tests.support import tiny_models
 from tests.support.captured_decoders import captured as captured_decoder
 from tests.support.captured_decoders import every_decoder
-from tests.support.tiny_models import captured, tokens
+from tests.support.folding import trained
+from tests.support.tiny_models import captured, hugging_face, tokens
 
 aten = torch.ops.aten
 jax = pytest.importorskip("jax")
@@ -85,6 +87,26 @@ def test_learned_temperatures_are_those_of_the_new_position() -> None:
             if name.endswith("log_t"):
                 parameter.copy_(torch.linspace(-1, 1, parameter.numel()).reshape(parameter.shape))
     assert_same_text(optimize_for_inference(model), (3, 1, 2, 1), defer=True)
+
+
+def test_learned_temperatures_and_averages_of_the_first_position_are_inputs_by_position() -> None:
+    model = trained("gpt2-eager", "freeze-layer-norm{first_token=True},softmax-temperature")
+    assert_same_text(optimize_for_inference(model, steps=True), (2, 1, 1, 1), defer=True, anywhere=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("mistral", {"sliding_window": 3}),
+        ("bloom", {}),
+        ("gpt_neox", {"rotary_pct": 0.5}),
+        ("llama", {"num_key_value_heads": 1}),
+    ],
+)
+def test_windows_slopes_angles_and_groups_at_every_position(kind: str, options: dict[str, Any]) -> None:
+    model = aero_compile.transform(hugging_face(kind, "eager", **options), "baseline")
+    assert_same_text(optimize_for_inference(model, steps=True), (3, 1, 1, 1, 1), room=1, defer=True, anywhere=True)
 
 
 def test_the_weights_of_a_step_are_its_own_rows_of_tables() -> None:

@@ -1,0 +1,104 @@
+"""What follows from the position of a step: found, tabulated, and refused where no table can be made of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import fx
+
+from aero_compile.decoding.step import decode_step
+from aero_compile.errors import InputError, LoweringError
+from aero_compile.ir.ownership import Domain
+from aero_compile.optimize import optimize_for_inference
+from aero_compile.runtime.lowering.masks import find_mask
+from aero_compile.runtime.lowering.partition import SOFTMAX, partition_step
+from aero_compile.runtime.lowering.positions import Positions, new_rows
+from aero_compile.runtime.lowering.to_jax import lower
+from tests.support.tiny_models import captured
+
+aten = torch.ops.aten
+pytest.importorskip("jax")
+
+ROOM = 7
+
+
+def _part(family: str) -> Any:
+    return partition_step(decode_step(optimize_for_inference(captured(family), steps=True), 1, ROOM))
+
+
+def test_tables_hold_the_value_at_every_position() -> None:
+    graph = fx.Graph()
+    position, length = graph.placeholder("position"), graph.placeholder("length")
+    places = graph.call_function(aten.arange.default, (length,))
+    row = graph.call_function(aten.slice.Tensor, (places, 0, position, 5))
+    doubled = graph.call_function(aten.mul.Tensor, (places, 2))
+    chosen = graph.call_function(aten.eq.Scalar, (doubled, position))
+    positions = Positions(torch.nn.Module(), position, 5)
+    known = {length: 5, places: torch.arange(5), doubled: 2 * torch.arange(5)}
+    assert [positions.decide(each) for each in (position, length, places, doubled, row, chosen)] == [
+        *(True, False, False, False, True, True)
+    ]
+    table = positions.table(chosen, known)
+    assert table is not None
+    np.testing.assert_array_equal(table.numpy(), 2 * np.arange(5)[None] == np.arange(5)[:, None])
+    assert positions.table(row, known) is None  # another shape at each position
+    assert positions.table(position, known) is None  # a number
+
+
+def test_rows_of_positions_are_the_servers_and_masks_are_public() -> None:
+    part = _part("gpt2-eager")
+    live = lower(part, exact=True)
+    weights = live.by_position & live.weights.keys()
+    assert len(weights) == 1  # learned positions
+    assert live.by_position - weights
+    assert live.by_position - weights <= live.published.keys()
+    for name in live.by_position:
+        assert {**live.weights, **live.published}[name].shape[0] == ROOM
+    by_name = {node.name: node for node in part.graph.nodes}
+    assert all(part.domains[by_name[name.removeprefix("w:")]] is Domain.SERVER for name in weights)
+
+
+def test_a_mask_at_every_position() -> None:
+    part = _part("llama-eager")
+    softmax = next(node for node in part.graph.nodes if node.target is SOFTMAX)
+    mask = find_mask(part, softmax.args[0])
+    assert mask.tables is not None
+    assert mask.allowed is None  # the last position sees all
+    assert mask.tables.bias is None
+    seen = mask.tables.allowed.reshape(ROOM, ROOM)
+    np.testing.assert_array_equal(seen, np.tril(np.ones((ROOM, ROOM), bool)))
+    np.testing.assert_array_equal(mask.tables.own.reshape(ROOM, ROOM), np.eye(ROOM, dtype=bool))
+
+
+def test_the_new_row_of_every_cached_value_is_found() -> None:
+    for family in ("gpt2-eager", "llama-sdpa", "lecture"):
+        step = decode_step(optimize_for_inference(captured(family), steps=True), 1, ROOM)
+        several = decode_step(step.model, 1, ROOM, 3)
+        for part, count in ((partition_step(step), 1), (partition_step(several, 0), 3)):
+            for cached, result in zip(part.cached, part.results, strict=True):
+                assert np.prod(part.shapes[new_rows(result)]) * ROOM == np.prod(part.shapes[cached]) * count
+
+
+def test_several_positions_have_one_place() -> None:
+    step = decode_step(optimize_for_inference(captured("gpt2-eager")), 1, ROOM, 2)
+    with pytest.raises(InputError, match="computes one, not 2"):
+        partition_step(step)
+
+
+def test_a_step_that_cuts_by_the_position_is_refused() -> None:
+    """Another shape at each position is no program for all of them."""
+    step = decode_step(optimize_for_inference(captured("gpt2-eager")), 1, ROOM)
+    part = partition_step(step)
+    assert part.positions is not None
+    linear = next(n for n in part.graph.nodes if n.target is aten.linear.default and part.is_live(n))
+    size = part.positions.position
+    with part.graph.inserting_after(linear):
+        scaled = part.graph.call_function(aten.mul.Tensor, (linear, size))
+    linear.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)
+    for table in (part.domains, part.shapes, part.is_float):
+        table[scaled] = table[linear]
+    with pytest.raises(LoweringError, match="follows from the position"):
+        lower(part, exact=True)
