@@ -8,7 +8,6 @@ ciphertexts counted as SPU chooses its blocks (`ciphertexts`) and with building 
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import os
@@ -25,6 +24,9 @@ from aero_compile.runtime.costs import operations, pphlo
 from aero_compile.runtime.costs.operations import BITS, CLIENTS, OWNED, PUBLIC, SERVERS
 from aero_compile.runtime.costs.session import Cost, Session
 from aero_compile.runtime.costs.table import CostTable, settings_of
+from aero_compile.runtime.costs.unknown_weights import with_weights
+from aero_compile.runtime.generation.compilation import compile_for_generation
+from aero_compile.runtime.generation.programs import Programs
 from aero_compile.runtime.hosts.measure import OFFLINE, by_operator, offline_line, offline_rows
 from aero_compile.runtime.hosts.network_spec import Network, parse_network
 from aero_compile.runtime.hosts.split import SPLIT, split_line, split_rows
@@ -40,6 +42,7 @@ PROTOCOL = "cheetah"
 """The protocol whose costs are modelled."""
 
 _SHARE_BYTES = 8
+_TEXTS = ("op", "place")
 _REVEAL_MESSAGES = 1
 
 
@@ -55,6 +58,9 @@ class Estimate:
     `table` tells where the measured part comes from. `offline_bytes`, `offline_messages` and `offline_seconds` are
     those of what is prepared before (`offline=True`), which no other figure includes. Everything includes the opening
     of the logits and, for `warm_up` "full" or "setup", excludes the set-up of keys and stores.
+
+    Of a generation everything is that of the prompt and of all `new_tokens` together, and `token` is the bill of the
+    last of them.
     """
 
     protocol: str
@@ -78,6 +84,8 @@ class Estimate:
     offline_bytes: int = 0
     offline_messages: int = 0
     offline_seconds: float = 0.0
+    new_tokens: int = 0
+    token: Estimate | None = None
 
     def to_json(self) -> str:
         """Return everything as JSON text."""
@@ -87,12 +95,17 @@ class Estimate:
         batch, length = self.shape
         lines = [
             f"estimate for {self.protocol}, {self.field}-bit ring, {self.fraction_bits} fraction bits, "
-            f"{batch}x{length} tokens, on {self.network}",
+            f"{batch}x{length} tokens{f' and {self.new_tokens} new ones' if self.token else ''}, on {self.network}",
             f"  {human_bytes(self.bytes)} both ways, {self.messages:,} messages, {self.seconds:.2f} s",
             split_line(self),
             f"  costs of SPU {self.table['spu']} measured on {self.table['processor']}, "
             f"{self.table['cores']} cores, {self.table['measured']}",
         ]
+        if self.token is not None:
+            one = self.token
+            lines.append(
+                f"  a token: {human_bytes(one.bytes)} both ways, {one.messages:,} messages, {one.seconds:.2f} s"
+            )
         if self.offline_messages:
             lines.append(offline_line(self))
         return "\n".join([*lines, "", *split_rows(self), *offline_rows(self.per_op)])
@@ -114,8 +127,11 @@ def estimate(
     tolerances: Tolerances = DEFAULT,
     warm: bool | str = True,
     table: CostTable | str | os.PathLike[str] | None = None,
+    new_tokens: int | None = None,
 ) -> Estimate:
     """Predict what `private_inference` of `model` on token ids [batch, seq_len] costs with Cheetah.
+
+    With `new_tokens` it is what `private_generate` of so many behind a prompt of `seq_len` tokens costs.
 
     Args:
         model: as for `private_inference`; on the meta device, the weights count as unknown.
@@ -134,13 +150,18 @@ def estimate(
         tolerances: how far off approximations may be, as for `private_inference`.
         warm: what came before, as for `private_inference`: True, a whole forward; "setup", the set-up alone.
         table: measured costs (`benchmarks/calibrate.py` writes them); None: those shipped with the package.
+        new_tokens: to generate behind a prompt; `batch` is 1 then, and `logits` and `offline` mean nothing.
 
     Raises:
         InputError: options out of range, or a table that does not fit the version or settings of SPU.
         LoweringError: the model cannot be lowered, or holds an operation without a known cost.
         RuntimeUnavailableError: SPU is not installed; its compiler is needed.
     """
-    for name, value in (("seq_len", seq_len), ("batch", batch)):
+    for name, value in (
+        ("seq_len", seq_len),
+        ("batch", batch),
+        ("new_tokens", 1 if new_tokens is None else new_tokens),
+    ):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InputError(f"{name} must be a whole number, at least 1, not {value!r}")
     if warm not in (True, "setup"):
@@ -155,8 +176,14 @@ def estimate(
         *(PROTOCOL, form, batches(calibration), logits, optimize, clamp, guards, names_of(public), offline, emulated),
         looked_at=True,
     )
-    compiled = compile_unseen(_materialized(model), batch, seq_len, options)
-    return estimate_program(compiled.program, network=emulated, warm=warm, table=costs)
+    if new_tokens is None:
+        compiled = compile_unseen(with_weights(model), batch, seq_len, options)
+        return estimate_program(compiled.program, network=emulated, warm=warm, table=costs)
+    if batch != 1 or offline:
+        raise InputError("one text is generated at a time, and nothing of it is prepared: batch=1, offline=False")
+    fills = [seq_len - 1] if seq_len > 2 else []
+    programs = compile_for_generation(with_weights(model), max(2, seq_len + new_tokens - 1), fills, options).programs
+    return estimate_generation(programs, seq_len, new_tokens, network=emulated, warm=warm, table=costs)
 
 
 def estimate_program(
@@ -172,18 +199,11 @@ def estimate_program(
         InputError: a program for another protocol or with other settings than those of the table.
         LoweringError: an operation without a known cost.
     """
-    costs = table if table is not None else CostTable.load()
-    theirs = {"protocol": program.protocol, "field": program.field, "fraction_bits": program.fraction_bits}
-    costs.check(theirs, str(program.versions.get("spu")))
-    emulated = parse_network(network)
+    costs, emulated = _fitting(table, program), parse_network(network)
     functions = {key: pphlo.parse(code) for key, code in program.codes.items()}
     session = Session(costs)
     if warm == "setup":
-        operations.run(session, functions[SET_UP], (SERVERS, CLIENTS))
-        for kernel in program.kernels:
-            if shapes := kernel.set_up():
-                kernel.bill(session, *shapes)
-        session.bill()
+        _set_up(session, program, functions)
     else:
         _offline(session, program, functions, emulated)
     before = _offline(session, program, functions, emulated)
@@ -191,6 +211,57 @@ def estimate_program(
         _forward(session, program, functions, emulated)
     rows, total = _forward(session, program, functions, emulated, before)
     return _estimate(program, emulated, "setup" if warm == "setup" else "full", rows, total, costs)
+
+
+def estimate_generation(
+    programs: Programs,
+    length: int,
+    new_tokens: int,
+    *,
+    network: str | Network = "loopback",
+    warm: bool | str = True,
+    table: CostTable | None = None,
+) -> Estimate:
+    """Predict what `new_tokens` behind a prompt of `length` tokens cost; the rest is as of `estimate`."""
+    costs, emulated = _fitting(table, programs.step), parse_network(network)
+    functions = {key: pphlo.parse(code) for each in programs.all.values() for key, code in each.codes.items()}
+    session = Session(costs)
+    prompt = [programs.all[name] for name, _ in programs.plan(length - 1, 0)]
+    order = [*prompt, *[programs.step] * new_tokens]
+    if warm == "setup":
+        _set_up(session, programs.step, functions)
+    else:
+        for program in order:
+            _forward(session, program, functions, emulated)
+    warm_up = "setup" if warm == "setup" else "full"
+    steps, reveals, total = list[dict[str, Any]](), list[dict[str, Any]](), Cost()
+    for program in order:
+        (*rows, reveal), spent = _forward(session, program, functions, emulated)
+        steps, reveals = [*steps, *rows], [*reveals, reveal]
+        total.add(spent)
+    token = _estimate(programs.step, emulated, warm_up, [*rows, reveal], spent, costs)
+    opening = {
+        **reveal,
+        **{key: sum(each[key] for each in reveals) for key, value in reveal.items() if key not in _TEXTS},
+    }
+    whole = _estimate(programs.step, emulated, warm_up, [*steps, opening], total, costs)
+    return replace(whole, shape=(1, length), program=programs.digest, new_tokens=new_tokens, token=token)
+
+
+def _fitting(table: CostTable | None, program: Program) -> CostTable:
+    costs = table if table is not None else CostTable.load()
+    theirs = {"protocol": program.protocol, "field": program.field, "fraction_bits": program.fraction_bits}
+    costs.check(theirs, str(program.versions.get("spu")))
+    return costs
+
+
+def _set_up(session: Session, program: Program, functions: Mapping[str, pphlo.Function]) -> None:
+    """Make the stores that the set-up makes, and bill nothing for them."""
+    operations.run(session, functions[SET_UP], (SERVERS, CLIENTS))
+    for kernel in program.kernels:
+        if shapes := kernel.set_up():
+            kernel.bill(session, *shapes)
+    session.bill()
 
 
 def _forward(
@@ -261,7 +332,7 @@ def _row(label: str, place: str, spent: Cost, network: Network) -> dict[str, Any
     }
 
 
-def _split(spent: Cost, network: Network) -> dict[str, float]:
+def _split(spent: Cost, network: Network) -> dict[str, Any]:
     times = (spent.computing, network.sending(spent.passing), network.waiting(spent.rounds))
     return {"rounds": spent.rounds, **dict(zip(SPLIT, times, strict=True))}
 
@@ -302,33 +373,3 @@ def _by_operator(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for column in columns:
             total[column] += row[column]
     return sorted(found.values(), key=lambda row: (-row["bytes"], -row["seconds"]))
-
-
-def _materialized(model: torch.nn.Module) -> torch.nn.Module:
-    """The model itself, or a copy with weights like those of a trained model in place of those on the meta device."""
-    if not isinstance(model, torch.nn.Module):
-        raise InputError(f"an estimate takes a torch.nn.Module, not {type(model).__name__}")
-    tensors = [*model.parameters(), *model.buffers()]
-    if not any(tensor.is_meta for tensor in tensors):
-        return model
-    if any(buffer.is_meta for buffer in model.buffers()):
-        raise InputError(
-            "a buffer of the model is on the meta device, and what it masks or rotates is not known; build the model "
-            "under torch.device('cpu'), or move only its parameters to the meta device"
-        )
-    filled: dict[int, torch.nn.Parameter] = {}  # one for each parameter: what is tied stays tied
-    empty = copy.deepcopy(model)
-    for module in empty.modules():
-        for name, weight in module._parameters.items():
-            if weight is not None and weight.is_meta:
-                if id(weight) not in filled:
-                    filled[id(weight)] = torch.nn.Parameter(_like_trained(weight, name))
-                module._parameters[name] = filled[id(weight)]
-    return empty
-
-
-def _like_trained(weight: torch.nn.Parameter, name: str) -> torch.Tensor:
-    """Small numbers, none equal, around 1 for a gain: a rewriting that needs special weights finds none."""
-    generator = torch.Generator().manual_seed(weight.numel())
-    center = 1.0 if weight.dim() == 1 and name == "weight" else 0.0
-    return torch.normal(center, 0.02, weight.shape, generator=generator).to(weight.dtype)

@@ -98,7 +98,7 @@ def test_a_step_that_cuts_by_the_position_is_refused() -> None:
     with part.graph.inserting_after(linear):
         scaled = part.graph.call_function(aten.mul.Tensor, (linear, size))
     linear.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)
-    for table in (part.domains, part.shapes, part.is_float):
-        table[scaled] = table[linear]
+    part.domains[scaled], part.shapes[scaled] = part.domains[linear], part.shapes[linear]
+    part.is_float[scaled] = True
     with pytest.raises(LoweringError, match="follows from the position"):
         lower(part, exact=True)
