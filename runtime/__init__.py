@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from aero_compile.runtime.arithmetic.tolerances import Tolerances
     from aero_compile.runtime.compilation import Compiled
     from aero_compile.runtime.costs.model import Estimate, estimate
+    from aero_compile.runtime.generation.export import compile_generation, export_generation
     from aero_compile.runtime.generation.private import local_session, private_generate
     from aero_compile.runtime.generation.session import Generation, Session
     from aero_compile.runtime.hosts.measure import Measurement
@@ -31,6 +32,8 @@ _HOME = {
     "private_inference": "inference",
     "Generation": "generation.session",
     "Session": "generation.session",
+    "compile_generation": "generation.export",
+    "export_generation": "generation.export",
     "local_session": "generation.private",
     "private_generate": "generation.private",
     "TLSConfig": "hosts.tls",
@@ -52,9 +55,11 @@ __all__ = [
     "TLSConfig",
     "Tolerances",
     "approximations",
+    "compile_generation",
     "compile_model",
     "estimate",
     "export",
+    "export_generation",
     "local_session",
     "private_generate",
     "private_inference",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ import numpy as np
 from torch import nn
 
 from aero_compile.errors import InputError, PartyError
-from aero_compile.files import write_private
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.compilation import Options
 from aero_compile.runtime.generation.compilation import compile_for_generation
+from aero_compile.runtime.generation.export import WEIGHTS, export_generation
 from aero_compile.runtime.generation.processes import MODULE, Events, ProcessDecoder
 from aero_compile.runtime.generation.programs import CompiledGeneration
 from aero_compile.runtime.generation.session import Choose, Generation, Session, Token
@@ -37,8 +38,6 @@ from aero_compile.runtime.models import Tokens, checked_ids, in_the_clear, with_
 from aero_compile.runtime.operators.limits import Format
 from aero_compile.runtime.roles import CLIENT, SERVER
 from aero_compile.runtime.spu_config import import_spu
-
-WEIGHTS = "weights.npz"
 
 
 def private_generate(
@@ -134,11 +133,8 @@ def local_session(
     """
     with scratch_folder() as root:
         server, client = root / "server", root / "client"
-        for folder in (server, client):
-            folder.mkdir(mode=0o700)
-            compiled.programs.save(folder)
-            write_private(folder / PUBLIC, lambda file: np.savez(file, **compiled.published))
-        write_private(server / WEIGHTS, lambda file: np.savez(file, **compiled.weights))
+        export_generation(compiled, server)
+        export_generation(replace(compiled, weights={}), client)
         common = ["--timeout", str(timeout), "--idle", str(timeout), "--protocol", compiled.programs.step.protocol]
         common += ["--connect-timeout", str(min(CONNECT_SECONDS, timeout)), "--with-parent", *_tls(tls)]
         common += ["--set-up"] if set_up else []

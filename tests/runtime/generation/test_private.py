@@ -94,7 +94,7 @@ def test_cheetah_generates_what_eager_pytorch_does() -> None:
         ([1], {"max_new_tokens": 0}, "at least 1"),
         ([1], {"max_new_tokens": True}, "at least 1"),
         ([VOCABULARY], {}, "outside the vocabulary"),
-        ([], {}, "shape"),
+        (np.zeros((1, 0), np.int64), {}, "shape"),
         ([1], {"timeout": 0.0}, "timeout"),
         ([1], {"protocol": "aby3"}, "unknown protocol"),
     ],

@@ -1,0 +1,88 @@
+"""Programs of a generation for two hosts: compiled without any text, and written for both parties."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from aero_compile.files import make_private_folder, write_private
+from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
+from aero_compile.runtime.compilation import Options
+from aero_compile.runtime.generation.compilation import compile_for_generation
+from aero_compile.runtime.generation.programs import CompiledGeneration
+from aero_compile.runtime.hosts.network_spec import Network, parse_network
+from aero_compile.runtime.hosts.parties import PUBLIC
+from aero_compile.runtime.inference import batches, names_of
+from aero_compile.runtime.operators.limits import Format
+from aero_compile.runtime.spu_config import import_spu
+
+WEIGHTS = "weights.npz"
+
+SHORTEST_FILL = 8
+"""Positions of the smallest program that computes a prompt at once."""
+
+
+def compile_generation(
+    model: nn.Module,
+    room: int,
+    protocol: str = "cheetah",
+    *,
+    fills: Iterable[int] | None = None,
+    optimize: bool = True,
+    calibration: Any = None,
+    clamp: bool = True,
+    guards: bool = True,
+    public: str | Sequence[str] = (),
+    tolerances: Tolerances = DEFAULT,
+    field: int = 64,
+    fraction_bits: int = 18,
+    network: str | Network = "loopback",
+) -> CompiledGeneration:
+    """Compile what two parties run to generate texts of up to `room` tokens, without any text.
+
+    Args:
+        model: a transformed model, or any decoder, which is captured as it is.
+        room: tokens of a text, the generated ones included, at least 2. What a token costs grows with it.
+        protocol: as of `private_inference`.
+        fills: how many tokens of a prompt are computed at once, by one program each, which takes shorter prompts too;
+            None: 8, 16, 32, … and `room` less one.
+        optimize, calibration, clamp, guards, public, tolerances, field, fraction_bits, network: as of `compile_model`.
+
+    Raises:
+        InputError: room, counts or options that the model or the protocol cannot take.
+        UnsupportedModelError: new positions of this model cannot be computed by themselves.
+        LoweringError: the model cannot be computed privately, or its logits would be too far off.
+    """
+    form, between = Format(field, fraction_bits, tolerances), parse_network(network)
+    options = Options(
+        *(protocol, form, batches(calibration), "all", optimize, clamp, guards, names_of(public), False, between)
+    )
+    import_spu()
+    return compile_for_generation(model, room, usual_fills(room) if fills is None else fills, options)
+
+
+def usual_fills(room: int) -> list[int]:
+    """Powers of two, and what a full prompt takes: all but its last token, which is a step."""
+    found = []
+    size = SHORTEST_FILL
+    while size < room - 1:
+        found.append(size)
+        size *= 2
+    return [*found, room - 1] if room > 2 else found
+
+
+def export_generation(compiled: CompiledGeneration, directory: str | os.PathLike[str]) -> None:
+    """Write the programs and `public.npz`, for both parties, and `weights.npz`, for the server only (mode 0600).
+
+    The folder is made with mode 0700 if it does not exist; programs are named by their digests.
+    """
+    target = Path(directory)
+    make_private_folder(target)
+    write_private(target / WEIGHTS, lambda file: np.savez(file, **compiled.weights))
+    write_private(target / PUBLIC, lambda file: np.savez(file, **compiled.published))
+    compiled.programs.save(target)  # last: its index says that all is there
