@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from aero_compile.errors import InputError, OutOfRangeError, PartyError
-from aero_compile.runtime.generation.session import Cost
+from aero_compile.runtime.generation.session import Choose, Cost, Generation, Logits, Session, Token
 from aero_compile.runtime.hosts.scratch import scratch_folder
 from aero_compile.runtime.hosts.tls import TLSConfig
 from aero_compile.serving.conversation import Conversation, Terms
@@ -49,7 +49,8 @@ def connect(
         silence_timeout: seconds without a sign of life after which the server is given up.
 
     Returns:
-        A connection with `.logits(ids)` and `.close()`, a context manager.
+        A connection with `.generate(ids, max_new_tokens)` and `.logits(ids)`, as far as the server has programs for
+        them, and `.close()`; a context manager.
 
     Raises:
         InputError: an address or an option that cannot be, or a program of the server's that could open the tokens.
@@ -85,7 +86,9 @@ class Connection:
         except BaseException:
             self._held.close()
             raise
-        self._programs = sorted(self._conversation.offer.programs, key=lambda facts: facts.length)
+        offer = self._conversation.offer
+        self._programs = sorted(offer.programs, key=lambda facts: facts.length)
+        self._session = None if offer.generation is None else Session(_Decoder(self, self._conversation))
         self._closed = ""
 
     @property
@@ -114,19 +117,77 @@ class Connection:
             OutOfRangeError: a value left its range on this text; the connection stays open.
             PartyError: the server was lost, refused or failed; the connection is closed.
         """
-        if self._closed:
-            raise PartyError(f"this connection is closed: {self._closed}")
+        if not self._programs:
+            raise InputError("the server has no programs of whole texts: next_logits() gives the last position's")
         texts, single = _checked(ids, self._programs[0].vocabulary)
         facts = self._program_for(texts.shape[1])
+        found = [self._forward(facts, text) for text in texts]
+        return found[0] if single else np.stack(found)
+
+    def next_logits(self, ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        """The logits of the token behind the text `ids`, float32 [V], of which what begins as the last text is kept.
+
+        Raises:
+            InputError: no tokens, too many, or unknown ones, or the server generates nothing; nothing was sent.
+            OutOfRangeError, PartyError: the connection is closed.
+        """
+        return self._generating().logits(ids)
+
+    def generate(
+        self,
+        ids: Sequence[int],
+        max_new_tokens: int,
+        on_token: Callable[[Token], None] | None = None,
+        choose: Choose | None = None,
+        stop: Sequence[int] = (),
+    ) -> Generation:
+        """Generate up to `max_new_tokens` tokens behind the text `ids`, chosen here.
+
+        The options are those of `aero_compile.runtime.generation.session.Session.generate`.
+
+        Raises:
+            InputError: as of `next_logits`, or prompt and tokens do not fit into `room`.
+            OutOfRangeError, PartyError: the connection is closed.
+        """
+        return self._generating().generate(ids, max_new_tokens, on_token, choose, stop)
+
+    @property
+    def room(self) -> int:
+        """Tokens that a generated text may have with its prompt; 0 where the server generates nothing."""
+        return 0 if self._session is None else self._session.room
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that the model knows."""
+        return self._programs[0].vocabulary if self._session is None else self._session.vocabulary
+
+    def _generating(self) -> Session:
+        if self._session is None:
+            raise InputError("the server has no programs that generate: it has logits() of whole texts")
+        return self._session
+
+    def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Wait for a computation; one that fails closes the connection, unless it is these tokens alone that fail.
+
+        Raises:
+            PartyError: it is closed already, or now.
+        """
+        if self._closed:
+            raise PartyError(f"this connection is closed: {self._closed}")
         try:
-            found = [self._forward(facts, text) for text in texts]
-        except (InputError, OutOfRangeError):
+            return self._wait(work())
+        except (InputError, OutOfRangeError) as error:
+            if isinstance(error, InputError) or not self._conversation.is_over:
+                raise
+            self._close_for(error)
             raise
         except BaseException as error:
-            self._closed = str(error) or type(error).__name__
-            self._held.close()
+            self._close_for(error)
             raise
-        return found[0] if single else np.stack(found)
+
+    def _close_for(self, error: BaseException) -> None:
+        self._closed = str(error) or type(error).__name__
+        self._held.close()
 
     def _program_for(self, length: int) -> Facts:
         fits = [facts for facts in self._programs if facts.length >= length]
@@ -140,7 +201,7 @@ class Connection:
 
     def _forward(self, facts: Facts, text: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         filled = np.resize(text, (1, facts.length))  # repeated: what comes behind changes nothing before it
-        logits, self.last_cost = self._wait(self._conversation.forward(facts, filled))
+        logits, self.last_cost = self.run(lambda: self._conversation.forward(facts, filled))
         found: npt.NDArray[np.float32] = logits[0, : text.size]
         return found
 
@@ -167,6 +228,37 @@ class Connection:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+class _Decoder:
+    """The two parties of a connection, as a `Session` asks them."""
+
+    def __init__(self, connection: Connection, conversation: Conversation) -> None:
+        assert conversation.generation is not None
+        self._connection, self._conversation, self._programs = connection, conversation, conversation.generation
+        self.room, self.vocabulary = self._programs.room, self._programs.vocabulary
+        self.set_up = conversation.set_up
+
+    def fill(self, ids: Sequence[int], position: int) -> Cost:
+        """Compute keys and values of `ids` at `position` and behind it."""
+        total, left = Cost(), list(ids)
+        for name, kept in self._programs.plan(len(left), position):
+            total += self._step(name, position, left[:kept])[1]
+            left, position = left[kept:], position + kept
+        return total
+
+    def step(self, token: int, position: int) -> tuple[Logits, Cost]:
+        """Compute the logits that follow `token` at `position`, float32 [V]."""
+        logits, cost = self._step("step", position, [token])
+        assert logits is not None
+        return logits, cost
+
+    def _step(self, name: str, position: int, ids: Sequence[int]) -> tuple[Logits | None, Cost]:
+        return self._connection.run(lambda: self._conversation.step(name, position, ids))
+
+    def close(self) -> None:
+        """End the connection."""
+        self._connection.close()
 
 
 async def _make(terms: Terms, folder: Any) -> Conversation:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,14 +16,24 @@ from pydantic import BaseModel
 from aero_compile import errors
 from aero_compile.errors import AeroError, InputError, OutOfRangeError, PartyError
 from aero_compile.files import write_private
+from aero_compile.runtime.generation.arrays import published_specs
+from aero_compile.runtime.generation.programs import Programs, check
 from aero_compile.runtime.generation.session import Cost
 from aero_compile.runtime.hosts.tls import TLSConfig
 from aero_compile.runtime.program import Program
+from aero_compile.runtime.program_parts import TensorSpec
 from aero_compile.runtime.roles import CLIENT
 from aero_compile.serving.offer import unpack
-from aero_compile.serving.process.orders import Compute, Held, Load, Meet, SetUp, Take
+from aero_compile.serving.process.orders import Advance, Compute, Held, Load, Meet, SetUp, Take
 from aero_compile.serving.process.worker import Worker
-from aero_compile.serving.transport.agreement import check_same, check_versions, facts_of, model_digest, versions
+from aero_compile.serving.transport.agreement import (
+    check_same,
+    check_versions,
+    facts_of,
+    generation_of,
+    model_digest,
+    versions,
+)
 from aero_compile.serving.transport.endpoint import dial
 from aero_compile.serving.transport.links import Links
 from aero_compile.serving.transport.messages import (
@@ -37,6 +47,7 @@ from aero_compile.serving.transport.messages import (
     Failed,
     Fetch,
     Finished,
+    Generation,
     Hello,
     Link,
     Offer,
@@ -45,6 +56,7 @@ from aero_compile.serving.transport.messages import (
     Refused,
     Run,
     Started,
+    Step,
     Waiting,
 )
 from aero_compile.serving.transport.wire import Channel, Garbled, Lost
@@ -91,7 +103,8 @@ class Conversation:
         self._largest = 0
         self._ticket = ""
         self._worker: Worker | None = None
-        self._programs: dict[str, Program] = {}
+        self.generation: Programs | None = None
+        self.set_up = Cost()
         self.offer: Offer
 
     async def begin(self) -> None:
@@ -109,47 +122,77 @@ class Conversation:
         self.offer = await self._next(Offer)
         self._check_offer()
         held = [await self._take(facts) for facts in self.offer.programs]
+        generation = None if self.offer.generation is None else await self._take_generation(self.offer.generation)
         self._links = Links(self._folder, self._call, lambda received, sent: None, terms.silence)
         await self._links.listen()
         self._worker = await Worker.start(CLIENT, self._folder, terms.protocol, terms.timeout)
         self._links.admit(self._worker.process.pid)
-        await self._here(self._worker.load(Load(programs=tuple(held)), terms.timeout))
+        await self._here(self._worker.load(Load(programs=tuple(held), generation=generation), terms.timeout))
         await self._say(Open())
         self._ticket = (await self._next(Opened)).ticket
         await self._both(self._worker.meet(Meet(seconds=terms.connect_seconds), terms.connect_seconds + 5))
         if self.offer.set_up:
             await self._next(Started)
-            await self._both(self._worker.meet(SetUp(), terms.timeout))
+            self.set_up = Cost(seconds=await self._both(self._worker.meet(SetUp(), terms.timeout)))
 
     def _check_offer(self) -> None:
         terms, offer = self._terms, self.offer
         check_versions(offer.wire, offer.versions, "the server")
-        for facts in offer.programs:
+        steps = [] if offer.generation is None else [*offer.generation.programs.values()]
+        if not offer.programs and not steps:
+            raise PartyError("the server offers nothing")
+        for facts in (*offer.programs, *steps):
             if facts.protocol != terms.protocol:
                 raise PartyError(
                     f"the server computes in {facts.protocol}, and this client in {terms.protocol}: in semi2k the "
                     f"server could open the client's shares. To accept it all the same: protocol={facts.protocol!r}"
                 )
-            if facts.published_size > LARGEST_GIVEN:
-                raise PartyError(f"the server gives {facts.published_size:,} bytes of weights; too many")
-        found = model_digest(offer.programs)
+        given = [facts.published_size for facts in offer.programs]
+        given += [] if offer.generation is None else [offer.generation.published_size]
+        if max(given) > LARGEST_GIVEN:
+            raise PartyError(f"the server gives {max(given):,} bytes of weights; at most {LARGEST_GIVEN:,} are taken")
+        found = model_digest(offer.programs, offer.generation)
         if terms.model_digest not in (None, found) or offer.digest != found:
             raise PartyError(f"the server offers the model {found}, not {terms.model_digest or offer.digest}")
 
     async def _take(self, facts: Facts) -> Held:
         """Take a program from the server; it is read, and refused unless it keeps the tokens secret."""
         path = self._folder / f"{facts.digest}.json"
+        program = await self._program(facts, path)
+        if not facts.published_size:
+            return Held(program=str(path))
+        arrays = path.with_suffix(".npz")
+        await self._arrays(facts.digest, facts.published_size, program.published, arrays)
+        return Held(program=str(path), published=str(arrays))
+
+    async def _take_generation(self, offered: Generation) -> Held:
+        """Take all programs of a generation, likewise."""
+        folder = self._folder / "generation"
+        folder.mkdir(mode=0o700)
+        found = {}
+        for name, facts in offered.programs.items():
+            found[name] = await self._program(facts, folder / f"{facts.digest}.json")
+        fills = {int(name): each for name, each in found.items() if name not in ("step", "advance")}
+        programs = Programs(found["step"], found["advance"], fills)
+        check(programs)
+        if generation_of(programs, offered.published_size) != offered:
+            raise PartyError("the server's generation is another one than it offers")
+        await asyncio.to_thread(programs.save, folder)
+        self.generation = programs
+        arrays = folder / "public.npz"
+        await self._arrays(offered.digest, offered.published_size, published_specs(programs), arrays)
+        return Held(program=str(folder), published=str(arrays))
+
+    async def _program(self, facts: Facts, path: Path) -> Program:
         content = await self._fetch(facts.digest, "program", facts.size)
         await asyncio.to_thread(_keep, path, lambda file: file.write(content))
         program = await asyncio.to_thread(Program.load, path)
         check_same(facts, facts_of(program, facts.published_size), "the server's program")
-        self._programs[facts.digest] = program
-        if not facts.published_size:
-            return Held(program=str(path))
-        given = unpack(program, await self._fetch(facts.digest, "published", facts.published_size))
-        arrays = path.with_suffix(".npz")
-        await asyncio.to_thread(_keep, arrays, lambda file: np.savez(file, **given))
-        return Held(program=str(path), published=str(arrays))
+        return program
+
+    async def _arrays(self, digest: str, size: int, specs: Sequence[TensorSpec], path: Path) -> None:
+        given = unpack(specs, await self._fetch(digest, "published", size)) if size else {}
+        await asyncio.to_thread(_keep, path, lambda file: np.savez(file, **given))
 
     async def _fetch(self, digest: str, part: Any, size: int) -> bytes:
         self._largest = size
@@ -176,6 +219,32 @@ class Conversation:
         assert done.shape is not None
         logits = np.frombuffer(content, "<f4").reshape(done.shape).astype(np.float32)
         return logits, Cost(done.bytes, done.messages, done.seconds)
+
+    async def step(self, name: str, position: int, ids: Sequence[int]) -> tuple[npt.NDArray[np.float32] | None, Cost]:
+        """Run a program of the generation at `position` on the text's next `ids`; the logits [V], if it opens some.
+
+        Raises:
+            PartyError, OutOfRangeError: the conversation is over.
+        """
+        assert self._worker is not None
+        count = self.offer_of(name).length
+        await self._say(Step(program=name, position=position, kept=len(ids)))
+        await self._next(Started)
+        filled = (*map(int, ids), *[int(ids[-1])] * (count - len(ids)))
+        order = Advance(program=name, position=position, tokens=filled)
+        done, content = await self._both(self._worker.compute(order, self._terms.timeout))
+        logits = None if done.shape is None else np.frombuffer(content, "<f4").reshape(done.shape).astype(np.float32)
+        return logits, Cost(done.bytes, done.messages, done.seconds)
+
+    def offer_of(self, name: str) -> Facts:
+        """What was agreed about a program of the generation."""
+        assert self.offer.generation is not None
+        return self.offer.generation.programs[name]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, for whatever reason."""
+        return self._over.done() or self._worker is None or self._worker.process.poll() is not None
 
     # --- the two ends ----------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What a server offers: programs of one model, each for one length, with the weights that they take."""
+"""What a server offers: programs of one model, for whole texts or position by position, with their weights."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.errors import InputError
+from aero_compile.runtime.generation.arrays import published_specs, read_published, read_weights
+from aero_compile.runtime.generation.programs import INDEX, Programs
 from aero_compile.runtime.hosts.party_inputs import held_inputs
-from aero_compile.runtime.program import Program
 from aero_compile.runtime.program_parts import TensorSpec
 from aero_compile.runtime.roles import SERVER
 from aero_compile.serving.process.orders import Held
-from aero_compile.serving.transport.agreement import facts_of
-from aero_compile.serving.transport.messages import MOST_PROGRAMS, Facts
+from aero_compile.serving.transport.agreement import facts_of, generation_of, model_digest
+from aero_compile.serving.transport.messages import MOST_PROGRAMS, Facts, Generation
 
 
 @dataclass(frozen=True)
@@ -29,43 +30,105 @@ class Served:
     content: bytes
     published: bytes
     held: Held
+
+
+@dataclass(frozen=True)
+class ServedGeneration:
+    """The programs of a generation that are offered, the arrays that both parties hold, and their files."""
+
+    facts: Generation
+    programs: Programs
+    published: bytes
+    held: Held
+
+
+@dataclass(frozen=True)
+class Offered:
+    """All that a server has: programs of whole texts, by length, and one generation, or either.
+
+    `weight_bytes`: of the arrays that a session's party reads.
+    """
+
+    forwards: tuple[Served, ...]
+    generation: ServedGeneration | None
     weight_bytes: int
 
+    @property
+    def digest(self) -> str:
+        """What a client may insist on."""
+        return model_digest(
+            [each.facts for each in self.forwards], None if self.generation is None else self.generation.facts
+        )
 
-def read_offer(folders: Sequence[str | os.PathLike[str]], protocol: str) -> tuple[Served, ...]:
-    """Read folders that `aero_compile.runtime.export` wrote, each a program with its weights.
+    @property
+    def contents(self) -> dict[tuple[str, str], bytes]:
+        """What clients may fetch, by digest and part."""
+        found = {(each.facts.digest, "program"): each.content for each in self.forwards}
+        found |= {(each.facts.digest, "published"): each.published for each in self.forwards}
+        if self.generation is not None:
+            programs = self.generation.programs.all.values()
+            found |= {(each.digest, "program"): each.to_bytes() for each in programs}
+            found[self.generation.facts.digest, "published"] = self.generation.published
+        return found
+
+
+def read_offer(folders: Sequence[str | os.PathLike[str]], protocol: str) -> Offered:
+    """Read folders that `aero_compile.runtime.export` wrote, each a program with its weights, or those of a generation.
 
     Raises:
         InputError: a file is missing or damaged, a weight is no finite number, or the programs do not go together.
     """
     if not 1 <= len(folders) <= MOST_PROGRAMS:
         raise InputError(f"a server offers 1 to {MOST_PROGRAMS} programs, not {len(folders)}")
-    found = tuple(_read(Path(folder), protocol) for folder in folders)
-    facts = [each.facts for each in found]
+    places = [Path(folder) for folder in folders]
+    steps = [place for place in places if (place / INDEX).is_file()]
+    if len(steps) > 1:
+        raise InputError(f"a server has one generation, not {len(steps)}: {', '.join(map(str, steps))}")
+    read = [_read(place, protocol) for place in places if place not in steps]
+    forwards = tuple(served for served, _ in read)
+    generation, more = _read_generation(steps[0], protocol) if steps else (None, 0)
+    facts = [each.facts for each in forwards]
     for name in ("vocabulary", "ring_bits", "fraction_bits", "batch"):
-        if len(kinds := {getattr(each, name) for each in facts}) > 1:
+        kinds = {getattr(each, name) for each in [*facts, *([generation.facts.programs["step"]] if generation else [])]}
+        if len(kinds) > 1:
             raise InputError(f"the programs are of different models: their {name} is one of {sorted(kinds)}")
     if len({each.length for each in facts}) < len(facts):
         raise InputError(f"two programs are for the same length: {sorted(each.length for each in facts)}")
-    return found
+    return Offered(forwards, generation, more + sum(count for _, count in read))
 
 
-def _read(folder: Path, protocol: str) -> Served:
+def _read(folder: Path, protocol: str) -> tuple[Served, int]:
     files = {name: folder / name for name in ("program.json", "weights.npz", "public.npz")}
     public = files["public.npz"] if files["public.npz"].exists() else None
     inputs = held_inputs(SERVER, files["program.json"], protocol, files["weights.npz"], public)
-    for name, array in (*inputs.own.items(), *inputs.published.items()):
-        if not np.isfinite(array).all():
-            raise InputError(f"weight {name} of {folder} holds numbers that are not finite (NaN or infinity)")
+    count = _check_finite(folder, inputs.own, inputs.published)
     published = pack(inputs.program.published, inputs.published)
     held = Held(
         program=str(files["program.json"].resolve()),
         weights=str(files["weights.npz"].resolve()),
         published=None if public is None else str(public.resolve()),
     )
-    weight_bytes = sum(array.nbytes for array in inputs.own.values())
-    facts = facts_of(inputs.program, len(published))
-    return Served(facts, inputs.program.to_bytes(), published, held, weight_bytes)
+    return Served(facts_of(inputs.program, len(published)), inputs.program.to_bytes(), published, held), count
+
+
+def _read_generation(folder: Path, protocol: str) -> tuple[ServedGeneration, int]:
+    programs, files = Programs.load(folder), [(folder / name).resolve() for name in ("weights.npz", "public.npz")]
+    if programs.step.protocol != protocol:
+        raise InputError(f"{folder} is compiled for {programs.step.protocol}, and this party runs {protocol}")
+    weights, public = read_weights(programs, files[0]), read_published(programs, files[1])
+    count = _check_finite(folder, weights, public)
+    published = pack(published_specs(programs), public)
+    held = Held(program=str(folder.resolve()), weights=str(files[0]), published=str(files[1]))
+    return ServedGeneration(generation_of(programs, len(published)), programs, published, held), count
+
+
+def _check_finite(folder: Path, *found: Mapping[str, npt.NDArray[Any]]) -> int:
+    """Refuse NaN and infinity; returns the bytes of all arrays."""
+    arrays = [(name, array) for each in found for name, array in each.items()]
+    for name, array in arrays:
+        if not np.isfinite(array).all():
+            raise InputError(f"weight {name} of {folder} holds numbers that are not finite (NaN or infinity)")
+    return sum(array.nbytes for _, array in arrays)
 
 
 def pack(specs: Sequence[TensorSpec], arrays: Mapping[str, npt.NDArray[Any]]) -> bytes:
@@ -73,20 +136,20 @@ def pack(specs: Sequence[TensorSpec], arrays: Mapping[str, npt.NDArray[Any]]) ->
     return b"".join(np.ascontiguousarray(arrays[spec.name]).tobytes() for spec in specs)
 
 
-def unpack(program: Program, content: bytes) -> dict[str, npt.NDArray[Any]]:
-    """The arrays that a program publishes, as `pack` wrote them.
+def unpack(specs: Sequence[TensorSpec], content: bytes) -> dict[str, npt.NDArray[Any]]:
+    """The arrays that `specs` declare, as `pack` wrote them.
 
     Raises:
-        InputError: there are more or fewer bytes than the program declares.
+        InputError: there are more or fewer bytes than they take.
     """
     found, at = {}, 0
-    for spec in program.published:
+    for spec in specs:
         count = int(np.prod(spec.shape))
         size = count * np.dtype(spec.dtype).itemsize
         if at + size > len(content):
             break
         found[spec.name] = np.frombuffer(content, spec.dtype, count, at).reshape(spec.shape)
         at += size
-    if at != len(content) or len(found) != len(program.published):
+    if at != len(content) or len(found) != len(specs):
         raise InputError(f"the weights that clients are given come in {len(content):,} bytes, which are not theirs")
     return found

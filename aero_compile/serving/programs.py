@@ -5,11 +5,17 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from aero_compile.errors import InputError
+from aero_compile.files import make_private_folder, write_private
+from aero_compile.runtime.arithmetic.tolerances import DEFAULT
+from aero_compile.runtime.generation.programs import INDEX
 from aero_compile.serving.journal import note
 from aero_compile.serving.transport.agreement import versions
 
@@ -17,17 +23,26 @@ PROGRAM = "program.json"
 
 
 def find_programs(
-    source: Any, lengths: Sequence[int], protocol: str, folder: str | os.PathLike[str], **options: Any
+    source: Any,
+    lengths: Sequence[int],
+    protocol: str,
+    folder: str | os.PathLike[str],
+    *,
+    room: int | None = None,
+    fills: Sequence[int] = (),
+    **options: Any,
 ) -> list[Path]:
-    """Return folders that hold one program each, with its weights.
+    """Return folders that hold one program each, with its weights, or all programs of a generation.
 
     Args:
         source: a folder that `aero_compile.runtime.export` wrote or one of such folders, which is taken as it is; or
             what is compiled: a saved artifact's folder or a model.
-        lengths: tokens of the texts that are compiled for, each at least 1.
+        lengths: tokens of the whole texts that are compiled for, each at least 1.
         protocol: that is compiled for.
         folder: where compiled programs are kept (mode 0700). Those of an artifact are found there again, under a name
             made of the artifact's digest and the options.
+        room: positions of texts that are generated; None: none are.
+        fills: how many positions from the first on of such a text are computed at once, one program for each.
         options: of `aero_compile.runtime.compile_model`.
 
     Raises:
@@ -41,17 +56,25 @@ def find_programs(
             return found
         source, key = _artifact(Path(source), protocol, options)
     wanted = sorted(set(lengths))
-    if not wanted or wanted[0] < 1:
-        raise InputError(f"lengths must be at least one number of tokens from 1 on, not {list(lengths)}")
-    return [
-        _compiled(source, length, protocol, Path(folder) / f"{key}{length}", bool(key), options) for length in wanted
-    ]
+    if (wanted and wanted[0] < 1) or not (wanted or room):
+        raise InputError(
+            f"give lengths, numbers of tokens from 1 on, or room= for generated texts, not {list(lengths)}"
+        )
+    made: dict[str, Callable[[Path], None]] = {
+        str(length): partial(_compile_whole, source, length, protocol, options) for length in wanted
+    }
+    if room:
+        sizes = "-".join(map(str, sorted(set(fills))))
+        made[f"steps-{room}-{sizes}"] = partial(_compile_steps, source, room, tuple(fills), protocol, options)
+    return [_compiled(Path(folder) / f"{key}{name}", bool(key), make) for name, make in made.items()]
 
 
 def _exported(place: Path) -> list[Path]:
     if (place / PROGRAM).is_file():
         return [place]
-    return sorted(each.parent for each in place.glob(f"*/{PROGRAM}"))
+    if (place / INDEX).is_file():
+        return [place]
+    return sorted(each.parent for name in (PROGRAM, INDEX) for each in place.glob(f"*/{name}"))
 
 
 def _artifact(place: Path, protocol: str, options: dict[str, Any]) -> tuple[Any, str]:
@@ -71,16 +94,41 @@ def _artifact(place: Path, protocol: str, options: dict[str, Any]) -> tuple[Any,
     return model, f"{said.hexdigest()[:16]}-"
 
 
-def _compiled(model: Any, length: int, protocol: str, place: Path, keeps: bool, options: dict[str, Any]) -> Path:
-    """Compile a program into `place`, unless it is there already and may be used again."""
-    from aero_compile.runtime.inference import compile_model, export
-
+def _compiled(place: Path, keeps: bool, make: Callable[[Path], None]) -> Path:
+    """Let `make` write programs into `place`, unless they are there already and may be used again."""
     if keeps and place.is_dir():
         return place
-    note("compiling", length=length)
+    note("compiling", programs=place.name)
     new = place.with_name(f"{place.name}.part")
     shutil.rmtree(new, ignore_errors=True)
-    export(compile_model(model, 1, length, protocol, **options), new)
+    make(new)
     shutil.rmtree(place, ignore_errors=True)
     new.rename(place)
     return place
+
+
+def _compile_whole(model: Any, length: int, protocol: str, options: dict[str, Any], place: Path) -> None:
+    from aero_compile.runtime.inference import compile_model, export
+
+    export(compile_model(model, 1, length, protocol, **options), place)
+
+
+def _compile_steps(
+    model: Any, room: int, fills: tuple[int, ...], protocol: str, options: dict[str, Any], place: Path
+) -> None:
+    from aero_compile.runtime.compilation import Options
+    from aero_compile.runtime.generation.compilation import compile_for_generation
+    from aero_compile.runtime.hosts.network_spec import parse_network
+    from aero_compile.runtime.inference import batches, names_of
+    from aero_compile.runtime.operators.limits import Format
+
+    given = {"guards": True, **options}
+    form = Format(given.pop("field", 64), given.pop("fraction_bits", 18), given.pop("tolerances", DEFAULT))
+    texts, public = batches(given.pop("calibration", None)), names_of(given.pop("public", ()))
+    network = parse_network(given.pop("network", "loopback"))
+    told = Options(protocol, form, texts, public=public, network=network, **given)
+    compiled = compile_for_generation(model, room, fills, told)
+    make_private_folder(place)
+    compiled.programs.save(place)
+    write_private(place / "public.npz", lambda file: np.savez(file, **compiled.published))
+    write_private(place / "weights.npz", lambda file: np.savez(file, **compiled.weights))

@@ -21,7 +21,6 @@ from aero_compile.serving.metrics import HOST, Metrics
 from aero_compile.serving.offer import read_offer
 from aero_compile.serving.programs import find_programs
 from aero_compile.serving.session import Limits, Session, Shared
-from aero_compile.serving.transport.agreement import model_digest
 from aero_compile.serving.transport.endpoint import Caller, Port, check_way, listen
 from aero_compile.serving.transport.messages import Hello, Link
 from aero_compile.serving.transport.wire import Channel
@@ -54,11 +53,10 @@ class Server:
         check_way(tls, insecure_plain)
         self.limits = limits or Limits()
         _check(self.limits)
-        served = read_offer(programs, protocol)
+        self._offered = read_offer(programs, protocol)
+        self._contents = self._offered.contents
         self._tls, self._protocol, self._set_up, self._metrics_port = tls, protocol, set_up, metrics_port
-        self._served = {each.facts.digest: each for each in served}
-        self.digest = model_digest([each.facts for each in served])
-        self.weight_bytes = sum(each.weight_bytes for each in served)
+        self.digest = self._offered.digest
         self.metrics = Metrics()
         self.address = address
         self._listener = listen(address)
@@ -74,7 +72,8 @@ class Server:
                 held.callback(self.metrics.serve(self._metrics_port))
                 note("metrics", address=f"{HOST}:{self._metrics_port}")
             turns = Turns(self.limits.workers, self.limits.max_waiting)
-            shared = Shared(self._served, self._protocol, self._set_up, self.limits, folder, turns, self.metrics)
+            settings = (self._protocol, self._set_up, self.limits, folder, turns, self.metrics)
+            shared = Shared(self._offered, self._contents, *settings)
             self._watch(shared)
 
             async def take(channel: Channel, first: Hello | Link, caller: Caller) -> None:
@@ -91,7 +90,7 @@ class Server:
                 Port(self._listener, self._tls, self.limits.silence_seconds, take, self._refused).run()
             )
             said: dict[str, Any] = {"address": self.address, "tls": self._tls is not None, "model_digest": self.digest}
-            note("serving", **said, bytes_per_session=self.weight_bytes, sessions=self.limits.max_sessions)
+            note("serving", **said, bytes_per_session=self._offered.weight_bytes, sessions=self.limits.max_sessions)
             ready()
             await self._stop.wait()
             note("stopping", sessions=len(shared.sessions))
@@ -121,19 +120,23 @@ def serve(
     address: str,
     *,
     lengths: Sequence[int] = (),
+    room: int | None = None,
+    fills: Sequence[int] = (),
     folder: str | os.PathLike[str] | None = None,
     protocol: str = "cheetah",
     compiling: Mapping[str, Any] = MappingProxyType({}),
     log: TextIO | None = None,
     **options: Any,
 ) -> None:
-    """Serve a model's logits to clients until SIGINT or SIGTERM; see `aero_compile.connect` for the other end.
+    """Serve a model's logits and texts until SIGINT or SIGTERM; see `aero_compile.connect` for the other end.
 
     Args:
-        source: a saved artifact's folder or a model, which is compiled for texts of each of `lengths`; or a folder that
-            `aero_compile.runtime.export` wrote, or a folder of such folders.
+        source: a saved artifact's folder or a model, which is compiled here; or a folder of programs that were, or of
+            such folders.
         address: "host:port" to listen at.
-        lengths: of the texts, in tokens; a client fills its text up to the next.
+        lengths: of whole texts, in tokens; a client fills its text up to the next.
+        room: tokens that a generated text may have with its prompt; None: the server generates nothing.
+        fills: how many tokens of a prompt are computed at once, one program for each number.
         folder: where compiled programs and their weights are kept (mode 0700); an artifact's are found there again. By
             default they go when the server does.
         protocol: "cheetah" (secure against semi-honest parties) or "semi2k" (for tests: the server could open shares).
@@ -150,7 +153,7 @@ def serve(
     with contextlib.ExitStack() as held:
         held.enter_context(_written(log or sys.stderr))
         place = held.enter_context(scratch_folder()) if folder is None else folder
-        programs = find_programs(source, lengths, protocol, place, **compiling)
+        programs = find_programs(source, lengths, protocol, place, room=room, fills=fills, **compiling)
         asyncio.run(_until_signal(Server(programs, address, protocol=protocol, **options)))
 
 

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from aero_compile.errors import AeroError, OutOfRangeError, PartyError
+from aero_compile.runtime.generation.party import CLOSE, read_order, write_order
 from aero_compile.runtime.roles import SERVER
 from aero_compile.serving.journal import note
 from aero_compile.serving.metrics import Metrics
-from aero_compile.serving.offer import Served
-from aero_compile.serving.process.orders import Compute, Load, Meet, SetUp
+from aero_compile.serving.offer import Offered
+from aero_compile.serving.process.orders import Advance, Compute, Load, Meet, SetUp
 from aero_compile.serving.process.worker import Worker
-from aero_compile.serving.transport.agreement import check_versions, model_digest, versions
+from aero_compile.serving.transport.agreement import check_versions, versions
 from aero_compile.serving.transport.endpoint import Caller
 from aero_compile.serving.transport.links import LINKS, Links
 from aero_compile.serving.transport.messages import (
@@ -39,6 +40,7 @@ from aero_compile.serving.transport.messages import (
     Refused,
     Run,
     Started,
+    Step,
     Waiting,
 )
 from aero_compile.serving.transport.wire import Channel, Garbled, Lost, send_content
@@ -85,7 +87,8 @@ class Limits:
 class Shared:
     """What all sessions of a server have in common. `spent`: tokens that were computed for each client."""
 
-    served: dict[str, Served]
+    offered: Offered
+    contents: dict[tuple[str, str], bytes]
     protocol: str
     set_up: bool
     limits: Limits
@@ -104,6 +107,10 @@ class _End(Exception):
         self.reason = reason
 
 
+def _no_program(name: str) -> _End:
+    return _End("program", f"this server has no program {name}")
+
+
 class Session:
     """One client: its control connection, and its party once it has asked for one."""
 
@@ -111,12 +118,13 @@ class Session:
         self._shared, self._channel, self._caller = shared, channel, caller
         self._limits = shared.limits
         self._ticket = secrets.token_hex(16)
-        self._asked: asyncio.Queue[Fetch | Open | Run] = asyncio.Queue(ASKED)
+        self._asked: asyncio.Queue[Fetch | Open | Run | Step] = asyncio.Queue(ASKED)
         self._worker: Worker | None = None
         self._links: Links | None = None
         self._folder: Path | None = None
         self._dialled: dict[int, asyncio.Future[Channel]] = {}
         self._dials = 0
+        self._positions = 0
         self._led: set[Channel] = set()
         self._moved = 0.0
         self._number = secrets.token_hex(4)
@@ -198,12 +206,13 @@ class Session:
                 await self._channel.send(message)
 
     def _offer(self) -> Offer:
-        facts = tuple(each.facts for each in self._shared.served.values())
+        offered = self._shared.offered
         return Offer(
             wire=WIRE,
             versions=versions(),
-            digest=model_digest(facts),
-            programs=facts,
+            digest=offered.digest,
+            programs=tuple(each.facts for each in offered.forwards),
+            generation=None if offered.generation is None else offered.generation.facts,
             tokens_left=self._tokens_left(),
             idle_seconds=self._limits.idle_seconds,
             set_up=self._shared.set_up,
@@ -221,17 +230,19 @@ class Session:
             except TimeoutError as error:
                 raise _End("idle", f"nothing was asked for during {idle:g} s") from error
             if isinstance(asked, Fetch):
-                served = self._served(asked.program)
-                await send_content(self._channel, served.content if asked.part == "program" else served.published)
+                await self._send(asked)
             elif isinstance(asked, Open):
                 await self._open()
+            elif isinstance(asked, Run):
+                await self._run(asked.program)
             else:
-                await self._run(self._served(asked.program))
+                await self._step(asked)
 
-    def _served(self, digest: str) -> Served:
-        if digest not in self._shared.served:
-            raise _End("program", f"this server has no program {digest}")
-        return self._shared.served[digest]
+    async def _send(self, asked: Fetch) -> None:
+        content = self._shared.contents.get((asked.program, asked.part))
+        if content is None:
+            raise _no_program(asked.program)
+        await send_content(self._channel, content)
 
     async def _open(self) -> None:
         shared, limits = self._shared, self._limits
@@ -247,8 +258,12 @@ class Session:
         await self._links.listen()
         self._worker = await Worker.start(SERVER, self._folder, shared.protocol, limits.computation_seconds)
         self._links.admit(self._worker.process.pid)
-        held = tuple(served.held for served in shared.served.values())
-        await self._worker.load(Load(programs=held), limits.computation_seconds)
+        forwards, generation = shared.offered.forwards, shared.offered.generation
+        order = Load(
+            programs=tuple(served.held for served in forwards),
+            generation=None if generation is None else generation.held,
+        )
+        await self._worker.load(order, limits.computation_seconds)
         await self._channel.send(Opened(ticket=self._ticket))
         seconds = await self._worker.meet(Meet(seconds=limits.connect_seconds), limits.connect_seconds + 5)
         await self._channel.send(Finished(seconds=seconds))
@@ -259,24 +274,47 @@ class Session:
                 seconds = await self._moving(self._worker.meet(SetUp(), limits.computation_seconds))
                 await self._channel.send(Finished(seconds=seconds))
 
-    async def _run(self, served: Served) -> None:
+    async def _run(self, digest: str) -> None:
+        """Compute a whole text."""
+        found = [served.facts for served in self._shared.offered.forwards if served.facts.digest == digest]
+        if not found:
+            raise _no_program(digest)
+        (facts,) = found
+        await self._compute(Compute(program=digest), facts.batch * facts.length)
+
+    async def _step(self, asked: Step) -> None:
+        """Compute positions of the text whose cached values both parties hold."""
+        generation = self._shared.offered.generation
+        if generation is None:
+            raise _no_program(asked.program)
+        order = write_order(asked.program, asked.position, asked.kept)
+        name, position, kept = read_order(order, generation.programs, self._positions)
+        if name == CLOSE:
+            raise _no_program(name)
+        count = generation.programs.all[name].tokens.shape[1]
+        await self._compute(Advance(program=name, position=position, tokens=None), count)
+        self._positions = position + kept
+
+    async def _compute(self, order: Compute | Advance, tokens: int) -> None:
+        """Let the own party do its part of a computation of so many tokens, when it is this client's turn."""
         if self._worker is None:
             raise Garbled("the session is not open")
-        shared, length = self._shared, served.facts.batch * served.facts.length
-        self._charge(length)
+        shared = self._shared
+        self._charge(tokens)
         async with self._turn():
-            shared.spent[self._caller.name] += length
+            shared.spent[self._caller.name] += tokens
             await self._channel.send(Started())
-            order, out_of_range = Compute(program=served.facts.digest), False
-            started = time.monotonic()
+            started, out_of_range = time.monotonic(), False
             try:
                 await self._moving(self._worker.compute(order, self._limits.computation_seconds))
-            except OutOfRangeError:  # the client's party knows it too, and the next text may be better
-                out_of_range = True
+            except OutOfRangeError:  # the client's party knows it too
+                if isinstance(order, Advance):
+                    raise
+                out_of_range = True  # the next text may be better
             seconds = time.monotonic() - started
             await self._channel.send(Finished(seconds=seconds))
-        shared.metrics.computed(length, seconds, out_of_range)
-        said: dict[str, Any] = {"length": length, "seconds": round(seconds, 3), "out_of_range": out_of_range}
+        shared.metrics.computed(tokens, seconds, out_of_range)
+        said: dict[str, Any] = {"length": tokens, "seconds": round(seconds, 3), "out_of_range": out_of_range}
         note("computed", session=self._number, client=self._caller.name, **said)
 
     async def _moving(self, computation: Coroutine[None, None, T]) -> T:

@@ -50,7 +50,7 @@ class StepComputation(Computation):
         for spec, result in zip(self._program.cached, self._program.results, strict=True):
             runtime.set_var(spec.name, runtime.get_var(result))
             runtime.del_var(result)
-        return _cost(record), None if logits is None else logits[0, -1]
+        return cost_of(record), None if logits is None else logits[0, -1]
 
     def _set_inputs(self) -> None:
         program, io, runtime = self._program, self._io, self._runtime
@@ -88,7 +88,7 @@ class StepComputation(Computation):
         return np.zeros(spec.shape, spec.dtype)
 
 
-def _cost(record: dict[str, Any]) -> Cost:
+def cost_of(record: dict[str, Any]) -> Cost:
     """What both parties exchanged: what one of them sent and received."""
     steps = record["steps"]
     payload = sum(step["send_bytes"] + step["recv_bytes"] for step in steps)

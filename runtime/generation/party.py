@@ -31,16 +31,15 @@ import numpy as np
 from aero_compile.errors import AeroError, InputError, PartyError
 from aero_compile.files import make_private_folder, write_private
 from aero_compile.plain_help import HelpParser
+from aero_compile.runtime.generation.arrays import read_published, read_weights
 from aero_compile.runtime.generation.computation import StepComputation
 from aero_compile.runtime.generation.programs import Programs
 from aero_compile.runtime.generation.session import Cost
 from aero_compile.runtime.hosts.computation import config_of, print_event
 from aero_compile.runtime.hosts.ending import Deadline, die, end_orphaned, end_with_parent, report_error
 from aero_compile.runtime.hosts.link import PlainWay, Way, connect, not_connected, parse_address, watch_peer
-from aero_compile.runtime.hosts.party_inputs import Arrays, read_arrays, tls_config
+from aero_compile.runtime.hosts.party_inputs import Arrays, tls_config
 from aero_compile.runtime.hosts.tls import TLSWay
-from aero_compile.runtime.prefix import digest_of
-from aero_compile.runtime.program_parts import TensorSpec
 from aero_compile.runtime.roles import CLIENT, ROLES, SERVER
 from aero_compile.runtime.spu_config import SpuLog, import_spu, plain_message
 
@@ -115,7 +114,7 @@ class _Party:
                 f"{arguments.programs} is compiled for {self.programs.step.protocol}, and this party runs "
                 f"{arguments.protocol}: in semi2k the server could open the client's shares"
             )
-        self.published = self._published()
+        self.published = read_published(self.programs, self.options.public)
         self.weights = self._weights()
         self._deadline = Deadline()
 
@@ -148,22 +147,10 @@ class _Party:
 
     # --- before the computation -----------------------------------------------------------------------
 
-    def _published(self) -> Arrays:
-        programs = self.programs.all.values()
-        found = read_arrays(self.options.public, _specs(spec for each in programs for spec in each.published))
-        for program in programs:
-            own = {spec.name: found[spec.name] for spec in program.published}
-            if program.published and digest_of(own) != program.published_digest:
-                raise InputError(f"{self.options.public} does not hold the arrays that the programs were compiled with")
-        return found
-
     def _weights(self) -> Arrays:
         if (self.options.weights is None) != (self.rank == CLIENT):
             raise InputError("the server (rank 0) takes --weights, the client (rank 1) none")
-        if self.rank == CLIENT:
-            return {}
-        specs = _specs(spec for each in self.programs.all.values() for spec in each.weights)
-        return read_arrays(self.options.weights, specs)
+        return {} if self.rank == CLIENT else read_weights(self.programs, self.options.weights)
 
     def _agree(self, link: Any) -> None:
         """Compare role, programs and configuration with the peer's before any share exists."""
@@ -266,10 +253,6 @@ def read_order(content: bytes, programs: Programs, held: int) -> tuple[str, int,
     if not (0 <= position <= min(held, last) and 1 <= kept <= count):
         raise PartyError(f"server: the client asked for {name!r} at {position}, and both hold {held} positions")
     return name, position, kept
-
-
-def _specs(found: Any) -> list[TensorSpec]:
-    return list({spec.name: spec for spec in found}.values())
 
 
 if __name__ == "__main__":

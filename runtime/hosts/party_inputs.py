@@ -56,11 +56,13 @@ def held_inputs(rank: int, path: Path, protocol: str, weights: Path | None, publ
     """Read what a party has of the program `path` before there are tokens; `weights`: the server's, None at the client.
 
     Raises:
-        InputError: as of `read_inputs`, or the program takes something prepared.
+        InputError: as of `read_inputs`, or the program takes something prepared, or is a step of a generation.
     """
     program = _program(path, protocol)
     if program.is_prepared:
         raise InputError(f"{path} is compiled with offline=True, and a service prepares nothing: compile it without")
+    if program.cached or program.by_position or not program.opens:
+        raise InputError(f"{path} is a step of a generation, and not a program of whole texts")
     published = _published(public, path, program)
     return PartyInputs(rank, program, published, {} if weights is None else read_arrays(weights, program.weights), None)
 

@@ -300,16 +300,14 @@ def test_a_model_or_protocol_that_was_not_agreed_is_refused_by_name(plain: Runni
 
 def test_a_server_that_sends_another_program_than_it_offers_is_refused(offer: Path) -> None:
     with serving(offer) as running:
-        (served,) = running.server._served.values()
+        (served,) = running.server._offered.forwards
         lies: dict[str, tuple[Any, str]] = {
             "fraction bits": (served.content.replace(b'"fraction_bits": 18', b'"fraction_bits": 16'), "fraction bits"),
             "opens": (served.content.replace(b'"logits": {"dtype"', b'"logit5": {"dtype"'), "not a readable program"),
         }
         for content, why in lies.values():
             assert content != served.content
-            running.server._served[served.facts.digest] = type(served)(
-                served.facts, content, served.published, served.held, served.weight_bytes
-            )
+            running.server._contents[served.facts.digest, "program"] = content
             with pytest.raises((InputError, PartyError), match=why):
                 connect(running.address, **SEMI2K)
 

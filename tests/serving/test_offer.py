@@ -25,11 +25,13 @@ def offer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_offer_is_what_was_exported(offer: Path) -> None:
-    (served,) = read_offer([offer], "semi2k")
+    offered = read_offer([offer], "semi2k")
+    (served,) = offered.forwards
+    assert offered.generation is None
     compiled = tiny_compiled()
     assert (served.facts.digest, served.content) == (compiled.program.digest, compiled.program.to_bytes())
     assert served.facts.size == len(served.content)
-    assert served.weight_bytes == sum(array.nbytes for array in compiled.weights.values())
+    assert offered.weight_bytes == sum(array.nbytes for array in compiled.weights.values())
     assert served.published == b""
 
 
@@ -63,21 +65,20 @@ def test_what_cannot_be_offered(offer: Path, tmp_path: Path) -> None:
 def test_weights_that_clients_are_given_travel_as_bare_numbers(tmp_path: Path) -> None:
     compiled = compile_model(tiny_model(), 1, 6, "semi2k", public=("embedding", "head"))
     export(compiled, tmp_path)
-    (served,) = read_offer([tmp_path], "semi2k")
+    (served,) = read_offer([tmp_path], "semi2k").forwards
     assert served.facts.published_size == len(served.published) == 64 * 8 * 4
-    found = unpack(compiled.program, served.published)
+    found = unpack(compiled.program.published, served.published)
     assert found.keys() == compiled.published.keys()
     for name, array in compiled.published.items():
         np.testing.assert_array_equal(found[name], array)
     for wrong in (served.published[:-4], served.published + b"1234", b""):
         with pytest.raises(InputError, match="which are not theirs"):
-            unpack(compiled.program, wrong)
+            unpack(compiled.program.published, wrong)
 
 
 def test_several_arrays_are_told_apart() -> None:
     specs = [TensorSpec("a", (2, 3), "float32"), TensorSpec("b", (4,), "float32")]
     arrays = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.arange(4, dtype=np.float32)}
-    program = replace(tiny_compiled().program, published=tuple(specs))
-    found = unpack(program, pack(specs, arrays))
+    found = unpack(specs, pack(specs, arrays))
     for name, array in arrays.items():
         np.testing.assert_array_equal(found[name], array)

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import aero_compile
+from aero_compile import connect
 from aero_compile.errors import InputError, OutOfRangeError
 from aero_compile.runtime import compile_model, export
 from aero_compile.runtime.arithmetic.tolerances import Tolerances
 from aero_compile.serving.programs import find_programs
 from tests.support.outliers import normed, table_with_outlier
-from tests.support.service import SEMI2K, serving
+from tests.support.service import SEMI2K, Bare, serving
+from tests.support.tiny_generation import (
+    FILLS,
+    PROMPT,
+    ROOM,
+    VOCABULARY,
+    eager_logits,
+    eager_text,
+    small_captured,
+)
 from tests.support.tiny_models import VOCAB, captured, logits_of
 
 pytest.importorskip("spu")
@@ -23,14 +34,14 @@ pytest.importorskip("spu")
 def test_an_artifact_is_compiled_once_for_each_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = captured("gpt2-sdpa")
     aero_compile.save(model, tmp_path / "artifact")
-    options = {"guards": False, "tolerances": Tolerances(logits=None)}
+    options: dict[str, Any] = {"guards": False, "tolerances": Tolerances(logits=None)}
     found = find_programs(tmp_path / "artifact", (9, 4), "semi2k", tmp_path / "kept", **options)
     assert all((each / "weights.npz").stat().st_mode & 0o777 == 0o600 for each in found)
     with monkeypatch.context() as patch:
         patch.setattr("aero_compile.runtime.inference.compile_model", lambda *given, **more: pytest.fail("again"))
         assert find_programs(tmp_path / "artifact", (4, 9), "semi2k", tmp_path / "kept", **options) == found
         assert find_programs(tmp_path / "kept", (), "semi2k", tmp_path / "elsewhere") == sorted(found)
-    with serving(tmp_path / "kept") as running, aero_compile.connect(running.address, **SEMI2K) as connection:
+    with serving(tmp_path / "kept") as running, connect(running.address, **SEMI2K) as connection:
         assert [facts.length for facts in connection.programs] == [4, 9]
         for length in (3, 9, 6, 4, 1):
             ids = np.random.default_rng(length).integers(0, VOCAB, length)
@@ -40,11 +51,38 @@ def test_an_artifact_is_compiled_once_for_each_length(tmp_path: Path, monkeypatc
         assert {event["length"] for event in running.events("computed")} == {4, 9}
 
 
+def test_texts_are_generated_over_the_port_as_the_model_goes_on_with_them(tmp_path: Path) -> None:
+    """Greedy text is the model's own; what a text has in common with the last one is not computed again."""
+    (folder,) = find_programs(small_captured(), (), "semi2k", tmp_path, room=ROOM, fills=FILLS, guards=False)
+    told: list[int] = []
+    with serving(folder, max_tokens_per_client=40) as running, connect(running.address, **SEMI2K) as connection:
+        assert (connection.room, connection.vocabulary, connection.programs) == (ROOM, VOCABULARY, ())
+        made = connection.generate(PROMPT, 3, on_token=lambda token: told.append(token.id))
+        assert made.ids == told == eager_text(PROMPT, 3)
+        assert made.per_token.bytes > 30_000
+        counted = [event["length"] for event in running.events("computed")]
+        assert counted == [3, 1, 1, 1]  # a fill, and a step for each token
+        text = [*PROMPT, *made.ids[:1], 7]
+        np.testing.assert_allclose(connection.next_logits(text), eager_logits(text), rtol=0, atol=5e-3)
+        assert [event["length"] for event in running.events("computed")] == [*counted, 1]
+        with pytest.raises(InputError, match="do not fit: the session has room for 8 positions"):
+            connection.generate(PROMPT, 6)
+        with pytest.raises(InputError, match="the server has no programs of whole texts"):
+            connection.logits(PROMPT)
+    with serving(folder) as running:
+        said = dict[str, Any](kind="step", program="step", position=3, kept=1)
+        for asked, why in ((said, "both hold 0 positions"), ({**said, "program": "close"}, "no program close")):
+            with Bare(running.address) as caller:
+                caller.greet()
+                caller.say(asked)
+                assert why in caller.hear()["message"]
+
+
 def test_what_there_is_nothing_to_serve_of(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"holds neither programs \(program.json\) nor a saved artifact"):
         find_programs(tmp_path, (4,), "semi2k", tmp_path)
     for lengths in ((), (0, 4)):
-        with pytest.raises(InputError, match="lengths must be at least one number of tokens from 1 on"):
+        with pytest.raises(InputError, match="give lengths, numbers of tokens from 1 on, or room="):
             find_programs(captured("gpt2-sdpa"), lengths, "semi2k", tmp_path)
 
 
@@ -52,7 +90,7 @@ def test_a_text_out_of_range_is_told_and_the_session_goes_on(tmp_path: Path) -> 
     """Neither side sees which value it was; the server counts it, and serves the next text in the same session."""
     model = normed(table_with_outlier(3e4))
     export(compile_model(model, 1, 4, "semi2k"), tmp_path)
-    with serving(tmp_path) as running, aero_compile.connect(running.address, **SEMI2K) as connection:
+    with serving(tmp_path) as running, connect(running.address, **SEMI2K) as connection:
         for ids in ([1, 2, 3, 60], [1, 2, 5, 60], [60, 3, 2, 1]):
             with torch.no_grad():
                 wanted = model(torch.tensor([ids]))[0].numpy()

@@ -21,6 +21,7 @@ from typing import Any
 from aero_compile.runtime import TLSConfig, export
 from aero_compile.runtime.hosts.link import free_addresses, parse_address
 from aero_compile.serving.journal import LOGGER
+from aero_compile.serving.programs import find_programs
 from aero_compile.serving.server import Server
 from aero_compile.serving.session import Limits
 from aero_compile.serving.transport.agreement import versions
@@ -59,7 +60,7 @@ def serving(folder: Path, tls: TLSConfig | None = None, **options: Any) -> Itera
     """Serve the programs of `folder` at a free port, until the end; then nothing of the server may be left."""
     limits = Limits(**{name: options.pop(name) for name in [*options] if name in Limits.__dataclass_fields__})
     given = {"protocol": "semi2k", "insecure_plain": tls is None, "set_up": False, **options}
-    folders = [folder] if (folder / "program.json").exists() else sorted(folder.iterdir())
+    folders = find_programs(folder, (), "semi2k", folder)
     server = Server(folders, free_addresses(1)[0], tls=tls, limits=limits, **given)
     running = Running(server)
     ready = threading.Event()

@@ -15,7 +15,10 @@ class _Order(BaseModel):
 
 
 class Held(_Order):
-    """Files of one program: its own, the weights (the server's alone), and the weights that clients are given."""
+    """Files of one program: its own, the weights (the server's alone), and the weights that clients are given.
+
+    Of a generation, `program` is the folder of its programs.
+    """
 
     program: str
     weights: str | None = None
@@ -27,6 +30,7 @@ class Load(_Order):
 
     kind: Literal["load"] = "load"
     programs: tuple[Held, ...]
+    generation: Held | None = None
 
 
 class Meet(_Order):
@@ -55,6 +59,15 @@ class Compute(_Order):
 
     kind: Literal["compute"] = "compute"
     program: str
+
+
+class Advance(_Order):
+    """Run one program of the generation, by its name, at a position; at the client on these `tokens`."""
+
+    kind: Literal["advance"] = "advance"
+    program: str
+    position: int
+    tokens: tuple[int, ...] | None
 
 
 class Loaded(_Order):
@@ -88,7 +101,7 @@ class Fault(_Order):
     message: str
 
 
-Order = Load | Meet | SetUp | Take | Compute
+Order = Load | Meet | SetUp | Take | Compute | Advance
 
 ORDER: TypeAdapter[Order] = TypeAdapter(Annotated[Order, Field(discriminator="kind")])
 REPORT: TypeAdapter[Loaded | Met | Computed | Fault] = TypeAdapter(

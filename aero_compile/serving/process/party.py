@@ -19,16 +19,34 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel
 
 from aero_compile.errors import AeroError, InputError, OutOfRangeError, PartyError
+from aero_compile.runtime.generation.arrays import read_published, read_weights
+from aero_compile.runtime.generation.computation import StepComputation, cost_of
+from aero_compile.runtime.generation.programs import Programs
+from aero_compile.runtime.generation.session import Cost
 from aero_compile.runtime.hosts.computation import Computation, config_of
 from aero_compile.runtime.hosts.link import PlainWay, connect
-from aero_compile.runtime.hosts.party_inputs import PartyInputs, held_inputs
+from aero_compile.runtime.hosts.party_inputs import Arrays, PartyInputs, held_inputs
 from aero_compile.runtime.program import client_inputs
 from aero_compile.runtime.roles import ROLES
 from aero_compile.runtime.spu_config import SpuLog, import_spu, plain_message
-from aero_compile.serving.process.orders import ORDER, Compute, Computed, Fault, Load, Loaded, Meet, Met, Order, Take
+from aero_compile.serving.process.orders import (
+    ORDER,
+    Advance,
+    Compute,
+    Computed,
+    Fault,
+    Held,
+    Load,
+    Loaded,
+    Meet,
+    Met,
+    Order,
+    Take,
+)
 from aero_compile.serving.transport.wire import LENGTH
 
 PARENT_GONE = 4
@@ -42,6 +60,8 @@ class SessionParty:
         self._rank, self._protocol, self._timeout = rank, protocol, timeout
         self._inputs: dict[str, PartyInputs] = {}
         self._computations: dict[str, Computation] = {}
+        self._generation: tuple[Programs, Arrays, Arrays] | None = None
+        self._stepping: StepComputation | None = None
         self._spu: Any = None
         self._link: Any = None
         self._log: Any = None
@@ -49,15 +69,15 @@ class SessionParty:
 
     def follow(self, order: Order) -> tuple[BaseModel, bytes]:
         """Do what is asked; the report and, with logits, their bytes."""
-        if isinstance(order, Compute):
-            return self._compute(order)
+        if isinstance(order, Compute | Advance):
+            return self._compute(order) if isinstance(order, Compute) else self._advance(order)
         if isinstance(order, Load | Take):
             return (self._load(order) if isinstance(order, Load) else self._take(order)), b""
         started = time.perf_counter()
         if isinstance(order, Meet):
             self._meet(order.seconds)
         else:
-            self._computation(next(iter(self._inputs))).set_up()
+            self._first().set_up()
             self._link.barrier()
         return Met(seconds=time.perf_counter() - started), b""
 
@@ -66,8 +86,17 @@ class SessionParty:
             weights, public = (None if path is None else Path(path) for path in (held.weights, held.published))
             inputs = held_inputs(self._rank, Path(held.program), self._protocol, weights, public)
             self._inputs[inputs.program.digest] = inputs
+        if order.generation is not None:
+            self._generation = self._held_generation(order.generation)
         self._spu = import_spu()
         return Loaded()
+
+    def _held_generation(self, held: Held) -> tuple[Programs, Arrays, Arrays]:
+        programs = Programs.load(held.program)
+        if programs.step.protocol != self._protocol:
+            raise InputError(f"{held.program} is compiled for {programs.step.protocol}, not {self._protocol}")
+        published = {} if held.published is None else read_published(programs, Path(held.published))
+        return programs, {} if held.weights is None else read_weights(programs, Path(held.weights)), published
 
     def _meet(self, seconds: float) -> None:
         self._log = SpuLog(self._spu, Path("spu.log"))
@@ -77,7 +106,8 @@ class SessionParty:
     def _agree(self) -> None:
         """Compare role, programs and configuration with the peer's before any share exists."""
         configs = {digest: str(config_of(inputs.program)) for digest, inputs in self._inputs.items()}
-        mine = {"role": ROLES[self._rank], "programs": configs, "spu": str(self._spu.__version__)}
+        steps = None if self._generation is None else self._generation[0].digest
+        mine = {"role": ROLES[self._rank], "programs": configs, "steps": steps, "spu": str(self._spu.__version__)}
         theirs = json.loads(self._link.all_gather(json.dumps(mine))[1 - self._rank])
         expected = {**mine, "role": ROLES[1 - self._rank]}
         for name, value in expected.items():
@@ -87,9 +117,21 @@ class SessionParty:
     def _computation(self, digest: str) -> Computation:
         """The runtime of a program, made when it is first needed: in the same order at both parties."""
         if digest not in self._computations:
-            link = self._link if not self._computations else self._link.spawn()
-            self._computations[digest] = Computation(self._spu, link, self._inputs[digest], self._log, self._way)
+            inputs = self._inputs[digest]
+            self._computations[digest] = Computation(self._spu, self._link.spawn(), inputs, self._log, self._way)
         return self._computations[digest]
+
+    def _steps(self) -> StepComputation:
+        """The runtime that keeps the cached values, made when it is first needed."""
+        if self._stepping is None:
+            assert self._generation is not None
+            told = (self._log, self._way)
+            self._stepping = StepComputation(self._spu, self._link.spawn(), self._rank, *self._generation, *told)
+        return self._stepping
+
+    def _first(self) -> Computation:
+        """The runtime that is used most: it is the one to set up ahead."""
+        return self._computation(next(iter(self._inputs))) if self._generation is None else self._steps()
 
     def _take(self, order: Take) -> Loaded:
         inputs = self._inputs[order.program]
@@ -97,21 +139,19 @@ class SessionParty:
         return Loaded()
 
     def _compute(self, order: Compute) -> tuple[Computed, bytes]:
-        inputs = self._inputs[order.program]
         record, logits = self._computation(order.program).forward()
-        content = b"" if logits is None else logits.astype("<f4").tobytes()
-        steps = record["steps"]
-        sums = [
-            sum(step[f"{way}_{what}"] for step in steps for way in ("send", "recv")) for what in ("bytes", "actions")
-        ]
-        opened = inputs.program.field // 8 * int(np.prod(inputs.program.logits.shape))
-        done = Computed(
-            bytes=sums[0] + opened,
-            messages=sums[1] + 1,
-            seconds=record["seconds"],
-            shape=None if logits is None else tuple(logits.shape),
-        )
-        return done, content
+        return _computed(cost_of(record), logits)
+
+    def _advance(self, order: Advance) -> tuple[Computed, bytes]:
+        ids = None if order.tokens is None else np.array([order.tokens], np.int64)
+        cost, logits = self._steps().run(order.program, order.position, ids)
+        return _computed(cost, logits)
+
+
+def _computed(cost: Cost, logits: npt.NDArray[Any] | None) -> tuple[Computed, bytes]:
+    content = b"" if logits is None else logits.astype("<f4").tobytes()
+    shape = None if logits is None else tuple(logits.shape)
+    return Computed(bytes=cost.bytes, messages=cost.messages, seconds=cost.seconds, shape=shape), content
 
 
 def _checked(inputs: PartyInputs, tokens: tuple[tuple[int, ...], ...]) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -154,8 +194,8 @@ def main(argv: list[str]) -> int:
             say(*party.follow(order))
         except AeroError as error:
             say(Fault(error=type(error).__name__, message=str(error)))
-            if not isinstance(order, Take) and not isinstance(error, OutOfRangeError):
-                return 2  # the other party does not know, or knows no more than that this one is gone
+            if not isinstance(order, Take) and not (isinstance(order, Compute) and isinstance(error, OutOfRangeError)):
+                return 2  # the other party does not know of it, or the cached values are lost
         except Exception as error:
             say(Fault(error="PartyError", message=f"{ROLES[rank]}: {plain_message(error)}"))
             return 2

@@ -16,6 +16,7 @@ from aero_compile.errors import AeroError, PartyError
 from aero_compile.runtime.roles import ROLES
 from aero_compile.serving.process.orders import (
     REPORT,
+    Advance,
     Compute,
     Computed,
     Fault,
@@ -75,11 +76,11 @@ class Worker:
         """Let it link up with the other party, or set up with it; returns the seconds."""
         return (await self._ask(order, seconds, Met)).seconds
 
-    async def compute(self, order: Compute, seconds: float) -> tuple[Computed, bytes]:
-        """Let it run a forward; the report, and the logits' bytes at the client.
+    async def compute(self, order: Compute | Advance, seconds: float) -> tuple[Computed, bytes]:
+        """Let it run a forward or a step; the report, and the logits' bytes at the client.
 
         Raises:
-            OutOfRangeError: and the process goes on.
+            OutOfRangeError: after a forward the process goes on.
             AeroError: what failed; the process has ended, or is to be ended.
         """
         done = await self._ask(order, seconds, Computed)

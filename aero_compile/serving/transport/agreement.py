@@ -10,8 +10,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from aero_compile.errors import PartyError
+from aero_compile.runtime.generation.programs import Programs
 from aero_compile.runtime.program import Program
-from aero_compile.serving.transport.messages import WIRE, Facts
+from aero_compile.serving.transport.messages import WIRE, Facts, Generation
 from aero_compile.version import __version__
 
 _NAMES = {
@@ -81,13 +82,24 @@ def facts_of(program: Program, published_size: int = 0) -> Facts:
     )
 
 
-def model_digest(programs: Sequence[Facts]) -> str:
+def generation_of(programs: Programs, published_size: int) -> Generation:
+    """The facts of the programs of a generation; `published_size`: bytes of the arrays that both parties hold."""
+    return Generation(
+        digest=programs.digest,
+        room=programs.room,
+        vocabulary=programs.vocabulary,
+        programs={name: facts_of(program) for name, program in programs.all.items()},
+        published_size=published_size,
+    )
+
+
+def model_digest(programs: Sequence[Facts], generation: Generation | None = None) -> str:
     """SHA-256 of what a server offers, in any order: what a client may insist on.
 
     It stands for the programs, so for the architecture, shapes, settings and bounds, and for the weights that clients
     are given. The weights that stay at the server are in none of them.
     """
-    return _digest(sorted(facts.digest for facts in programs))
+    return _digest(sorted([facts.digest for facts in programs] + ([generation.digest] if generation else [])))
 
 
 def check_same(agreed: Facts, found: Facts, what: str) -> None:

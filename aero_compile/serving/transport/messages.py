@@ -63,6 +63,20 @@ class Facts(_Form):
     versions: Annotated[dict[Word, Word], Field(max_length=10)]
 
 
+class Generation(_Form):
+    """What is agreed about programs that compute a text position by position; `digest` is that of all together.
+
+    `programs`: by the names that `aero_compile.runtime.generation.programs` gives them. `room`: positions of a text.
+    `published_size`: bytes of the arrays that both parties hold.
+    """
+
+    digest: Digest
+    room: Size
+    vocabulary: Size
+    programs: Annotated[dict[Word, Facts], Field(min_length=2, max_length=MOST_PROGRAMS)]
+    published_size: Count
+
+
 # --- from the client ------------------------------------------------------------------------------------
 
 
@@ -86,7 +100,7 @@ class Link(_Form):
 
 
 class Fetch(_Form):
-    """Asks for a program, or for the weights that clients are given."""
+    """Asks for a program, or for the arrays that both parties hold (of a generation: by its digest)."""
 
     kind: Literal["fetch"] = "fetch"
     program: Digest
@@ -106,6 +120,15 @@ class Run(_Form):
     program: Digest
 
 
+class Step(_Form):
+    """Asks for one program of the generation at `position`; `kept` of its positions are the text's."""
+
+    kind: Literal["step"] = "step"
+    program: Word
+    position: Count
+    kept: Count
+
+
 class Close(_Form):
     """The client is done."""
 
@@ -116,7 +139,7 @@ class Close(_Form):
 
 
 class Offer(_Form):
-    """What the server has, in answer to `Hello`; `digest` is `agreement.model_digest` of the programs.
+    """What the server has, in answer to `Hello`; `digest` is `agreement.model_digest` of all of it.
 
     `tokens_left`: how many more it computes for this client. `idle_seconds`: a session that asks for nothing is closed.
     """
@@ -125,7 +148,8 @@ class Offer(_Form):
     wire: Count
     versions: Annotated[dict[Word, Word], Field(max_length=10)]
     digest: Digest
-    programs: Annotated[tuple[Facts, ...], Field(min_length=1, max_length=MOST_PROGRAMS)]
+    programs: Annotated[tuple[Facts, ...], Field(max_length=MOST_PROGRAMS)]
+    generation: Generation | None
     tokens_left: Count | None
     idle_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     set_up: bool
@@ -198,19 +222,19 @@ class Failed(_Form):
 
 
 First = Annotated[Hello | Link, Field(discriminator="kind")]
-FromClient = Annotated[Fetch | Open | Run | Close | Alive | Failed, Field(discriminator="kind")]
+FromClient = Annotated[Fetch | Open | Run | Step | Close | Alive | Failed, Field(discriminator="kind")]
 FromServer = Annotated[
     Offer | Refused | Content | Waiting | Opened | Dial | Started | Finished | Alive | Failed,
     Field(discriminator="kind"),
 ]
 
 Message = (
-    Hello | Link | Fetch | Open | Run | Close | Offer | Refused | Content | Waiting | Opened | Dial | Started
+    Hello | Link | Fetch | Open | Run | Step | Close | Offer | Refused | Content | Waiting | Opened | Dial | Started
     | Finished | Alive | Failed
 )  # fmt: skip
 
 FIRST: TypeAdapter[Hello | Link] = TypeAdapter(First)
-FROM_CLIENT: TypeAdapter[Fetch | Open | Run | Close | Alive | Failed] = TypeAdapter(FromClient)
+FROM_CLIENT: TypeAdapter[Fetch | Open | Run | Step | Close | Alive | Failed] = TypeAdapter(FromClient)
 FROM_SERVER: TypeAdapter[Offer | Refused | Content | Waiting | Opened | Dial | Started | Finished | Alive | Failed] = (
     TypeAdapter(FromServer)
 )
