@@ -1,4 +1,4 @@
-"""Rewrite language models for private inference, count and predict what they cost, train and export them."""
+"""Rewrite language models for private inference, count and predict costs, train, export, and serve them privately."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from aero_compile.commands import census, certs, estimate, export, recipes
+from aero_compile.commands import census, certs, chat, estimate, export, proxy, recipes, serve
 from aero_compile.errors import InputError
 from aero_compile.exit_codes import exit_code
 from aero_compile.plain_help import HelpParser
 from aero_compile.version import __version__
 
-COMMANDS: tuple[ModuleType, ...] = (recipes, census, estimate, export, certs)
+COMMANDS: tuple[ModuleType, ...] = (recipes, census, estimate, export, certs, serve, chat, proxy)
 
 EXAMPLES = """examples:
   aero-compile recipes
@@ -25,7 +25,10 @@ EXAMPLES = """examples:
   aero-compile estimate --model gpt2 --network wan
   aero-compile retrain --output-dir runs/mine
   aero-compile export --model runs/mine/artifact decoder.onnx
-  aero-compile certs certificates --host server.example 10.0.0.1
+  aero-compile certs keys --host server.example
+  aero-compile serve runs/mine/artifact --lengths 32,128 --listen server.example:9000 --certs keys
+  aero-compile chat --server server.example:9000 --certs keys --tokenizer runs/mine/artifact --prompt 'def f('
+  aero-compile proxy --server server.example:9000 --certs keys --tokenizer runs/mine/artifact --port 8000
 
 Exit code 2: an input that cannot be used. aero-compile COMMAND --help tells more; python -m aero_compile is the same.
 """
@@ -34,7 +37,7 @@ EXTRAS = {
     **dict.fromkeys(("accelerate", "datasets", "tokenizers", "tqdm", "transformers"), "train"),
     **dict.fromkeys(("onnx", "onnxruntime", "onnxscript", "onnx_ir"), "onnx"),
     **dict.fromkeys(("jax", "spu"), "spu"),
-    **dict.fromkeys(("cryptography", "pydantic", "starlette", "uvicorn"), "serve"),
+    **dict.fromkeys(("cryptography", "prometheus_client", "pydantic", "starlette", "uvicorn"), "serve"),
 }
 """Which extra of ours installs a package that a command may miss."""
 

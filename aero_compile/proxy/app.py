@@ -7,9 +7,10 @@ origins may not send unasked, and name one of the hosts that are expected, whate
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from typing import Any
 
 from starlette.applications import Starlette
@@ -39,13 +40,15 @@ logger = logging.getLogger("aero_compile.proxy")
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def make_app(writer: Writer, name: str, hosts: Sequence[str]) -> Starlette:
+def make_app(writer: Writer, name: str, hosts: Collection[str]) -> Starlette:
     """The endpoint as an ASGI application.
 
     Args:
         writer: writes the texts.
         name: of the model, as clients are to call it.
         hosts: names and addresses by which callers reach this endpoint; other `Host` headers are refused.
+
+    The session is closed when the application is shut down.
     """
     api = _API(writer, name, frozenset(host.lower() for host in hosts))
     routes = [
@@ -54,7 +57,13 @@ def make_app(writer: Writer, name: str, hosts: Sequence[str]) -> Starlette:
         Route("/v1/completions", api.guarded(api.complete), methods=["POST"]),
         Route("/v1/chat/completions", api.guarded(api.chat), methods=["POST"]),
     ]
-    return Starlette(routes=routes, exception_handlers={HTTPException: _refused, Exception: _broken})
+
+    @contextlib.asynccontextmanager
+    async def held(app: Starlette) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(writer.close)  # what is being computed ends with it
+
+    return Starlette(routes=routes, lifespan=held, exception_handlers={HTTPException: _refused, Exception: _broken})
 
 
 class _API:

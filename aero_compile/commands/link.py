@@ -1,0 +1,81 @@
+"""What commands for two hosts have in common: certificates, and at a client the server and the tokenizer."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aero_compile.errors import InputError
+
+if TYPE_CHECKING:
+    from aero_compile.runtime.generation.session import Session
+
+
+def add_way(parser: argparse.ArgumentParser, own: str) -> None:
+    """Add how the link is protected; `own` is whose certificate is shown."""
+    group = parser.add_argument_group("link")
+    text = f"folder of aero-compile certs: authority.pem, {own}.pem and {own}.key"
+    group.add_argument("--certs", type=Path, metavar="DIR", help=text)
+    group.add_argument("--cert", metavar="FILE", help=f"PEM certificate of the {own}, instead of the one in --certs")
+    group.add_argument("--key", metavar="FILE", help="PEM key of that certificate")
+    group.add_argument("--ca", metavar="FILE", help="PEM certificate of the authority that signed both")
+    text = "no TLS: whoever is on the way can read what the parties exchange and change it"
+    group.add_argument("--insecure-plain", action="store_true", help=text)
+    text = "semi2k is for tests: the server could open the client's shares (default: %(default)s)"
+    group.add_argument("--protocol", choices=["cheetah", "semi2k"], default="cheetah", help=text)
+
+
+def way_of(args: argparse.Namespace, own: str) -> dict[str, Any]:
+    """The options `tls`, `insecure_plain` and `protocol` of both ends, as the command line has them."""
+    from aero_compile.runtime import TLSConfig
+
+    given = {"cert": args.cert, "key": args.key, "ca": args.ca}
+    if args.certs is not None:
+        there = {"cert": f"{own}.pem", "key": f"{own}.key", "ca": "authority.pem"}
+        given = {name: path or str(args.certs / there[name]) for name, path in given.items()}
+    missing = [f"--{name}" for name, path in given.items() if path is None]
+    if len(missing) == len(given):
+        if not args.insecure_plain:
+            raise InputError("no certificates: give --certs DIR (aero-compile certs makes it), or --insecure-plain")
+        return {"tls": None, "insecure_plain": True, "protocol": args.protocol}
+    if missing:
+        raise InputError(f"TLS needs all of --cert, --key and --ca; missing: {', '.join(missing)}")
+    if args.insecure_plain:
+        raise InputError("--insecure-plain and certificates exclude each other")
+    tls = TLSConfig(given["cert"], given["key"], given["ca"], getattr(args, "server_name", None))
+    return {"tls": tls, "insecure_plain": False, "protocol": args.protocol}
+
+
+def add_client(parser: argparse.ArgumentParser) -> None:
+    """Add what a client needs: the server, what is accepted of it, and the tokenizer."""
+    add = parser.add_argument
+    add("--server", required=True, metavar="HOST:PORT", help="where aero-compile serve listens")
+    text = "the model's tokenizer: a tokenizer.json, a folder that has one, or a Hub name"
+    add("--tokenizer", required=True, metavar="PATH", help=text)
+    add_way(parser, "client")
+    add("--server-name", metavar="NAME", help="name in the server's certificate (default: the host of --server)")
+    add("--model-digest", metavar="HEX", help="accept this model alone, as the server's log tells its digest")
+    text = "seconds for computing a token's logits (default: %(default)s)"
+    add("--timeout", type=float, default=3600.0, metavar="S", help=text)
+
+
+def open_session(args: argparse.Namespace) -> Session:
+    """Connect to the server; whoever waits for a turn is told on standard error."""
+    from aero_compile.runtime.generation.session import Session
+    from aero_compile.serving.client import connect
+    from aero_compile.serving.whole_forwards import WholeForwards
+
+    connection = connect(
+        args.server, model_digest=args.model_digest, timeout=args.timeout, on_wait=_say_wait, **way_of(args, "client")
+    )
+    try:
+        return Session(WholeForwards(connection))
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _say_wait(before: int) -> None:
+    print(f"the server is busy, {before} before you", file=sys.stderr, flush=True)

@@ -1,0 +1,78 @@
+"""Serve a model to clients that keep their texts to themselves: they get logits, and no weights.
+
+What is served is a saved artifact, compiled for texts of each of --lengths, or a folder of compiled programs. The log
+goes to standard error, one JSON object a line, without tokens, logits or keys. SIGINT and SIGTERM end the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from aero_compile.commands.link import add_way, way_of
+from aero_compile.commands.options import names, positive
+from aero_compile.errors import InputError
+
+SUMMARY = "serve a model to several clients that keep their texts private"
+
+
+def lengths(text: str) -> tuple[int, ...]:
+    """Parse numbers of tokens divided by commas."""
+    return tuple(positive(each) for each in names(text))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command."""
+    add = parser.add_argument
+    add("source", metavar="ARTIFACT", type=Path, help="saved artifact, or folder of compiled programs")
+    add("--listen", required=True, metavar="HOST:PORT", help="where clients find it")
+    text = "tokens of texts to compile for, divided by commas; a client fills its text up to the next"
+    add("--lengths", type=lengths, default=(), metavar="LIST", help=text)
+    text = "private folder where compiled programs are kept for the next start (default: nowhere)"
+    add("--keep", type=Path, metavar="DIR", help=text)
+    text = "weights that clients are given, divided by commas: embedding, position, head, names or patterns of names"
+    add("--public", type=names, default=(), metavar="LIST", help=text)
+    text = "compile for a network: wan, lan or MBPS:RTT_MS (default: %(default)s)"
+    add("--network", default="loopback", metavar="NET", help=text)
+    add_way(parser, "server")
+    group = parser.add_argument_group("limits")
+    many = group.add_argument
+    many("--workers", type=positive, metavar="N", help="computations at once (default: 1)")
+    many("--max-waiting", type=int, metavar="N", help="requests that wait for their turn (default: 16)")
+    many(
+        "--max-sessions", type=positive, metavar="N", help="clients at once, each with the weights' memory (default: 4)"
+    )
+    many(
+        "--max-tokens-per-client", type=positive, metavar="N", help="tokens computed for a client (default: any number)"
+    )
+    text = "seconds after which a client that asks for nothing is sent away (default: 300)"
+    many("--idle-seconds", type=float, metavar="S", help=text)
+    text = "answer Prometheus at this port of 127.0.0.1 (default: do not)"
+    add("--metrics-port", type=int, metavar="PORT", help=text)
+    add(
+        "--no-set-up", dest="set_up", action="store_false", help="leave keys and transfers to a session's first forward"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal."""
+    from aero_compile.serving.server import serve
+    from aero_compile.serving.session import Limits
+
+    asked = {name: getattr(args, name) for name in vars(Limits()) if getattr(args, name, None) is not None}
+    if not args.source.is_dir():
+        raise InputError(f"there is no folder {args.source}")
+    compiling: dict[str, Any] = {"public": args.public, "network": args.network}
+    serve(
+        args.source,
+        args.listen,
+        lengths=args.lengths,
+        folder=args.keep,
+        compiling=compiling,
+        limits=Limits(**asked),
+        metrics_port=args.metrics_port,
+        set_up=args.set_up,
+        **way_of(args, "server"),
+    )
+    return 0

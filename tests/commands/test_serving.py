@@ -1,0 +1,138 @@
+"""`serve`, `chat` and `proxy` as a user types them: a server process, and clients of it over TLS."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from aero_compile.__main__ import main
+from aero_compile.runtime.hosts.link import free_addresses, parse_address
+from tests.support.command_process import command
+from tests.support.runtime_tiny import tiny_model
+from tests.support.service import tiny_offer
+from tests.support.words import save_words, words
+
+for package in ("spu", "cryptography", "pydantic", "prometheus_client", "tokenizers", "transformers"):
+    pytest.importorskip(package)
+
+ROOM = 6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Programs in `offer`, certificates in `keys`, and a tokenizer of 64 words that are called w0 to w63."""
+    made = tmp_path_factory.mktemp("service")
+    tiny_offer(made / "offer")
+    assert main(["certs", str(made / "keys"), "--host", "127.0.0.1"]) == 0
+    save_words(made / "tokenizer.json")
+    return made
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path) -> Iterator[str]:
+    found = free_addresses(1)[0]
+    options = ["--listen", found, "--certs", str(folder / "keys"), "--protocol", "semi2k", "--no-set-up"]
+    with command("serve", str(folder / "offer"), *options, until='"event": "serving"') as running:
+        yield found
+    assert running.returncode == 0
+
+
+def client(name: str, folder: Path, address: str, *more: str) -> list[str]:
+    given = ["--server", address, "--tokenizer", str(folder / "tokenizer.json"), "--protocol", "semi2k"]
+    return [name, *given, "--certs", str(folder / "keys"), *more]
+
+
+def continuation(ids: list[int], count: int) -> list[int]:
+    """Greedy text of the tiny model in the clear; what stands behind a text changes nothing before it."""
+    text = list(ids)
+    for _ in range(count):
+        with torch.no_grad():
+            logits = tiny_model()(torch.from_numpy(np.resize(np.array(text), (1, ROOM))))
+        text.append(int(logits[0, len(text) - 1].argmax()))
+    return text[len(ids) :]
+
+
+def test_a_text_goes_on_as_in_the_clear_and_ends_with_the_bill(
+    folder: Path, address: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(client("chat", folder, address, "--prompt", "w3 w61 w7", "--max-tokens", "3")) == 0
+    text, bill = capfd.readouterr()
+    assert text.split() == words(continuation([3, 61, 7], 3)).split()
+    assert "3 tokens of prompt, 3 generated" in bill
+    assert "in all" in bill
+    assert "MB" in bill or "kB" in bill
+
+
+def test_the_prompt_comes_on_standard_input_and_a_stop_string_ends_the_text(
+    folder: Path, address: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = continuation([40, 22], 4)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("w40\nw22\n"))
+    assert main(client("chat", folder, address, "--max-tokens", "4", "--stop", f"w{wanted[1]}")) == 0
+    text, bill = capfd.readouterr()
+    assert text.split() == words(wanted[:1]).split()
+    assert f"{wanted.index(wanted[1]) + 1} generated" in bill
+
+
+def test_the_endpoint_answers_any_client_of_the_api(folder: Path, address: str) -> None:
+    openai = pytest.importorskip("openai")
+    port = str(parse_address(free_addresses(1)[0])[1])
+    with command(*client("proxy", folder, address, "--port", port, "--name", "tiny"), until="has the model") as running:
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as api:
+            asked: dict[str, Any] = {"model": "tiny", "prompt": "w3 w61", "temperature": 0, "max_tokens": 3}
+            found = api.completions.create(**asked)
+            assert found.choices[0].text.split() == words(continuation([3, 61], 3)).split()
+            assert found.usage.completion_tokens == 3
+            assert found.usage.model_extra["cost"]["bytes"] > 1000
+            parts = list(api.completions.create(**asked, stream=True))
+            assert "".join(choice.text for part in parts for choice in part.choices) == found.choices[0].text
+            with pytest.raises(openai.BadRequestError, match=f"room for {ROOM} positions"):
+                api.completions.create(**asked | {"max_tokens": 9})
+        assert main(client("proxy", folder, address, "--port", port)) == 2
+    assert running.returncode is not None
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", words([1] * (ROOM + 1))], "do not fit"),
+        (["--prompt", "w1", "--temperature", "-1"], "temperature must be"),
+        (["--prompt", "w1", "--model-digest", "0" * 64], "digest"),
+        (["--prompt", "w1", "--server-name", "other.example"], "not valid for 'other.example'"),
+        (["--prompt", "w1", "--protocol", "cheetah"], "cheetah"),
+        (["--prompt", "w1", "--insecure-plain"], "exclude each other"),
+        (["--prompt", "w1", "--tokenizer", "nowhere.json"], "no tokenizer could be loaded"),
+    ],
+)
+def test_mistakes_end_with_2(
+    more: list[str], message: str, folder: Path, address: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*client("chat", folder, address), *more]) == 2
+    text, error = capfd.readouterr()
+    assert text == ""
+    assert error.startswith("error: ")
+    assert message in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "nowhere", "--listen", "127.0.0.1:1", "--insecure-plain"], "there is no folder nowhere"),
+        (["serve", ".", "--listen", "127.0.0.1:1"], "no certificates: give --certs DIR"),
+        (["serve", ".", "--listen", "127.0.0.1:1", "--cert", "x.pem"], "missing: --key, --ca"),
+        (["serve", ".", "--listen", "127.0.0.1:1", "--certs", "nowhere"], "TLS file not found"),
+    ],
+)
+def test_a_server_that_cannot_be_says_why(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,20 @@
+"""A tokenizer for models of 64 tokens: the words w0 to w63."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def save_words(path: Path) -> None:
+    """Write its tokenizer.json."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(64)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(path))
+
+
+def words(ids: Sequence[int]) -> str:
+    """The text of `ids`."""
+    return " ".join(f"w{each}" for each in ids)

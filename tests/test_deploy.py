@@ -1,0 +1,93 @@
+"""The containers: their files say what exists, and their commands are run as they stand there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aero_compile.__main__ import main, parser
+from aero_compile.runtime.hosts.link import free_addresses, parse_address
+from tests.support.command_process import command
+from tests.support.service import tiny_offer
+from tests.support.words import save_words
+
+yaml = pytest.importorskip("yaml")
+
+DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
+
+
+def services() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    return found
+
+
+def instructions() -> list[tuple[str, str]]:
+    """Name and rest of each instruction of the Dockerfile."""
+    lines = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
+    return [(line.partition(" ")[0], line.partition(" ")[2]) for line in lines if line and not line.startswith("#")]
+
+
+def test_the_image_is_made_of_what_there_is(root: Path) -> None:
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    copied = []
+    for name, rest in instructions():
+        if name == "COPY":
+            *sources, _ = rest.split()
+            copied += sources
+    for source in copied:
+        assert (root / source).exists(), source
+    assert {"aero_compile", "passes", "runtime", "pyproject.toml"} <= set(copied)
+    (install,) = [rest for name, rest in instructions() if name == "RUN" and "pip install" in rest]
+    (extras,) = re.findall(r"\.\[(.*?)\]", install)
+    assert {"serve", "spu"} <= set(extras.split(",")) <= set(project["optional-dependencies"])
+    assert dict(instructions())["ENTRYPOINT"] == f'["{next(iter(project["scripts"]))}"]'
+    assert dict(instructions())["FROM"].startswith("python:3.11")  # which SPU has wheels for
+    assert dict(instructions())["USER"] != "root"
+
+
+def test_each_container_has_its_own_inputs_alone() -> None:
+    mounted = {name: {each.split(":")[-2] for each in service["volumes"]} for name, service in services().items()}
+    own = {"server": {"/model"}, "client": {"/tokenizer.json"}}
+    for name, files in own.items():
+        assert mounted[name] == files | {f"/keys/{name}.pem", f"/keys/{name}.key", "/keys/authority.pem"}
+        named = set(re.findall(r"(?<=\s)/[\w/.]+", services()[name]["command"]))
+        assert named == mounted[name]
+    assert all(each.startswith("127.0.0.1:") for each in services()["client"]["ports"])
+
+
+def test_their_commands_are_commands() -> None:
+    for service in services().values():
+        assert parser().parse_args(shlex.split(service["command"])).insecure_plain is False
+
+
+def test_their_commands_run(tmp_path: Path) -> None:
+    """With the paths and addresses of this machine, and in the quick protocol."""
+    for package in ("spu", "cryptography", "pydantic", "tokenizers", "transformers", "uvicorn"):
+        pytest.importorskip(package)
+    openai = pytest.importorskip("openai")
+    tiny_offer(tmp_path / "model")
+    save_words(tmp_path / "tokenizer.json")
+    assert main(["certs", str(tmp_path / "keys"), "--host", "server"]) == 0
+    address, endpoint = free_addresses(2)
+    port = str(parse_address(endpoint)[1])
+    place = {f"/{name}": f"{tmp_path}/{name}" for name in ("model", "keys", "tokenizer.json")}
+    place |= {"0.0.0.0:9000": address, "server:9000": address, "8000": port}
+
+    def here(name: str) -> list[str]:
+        words = shlex.split(services()[name]["command"])
+        for there, instead in place.items():
+            words = [word.replace(there, instead) for word in words]
+        return [*words, "--protocol", "semi2k"]
+
+    with (
+        command(*here("server"), until='"event": "serving"'),
+        command(*here("client"), "--server-name", "server", until="has the model"),
+        openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as api,
+    ):
+        found = api.completions.create(model="private", prompt="w3", max_tokens=1)
+        assert found.usage.completion_tokens == 1
