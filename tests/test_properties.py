@@ -553,7 +553,7 @@ def check_lowering(config: Config, passes: list[GraphPass]) -> None:
     try:
         with jax.experimental.enable_x64():  # type: ignore[no-untyped-call, unused-ignore]
             live = lower(partition(fast, fast.logits_graph(), ids.shape), exact=True, dtype="float64")
-            got = live.run(one_hot(ids.numpy(), live.token_shape[2]).astype("float64"))
+            got = jax.jit(live.run)(one_hot(ids.numpy(), live.token_shape[2]).astype("float64"))
     except LoweringError as error:
         note(str(error))
         return

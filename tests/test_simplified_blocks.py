@@ -253,7 +253,7 @@ def test_lowered_to_jax(family: str, name: str) -> None:
     with jax.experimental.enable_x64():  # type: ignore[no-untyped-call, unused-ignore]
         fast = aero_compile.optimize_for_inference(model)
         live = lower(partition(fast, fast.logits_graph(), ids.shape), exact=True, dtype=np.float64)
-        got = np.asarray(live.run(one_hot(ids.numpy(), VOCAB).astype(np.float64)))
+        got = np.asarray(jax.jit(live.run)(one_hot(ids.numpy(), VOCAB).astype(np.float64)))
     with torch.no_grad():
         np.testing.assert_allclose(got, model(ids).logits.numpy(), rtol=0, atol=1e-9)
     softmaxes = [step for step in live.steps if step.label == "softmax"]

@@ -619,7 +619,7 @@ NO_DECODERS: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", by_default(NO_DECODERS, *(set(NO_DECODERS) - {"bart", "mixtral", "bert"})))
+@pytest.mark.parametrize("name", by_default(NO_DECODERS, *(set(NO_DECODERS) - {"bart", "mixtral", "bert", "mamba"})))
 def test_what_is_no_decoder_is_refused(name: str) -> None:
     make, message = NO_DECODERS[name]
     model = make()

@@ -58,9 +58,11 @@ class Computation:
         runtime.run(self._spu.Executable(SET_UP, names, [SET_UP], self._program.codes[SET_UP].encode()))
         for name in (*names, SET_UP):
             runtime.del_var(name)
+        stored = self._program.protocol == "cheetah"  # SEMI2K makes what it needs as it goes
         for kernel in self._program.kernels:
             if shapes := kernel.set_up():
-                kernel.run(self._side, *(np.zeros(math.prod(shape), np.uint64) for shape in shapes))
+                sizes = (math.prod(shape) if stored else 1 for shape in shapes)
+                kernel.run(self._side, *(np.zeros(size, np.uint64) for size in sizes))
 
     def prepare(self) -> dict[str, Any]:
         """Prepare one run; returns what it cost."""

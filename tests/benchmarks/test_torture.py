@@ -206,7 +206,7 @@ def test_padding_is_masked_in_exact_passes_and_left_out_of_private_answers() -> 
     ("name", "outcome"),
     [
         pytest.param("heads in a Python list", WITHIN, marks=pytest.mark.slow),
-        ("recurrent (GRU)", NOT_TAKEN),
+        ("linear attention", NOT_TAKEN),
         ("blt:eager", NOT_TRIED),
     ],
 )

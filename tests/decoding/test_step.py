@@ -17,6 +17,7 @@ from aero_compile.inference_model import InferenceModel, inference_copy
 from aero_compile.optimize import optimize_for_inference
 from benchmarks.lib.random_decoders import Config
 from tests.support import tiny_models
+from tests.support.budgets import by_default
 from tests.support.captured_decoders import captured as captured_decoder
 from tests.support.captured_decoders import every_decoder
 from tests.support.edited_decoders import edited
@@ -45,7 +46,7 @@ def assert_same_text(model: InferenceModel, counts: Sequence[int], batch: int = 
             torch.testing.assert_close(found[:, at], expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("family", tiny_models.EVERY)
+@pytest.mark.parametrize("family", by_default(tiny_models.EVERY, *tiny_models.UNLIKE))
 def test_every_family_goes_on_where_it_was(family: str) -> None:
     assert_same_text(optimized(family), (4, 1, 1, 3, 1))
 

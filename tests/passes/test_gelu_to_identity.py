@@ -296,7 +296,7 @@ def test_a_private_run_evaluates_the_kept_neurons_alone(name: str) -> None:
     ids = tokens(1, 9)
     with jax.experimental.enable_x64():  # type: ignore[no-untyped-call, unused-ignore]
         live = lower(partition(model, model.logits_graph(), ids.shape), exact=True, dtype=np.float64)
-        got = live.run(one_hot(ids.numpy(), live.token_shape[2]).astype(np.float64))
+        got = jax.jit(live.run)(one_hot(ids.numpy(), live.token_shape[2]).astype(np.float64))
         outputs = [
             jax.eval_shape(step.function, *(np.zeros(shape) for shape in step.shapes))
             for step in live.steps

@@ -243,7 +243,7 @@ def test_the_private_program_computes_the_same(name: str, learn: str) -> None:
     ids = tokens(1, 9)
     with jax.experimental.enable_x64():  # type: ignore[no-untyped-call, unused-ignore]
         live = lower(partition(model, model.logits_graph(), ids.shape), exact=True, dtype=np.float64)
-        got = live.run(one_hot(ids.numpy(), live.token_shape[2]).astype(np.float64))
+        got = jax.jit(live.run)(one_hot(ids.numpy(), live.token_shape[2]).astype(np.float64))
     expected = model(ids).logits.detach().numpy()
     assert np.abs(got - expected).max() / np.abs(expected).max() < 1e-6
     assert {f"w:{name}" for name in slopes_of(model)} <= live.weights.keys(), "the slope stays the server's"

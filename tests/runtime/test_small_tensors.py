@@ -57,7 +57,7 @@ class _Scaled(nn.Module):
 @pytest.mark.parametrize(
     ("size", "normed", "held"),
     [
-        (1e-6, True, "parameter"),
+        pytest.param(1e-6, True, "parameter", marks=pytest.mark.slow),
         pytest.param(1e-6, True, "buffer", marks=pytest.mark.slow),
         (1e-6, True, "attribute"),
         (1e-6, False, "attribute"),

@@ -17,6 +17,17 @@ few = functools.partial(settings, derandomize=True, phases=(Phase.explicit, Phas
 many = functools.partial(settings, **_calm)
 
 
+def in_both(cases: Iterable[Any], *in_cheetah: Any) -> list[Any]:
+    """Parameters (case, protocol): every case in SEMI2K, and those `in_cheetah`; the others there with `-m slow`."""
+    known = list(cases)
+    assert all(case in known for case in in_cheetah), in_cheetah
+    cheetah = [
+        pytest.param(case, "cheetah", marks=[] if case in in_cheetah else pytest.mark.slow, id=f"{case}-cheetah")
+        for case in known
+    ]
+    return [*(pytest.param(case, "semi2k", id=f"{case}-semi2k") for case in known), *cheetah]
+
+
 def by_default(cases: Iterable[str], *kept: str) -> list[Any]:
     """Parameters of a test: what is `kept` runs by default, the rest of `cases` with `-m slow`."""
     names = tuple(cases)

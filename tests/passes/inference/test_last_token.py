@@ -349,5 +349,5 @@ def test_lowered(name: str, recipe: str, shape: tuple[int, int]) -> None:
     LastToken().call(model)
     with jax.experimental.enable_x64():
         live = lower(partition(model, model.logits_graph(), ids.shape), exact=True, dtype=np.float64)
-        found = np.asarray(live.run(one_hot(ids.numpy(), live.token_shape[2]).astype(np.float64)))
+        found = np.asarray(jax.jit(live.run)(one_hot(ids.numpy(), live.token_shape[2]).astype(np.float64)))
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-10)

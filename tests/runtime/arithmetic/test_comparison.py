@@ -60,7 +60,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("protocol", ["semi2k", "cheetah"])
-@pytest.mark.parametrize("name", by_default(FUNCTIONS, "above 0", "maximum"))
+@pytest.mark.parametrize("name", by_default(FUNCTIONS, "maximum"))
 def test_bits_are_exact_up_to_a_quarter_of_the_ring(name: str, protocol: str) -> None:
     pytest.importorskip("spu")
     function, exact = FUNCTIONS[name]

@@ -27,6 +27,7 @@ from aero_compile.runtime.lowering.live import LiveProgram, LiveStep
 from aero_compile.runtime.lowering.spu_compile import compile_steps
 from aero_compile.runtime.program_parts import TOKENS
 from benchmarks.lib.two_threads import simulate
+from tests.support.budgets import in_both
 from tests.support.two_parties import bytes_of, in_two_parties
 
 pytest.importorskip("jax")
@@ -207,8 +208,7 @@ def test_every_size_is_cut_so_that_it_costs_least(size: int) -> None:
     assert bytes_of(form, 1, size) <= 1.1 * min(whole, filled + by_triples)
 
 
-@pytest.mark.parametrize("protocol", ["semi2k", "cheetah"])
-@pytest.mark.parametrize("size", [40, 4000])
+@pytest.mark.parametrize(("size", "protocol"), in_both([40, 4000], 4000))
 def test_a_number_that_one_party_knows_is_taken_too(protocol: str, size: int) -> None:
     pytest.importorskip("spu")
     x = -np.linspace(0.0, 12.0, size)[None]

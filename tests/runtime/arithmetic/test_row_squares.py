@@ -8,6 +8,7 @@ import pytest
 from aero_compile.runtime.arithmetic import row_squares
 from aero_compile.runtime.arithmetic.ring import fixed_point
 from aero_compile.runtime.arithmetic.row_squares import norms_by_rows, square_strips, sums_of_squares
+from tests.support.budgets import in_both
 from tests.support.two_parties import bytes_of, in_two_parties
 
 pytest.importorskip("spu")
@@ -15,8 +16,7 @@ pytest.importorskip("spu")
 UNIT = 2.0**-18
 
 
-@pytest.mark.parametrize("protocol", ["semi2k", "cheetah"])
-@pytest.mark.parametrize("height", [1, 4, 11])
+@pytest.mark.parametrize(("height", "protocol"), in_both([1, 4, 11], 4))
 def test_sums_are_rounded_once(protocol: str, height: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of 33 from 2^-10 to sums of 2^25.9, in strips that do not divide them."""
     monkeypatch.setattr(row_squares, "square_strips", lambda rows, width: (height, 0.0))

@@ -10,13 +10,13 @@ from aero_compile.runtime.arithmetic.exponential import cheapest_exponential
 from aero_compile.runtime.arithmetic.ring import fixed_point, in_two_phases
 from aero_compile.runtime.arithmetic.row_scaling import broadcast_product, scaled_rows
 from aero_compile.runtime.arithmetic.truncation import truncated
+from tests.support.budgets import in_both
 from tests.support.two_parties import in_two_parties
 
 pytest.importorskip("spu")
 
 
-@pytest.mark.parametrize("protocol", ["semi2k", "cheetah"])
-@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (6, 50), (3, 4096)])
+@pytest.mark.parametrize(("shape", "protocol"), in_both([(1, 1), (1, 7), (6, 50), (3, 4096)], (6, 50)))
 def test_one_truncation_as_in_spus_own_products(protocol: str, shape: tuple[int, int]) -> None:
     """Numbers with twice the fraction bits come back with once as many, within -2 and 1 units; up to 2^24."""
     x = np.random.default_rng(shape[1]).integers(-(2**5), 2**5, shape).astype(np.float64)
@@ -35,8 +35,7 @@ def test_without_fixed_point_there_is_nothing_to_truncate() -> None:
         np.testing.assert_array_equal(truncated(x), x * 2.0**-18)
 
 
-@pytest.mark.parametrize("protocol", ["semi2k", "cheetah"])
-@pytest.mark.parametrize("shape", [(1, 1), (5, 1), (1, 33), (7, 20)])
+@pytest.mark.parametrize(("shape", "protocol"), in_both([(1, 1), (5, 1), (1, 33), (7, 20)], (7, 20)))
 def test_rows_times_numbers(protocol: str, shape: tuple[int, int]) -> None:
     """Both secret; in a row of its own, and broadcast along the other axis."""
     x = np.random.default_rng(shape[1]).normal(0.0, 8.0, shape)
@@ -46,8 +45,7 @@ def test_rows_times_numbers(protocol: str, shape: tuple[int, int]) -> None:
     np.testing.assert_allclose(columns, x * x[:1], atol=1e-3)
 
 
-@pytest.mark.parametrize("protocol", ["semi2k", "cheetah"])
-@pytest.mark.parametrize("entries", [1, 50, 9000])
+@pytest.mark.parametrize(("entries", "protocol"), in_both([1, 50, 9000], 50))
 def test_exponentials_are_as_close_as_in_one_phase(protocol: str, entries: int) -> None:
     exponential = cheapest_exponential(np.inf, 1e-3, min(entries, 1024))
     x = -np.random.default_rng(entries).uniform(0.0, 30.0, (1, entries))

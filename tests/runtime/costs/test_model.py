@@ -18,7 +18,8 @@ from aero_compile.runtime.costs import model as costs
 from aero_compile.runtime.costs.session import Cost
 from aero_compile.runtime.costs.table import CostTable
 from aero_compile.runtime.hosts.network_spec import Network, parse_network
-from aero_compile.runtime.inference import compile_model
+from aero_compile.runtime.inference import compile_model, private_inference
+from tests.support.billing import assert_billed
 from tests.support.runtime_tiny import IDS, tiny_model
 
 # --- the network ----------------------------------------------------------------------------------------
@@ -102,39 +103,13 @@ def one_layer() -> TransformedModel:
     return transform(small_gpt2(n_layer=1), "baseline")
 
 
-def test_against_a_measured_run() -> None:
-    pytest.importorskip("spu")
-    model = tiny_model()
-    _, bill = measured_run(model, torch.from_numpy(IDS))
-    expected = estimate(model, IDS.shape[1])
-    compare(expected, bill)
-
-
-def measured_run(model: torch.nn.Module, ids: torch.Tensor, **options: Any) -> Any:
-    from aero_compile.runtime import private_inference
-
-    return private_inference(model, ids, **options)
-
-
-def compare(expected: costs.Estimate, bill: Any, least: float = 1e5) -> None:
-    """Bytes within 5 %: of the whole, of what each party sends, of each kind of operator that sends enough."""
-    assert expected.bytes == pytest.approx(bill.bytes, rel=0.05)
-    assert expected.messages == pytest.approx(bill.messages, rel=0.05)
-    for name, sent in bill.party_sent_bytes.items():
-        assert expected.party_sent_bytes[name] == pytest.approx(sent, rel=0.05)
-    assert [(row["op"], row["place"]) for row in expected.per_step] == [(r["op"], r["place"]) for r in bill.per_step]
-    measured = {row["op"]: row for row in bill.per_op}
-    for row in expected.per_op:
-        if measured[row["op"]]["bytes"] > least:
-            assert row["bytes"] == pytest.approx(measured[row["op"]]["bytes"], rel=0.05), row["op"]
-
-
 @pytest.mark.slow
 def test_against_a_measured_run_of_a_wider_model() -> None:
+    """One of a small model: tests/runtime/test_private_inference.py."""
     model = small_gpt2(n_embd=96, n_head=3, vocab_size=500)
     ids = torch.randint(0, 500, (1, 48), generator=torch.Generator().manual_seed(3))
-    _, bill = measured_run(model, ids, warm="setup")
-    compare(estimate(model, 48, warm="setup"), bill)
+    _, bill = private_inference(model, ids, warm="setup")
+    assert_billed(estimate(model, 48, warm="setup"), bill)
 
 
 def test_longer_sequences_cost_more_and_networks_add_time() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from aero_compile.runtime.hosts.network_spec import UNLIMITED, Network, parse_network
 from aero_compile.runtime.lowering import tournament
 from aero_compile.runtime.lowering.tournament import row_maximum, widths
-from tests.support.budgets import few
+from tests.support.budgets import few, in_both
 from tests.support.two_parties import costs_of, in_two_parties
 
 pytest.importorskip("jax")
@@ -38,8 +38,7 @@ def test_tournament_finds_the_maximum_of_every_row(lengths: list[int], groups: i
         np.testing.assert_array_equal(np.asarray(row_maximum(rows, np.asarray(lengths))), wanted)
 
 
-@pytest.mark.parametrize("protocol", ["semi2k", "cheetah"])
-@pytest.mark.parametrize("plan", [(4, 4), (3, 2, 2), (16,)])
+@pytest.mark.parametrize(("plan", "protocol"), in_both([(4, 4), (3, 2, 2), (16,)], (3, 2, 2)))
 def test_wide_groups_are_exact_in_two_parties(
     protocol: str, plan: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
