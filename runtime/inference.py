@@ -105,6 +105,8 @@ def private_inference(
     if warm not in (True, False, "setup"):
         raise InputError(f"warm must be True, False or 'setup', not {warm!r}")
     if tls is not None:
+        if emulated.lockstep:
+            raise InputError("rounds are counted without TLS: leave tls or lockstep out")
         tls.check(tls.peer_name or LOOPBACK)
     import_spu()
     given = with_graph(model)

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from aero_compile.runtime.arithmetic import ciphertexts
+from aero_compile.runtime.costs.composed import COMPOSED
 from aero_compile.runtime.costs.session import MUTUAL, OPEN, TILE, TRANSFER
-from aero_compile.runtime.costs.table import LUMPS, CostTable, Kernel
+from aero_compile.runtime.costs.table import CostTable, Kernel
 from aero_compile.runtime.kernels.registry import KERNELS as KINDS
 from benchmarks.lib.calibrate_cases import KERNELS, MOVED
 
@@ -26,7 +27,8 @@ digits (compare_prot.cc), a selection (basic_ot_prot.cc), the carry of a truncat
 _TRANSFERS_32 = (32 + 7, 7)
 """The same for a comparison of 8 digits."""
 
-_PRODUCTS = {"mul_aa": "product", "square_s": "square", "trunc_a": "trunc"}
+_PRODUCTS = ("mul_aa", "square_s", "trunc_a")
+"""What is billed by itself in a composed function."""
 
 
 def table_of(
@@ -48,18 +50,15 @@ def table_of(
         "and": _kernel(records, "and", ("and_bb",), cores),
     }
     kernels["halve"] = _halve(records, kernels["trunc"])
-    expansions = {}
-    for name in LUMPS:
+    for name in COMPOSED:
         seen = _typical(records, name)[0]["MPC"]
-        expansions[name] = {ours: _sizes(seen[theirs], ours) for theirs, ours in _PRODUCTS.items() if theirs in seen}
         bitwise = tuple(kernel for kernel in seen if kernel not in _PRODUCTS and seen[kernel]["sent"] > 0)
-        kernels[name] = _kernel(records, name, bitwise, cores)
+        kernels[name] = replace(_kernel(records, name, bitwise, cores), exchanges=())
     return CostTable(
         settings=settings,
         ciphertext_bytes=_ciphertexts(records),
         moduli=int(_row(records, "square", (8192,), "square_s")["receives"]),
         kernels=kernels,
-        expansions=expansions,
         refill=_refill(records),
         seconds={**_product_seconds(records), **_matmul_seconds(records), **_step_seconds(records)},
         local=_local(records),
@@ -168,14 +167,6 @@ def _buffered(part: str, row: dict[str, float], n: int, transfers: tuple[int, in
 
 def _less32(records: Sequence[Record], cores: int) -> Kernel:
     return _kernel(records, "less32", ("msb_a2b",), cores)
-
-
-def _sizes(row: dict[str, float], kind: str) -> list[int]:
-    """Sizes of the calls of a kernel in a function of one element: all of one element but perhaps the last."""
-    sent = {"product": 16, "trunc": 8}  # a masked pair of factors, a carry
-    count = int(row["count"])
-    total = round(row["sent"] / sent[kind]) if kind in sent else count
-    return [1] * (count - 1) + [total - count + 1]
 
 
 def _transfers(part: str, row: dict[str, float], n: int) -> tuple[int, int]:

@@ -35,6 +35,7 @@ from aero_compile.runtime.offline.prepare import prepared_steps
 from aero_compile.runtime.operators.limits import Format
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.program_parts import SET_UP, TOKENS, KernelStep
+from aero_compile.runtime.roles import SERVER
 from aero_compile.runtime.spu_config import import_spu, runtime_config
 from aero_compile.units import human_bytes
 
@@ -43,7 +44,6 @@ PROTOCOL = "cheetah"
 
 _SHARE_BYTES = 8
 _TEXTS = ("op", "place")
-_REVEAL_MESSAGES = 1
 
 
 @dataclass(frozen=True)
@@ -204,12 +204,10 @@ def estimate_program(
     session = Session(costs)
     if warm == "setup":
         _set_up(session, program, functions)
-    else:
-        _offline(session, program, functions, emulated)
-    before = _offline(session, program, functions, emulated)
-    if warm != "setup":
-        _forward(session, program, functions, emulated)
-    rows, total = _forward(session, program, functions, emulated, before)
+    session.meet()
+    runs = range(1 if warm == "setup" else 2)
+    before = [_offline(session, program, functions, emulated) for _ in runs][-1]
+    rows, total = [_forward(session, program, functions, emulated, before) for _ in runs][-1]
     return _estimate(program, emulated, "setup" if warm == "setup" else "full", rows, total, costs)
 
 
@@ -230,13 +228,14 @@ def estimate_generation(
     order = [*prompt, *[programs.step] * new_tokens]
     if warm == "setup":
         _set_up(session, programs.step, functions)
-    else:
+    session.meet()
+    if warm != "setup":
         for program in order:
-            _forward(session, program, functions, emulated)
+            _forward(session, program, functions, emulated, {})
     warm_up = "setup" if warm == "setup" else "full"
     steps, reveals, total = list[dict[str, Any]](), list[dict[str, Any]](), Cost()
     for program in order:
-        (*rows, reveal), spent = _forward(session, program, functions, emulated)
+        (*rows, reveal), spent = _forward(session, program, functions, emulated, {})
         steps, reveals = [*steps, *rows], [*reveals, reveal]
         total.add(spent)
     token = _estimate(programs.step, emulated, warm_up, [*rows, reveal], spent, costs)
@@ -269,7 +268,7 @@ def _forward(
     program: Program,
     functions: Mapping[str, pphlo.Function],
     network: Network,
-    before: Mapping[int, dict[str, Any]] | None = None,
+    before: Mapping[int, dict[str, Any]],
 ) -> tuple[list[dict[str, Any]], Cost]:
     """Bill every step; returns the rows of all steps, the opening of the logits last, and their sum.
 
@@ -280,6 +279,8 @@ def _forward(
     knows |= {spec.name: OWNED[None] for spec in program.cached}
     total = Cost()
     rows = []
+    for _ in range(1 + program.is_prepared):  # they agree on what was prepared, too
+        session.meet()
     for at, step in enumerate(program.steps):
         if isinstance(step, KernelStep):
             step.kernel.bill(session, *step.shapes)
@@ -291,12 +292,14 @@ def _forward(
         knows.update(zip(step.outputs, found, strict=True))
         spent = session.bill()
         total.add(spent)
-        rows.append(_row(step.label, step.place, spent, network) | (before or {}).get(at, {}))
-    opened = _SHARE_BYTES * math.prod(program.logits.shape)
-    reveal = Cost(opened, 0.0, _REVEAL_MESSAGES, 0.5, 0.0, opened) if program.opens else Cost()
+        rows.append(_row(step.label, step.place, spent, network) | before.get(at, {}))
     if program.guard is not None:  # both send their share of one number
-        reveal.add(Cost(_SHARE_BYTES, _SHARE_BYTES, 2, 0.5, 0.0, _SHARE_BYTES))
+        session.swap(_SHARE_BYTES)
+    if program.opens:
+        session.send(SERVER, _SHARE_BYTES * math.prod(program.logits.shape))
+    reveal = session.bill()
     total.add(reveal)
+    session.meet()
     rows = by_operator(rows, program.steps)
     rows.append(_row("reveal", "the client's logits", reveal, network))
     return rows, total
@@ -307,6 +310,8 @@ def _offline(
 ) -> dict[int, dict[str, Any]]:
     """Bill what is prepared for one forward: the columns of each step that takes something, by its number."""
     found = {}
+    for _ in range(2 * program.is_prepared):  # for the start, and for a name
+        session.meet()
     for at, step in prepared_steps(program):
         plan = step.kernel.preparation(*step.shapes)
         assert plan is not None
@@ -315,6 +320,8 @@ def _offline(
         operations.run(session, functions[step.preparation], knows)
         spent = session.bill()
         found[at] = dict(zip(OFFLINE, (round(spent.bytes), spent.messages, spent.seconds(network)), strict=True))
+    if program.is_prepared:
+        session.meet()
     return found
 
 

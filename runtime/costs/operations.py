@@ -7,12 +7,11 @@ local, the product of a share with such a value costs one cross term, and that o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from aero_compile.errors import LoweringError, nearest
+from aero_compile.runtime.costs.composed import COMPOSED, bill_composed
 from aero_compile.runtime.costs.pphlo import Function, Operation
 from aero_compile.runtime.costs.session import Session
-from aero_compile.runtime.costs.table import LUMPS
 from aero_compile.runtime.roles import CLIENT, SERVER
 
 PUBLIC, SERVERS, CLIENTS, SHARED, BITS = "public", "server's", "client's", "shared", "shared bits"
@@ -162,24 +161,8 @@ def _square(session: Session, operation: Operation, operands: tuple[str, ...]) -
     return SHARED
 
 
-def _lump(session: Session, operation: Operation, operands: tuple[str, ...]) -> str:
-    """A function that SPU composes: its bitwise part, and products with their truncations."""
-    n = operation.gives.size
-    expansion = session.table.expansions.get(operation.kind)
-    if expansion is None:
-        raise LoweringError(f"the cost table says nothing about pphlo.{operation.kind}: calibrate again")
-    session.transfer(operation.kind, n)
-    parts: dict[str, Callable[[int], None]] = {
-        "product": session.product,
-        "square": session.square,
-        "trunc": partial(session.transfer, "trunc"),
-    }
-    longest = max(map(len, expansion.values()), default=0)
-    for at in range(longest):  # products and truncations alternate
-        for name, bill in parts.items():
-            sizes = expansion.get(name, [])
-            if at < len(sizes):
-                bill(sizes[at] * n)
+def _composed(session: Session, operation: Operation, operands: tuple[str, ...]) -> str:
+    bill_composed(session, operation.kind, operation.gives.size)
     return SHARED
 
 
@@ -280,7 +263,7 @@ def _matmul(
 
 _HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(_LINEAR, _linear),
-    **dict.fromkeys(LUMPS, _lump),
+    **dict.fromkeys(COMPOSED, _composed),
     **dict.fromkeys(_COMPARE, _less),
     **dict.fromkeys(("and", "or", "xor", "not"), _logic),
     **dict.fromkeys(("maximum", "minimum"), _maximum),

@@ -78,10 +78,18 @@ class Session:
     def bill(self) -> Cost:
         """Return what was spent since the last call."""
         spent, self._cost = self._cost, Cost()
-        now = max(self._clock)
-        spent.rounds = now / 2
-        self._clock = [time - now for time in self._clock]  # who is ahead stays ahead
+        spent.rounds = self._restart() / 2
         return spent
+
+    def meet(self) -> None:
+        """Let each party wait until the other has come so far; the clock starts when both go on."""
+        self._exchange(OPEN)
+        self._restart()
+
+    def _restart(self) -> float:
+        now = max(self._clock)
+        self._clock = [time - now for time in self._clock]  # who is ahead stays ahead
+        return now
 
     # --- computing alone ------------------------------------------------------------------------------
 
@@ -137,7 +145,11 @@ class Session:
             for size, count in ((n, each - doubled), (2 * n, doubled / 2)):
                 for tile, elements in enumerate(self._parts(size)):
                     self._draw((second, tile, sender), count * elements)
-        for exchange in entry.exchanges:
+        self.follow(kernel)
+
+    def follow(self, kernel: str) -> None:
+        """Let the clock go on as in a bitwise protocol that was billed before."""
+        for exchange in self.table.kernels[kernel].exchanges:
             self._exchange(exchange)
 
     def _tiles(self, n: int) -> int:
@@ -156,7 +168,7 @@ class Session:
             sent = refill["bytes"]
             server, client = (sent, 0.0) if store[2] == 0 else (0.0, sent)
             self._spend(server, client, int(refill["messages"]), refill["seconds"], sent)
-            self._exchange(TRANSFER)
+            self._receive(1 - store[2], store[2])
         self._stored[store] = left
 
     def _exchange(self, kind: str) -> None:

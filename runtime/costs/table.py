@@ -17,14 +17,11 @@ from typing import Any
 from aero_compile.errors import InputError
 from aero_compile.files import write_atomically
 
-FORMAT = 4
+FORMAT = 5
 """Version of the table's file; a reader accepts only its own."""
 
 SHIPPED = Path(__file__).with_name("table.json")
 """The table that comes with the package."""
-
-LUMPS = ("reciprocal", "rsqrt", "sqrt", "divide", "log")
-"""Functions that SPU composes of bitwise protocols, products and truncations."""
 
 CALIBRATE = "measure one with: python benchmarks/calibrate.py"
 
@@ -66,9 +63,8 @@ class CostTable:
     `moduli`: ciphertexts for each 8192 values of an element-wise product.
     `kernels`: "trunc" by the fraction bits, "halve" by those that an exponential takes off its argument, "less" and
     the same in the second runtime's ring, "less32", "select", "b2a" of a bit, "widen" of a bit in front of a fraction,
-    "and", and the bitwise parts of `LUMPS`.
-    `expansions`: for these, the element-wise "product", "square" and "trunc" that come on top, each as a list of
-    their sizes in multiples of n.
+    "and", and the bitwise parts of what SPU composes (`composed`),
+    whose exchanges stand there.
     `refill`: of an empty store of oblivious transfers: "bytes", "messages", "seconds", and "count" it yields.
     `seconds`: coefficients, see `session`; `local`: seconds per element of operations without messages.
     `share_kernels`: seconds of a party's own work in a share-level kernel, by its name: of a call, of a word of its
@@ -80,7 +76,6 @@ class CostTable:
     ciphertext_bytes: dict[str, float]
     moduli: int
     kernels: dict[str, Kernel]
-    expansions: dict[str, dict[str, list[int]]]
     refill: dict[str, float]
     seconds: dict[str, float]
     local: dict[str, float]

@@ -98,10 +98,11 @@ class Computation:
         self._log.read()
         steps = [self._run(at, step, prepared) for at, step in enumerate(self._program.steps)]
         revealed, opened, logits = self._open()
+        ended = time.monotonic()
         self._link.barrier()
         record = {
             "begun": started,
-            "seconds": time.monotonic() - started,
+            "seconds": ended - started,
             "steps": steps,
             "revealed_bytes": revealed,
             "opened_bytes": opened,

@@ -286,7 +286,7 @@ class _Run:
             sent = (a["send_bytes"] + b["send_bytes"], a["send_actions"] + b["send_actions"], a["seconds"])
             rows[a["at"]].update(zip(OFFLINE, sent, strict=True))
         self.opening: dict[str, Any] = {"seconds": 0.0, **dict.fromkeys(SPLIT, 0.0)}
-        for row, parts in zip([*rows, self.opening], _parts(server, traffic), strict=True):
+        for row, parts in zip([*rows, self.opening], _parts(server, client, traffic), strict=True):
             row.update(parts)
         self.steps = by_operator(rows, steps)
         self.bytes = sum(self.sent.values())
@@ -322,17 +322,22 @@ class _Run:
         return sorted(rows, key=lambda row: -(row["send_bytes"] + row["recv_bytes"]))
 
 
-def _parts(run: Mapping[str, Any], traffic: Traffic | None) -> list[dict[str, Any]]:
-    """What the seconds of each step of a party, and of the opening after them, consist of."""
+def _parts(server: Mapping[str, Any], client: Mapping[str, Any], traffic: Traffic | None) -> list[dict[str, Any]]:
+    """What the seconds of each step, and of the opening after them, consist of; a step ends when both parties' has."""
     if traffic is None:
-        steps = [{"computing": step["seconds"], "sending": 0.0, "waiting": 0.0} for step in run["steps"]]
+        steps = [{"computing": step["seconds"], "sending": 0.0, "waiting": 0.0} for step in server["steps"]]
         return [*steps, {}]
-    last = run["steps"][-1]
-    times = [*(step["begun"] for step in run["steps"]), last["begun"] + last["seconds"], run["begun"] + run["seconds"]]
+    times = [max(both) for both in zip(_times(server), _times(client), strict=True)]
     found = traffic.between(times)
     for parts, (begin, end) in zip(found, pairwise(times), strict=True):
         parts |= {"seconds": end - begin, "computing": end - begin - parts["sending"] - parts["waiting"]}
     return found
+
+
+def _times(run: Mapping[str, Any]) -> list[float]:
+    """When a party began its first step, had ended each one, and had opened what it opens."""
+    ends = [step["begun"] + step["seconds"] for step in run["steps"]]
+    return [run["steps"][0]["begun"], *ends, run["begun"] + run["seconds"]]
 
 
 def by_operator(rows: Iterable[Mapping[str, Any]], steps: Sequence[Any]) -> list[dict[str, Any]]:

@@ -6,11 +6,12 @@ import contextlib
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from aero_compile.runtime.hosts import relay
+from aero_compile.errors import PartyError
+from aero_compile.runtime.hosts import lockstep, relay
 from aero_compile.runtime.hosts.network_spec import Network
 
 BACKLOG = 128
@@ -31,18 +32,27 @@ class Relay:
     """
 
     def __init__(self, network: Network, targets: Sequence[str], log: Path | None = None) -> None:
+        if network.lockstep and not Path("/proc/self/schedstat").exists():
+            raise PartyError("rounds cannot be counted here: this system does not tell when threads run (schedstat)")
         listeners = [socket.create_server(("127.0.0.1", 0), backlog=BACKLOG) for _ in targets]
         self.addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in listeners]
         routes = [f"{each.fileno()}={target}" for each, target in zip(listeners, targets, strict=True)]
+        script = (lockstep if network.lockstep else relay).__file__
         # -I -S: only the standard library, hence up within a tenth of a second, and nobody's site packages.
-        command = [sys.executable, "-I", "-S", relay.__file__, *routes]
-        command += ["--mbps", repr(network.mbps), "--rtt-ms", repr(network.rtt_ms)]
+        command = [sys.executable, "-I", "-S", script, *routes]
+        command += [] if network.lockstep else ["--mbps", repr(network.mbps), "--rtt-ms", repr(network.rtt_ms)]
         command += [] if log is None else ["--log", str(log)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=[each.fileno() for each in listeners]
         )
         for each in listeners:
             each.close()
+
+    def watch(self, processes: Iterable[int]) -> None:
+        """Tell a network in lockstep the numbers of the parties' processes; it delivers nothing before."""
+        assert self.process.stdin is not None
+        self.process.stdin.write((" ".join(map(str, processes)) + "\n").encode())
+        self.process.stdin.flush()
 
     def end(self) -> None:
         """End the process and with it every connection."""

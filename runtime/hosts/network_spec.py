@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aero_compile.errors import InputError, nearest
 from aero_compile.runtime.arithmetic.prices import SECOND_BYTES
@@ -15,6 +15,8 @@ class Network:
 
     `mbps`: 10^6 bits per second, in each direction by itself (full duplex); infinite: no limit.
     `rtt_ms`: round trip in milliseconds; every byte arrives `rtt_ms / 2` after it was sent.
+    `lockstep`: a run over it counts rounds and emulates neither: all that both parties have sent arrives at once, when
+    both wait. Programs and estimates are those for the bandwidth and the delay.
 
     Raises:
         InputError: a bandwidth that is not positive, or a delay that is negative or not finite.
@@ -22,12 +24,18 @@ class Network:
 
     mbps: float = math.inf
     rtt_ms: float = 0.0
+    lockstep: bool = False
 
     def __post_init__(self) -> None:
         if not self.mbps > 0:
             raise InputError(f"the bandwidth must be a positive number of Mbit/s, not {self.mbps!r}")
         if not 0 <= self.rtt_ms < math.inf:
             raise InputError(f"the round trip must be zero or more milliseconds, not {self.rtt_ms!r}")
+
+    @property
+    def delay(self) -> float:
+        """Seconds between leaving and arriving, where they are emulated."""
+        return 0.0 if self.lockstep else self.rtt_ms / 2e3
 
     @property
     def bytes_per_second(self) -> float:
@@ -53,6 +61,8 @@ class Network:
         return self.sending(count) + self.waiting(rounds)
 
     def __str__(self) -> str:
+        if self.lockstep:
+            return f"{replace(self, lockstep=False)}, in lockstep"
         if self == Network():
             return "loopback"
         limit = "unlimited" if math.isinf(self.mbps) else f"{self.mbps:g} Mbit/s"

@@ -11,6 +11,7 @@ fraction bits, one in a million would pass.
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -32,12 +33,10 @@ OUT_OF_RANGE = (
 
 
 def send_share(link: Any, share: Any, to: int = CLIENT) -> int:
-    """Send this party's `share`, the server's of the logits to the client; returns its bytes."""
-    parts = [share.meta, *share.share_chunks]
-    link.send(to, str(len(parts)))
-    for part in parts:
-        link.send(to, part)
-    return sum(map(len, parts))
+    """Send this party's `share`, the server's of the logits to the client, in one message; returns its bytes."""
+    content = b"".join(map(bytes, (share.meta, *share.share_chunks)))
+    link.send_async(to, content)
+    return len(content)
 
 
 def check_guard(link: Any, share: Any, io: Any, rank: int) -> tuple[int, int]:
@@ -51,13 +50,11 @@ def check_guard(link: Any, share: Any, io: Any, rank: int) -> tuple[int, int]:
         PartyError: what came is no share of a bit.
     """
     sent = send_share(link, share, to=1 - rank)
-    peer = type(share)()
-    own = [bytes(share.meta), *map(bytes, share.share_chunks)]
-    peer.meta, *peer.share_chunks = parts = _received(link, own, 1 - rank, "the range check")
+    peer, received = _received(link, share, 1 - rank, "the range check")
     opened = np.asarray(io.reconstruct([peer, share] if rank == CLIENT else [share, peer]), dtype=np.float32)
     bit = float(opened.reshape(-1)[0]) if opened.size == 1 else math.nan
     if abs(bit) < _ROUNDING:
-        return sent, sum(map(len, parts))
+        return sent, received
     if abs(bit - 1.0) < _ROUNDING:
         raise OutOfRangeError(OUT_OF_RANGE)
     raise PartyError(f"the range check opens to {opened.tolist()}, which is no bit: the other party's share is wrong")
@@ -72,9 +69,7 @@ def open_logits(link: Any, share: Any, io: Any, program: Program) -> tuple[int, 
     Raises:
         PartyError: what came is no share of these logits, or opens to numbers that the ring cannot hold.
     """
-    peer = type(share)()
-    own = [bytes(share.meta), *map(bytes, share.share_chunks)]
-    peer.meta, *peer.share_chunks = parts = _received(link, own, SERVER, "the logits")
+    peer, received = _received(link, share, SERVER, "the logits")
     logits = np.asarray(io.reconstruct([peer, share]), dtype=np.float32)
     if logits.shape != program.logits.shape:
         raise PartyError(f"the logits have shape {logits.shape}, expected {program.logits.shape}")
@@ -86,22 +81,19 @@ def open_logits(link: Any, share: Any, io: Any, program: Program) -> tuple[int, 
             "share is a wrong one, or values were too large on the way (check them with calibration=); no logits are "
             "written"
         )
-    return sum(map(len, parts)), logits
+    return received, logits
 
 
-def _received(link: Any, own: list[bytes], sender: int, what: str) -> list[bytes]:
-    """Receive the parts of the peer's share, which are as many, as long and described as this party's `own`."""
-    name = _NAMES[sender]
-    said = bytes(link.recv(sender))
-    if said != str(len(own)).encode():
-        raise PartyError(f"the {name}'s share of {what} should come in {len(own)} parts; it announced {said[:20]!r}")
-    parts = []
-    for at, mine in enumerate(own):
-        part = bytes(link.recv(sender))
-        if len(part) != len(mine) or (at == 0 and part != mine):
-            raise PartyError(
-                f"part {at + 1} of {len(own)} of the {name}'s share of {what} ({len(part):,} bytes) does not fit "
-                f"the {_NAMES[1 - sender]}'s share ({len(mine):,} bytes)"
-            )
-        parts.append(part)
-    return parts
+def _received(link: Any, share: Any, sender: int, what: str) -> tuple[Any, int]:
+    """Receive the peer's share, of the parts, lengths and description of this party's `share`; and its bytes."""
+    own = [bytes(share.meta), *map(bytes, share.share_chunks)]
+    content = bytes(link.recv(sender))
+    if len(content) != sum(map(len, own)) or not content.startswith(own[0]):
+        raise PartyError(
+            f"the {_NAMES[sender]}'s share of {what} ({len(content):,} bytes) does not fit the "
+            f"{_NAMES[1 - sender]}'s share ({sum(map(len, own)):,} bytes)"
+        )
+    ends = list(accumulate(map(len, own)))
+    peer = type(share)()
+    peer.meta, *peer.share_chunks = (content[end - len(part) : end] for end, part in zip(ends, own, strict=True))
+    return peer, len(content)

@@ -141,6 +141,8 @@ def _attempt(
             arguments += ["--program", "program.json", "--output", ".", "--scratch", str(directory)]
             arguments += [*inputs[rank], *common]
             parties.append(PartyProcess(rank, directory, arguments, events))
+        if relay is not None and network is not None and network.lockstep:
+            relay.watch(party.process.pid for party in parties)
         wait_for_parties(parties, events, timeout, on_event)
     except PartyError as error:
         if relay is not None and relay.process.poll() is not None:
@@ -156,7 +158,7 @@ def _attempt(
         ROLES[rank]: json.loads((directory / "stats.json").read_bytes())
         for rank, directory in ((SERVER, server), (CLIENT, client))
     }
-    traffic = None if relay is None or network is None else Traffic.read(log, network.rtt_ms / 2e3)
+    traffic = None if relay is None or network is None else Traffic.read(log, network.delay)
     return Outcome(np.load(client / "logits.npy", allow_pickle=False), stats, traffic)
 
 

@@ -41,9 +41,9 @@ class Side:
         self.exchanged = Exchanged()
 
     def send(self, words: Words) -> None:
-        """Send words to the other party."""
+        """Send words to the other party, and go on before they have arrived."""
         content = words.astype("<u8").tobytes()
-        self.link.send(1 - self.rank, content)
+        self.link.send_async(1 - self.rank, content)
         self.exchanged.send_actions += 1
         self.exchanged.send_bytes += len(content)
 

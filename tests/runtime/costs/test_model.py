@@ -51,7 +51,7 @@ def test_the_table_comes_back_from_its_file(tmp_path: Path) -> None:
     assert CostTable.load(tmp_path / "table.json") == table
 
 
-@pytest.mark.parametrize("content", [None, "", "{}", '{"format": 0}', '{"format": 4, "kernels": {"less": {}}}'])
+@pytest.mark.parametrize("content", [None, "", "{}", '{"format": 0}', '{"format": 5, "kernels": {"less": {}}}'])
 def test_tables_that_cannot_be_read(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "table.json"
     if content is not None:

@@ -1,0 +1,55 @@
+"""Rounds of whole decoders in Cheetah, counted in lockstep: those of the estimate, operator by operator, exactly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from aero_compile.runtime import estimate, private_inference
+from aero_compile.runtime.hosts.network_spec import Network
+from aero_compile.runtime.lowering import comparisons
+from tests.support.budgets import by_default
+from tests.support.tiny_models import source, tokens, transformed
+
+pytest.importorskip("spu")
+
+HERE, WAN = Network(lockstep=True), Network(100, 80, lockstep=True)
+PUBLIC = ("embedding", "head")
+
+CASES: dict[str, tuple[str, str | None, tuple[int, int], dict[str, Any]]] = {
+    "norms, GELU": ("gpt2-eager", "SM+LN+G", (2, 5), {}),
+    "wide groups": ("gpt2-eager", "softmax_only", (2, 5), {"network": WAN}),
+    "offline, checks": ("gpt2-eager", "SM+R", (1, 7), {"offline": True, "guards": True}),
+    "public": ("gpt2-eager", "SM+LN+R", (1, 6), {"public": PUBLIC}),
+    "all at once": ("gpt2-eager", "SM+LN+R", (1, 1), {"public": PUBLIC, "offline": True, "network": WAN}),
+    "RMSNorm, SiLU": ("llama-sdpa", None, (1, 5), {}),
+    "one position": ("opt-eager", "SM+LN+G", (1, 1), {"offline": True, "network": WAN}),
+    "three sequences": ("gpt_neox-sequential", "SM+LN+R", (3, 13), {}),
+    "after a set-up": ("gpt2-eager", "softmax_only", (2, 5), {"warm": "setup"}),
+}
+
+
+@pytest.mark.parametrize("case", by_default(CASES, "offline, checks"))
+def test_rounds_are_those_of_the_cost_model(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(comparisons.SET_UP_BYTES, "cheetah", 0)  # comparisons in the second runtime
+    family, recipe, (batch, length), options = CASES[case]
+    model = source(family) if recipe is None else transformed(family, recipe)
+    given = {"network": HERE, **options}
+    _, bill = private_inference(model, tokens(batch, length), **given)
+    expected = estimate(model, length, batch=batch, **given)
+    assert (expected.rounds, expected.messages) == (bill.rounds, bill.messages)
+    for rows, counted in ((expected.per_step, bill.per_step), (expected.per_op[-1:], bill.per_op[-1:])):
+        assert [(row["op"], row["rounds"]) for row in rows] == [(row["op"], row["rounds"]) for row in counted]
+    assert (bill.sending, bill.waiting, bill.computing) == (0.0, 0.0, bill.seconds)
+
+
+@pytest.mark.slow
+def test_rounds_do_not_depend_on_how_busy_the_machine_is() -> None:
+    """SEMI2K, which no estimate covers: two runs, both that go through and those of each operator."""
+    model = transformed("gpt2-eager", "softmax_only")
+    bills = [private_inference(model, tokens(2, 5), "semi2k", warm=False, network=HERE)[1] for _ in range(2)]
+    first, second = ([(row["op"], row["rounds"]) for row in bill.per_step] for bill in bills)
+    assert first == second
+    assert bills[0].rounds == bills[1].rounds
+    assert 0.25 * bills[0].messages / 2 < (bills[0].rounds or 0.0) <= bills[0].messages / 2
