@@ -15,6 +15,7 @@ from aero_compile.errors import LoweringError
 from aero_compile.runtime.arithmetic import ciphertexts
 from aero_compile.runtime.costs.table import CostTable
 from aero_compile.runtime.hosts.network_spec import Network
+from aero_compile.runtime.roles import CLIENT, SERVER
 
 TILE = 2048
 """Elements that a tile of a bitwise protocol has at least (SPU's state.cc)."""
@@ -31,8 +32,8 @@ DIRECT = 2 * ciphertexts.DEGREE
 SET_UP_TRANSFERS = 470_016 - (452_000 + 1280 * 13)
 """Oblivious transfers that a store's set-up yields, less what it keeps for the first refill (yacl_ote_adapter.h)."""
 
-OPEN, TRANSFER, MUTUAL = "open", "transfer", "mutual"
-"""Exchanges: both open a share; the server sends obliviously; then the client does too."""
+OPEN, TRANSFER, BACK, MUTUAL = "open", "transfer", "back", "mutual"
+"""Exchanges: both open a share; the server sends obliviously; the client does; first the one, then the other."""
 
 
 @dataclass
@@ -141,16 +142,24 @@ class Session:
         for elements in self._parts(n):  # what does not fit into the sender's buffer goes ahead
             messages += sum(max(0, math.ceil(each * elements / BUFFER) - 1) for each in entry.buffered)
         self._spend(server, client, messages, seconds, max(server, client))
+        exchanges = self._exchanges(kernel)
         for sender, (each, doubled) in enumerate(zip(entry.transfers, entry.doubled, strict=True)):
             for size, count in ((n, each - doubled), (2 * n, doubled / 2)):
                 for tile, elements in enumerate(self._parts(size)):
                     self._draw((second, tile, sender), count * elements)
-        self.follow(kernel)
+            while exchanges[:1] == [TRANSFER]:  # the client draws what it sends obliviously behind them
+                self._exchange(exchanges.pop(0))
+        for exchange in exchanges:
+            self._exchange(exchange)
 
     def follow(self, kernel: str) -> None:
         """Let the clock go on as in a bitwise protocol that was billed before."""
-        for exchange in self.table.kernels[kernel].exchanges:
+        for exchange in self._exchanges(kernel):
             self._exchange(exchange)
+
+    def _exchanges(self, kernel: str) -> list[str]:
+        kinds = self.table.kernels[kernel].exchanges
+        return [each for kind in kinds for each in ((TRANSFER, BACK) if kind == MUTUAL else (kind,))]
 
     def _tiles(self, n: int) -> int:
         return min(self.table.cores, -(-n // TILE))
@@ -175,13 +184,12 @@ class Session:
         server, client = self._clock
         if kind == OPEN:
             self._clock = [max(server, client + 1), max(client, server + 1)]
-            return
-        server = max(server, client + 1)  # the receiver's choices come first
-        client = max(client, server + 1)
-        if kind == MUTUAL:
-            client = max(client, server + 1)
-            server = max(server, client + 1)
-        self._clock = [server, client]
+        elif kind == TRANSFER:  # the receiver's choices come first
+            self._receive(SERVER, CLIENT)
+            self._receive(CLIENT, SERVER)
+        else:
+            self._receive(CLIENT, SERVER)
+            self._receive(SERVER, CLIENT)
 
     # --- element-wise products ------------------------------------------------------------------------
 
