@@ -37,7 +37,7 @@ class Relay:
         listeners = [socket.create_server(("127.0.0.1", 0), backlog=BACKLOG) for _ in targets]
         self.addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in listeners]
         routes = [f"{each.fileno()}={target}" for each, target in zip(listeners, targets, strict=True)]
-        script = (lockstep if network.lockstep else relay).__file__
+        script = lockstep.__file__ if network.lockstep else relay.__file__
         # -I -S: only the standard library, hence up within a tenth of a second, and nobody's site packages.
         command = [sys.executable, "-I", "-S", script, *routes]
         command += [] if network.lockstep else ["--mbps", repr(network.mbps), "--rtt-ms", repr(network.rtt_ms)]
