@@ -35,6 +35,7 @@ class DecodeStep:
             values with the new rows in their places.
         cached: the values, in the order of inputs and outputs. What they hold of positions that have not come yet may
             be any finite numbers: the masks hide them.
+        anywhere: no shape in the graph follows from the position, so that one program serves all positions.
     """
 
     model: InferenceModel
@@ -43,6 +44,7 @@ class DecodeStep:
     length: int
     count: int
     cached: tuple[CachedValue, ...]
+    anywhere: bool = False
 
     def empty(self) -> tuple[Tensor, ...]:
         """The cached values before the first step: zeros."""
@@ -70,7 +72,9 @@ class DecodeStep:
             )
 
 
-def decode_step(model: InferenceModel, batch: int, length: int, count: int = 1) -> DecodeStep:
+def decode_step(
+    model: InferenceModel, batch: int, length: int, count: int = 1, *, anywhere: bool = False
+) -> DecodeStep:
     """The step of `model` that computes `count` new positions.
 
     Steps of one model, batch and length have the same cached values, whatever their counts. Logits are those of the
@@ -81,6 +85,8 @@ def decode_step(model: InferenceModel, batch: int, length: int, count: int = 1) 
         batch: sequences, which are all at the same position.
         length: positions that there is room for, at least 2.
         count: new positions of one step, at most `length`.
+        anywhere: let no shape in the graph follow from the position, by writing new rows one by one. A step of one
+            position is always so.
 
     Raises:
         InputError: sizes that the model cannot take, or a model that computes the last position alone.
@@ -94,8 +100,9 @@ def decode_step(model: InferenceModel, batch: int, length: int, count: int = 1) 
     live = tainted_nodes(model.graph, model.convention.tokens)
     results: Any = next(node for node in reversed(model.graph.nodes) if node.op == "output").args[0]
     plan = find_new_positions(tokens, results[0], live, samples, count)
-    graph, cached = step_graph(model, live, plan, samples[0], count)
-    return DecodeStep(model, graph, batch, length, count, cached)
+    everywhere = anywhere or count == 1
+    graph, cached = step_graph(model, live, plan, samples[0], count, everywhere)
+    return DecodeStep(model, graph, batch, length, count, cached, everywhere)
 
 
 def _check(model: InferenceModel, batch: int, length: int, count: int) -> None:

@@ -32,27 +32,35 @@ class CachedValue:
 
 
 def step_graph(
-    model: InferenceModel, live: set[fx.Node], plan: NewPositions, sample: Sample, count: int
+    model: InferenceModel, live: set[fx.Node], plan: NewPositions, sample: Sample, count: int, anywhere: bool
 ) -> tuple[fx.Graph, tuple[CachedValue, ...]]:
     """The graph that computes `count` new positions at the batch and length of `sample`, and what it caches.
 
     Its inputs are `input_ids`, int64 `[batch, count]`, the int `position`, and the cached values; its outputs the
     logits `[batch, count, V]` and the cached values with the new rows in their places. What follows from no token is
-    computed as for the whole length, and its new rows are taken.
+    computed as for the whole length, and its new rows are taken. `anywhere`: no shape in the graph follows from the
+    position.
 
     Raises:
         UnsupportedModelError: the model takes something beside tokens and their padding.
     """
-    writer = _Writer(model, live, plan, sample, count)
+    writer = _Writer(model, live, plan, sample, count, anywhere)
     writer.write()
     return writer.graph, tuple(writer.cached.values())
 
 
 class _Writer:
     def __init__(
-        self, model: InferenceModel, live: set[fx.Node], plan: NewPositions, sample: Sample, count: int
+        self,
+        model: InferenceModel,
+        live: set[fx.Node],
+        plan: NewPositions,
+        sample: Sample,
+        count: int,
+        anywhere: bool,
     ) -> None:
         self.model, self.live, self.plan, self.sample, self.count = model, live, plan, sample, count
+        self.anywhere = anywhere
         self.graph = fx.Graph()
         self.ids = self.graph.placeholder("input_ids")
         self.position = self.graph.placeholder(POSITION)
@@ -63,7 +71,7 @@ class _Writer:
         self._new: dict[fx.Node, fx.Node] = {}
         self._whole: dict[fx.Node, Any] = {}
         self._rows: dict[tuple[fx.Node, Axis], fx.Node] = {}
-        self._new_one: dict[int, fx.Node] = {}
+        self._new_one: dict[tuple[int, int], fx.Node] = {}
 
     def write(self) -> None:
         for node in self.model.graph.nodes:
@@ -142,24 +150,24 @@ class _Writer:
         call, length, runs = self.graph.call_function, self.sample.length, self._runs(node, axis)
         old, dim = self._apart(self._before[node], axis, runs, length)
         new, _ = self._apart(self._new[node], axis, runs, self.count)
-        if self.count == 1:
-            return self._together(call(aten.where.self, (self._is_new(node, dim), new, old)), axis, dim)
+        if self.anywhere:
+            for at in range(self.count):
+                row = new if self.count == 1 else call(aten.slice.Tensor, (new, dim, at, at + 1))
+                old = call(aten.where.self, (self._is_new(node, dim, at), row, old))
+            return self._together(old, axis, dim)
         earlier = call(aten.slice.Tensor, (old, dim, 0, self.position))
         later = call(aten.slice.Tensor, (old, dim, self.after, length))
         return self._together(call(aten.cat.default, ([earlier, new, later], dim)), axis, dim)
 
-    def _is_new(self, node: fx.Node, dim: int) -> fx.Node:
-        """Which of all positions is the new one, if it is one alone, along the dimension `dim` of a cached value.
-
-        So one graph serves all positions: no shape in it follows from the position.
-        """
+    def _is_new(self, node: fx.Node, dim: int, at: int) -> fx.Node:
+        """Which of all positions is the new one of number `at`, along the dimension `dim` of a cached value."""
         behind = self.sample.values[node].dim() - dim - 1 + 2 * (dim != self.plan.cached[node].dim)
-        if behind not in self._new_one:
-            places = self.graph.call_function(aten.arange.default, (self.sample.length,))
-            is_new = self.graph.call_function(aten.eq.Scalar, (places, self.position))
-            sizes = [self.sample.length, *(1,) * behind]
-            self._new_one[behind] = self.graph.call_function(aten.reshape.default, (is_new, sizes))
-        return self._new_one[behind]
+        if (behind, at) not in self._new_one:
+            call, sizes = self.graph.call_function, [self.sample.length, *(1,) * behind]
+            places = call(aten.arange.default, (self.sample.length,))
+            is_new = call(aten.eq.Scalar, (places, call(operator.add, (self.position, at))))
+            self._new_one[behind, at] = call(aten.reshape.default, (is_new, sizes))
+        return self._new_one[behind, at]
 
     # -- positions that share a dimension --------------------------------------------------------------------------
 

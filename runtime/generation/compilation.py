@@ -18,7 +18,7 @@ from aero_compile.model import TransformedModel
 from aero_compile.optimize import optimize_for_inference
 from aero_compile.runtime.arithmetic.prices import second_worth
 from aero_compile.runtime.compilation import Observed, Options, lowering, observed, refuse_outside, typical
-from aero_compile.runtime.generation.programs import CompiledGeneration, Programs, check
+from aero_compile.runtime.generation.programs import CHECK, CompiledGeneration, Programs, check, check_name, count_of
 from aero_compile.runtime.lowering.bounds import Bound, hull
 from aero_compile.runtime.lowering.live import LiveProgram
 from aero_compile.runtime.lowering.partition import Partition, partition_step
@@ -37,6 +37,7 @@ def compile_for_generation(
     options: Options,
     text: Tokens | None = None,
     say: Callable[[str], None] = lambda what: None,
+    checks: Iterable[int] = (),
 ) -> CompiledGeneration:
     """Compile the programs of texts of up to `room` positions.
 
@@ -48,15 +49,16 @@ def compile_for_generation(
         text: token ids [1, T] on which ranges are checked and the programs rehearsed; None: on calibration text or
             random tokens.
         say: is told what is being done.
+        checks: how many positions anywhere are computed at once with the logits of all, by one program each.
 
     Raises:
         InputError: room or counts that the model cannot take.
         UnsupportedModelError: new positions cannot be computed by themselves, with the op and its place.
         LoweringError: the model cannot be computed privately, or its logits would be too far off.
     """
-    counts = sorted({*fills})
-    if room < 2 or (counts and not 2 <= counts[0] <= counts[-1] <= room):
-        raise InputError(f"no programs for {counts} positions at once and room for {room}: a fill takes 2 or more")
+    counts, several = sorted({*fills}), sorted({*checks})
+    if room < 2 or not all(2 <= count <= room for count in (*counts, *several)):
+        raise InputError(f"no programs for {counts} and {several} positions and room for {room}: each takes 2 or more")
     if options.offline:
         raise InputError("steps of a generation take nothing prepared: leave offline=False")
     say("compiling")
@@ -69,6 +71,8 @@ def compile_for_generation(
         one = decode_step(optimized, 1, room)
         parts = {str(n): partition_step(decode_step(optimized, 1, room, n), 0, opens=False) for n in counts}
         parts |= {"advance": partition_step(one, opens=False), "step": partition_step(one)}
+        for count in several:
+            parts[check_name(count)] = partition_step(decode_step(optimized, 1, room, count, anywhere=True))
         compiled = _compiled(optimized, parts, seen, ready, text)
         if ready.form.tolerances.logits is not None:
             say("rehearsing in the clear")
@@ -112,7 +116,9 @@ def _compiled(
         programs[name] = compile_steps(live, options.protocol, form.ring_bits, form.fraction_bits, codes)
         codes |= programs[name].codes
     step, advance = programs.pop("step"), programs.pop("advance")
-    together = Programs(step, advance, {int(name): each for name, each in programs.items()})
+    fills = {count_of(name): each for name, each in programs.items() if not name.startswith(CHECK)}
+    checks = {count_of(name): each for name, each in programs.items() if name.startswith(CHECK)}
+    together = Programs(step, advance, fills, checks)
     check(together)
     return CompiledGeneration(together, weights, published)
 

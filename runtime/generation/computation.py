@@ -41,7 +41,10 @@ class StepComputation(Computation):
         self._are_set: set[str] = set()
 
     def run(self, name: str, position: int, ids: npt.NDArray[np.int64] | None) -> tuple[Cost, Logits | None]:
-        """Run a program at a position, on the client's token ids [1, count]; the client gets the logits [V]."""
+        """Run a program at a position, on the client's token ids [1, count].
+
+        The client gets the logits [V] of a step, [count, V] of a check.
+        """
         self._program, self._position = self._programs.all[name], position
         published = self._inputs.published
         self._of_client = client_inputs(self._program, ids, published) if ids is not None else {}
@@ -50,7 +53,7 @@ class StepComputation(Computation):
         for spec, result in zip(self._program.cached, self._program.results, strict=True):
             runtime.set_var(spec.name, runtime.get_var(result))
             runtime.del_var(result)
-        return cost_of(record), None if logits is None else logits[0, -1]
+        return cost_of(record), None if logits is None else logits[0, -1] if name == "step" else logits[0]
 
     def _set_inputs(self) -> None:
         program, io, runtime = self._program, self._io, self._runtime

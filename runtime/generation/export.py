@@ -33,6 +33,7 @@ def compile_generation(
     protocol: str = "cheetah",
     *,
     fills: Iterable[int] | None = None,
+    checks: Iterable[int] = (),
     optimize: bool = True,
     calibration: Any = None,
     clamp: bool = True,
@@ -51,6 +52,8 @@ def compile_generation(
         protocol: as of `private_inference`.
         fills: how many tokens of a prompt are computed at once, by one program each, which takes shorter prompts too;
             None: 8, 16, 32, … and `room` less one.
+        checks: how many tokens are checked at once, by one program each: the last one of a text and those that the
+            client guesses behind it.
         optimize, calibration, clamp, guards, public, tolerances, field, fraction_bits, network: as of `compile_model`.
 
     Raises:
@@ -63,7 +66,8 @@ def compile_generation(
         *(protocol, form, batches(calibration), "all", optimize, clamp, guards, names_of(public), False, between)
     )
     import_spu()
-    return compile_for_generation(model, room, usual_fills(room) if fills is None else fills, options)
+    prompts = usual_fills(room) if fills is None else fills
+    return compile_for_generation(model, room, prompts, options, checks=checks)
 
 
 def usual_fills(room: int) -> list[int]:

@@ -5,6 +5,7 @@ client does what it is told on standard input, one JSON object a line,
 
     {"do": "fill", "ids": [...], "position": P}     keys and values of tokens at P and behind it
     {"do": "step", "ids": [...], "position": P}     one token, and the logits that follow it
+    {"do": "check-N", "ids": [...], "position": P}  up to N tokens, and the logits that follow each
     {"do": "close"}
 
 and answers with events, JSON lines on standard output; logits are in `logits.npy` in its output directory. Of each of
@@ -137,7 +138,9 @@ class _Party:
         link.barrier()
         self._deadline.clear()
         set_up = Cost(sum(way.read()), 0, time.perf_counter() - started)
-        print_event("ready", set_up=asdict(set_up), room=self.programs.room, vocabulary=self.programs.vocabulary)
+        programs = self.programs
+        sizes = {"room": programs.room, "vocabulary": programs.vocabulary, "checks": sorted(programs.checks)}
+        print_event("ready", set_up=asdict(set_up), **sizes)
         (self._serve if self.rank == SERVER else self._obey)(link, computation)
         stop_watch.set()
         print_event("done")
@@ -203,7 +206,7 @@ class _Party:
                 link.send(SERVER, write_order(CLOSE, 0, 0))
                 return
             ids, position, total = order["ids"], order["position"], Cost()
-            plan = [("step", 1)] if order["do"] == "step" else self.programs.plan(len(ids), position)
+            plan = self.programs.plan(len(ids), position) if order["do"] == "fill" else [(order["do"], len(ids))]
             for name, kept in plan:
                 link.send(SERVER, write_order(name, position, kept))
                 cost = self._run(computation, name, position, ids[:kept])
@@ -249,7 +252,7 @@ def read_order(content: bytes, programs: Programs, held: int) -> tuple[str, int,
             raise ValueError("no numbers")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise PartyError(f"server: the client asked for something that is no program: {error}") from error
-    last = programs.room - count if count == 1 else 0
+    last = max(0, programs.all[name].positions - 1)
     if not (0 <= position <= min(held, last) and 1 <= kept <= count):
         raise PartyError(f"server: the client asked for {name!r} at {position}, and both hold {held} positions")
     return name, position, kept

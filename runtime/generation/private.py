@@ -19,7 +19,7 @@ from aero_compile.runtime.generation.compilation import compile_for_generation
 from aero_compile.runtime.generation.export import WEIGHTS, export_generation
 from aero_compile.runtime.generation.processes import MODULE, Events, ProcessDecoder
 from aero_compile.runtime.generation.programs import CompiledGeneration
-from aero_compile.runtime.generation.session import Choose, Generation, Session, Token
+from aero_compile.runtime.generation.session import Choose, Generation, Guess, Session, Token
 from aero_compile.runtime.hosts.link import free_addresses
 from aero_compile.runtime.hosts.network import Relay
 from aero_compile.runtime.hosts.network_spec import UNLIMITED, Network, parse_network
@@ -49,6 +49,8 @@ def private_generate(
     on_token: Callable[[Token], None] | None = None,
     choose: Choose | None = None,
     stop: Sequence[int] = (),
+    guess: Guess | None = None,
+    at_once: int = 4,
     optimize: bool = True,
     calibration: Any = None,
     clamp: bool = True,
@@ -75,6 +77,8 @@ def private_generate(
         on_token: is told each token as soon as it is chosen.
         choose: gives the next id from the logits, float32 [V]; by default the likeliest token.
         stop: ids behind which nothing is generated.
+        guess: tokens that may come next behind a text, which are checked at once; the text stays what it would be.
+        at_once: positions of one check, the last token of the text among them.
         optimize, calibration, clamp, guards, public, tolerances, field, fraction_bits, tls, network: as of
             `private_inference`. Ranges are checked on the prompt and on what the model itself goes on with.
         set_up: set both parties up before the prompt, so that no token pays for it.
@@ -112,9 +116,10 @@ def private_generate(
         raise InputError(f"{prompt.shape[1]} tokens and {max_new_tokens} more do not fit the model's {most} positions")
     text = _continued(given, prompt, room)
     fills = [prompt.shape[1] - 1] if prompt.shape[1] > 2 else []
-    compiled = compile_for_generation(given, max(room, 2), fills, options, text)
+    checks = [at_once] if guess is not None else []
+    compiled = compile_for_generation(given, max(room, 2), fills, options, text, checks=checks)
     with local_session(compiled, set_up=set_up, timeout=timeout, tls=tls, network=emulated) as session:
-        return session.generate([int(each) for each in prompt[0]], max_new_tokens, on_token, choose, stop)
+        return session.generate([int(each) for each in prompt[0]], max_new_tokens, on_token, choose, stop, guess)
 
 
 @contextmanager

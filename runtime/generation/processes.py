@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from aero_compile.errors import PartyError
+from aero_compile.runtime.generation.programs import check_name
 from aero_compile.runtime.generation.session import Cost, Logits
 from aero_compile.runtime.hosts.parties import PartyProcess, raise_failure
 from aero_compile.runtime.roles import CLIENT
@@ -41,7 +42,7 @@ class ProcessDecoder:
         (self._client,) = (party for party in parties if party.rank == CLIENT)
         ready = self._wait("ready")
         self.room, self.vocabulary = int(ready["room"]), int(ready["vocabulary"])
-        self.set_up = Cost(**ready["set_up"])
+        self.set_up, self.checks = Cost(**ready["set_up"]), tuple(ready["checks"])
 
     def fill(self, ids: Sequence[int], position: int) -> Cost:
         """Compute keys and values of `ids` at `position` and behind it."""
@@ -51,6 +52,11 @@ class ProcessDecoder:
         """Compute the logits that follow `token` at `position`, float32 [V]."""
         cost = self._ask("step", [token], position)
         return np.load(self._folder / "logits.npy", allow_pickle=False), cost
+
+    def check(self, ids: Sequence[int], position: int, size: int) -> tuple[Logits, Cost]:
+        """Compute the logits behind each of `ids`, up to `size`, at `position`, float32 [len(ids), V]."""
+        cost = self._ask(check_name(size), ids, position)
+        return np.load(self._folder / "logits.npy", allow_pickle=False)[: len(ids)], cost
 
     def close(self) -> None:
         """End all processes, politely if they still run."""

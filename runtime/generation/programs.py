@@ -30,12 +30,14 @@ LARGEST_INDEX = 2**20
 class Programs:
     """`step` computes one position anywhere, with its logits; `advance` the same without them.
 
-    `fills` compute so many positions from the first on, without logits.
+    `fills` compute so many positions from the first on, without logits; `checks` so many anywhere, with the logits of
+    all.
     """
 
     step: Program
     advance: Program
     fills: Mapping[int, Program] = field(default_factory=dict)
+    checks: Mapping[int, Program] = field(default_factory=dict)
 
     @property
     def room(self) -> int:
@@ -49,8 +51,9 @@ class Programs:
 
     @property
     def all(self) -> dict[str, Program]:
-        """All programs by name: those that fill by their counts."""
-        return {"step": self.step, "advance": self.advance, **{str(n): each for n, each in sorted(self.fills.items())}}
+        """All programs by name: those that fill by their counts, those that check by `check_name`."""
+        found = {"step": self.step, "advance": self.advance, **{str(n): each for n, each in sorted(self.fills.items())}}
+        return found | {check_name(n): each for n, each in sorted(self.checks.items())}
 
     @property
     def digest(self) -> str:
@@ -96,15 +99,31 @@ class Programs:
             if content["format"] != FORMAT:
                 raise InputError(f"{path} is of another version of aero_compile")
             digests = {str(name): str(digest) for name, digest in content["programs"].items()}
-            counts = {name: int(name) for name in digests.keys() - {"step", "advance"}}
+            counts = {name: count_of(name) for name in digests}
             step, advance = digests["step"], digests["advance"]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise InputError(f"{path} does not name the programs of a generation: {error}") from error
         found = {digest: _load(Path(folder), digest) for digest in {*digests.values()}}
-        fills = {counts[name]: found[digests[name]] for name in sorted(counts, key=counts.__getitem__)}
-        programs = cls(found[step], found[advance], fills)
+        ordered = sorted(counts.keys() - {"step", "advance"}, key=counts.__getitem__)
+        checks = {counts[name]: found[digests[name]] for name in ordered if name.startswith(CHECK)}
+        fills = {counts[name]: found[digests[name]] for name in ordered if not name.startswith(CHECK)}
+        programs = cls(found[step], found[advance], fills, checks)
         check(programs)
         return programs
+
+
+CHECK = "check-"
+"""What names of programs that check begin with."""
+
+
+def check_name(count: int) -> str:
+    """Name of the program that computes so many positions anywhere, with their logits."""
+    return f"{CHECK}{count}"
+
+
+def count_of(name: str) -> int:
+    """How many positions the program of a name computes; ValueError if it is no name of one."""
+    return 1 if name in ("step", "advance") else int(name.removeprefix(CHECK))
 
 
 def check(programs: Programs) -> None:
@@ -115,13 +134,15 @@ def check(programs: Programs) -> None:
         theirs = (each.protocol, each.field, each.fraction_bits, each.cached, each.versions)
         if theirs != shared or not each.cached or each.is_prepared:
             raise InputError(f"the program {name!r} does not go on from the cached values of the others")
-        count = 1 if name in ("step", "advance") else int(name)
-        if each.tokens.shape != (1, count, programs.vocabulary) or each.opens != (name == "step"):
+        count, is_fill = count_of(name), name.isdigit()
+        opens = name == "step" or name.startswith(CHECK)
+        if each.tokens.shape != (1, count, programs.vocabulary) or each.opens != opens:
             raise InputError(f"the program {name!r} does not compute {count} positions of one text")
-        if each.positions != (programs.room if name in ("step", "advance") else 0):
-            raise InputError(f"the program {name!r} computes at {each.positions} positions, not {programs.room}")
         if not 1 <= count <= programs.room:
             raise InputError(f"the program {name!r} has no room for its positions")
+        places = 0 if is_fill else programs.room - count + 1
+        if each.positions != places:
+            raise InputError(f"the program {name!r} computes at {each.positions} positions, not {places}")
 
 
 def _load(folder: Path, digest: str) -> Program:

@@ -24,6 +24,9 @@ Logits = npt.NDArray[np.float32]
 Choose = Callable[[Logits], int]
 """Chooses the next token from its logits: greedy, or the client's own sampling."""
 
+Guess = Callable[[list[int]], Sequence[int]]
+"""Guesses tokens behind a text, the likeliest way on: a small model in the clear at the client, for one."""
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -42,7 +45,10 @@ class Cost:
 
 @dataclass(frozen=True)
 class Token:
-    """A token that was generated: its id, the logits that it was chosen from, and what they cost."""
+    """A token that was generated: its id, the logits that it was chosen from, and what they cost.
+
+    Of tokens that were checked together the first has the cost.
+    """
 
     id: int
     logits: Logits
@@ -54,13 +60,16 @@ class Generation:
     """What was generated, and its bill.
 
     `prefill` is what the prompt cost in front of its last token, of which the first logits come; the cost of each
-    logits is with the token that was chosen from them. `set_up` is the session's, which is paid once.
+    logits is with the token that was chosen from them. `set_up` is the session's, which is paid once. Of `guessed`
+    tokens that were checked, `right` were the ones that were chosen.
     """
 
     prompt: tuple[int, ...]
     tokens: tuple[Token, ...]
     prefill: Cost
     set_up: Cost = field(default_factory=Cost)
+    guessed: int = 0
+    right: int = 0
 
     @property
     def ids(self) -> list[int]:
@@ -81,7 +90,8 @@ class Generation:
 
     def __str__(self) -> str:
         rows = [
-            f"{len(self.prompt)} tokens of prompt, {len(self.tokens)} generated",
+            f"{len(self.prompt)} tokens of prompt, {len(self.tokens)} generated"
+            + (f"; {self.right} of {self.guessed} guesses right" if self.guessed else ""),
             *(f"  {name:<10}{cost}" for name, cost in (("set-up", self.set_up), ("prompt", self.prefill))),
             *(f"  {f'token {at + 1}':<10}{token.cost}" for at, token in enumerate(self.tokens)),
             f"  {'a token':<10}{self.per_token}",
@@ -116,6 +126,16 @@ class Decoder(Protocol):
         """End both parties; a decoder that is closed may be closed again."""
 
 
+class Checker(Decoder, Protocol):
+    """A decoder that computes several positions at once, with the logits of all."""
+
+    checks: tuple[int, ...]
+    """How many positions at once, by one program each, smallest first."""
+
+    def check(self, ids: Sequence[int], position: int, size: int) -> tuple[Logits, Cost]:
+        """Compute the logits behind each of `ids` at `position`, float32 [len(ids), V], by the program for `size`."""
+
+
 class Session:
     """A conversation: what both parties hold of the last text is not computed again. A context manager."""
 
@@ -141,7 +161,8 @@ class Session:
             PartyError: the other party was lost, or failed.
             OutOfRangeError: a value left the range on which the computation holds.
         """
-        return self._next(self._checked(ids, 0))[0]
+        (found,), _, _ = self._rows(self._checked(ids, 0), [])
+        return found
 
     def generate(
         self,
@@ -150,6 +171,7 @@ class Session:
         on_token: Callable[[Token], object] | None = None,
         choose: Choose | None = None,
         stop: Sequence[int] = (),
+        guess: Guess | None = None,
     ) -> Generation:
         """Generate up to `max_new_tokens` tokens behind the text `ids`.
 
@@ -159,6 +181,8 @@ class Session:
             on_token: is told each token as soon as it is chosen; if it returns True, nothing is generated behind it.
             choose: gives the next id from the logits [V]; by default the likeliest token (the first of equals).
             stop: ids behind which nothing is generated; the one that was chosen is the last of the result.
+            guess: tokens that may come next, which are checked at once where both parties have programs for it. The
+                text is what it would be without: each token is chosen from its own logits.
 
         Raises:
             InputError: no prompt, no room for it, unknown ids, or `choose` gives one.
@@ -167,17 +191,21 @@ class Session:
         if max_new_tokens < 1:
             raise InputError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
         text = self._checked(ids, max_new_tokens - 1)
-        chooses, made, prefill = choose or greedy, [], Cost()
-        for number in range(max_new_tokens):
-            logits, before, cost = self._next(text)
-            prefill = before if number == 0 else prefill
-            token = Token(self._known(chooses(logits)), logits, cost)
-            made.append(token)
-            enough = on_token is not None and on_token(token) is True
-            if enough or token.id in stop:
-                break
-            text = [*text, token.id]
-        return Generation(tuple(ids), tuple(made), prefill, self._decoder.set_up)
+        chooses, made, prefill, guessed, right = choose or greedy, list[Token](), Cost(), 0, 0
+        enough = False
+        while len(made) < max_new_tokens and not enough:
+            guesses = self._guesses(text, max_new_tokens - len(made) - 1, guess)
+            rows, before, cost = self._rows(text, guesses)
+            prefill = prefill if made else before
+            guessed += len(guesses)
+            for logits, guessed_id in zip(rows, [*guesses, None], strict=True):
+                token = Token(self._known(chooses(logits)), logits, cost)
+                made, text, cost = [*made, token], [*text, token.id], Cost()
+                enough = (on_token is not None and on_token(token) is True) or token.id in stop
+                right += token.id == guessed_id
+                if enough or token.id != guessed_id:
+                    break
+        return Generation(tuple(ids), tuple(made), prefill, self._decoder.set_up, guessed, right)
 
     def close(self) -> None:
         """End the session on both sides."""
@@ -189,16 +217,33 @@ class Session:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _next(self, text: list[int]) -> tuple[Logits, Cost, Cost]:
-        """The logits behind `text`, what computing its earlier tokens cost, and what its last one did."""
+    def _guesses(self, text: list[int], most: int, guess: Guess | None) -> list[int]:
+        """What is guessed behind a text, no more than can be checked at once."""
+        sizes = self._sizes(text)
+        if guess is None or not sizes or most < 1:
+            return []
+        return [self._known(each) for each in list(guess(list(text)))[: min(most, sizes[-1] - 1)]]
+
+    def _sizes(self, text: list[int]) -> list[int]:
+        """How many positions can be checked at once from the last of a text on."""
+        return [size for size in getattr(self._decoder, "checks", ()) if len(text) - 1 + size <= self.room]
+
+    def _rows(self, text: list[int], guesses: list[int]) -> tuple[Sequence[Logits], Cost, Cost]:
+        """The logits behind `text` and behind each guess, what its earlier tokens cost, and what the rest did."""
         pairs = zip(self._held, text, strict=False)
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         begin, last = min(same, len(text) - 1), len(text) - 1
         self._held = text[:begin]  # of what fails in between nothing is taken for held
         filled = self._decoder.fill(text[begin:last], begin) if begin < last else Cost()
-        logits, cost = self._decoder.step(text[last], last)
-        self._held = text
-        return logits, filled, cost
+        if guesses:
+            checker: Checker = self._decoder  # type: ignore[assignment]
+            size = next(size for size in self._sizes(text) if size > len(guesses))
+            rows, cost = checker.check([text[last], *guesses], last, size)
+        else:
+            logits, cost = self._decoder.step(text[last], last)
+            rows = logits[None]
+        self._held = [*text, *guesses]
+        return list(rows), filled, cost
 
     def _checked(self, ids: Sequence[int], more: int) -> list[int]:
         text = [self._known(each) for each in ids]

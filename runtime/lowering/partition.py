@@ -111,15 +111,15 @@ def partition(module: torch.nn.Module, graph: fx.Graph, shape: tuple[int, ...]) 
 def partition_step(step: DecodeStep, position: int | None = None, *, opens: bool = True) -> Partition:
     """Sort the nodes of a step's graph, a copy of it, for the new positions from `position` on.
 
-    The step's cached values exist as shares alone: they are live inputs, and results. `position`: None for any, of a
-    step of one position. `opens`: False for the cached values alone, without logits.
+    The step's cached values exist as shares alone: they are live inputs, and results. `position`: None for any of a
+    step that is made so. `opens`: False for the cached values alone, without logits.
 
     Raises:
-        InputError: the step has no room for new positions there, or takes several positions at once anywhere.
+        InputError: the step has no room for new positions there, or is not made for all positions.
         LoweringError: as `partition` does.
     """
-    if position is None and step.count != 1:
-        raise InputError(f"a step for any position computes one, not {step.count}")
+    if position is None and not step.anywhere:
+        raise InputError(f"a step of {step.count} positions for any place must be made so: decode_step(anywhere=True)")
     last = step.length - step.count if position is None else position
     step.check_position(last)
     graph = fx.Graph()
@@ -131,7 +131,8 @@ def partition_step(step: DecodeStep, position: int | None = None, *, opens: bool
     tokens = torch.ones((step.batch, step.count), dtype=torch.int64)
     inputs = {"input_ids": tokens, POSITION: last, **shared}
     part = _sorted(step.model, graph, inputs, logits, tuple(results), tuple(shared), step.model.graph)
-    anywhere = Positions(step.model, placeholder(graph, POSITION), step.length) if position is None else None
+    places = step.length - step.count + 1
+    anywhere = Positions(step.model, placeholder(graph, POSITION), places) if position is None else None
     return replace(part, positions=anywhere, opens=opens, output=part.output if opens else part.results[-1])
 
 

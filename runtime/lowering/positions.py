@@ -60,5 +60,7 @@ def new_rows(result: fx.Node) -> fx.Node:
     while node.target not in (torch.ops.aten.where.self, torch.ops.aten.cat.default):
         (node, *_) = node.all_input_nodes
     joined: Any = node.args if node.target is torch.ops.aten.where.self else node.args[0]
-    new: fx.Node = joined[1]
-    return new
+    new, old = joined[1:]
+    one_by_one = old.target is torch.ops.aten.where.self
+    found: fx.Node = new.args[0] if one_by_one else new
+    return found

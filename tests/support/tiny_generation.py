@@ -19,7 +19,7 @@ from aero_compile.runtime.operators.limits import Format
 from benchmarks.lib import zoo
 from tests.support.made_once import made_once
 
-VOCABULARY, ROOM, FILLS = 23, 8, (3, 5)
+VOCABULARY, ROOM, FILLS, CHECKS = 23, 8, (3, 5), (3,)
 PROMPT = [3, 1, 4, 1]
 
 
@@ -44,7 +44,7 @@ def small_captured() -> TransformedModel:
 def small_compiled(protocol: str = "semi2k", guards: bool = False) -> CompiledGeneration:
     """Its programs."""
     options = Options(protocol, Format(64, 18, DEFAULT), guards=guards)
-    return compile_for_generation(small_captured(), ROOM, FILLS, options)
+    return compile_for_generation(small_captured(), ROOM, FILLS, options, checks=CHECKS)
 
 
 def eager_logits(text: list[int]) -> npt.NDArray[np.float32]:

@@ -12,7 +12,7 @@ from aero_compile.errors import InputError
 from aero_compile.runtime import compile_generation, export_generation
 from aero_compile.runtime.generation.export import usual_fills
 from aero_compile.runtime.generation.programs import Programs
-from tests.support.tiny_generation import FILLS, ROOM, small_captured, small_compiled
+from tests.support.tiny_generation import CHECKS, FILLS, ROOM, small_captured, small_compiled
 
 pytest.importorskip("spu")
 
@@ -28,7 +28,7 @@ def test_the_usual_programs_of_prompts() -> None:
 
 def test_what_is_compiled_without_a_text_has_private_checks(tmp_path: Path) -> None:
     """And is what options say, byte for byte."""
-    compiled = compile_generation(small_captured(), ROOM, "semi2k", fills=FILLS)
+    compiled = compile_generation(small_captured(), ROOM, "semi2k", fills=FILLS, checks=CHECKS)
     assert compiled.programs.digest == small_compiled("semi2k", True).programs.digest
     assert all(program.guard is not None for program in compiled.programs.all.values())
     folder = tmp_path / "made"

@@ -29,7 +29,7 @@ pytest.importorskip("spu")
 
 def test_orders_are_read_as_they_are_written() -> None:
     programs = small_compiled().programs
-    for order in (("step", 4, 1), ("advance", 0, 1), ("3", 0, 2)):
+    for order in (("step", 4, 1), ("advance", 0, 1), ("3", 0, 2), ("check-3", 4, 3)):
         assert read_order(write_order(*order), programs, held=4) == order
     assert read_order(write_order(CLOSE, 0, 0), programs, held=0)[0] == CLOSE
 
@@ -44,6 +44,8 @@ def test_orders_are_read_as_they_are_written() -> None:
         write_order("3", 0, 4),
         write_order("3", 0, 0),
         write_order("3", 1, 3),  # a prompt stands at the first position
+        write_order("check-3", 5, 3),
+        write_order("check-2", 0, 2),
         write_order("other", 0, 1),
         json.dumps({"run": "step", "position": True, "kept": 1}).encode(),
         json.dumps({"run": "step", "position": 0.0, "kept": 1}).encode(),

@@ -11,7 +11,7 @@ import pytest
 
 from aero_compile.errors import InputError
 from aero_compile.runtime.generation.programs import INDEX, Programs, check
-from tests.support.tiny_generation import FILLS, ROOM, VOCABULARY, small_compiled
+from tests.support.tiny_generation import CHECKS, FILLS, ROOM, VOCABULARY, small_compiled
 
 pytest.importorskip("spu")
 
@@ -26,7 +26,7 @@ def test_what_is_saved_is_read(programs: Programs, tmp_path: Path) -> None:
     found = Programs.load(tmp_path)
     assert found == programs
     assert found.digest == programs.digest
-    assert (found.room, found.vocabulary, tuple(found.fills)) == (ROOM, VOCABULARY, FILLS)
+    assert (found.room, found.vocabulary, tuple(found.fills), tuple(found.checks)) == (ROOM, VOCABULARY, FILLS, CHECKS)
     assert {path.stem for path in tmp_path.iterdir()} == {"generation", *(p.digest for p in programs.all.values())}
 
 
@@ -53,6 +53,9 @@ def test_plans(programs: Programs) -> None:
         (lambda p: {"step": p.advance}, "'step' does not compute 1 positions"),
         (lambda p: {"fills": {3: p.fills[5]}}, "'3' does not compute 3 positions"),
         (lambda p: {"fills": {1: p.advance}}, "computes at 8 positions"),
+        (lambda p: {"checks": {3: p.fills[3]}}, "'check-3' does not compute 3 positions"),
+        (lambda p: {"fills": {3: p.checks[3]}}, "'3' does not compute 3 positions"),
+        (lambda p: {"checks": {2: p.checks[3]}}, "'check-2' does not compute 2 positions"),
         (lambda p: {"fills": {3: dataclasses.replace(p.fills[3], field=32)}}, "'3' does not go on"),
         (lambda p: {"fills": {3: dataclasses.replace(p.fills[3], cached=())}}, "'3' does not go on"),
     ],

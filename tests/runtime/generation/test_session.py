@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from aero_compile.errors import InputError
-from aero_compile.runtime.generation.session import Cost, Logits, Session, Token
+from aero_compile.runtime.generation.session import Choose, Cost, Logits, Session, Token
 
 VOCABULARY, ROOM = 7, 9
 
@@ -63,6 +63,65 @@ def test_a_text_is_filled_once_and_goes_on_token_by_token() -> None:
     assert found.total == Cost(420, 10, 1.5)
     assert found.per_token == Cost(100, 2, 0.25)
     assert "token 4" in str(found)
+
+
+class Checks(Sums):
+    """It computes up to four positions at once."""
+
+    checks = (2, 4)
+
+    def check(self, ids: Sequence[int], position: int, size: int) -> tuple[Logits, Cost]:
+        assert 1 < len(ids) <= size
+        assert position + size <= ROOM
+        assert position <= len(self.held)
+        self.held[position:] = ids
+        self.asked.append(("check", position, size))
+        rows = [expected(self.held[: position + at + 1]) for at in range(len(ids))]
+        return np.stack(rows), Cost(150, 3, 0.3)
+
+
+@pytest.mark.parametrize("choose", [None, lambda logits: int((logits.argmax() + 1) % VOCABULARY)])
+@pytest.mark.parametrize("wrong", [0, 1, 2, 3, 4])
+def test_guesses_change_what_is_asked_and_not_what_is_made(choose: Choose | None, wrong: int) -> None:
+    """The guess of every `wrong`-th place is another token; 0: all are right."""
+    plain = Session(Sums()).generate([3, 1], 7, choose=choose)
+    text = [3, 1, *plain.ids]
+
+    def guess(before: list[int]) -> list[int]:
+        assert before == text[: len(before)]
+        return [(each + (wrong > 0 and at % wrong == 0)) % VOCABULARY for at, each in enumerate(text)][len(before) :]
+
+    decoder = Checks()
+    made = Session(decoder).generate([3, 1], 7, choose=choose, guess=guess)
+    assert made.ids == plain.ids
+    assert [list(token.logits) for token in made.tokens] == [list(token.logits) for token in plain.tokens]
+    assert made.right <= made.guessed
+    assert (made.right == made.guessed > 0) == (wrong == 0)
+    assert len(decoder.asked) < 8 or wrong == 1
+    assert made.total.bytes == 10 + sum({"check": 150, "step": 100}.get(what, 0) for what, _, _ in decoder.asked)
+
+
+def test_guesses_stop_where_the_text_does() -> None:
+    text = [3, 1, *Session(Sums()).generate([3, 1], 7).ids]
+    session = Session(Checks())
+    stop = (text[3],)
+    first = text.index(text[3], 2)
+    made = session.generate([3, 1], 7, guess=lambda before: text[len(before) :], stop=stop)
+    assert made.ids == text[2 : first + 1]
+    told: list[Token] = []
+
+    def enough(token: Token) -> bool:
+        told.append(token)
+        return len(told) == 2
+
+    assert Session(Checks()).generate([3, 1], 7, enough, guess=lambda before: text[len(before) :]).ids == text[2:4]
+
+
+def test_a_guess_outside_the_vocabulary_is_refused_and_none_is_asked_for_in_vain() -> None:
+    with pytest.raises(InputError, match="outside the vocabulary"):
+        Session(Checks()).generate([1], 3, guess=lambda text: [99])
+    assert Session(Sums()).generate([1], 3, guess=lambda text: [99]).guessed == 0  # it could check none
+    assert Session(Checks()).generate([1], 1, guess=lambda text: [99]).guessed == 0  # none is wanted
 
 
 def test_what_both_hold_already_is_not_computed_again() -> None:
