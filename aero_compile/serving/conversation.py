@@ -15,23 +15,14 @@ from pydantic import BaseModel
 
 from aero_compile import errors
 from aero_compile.errors import AeroError, InputError, OutOfRangeError, PartyError
-from aero_compile.files import write_private
-from aero_compile.runtime.generation.arrays import published_specs
-from aero_compile.runtime.generation.programs import Programs, check
+from aero_compile.runtime.generation.programs import Programs
 from aero_compile.runtime.generation.session import Cost
 from aero_compile.runtime.hosts.tls import TLSConfig
-from aero_compile.runtime.program import Program
-from aero_compile.runtime.program_parts import TensorSpec
 from aero_compile.runtime.roles import CLIENT
-from aero_compile.serving.offer import unpack
-from aero_compile.serving.process.orders import Advance, Compute, Held, Load, Meet, SetUp, Take
+from aero_compile.serving.process.orders import Advance, Compute, Meet, SetUp, Take
 from aero_compile.serving.process.worker import Worker
+from aero_compile.serving.taking import check_offer, take_offer
 from aero_compile.serving.transport.agreement import (
-    check_same,
-    check_versions,
-    facts_of,
-    generation_of,
-    model_digest,
     versions,
 )
 from aero_compile.serving.transport.endpoint import dial
@@ -47,7 +38,6 @@ from aero_compile.serving.transport.messages import (
     Failed,
     Fetch,
     Finished,
-    Generation,
     Hello,
     Link,
     Offer,
@@ -66,9 +56,6 @@ BEAT_SECONDS = 2.0
 
 UNHEARD = 64
 """Messages of the server that may lie unread."""
-
-LARGEST_GIVEN = 1 << 32
-"""Bytes of weights that a client takes."""
 
 HINT_SECONDS = 1.0
 """How long a failure of the own party waits for a better reason: that the server is gone."""
@@ -120,79 +107,20 @@ class Conversation:
         self._spawn(self._end_with(self._listen()))
         self._spawn(self._end_with(self._channel.beat(min(BEAT_SECONDS, terms.silence / 4))))
         self.offer = await self._next(Offer)
-        self._check_offer()
-        held = [await self._take(facts) for facts in self.offer.programs]
-        generation = None if self.offer.generation is None else await self._take_generation(self.offer.generation)
+        check_offer(self.offer, terms.protocol, terms.model_digest)
+        taken = await take_offer(self.offer, self._folder, self._fetch)
+        self.generation = taken.generation
         self._links = Links(self._folder, self._call, lambda received, sent: None, terms.silence)
         await self._links.listen()
         self._worker = await Worker.start(CLIENT, self._folder, terms.protocol, terms.timeout)
         self._links.admit(self._worker.process.pid)
-        await self._here(self._worker.load(Load(programs=tuple(held), generation=generation), terms.timeout))
+        await self._here(self._worker.load(taken.order, terms.timeout))
         await self._say(Open())
         self._ticket = (await self._next(Opened)).ticket
         await self._both(self._worker.meet(Meet(seconds=terms.connect_seconds), terms.connect_seconds + 5))
         if self.offer.set_up:
             await self._next(Started)
             self.set_up = Cost(seconds=await self._both(self._worker.meet(SetUp(), terms.timeout)))
-
-    def _check_offer(self) -> None:
-        terms, offer = self._terms, self.offer
-        check_versions(offer.wire, offer.versions, "the server")
-        steps = [] if offer.generation is None else [*offer.generation.programs.values()]
-        if not offer.programs and not steps:
-            raise PartyError("the server offers nothing")
-        for facts in (*offer.programs, *steps):
-            if facts.protocol != terms.protocol:
-                raise PartyError(
-                    f"the server computes in {facts.protocol}, and this client in {terms.protocol}: in semi2k the "
-                    f"server could open the client's shares. To accept it all the same: protocol={facts.protocol!r}"
-                )
-        given = [facts.published_size for facts in offer.programs]
-        given += [] if offer.generation is None else [offer.generation.published_size]
-        if max(given) > LARGEST_GIVEN:
-            raise PartyError(f"the server gives {max(given):,} bytes of weights; at most {LARGEST_GIVEN:,} are taken")
-        found = model_digest(offer.programs, offer.generation)
-        if terms.model_digest not in (None, found) or offer.digest != found:
-            raise PartyError(f"the server offers the model {found}, not {terms.model_digest or offer.digest}")
-
-    async def _take(self, facts: Facts) -> Held:
-        """Take a program from the server; it is read, and refused unless it keeps the tokens secret."""
-        path = self._folder / f"{facts.digest}.json"
-        program = await self._program(facts, path)
-        if not facts.published_size:
-            return Held(program=str(path))
-        arrays = path.with_suffix(".npz")
-        await self._arrays(facts.digest, facts.published_size, program.published, arrays)
-        return Held(program=str(path), published=str(arrays))
-
-    async def _take_generation(self, offered: Generation) -> Held:
-        """Take all programs of a generation, likewise."""
-        folder = self._folder / "generation"
-        folder.mkdir(mode=0o700)
-        found = {}
-        for name, facts in offered.programs.items():
-            found[name] = await self._program(facts, folder / f"{facts.digest}.json")
-        fills = {int(name): each for name, each in found.items() if name not in ("step", "advance")}
-        programs = Programs(found["step"], found["advance"], fills)
-        check(programs)
-        if generation_of(programs, offered.published_size) != offered:
-            raise PartyError("the server's generation is another one than it offers")
-        await asyncio.to_thread(programs.save, folder)
-        self.generation = programs
-        arrays = folder / "public.npz"
-        await self._arrays(offered.digest, offered.published_size, published_specs(programs), arrays)
-        return Held(program=str(folder), published=str(arrays))
-
-    async def _program(self, facts: Facts, path: Path) -> Program:
-        content = await self._fetch(facts.digest, "program", facts.size)
-        await asyncio.to_thread(_keep, path, lambda file: file.write(content))
-        program = await asyncio.to_thread(Program.load, path)
-        check_same(facts, facts_of(program, facts.published_size), "the server's program")
-        return program
-
-    async def _arrays(self, digest: str, size: int, specs: Sequence[TensorSpec], path: Path) -> None:
-        given = unpack(specs, await self._fetch(digest, "published", size)) if size else {}
-        await asyncio.to_thread(_keep, path, lambda file: np.savez(file, **given))
 
     async def _fetch(self, digest: str, part: Any, size: int) -> bytes:
         self._largest = size
@@ -380,10 +308,3 @@ class Conversation:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _keep(path: Path, write: Callable[[Any], object]) -> None:
-    try:
-        write_private(path, write)
-    except OSError as error:
-        raise PartyError(f"cannot keep what the server sent in {path.parent}: {error.strerror}") from error

@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TextIO
 
-from aero_compile.errors import InputError
 from aero_compile.runtime.hosts.scratch import scratch_folder
 from aero_compile.runtime.hosts.tls import TLSConfig
 from aero_compile.serving.journal import LOGGER, Lines, note
+from aero_compile.serving.limits import Limits
 from aero_compile.serving.metrics import HOST, Metrics
 from aero_compile.serving.offer import read_offer
 from aero_compile.serving.programs import find_programs
-from aero_compile.serving.session import Limits, Session, Shared
+from aero_compile.serving.session import Session, Shared
 from aero_compile.serving.transport.endpoint import Caller, Port, check_way, listen
 from aero_compile.serving.transport.messages import Hello, Link
 from aero_compile.serving.transport.wire import Channel
@@ -52,7 +52,7 @@ class Server:
     ) -> None:
         check_way(tls, insecure_plain)
         self.limits = limits or Limits()
-        _check(self.limits)
+        self.limits.check()
         self._offered = read_offer(programs, protocol)
         self._contents = self._offered.contents
         self._tls, self._protocol, self._set_up, self._metrics_port = tls, protocol, set_up, metrics_port
@@ -179,19 +179,3 @@ async def _until_signal(server: Server) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, server.stop)
     await server.run()
-
-
-def _check(limits: Limits) -> None:
-    counts = {
-        "workers": (limits.workers, 1),
-        "max_waiting": (limits.max_waiting, 0),
-        "max_sessions": (limits.max_sessions, 1),
-    }
-    if limits.max_tokens_per_client is not None:
-        counts["max_tokens_per_client"] = (limits.max_tokens_per_client, 1)
-    for name, (value, least) in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise InputError(f"{name} must be a whole number of at least {least}, not {value!r}")
-    for name, seconds in vars(limits).items():
-        if name.endswith("_seconds") and not 0 < seconds < float("inf"):
-            raise InputError(f"{name} must be a positive number of seconds, not {seconds!r}")

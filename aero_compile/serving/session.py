@@ -8,28 +8,28 @@ import secrets
 import shutil
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from aero_compile.errors import AeroError, OutOfRangeError, PartyError
 from aero_compile.runtime.generation.party import CLOSE, read_order, write_order
 from aero_compile.runtime.roles import SERVER
 from aero_compile.serving.journal import note
+from aero_compile.serving.limits import Limits
 from aero_compile.serving.metrics import Metrics
 from aero_compile.serving.offer import Offered
 from aero_compile.serving.process.orders import Advance, Compute, Load, Meet, SetUp
 from aero_compile.serving.process.worker import Worker
+from aero_compile.serving.session_link import SessionLink
 from aero_compile.serving.transport.agreement import check_versions, versions
 from aero_compile.serving.transport.endpoint import Caller
-from aero_compile.serving.transport.links import LINKS, Links
 from aero_compile.serving.transport.messages import (
     FROM_CLIENT,
     WIRE,
     Alive,
     Close,
-    Dial,
     Failed,
     Fetch,
     Finished,
@@ -51,36 +51,6 @@ BEAT_SECONDS = 2.0
 
 ASKED = 4
 """Requests of one client that may lie unread."""
-
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a server bears.
-
-    Args:
-        workers: computations at once.
-        max_waiting: requests that wait for their turn; more are refused.
-        max_sessions: clients that hold a party at once; each takes the memory of the weights.
-        max_tokens_per_client: tokens that are computed for a client, by the length of the programs; None: any number.
-        idle_seconds: a client that asks for nothing for so long is sent away.
-        silence_seconds: a client that nothing is heard of for so long is lost.
-        stall_seconds: a forward in which nothing passes between the parties for so long is ended.
-        connect_seconds: for the parties to link up.
-        computation_seconds: for one forward.
-    """
-
-    workers: int = 1
-    max_waiting: int = 16
-    max_sessions: int = 4
-    max_tokens_per_client: int | None = None
-    idle_seconds: float = 300.0
-    silence_seconds: float = 30.0
-    stall_seconds: float = 300.0
-    connect_seconds: float = 60.0
-    computation_seconds: float = 3600.0
 
 
 @dataclass
@@ -120,13 +90,9 @@ class Session:
         self._ticket = secrets.token_hex(16)
         self._asked: asyncio.Queue[Fetch | Open | Run | Step] = asyncio.Queue(ASKED)
         self._worker: Worker | None = None
-        self._links: Links | None = None
+        self._link: SessionLink | None = None
         self._folder: Path | None = None
-        self._dialled: dict[int, asyncio.Future[Channel]] = {}
-        self._dials = 0
         self._positions = 0
-        self._led: set[Channel] = set()
-        self._moved = 0.0
         self._number = secrets.token_hex(4)
 
     # --- the client's connections ---------------------------------------------------------------------
@@ -254,10 +220,10 @@ class Session:
         shared.sessions[self._ticket] = self
         self._folder = shared.folder / self._number
         self._folder.mkdir(mode=0o700)
-        self._links = Links(self._folder, self._call_back, self._counted, limits.silence_seconds)
-        await self._links.listen()
+        self._link = SessionLink(self._folder, self._channel, shared.metrics, limits.silence_seconds)
+        await self._link.listen()
         self._worker = await Worker.start(SERVER, self._folder, shared.protocol, limits.computation_seconds)
-        self._links.admit(self._worker.process.pid)
+        self._link.admit(self._worker.process.pid)
         forwards, generation = shared.offered.forwards, shared.offered.generation
         order = Load(
             programs=tuple(served.held for served in forwards),
@@ -271,7 +237,9 @@ class Session:
         if shared.set_up:
             async with self._turn():
                 await self._channel.send(Started())
-                seconds = await self._moving(self._worker.meet(SetUp(), limits.computation_seconds))
+                seconds = await self._link.while_moving(
+                    self._worker.meet(SetUp(), limits.computation_seconds), limits.stall_seconds
+                )
                 await self._channel.send(Finished(seconds=seconds))
 
     async def _run(self, digest: str) -> None:
@@ -297,7 +265,7 @@ class Session:
 
     async def _compute(self, order: Compute | Advance, tokens: int) -> None:
         """Let the own party do its part of a computation of so many tokens, when it is this client's turn."""
-        if self._worker is None:
+        if self._worker is None or self._link is None:
             raise Garbled("the session is not open")
         shared = self._shared
         self._charge(tokens)
@@ -306,7 +274,8 @@ class Session:
             await self._channel.send(Started())
             started, out_of_range = time.monotonic(), False
             try:
-                await self._moving(self._worker.compute(order, self._limits.computation_seconds))
+                computing = self._worker.compute(order, self._limits.computation_seconds)
+                await self._link.while_moving(computing, self._limits.stall_seconds)
             except OutOfRangeError:  # the client's party knows it too
                 if isinstance(order, Advance):
                     raise
@@ -316,19 +285,6 @@ class Session:
         shared.metrics.computed(tokens, seconds, out_of_range)
         said: dict[str, Any] = {"length": tokens, "seconds": round(seconds, 3), "out_of_range": out_of_range}
         note("computed", session=self._number, client=self._caller.name, **said)
-
-    async def _moving(self, computation: Coroutine[None, None, T]) -> T:
-        """Wait for a computation while bytes pass between the parties."""
-        task, self._moved = asyncio.create_task(computation), time.monotonic()
-        stall = self._limits.stall_seconds
-        try:
-            while not task.done():
-                await asyncio.wait({task}, timeout=min(1.0, stall / 4))
-                if time.monotonic() - self._moved > stall and not task.done():
-                    raise PartyError(f"nothing passed between the parties for {stall:g} s")
-            return task.result()
-        finally:
-            task.cancel()
 
     def _tokens_left(self) -> int | None:
         most = self._limits.max_tokens_per_client
@@ -354,53 +310,19 @@ class Session:
         finally:
             self._shared.turns.leave(turn)
 
-    # --- its link --------------------------------------------------------------------------------------
-
     def owns(self, caller: Caller) -> bool:
         """Whether a caller is the client of this session."""
         return caller.name == self._caller.name
 
     async def lead(self, number: int | None, channel: Channel) -> None:
         """Lead a connection of the client's to this session's party, until it ends."""
-        if self._links is None:
-            return
-        if number is None:
-            await self._links.lead_in(channel)
-            return
-        waits = self._dialled.pop(number, None)
-        if waits is None or waits.done():
-            return
-        self._led.add(channel)
-        waits.set_result(channel)
-        await channel.closed.wait()
-        self._led.discard(channel)
-
-    async def _call_back(self, inner: Channel) -> None:
-        """Lead a connection of the own party to the client, who is asked to open one for it."""
-        self._dials += 1
-        number, waits = self._dials, asyncio.get_running_loop().create_future()
-        if len(self._dialled) >= LINKS:
-            return
-        self._dialled[number] = waits
-        try:
-            await self._channel.send(Dial(number=number))
-            async with asyncio.timeout(self._limits.silence_seconds):
-                outer = await waits
-        finally:
-            self._dialled.pop(number, None)
-        assert self._links is not None
-        await self._links.join(inner, outer)
-
-    def _counted(self, received: int, sent: int) -> None:
-        self._moved = time.monotonic()
-        self._shared.metrics.carried(received, sent)
+        if self._link is not None:
+            await self._link.lead(number, channel)
 
     async def _clean_up(self) -> None:
         self._shared.sessions.pop(self._ticket, None)
-        if self._links is not None:
-            self._links.close()
-        for channel in [*self._led]:
-            channel.abort()
+        if self._link is not None:
+            self._link.close()
         if self._worker is not None:
             await self._worker.end()
         if self._folder is not None:

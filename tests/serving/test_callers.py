@@ -19,8 +19,8 @@ from aero_compile.errors import InputError, PartyError
 from aero_compile.runtime import TLSConfig
 from aero_compile.runtime.hosts.link import free_addresses, parse_address
 from aero_compile.serving.client import connect
+from aero_compile.serving.limits import Limits
 from aero_compile.serving.server import Server
-from aero_compile.serving.session import Limits
 from aero_compile.serving.transport import endpoint
 from aero_compile.serving.transport.agreement import versions
 from aero_compile.serving.transport.messages import WIRE

@@ -21,9 +21,9 @@ from typing import Any
 from aero_compile.runtime import TLSConfig, export
 from aero_compile.runtime.hosts.link import free_addresses, parse_address
 from aero_compile.serving.journal import LOGGER
+from aero_compile.serving.limits import Limits
 from aero_compile.serving.programs import find_programs
 from aero_compile.serving.server import Server
-from aero_compile.serving.session import Limits
 from aero_compile.serving.transport.agreement import versions
 from aero_compile.serving.transport.messages import WIRE
 from aero_compile.serving.transport.wire import LENGTH
@@ -145,7 +145,7 @@ _SERVE = """
 import json, sys
 from aero_compile.runtime import TLSConfig
 from aero_compile.serving.server import serve
-from aero_compile.serving.session import Limits
+from aero_compile.serving.limits import Limits
 options = json.loads(sys.argv[1])
 limits, tls = Limits(**options.pop("limits")), options.pop("tls")
 serve(options.pop("source"), options.pop("address"), limits=limits, tls=tls and TLSConfig(**tls), **options)

@@ -1,0 +1,50 @@
+"""How much of itself a server gives to its clients, and how long it waits for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aero_compile.errors import InputError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a server bears.
+
+    Args:
+        workers: computations at once.
+        max_waiting: requests that wait for their turn; more are refused.
+        max_sessions: clients that hold a party at once; each takes the memory of the weights.
+        max_tokens_per_client: tokens that are computed for a client, by the length of the programs; None: any number.
+        idle_seconds: a client that asks for nothing for so long is sent away.
+        silence_seconds: a client that nothing is heard of for so long is lost.
+        stall_seconds: a forward in which nothing passes between the parties for so long is ended.
+        connect_seconds: for the parties to link up.
+        computation_seconds: for one forward.
+    """
+
+    workers: int = 1
+    max_waiting: int = 16
+    max_sessions: int = 4
+    max_tokens_per_client: int | None = None
+    idle_seconds: float = 300.0
+    silence_seconds: float = 30.0
+    stall_seconds: float = 300.0
+    connect_seconds: float = 60.0
+    computation_seconds: float = 3600.0
+
+    def check(self) -> None:
+        """Raise InputError for a limit that cannot be."""
+        counts = {
+            "workers": (self.workers, 1),
+            "max_waiting": (self.max_waiting, 0),
+            "max_sessions": (self.max_sessions, 1),
+        }
+        if self.max_tokens_per_client is not None:
+            counts["max_tokens_per_client"] = (self.max_tokens_per_client, 1)
+        for name, (value, least) in counts.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise InputError(f"{name} must be a whole number of at least {least}, not {value!r}")
+        for name, seconds in vars(self).items():
+            if name.endswith("_seconds") and not 0 < seconds < float("inf"):
+                raise InputError(f"{name} must be a positive number of seconds, not {seconds!r}")

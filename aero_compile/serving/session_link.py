@@ -1,0 +1,91 @@
+"""A session's link at the server: the client opens all its connections, those too that the server's party asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import TypeVar
+
+from aero_compile.errors import PartyError
+from aero_compile.serving.metrics import Metrics
+from aero_compile.serving.transport.links import LINKS, Links
+from aero_compile.serving.transport.messages import Dial
+from aero_compile.serving.transport.wire import Channel
+
+T = TypeVar("T")
+
+
+class SessionLink:
+    """The connections of one session. `control`: to its client; `silence`: seconds in which that has to answer."""
+
+    def __init__(self, folder: Path, control: Channel, metrics: Metrics, silence: float) -> None:
+        self._control, self._metrics, self._silence = control, metrics, silence
+        self._links = Links(folder, self._call_back, self._counted, silence)
+        self._dialled: dict[int, asyncio.Future[Channel]] = {}
+        self._dials = 0
+        self._led: set[Channel] = set()
+        self._moved = 0.0
+
+    async def listen(self) -> None:
+        """Let the party dial, once `admit` has said which process it is."""
+        await self._links.listen()
+
+    def admit(self, party: int) -> None:
+        """Take calls of the process with this number, and no other."""
+        self._links.admit(party)
+
+    async def lead(self, number: int | None, channel: Channel) -> None:
+        """Lead a connection of the client's to the party, until it ends; `number`: of what it answers."""
+        if number is None:
+            await self._links.lead_in(channel)
+            return
+        waits = self._dialled.pop(number, None)
+        if waits is None or waits.done():
+            return
+        self._led.add(channel)
+        waits.set_result(channel)
+        await channel.closed.wait()
+        self._led.discard(channel)
+
+    async def _call_back(self, inner: Channel) -> None:
+        """Lead a connection of the own party to the client, who is asked to open one for it."""
+        self._dials += 1
+        number, waits = self._dials, asyncio.get_running_loop().create_future()
+        if len(self._dialled) >= LINKS:
+            return
+        self._dialled[number] = waits
+        try:
+            await self._control.send(Dial(number=number))
+            async with asyncio.timeout(self._silence):
+                outer = await waits
+        finally:
+            self._dialled.pop(number, None)
+        await self._links.join(inner, outer)
+
+    async def while_moving(self, computation: Coroutine[None, None, T], stall: float) -> T:
+        """Wait for a computation, as long as bytes pass between the parties at least every `stall` seconds.
+
+        Raises:
+            PartyError: none did.
+        """
+        task, self._moved = asyncio.create_task(computation), time.monotonic()
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=min(1.0, stall / 4))
+                if time.monotonic() - self._moved > stall and not task.done():
+                    raise PartyError(f"nothing passed between the parties for {stall:g} s")
+            return task.result()
+        finally:
+            task.cancel()
+
+    def _counted(self, received: int, sent: int) -> None:
+        self._moved = time.monotonic()
+        self._metrics.carried(received, sent)
+
+    def close(self) -> None:
+        """End all connections."""
+        self._links.close()
+        for channel in [*self._led]:
+            channel.abort()

@@ -1,0 +1,126 @@
+"""What a client takes over from a server: programs, read before they are run, and the weights that it is given."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from aero_compile.errors import PartyError
+from aero_compile.files import write_private
+from aero_compile.runtime.generation.arrays import published_specs
+from aero_compile.runtime.generation.programs import FORMAT, INDEX, Programs
+from aero_compile.runtime.program import Program
+from aero_compile.runtime.program_parts import TensorSpec
+from aero_compile.serving.offer import unpack
+from aero_compile.serving.process.orders import Held, Load
+from aero_compile.serving.transport.agreement import check_same, check_versions, facts_of, generation_of, model_digest
+from aero_compile.serving.transport.messages import Facts, Generation, Offer
+
+LARGEST_GIVEN = 1 << 32
+"""Bytes of weights that a client takes."""
+
+Fetch = Callable[[str, Literal["program", "published"], int], Awaitable[bytes]]
+"""Gets a part of a program, by its digest, of so many bytes."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What the client's party is to load, and the programs of the generation, if there are some."""
+
+    order: Load
+    generation: Programs | None
+
+
+def check_offer(offer: Offer, protocol: str, wanted: str | None) -> None:
+    """Compare what a server offers with what the client accepts: its protocol, and the model's digest or any.
+
+    Raises:
+        PartyError: what differs.
+    """
+    check_versions(offer.wire, offer.versions, "the server")
+    steps = [] if offer.generation is None else [*offer.generation.programs.values()]
+    if not offer.programs and not steps:
+        raise PartyError("the server offers nothing")
+    for facts in (*offer.programs, *steps):
+        if facts.protocol != protocol:
+            raise PartyError(
+                f"the server computes in {facts.protocol}, and this client in {protocol}: in semi2k the server could "
+                f"open the client's shares. To accept it all the same: protocol={facts.protocol!r}"
+            )
+    given = [facts.published_size for facts in offer.programs]
+    given += [] if offer.generation is None else [offer.generation.published_size]
+    if max(given) > LARGEST_GIVEN:
+        raise PartyError(f"the server gives {max(given):,} bytes of weights; at most {LARGEST_GIVEN:,} are taken")
+    found = model_digest(offer.programs, offer.generation)
+    if wanted not in (None, found) or offer.digest != found:
+        raise PartyError(f"the server offers the model {found}, not {wanted or offer.digest}")
+
+
+async def take_offer(offer: Offer, folder: Path, fetch: Fetch) -> Taken:
+    """Take all programs into `folder`; each is read, and refused unless it keeps the tokens secret.
+
+    Raises:
+        InputError: a program is not one to run.
+        PartyError: it is not the one that was offered, or cannot be kept.
+    """
+    taker = _Taker(folder, fetch)
+    held = tuple([await taker.whole(facts) for facts in offer.programs])
+    if offer.generation is None:
+        return Taken(Load(programs=held), None)
+    programs, steps = await taker.generation(offer.generation)
+    return Taken(Load(programs=held, generation=steps), programs)
+
+
+class _Taker:
+    def __init__(self, folder: Path, fetch: Fetch) -> None:
+        self._folder, self._fetch = folder, fetch
+
+    async def whole(self, facts: Facts) -> Held:
+        path = self._folder / f"{facts.digest}.json"
+        await self._content(facts, path)
+        program = await asyncio.to_thread(Program.load, path)
+        check_same(facts, facts_of(program, facts.published_size), "the server's program")
+        if not facts.published_size:
+            return Held(program=str(path))
+        arrays = path.with_suffix(".npz")
+        await self._arrays(facts.digest, facts.published_size, program.published, arrays)
+        return Held(program=str(path), published=str(arrays))
+
+    async def generation(self, offered: Generation) -> tuple[Programs, Held]:
+        folder = self._folder / "generation"
+        folder.mkdir(mode=0o700)
+        for facts in offered.programs.values():
+            await self._content(facts, folder / f"{facts.digest}.json")
+        digests = {name: facts.digest for name, facts in offered.programs.items()}
+        index = json.dumps({"format": FORMAT, "programs": digests}).encode()
+        await asyncio.to_thread(_keep, folder / INDEX, lambda file: file.write(index))
+        programs = await asyncio.to_thread(Programs.load, folder)
+        found = generation_of(programs, offered.published_size)
+        for name, facts in offered.programs.items():
+            check_same(facts, found.programs[name], f"the server's program {name}")
+        if found != offered:
+            raise PartyError("the server's generation is another one than it offers")
+        arrays = folder / "public.npz"
+        await self._arrays(offered.digest, offered.published_size, published_specs(programs), arrays)
+        return programs, Held(program=str(folder), published=str(arrays))
+
+    async def _content(self, facts: Facts, path: Path) -> None:
+        content = await self._fetch(facts.digest, "program", facts.size)
+        await asyncio.to_thread(_keep, path, lambda file: file.write(content))
+
+    async def _arrays(self, digest: str, size: int, specs: Sequence[TensorSpec], path: Path) -> None:
+        given = unpack(specs, await self._fetch(digest, "published", size)) if size else {}
+        await asyncio.to_thread(_keep, path, lambda file: np.savez(file, **given))
+
+
+def _keep(path: Path, write: Callable[[Any], object]) -> None:
+    try:
+        write_private(path, write)
+    except OSError as error:
+        raise PartyError(f"cannot keep what the server sent in {path.parent}: {error.strerror}") from error
