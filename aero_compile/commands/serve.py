@@ -57,8 +57,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal."""
+    from aero_compile.serving.limits import Limits
     from aero_compile.serving.server import serve
-    from aero_compile.serving.session import Limits
 
     asked = {name: getattr(args, name) for name in vars(Limits()) if getattr(args, name, None) is not None}
     if not args.source.is_dir():
