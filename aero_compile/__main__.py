@@ -26,7 +26,7 @@ EXAMPLES = """examples:
   aero-compile retrain --output-dir runs/mine
   aero-compile export --model runs/mine/artifact decoder.onnx
   aero-compile certs keys --host server.example
-  aero-compile serve runs/mine/artifact --lengths 32,128 --listen server.example:9000 --certs keys
+  aero-compile serve runs/mine/artifact --room 128 --fills 32 --listen server.example:9000 --certs keys
   aero-compile chat --server server.example:9000 --certs keys --tokenizer runs/mine/artifact --prompt 'def f('
   aero-compile proxy --server server.example:9000 --certs keys --tokenizer runs/mine/artifact --port 8000
 

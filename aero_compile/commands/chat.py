@@ -1,7 +1,7 @@
 """Go on with a text privately: the server computes on secret shares and learns neither it nor what follows.
 
 The prompt is --prompt, or what comes on standard input. The text is streamed to standard output; the bill (bytes of
-both directions, messages, seconds, by token) goes to standard error. Each token is a forward of the whole text.
+both directions, messages, seconds, by token) goes to standard error. The server learns how long prompt and text are.
 """
 
 from __future__ import annotations

@@ -27,6 +27,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=positive, default=1, metavar="B", help="sequences (default: %(default)s)")
     text = "logits of the last position, for the next token, or of all (default: %(default)s)"
     add("--logits", choices=["last", "all"], default="last", help=text)
+    text = "the bill of generating so many tokens behind a prompt of --seq-len, keys and values being kept"
+    add("--new-tokens", type=positive, metavar="N", help=text)
     add_costs(parser)
     add("--json", action="store_true", help="print JSON")
 
@@ -44,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
         guards=args.guards,
         public=args.public,
         offline=args.offline,
+        new_tokens=args.new_tokens,
     )
     print(found.to_json() if args.json else found)
     return 0

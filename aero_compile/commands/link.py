@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from aero_compile.errors import InputError
 
 if TYPE_CHECKING:
-    from aero_compile.runtime.generation.session import Session
+    from aero_compile.serving.client import Connection
 
 
 def add_way(parser: argparse.ArgumentParser, own: str) -> None:
@@ -57,24 +57,21 @@ def add_client(parser: argparse.ArgumentParser) -> None:
     add_way(parser, "client")
     add("--server-name", metavar="NAME", help="name in the server's certificate (default: the host of --server)")
     add("--model-digest", metavar="HEX", help="accept this model alone, as the server's log tells its digest")
-    text = "seconds for computing a token's logits (default: %(default)s)"
+    text = "seconds for one computation, of a part of the prompt or of a token (default: %(default)s)"
     add("--timeout", type=float, default=3600.0, metavar="S", help=text)
 
 
-def open_session(args: argparse.Namespace) -> Session:
-    """Connect to the server; whoever waits for a turn is told on standard error."""
-    from aero_compile.runtime.generation.session import Session
+def open_session(args: argparse.Namespace) -> Connection:
+    """Connect to a server that generates text; whoever waits for a turn is told on standard error."""
     from aero_compile.serving.client import connect
-    from aero_compile.serving.whole_forwards import WholeForwards
 
     connection = connect(
         args.server, model_digest=args.model_digest, timeout=args.timeout, on_wait=_say_wait, **way_of(args, "client")
     )
-    try:
-        return Session(WholeForwards(connection))
-    except BaseException:
+    if not connection.room:
         connection.close()
-        raise
+        raise InputError(f"the server at {args.server} generates no text: it was started without --room")
+    return connection
 
 
 def _say_wait(before: int) -> None:

@@ -1,7 +1,7 @@
 """Serve a model to clients that keep their texts to themselves: they get logits, and no weights.
 
-What is served is a saved artifact, compiled for texts of each of --lengths, or a folder of compiled programs. The log
-goes to standard error, one JSON object a line, without tokens, logits or keys. SIGINT and SIGTERM end the server.
+What is served is a saved artifact, which is compiled here, or a folder of compiled programs. The log goes to standard
+error, one JSON object a line, without tokens, logits or keys. SIGINT and SIGTERM end the server.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from aero_compile.errors import InputError
 SUMMARY = "serve a model to several clients that keep their texts private"
 
 
-def lengths(text: str) -> tuple[int, ...]:
+def counts(text: str) -> tuple[int, ...]:
     """Parse numbers of tokens divided by commas."""
     return tuple(positive(each) for each in names(text))
 
@@ -27,8 +27,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("source", metavar="ARTIFACT", type=Path, help="saved artifact, or folder of compiled programs")
     add("--listen", required=True, metavar="HOST:PORT", help="where clients find it")
-    text = "tokens of texts to compile for, divided by commas; a client fills its text up to the next"
-    add("--lengths", type=lengths, default=(), metavar="LIST", help=text)
+    text = "tokens that a generated text may have with its prompt; without it the server generates nothing"
+    add("--room", type=positive, metavar="N", help=text)
+    text = "how many tokens of a prompt are computed at once, divided by commas: a program for each number"
+    add("--fills", type=counts, default=(), metavar="LIST", help=text)
+    text = "lengths of whole texts whose logits clients may ask for, divided by commas"
+    add("--lengths", type=counts, default=(), metavar="LIST", help=text)
     text = "private folder where compiled programs are kept for the next start (default: nowhere)"
     add("--keep", type=Path, metavar="DIR", help=text)
     text = "weights that clients are given, divided by commas: embedding, position, head, names or patterns of names"
@@ -68,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
         args.source,
         args.listen,
         lengths=args.lengths,
+        room=args.room,
+        fills=args.fills,
         folder=args.keep,
         compiling=compiling,
         limits=Limits(**asked),

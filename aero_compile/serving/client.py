@@ -137,7 +137,7 @@ class Connection:
         self,
         ids: Sequence[int],
         max_new_tokens: int,
-        on_token: Callable[[Token], None] | None = None,
+        on_token: Callable[[Token], object] | None = None,
         choose: Choose | None = None,
         stop: Sequence[int] = (),
     ) -> Generation:

@@ -46,7 +46,7 @@ def private_generate(
     max_new_tokens: int,
     protocol: str = "cheetah",
     *,
-    on_token: Callable[[Token], None] | None = None,
+    on_token: Callable[[Token], object] | None = None,
     choose: Choose | None = None,
     stop: Sequence[int] = (),
     guess: Guess | None = None,
@@ -74,7 +74,7 @@ def private_generate(
         ids: the prompt, integer token ids [T] or [1, T], torch or NumPy.
         max_new_tokens: at least 1; prompt and tokens must fit into the model's positions.
         protocol: as of `private_inference`.
-        on_token: is told each token as soon as it is chosen.
+        on_token: is told each token as soon as it is chosen; if it returns True, nothing is generated behind it.
         choose: gives the next id from the logits, float32 [V]; by default the likeliest token.
         stop: ids behind which nothing is generated.
         guess: tokens that may come next behind a text, which are checked at once; the text stays what it would be.

@@ -8,30 +8,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from aero_compile.__main__ import main
+from aero_compile.runtime import export_generation
 from aero_compile.runtime.hosts.link import free_addresses, parse_address
 from tests.support.command_process import command
-from tests.support.runtime_tiny import tiny_model
-from tests.support.service import tiny_offer
+from tests.support.tiny_generation import ROOM, VOCABULARY, eager_text, small_compiled
 from tests.support.words import save_words, words
 
 for package in ("spu", "cryptography", "pydantic", "prometheus_client", "tokenizers", "transformers"):
     pytest.importorskip(package)
 
-ROOM = 6
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Programs in `offer`, certificates in `keys`, and a tokenizer of 64 words that are called w0 to w63."""
+    """Programs in `offer`, certificates in `keys`, and a tokenizer of words."""
     made = tmp_path_factory.mktemp("service")
-    tiny_offer(made / "offer")
+    export_generation(small_compiled(), made / "offer")
     assert main(["certs", str(made / "keys"), "--host", "127.0.0.1"]) == 0
-    save_words(made / "tokenizer.json")
+    save_words(made / "tokenizer.json", VOCABULARY)
     return made
 
 
@@ -49,22 +45,12 @@ def client(name: str, folder: Path, address: str, *more: str) -> list[str]:
     return [name, *given, "--certs", str(folder / "keys"), *more]
 
 
-def continuation(ids: list[int], count: int) -> list[int]:
-    """Greedy text of the tiny model in the clear; what stands behind a text changes nothing before it."""
-    text = list(ids)
-    for _ in range(count):
-        with torch.no_grad():
-            logits = tiny_model()(torch.from_numpy(np.resize(np.array(text), (1, ROOM))))
-        text.append(int(logits[0, len(text) - 1].argmax()))
-    return text[len(ids) :]
-
-
 def test_a_text_goes_on_as_in_the_clear_and_ends_with_the_bill(
     folder: Path, address: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(client("chat", folder, address, "--prompt", "w3 w61 w7", "--max-tokens", "3")) == 0
+    assert main(client("chat", folder, address, "--prompt", "w3 w11 w7", "--max-tokens", "3")) == 0
     text, bill = capfd.readouterr()
-    assert text.split() == words(continuation([3, 61, 7], 3)).split()
+    assert text.split() == words(eager_text([3, 11, 7], 3)).split()
     assert "3 tokens of prompt, 3 generated" in bill
     assert "in all" in bill
     assert "MB" in bill or "kB" in bill
@@ -73,8 +59,8 @@ def test_a_text_goes_on_as_in_the_clear_and_ends_with_the_bill(
 def test_the_prompt_comes_on_standard_input_and_a_stop_string_ends_the_text(
     folder: Path, address: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = continuation([40, 22], 4)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("w40\nw22\n"))
+    wanted = eager_text([14, 22], 4)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("w14\nw22\n"))
     assert main(client("chat", folder, address, "--max-tokens", "4", "--stop", f"w{wanted[1]}")) == 0
     text, bill = capfd.readouterr()
     whole = words(wanted)
@@ -87,9 +73,9 @@ def test_the_endpoint_answers_any_client_of_the_api(folder: Path, address: str) 
     port = str(parse_address(free_addresses(1)[0])[1])
     with command(*client("proxy", folder, address, "--port", port, "--name", "tiny"), until="has the model") as running:
         with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as api:
-            asked: dict[str, Any] = {"model": "tiny", "prompt": "w3 w61", "temperature": 0, "max_tokens": 3}
+            asked: dict[str, Any] = {"model": "tiny", "prompt": "w3 w11", "temperature": 0, "max_tokens": 3}
             found = api.completions.create(**asked)
-            assert found.choices[0].text.split() == words(continuation([3, 61], 3)).split()
+            assert found.choices[0].text.split() == words(eager_text([3, 11], 3)).split()
             assert found.usage.completion_tokens == 3
             assert found.usage.model_extra["cost"]["bytes"] > 1000
             parts = list(api.completions.create(**asked, stream=True))

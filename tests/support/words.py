@@ -1,4 +1,4 @@
-"""A tokenizer for models of 64 tokens: the words w0 to w63."""
+"""A tokenizer for models of a few tokens: the words w0, w1, …"""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-def save_words(path: Path) -> None:
-    """Write its tokenizer.json."""
+def save_words(path: Path, count: int) -> None:
+    """Write its tokenizer.json, of so many words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(64)}, unk_token="w0"))
+    tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(count)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(path))
 
