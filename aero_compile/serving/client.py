@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.errors import InputError, OutOfRangeError, PartyError
-from aero_compile.runtime.generation.session import Choose, Cost, Generation, Logits, Session, Token
+from aero_compile.runtime.generation.programs import check_name
+from aero_compile.runtime.generation.session import Choose, Cost, Generation, Guess, Logits, Session, Token
 from aero_compile.runtime.hosts.scratch import scratch_folder
 from aero_compile.runtime.hosts.tls import TLSConfig
 from aero_compile.serving.conversation import Conversation, Terms
@@ -140,6 +141,7 @@ class Connection:
         on_token: Callable[[Token], object] | None = None,
         choose: Choose | None = None,
         stop: Sequence[int] = (),
+        guess: Guess | None = None,
     ) -> Generation:
         """Generate up to `max_new_tokens` tokens behind the text `ids`, chosen here.
 
@@ -149,7 +151,7 @@ class Connection:
             InputError: as of `next_logits`, or prompt and tokens do not fit into `room`.
             OutOfRangeError, PartyError: the connection is closed.
         """
-        return self._generating().generate(ids, max_new_tokens, on_token, choose, stop)
+        return self._generating().generate(ids, max_new_tokens, on_token, choose, stop, guess)
 
     @property
     def room(self) -> int:
@@ -237,7 +239,7 @@ class _Decoder:
         assert conversation.generation is not None
         self._connection, self._conversation, self._programs = connection, conversation, conversation.generation
         self.room, self.vocabulary = self._programs.room, self._programs.vocabulary
-        self.set_up = conversation.set_up
+        self.set_up, self.checks = conversation.set_up, tuple(sorted(self._programs.checks))
 
     def fill(self, ids: Sequence[int], position: int) -> Cost:
         """Compute keys and values of `ids` at `position` and behind it."""
@@ -252,6 +254,12 @@ class _Decoder:
         logits, cost = self._step("step", position, [token])
         assert logits is not None
         return logits, cost
+
+    def check(self, ids: Sequence[int], position: int, size: int) -> tuple[Logits, Cost]:
+        """Compute the logits behind each of `ids` at `position`, float32 [len(ids), V], by the program for `size`."""
+        logits, cost = self._step(check_name(size), position, ids)
+        assert logits is not None
+        return logits[: len(ids)], cost
 
     def _step(self, name: str, position: int, ids: Sequence[int]) -> tuple[Logits | None, Cost]:
         return self._connection.run(lambda: self._conversation.step(name, position, ids))

@@ -10,11 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from aero_compile.errors import InputError
-from aero_compile.files import make_private_folder, write_private
-from aero_compile.runtime.arithmetic.tolerances import DEFAULT
 from aero_compile.runtime.generation.programs import INDEX
 from aero_compile.serving.journal import note
 from aero_compile.serving.transport.agreement import versions
@@ -30,6 +26,7 @@ def find_programs(
     *,
     room: int | None = None,
     fills: Sequence[int] = (),
+    checks: Sequence[int] = (),
     **options: Any,
 ) -> list[Path]:
     """Return folders that hold one program each, with its weights, or all programs of a generation.
@@ -42,7 +39,9 @@ def find_programs(
         folder: where compiled programs are kept (mode 0700). Those of an artifact are found there again, under a name
             made of the artifact's digest and the options.
         room: positions of texts that are generated; None: none are.
-        fills: how many positions from the first on of such a text are computed at once, one program for each.
+        fills: how many positions from the first on of such a text are computed at once, one program for each; none:
+            as many as `compile_generation` makes.
+        checks: how many positions with guesses of the client are computed at once, one program for each.
         options: of `aero_compile.runtime.compile_model`.
 
     Raises:
@@ -64,8 +63,9 @@ def find_programs(
         str(length): partial(_compile_whole, source, length, protocol, options) for length in wanted
     }
     if room:
-        sizes = "-".join(map(str, sorted(set(fills))))
-        made[f"steps-{room}-{sizes}"] = partial(_compile_steps, source, room, tuple(fills), protocol, options)
+        sizes = "-".join([str(room), *map(str, sorted(set(fills))), *(f"c{size}" for size in sorted(set(checks)))])
+        told = {"fills": tuple(fills) or None, "checks": tuple(checks), **options}
+        made[f"steps-{sizes}"] = partial(_compile_steps, source, room, protocol, told)
     return [_compiled(Path(folder) / f"{key}{name}", bool(key), make) for name, make in made.items()]
 
 
@@ -113,22 +113,7 @@ def _compile_whole(model: Any, length: int, protocol: str, options: dict[str, An
     export(compile_model(model, 1, length, protocol, **options), place)
 
 
-def _compile_steps(
-    model: Any, room: int, fills: tuple[int, ...], protocol: str, options: dict[str, Any], place: Path
-) -> None:
-    from aero_compile.runtime.compilation import Options
-    from aero_compile.runtime.generation.compilation import compile_for_generation
-    from aero_compile.runtime.hosts.network_spec import parse_network
-    from aero_compile.runtime.inference import batches, names_of
-    from aero_compile.runtime.operators.limits import Format
+def _compile_steps(model: Any, room: int, protocol: str, options: dict[str, Any], place: Path) -> None:
+    from aero_compile.runtime.generation.export import compile_generation, export_generation
 
-    given = {"guards": True, **options}
-    form = Format(given.pop("field", 64), given.pop("fraction_bits", 18), given.pop("tolerances", DEFAULT))
-    texts, public = batches(given.pop("calibration", None)), names_of(given.pop("public", ()))
-    network = parse_network(given.pop("network", "loopback"))
-    told = Options(protocol, form, texts, public=public, network=network, **given)
-    compiled = compile_for_generation(model, room, fills, told)
-    make_private_folder(place)
-    compiled.programs.save(place)
-    write_private(place / "public.npz", lambda file: np.savez(file, **compiled.published))
-    write_private(place / "weights.npz", lambda file: np.savez(file, **compiled.weights))
+    export_generation(compile_generation(model, room, protocol, **options), place)

@@ -122,6 +122,7 @@ def serve(
     lengths: Sequence[int] = (),
     room: int | None = None,
     fills: Sequence[int] = (),
+    checks: Sequence[int] = (),
     folder: str | os.PathLike[str] | None = None,
     protocol: str = "cheetah",
     compiling: Mapping[str, Any] = MappingProxyType({}),
@@ -136,7 +137,8 @@ def serve(
         address: "host:port" to listen at.
         lengths: of whole texts, in tokens; a client fills its text up to the next.
         room: tokens that a generated text may have with its prompt; None: the server generates nothing.
-        fills: how many tokens of a prompt are computed at once, one program for each number.
+        fills: how many tokens of a prompt are computed at once, one program for each number; none: 8, 16, 32, …
+        checks: how many tokens are checked at once where the client guesses, one program for each number.
         folder: where compiled programs and their weights are kept (mode 0700); an artifact's are found there again. By
             default they go when the server does.
         protocol: "cheetah" (secure against semi-honest parties) or "semi2k" (for tests: the server could open shares).
@@ -153,7 +155,7 @@ def serve(
     with contextlib.ExitStack() as held:
         held.enter_context(_written(log or sys.stderr))
         place = held.enter_context(scratch_folder()) if folder is None else folder
-        programs = find_programs(source, lengths, protocol, place, room=room, fills=fills, **compiling)
+        programs = find_programs(source, lengths, protocol, place, room=room, fills=fills, checks=checks, **compiling)
         asyncio.run(_until_signal(Server(programs, address, protocol=protocol, **options)))
 
 

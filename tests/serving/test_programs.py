@@ -53,7 +53,9 @@ def test_an_artifact_is_compiled_once_for_each_length(tmp_path: Path, monkeypatc
 
 def test_texts_are_generated_over_the_port_as_the_model_goes_on_with_them(tmp_path: Path) -> None:
     """Greedy text is the model's own; what a text has in common with the last one is not computed again."""
-    (folder,) = find_programs(small_captured(), (), "semi2k", tmp_path, room=ROOM, fills=FILLS, guards=False)
+    (folder,) = find_programs(
+        small_captured(), (), "semi2k", tmp_path, room=ROOM, fills=FILLS, checks=(3,), guards=False
+    )
     told: list[int] = []
     with serving(folder, max_tokens_per_client=40) as running, connect(running.address, **SEMI2K) as connection:
         assert (connection.room, connection.vocabulary, connection.programs) == (ROOM, VOCABULARY, ())
@@ -65,6 +67,10 @@ def test_texts_are_generated_over_the_port_as_the_model_goes_on_with_them(tmp_pa
         text = [*PROMPT, *made.ids[:1], 7]
         np.testing.assert_allclose(connection.next_logits(text), eager_logits(text), rtol=0, atol=5e-3)
         assert [event["length"] for event in running.events("computed")] == [*counted, 1]
+        wanted, steps = eager_text(PROMPT, 4), len(running.events("computed"))
+        again = connection.generate(PROMPT, 4, guess=lambda text: [*wanted[len(text) - len(PROMPT) :]][:2])
+        assert (again.ids, again.guessed, again.right) == (wanted, 2, 2)
+        assert [event["length"] for event in running.events("computed")[steps:]] == [3, 1]  # a check, and a step
         with pytest.raises(InputError, match="do not fit: the session has room for 8 positions"):
             connection.generate(PROMPT, 6)
         with pytest.raises(InputError, match="the server has no programs of whole texts"):
