@@ -150,7 +150,7 @@ def estimate(
         tolerances: how far off approximations may be, as for `private_inference`.
         warm: what came before, as for `private_inference`: True, a whole forward; "setup", the set-up alone.
         table: measured costs (`benchmarks/calibrate.py` writes them); None: those shipped with the package.
-        new_tokens: to generate behind a prompt; `batch` is 1 then, and `logits` and `offline` mean nothing.
+        new_tokens: to generate behind a prompt; `batch` is 1 then, and `logits` means nothing.
 
     Raises:
         InputError: options out of range, or a table that does not fit the version or settings of SPU.
@@ -179,8 +179,8 @@ def estimate(
     if new_tokens is None:
         compiled = compile_unseen(with_weights(model), batch, seq_len, options)
         return estimate_program(compiled.program, network=emulated, warm=warm, table=costs)
-    if batch != 1 or offline:
-        raise InputError("one text is generated at a time, and nothing of it is prepared: batch=1, offline=False")
+    if batch != 1:
+        raise InputError("one text is generated at a time: batch=1")
     fills = [seq_len - 1] if seq_len > 2 else []
     programs = compile_for_generation(with_weights(model), max(2, seq_len + new_tokens - 1), fills, options).programs
     return estimate_generation(programs, seq_len, new_tokens, network=emulated, warm=warm, table=costs)
@@ -231,11 +231,12 @@ def estimate_generation(
     session.meet()
     if warm != "setup":
         for program in order:
-            _forward(session, program, functions, emulated, {})
+            _forward(session, program, functions, emulated, _offline(session, program, functions, emulated))
     warm_up = "setup" if warm == "setup" else "full"
+    before = [_offline(session, program, functions, emulated) for program in order]
     steps, reveals, total = list[dict[str, Any]](), list[dict[str, Any]](), Cost()
-    for program in order:
-        (*rows, reveal), spent = _forward(session, program, functions, emulated, {})
+    for program, prepared in zip(order, before, strict=True):
+        (*rows, reveal), spent = _forward(session, program, functions, emulated, prepared)
         steps, reveals = [*steps, *rows], [*reveals, reveal]
         total.add(spent)
     token = _estimate(programs.step, emulated, warm_up, [*rows, reveal], spent, costs)

@@ -39,6 +39,7 @@ def compile_generation(
     clamp: bool = True,
     guards: bool = True,
     public: str | Sequence[str] = (),
+    offline: bool = False,
     tolerances: Tolerances = DEFAULT,
     field: int = 64,
     fraction_bits: int = 18,
@@ -54,7 +55,8 @@ def compile_generation(
             None: 8, 16, 32, … and `room` less one.
         checks: how many tokens are checked at once, by one program each: the last one of a text and those that the
             client guesses behind it.
-        optimize, calibration, clamp, guards, public, tolerances, field, fraction_bits, network: as of `compile_model`.
+        optimize, calibration, clamp, guards, public, offline, tolerances, field, fraction_bits, network: as of
+            `compile_model`.
 
     Raises:
         InputError: room, counts or options that the model or the protocol cannot take.
@@ -63,7 +65,7 @@ def compile_generation(
     """
     form, between = Format(field, fraction_bits, tolerances), parse_network(network)
     options = Options(
-        *(protocol, form, batches(calibration), "all", optimize, clamp, guards, names_of(public), False, between)
+        *(protocol, form, batches(calibration), "all", optimize, clamp, guards, names_of(public), offline, between)
     )
     import_spu()
     prompts = usual_fills(room) if fills is None else fills

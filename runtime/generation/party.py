@@ -6,6 +6,7 @@ client does what it is told on standard input, one JSON object a line,
     {"do": "fill", "ids": [...], "position": P}     keys and values of tokens at P and behind it
     {"do": "step", "ids": [...], "position": P}     one token, and the logits that follow it
     {"do": "check-N", "ids": [...], "position": P}  up to N tokens, and the logits that follow each
+    {"do": "prepare", "programs": [...]}            for one run each, before the tokens are known
     {"do": "close"}
 
 and answers with events, JSON lines on standard output; logits are in `logits.npy` in its output directory. Of each of
@@ -184,7 +185,13 @@ class _Party:
         held, idle = 0, self.options.idle
         while True:
             self._deadline.set(idle, lambda: f"server: the client asked for nothing for {idle:g} s")
-            name, position, kept = read_order(bytes(link.recv(CLIENT)), self.programs, held)
+            order = bytes(link.recv(CLIENT))
+            name = read_preparation(order, self.programs)
+            if name is not None:
+                self._computing()
+                computation.prepare_for(name)
+                continue
+            name, position, kept = read_order(order, self.programs, held)
             self._deadline.clear()
             if name == CLOSE:
                 return
@@ -205,7 +212,16 @@ class _Party:
             if order["do"] == CLOSE:
                 link.send(SERVER, write_order(CLOSE, 0, 0))
                 return
-            ids, position, total = order["ids"], order["position"], Cost()
+            total = Cost()
+            if order["do"] == "prepare":
+                for name in order["programs"]:
+                    link.send(SERVER, write_preparation(name))
+                    self._computing()
+                    total += computation.prepare_for(name)
+                self._deadline.clear()
+                print_event("answer", cost=asdict(total))
+                continue
+            ids, position = order["ids"], order["position"]
             plan = self.programs.plan(len(ids), position) if order["do"] == "fill" else [(order["do"], len(ids))]
             for name, kept in plan:
                 link.send(SERVER, write_order(name, position, kept))
@@ -227,6 +243,17 @@ class _Party:
         for line in sys.stdin.buffer:
             orders.put(line)
         end_orphaned(self.options.scratch)
+
+
+def write_preparation(name: str) -> bytes:
+    """What the client tells the server: a run of this program is to be prepared."""
+    return json.dumps({"prepare": name}).encode()
+
+
+def read_preparation(content: bytes, programs: Programs) -> str | None:
+    """The program that `write_preparation` named, by whomever; None if this is something else."""
+    found = next((name for name in programs.all if content == write_preparation(name)), None)
+    return found if found is not None and programs.all[found].is_prepared else None
 
 
 def write_order(name: str, position: int, kept: int) -> bytes:

@@ -19,7 +19,7 @@ from aero_compile.runtime.generation.compilation import compile_for_generation
 from aero_compile.runtime.generation.export import WEIGHTS, export_generation
 from aero_compile.runtime.generation.processes import MODULE, Events, ProcessDecoder
 from aero_compile.runtime.generation.programs import CompiledGeneration
-from aero_compile.runtime.generation.session import Choose, Generation, Guess, Session, Token
+from aero_compile.runtime.generation.session import Choose, Cost, Generation, Guess, Session, Token
 from aero_compile.runtime.hosts.link import free_addresses
 from aero_compile.runtime.hosts.network import Relay
 from aero_compile.runtime.hosts.network_spec import UNLIMITED, Network, parse_network
@@ -56,6 +56,7 @@ def private_generate(
     clamp: bool = True,
     guards: bool = False,
     public: str | Sequence[str] = (),
+    offline: bool = False,
     tolerances: Tolerances = DEFAULT,
     field: int = 64,
     fraction_bits: int = 18,
@@ -81,6 +82,8 @@ def private_generate(
         at_once: positions of one check, the last token of the text among them.
         optimize, calibration, clamp, guards, public, tolerances, field, fraction_bits, tls, network: as of
             `private_inference`. Ranges are checked on the prompt and on what the model itself goes on with.
+        offline: products with the server's matrices, and of hidden values, are prepared before the prompt is known; the
+            bill has that apart (`Generation.offline`).
         set_up: set both parties up before the prompt, so that no token pays for it.
         timeout: seconds for each computation.
 
@@ -103,7 +106,7 @@ def private_generate(
         tls.check(tls.peer_name or LOOPBACK)
     form, emulated = Format(field, fraction_bits, tolerances), parse_network("loopback" if network is None else network)
     options = Options(
-        *(protocol, form, batches(calibration), "all", optimize, clamp, guards, names_of(public), False, emulated)
+        *(protocol, form, batches(calibration), "all", optimize, clamp, guards, names_of(public), offline, emulated)
     )
     import_spu()
     given = with_graph(model)
@@ -118,8 +121,13 @@ def private_generate(
     fills = [prompt.shape[1] - 1] if prompt.shape[1] > 2 else []
     checks = [at_once] if guess is not None else []
     compiled = compile_for_generation(given, max(room, 2), fills, options, text, checks=checks)
-    with local_session(compiled, set_up=set_up, timeout=timeout, tls=tls, network=emulated) as session:
-        return session.generate([int(each) for each in prompt[0]], max_new_tokens, on_token, choose, stop, guess)
+    length, programs = prompt.shape[1], compiled.programs
+    ahead = [*(name for name, _ in programs.plan(length - 1, 0)), *["step"] * max_new_tokens] if offline else []
+    with _local_decoder(compiled, set_up, timeout, tls, emulated) as decoder:
+        prepared = decoder.prepare(ahead) if ahead else Cost()
+        session = Session(decoder)
+        made = session.generate([int(each) for each in prompt[0]], max_new_tokens, on_token, choose, stop, guess)
+    return replace(made, offline=prepared)
 
 
 @contextmanager
@@ -136,6 +144,14 @@ def local_session(
     Raises:
         PartyError: a party failed or was lost.
     """
+    with _local_decoder(compiled, set_up, timeout, tls, network) as decoder:
+        yield Session(decoder)
+
+
+@contextmanager
+def _local_decoder(
+    compiled: CompiledGeneration, set_up: bool, timeout: float, tls: TLSConfig | None, network: Network
+) -> Iterator[ProcessDecoder]:
     with scratch_folder() as root:
         server, client = root / "server", root / "client"
         export_generation(compiled, server)
@@ -145,7 +161,7 @@ def local_session(
         common += ["--set-up"] if set_up else []
         decoder, relay = _started(server, client, common, timeout, network)
         try:
-            yield Session(decoder)
+            yield decoder
         finally:
             decoder.close()
             if relay is not None:

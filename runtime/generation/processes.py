@@ -58,6 +58,11 @@ class ProcessDecoder:
         cost = self._ask(check_name(size), ids, position)
         return np.load(self._folder / "logits.npy", allow_pickle=False)[: len(ids)], cost
 
+    def prepare(self, programs: Sequence[str]) -> Cost:
+        """Prepare one run of each of these programs, by their names, before the tokens are known."""
+        self._say({"do": "prepare", "programs": list(programs)})
+        return Cost(**self._wait("answer")["cost"])
+
     def close(self) -> None:
         """End all processes, politely if they still run."""
         self._say({"do": "close"})

@@ -132,7 +132,7 @@ def check(programs: Programs) -> None:
     shared = (step.protocol, step.field, step.fraction_bits, step.cached, step.versions)
     for name, each in programs.all.items():
         theirs = (each.protocol, each.field, each.fraction_bits, each.cached, each.versions)
-        if theirs != shared or not each.cached or each.is_prepared:
+        if theirs != shared or not each.cached:
             raise InputError(f"the program {name!r} does not go on from the cached values of the others")
         count, is_fill = count_of(name), name.isdigit()
         opens = name == "step" or name.startswith(CHECK)

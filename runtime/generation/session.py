@@ -60,7 +60,8 @@ class Generation:
     """What was generated, and its bill.
 
     `prefill` is what the prompt cost in front of its last token, of which the first logits come; the cost of each
-    logits is with the token that was chosen from them. `set_up` is the session's, which is paid once. Of `guessed`
+    logits is with the token that was chosen from them. `set_up` is the session's, which is paid once; `offline` is
+    what was prepared before the prompt was known, in no other cost. Of `guessed`
     tokens that were checked, `right` were the ones that were chosen.
     """
 
@@ -68,8 +69,14 @@ class Generation:
     tokens: tuple[Token, ...]
     prefill: Cost
     set_up: Cost = field(default_factory=Cost)
+    offline: Cost = field(default_factory=Cost)
     guessed: int = 0
     right: int = 0
+
+    @property
+    def _before(self) -> list[tuple[str, Cost]]:
+        offline = [("offline", self.offline)] if self.offline.messages else []
+        return [("set-up", self.set_up), *offline, ("prompt", self.prefill)]
 
     @property
     def ids(self) -> list[int]:
@@ -92,7 +99,7 @@ class Generation:
         rows = [
             f"{len(self.prompt)} tokens of prompt, {len(self.tokens)} generated"
             + (f"; {self.right} of {self.guessed} guesses right" if self.guessed else ""),
-            *(f"  {name:<10}{cost}" for name, cost in (("set-up", self.set_up), ("prompt", self.prefill))),
+            *(f"  {name:<10}{cost}" for name, cost in self._before),
             *(f"  {f'token {at + 1}':<10}{token.cost}" for at, token in enumerate(self.tokens)),
             f"  {'a token':<10}{self.per_token}",
             f"  {'in all':<10}{self.total}",
@@ -205,7 +212,7 @@ class Session:
                 right += token.id == guessed_id
                 if enough or token.id != guessed_id:
                     break
-        return Generation(tuple(ids), tuple(made), prefill, self._decoder.set_up, guessed, right)
+        return Generation(tuple(ids), tuple(made), prefill, self._decoder.set_up, guessed=guessed, right=right)
 
     def close(self) -> None:
         """End the session on both sides."""

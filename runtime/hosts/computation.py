@@ -16,8 +16,8 @@ from aero_compile.runtime.hosts.opening import check_guard, open_logits, send_sh
 from aero_compile.runtime.hosts.party_inputs import PartyInputs
 from aero_compile.runtime.kernels.run import run_kernel
 from aero_compile.runtime.kernels.side import Exchanged, Side
-from aero_compile.runtime.kernels.words import Words
 from aero_compile.runtime.offline.prepare import agree, agreed_name, prepare, prepared_steps
+from aero_compile.runtime.offline.store import Prepared
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.program_parts import SET_UP, SET_UP_INPUTS, KernelStep, Step, TensorSpec
 from aero_compile.runtime.roles import CLIENT, SERVER
@@ -74,26 +74,26 @@ class Computation:
         started = time.perf_counter()
         self._log.read()
 
-        def profile(what: str) -> dict[str, Any]:
-            found = self._log.read()
-            check_profile(found, what)
-            return found
-
         name = agreed_name(self._link)
-        kept, steps = prepare(self._side, self._io, self._runtime, self._program, self._inputs.own, profile)
+        kept, steps = prepare(self._side, self._io, self._runtime, self._program, self._inputs.own, self._profile)
         store.save(name, kept)
         self._link.barrier()  # the other has it too
         record = {"seconds": time.perf_counter() - started, "steps": steps, "wire": self._wire_since(before)}
         check_against_wire(record, 0)
         return record
 
+    def _profile(self, what: str) -> dict[str, Any]:
+        """The record of the last execution, which was `what`."""
+        found = self._log.read()
+        check_profile(found, what)
+        return found
+
     def forward(self) -> tuple[dict[str, Any], npt.NDArray[Any] | None]:
         """Run the program once; returns what it cost and, at the client, the logits."""
         before = self._way.read()  # the peer sends nothing of this forward before both have reached the barrier
         self._link.barrier()
         started = time.monotonic()
-        store = self._inputs.store
-        prepared = {} if store is None else store.take(agree(self._link, self._rank, store.ready()))
+        prepared = self._take_prepared()
         self._set_inputs()
         self._log.read()
         steps = [self._run(at, step, prepared) for at, step in enumerate(self._program.steps)]
@@ -110,6 +110,11 @@ class Computation:
         }
         check_against_wire(record, opened)
         return record, logits
+
+    def _take_prepared(self) -> Prepared:
+        """What was made for this run before its tokens were known."""
+        store = self._inputs.store
+        return {} if store is None else store.take(agree(self._link, self._rank, store.ready()))
 
     def _set_inputs(self) -> None:
         program, runtime, io = self._program, self._runtime, self._io
@@ -132,7 +137,7 @@ class Computation:
     def _value(self, spec: TensorSpec, owner: int) -> npt.NDArray[Any]:
         return self._inputs.own[spec.name] if owner == self._rank else np.zeros(spec.shape, spec.dtype)
 
-    def _run(self, at: int, step: Step | KernelStep, prepared: dict[int, dict[str, Words]]) -> dict[str, Any]:
+    def _run(self, at: int, step: Step | KernelStep, prepared: Prepared) -> dict[str, Any]:
         """Run one step; returns what it cost."""
         print_event("step", at=at, label=step.label, place=step.place)
         side, runtime = self._side, self._runtime

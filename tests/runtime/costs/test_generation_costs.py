@@ -42,7 +42,7 @@ def test_the_bill_is_the_estimate() -> None:
     assert found.token.messages == made.tokens[-1].cost.messages
 
 
-@pytest.mark.parametrize("options", [{"batch": 2}, {"offline": True}, {"new_tokens": 0}, {"new_tokens": True}])
+@pytest.mark.parametrize("options", [{"batch": 2}, {"new_tokens": 0}, {"new_tokens": True}])
 def test_what_cannot_be_generated_has_no_estimate(options: dict[str, object]) -> None:
     with pytest.raises(InputError):
         aero_compile.estimate(small_captured(), 4, **{"new_tokens": 2, **options})  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,19 @@ from aero_compile.decoding.step import decode_step
 from aero_compile.errors import PartyError
 from aero_compile.files import write_private
 from aero_compile.optimize import optimize_for_inference
-from aero_compile.runtime.generation.party import CLOSE, read_order, write_order
+from aero_compile.runtime.generation.party import (
+    CLOSE,
+    read_order,
+    read_preparation,
+    write_order,
+    write_preparation,
+)
 from aero_compile.runtime.generation.processes import MODULE, Events, ProcessDecoder
 from aero_compile.runtime.generation.session import Session
 from aero_compile.runtime.hosts.link import free_addresses
 from aero_compile.runtime.hosts.parties import PartyProcess
 from aero_compile.runtime.program import one_hot
+from aero_compile.runtime.program_parts import KernelStep
 from aero_compile.runtime.roles import CLIENT, SERVER
 from tests.support.tiny_generation import PROMPT, ROOM, VOCABULARY, eager_text, small_captured, small_compiled
 from tests.support.two_hosts import Wire, holds
@@ -108,3 +116,16 @@ def _keys_and_values(text: Any) -> list[Any]:
     _, cached = step.run(torch.from_numpy(text), 0, step.empty())
     assert len(cached) >= 2
     return [each.numpy() for each in cached]
+
+
+def test_only_what_takes_something_is_prepared() -> None:
+    programs = small_compiled().programs
+    for content in (write_preparation("step"), write_preparation("other"), b"", write_order("step", 0, 1)):
+        assert read_preparation(content, programs) is None
+    kernel = next(step for step in programs.step.steps if isinstance(step, KernelStep))
+    steps = (*programs.step.steps, replace(kernel, preparation="code"))
+    taking = replace(programs, step=replace(programs.step, steps=steps))
+    assert read_preparation(write_preparation("step"), taking) == "step"
+    assert read_preparation(write_preparation("advance"), taking) is None
+    with pytest.raises(PartyError, match="the client asked for"):
+        read_order(write_preparation("step"), programs, held=0)

@@ -109,6 +109,19 @@ def test_cheetah_generates_what_eager_pytorch_does() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("protocol", ["semi2k", "cheetah"])
+def test_what_is_prepared_costs_no_token(protocol: str) -> None:
+    made, plain = (private_generate(small_captured(), PROMPT, 3, protocol, offline=ahead) for ahead in (True, False))
+    assert made.ids == plain.ids == eager_text(PROMPT, 3)
+    for at, token in enumerate(made.tokens):
+        np.testing.assert_allclose(token.logits, eager_logits(PROMPT + made.ids[:at]), rtol=0, atol=CLOSE_TO)
+    assert made.offline.bytes > 0 == plain.offline.bytes
+    if protocol == "cheetah":
+        assert 2 * made.per_token.bytes < plain.per_token.bytes
+    assert "offline" in str(made)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("protocol", ["semi2k", "cheetah"])
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
