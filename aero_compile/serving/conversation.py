@@ -19,7 +19,7 @@ from aero_compile.runtime.generation.programs import Programs
 from aero_compile.runtime.generation.session import Cost
 from aero_compile.runtime.hosts.tls import TLSConfig
 from aero_compile.runtime.roles import CLIENT
-from aero_compile.serving.process.orders import Advance, Compute, Meet, SetUp, Take
+from aero_compile.serving.process.orders import Advance, Compute, Take
 from aero_compile.serving.process.worker import Worker
 from aero_compile.serving.taking import check_offer, take_offer
 from aero_compile.serving.transport.agreement import (
@@ -117,10 +117,10 @@ class Conversation:
         await self._here(self._worker.load(taken.order, terms.timeout))
         await self._say(Open())
         self._ticket = (await self._next(Opened)).ticket
-        await self._both(self._worker.meet(Meet(seconds=terms.connect_seconds), terms.connect_seconds + 5))
+        await self._both(self._worker.meet(terms.connect_seconds))
         if self.offer.set_up:
             await self._next(Started)
-            self.set_up = Cost(seconds=await self._both(self._worker.meet(SetUp(), terms.timeout)))
+            self.set_up = Cost(seconds=await self._both(self._worker.set_up(terms.timeout)))
 
     async def _fetch(self, digest: str, part: Any, size: int) -> bytes:
         self._largest = size

@@ -20,7 +20,7 @@ from aero_compile.serving.journal import note
 from aero_compile.serving.limits import Limits
 from aero_compile.serving.metrics import Metrics
 from aero_compile.serving.offer import Offered
-from aero_compile.serving.process.orders import Advance, Compute, Load, Meet, SetUp
+from aero_compile.serving.process.orders import Advance, Compute, Load
 from aero_compile.serving.process.worker import Worker
 from aero_compile.serving.session_link import SessionLink
 from aero_compile.serving.transport.agreement import check_versions, versions
@@ -231,14 +231,14 @@ class Session:
         )
         await self._worker.load(order, limits.computation_seconds)
         await self._channel.send(Opened(ticket=self._ticket))
-        seconds = await self._worker.meet(Meet(seconds=limits.connect_seconds), limits.connect_seconds + 5)
+        seconds = await self._worker.meet(limits.connect_seconds)
         await self._channel.send(Finished(seconds=seconds))
         note("opened", session=self._number, client=self._caller.name, seconds=round(seconds, 3))
         if shared.set_up:
             async with self._turn():
                 await self._channel.send(Started())
                 seconds = await self._link.while_moving(
-                    self._worker.meet(SetUp(), limits.computation_seconds), limits.stall_seconds
+                    self._worker.set_up(limits.computation_seconds), limits.stall_seconds
                 )
                 await self._channel.send(Finished(seconds=seconds))
 

@@ -86,6 +86,9 @@ class SessionLink:
 
     def close(self) -> None:
         """End all connections."""
+        for waits in self._dialled.values():
+            if not waits.done():
+                waits.set_exception(PartyError("the session is over"))
         self._links.close()
         for channel in [*self._led]:
             channel.abort()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from aero_compile.runtime.hosts.network_spec import Network
 from aero_compile.serving.client import Connection, connect
 from tests.support.certificates import certificate, needs_openssl
 from tests.support.runtime_tiny import IDS, logits_of, tiny_model
-from tests.support.service import SEMI2K, open_descriptors, server_process, serving, tiny_offer
+from tests.support.service import SEMI2K, Bare, open_descriptors, server_process, serving, tiny_offer
 from tests.support.two_hosts import Wire
 
 pytest.importorskip("spu")
@@ -224,6 +225,56 @@ def test_a_server_that_is_told_to_stop_or_killed_in_the_middle(
         connection.close()
     assert left_behind(tmp_path) == []
     until(lambda: not any(Path(f"/proc/{each}").exists() for each in parties - {server.pid}))
+
+
+def test_a_client_whose_party_never_comes(offer: Path) -> None:
+    with serving(offer, max_sessions=1, connect_seconds=1.5) as running:
+        with Bare(running.address, seconds=30) as caller:
+            caller.greet()
+            caller.say({"kind": "open"})
+            opened = caller.hear()
+            started = time.monotonic()
+            asked = [caller.hear()["kind"]]
+            while (said := caller.hear())["kind"] == "dial":
+                asked.append(said["kind"])
+            assert time.monotonic() - started < 15
+        assert (opened["kind"], set(asked), said["kind"]) == ("opened", {"dial"}, "failed")
+        assert "the client's party did not link up within 1.5 s" in said["message"]
+        until(lambda: running.events("left"))
+        with Bare(running.address) as caller:
+            assert caller.greet()["kind"] == "offer"
+
+
+_LITTLE_ROOM = """
+import resource, sys
+from aero_compile import AeroError, connect
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    connect(sys.argv[1], insecure_plain=True, protocol="semi2k")
+except AeroError as error:
+    print(error)
+"""
+
+
+def test_a_client_without_room_on_its_disk(offer: Path) -> None:
+    with serving(offer) as running:
+        command = [sys.executable, "-c", _LITTLE_ROOM, running.address]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert "cannot keep what the server sent in" in done.stdout, done.stderr
+        assert "File too large" in done.stdout
+        until(lambda: running.events("left"))
+
+
+@pytest.mark.slow
+def test_a_server_whose_disk_is_full_fails_this_session_alone(offer: Path) -> None:
+    """SPU drops what it cannot write; what it told would be missing in the bill."""
+    with server_process(offer) as (server, address):
+        resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (27_000, resource.RLIM_INFINITY))
+        with connect(address, **SEMI2K) as connection, pytest.raises(PartyError, match=r"is the disk full\?"):
+            ask_forever(connection)
+        resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        with connect(address, **SEMI2K) as connection:
+            is_right(connection)
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from aero_compile.runtime.generation.computation import StepComputation, cost_of
 from aero_compile.runtime.generation.programs import Programs
 from aero_compile.runtime.generation.session import Cost
 from aero_compile.runtime.hosts.computation import Computation, config_of
-from aero_compile.runtime.hosts.link import PlainWay, connect
+from aero_compile.runtime.hosts.link import connect
 from aero_compile.runtime.hosts.party_inputs import Arrays, PartyInputs, held_inputs
 from aero_compile.runtime.program import client_inputs
 from aero_compile.runtime.roles import ROLES
@@ -53,6 +53,24 @@ PARENT_GONE = 4
 """Exit code of a process whose parent has ended."""
 
 
+class _Inwards:
+    """The way to the own side, which leads the bytes on, counts them, and knows whether the other side is there."""
+
+    own, other, peer = "unix:in", "unix:out", "its end of the session"
+
+    def read(self) -> tuple[int, int]:
+        return 0, 0
+
+    def answers(self, seconds: float) -> bool:
+        return False
+
+    def reason(self) -> str:
+        return ""
+
+    def close(self) -> None:
+        pass
+
+
 class SessionParty:
     """One party, from its first order to its last."""
 
@@ -65,7 +83,7 @@ class SessionParty:
         self._spu: Any = None
         self._link: Any = None
         self._log: Any = None
-        self._way = PlainWay("unix:in", "unix:out")
+        self._way = _Inwards()
 
     def follow(self, order: Order) -> tuple[BaseModel, bytes]:
         """Do what is asked; the report and, with logits, their bytes."""

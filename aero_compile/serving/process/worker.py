@@ -72,9 +72,14 @@ class Worker:
         """
         await self._ask(order, seconds, Loaded)
 
-    async def meet(self, order: Meet | SetUp, seconds: float) -> float:
-        """Let it link up with the other party, or set up with it; returns the seconds."""
-        return (await self._ask(order, seconds, Met)).seconds
+    async def meet(self, seconds: float) -> float:
+        """Let it link up with the other party; returns the seconds that it took."""
+        late = f"the {ROLES[1 - self.rank]}'s party did not link up within {seconds:g} s"
+        return (await self._ask(Meet(seconds=seconds), seconds, Met, late)).seconds
+
+    async def set_up(self, seconds: float) -> float:
+        """Let it make keys and transfers with the other party; returns the seconds that it took."""
+        return (await self._ask(SetUp(), seconds, Met)).seconds
 
     async def compute(self, order: Compute | Advance, seconds: float) -> tuple[Computed, bytes]:
         """Let it run a forward or a step; the report, and the logits' bytes at the client.
@@ -91,26 +96,28 @@ class Worker:
             size *= each
         return done, await self._channel.content(size)
 
-    async def _ask(self, order: Order, seconds: float, wanted: type[R]) -> R:
+    async def _ask(self, order: Order, seconds: float, wanted: type[R], late: str = "") -> R:
         self._channel.silence = seconds
         try:
             await self._channel.send(order)
             report = await self._channel.receive(REPORT)
         except Lost as error:
-            raise PartyError(self._last_words(seconds)) from error
+            raise PartyError(
+                self._last_words(late or f"the {ROLES[self.rank]}'s party took longer than {seconds:g} s")
+            ) from error
         if isinstance(report, Fault):
             kind = getattr(errors, report.error, PartyError)
             raise (kind if isinstance(kind, type) and issubclass(kind, AeroError) else PartyError)(report.message)
         assert isinstance(report, wanted), report
         return report
 
-    def _last_words(self, seconds: float) -> str:
+    def _last_words(self, late: str) -> str:
         role = ROLES[self.rank]
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(0.2)
         code = self.process.poll()
         if code is None:
-            return f"the {role}'s party took longer than {seconds:g} s"
+            return late
         if code < 0:
             return f"the {role}'s party was killed by signal {-code}"
         said = (self.folder / "stderr.txt").read_text(errors="replace").strip().splitlines()[-1:]

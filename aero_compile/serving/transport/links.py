@@ -52,7 +52,8 @@ class Links:
         end: socket.socket = writer.get_extra_info("socket")
         caller, user, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         channel = Channel(reader, writer, self._silence)
-        with self._held(channel), contextlib.suppress(PartyError, OSError):
+        # CancelledError: the loop ends, and asyncio's own caller would complain about it
+        with self._held(channel), contextlib.suppress(PartyError, OSError, asyncio.CancelledError):
             if caller == self._party and user == os.getuid():
                 await self._lead_out(channel)
 
