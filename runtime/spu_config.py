@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import sys
@@ -86,16 +87,27 @@ def small_config(protocol: str) -> Any:
     return runtime_config(protocol, SMALL_RING, SMALL_FRACTION)
 
 
+MOST_LOGGED = 1 << 20
+"""Bytes of the log that are kept once they were read: a session may go on for days."""
+
+NEVER = 1 << 60
+"""Bytes of a log that SPU would give another name, which nobody would read any more."""
+
+
 class SpuLog:
-    """SPU's own log: the only place where it reports bytes, messages and times."""
+    """SPU's own log: the only place where it reports bytes, messages and times. It writes at the end of the file."""
 
     def __init__(self, spu: Any, path: Path) -> None:
         options = spu.libspu.logging.LogOptions()
         options.enable_console_logger = False
-        options.system_log_path = str(path)
+        options.system_log_path, options.max_log_file_size = str(path), NEVER
         spu.libspu.logging.setup_logging(options)
-        self._file = path.open("r", errors="replace")
+        self._path, self._file = path, path.open("r", errors="replace")
 
     def read(self) -> dict[str, Any]:
         """Return what was logged since the last call: link totals and the table of PPHLO operations."""
-        return parse_profile(self._file.read())
+        found = self._file.read()
+        if self._file.tell() > MOST_LOGGED:  # nothing is logged meanwhile: SPU computes when it is told to
+            os.truncate(self._path, 0)
+            self._file.seek(0)
+        return parse_profile(found)
