@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.made_once import SHARED_FOLDER, compile_each_program_once
+from tests.support.made_once import SHARED_FOLDER, compile_each_program_once, lower_in_one_context
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -59,6 +59,7 @@ def _own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def _seeded() -> Iterator[None]:
     """Start every test from the same random state, and leave torch's defaults as they were."""
     compile_each_program_once()
+    lower_in_one_context()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dtype = torch.get_default_dtype()

@@ -7,6 +7,7 @@ import hashlib
 import os
 import pickle
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -64,3 +65,21 @@ def compile_each_program_once() -> None:
 
     compile.kept = kept  # type: ignore[attr-defined]
     libspu.compile = compile
+
+
+def lower_in_one_context() -> None:
+    """From when JAX is loaded, keep a thread's MLIR context: it makes one for each function, which takes as long as a
+    small function does."""
+    mlir: Any = sys.modules.get("jax._src.interpreters.mlir")
+    if mlir is None or hasattr(mlir.make_ir_context, "kept"):
+        return
+    make = mlir.make_ir_context
+    kept = threading.local()
+
+    def one_context() -> Any:
+        if not hasattr(kept, "context"):
+            kept.context = make()
+        return kept.context
+
+    one_context.kept = kept  # type: ignore[attr-defined]
+    mlir.make_ir_context = one_context

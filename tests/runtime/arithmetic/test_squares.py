@@ -40,7 +40,7 @@ def test_chain_is_what_its_weights_say(values: list[float]) -> None:
     wanted = [by_hand(x) for x in values]
     np.testing.assert_allclose(CHAIN.exact(np.array(values)), wanted, rtol=0, atol=1e-12)
     with jax.experimental.enable_x64():  # type: ignore[no-untyped-call, unused-ignore]
-        found = np.asarray(CHAIN(jax.numpy.asarray(values).reshape(1, -1, 1)))
+        found = np.asarray(jax.jit(CHAIN)(np.reshape(values, (1, -1, 1))))
     np.testing.assert_allclose(found.ravel(), wanted, rtol=0, atol=1e-12)
 
 
