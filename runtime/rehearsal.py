@@ -191,6 +191,8 @@ def _where(
     published: Arrays,
 ) -> str:
     """Which step's own error moves the furthest logit most: that error times the logit's derivative by its result."""
+    import jax
+
     values: dict[str, Any] = {**client_inputs(program, ids, published), **weights, **published}
     operators = {step.outputs: step for step in exact.steps}
     own: dict[str, Any] = {}
@@ -199,7 +201,7 @@ def _where(
         operator = operators.get(step.outputs)
         if operator is None:  # a piece of one, of which the last has its results
             return
-        right = operator.function(*(values[name] for name in operator.inputs))
+        right = jax.jit(operator.function)(*(values[name] for name in operator.inputs))
         for name, value in zip(step.outputs, right, strict=True):
             own[name] = found[name] - np.asarray(value, np.float64)
             values[name] = found[name].astype(value.dtype)
@@ -220,7 +222,7 @@ def _moved(step: LiveStep, values: Mapping[str, Any], own: Mapping[str, Any], gr
     none = jax.dtypes.float0  # the gradient of whole numbers
     if not any(name in gradients for name in step.outputs):
         return 0.0
-    right, back = jax.vjp(step.function, *(values[name] for name in step.inputs))
+    right, back = jax.vjp(jax.jit(step.function), *(values[name] for name in step.inputs))
     given = [gradients.pop(name, np.zeros(value.shape)) for name, value in zip(step.outputs, right, strict=True)]
     size = abs(sum(float((each * own[name]).sum()) for name, each in zip(step.outputs, given, strict=True)))
     cotangents = tuple(

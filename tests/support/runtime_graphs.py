@@ -76,7 +76,7 @@ def in_jax(model: TokenRows, *, exact: bool = True) -> npt.NDArray[np.float64]:
         part = partition(model, model.logits_graph(), model.ids.shape)
         live = lower(part, exact=exact, dtype=np.float64)
         tokens = one_hot(model.ids.numpy(), live.token_shape[2]).astype(np.float64)
-        return np.asarray(live.run(tokens), dtype=np.float64)
+        return np.asarray(jax.jit(live.run)(tokens), dtype=np.float64)
 
 
 def in_spu(model: TokenRows, protocol: str = "semi2k", *, defer: bool = False) -> npt.NDArray[np.float64]:

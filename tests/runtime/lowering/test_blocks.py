@@ -64,5 +64,5 @@ def test_lowered_scores_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
         live = lower(part, exact=True, dtype=np.float64)
         one_hot = np.eye(live.token_shape[2])[model.ids.numpy()]
         traced = str(jax.make_jaxpr(lambda tokens: live.run(tokens))(one_hot))
-        np.testing.assert_allclose(np.asarray(live.run(one_hot)), expected(model), rtol=0, atol=1e-12)
+        np.testing.assert_allclose(np.asarray(jax.jit(live.run)(one_hot)), expected(model), rtol=0, atol=1e-12)
     assert traced.count("dot_general") == 2 + blocks.MOST_STRIPS  # the lookup, strips of scores, the weighted sum

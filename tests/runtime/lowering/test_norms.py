@@ -201,7 +201,7 @@ def test_folding_changes_only_what_the_norm_reads(body: Any) -> None:
         both = Doublings(doublings, frozenset(names))
         fold(part, both)
         live = lower(part, exact=True, dtype=np.float64, doublings=both)
-        found = np.asarray(live.run(one_hot(model.ids.numpy(), 5).astype(np.float64)))
+        found = np.asarray(jax.jit(live.run)(one_hot(model.ids.numpy(), 5).astype(np.float64)))
     np.testing.assert_allclose(found, expected(model), rtol=1e-12, atol=1e-12)
     assert largest(live.weights) > 2 ** min(doublings.values()) * 1e-3
 
