@@ -34,7 +34,7 @@ def test_joined_heads_give_each_head_its_product(lead: list[int], sizes: tuple[i
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(matrix_products, "heads_at_once", lambda heads, *_: min(joined, heads))
-        found = np.asarray(jax.jit(lambda *values: batched_product(*values))(left, right))  # traced anew each time
+        found = np.asarray(jax.jit(lambda a, b: batched_product(a, b))(left, right))  # traced anew each time
     np.testing.assert_allclose(found, left @ right, rtol=1e-5, atol=1e-5)
 
 

@@ -31,7 +31,7 @@ def test_rows_are_scaled(rows: int, width: int, height: int, owned: bool) -> Non
     x, numbers = np.random.default_rng(0).standard_normal((rows, width)).astype(np.float32), np.arange(rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_products, "scaling_strips", lambda rows, width: (min(height, rows), 0.0))
-        found = jax.jit(lambda *values: scaled_rows(*values, owned))(x, numbers.astype(np.float32))
+        found = jax.jit(lambda a, b: scaled_rows(a, b, owned))(x, numbers.astype(np.float32))
     np.testing.assert_allclose(np.asarray(found), x * numbers[:, None], rtol=1e-6)
 
 
@@ -56,7 +56,7 @@ def test_any_axes_may_be_broadcast(left: tuple[int, ...], right: tuple[int, ...]
 
     draw = np.random.default_rng(0)
     x, y = (np.asarray(draw.standard_normal(shape), np.float32) for shape in (left, right))
-    found = jax.jit(lambda *values: broadcast_product(*values, owned))(x, y)
+    found = jax.jit(lambda a, b: broadcast_product(a, b, owned))(x, y)
     np.testing.assert_allclose(np.asarray(found), x * y, rtol=1e-6)
 
 
