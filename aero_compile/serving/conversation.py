@@ -26,7 +26,7 @@ from aero_compile.serving.transport.agreement import (
     versions,
 )
 from aero_compile.serving.transport.endpoint import dial
-from aero_compile.serving.transport.links import Links
+from aero_compile.serving.transport.links import LINKS, Links
 from aero_compile.serving.transport.messages import (
     FROM_SERVER,
     WIRE,
@@ -88,6 +88,8 @@ class Conversation:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._largest = 0
+        self._answers = 0
+        self._links: Links | None = None
         self._ticket = ""
         self._worker: Worker | None = None
         self.generation: Programs | None = None
@@ -248,6 +250,9 @@ class Conversation:
                 raised = kind if isinstance(kind, type) and issubclass(kind, PartyError) else PartyError
                 raise raised(f"the server at {self._terms.address} failed: {message.message}")
             if isinstance(message, Dial):
+                if self._answers >= LINKS:
+                    raise Garbled(f"it asks for more than {LINKS} connections")
+                self._answers += 1
                 self._spawn(self._answer(message.number))
                 continue
             if isinstance(message, Content):
@@ -274,12 +279,15 @@ class Conversation:
 
     async def _call(self, inner: Channel) -> None:
         """Lead a connection of the own party to the server's."""
+        assert self._links is not None
         await self._links.join(inner, await self._link(None))
 
     async def _answer(self, number: int) -> None:
         """Open a connection for the server's party, which cannot dial here."""
         with contextlib.suppress(PartyError, OSError):
-            await self._links.lead_in(await self._link(number))
+            if self._links is not None:
+                await self._links.lead_in(await self._link(number))
+        self._answers -= 1
 
     async def _link(self, number: int | None) -> Channel:
         channel = await dial(self._terms.address, self._terms.tls, self._terms.silence)
@@ -300,7 +308,7 @@ class Conversation:
                     async with asyncio.timeout(1.0):
                         await self._channel.send(Close())
             self._channel.close()
-        if hasattr(self, "_links"):
+        if self._links is not None:
             self._links.close()
         if self._worker is not None:
             await self._worker.end()

@@ -6,8 +6,10 @@ No party is started here: these are connections alone.
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -283,6 +285,34 @@ def test_a_server_that_says_nothing_is_given_up() -> None:
         with pytest.raises(PartyError, match=rf"lost the server at {address}: nothing came or went for 0\.5 s"):
             connect(address, **SEMI2K, silence_timeout=0.5)
         assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ([{"kind": "dial", "number": number} for number in range(40)], "it asks for more than 32 connections"),
+        ([{"kind": "content", "size": 5}], "it sends 5 bytes, and 0 were asked for"),
+        ([{"kind": "started"}] * 70, "the server said started instead of offer|it says more than it was asked for"),
+        ([{"kind": "hello", "wire": 1, "versions": {}}], "a message is not of the expected form"),
+        ([b"\x00" * 10], "a message is not of the expected form"),
+        ([{"kind": "failed", "error": "SystemExit", "message": "gone"}], "failed: gone"),
+    ],
+)
+def test_a_server_that_says_what_it_should_not_is_given_up(said: list[Any], why: str) -> None:
+    def answer(listener: socket.socket) -> None:
+        near, _ = listener.accept()
+        with near:
+            near.recv(4096)
+            parts = [part if isinstance(part, bytes) else json.dumps(part).encode() for part in said]
+            near.sendall(b"".join(LENGTH.pack(len(part)) + part for part in parts))
+            near.recv(1)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer, args=(listener,), daemon=True)
+        thread.start()
+        with pytest.raises(PartyError, match=why):
+            connect(f"127.0.0.1:{listener.getsockname()[1]}", **SEMI2K)
+        thread.join(5)
 
 
 def test_the_port_is_taken(plain: Running, offer: Path) -> None:

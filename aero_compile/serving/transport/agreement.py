@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections import Counter
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from aero_compile.errors import PartyError
+from aero_compile.errors import InputError, PartyError
 from aero_compile.runtime.generation.programs import Programs
 from aero_compile.runtime.program import Program
 from aero_compile.serving.transport.messages import WIRE, Facts, Generation
@@ -38,11 +39,15 @@ _NAMES = {
 
 def versions() -> dict[str, str]:
     """What must be the same at both ends: this package, whose code both parties run, and SPU."""
+    return {"aero_compile": __version__, "spu": _spu_version()}
+
+
+@functools.cache
+def _spu_version() -> str:
     try:
-        spu = version("spu")
+        return version("spu")
     except PackageNotFoundError:
-        spu = "none"
-    return {"aero_compile": __version__, "spu": spu}
+        return "none"
 
 
 def check_versions(theirs_wire: int, theirs: dict[str, str], who: str) -> None:
@@ -59,7 +64,18 @@ def check_versions(theirs_wire: int, theirs: dict[str, str], who: str) -> None:
 
 
 def facts_of(program: Program, published_size: int = 0) -> Facts:
-    """The facts of a program; `published_size`: bytes of the arrays that clients are given."""
+    """The facts of a program; `published_size`: bytes of the arrays that clients are given.
+
+    Raises:
+        InputError: it is no program of token ids, or beyond what is served.
+    """
+    try:
+        return _facts(program, published_size)
+    except ValueError as error:  # pydantic's, too
+        raise InputError(f"a program cannot be served: {str(error)[:500]}") from error
+
+
+def _facts(program: Program, published_size: int) -> Facts:
     batch, length, vocabulary = program.tokens.shape
     content = program.to_bytes()
     return Facts(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from aero_compile.errors import PartyError
+from aero_compile.errors import InputError, PartyError
 from aero_compile.runtime import Program
 from aero_compile.runtime.program_parts import TensorSpec
 from aero_compile.serving.transport.agreement import check_same, check_versions, facts_of, model_digest, versions
@@ -58,6 +58,12 @@ def test_what_has_no_name_is_still_another_program(program: Program) -> None:
     other = replace(program, steps=tuple(replace(step, place=f"{step.place}'") for step in program.steps))
     with pytest.raises(PartyError, match=r"another (size|program) than agreed"):
         check_same(facts_of(program), facts_of(other), "it")
+
+
+def test_a_program_that_takes_no_token_ids_has_no_facts(program: Program) -> None:
+    for changed in ({"tokens": TensorSpec("tokens", (6, 64), "int32")}, {"field": 0}, {"protocol": "x" * 101}):
+        with pytest.raises(InputError, match="a program cannot be served"):
+            facts_of(replace(program, **changed))  # type: ignore[arg-type]
 
 
 def test_the_digest_of_a_model_knows_all_programs_in_any_order(program: Program) -> None:
