@@ -63,7 +63,7 @@ def test_what_has_no_name_is_still_another_program(program: Program) -> None:
 def test_a_program_that_takes_no_token_ids_has_no_facts(program: Program) -> None:
     for changed in ({"tokens": TensorSpec("tokens", (6, 64), "int32")}, {"field": 0}, {"protocol": "x" * 101}):
         with pytest.raises(InputError, match="a program cannot be served"):
-            facts_of(replace(program, **changed))  # type: ignore[arg-type]
+            facts_of(replace(program, **changed))
 
 
 def test_the_digest_of_a_model_knows_all_programs_in_any_order(program: Program) -> None:
