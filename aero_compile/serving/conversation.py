@@ -89,6 +89,7 @@ class Conversation:
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._largest = 0
         self._answers = 0
+        self._carried = 0
         self._links: Links | None = None
         self._ticket = ""
         self._worker: Worker | None = None
@@ -112,7 +113,7 @@ class Conversation:
         check_offer(self.offer, terms.protocol, terms.model_digest)
         taken = await take_offer(self.offer, self._folder, self._fetch)
         self.generation = taken.generation
-        self._links = Links(self._folder, self._call, lambda received, sent: None, terms.silence)
+        self._links = Links(self._folder, self._call, self._counted, terms.silence)
         await self._links.listen()
         self._worker = await Worker.start(CLIENT, self._folder, terms.protocol, terms.timeout)
         self._links.admit(self._worker.process.pid)
@@ -122,7 +123,8 @@ class Conversation:
         await self._both(self._worker.meet(terms.connect_seconds))
         if self.offer.set_up:
             await self._next(Started)
-            self.set_up = Cost(seconds=await self._both(self._worker.set_up(terms.timeout)))
+            seconds = await self._both(self._worker.set_up(terms.timeout))
+            self.set_up = Cost(bytes=self._carried, seconds=seconds)
 
     async def _fetch(self, digest: str, part: Any, size: int) -> bytes:
         self._largest = size
@@ -293,6 +295,9 @@ class Conversation:
         channel = await dial(self._terms.address, self._terms.tls, self._terms.silence)
         await channel.send(Link(ticket=self._ticket, number=number))
         return channel
+
+    def _counted(self, received: int, sent: int) -> None:
+        self._carried += received + sent
 
     def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)

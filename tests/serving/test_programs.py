@@ -57,11 +57,16 @@ def test_texts_are_generated_over_the_port_as_the_model_goes_on_with_them(tmp_pa
         small_captured(), (), "semi2k", tmp_path, room=ROOM, fills=FILLS, checks=(3,), guards=False
     )
     told: list[int] = []
-    with serving(folder, max_tokens_per_client=40) as running, connect(running.address, **SEMI2K) as connection:
+    with (
+        serving(folder, max_tokens_per_client=40, set_up=True) as running,
+        connect(running.address, **SEMI2K) as connection,
+    ):
         assert (connection.room, connection.vocabulary, connection.programs) == (ROOM, VOCABULARY, ())
         made = connection.generate(PROMPT, 3, on_token=lambda token: told.append(token.id))
         assert made.ids == told == eager_text(PROMPT, 3)
         assert made.per_token.bytes > 30_000
+        assert made.set_up.bytes > 1_000_000
+        assert made.set_up.seconds > 0
         counted = [event["length"] for event in running.events("computed")]
         assert counted == [3, 1, 1, 1]  # a fill, and a step for each token
         text = [*PROMPT, *made.ids[:1], 7]
