@@ -1,7 +1,7 @@
-# make demo · make test · make help. Everything runs in ./.venv, which the first call sets up.
+# make demo · make private-demo · make test · make help. Everything runs in ./.venv, which the first call sets up.
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test pytest lint style types format bench slow clean
+.PHONY: help setup demo private-demo test pytest lint style types format bench slow clean
 
 # The first interpreter that answers and is new enough; the private runtime (spu) needs 3.11 itself.
 CANDIDATES := python3.11 python3 python3.12 python3.13
@@ -14,13 +14,14 @@ JOBS ?= $(shell echo $$(($$(nproc 2>/dev/null || echo 2) + 1)))
 
 help:
 	@echo 'make demo    train four small models, run each in real two-party computation, print one table (~7 min)'
+	@echo 'make private-demo   a server and a client over TLS: private text, the same in the clear, and the bill'
 	@echo 'make test    ruff, mypy --strict and pytest'
 	@echo 'make slow    the tests that take minutes'
 	@echo 'make bench   benchmarks/pi_bench.py on its default: ARGS="--model gpt2 --layers 1" changes it'
 	@echo 'make lint    ruff and mypy only      make format   let ruff rewrite the sources'
 	@echo 'make setup   only the environment    make clean    remove it and all caches (runs/ is kept)'
 	@echo 'PYTHON=/path/to/python3.11 chooses the interpreter, JOBS=N the number of test workers;'
-	@echo 'ARGS="…" is handed to demo, bench and pytest'
+	@echo 'ARGS="…" is handed to demo, private-demo, bench and pytest'
 
 setup: $(READY)
 
@@ -34,6 +35,9 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)
 	$(PY) benchmarks/demo.py $(ARGS)
+
+private-demo: $(READY)
+	$(PY) benchmarks/private_demo.py $(ARGS)
 
 bench: $(READY)
 	$(PY) benchmarks/pi_bench.py $(ARGS)

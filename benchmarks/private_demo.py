@@ -1,0 +1,155 @@
+"""Private text on one machine: train a small model, serve it, and let a client go on with a prompt over TLS.
+
+The server and the client are two processes with certificates of an authority made for them; the server has the weights,
+the client the prompt. What the client gets is printed as it comes, beside what the model gives in the clear. A model
+that was trained before is taken as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script it would know its own folder alone
+
+from aero_compile.commands.options import positive
+from aero_compile.errors import InputError, PartyError
+from aero_compile.exit_codes import exit_code
+from aero_compile.plain_help import HelpParser
+from aero_compile.runtime.hosts.certificates import make_certificates
+from aero_compile.runtime.hosts.link import free_addresses
+from aero_compile.runtime.hosts.scratch import scratch_folder
+from benchmarks import demo
+
+RECIPE = "EReg(SM(t)+ScFFN)"
+HOST = "127.0.0.1"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's description."""
+    p = HelpParser(prog="private_demo.py", description=(__doc__ or "").split("\n\n")[0])
+    p.add_argument("--output-dir", type=Path, default=Path("runs/private-demo"), help="default: %(default)s")
+    p.add_argument("--prompt", default="def __init__(self, name", metavar="TEXT", help="default: %(default)s")
+    p.add_argument("--max-tokens", type=positive, default=32, metavar="N", help="default: %(default)s")
+    p.add_argument("--protocol", choices=["cheetah", "semi2k"], default="cheetah", help="default: %(default)s")
+    p.add_argument("--steps", type=positive, default=demo.Settings.steps, help="of training; default: %(default)s")
+    return p
+
+
+def run(args: argparse.Namespace, settings: demo.Settings) -> int:
+    """Do the whole demo; returns 0, or 1 where the private text is not the one in the clear."""
+    from aero_compile.artifact import load
+    from aero_compile.training.tokenizer import load_tokenizer
+
+    artifact = args.output_dir / "artifact"
+    if not artifact.is_dir():
+        trained(replace(settings, steps=args.steps), args.output_dir)
+    tokenizer = load_tokenizer(artifact).backend_tokenizer
+    model = load(artifact)
+    prompt = tokenizer.encode(args.prompt, add_special_tokens=False).ids
+    room = len(prompt) + args.max_tokens - 1
+    if not prompt or (model.max_positions is not None and room > model.max_positions):
+        raise InputError(f"{len(prompt)} tokens of prompt and {args.max_tokens} more: 1 to {model.max_positions} fit")
+    clear = in_the_clear(model, prompt, args.max_tokens)
+    with scratch_folder() as folder:
+        make_certificates(folder / "keys", [HOST])
+        common = ["--certs", str(folder / "keys"), "--protocol", args.protocol]
+        kept = ["--keep", str(args.output_dir / "programs"), "--room", str(room)]
+        fills = ["--fills", str(len(prompt) - 1)] if len(prompt) > 2 else []
+        print("compiling and starting the server …", flush=True)
+        with serving(str(artifact), *common, *kept, *fills) as address:
+            print(
+                f"server: {address}, TLS 1.3; the client's text, token by token:\n\n{args.prompt}", end="", flush=True
+            )
+            asked = ["--prompt", args.prompt, "--max-tokens", str(args.max_tokens), "--tokenizer", str(artifact)]
+            text, bill = chat("--server", address, *common, *asked)
+    wanted = tokenizer.decode(clear)
+    print(f"\nin the clear:\n\n{args.prompt}{wanted}\n\nthe same text: {'yes' if text == wanted else 'no'}\n\n{bill}")
+    return int(text != wanted)
+
+
+def trained(settings: demo.Settings, folder: Path) -> None:
+    """Train the model into `folder`, which has it in `artifact` then."""
+    print(f"training a model of {settings.layers} layers, {settings.steps} steps …", flush=True)
+    with demo.quiet():
+        data = demo.prepare(
+            demo.load_text("stdlib"),
+            context=settings.context,
+            vocab_size=settings.vocabulary,
+            max_train_tokens=max(settings.context, settings.steps * settings.batch * settings.context),
+            max_validation_tokens=max(settings.context, settings.held_out_tokens),
+        )
+    demo.train(RECIPE, settings, data, folder)
+
+
+def in_the_clear(model: Any, prompt: list[int], count: int) -> list[int]:
+    """The likeliest tokens behind a prompt, up to the end of the text."""
+    import torch
+
+    text = list(prompt)
+    with torch.no_grad():
+        while len(text) < len(prompt) + count:
+            text.append(int(model(torch.tensor([text])).logits[0, -1].argmax()))
+            if text[-1] == 0:  # the end of the text
+                break
+    return text[len(prompt) :]
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[str]:
+    """A server as a process, and its address.
+
+    Raises:
+        PartyError: what it said when it ended before it served.
+    """
+    address = free_addresses(1)[0]
+    command = [sys.executable, "-m", "aero_compile", "serve", *arguments, "--listen", address]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert server.stderr is not None
+    try:
+        line = " "
+        while line and '"event": "serving"' not in line:
+            said, line = line, server.stderr.readline()
+        if not line:
+            raise PartyError(f"the server did not start: {said.strip()}")
+        yield address
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.communicate(timeout=60)
+
+
+def chat(*arguments: str) -> tuple[str, str]:
+    """Run the client, showing its text as it comes; returns text and bill.
+
+    Raises:
+        PartyError: what it said when it failed.
+    """
+    command = [sys.executable, "-m", "aero_compile", "chat", *arguments]
+    client = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert client.stdout is not None
+    said = b""
+    while part := client.stdout.read1():  # type: ignore[attr-defined]
+        sys.stdout.buffer.write(part)
+        sys.stdout.flush()
+        said += part
+    _, bill = client.communicate()
+    if client.returncode:
+        raise PartyError(f"the client failed: {bill.decode().strip()}")
+    return said.decode().removesuffix("\n"), bill.decode()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo; returns the exit code: 0, 1 where the texts differ, 2 for a mistake, 130 when stopped."""
+    args = parser().parse_args(argv)
+    return exit_code(lambda: run(args, demo.Settings()), "the same command goes on with the model that was trained")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
