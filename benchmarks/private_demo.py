@@ -26,6 +26,7 @@ from aero_compile.plain_help import HelpParser
 from aero_compile.runtime.hosts.certificates import make_certificates
 from aero_compile.runtime.hosts.link import free_addresses
 from aero_compile.runtime.hosts.scratch import scratch_folder
+from aero_compile.training.data import load_text, prepare
 from benchmarks import demo
 
 RECIPE = "EReg(SM(t)+ScFFN)"
@@ -79,8 +80,8 @@ def trained(settings: demo.Settings, folder: Path) -> None:
     """Train the model into `folder`, which has it in `artifact` then."""
     print(f"training a model of {settings.layers} layers, {settings.steps} steps …", flush=True)
     with demo.quiet():
-        data = demo.prepare(
-            demo.load_text("stdlib"),
+        data = prepare(
+            load_text("stdlib"),
             context=settings.context,
             vocab_size=settings.vocabulary,
             max_train_tokens=max(settings.context, settings.steps * settings.batch * settings.context),

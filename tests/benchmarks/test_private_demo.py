@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from aero_compile.errors import InputError, PartyError
 from benchmarks import demo, private_demo
 
 for package in ("spu", "cryptography", "pydantic"):
@@ -28,7 +29,7 @@ def few(name: str) -> Any:
 def test_the_private_text_is_that_in_the_clear(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    monkeypatch.setattr(demo, "load_text", few)
+    monkeypatch.setattr(private_demo, "load_text", few)
     given = ["--output-dir", str(tmp_path / "run"), "--steps", "4", "--protocol", "semi2k", "--prompt", "def f"]
     args = private_demo.parser().parse_args([*given, "--max-tokens", "3"])
     assert private_demo.run(args, SMALL) == 0
@@ -38,13 +39,13 @@ def test_the_private_text_is_that_in_the_clear(
     assert "in all" in shown
     monkeypatch.setattr(private_demo, "trained", lambda *given: pytest.fail("it is trained already"))
     too_long = private_demo.parser().parse_args([*given, "--max-tokens", "30"])
-    with pytest.raises(private_demo.InputError, match="1 to 16 fit"):
+    with pytest.raises(InputError, match="1 to 16 fit"):
         private_demo.run(too_long, SMALL)
 
 
 def test_a_server_that_does_not_start_says_why() -> None:
     with (
-        pytest.raises(private_demo.PartyError, match="there is no folder nowhere"),
+        pytest.raises(PartyError, match="there is no folder nowhere"),
         private_demo.serving("nowhere", "--insecure-plain"),
     ):
         pass
