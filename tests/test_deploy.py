@@ -66,6 +66,7 @@ def test_their_commands_are_commands() -> None:
         assert parser().parse_args(shlex.split(service["command"])).insecure_plain is False
 
 
+@pytest.mark.slow
 def test_their_commands_run(tmp_path: Path) -> None:
     """With the paths and addresses of this machine, and in the quick protocol."""
     for package in ("spu", "cryptography", "pydantic", "tokenizers", "transformers", "uvicorn"):

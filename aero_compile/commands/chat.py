@@ -13,7 +13,7 @@ from aero_compile.commands.link import add_client, open_session
 from aero_compile.commands.options import positive
 from aero_compile.errors import InputError
 
-SUMMARY = "text from a server's model, which learns nothing of it"
+SUMMARY = "text from a server's model, which learns nothing of it but its length"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -26,6 +26,7 @@ def few(name: str) -> Any:
     return Documents(name, datasets.Dataset.from_dict({"text": texts}))
 
 
+@pytest.mark.slow
 def test_the_private_text_is_that_in_the_clear(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
