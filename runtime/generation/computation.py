@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from aero_compile.errors import PartyError
 from aero_compile.runtime.generation.programs import Programs
 from aero_compile.runtime.generation.session import Cost, Logits
 from aero_compile.runtime.hosts.computation import Computation
@@ -46,8 +47,14 @@ class StepComputation(Computation):
         self._prepared: dict[str, deque[Prepared]] = defaultdict(deque)
 
     def prepare_for(self, name: str) -> Cost:
-        """Prepare one run of a program, before its tokens are known; it is kept here, and used once."""
+        """Prepare one run of a program, before its tokens are known; it is kept here, and used once.
+
+        Raises:
+            PartyError: more is prepared already than a text can take.
+        """
         program, started = self._programs.all[name], time.monotonic()
+        if len(self._prepared[name]) >= self._programs.room:
+            raise PartyError(f"{len(self._prepared[name])} runs of {name!r} are prepared, which no text can take")
         self._log.read()
         kept, steps = prepare(self._side, self._io, self._runtime, program, self._inputs.own, self._profile)
         self._prepared[name].append(kept)

@@ -123,7 +123,7 @@ def private_generate(
     compiled = compile_for_generation(given, max(room, 2), fills, options, text, checks=checks)
     length, programs = prompt.shape[1], compiled.programs
     ahead = [*(name for name, _ in programs.plan(length - 1, 0)), *["step"] * max_new_tokens] if offline else []
-    with _local_decoder(compiled, set_up, timeout, tls, emulated) as decoder:
+    with local_decoder(compiled, set_up, timeout, tls, emulated) as decoder:
         prepared = decoder.prepare(ahead) if ahead else Cost()
         session = Session(decoder)
         made = session.generate([int(each) for each in prompt[0]], max_new_tokens, on_token, choose, stop, guess)
@@ -144,14 +144,19 @@ def local_session(
     Raises:
         PartyError: a party failed or was lost.
     """
-    with _local_decoder(compiled, set_up, timeout, tls, network) as decoder:
+    with local_decoder(compiled, set_up, timeout, tls, network) as decoder:
         yield Session(decoder)
 
 
 @contextmanager
-def _local_decoder(
-    compiled: CompiledGeneration, set_up: bool, timeout: float, tls: TLSConfig | None, network: Network
+def local_decoder(
+    compiled: CompiledGeneration,
+    set_up: bool = False,
+    timeout: float = 3600.0,
+    tls: TLSConfig | None = None,
+    network: Network = UNLIMITED,
 ) -> Iterator[ProcessDecoder]:
+    """What `local_session` asks: two processes, told position by position what to compute."""
     with scratch_folder() as root:
         server, client = root / "server", root / "client"
         export_generation(compiled, server)

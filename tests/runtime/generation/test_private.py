@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from aero_compile import private_generate
-from aero_compile.errors import InputError, OutOfRangeError
-from aero_compile.runtime.generation.private import local_session
+from aero_compile.errors import InputError, OutOfRangeError, PartyError
+from aero_compile.runtime import compile_generation
+from aero_compile.runtime.generation.private import local_decoder, local_session
 from aero_compile.runtime.generation.session import Logits, Session, Token
 from tests.support.tiny_generation import (
     PROMPT,
@@ -118,6 +119,17 @@ def test_what_is_prepared_costs_no_token(protocol: str) -> None:
     if protocol == "cheetah":
         assert 2 * made.per_token.bytes < plain.per_token.bytes
     assert "offline" in str(made)
+
+
+@pytest.mark.slow
+def test_no_more_is_prepared_than_a_text_takes() -> None:
+    """A server keeps what it prepares: a client cannot fill its memory."""
+    compiled = compile_generation(small_captured(), 2, "semi2k", offline=True, guards=False)
+    with local_decoder(compiled) as decoder:
+        assert decoder.prepare(["step", "step", "advance"]).bytes > 0
+        assert_logits(Session(decoder), [5, 3])
+    with pytest.raises(PartyError, match="which no text can take"), local_decoder(compiled) as decoder:
+        decoder.prepare(["step"] * 3)
 
 
 @pytest.mark.slow
