@@ -19,7 +19,8 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator
+from io import FileIO
+from typing import NamedTuple
 
 RECORD = struct.Struct("<iidd")
 """As in `relay.py`: 0; how many deliveries there were; when, on the monotonic clock, twice."""
@@ -74,42 +75,48 @@ class Parties:
     def __init__(self, numbers: list[int]) -> None:
         self._folders = [f"/proc/{number}/task" for number in numbers]
         self._threads: dict[str, _Thread] = {}
-        self._last: dict[str, bytes] = {}
+        self._last: list[bytes] = []
+
+    def changed(self) -> bool:
+        """Whether a thread has run, begun or ended since the last look."""
+        names = self._names()
+        if names != list(self._threads):
+            self._threads = {name: thread for name in names if (thread := self._threads.get(name) or _opened(name))}
+        last, self._last = self._last, [_read(thread.runs) for thread in self._threads.values()]
+        return last != self._last
 
     def sleep(self) -> bool:
-        """Whether all their threads sleep, and none has run since the last look."""
-        found = {}
-        for name in self._names():
-            try:
-                if name not in self._threads:
-                    self._threads[name] = _Thread(name)
-                found[name] = self._threads[name].runs()
-            except OSError:  # it has ended
-                self._threads.pop(name, None)
-                continue
-            if not found[name]:
-                self._last = {}
-                return False
-        same, self._last = found == self._last, found
-        return same
+        """Whether no thread runs or is about to."""
+        states = (_read(thread.state).rpartition(b") ")[2][:1] for thread in self._threads.values())
+        return all(state in b"SZ" for state in states)
 
-    def _names(self) -> Iterator[str]:
+    def _names(self) -> list[str]:
+        found = []
         for folder in self._folders:
             with contextlib.suppress(OSError):  # the process has ended
-                yield from (f"{folder}/{name}" for name in os.listdir(folder))
+                found += [f"{folder}/{name}" for name in os.listdir(folder)]
+        return found
 
 
-class _Thread:
-    """One thread; its files stay open."""
+class _Thread(NamedTuple):
+    """Files that tell of one thread, which stay open."""
 
-    def __init__(self, name: str) -> None:
-        self._state = open(f"{name}/stat", "rb", buffering=0)  # noqa: SIM115
-        self._runs = open(f"{name}/schedstat", "rb", buffering=0)  # noqa: SIM115
+    state: FileIO
+    runs: FileIO
 
-    def runs(self) -> bytes:
-        """What has changed when it has run; empty while it runs or is about to."""
-        state = os.pread(self._state.fileno(), 128, 0).rpartition(b") ")[2][:1]
-        return os.pread(self._runs.fileno(), 128, 0) if state in (b"S", b"Z") else b""
+
+def _opened(name: str) -> _Thread | None:
+    try:
+        return _Thread(FileIO(f"{name}/stat"), FileIO(f"{name}/schedstat"))
+    except OSError:  # it has ended
+        return None
+
+
+def _read(file: FileIO) -> bytes:
+    try:
+        return os.pread(file.fileno(), 128, 0)
+    except OSError:  # its thread has ended
+        return b""
 
 
 class Lockstep:
@@ -136,10 +143,11 @@ class Lockstep:
                 given += said
                 if given.endswith(b"\n"):
                     parties = Parties([int(each) for each in given.split()])
-            quiet = quiet + 1 if parties is not None and parties.sleep() else 0
-            if quiet >= QUIET_LOOKS and not self._pass_on(0.0):
+            quiet = 0 if parties is None or parties.changed() else quiet + 1
+            if parties is not None and quiet >= QUIET_LOOKS:
                 quiet = 0
-                self._deliver()
+                if parties.sleep() and not self._pass_on(0.0):
+                    self._deliver()
 
     def _pass_on(self, seconds: float) -> bool:
         """Wait so long at most, and move what sockets have and take; returns whether anything moved or is about to."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +15,6 @@ import pytest
 from aero_compile.errors import InputError
 from aero_compile.runtime import TLSConfig, private_inference
 from aero_compile.runtime.hosts import lockstep, relay
-from aero_compile.runtime.hosts.link import free_addresses
 from aero_compile.runtime.hosts.network import Relay
 from aero_compile.runtime.hosts.network_spec import Network
 from aero_compile.runtime.hosts.traffic import Traffic
@@ -25,17 +25,9 @@ import socket, sys, threading, time
 def work(seconds):
     end = time.process_time() + seconds
     while time.process_time() < end: pass
-def host(text):
-    name, port = text.split(":")
-    return name, int(port)
-listener = socket.create_server(host(sys.argv[1]))
-while True:
-    try:
-        out = socket.create_connection(host(sys.argv[2]))
-        break
-    except OSError:
-        time.sleep(0.05)
-into, _ = listener.accept()
+name, port = sys.argv[2].split(":")
+out = socket.create_connection((name, int(port)))
+into, _ = socket.socket(fileno=int(sys.argv[1])).accept()
 def receive(count):
     while count: count -= len(into.recv(min(count, 1 << 20)))
 """
@@ -47,13 +39,15 @@ LARGE = "threading.Thread(target=out.sendall, args=(bytes(30 << 20),)).start(); 
 
 @contextmanager
 def pair(codes: tuple[str, str], log: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    addresses = free_addresses(2)
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in codes]
+    addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in listeners]
     with Relay(Network(lockstep=True), addresses, log) as between:
-        ways = [(addresses[rank], between.addresses[1 - rank]) for rank in (0, 1)]
-        hosts = [
-            subprocess.Popen([sys.executable, "-I", "-S", "-c", HEAD + code, *way], stdin=subprocess.DEVNULL)
-            for code, way in zip(codes, ways, strict=True)
-        ]
+        hosts = []
+        for rank, (code, listener) in enumerate(zip(codes, listeners, strict=True)):
+            command = [sys.executable, "-I", "-S", "-c", HEAD + code, str(listener.fileno())]
+            command.append(between.addresses[1 - rank])
+            hosts.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[listener.fileno()]))
+            listener.close()
         between.watch(host.pid for host in hosts)
         try:
             yield hosts
