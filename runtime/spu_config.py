@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import platform
 import re
@@ -33,6 +35,28 @@ def import_spu() -> Any:
             f"Python 3.10 and 3.11 on x86-64 Linux; this is {here}; importing spu said: {error})"
         ) from error
     return spu
+
+
+def load_spu_alone() -> None:
+    """Load SPU without JAX, which its package imports for the compiler: for a process that only runs programs.
+
+    To be called first of all; `import_spu` returns what is loaded here. Where SPU is laid out in another way than it
+    was, it does nothing, and all is imported as usual.
+    """
+    found = importlib.util.find_spec("spu")
+    if found is None or "spu" in sys.modules:
+        return
+    package = importlib.util.module_from_spec(found)  # whose own code, which imports everything, is not run
+    sys.modules["spu"] = package
+    try:
+        for name in ("libspu", "api", "version"):
+            part = importlib.import_module(f"spu.{name}")
+            vars(package).update({key: value for key, value in vars(part).items() if not key.startswith("_")})
+        vars(package)["__version__"] = part.__version__
+        package.check_cpu_feature()
+    except Exception:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "spu"]:
+            del sys.modules[name]
 
 
 def plain_message(error: BaseException) -> str:

@@ -43,7 +43,7 @@ from aero_compile.runtime.hosts.link import PlainWay, Way, connect, not_connecte
 from aero_compile.runtime.hosts.party_inputs import Arrays, tls_config
 from aero_compile.runtime.hosts.tls import TLSWay
 from aero_compile.runtime.roles import CLIENT, ROLES, SERVER
-from aero_compile.runtime.spu_config import SpuLog, import_spu, plain_message
+from aero_compile.runtime.spu_config import SpuLog, import_spu, load_spu_alone, plain_message
 
 LINGER_SECONDS = 0.3
 """Time for the reply to the peer's last message to leave."""
@@ -286,6 +286,7 @@ def read_order(content: bytes, programs: Programs, held: int) -> tuple[str, int,
 
 
 if __name__ == "__main__":
+    load_spu_alone()
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()

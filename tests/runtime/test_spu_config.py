@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +20,23 @@ pytest.importorskip("spu")
 def test_answers_of_products_keep_their_margin() -> None:
     """With the option one ciphertext in 10⁶ is garbage (docs/inference.md): too rare for a test to wait for."""
     assert not runtime_config("cheetah", 64, 18).cheetah_2pc_config.enable_mul_lsb_error
+
+
+def test_a_party_loads_spu_without_jax_and_all_of_it_where_that_fails() -> None:
+    code = """
+        import importlib, sys
+        from aero_compile.runtime.spu_config import import_spu, load_spu_alone, runtime_config
+        original, importlib.import_module = importlib.import_module, None
+        load_spu_alone()
+        assert "spu" not in sys.modules
+        importlib.import_module = original
+        load_spu_alone()
+        spu = import_spu()
+        assert "jax" not in sys.modules
+        assert runtime_config("semi2k", 64, 18).field == spu.FieldType.FM64
+        assert spu.Io(2, runtime_config("semi2k", 64, 18)) and spu.link.Desc() and spu.__version__
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=100)
 
 
 LINES = "Link details: total send bytes 3, recv bytes 5, send actions 7, recv actions 11\n"

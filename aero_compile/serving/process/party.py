@@ -32,7 +32,7 @@ from aero_compile.runtime.hosts.link import connect
 from aero_compile.runtime.hosts.party_inputs import Arrays, PartyInputs, held_inputs
 from aero_compile.runtime.program import client_inputs
 from aero_compile.runtime.roles import ROLES
-from aero_compile.runtime.spu_config import SpuLog, import_spu, plain_message
+from aero_compile.runtime.spu_config import SpuLog, import_spu, load_spu_alone, plain_message
 from aero_compile.serving.process.orders import (
     ORDER,
     Advance,
@@ -221,5 +221,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    load_spu_alone()
     code = main(sys.argv[1:])
     os._exit(code)  # without waiting for the link's threads, whose peer may be gone
