@@ -174,7 +174,7 @@ def test_a_client_that_is_heard_of_no_more_is_lost(offer: Path) -> None:
     with serving(offer, silence_seconds=0.4) as running, Bare(running.address) as caller:
         assert caller.greet()["kind"] == "offer"
         assert refused(running, "nothing came or went for 0.4 s")
-        assert running.events("left")[-1]["outcome"] == "lost"
+        assert running.events("left", 1)[-1]["outcome"] == "lost"
 
 
 def test_one_caller_has_so_many_connections(offer: Path, monkeypatch: pytest.MonkeyPatch) -> None:

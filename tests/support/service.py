@@ -13,6 +13,7 @@ import ssl
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,9 @@ from tests.support.runtime_tiny import tiny_compiled
 
 SEMI2K: dict[str, Any] = {"protocol": "semi2k", "insecure_plain": True}
 """Options of both ends for what needs neither the one's security nor the other's."""
+
+LOG_SECONDS = 10.0
+"""Within which the log has what a test waits for."""
 
 
 def tiny_offer(folder: Path, steps: int = 1) -> Path:
@@ -51,8 +55,14 @@ class Running:
     def address(self) -> str:
         return self.server.address
 
-    def events(self, name: str) -> list[dict[str, Any]]:
-        return [each for each in self.log if each["event"] == name]
+    def events(self, name: str, count: int = 0) -> list[dict[str, Any]]:
+        """The log's entries of a name, as soon as there are `count`: a client may have its answer before that."""
+        deadline = time.monotonic() + LOG_SECONDS
+        while True:
+            found = [each for each in self.log if each["event"] == name]
+            if len(found) >= count or time.monotonic() > deadline:
+                return found
+            time.sleep(0.01)
 
 
 @contextlib.contextmanager
