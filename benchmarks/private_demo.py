@@ -63,9 +63,8 @@ def run(args: argparse.Namespace, settings: demo.Settings) -> int:
         make_certificates(folder / "keys", [HOST])
         common = ["--certs", str(folder / "keys"), "--protocol", args.protocol]
         kept = ["--keep", str(args.output_dir / "programs"), "--room", str(room)]
-        fills = ["--fills", str(len(prompt) - 1)] if len(prompt) > 2 else []
         print("compiling and starting the server …", flush=True)
-        with serving(str(artifact), *common, *kept, *fills) as address:
+        with serving(str(artifact), *common, *kept) as address:
             print(
                 f"server: {address}, TLS 1.3; the client's text, token by token:\n\n{args.prompt}", end="", flush=True
             )

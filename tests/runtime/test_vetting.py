@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from aero_compile.errors import InputError
+from aero_compile.runtime import vetting
 from aero_compile.runtime.lowering.partition import partition
 from aero_compile.runtime.lowering.spu_compile import compile_steps
 from aero_compile.runtime.lowering.to_jax import lower
@@ -295,3 +296,18 @@ def _prepared_program() -> Program:
     from aero_compile.runtime import compile_model
 
     return compile_model(tiny_model(), 1, 6, "semi2k", offline=True).program
+
+
+@pytest.mark.parametrize(
+    ("kind", "empty"),
+    [
+        ("tensor<1x0x128xf32>", True),
+        ("tensor<0xf32>", True),
+        ("tensor<10x20xf32>", False),
+        ("tensor<1x100xf32>", False),
+        ("tensor<f32>", False),
+    ],
+)
+def test_what_has_no_element_needs_no_secrecy(kind: str, empty: bool) -> None:
+    """Rows in front of the first position: cut out of a cache, watched by a guard, and none."""
+    assert vetting._holds_nothing(kind) is empty
