@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
 from typing import Any
 
 import numpy as np
@@ -14,23 +14,23 @@ from aero_compile.runtime.kernels.side import Exchanged, Side
 from aero_compile.runtime.kernels.words import Words
 from aero_compile.runtime.roles import CLIENT, SERVER
 
+RECEIVE_SECONDS = 10.0
+"""Within which the other side has sent, unless it failed."""
+
 
 class Pair:
     """Both ends of a link: what one sends waits for the other, and is kept in `sent`, by the sender's rank."""
 
     def __init__(self) -> None:
         self.sent: dict[int, list[bytes]] = {SERVER: [], CLIENT: []}
-        self._waiting: dict[int, deque[bytes]] = {SERVER: deque(), CLIENT: deque()}
+        self._waiting: dict[int, Queue[bytes]] = {SERVER: Queue(), CLIENT: Queue()}
 
-    def send(self, to: int, content: bytes) -> None:
+    def send_async(self, to: int, content: bytes) -> None:
         self.sent[1 - to].append(content)
-        self._waiting[to].append(content)
+        self._waiting[to].put(content)
 
     def recv(self, sender: int) -> bytes:
-        queue = self._waiting[1 - sender]
-        while not queue:
-            pass
-        return queue.popleft()
+        return self._waiting[1 - sender].get(timeout=RECEIVE_SECONDS)
 
 
 def side_of(rank: int, link: Any, prepared: Mapping[str, Words] | None = None) -> Side:
