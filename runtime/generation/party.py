@@ -23,30 +23,25 @@ import queue
 import sys
 import threading
 import time
-import traceback
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from aero_compile.errors import AeroError, InputError, PartyError
+from aero_compile.errors import InputError, PartyError
 from aero_compile.files import make_private_folder, write_private
-from aero_compile.plain_help import HelpParser
 from aero_compile.runtime.generation.arrays import read_published, read_weights
 from aero_compile.runtime.generation.computation import StepComputation
 from aero_compile.runtime.generation.programs import Programs
 from aero_compile.runtime.generation.session import Cost
 from aero_compile.runtime.hosts.computation import config_of, print_event
-from aero_compile.runtime.hosts.ending import Deadline, die, end_orphaned, end_with_parent, report_error
-from aero_compile.runtime.hosts.link import PlainWay, Way, connect, not_connected, parse_address, watch_peer
+from aero_compile.runtime.hosts.ending import Deadline, die, end_orphaned, end_with_parent
+from aero_compile.runtime.hosts.link import parse_address, watch_peer
 from aero_compile.runtime.hosts.party_inputs import Arrays, tls_config
-from aero_compile.runtime.hosts.tls import TLSWay
+from aero_compile.runtime.hosts.party_process import agree_on, exit_code_of, meet, part, party_parser
 from aero_compile.runtime.roles import CLIENT, ROLES, SERVER
-from aero_compile.runtime.spu_config import SpuLog, import_spu, load_spu_alone, plain_message
-
-LINGER_SECONDS = 0.3
-"""Time for the reply to the peer's last message to leave."""
+from aero_compile.runtime.spu_config import SpuLog, import_spu, load_spu_alone
 
 LONGEST_ORDER = 200
 """Bytes of what the client tells the server of a program to run."""
@@ -60,43 +55,17 @@ LOGITS = "logits.npy"
 def main(argv: list[str] | None = None) -> int:
     """Run one party; returns the exit code (2 for errors that were reported)."""
     arguments = _parser().parse_args(argv)
-    os.umask(0o077)  # SPU's log and all else that this process writes is for its owner alone
-    if arguments.rank == SERVER:
+    if arguments.rank == SERVER:  # the client's reads its orders there, and notices by itself
         end_with_parent(arguments.with_parent, arguments.scratch)
-    try:
-        _Party(arguments).run()
-    except AeroError as error:
-        report_error(type(error).__name__, str(error))
-        return 2
-    except Exception as error:
-        traceback.print_exc()
-        report_error("PartyError", f"{ROLES[arguments.rank]}: {plain_message(error)}")
-        return 2
-    return 0
+    return exit_code_of(arguments.rank, lambda: _Party(arguments).run())
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = HelpParser(prog="python -m aero_compile.runtime.generation.party", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = party_parser("aero_compile.runtime.generation.party", __doc__)
     add = parser.add_argument
-    add("--rank", type=int, choices=(SERVER, CLIENT), required=True, help="0 server, 1 client")
-    add("--address", required=True, help="host:port on which this party listens")
-    add("--peer", required=True, help="host:port of the other party")
     add("--programs", type=Path, required=True, help="folder of the compiled programs, equal on both sides")
-    add("--weights", type=Path, help="server: .npz of the weights")
     add("--public", type=Path, required=True, help="both: .npz of the arrays that both parties hold")
-    add("--output", type=Path, required=True, help="private directory of this party")
-    add("--set-up", action="store_true", help="set up by a short computation before the first tokens")
-    add("--timeout", type=float, default=3600.0, help="seconds for one computation")
     add("--idle", type=float, default=3600.0, help="server: seconds to wait for the client's next tokens")
-    add("--connect-timeout", type=float, default=60.0, help="seconds to wait for the other party")
-    add("--protocol", choices=("cheetah", "semi2k"), default="cheetah", help="refuse programs for another protocol")
-    add("--tls-cert", help="PEM certificate of this party")
-    add("--tls-key", help="PEM key of this party")
-    add("--tls-ca", help="PEM certificate of the authority that signed both")
-    add("--tls-peer-name", metavar="NAME", help="name in the other party's certificate (default: the host of --peer)")
-    add("--with-parent", action="store_true", help="server: end when standard input is closed, as the client does")
-    add("--scratch", type=Path, metavar="DIR", help="a folder to remove then, inputs and all")
     return parser
 
 
@@ -123,12 +92,8 @@ class _Party:
     def run(self) -> None:
         spu, options = import_spu(), self.options
         log = SpuLog(spu, self.output / "spu.log")
-        way: Way = PlainWay(options.address, options.peer)
-        if self.tls is not None:
-            way = TLSWay(options.address, options.peer, self.tls, lambda why: die(f"{self.role}: {why}"))
-        self._deadline.set(options.connect_timeout, lambda: not_connected(way, options.connect_timeout))
         longest = max(options.timeout, options.idle if self.rank == SERVER else 0.0)
-        link = connect(spu, self.rank, way, longest, options.connect_timeout)
+        link, way = meet(spu, options, self.tls, self._deadline, longest)
         self._agree(link)
         self._computing()
         stop_watch = watch_peer(way.answers, lambda: die(f"{self.role}: lost the other party"))
@@ -144,10 +109,7 @@ class _Party:
         print_event("ready", set_up=asdict(set_up), **sizes)
         (self._serve if self.rank == SERVER else self._obey)(link, computation)
         stop_watch.set()
-        print_event("done")
-        link.stop_link()
-        time.sleep(LINGER_SECONDS)
-        way.close()
+        part(link, way)
 
     # --- before the computation -----------------------------------------------------------------------
 
@@ -158,20 +120,9 @@ class _Party:
 
     def _agree(self, link: Any) -> None:
         """Compare role, programs and configuration with the peer's before any share exists."""
-        mine = {
-            "role": self.role,
-            "programs": self.programs.digest,
-            "config": str(config_of(self.programs.step)),
-            "spu": self.programs.step.versions["spu"],
-            "set-up": self.options.set_up,
-        }
-        theirs = json.loads(link.all_gather(json.dumps(mine))[1 - self.rank])
-        for name, value in mine.items():
-            other = theirs.get(name)
-            if name != "role" and other != value:
-                raise PartyError(f"{self.role}: the other party has different {name}: {other!r}, not {value!r}")
-        if theirs.get("role") == self.role:
-            raise PartyError(f"both parties claim to be the {self.role}")
+        step = self.programs.step
+        facts = {"program": self.programs.digest, "config": str(config_of(step)), "spu": step.versions["spu"]}
+        agree_on(link, self.rank, {**facts, "set-up": self.options.set_up})
         print_event("connected")
 
     def _computing(self) -> None:

@@ -7,7 +7,6 @@ side that started it leads the bytes to the other party. When the socket ends, s
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import socket
@@ -22,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel
 
-from aero_compile.errors import AeroError, InputError, OutOfRangeError, PartyError
+from aero_compile.errors import AeroError, InputError, OutOfRangeError
 from aero_compile.runtime.generation.arrays import read_published, read_weights
 from aero_compile.runtime.generation.computation import StepComputation, cost_of
 from aero_compile.runtime.generation.programs import Programs
@@ -30,6 +29,7 @@ from aero_compile.runtime.generation.session import Cost
 from aero_compile.runtime.hosts.computation import Computation, config_of
 from aero_compile.runtime.hosts.link import connect
 from aero_compile.runtime.hosts.party_inputs import Arrays, PartyInputs, held_inputs
+from aero_compile.runtime.hosts.party_process import agree_on
 from aero_compile.runtime.program import client_inputs
 from aero_compile.runtime.roles import ROLES
 from aero_compile.runtime.spu_config import SpuLog, import_spu, load_spu_alone, plain_message
@@ -125,12 +125,7 @@ class SessionParty:
         """Compare role, programs and configuration with the peer's before any share exists."""
         configs = {digest: str(config_of(inputs.program)) for digest, inputs in self._inputs.items()}
         steps = None if self._generation is None else self._generation[0].digest
-        mine = {"role": ROLES[self._rank], "programs": configs, "steps": steps, "spu": str(self._spu.__version__)}
-        theirs = json.loads(self._link.all_gather(json.dumps(mine))[1 - self._rank])
-        expected = {**mine, "role": ROLES[1 - self._rank]}
-        for name, value in expected.items():
-            if not isinstance(theirs, dict) or theirs.get(name) != value:
-                raise PartyError(f"{ROLES[self._rank]}: the other party has a different {name}")
+        agree_on(self._link, self._rank, {"programs": configs, "steps": steps, "spu": str(self._spu.__version__)})
 
     def _computation(self, digest: str) -> Computation:
         """The runtime of a program, made when it is first needed: in the same order at both parties."""

@@ -1,0 +1,100 @@
+"""What every party's process does, whatever it computes: its options, the link, an agreement, and its exit code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from aero_compile.errors import AeroError, PartyError
+from aero_compile.plain_help import HelpParser
+from aero_compile.runtime.hosts.computation import print_event
+from aero_compile.runtime.hosts.ending import Deadline, die, report_error
+from aero_compile.runtime.hosts.link import PlainWay, Way, connect, not_connected
+from aero_compile.runtime.hosts.tls import TLSConfig, TLSWay
+from aero_compile.runtime.roles import CLIENT, ROLES, SERVER
+from aero_compile.runtime.spu_config import plain_message
+
+LINGER_SECONDS = 0.3
+"""Time for the reply to the peer's last message to leave; without it the peer reports a lost connection."""
+
+
+def party_parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """The parser of `python -m module` with the options that all parties take."""
+    parser = HelpParser(prog=f"python -m {module}", description=description)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--rank", type=int, choices=(SERVER, CLIENT), required=True, help="0 server, 1 client")
+    add("--address", required=True, help="host:port on which this party listens")
+    add("--peer", required=True, help="host:port of the other party")
+    add("--weights", type=Path, help="server: .npz of the weights")
+    add("--output", type=Path, required=True, help="private directory of this party, for what it finds")
+    add("--set-up", action="store_true", help="set up by a short computation before the first tokens")
+    add("--timeout", type=float, default=3600.0, help="seconds for one computation, after connecting")
+    add("--connect-timeout", type=float, default=60.0, help="seconds to wait for the other party")
+    add("--protocol", choices=("cheetah", "semi2k"), default="cheetah", help="refuse a program for another protocol")
+    add("--tls-cert", help="PEM certificate of this party")
+    add("--tls-key", help="PEM key of this party")
+    add("--tls-ca", help="PEM certificate of the authority that signed both")
+    add("--tls-peer-name", metavar="NAME", help="name in the other party's certificate (default: the host of --peer)")
+    add("--with-parent", action="store_true", help="end when standard input is closed")
+    add("--scratch", type=Path, metavar="DIR", help="a folder to remove then, inputs and all")
+    return parser
+
+
+def exit_code_of(rank: int, run: Callable[[], None]) -> int:
+    """Run a party; its exit code, which is 2 for errors, of which the launcher is told."""
+    os.umask(0o077)  # SPU's log and all else that this process writes is for its owner alone
+    try:
+        run()
+    except AeroError as error:
+        report_error(type(error).__name__, str(error))
+        return 2
+    except Exception as error:
+        traceback.print_exc()
+        report_error("PartyError", f"{ROLES[rank]}: {plain_message(error)}")
+        return 2
+    return 0
+
+
+def meet(spu: Any, options: Any, tls: TLSConfig | None, deadline: Deadline, longest: float) -> tuple[Any, Way]:
+    """The link to the other party, on which one message may take `longest` seconds, and the way that it takes.
+
+    Within `--connect-timeout` the process ends if the other does not come, or does not agree: clear `deadline` then.
+    """
+    role = ROLES[options.rank]
+    way: Way = PlainWay(options.address, options.peer)
+    if tls is not None:
+        way = TLSWay(options.address, options.peer, tls, lambda why: die(f"{role}: {why}"))
+    deadline.set(options.connect_timeout, lambda: not_connected(way, options.connect_timeout))
+    return connect(spu, options.rank, way, longest, options.connect_timeout), way
+
+
+def agree_on(link: Any, rank: int, facts: dict[str, Any]) -> None:
+    """Compare roles and `facts`, by their names, with the peer's before any share exists.
+
+    Raises:
+        PartyError: both have the same role, or a fact differs.
+    """
+    role = ROLES[rank]
+    theirs = json.loads(link.all_gather(json.dumps({"role": role, **facts}))[1 - rank])
+    if not isinstance(theirs, dict):
+        raise PartyError(f"{role}: the other party does not say what it is")
+    for name, value in facts.items():
+        if theirs.get(name) != value:
+            raise PartyError(f"{role}: the other party has a different {name}: {theirs.get(name)!r}, not {value!r}")
+    if theirs.get("role") == role:
+        raise PartyError(f"both parties claim to be the {role}")
+
+
+def part(link: Any, way: Way) -> None:
+    """End the link, once both parties are done."""
+    print_event("done")
+    link.stop_link()
+    time.sleep(LINGER_SECONDS)
+    way.close()
