@@ -256,6 +256,17 @@ def _slice_scatter(node: fx.Node, known: _Known) -> None:
         rewriter.replace(rewriter.call(aten.cat.default, [first[1], outer[1]], outer[2] % rank - rank))
 
 
+def _cat(node: fx.Node, known: _Known) -> None:
+    """cat([empty of no shape, x]) → x: a cache begins with `torch.tensor([])`, which joins tensors of every shape"""
+    pieces: Any = node.args[0]
+    filled = [piece for piece in pieces if tuple(known.values[piece].shape) != (0,)]
+    if len(filled) == len(pieces) or not filled:
+        return
+    rewriter = known.at(node)
+    rest = node.args[1:]
+    rewriter.replace(filled[0] if len(filled) == 1 else rewriter.call(aten.cat.default, filled, *rest))
+
+
 _SPELLINGS: Mapping[Any, Callable[[fx.Node, _Known], None]] = {
     aten._assert_async.default: _erase,
     aten._assert_async.msg: _erase,
@@ -296,4 +307,5 @@ _SPELLINGS: Mapping[Any, Callable[[fx.Node, _Known], None]] = {
     aten.fill.Scalar: _fill,
     aten.fill.Tensor: _fill,
     aten.slice_scatter.default: _slice_scatter,
+    aten.cat.default: _cat,
 }
