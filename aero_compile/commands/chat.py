@@ -1,7 +1,8 @@
 """Go on with a text privately: the server computes on secret shares and learns neither it nor what follows.
 
 The prompt is --prompt, or what comes on standard input. The text is streamed to standard output; the bill (bytes of
-both directions, messages, seconds, by token) goes to standard error. The server learns how long prompt and text are.
+both directions, messages, seconds, by token) goes to standard error. The server learns how long prompt and text are,
+with --bucket about how long.
 """
 
 from __future__ import annotations

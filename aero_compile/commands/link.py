@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aero_compile.commands.options import positive
 from aero_compile.errors import InputError
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ def add_client(parser: argparse.ArgumentParser) -> None:
     add_way(parser, "client")
     add("--server-name", metavar="NAME", help="name in the server's certificate (default: the host of --server)")
     add("--model-digest", metavar="HEX", help="accept this model alone, as the server's log tells its digest")
+    text = "positions by which the server learns how long texts are, for N-1 to 2N-2 more steps each (default: exactly)"
+    add("--bucket", type=positive, default=1, metavar="N", help=text)
     text = "seconds for one computation, of a part of the prompt or of a token (default: %(default)s)"
     add("--timeout", type=float, default=3600.0, metavar="S", help=text)
 
@@ -65,9 +68,8 @@ def open_session(args: argparse.Namespace) -> Connection:
     """Connect to a server that generates text; whoever waits for a turn is told on standard error."""
     from aero_compile.serving.client import connect
 
-    connection = connect(
-        args.server, model_digest=args.model_digest, timeout=args.timeout, on_wait=_say_wait, **way_of(args, "client")
-    )
+    asked = {"model_digest": args.model_digest, "timeout": args.timeout, "bucket": args.bucket}
+    connection = connect(args.server, on_wait=_say_wait, **asked, **way_of(args, "client"))
     if not connection.room:
         connection.close()
         raise InputError(f"the server at {args.server} generates no text: it was started without --room")

@@ -34,6 +34,7 @@ def connect(
     timeout: float = 3600.0,
     connect_timeout: float = 60.0,
     silence_timeout: float = 30.0,
+    bucket: int = 1,
 ) -> Connection:
     """Open a session with the server at `address`, "host:port", which `aero_compile.serve` runs.
 
@@ -48,6 +49,8 @@ def connect(
         timeout: seconds for one forward.
         connect_timeout: seconds for the two parties to link up.
         silence_timeout: seconds without a sign of life after which the server is given up.
+        bucket: positions by which the server learns how long generated texts and their prompts are; 1: exactly.
+            `aero_compile.runtime.generation.session.Session` says what it costs.
 
     Returns:
         A connection with `.generate(ids, max_new_tokens)` and `.logits(ids)`, as far as the server has programs for
@@ -65,13 +68,13 @@ def connect(
             raise InputError(f"{name} must be a positive number of seconds, not {value!r}")
     told = on_wait or (lambda before: None)
     terms = Terms(address, tls, protocol, model_digest, silence_timeout, connect_timeout, timeout, told)
-    return Connection(terms)
+    return Connection(terms, bucket)
 
 
 class Connection:
     """An open session with a server. One thread at a time may use it."""
 
-    def __init__(self, terms: Terms) -> None:
+    def __init__(self, terms: Terms, bucket: int = 1) -> None:
         self._held = contextlib.ExitStack()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="aero-compile-client")
@@ -84,12 +87,12 @@ class Connection:
             self._conversation = self._wait(_make(terms, folder))
             self._held.callback(lambda: self._wait(self._conversation.end()))
             self._wait(self._conversation.begin())
+            offer = self._conversation.offer
+            self._programs = sorted(offer.programs, key=lambda facts: facts.length)
+            self._session = None if offer.generation is None else Session(_Decoder(self, self._conversation), bucket)
         except BaseException:
             self._held.close()
             raise
-        offer = self._conversation.offer
-        self._programs = sorted(offer.programs, key=lambda facts: facts.length)
-        self._session = None if offer.generation is None else Session(_Decoder(self, self._conversation))
         self._closed = ""
 
     @property

@@ -138,14 +138,16 @@ def local_session(
     timeout: float = 3600.0,
     tls: TLSConfig | None = None,
     network: Network = UNLIMITED,
+    bucket: int = 1,
 ) -> Iterator[Session]:
     """A session between two processes of this machine, each with only its own inputs; both end with it.
 
     Raises:
+        InputError: `bucket` is none that `Session` takes.
         PartyError: a party failed or was lost.
     """
     with local_decoder(compiled, set_up, timeout, tls, network) as decoder:
-        yield Session(decoder)
+        yield Session(decoder, bucket)
 
 
 @contextmanager

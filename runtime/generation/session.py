@@ -8,7 +8,7 @@ the tokens, chooses the next one from the logits, and remembers what both partie
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any, Protocol
 
@@ -62,7 +62,7 @@ class Generation:
     `prefill` is what the prompt cost in front of its last token, of which the first logits come; the cost of each
     logits is with the token that was chosen from them. `set_up` is the session's, which is paid once; `offline` is
     what was prepared before the prompt was known, in no other cost. Of `guessed`
-    tokens that were checked, `right` were the ones that were chosen.
+    tokens that were checked, `right` were the ones that were chosen. `padding` are the steps that hide the length.
     """
 
     prompt: tuple[int, ...]
@@ -72,6 +72,7 @@ class Generation:
     offline: Cost = field(default_factory=Cost)
     guessed: int = 0
     right: int = 0
+    padding: Cost = field(default_factory=Cost)
 
     @property
     def _before(self) -> list[tuple[str, Cost]]:
@@ -85,8 +86,8 @@ class Generation:
 
     @property
     def total(self) -> Cost:
-        """The prompt and all tokens, without the session's set-up."""
-        return sum((token.cost for token in self.tokens), self.prefill)
+        """The prompt, all tokens and the padding, without the session's set-up."""
+        return sum((token.cost for token in self.tokens), self.prefill + self.padding)
 
     @property
     def per_token(self) -> Cost:
@@ -101,6 +102,7 @@ class Generation:
             + (f"; {self.right} of {self.guessed} guesses right" if self.guessed else ""),
             *(f"  {name:<10}{cost}" for name, cost in self._before),
             *(f"  {f'token {at + 1}':<10}{token.cost}" for at, token in enumerate(self.tokens)),
+            *([f"  {'padding':<10}{self.padding}"] if self.padding.messages else []),
             f"  {'a token':<10}{self.per_token}",
             f"  {'in all':<10}{self.total}",
         ]
@@ -144,10 +146,23 @@ class Checker(Decoder, Protocol):
 
 
 class Session:
-    """A conversation: what both parties hold of the last text is not computed again. A context manager."""
+    """A conversation: what both parties hold of the last text is not computed again. A context manager.
 
-    def __init__(self, decoder: Decoder) -> None:
-        self._decoder = decoder
+    Args:
+        decoder: the two parties.
+        bucket: positions by which lengths are public; 1: exactly. With more, all that begins and ends does so at a
+            multiple of it: of a prompt, the tokens behind the last multiple are steps, as generated tokens are, and
+            steps that mean nothing follow up to a multiple that depends on the number of generated tokens alone. So a
+            text takes `bucket` - 1 to 2 `bucket` - 2 steps more.
+
+    Raises:
+        InputError: no bucket that there is room for.
+    """
+
+    def __init__(self, decoder: Decoder, bucket: int = 1) -> None:
+        if isinstance(bucket, bool) or not isinstance(bucket, int) or not 1 <= bucket <= decoder.room:
+            raise InputError(f"bucket must be a whole number from 1 to the room of {decoder.room}, not {bucket!r}")
+        self._decoder, self._bucket = decoder, bucket
         self._held: list[int] = []
 
     @property
@@ -168,7 +183,10 @@ class Session:
             PartyError: the other party was lost, or failed.
             OutOfRangeError: a value left the range on which the computation holds.
         """
-        (found,), _, _ = self._rows(self._checked(ids, 0), [])
+        text = self._checked(ids, 1)
+        self._go_back(text, self._bucket)
+        (found,), _, _ = self._rows(text, [])
+        self._pad(len(text), 1, text[-1])
         return found
 
     def generate(
@@ -192,12 +210,16 @@ class Session:
                 text is what it would be without: each token is chosen from its own logits.
 
         Raises:
-            InputError: no prompt, no room for it, unknown ids, or `choose` gives one.
+            InputError: no prompt, no room for it, unknown ids, or `choose` gives one; guesses, which would show
+                where the prompt ends, of a session with buckets.
             PartyError, OutOfRangeError: as of `logits`.
         """
         if max_new_tokens < 1:
             raise InputError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
-        text = self._checked(ids, max_new_tokens - 1)
+        if guess is not None and self._bucket > 1:
+            raise InputError("tokens that are checked at once would show what buckets of lengths hide: leave guess out")
+        text = self._checked(ids, max_new_tokens)
+        self._go_back(text, self._bucket)
         chooses, made, prefill, guessed, right = choose or greedy, list[Token](), Cost(), 0, 0
         enough = False
         while len(made) < max_new_tokens and not enough:
@@ -212,7 +234,9 @@ class Session:
                 right += token.id == guessed_id
                 if enough or token.id != guessed_id:
                     break
-        return Generation(tuple(ids), tuple(made), prefill, self._decoder.set_up, guessed=guessed, right=right)
+        padding = self._pad(len(ids), len(made), text[-1])
+        found = Generation(tuple(ids), tuple(made), prefill, self._decoder.set_up, padding=padding)
+        return replace(found, guessed=guessed, right=right)
 
     def close(self) -> None:
         """End the session on both sides."""
@@ -235,13 +259,33 @@ class Session:
         """How many positions can be checked at once from the last of a text on."""
         return [size for size in getattr(self._decoder, "checks", ()) if len(text) - 1 + size <= self.room]
 
+    def _go_back(self, text: list[int], size: int = 1) -> None:
+        """Forget what is held behind the beginning that `text` has in common with it, as far as that fills buckets."""
+        pairs = zip(self._held, text[:-1], strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        self._held = self._held[: same - same % size]
+
+    def _pad(self, prompt: int, made: int, token: int) -> Cost:
+        """Compute `token` again and again, up to a position that follows from the buckets of the prompt alone."""
+        total = Cost()
+        while len(self._held) < self._end(prompt, made):
+            total += self._decoder.step(token, len(self._held))[1]
+            self._held.append(token)
+        return total
+
+    def _end(self, prompt: int, made: int) -> int:
+        """Positions computed for so many tokens of prompt and generated ones: as of the bucket's longest prompt."""
+        size = self._bucket
+        return prompt + made - 1 if size == 1 else ((prompt - 1) // size + -(-(made + size - 1) // size)) * size
+
     def _rows(self, text: list[int], guesses: list[int]) -> tuple[Sequence[Logits], Cost, Cost]:
         """The logits behind `text` and behind each guess, what its earlier tokens cost, and what the rest did."""
-        pairs = zip(self._held, text, strict=False)
-        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        begin, last = min(same, len(text) - 1), len(text) - 1
-        self._held = text[:begin]  # of what fails in between nothing is taken for held
-        filled = self._decoder.fill(text[begin:last], begin) if begin < last else Cost()
+        self._go_back(text)  # of what fails in between nothing is taken for held
+        begin, last = len(self._held), len(text) - 1
+        steps = last if self._bucket == 1 else max(begin, last // self._bucket * self._bucket)
+        filled = self._decoder.fill(text[begin:steps], begin) if begin < steps else Cost()
+        for at in range(steps, last):
+            filled += self._decoder.step(text[at], at)[1]
         if guesses:
             checker: Checker = self._decoder  # type: ignore[assignment]
             size = next(size for size in self._sizes(text) if size > len(guesses))
@@ -256,8 +300,9 @@ class Session:
         text = [self._known(each) for each in ids]
         if not text:
             raise InputError("there is no token to go on from: give at least one")
-        if len(text) + more > self.room:
-            asked = f"{len(text)} tokens" + (f" and {more + 1} more" if more else "")
+        if self._end(len(text), more) > self.room:
+            asked = f"{len(text)} tokens" + (f" and {more} more" if more > 1 else "")
+            asked += f" in buckets of {self._bucket}" if self._bucket > 1 else ""
             raise InputError(f"{asked} do not fit: the session has room for {self.room} positions")
         return text
 

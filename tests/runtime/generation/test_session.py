@@ -140,6 +140,43 @@ def test_what_both_hold_already_is_not_computed_again() -> None:
     assert decoder.asked == [("step", 1, 1)]
 
 
+@pytest.mark.parametrize("made", [1, 2, 3, 4])
+@pytest.mark.parametrize("before", [[], [2, 2], [3, 1, 4, 1]])
+def test_lengths_of_one_bucket_look_the_same(before: list[int], made: int) -> None:
+    """What the decoder is asked for follows from the bucket of the prompt and the number of tokens alone."""
+    prompts = [[3, 1, 4, 1, 5, 6][:length] for length in (4, 5, 6)]
+    looks = set()
+    for prompt in prompts:
+        decoder, told = Sums(), list[Token]()
+
+        def enough(token: Token, told: list[Token] = told) -> bool:
+            told.append(token)
+            return len(told) == made
+
+        session = Session(decoder, bucket=3)
+        if before:
+            session.logits(before)
+            decoder.asked.clear()
+        found = session.generate(prompt, 4, enough)
+        assert found.ids == continuation(prompt, made)
+        assert found.total.bytes == sum({"fill": 10 * count, "step": 100}[what] for what, _, count in decoder.asked)
+        assert "padding" in str(found) or not found.padding.bytes
+        looks.add(tuple(decoder.asked))
+        np.testing.assert_array_equal(session.logits([*prompt, 6]), expected([*prompt, 6]))  # what is held is right
+    (look,) = looks
+    assert len([what for what, _, _ in look if what == "step"]) == (3 if made == 1 else 6)
+
+
+def test_buckets_need_room_and_no_guesses() -> None:
+    with pytest.raises(InputError, match="6 tokens and 5 more in buckets of 3 do not fit"):
+        Session(Sums(), bucket=3).generate([1] * 6, 5)
+    with pytest.raises(InputError, match="leave guess out"):
+        Session(Checks(), bucket=3).generate([1], 2, guess=lambda text: [1])
+    for bucket in (0, True, ROOM + 1):
+        with pytest.raises(InputError, match="bucket must be"):
+            Session(Sums(), bucket=bucket)
+
+
 def test_nothing_is_taken_for_held_of_what_failed() -> None:
     decoder = Sums()
     session = Session(decoder)
