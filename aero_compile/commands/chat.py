@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from aero_compile.commands.draft import add_draft, draft_of
 from aero_compile.commands.link import add_client, open_session
 from aero_compile.commands.options import positive
 from aero_compile.errors import InputError
@@ -20,6 +21,7 @@ SUMMARY = "text from a server's model, which learns nothing of it but its length
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     add_client(parser)
+    add_draft(parser)
     group = parser.add_argument_group("text")
     add = group.add_argument
     add("--prompt", metavar="TEXT", help="text to go on with (default: standard input, to its end)")
@@ -52,8 +54,10 @@ def run(args: argparse.Namespace) -> int:
             print(stream.push(token.id), end="", flush=True)
         return stream.stopped
 
+    draft = draft_of(args, tokenizer)
     with open_session(args) as session:
-        found = session.generate(ids, args.max_tokens, told, choose, ends)
+        guess = None if draft is None else draft(session)
+        found = session.generate(ids, args.max_tokens, told, choose, ends, guess)
     print(stream.finish(), flush=True)
     print(found, file=sys.stderr)
     return 0

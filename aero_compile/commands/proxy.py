@@ -11,6 +11,7 @@ import argparse
 import errno
 import socket
 
+from aero_compile.commands.draft import add_draft, draft_of
 from aero_compile.commands.link import add_client, open_session
 from aero_compile.errors import InputError
 
@@ -23,6 +24,7 @@ GRACE_SECONDS = 5
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     add_client(parser)
+    add_draft(parser)
     group = parser.add_argument_group("endpoint")
     group.add_argument("--port", type=int, default=8000, metavar="PORT", help="of the endpoint (default: %(default)s)")
     text = "address to listen at; whoever reaches it can use the session (default: %(default)s)"
@@ -40,9 +42,9 @@ def run(args: argparse.Namespace) -> int:
 
     tokenizer = load_tokenizer(args.tokenizer)
     with _listener(args.host, args.port) as listener:
-        writer = Writer(lambda: open_session(args), tokenizer)
-        writer.open()
+        writer = Writer(lambda: open_session(args), tokenizer, draft_of(args, tokenizer))
         try:
+            writer.open()
             app = make_app(writer, args.name, {*LOOPBACK, args.host})
             port = listener.getsockname()[1]
             print(f"http://{args.host}:{port}/v1 has the model {args.name!r}", flush=True)

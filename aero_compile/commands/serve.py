@@ -31,6 +31,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--room", type=positive, metavar="N", help=text)
     text = "how many tokens of a prompt are computed at once, divided by commas: a program for each number"
     add("--fills", type=counts, default=(), metavar="LIST", help=text)
+    text = "how many tokens of a text are checked at once where clients guess, divided by commas: a program for each"
+    add("--checks", type=counts, default=(), metavar="LIST", help=text)
     text = "lengths of whole texts whose logits clients may ask for, divided by commas"
     add("--lengths", type=counts, default=(), metavar="LIST", help=text)
     text = "private folder where compiled programs are kept for the next start (default: nowhere)"
@@ -74,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
         lengths=args.lengths,
         room=args.room,
         fills=args.fills,
+        checks=args.checks,
         folder=args.keep,
         compiling=compiling,
         limits=Limits(**asked),

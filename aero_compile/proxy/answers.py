@@ -12,14 +12,30 @@ from aero_compile.runtime.generation.session import Cost
 
 
 def usage(prompt_tokens: int, endings: Sequence[Ending]) -> dict[str, Any]:
-    """Tokens, and in `cost` what they took: bytes of both directions, messages, seconds."""
-    cost = sum((ending.cost for ending in endings), Cost())
-    made = sum(ending.tokens for ending in endings)
+    """Tokens, guesses that were right, and in `cost` what it took: bytes of both directions, messages, seconds.
+
+    `bytes_per_token`: of a generated token on average, the prompt not counted.
+    """
+    texts = [ending.made for ending in endings]
+    cost = sum((text.total for text in texts), Cost())
+    made = sum(len(text.tokens) for text in texts)
+    right, guessed = sum(text.right for text in texts), sum(text.guessed for text in texts)
+    behind = cost.bytes - sum(text.prefill.bytes for text in texts)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": made,
         "total_tokens": prompt_tokens + made,
-        "cost": {"bytes": cost.bytes, "messages": cost.messages, "seconds": round(cost.seconds, 3)},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": right,
+            "rejected_prediction_tokens": guessed - right,
+        },
+        "cost": {
+            "bytes": cost.bytes,
+            "messages": cost.messages,
+            "seconds": round(cost.seconds, 3),
+            "bytes_per_token": round(behind / max(1, made)),
+            "accepted_share": round(right / max(1, guessed), 4),
+        },
     }
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from aero_compile.decoding.sampling import Sampler, Sampling, likeliest, log_probabilities
 from aero_compile.decoding.text import TextStream
 from aero_compile.errors import InputError, OutOfRangeError, PartyError
-from aero_compile.runtime.generation.session import Choose, Cost, Generation, Token
+from aero_compile.runtime.generation.session import Choose, Generation, Guess, Token
 
 MOST_WAITING = 16
 """Texts that may wait for their turn; more are refused."""
@@ -33,6 +33,10 @@ class TextSession(Protocol):
     def vocabulary(self) -> int:
         """Ids lie below it."""
 
+    @property
+    def most_guesses(self) -> int:
+        """Guesses that are checked at once."""
+
     def generate(
         self,
         ids: Sequence[int],
@@ -40,6 +44,7 @@ class TextSession(Protocol):
         on_token: Callable[[Token], object] | None = None,
         choose: Choose | None = None,
         stop: Sequence[int] = (),
+        guess: Guess | None = None,
     ) -> Generation:
         """Generate tokens behind `ids`."""
 
@@ -88,23 +93,29 @@ class Piece:
 
 @dataclass(frozen=True)
 class Ending:
-    """Why a text ended, "stop" or "length", how many tokens it took, and what these cost, the prompt included."""
+    """Why a text ended, "stop" or "length", and what was generated, with its bill."""
 
     reason: str
-    tokens: int
-    cost: Cost
+    made: Generation
 
 
 class Writer:
     """Owns the session: opens it when it is needed, once more when it was lost, and lets one text at a time use it.
 
-    `tokenizer` is a fast one of `transformers`; `open_session` makes a session, which may take long.
+    `tokenizer` is a fast one of `transformers`; `open_session` makes a session, which may take long; `draft` gives what
+    guesses the next tokens in a session, None: nobody guesses.
     """
 
-    def __init__(self, open_session: Callable[[], TextSession], tokenizer: Any) -> None:
+    def __init__(
+        self,
+        open_session: Callable[[], TextSession],
+        tokenizer: Any,
+        draft: Callable[[TextSession], Guess] | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
         self._raw = tokenizer.backend_tokenizer
-        self._open = open_session
+        self._open, self._draft = open_session, draft
+        self._guess: Guess | None = None
         self._session: TextSession | None = None
         self._turn = asyncio.Lock()
         self._waiting = 0
@@ -114,6 +125,7 @@ class Writer:
         """Open the session, unless it is open; raises what opening raises."""
         if self._session is None:
             self._session = self._open()
+            self._guess = None if self._draft is None else self._draft(self._session)
             self.room, self.vocabulary = self._session.room, self._session.vocabulary
         return self._session
 
@@ -158,7 +170,7 @@ class Writer:
             made = task.result()
             if made is not None:
                 yield Piece(job.text.finish())
-                yield Ending(job.reason, len(made.tokens), made.total)
+                yield Ending(job.reason, made)
         finally:
             job.unwanted.set()
 
@@ -176,8 +188,9 @@ class Writer:
         while not job.unwanted.is_set():
             kept = self._session is not None
             session = self.open()
+            asked = (job.wanted.ids, job.wanted.most_tokens, job.told, job.choose, job.ends)
             try:
-                return session.generate(job.wanted.ids, job.wanted.most_tokens, job.told, job.choose, job.ends)
+                return session.generate(*asked, self._guess)
             except (InputError, OutOfRangeError):
                 raise
             except BaseException as error:

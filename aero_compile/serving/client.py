@@ -162,6 +162,11 @@ class Connection:
         return 0 if self._session is None else self._session.room
 
     @property
+    def most_guesses(self) -> int:
+        """Guesses that are checked at once; 0 where the server has no programs that check."""
+        return 0 if self._session is None else self._session.most_guesses
+
+    @property
     def vocabulary(self) -> int:
         """Tokens that the model knows."""
         return self._programs[0].vocabulary if self._session is None else self._session.vocabulary

@@ -87,7 +87,7 @@ def find_model(name: str, *, from_scratch: bool, overrides: str | None, context:
         return _from_config(config, name, own)
     if overrides:
         raise InputError("--config-overrides changes models that start from scratch: add --from-scratch")
-    return ModelSource(f"pretrained {name}", lambda _vocab, _end: _load_pretrained(name), tokenizer=name)
+    return ModelSource(f"pretrained {name}", lambda _vocab, _end: _with_weights(name), tokenizer=name)
 
 
 def find_shape(name: str, context: int) -> ModelSource:
@@ -168,17 +168,29 @@ def _from_config(config: Any, name: str, tokenizer: str | None = None) -> ModelS
     return ModelSource(description, build, from_scratch=True, tokenizer=tokenizer, positions=positions)
 
 
-def _load_pretrained(name: str) -> nn.Module:
+def load_pretrained(name: str, option: str = "--model", **loading: Any) -> nn.Module:
+    """A model with its weights, of a Hub name or a folder; `loading` goes to `from_pretrained`.
+
+    Raises:
+        InputError: it could not be loaded; the message names the `option` that asked for it.
+    """
     from transformers import AutoModelForCausalLM
 
     try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(name, local_files_only=_offline(name))
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(name, local_files_only=_offline(name), **loading)
     except (OSError, ValueError, KeyError) as error:
-        raise InputError(
-            f"--model {name} could not be loaded: {_reason(name, error)}. Without weights: --from-scratch (the shapes "
-            f"{', '.join(SHAPES)} need no network), or a config.json"
-        ) from error
+        raise InputError(f"{option} {name} could not be loaded: {_reason(name, error)}") from error
     return model
+
+
+def _with_weights(name: str) -> nn.Module:
+    try:
+        return load_pretrained(name)
+    except InputError as error:
+        raise InputError(
+            f"{error}. Without weights: --from-scratch (the shapes {', '.join(SHAPES)} need no network), or a "
+            "config.json"
+        ) from error
 
 
 @functools.cache

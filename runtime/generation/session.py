@@ -85,6 +85,11 @@ class Generation:
         return [token.id for token in self.tokens]
 
     @property
+    def accepted(self) -> float:
+        """The share of the guesses that were right; 0 where there were none."""
+        return self.right / max(1, self.guessed)
+
+    @property
     def total(self) -> Cost:
         """The prompt, all tokens and the padding, without the session's set-up."""
         return sum((token.cost for token in self.tokens), self.prefill + self.padding)
@@ -99,7 +104,7 @@ class Generation:
     def __str__(self) -> str:
         rows = [
             f"{len(self.prompt)} tokens of prompt, {len(self.tokens)} generated"
-            + (f"; {self.right} of {self.guessed} guesses right" if self.guessed else ""),
+            + (f"; {self.right} of {self.guessed} guesses right ({self.accepted:.0%})" if self.guessed else ""),
             *(f"  {name:<10}{cost}" for name, cost in self._before),
             *(f"  {f'token {at + 1}':<10}{token.cost}" for at, token in enumerate(self.tokens)),
             *([f"  {'padding':<10}{self.padding}"] if self.padding.messages else []),
@@ -174,6 +179,11 @@ class Session:
     def vocabulary(self) -> int:
         """Tokens that the model knows: ids lie between 0 and one less."""
         return self._decoder.vocabulary
+
+    @property
+    def most_guesses(self) -> int:
+        """Guesses that are checked at once; 0 where no program checks any."""
+        return max(getattr(self._decoder, "checks", ()), default=1) - 1
 
     def logits(self, ids: Sequence[int]) -> Logits:
         """The logits of the token behind the text `ids`, float32 [V].

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Any
 
 import pytest
 
+import aero_compile
 from aero_compile.__main__ import main
 from aero_compile.runtime import export_generation
 from aero_compile.runtime.hosts.link import free_addresses, parse_address
 from tests.support.command_process import command
-from tests.support.tiny_generation import ROOM, VOCABULARY, eager_text, small_compiled
+from tests.support.tiny_generation import ROOM, VOCABULARY, eager_text, small_captured, small_compiled
 from tests.support.words import save_words, words
 
 for package in ("spu", "cryptography", "pydantic", "prometheus_client", "tokenizers", "transformers"):
@@ -54,6 +56,35 @@ def test_a_text_goes_on_as_in_the_clear_and_ends_with_the_bill(
     assert "3 tokens of prompt, 3 generated" in bill
     assert "in all" in bill
     assert "MB" in bill or "kB" in bill
+
+
+@pytest.fixture(scope="module")
+def draft(folder: Path) -> str:
+    """The model itself, in the clear."""
+    return str(aero_compile.save(small_captured(), folder / "draft"))
+
+
+def test_a_draft_that_is_the_model_is_always_right(
+    draft: str, folder: Path, address: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--prompt", "w3 w11 w7", "--max-tokens", "5", "--draft", draft]
+    assert main(client("chat", folder, address, *asked)) == 0
+    text, bill = capfd.readouterr()
+    assert text.split() == words(eager_text([3, 11, 7], 5)).split()
+    assert "5 generated; 3 of 3 guesses right (100%)" in bill
+
+
+@pytest.mark.slow
+def test_a_draft_changes_no_sampled_text(
+    draft: str, folder: Path, address: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+    for more in ([], ["--draft", draft, "--draft-tokens", "1"]):
+        asked = ["--prompt", "w3 w11 w7", "--max-tokens", "5", "--temperature", "1.5", "--seed", "3"]
+        assert main(client("chat", folder, address, *asked, *more)) == 0
+        said.append(capfd.readouterr())
+    assert said[0].out == said[1].out
+    assert re.search(r"\d of \d guesses right", said[1].err)
 
 
 def test_the_prompt_comes_on_standard_input_and_a_stop_string_ends_the_text(
@@ -97,6 +128,8 @@ def test_the_endpoint_answers_any_client_of_the_api(folder: Path, address: str) 
         (["--prompt", "w1", "--protocol", "cheetah"], "cheetah"),
         (["--prompt", "w1", "--insecure-plain"], "exclude each other"),
         (["--prompt", "w1", "--tokenizer", "nowhere.json"], "no tokenizer could be loaded"),
+        (["--prompt", "w1", "--draft", "./nowhere"], "--draft ./nowhere could not be loaded"),
+        (["--prompt", "w1", "--draft-tokens", "2"], "give --draft too"),
     ],
 )
 def test_mistakes_end_with_2(

@@ -15,7 +15,7 @@ import pytest
 
 from aero_compile.decoding.sampling import Sampler, Sampling, log_probabilities
 from aero_compile.errors import OutOfRangeError, PartyError
-from aero_compile.runtime.generation.session import Session
+from aero_compile.runtime.generation.session import Guess, Session
 from tests.support.clear_session import ROOM, ClearDecoder, clear_session
 
 openai = pytest.importorskip("openai")
@@ -40,7 +40,8 @@ class Endpoint:
         self.tokenizer = tokenizer
         self.decoders: list[ClearDecoder] = []
         self.fails_to_open: Exception | None = None
-        self.writer = Writer(self._open, tokenizer)
+        self.guess: Guess = lambda text: []
+        self.writer = Writer(self._open, tokenizer, lambda session: self.guess)
         self.writer.open()
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port = self._socket.getsockname()[1]
@@ -56,6 +57,17 @@ class Endpoint:
         session, decoder = clear_session(len(self.tokenizer))
         self.decoders.append(decoder)
         return session
+
+    @contextlib.contextmanager
+    def guessing(self, guess: Guess) -> Iterator[None]:
+        """Guess the next tokens so, in sessions that are opened here."""
+        self.writer.close()
+        self.guess = guess
+        try:
+            yield
+        finally:
+            self.writer.close()
+            self.guess = lambda text: []
 
     @property
     def decoder(self) -> ClearDecoder:
@@ -133,7 +145,26 @@ def test_a_text_goes_on_as_the_model_does_and_says_what_it_cost(endpoint: Endpoi
     count = len(endpoint.writer.encode(prompt))
     assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (count, 9)
     cost = {"bytes": 100 * (count - 1) + 9000, "messages": count - 1 + 27, "seconds": 0.25 * (count - 1) + 4.5}
-    assert found.usage.model_extra["cost"] == cost
+    assert found.usage.model_extra["cost"] == cost | {"bytes_per_token": 1000, "accepted_share": 0.0}
+    assert found.usage.completion_tokens_details.accepted_prediction_tokens == 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_guesses_save_bytes_and_change_no_text(endpoint: Endpoint, temperature: float) -> None:
+    """The same seed, with a draft that is right but for every fifth token, and without one."""
+    asked: dict[str, Any] = {"model": NAME, "prompt": "for x", "max_tokens": 20, "temperature": temperature, "seed": 5}
+    plain = endpoint.client.completions.create(**asked, logprobs=0)
+    sampler = Sampler(Sampling(temperature, 1.0, 5))
+    text = [*endpoint.writer.encode("for x"), *endpoint.continuation("for x", 20, sampler)]
+    with endpoint.guessing(lambda before: [each + (at % 5 == 0) for at, each in enumerate(text)][len(before) :]):
+        found = endpoint.client.completions.create(**asked, logprobs=0)
+    assert found.choices == plain.choices
+    right = found.usage.completion_tokens_details.accepted_prediction_tokens
+    rejected = found.usage.completion_tokens_details.rejected_prediction_tokens
+    assert right > rejected > 0
+    cost = found.usage.model_extra["cost"]
+    assert cost["accepted_share"] == pytest.approx(right / (right + rejected), abs=1e-4)
+    assert 0 < cost["bytes_per_token"] < plain.usage.model_extra["cost"]["bytes_per_token"] == 1000
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.3])

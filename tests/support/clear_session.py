@@ -15,7 +15,8 @@ ROOM = 64
 class ClearDecoder:
     """Logits that depend on every token of the text and its place.
 
-    `fails` is raised once `fails_after` steps were made; `pace`, where there is one, is waited for in each step.
+    It checks up to four positions at once. `fails` is raised once `fails_after` steps were made; `pace`, where there is
+    one, is waited for in each step.
     """
 
     def __init__(self, vocabulary: int, seed: int = 0) -> None:
@@ -24,6 +25,7 @@ class ClearDecoder:
         self._table = draws.normal(size=(vocabulary, 16))
         self._head = draws.normal(size=(16, vocabulary))
         self._text: list[int] = []
+        self.checks = (2, 4)
         self.closed = False
         self.steps = 0
         self.fails: Exception | None = None
@@ -52,6 +54,10 @@ class ClearDecoder:
             assert self.pace.acquire(timeout=60)
         self._text[position:] = [token]
         return self.logits(self._text), Cost(1000, 3, 0.5)
+
+    def check(self, ids: Sequence[int], position: int, size: int) -> tuple[Logits, Cost]:
+        rows = [self.step(token, position + at)[0] for at, token in enumerate(ids)]
+        return np.stack(rows), Cost(1500, 4, 0.75)
 
     def close(self) -> None:
         self.closed = True
