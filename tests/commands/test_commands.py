@@ -11,7 +11,7 @@ import pytest
 
 import aero_compile
 from aero_compile.__main__ import COMMANDS, FORWARDED, main
-from tests.support.tiny_models import transformed
+from tests.support.tiny_generation import small_gpt2
 
 LIGHT = [module.__name__.rpartition(".")[2] for module in COMMANDS]
 
@@ -94,7 +94,7 @@ def test_a_package_that_is_missing_is_named_with_the_extra_that_has_it() -> None
 
 def test_an_estimate_is_that_of_the_library(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("spu")
-    model = transformed("gpt2-eager", "softmax_only")
+    model = aero_compile.transform(small_gpt2(), "softmax_only")
     saved = str(aero_compile.save(model, tmp_path / "saved"))
     assert main(["estimate", "--model", saved, "--seq-len", "5", "--network", "wan", "--json"]) == 0
     wanted = aero_compile.estimate(model, 5, network="wan", logits="last")

@@ -26,13 +26,13 @@ from tests.support.tiny_generation import (
     eager_text,
     small_captured,
 )
-from tests.support.tiny_models import VOCAB, captured, logits_of
+from tests.support.tiny_models import captured, logits_of
 
 pytest.importorskip("spu")
 
 
 def test_an_artifact_is_compiled_once_for_each_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = captured("gpt2-sdpa")
+    model = small_captured()
     aero_compile.save(model, tmp_path / "artifact")
     options: dict[str, Any] = {"guards": False, "tolerances": Tolerances(logits=None)}
     found = find_programs(tmp_path / "artifact", (9, 4), "semi2k", tmp_path / "kept", **options)
@@ -44,7 +44,7 @@ def test_an_artifact_is_compiled_once_for_each_length(tmp_path: Path, monkeypatc
     with serving(tmp_path / "kept") as running, connect(running.address, **SEMI2K) as connection:
         assert [facts.length for facts in connection.programs] == [4, 9]
         for length in (3, 9, 6, 4, 1):
-            ids = np.random.default_rng(length).integers(0, VOCAB, length)
+            ids = np.random.default_rng(length).integers(0, VOCABULARY, length)
             with torch.no_grad():
                 wanted = logits_of(model(torch.from_numpy(ids)[None]))
             np.testing.assert_allclose(connection.logits(ids), wanted[0].numpy(), rtol=0, atol=0.05)

@@ -21,6 +21,7 @@ CASES: dict[str, tuple[str, str | None, tuple[int, int], dict[str, Any]]] = {
     "norms, GELU": ("gpt2-eager", "SM+LN+G", (2, 5), {}),
     "wide groups": ("gpt2-eager", "softmax_only", (2, 5), {"network": WAN}),
     "offline, checks": ("gpt2-eager", "SM+R", (1, 7), {"offline": True, "guards": True}),
+    "offline, short": ("gpt2-eager", "SM+R", (1, 2), {"offline": True, "guards": True, "warm": "setup"}),
     "a store runs dry": ("gpt2-eager", "SM+R", (1, 7), {"offline": True}),
     "public": ("gpt2-eager", "SM+LN+R", (1, 6), {"public": PUBLIC}),
     "all at once": ("gpt2-eager", "SM+LN+R", (1, 1), {"public": PUBLIC, "offline": True, "network": WAN}),
@@ -31,7 +32,7 @@ CASES: dict[str, tuple[str, str | None, tuple[int, int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", by_default(CASES, "offline, checks"))
+@pytest.mark.parametrize("case", by_default(CASES, "offline, short"))
 def test_rounds_are_those_of_the_cost_model(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(comparisons.SET_UP_BYTES, "cheetah", 0)  # comparisons in the second runtime
     family, recipe, (batch, length), options = CASES[case]
