@@ -8,6 +8,9 @@ import torch
 
 from aero_compile.errors import InputError
 
+GAINS = ("weight", "alpha", "beta")
+"""What vectors are called that are multiplied with or divided by, in norms and scaled FFNs."""
+
 
 def with_weights(model: torch.nn.Module) -> torch.nn.Module:
     """The model itself, or a copy with weights like those of a trained model in place of those on the meta device."""
@@ -33,7 +36,7 @@ def with_weights(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _like_trained(weight: torch.nn.Parameter, name: str) -> torch.Tensor:
-    """Small numbers, none equal, around 1 for a gain: a rewriting that needs special weights finds none."""
+    """Small numbers, none equal, around 1 for a gain or a scale: a rewriting that needs special weights finds none."""
     generator = torch.Generator().manual_seed(weight.numel())
-    center = 1.0 if weight.dim() == 1 and name == "weight" else 0.0
+    center = 1.0 if weight.dim() == 1 and name in GAINS else 0.0
     return torch.normal(center, 0.02, weight.shape, generator=generator).to(weight.dtype)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import aero_compile
 from aero_compile.errors import InputError
 from aero_compile.runtime.costs.model import estimate_generation
-from tests.support.tiny_generation import PROMPT, small_captured, small_compiled
+from aero_compile.runtime.costs.unknown_weights import with_weights
+from tests.support.tiny_generation import PROMPT, small_captured, small_compiled, small_gpt2
 
 pytest.importorskip("spu")
 
@@ -40,6 +43,32 @@ def test_the_bill_is_the_estimate() -> None:
     assert found.messages == made.total.messages
     assert found.token.bytes == pytest.approx(made.tokens[-1].cost.bytes, rel=0.01)
     assert found.token.messages == made.tokens[-1].cost.messages
+
+
+@pytest.mark.slow
+def test_programs_of_a_generation_are_made_for_the_network() -> None:
+    """A fast network takes bytes for seconds: fewer heads are joined in one product."""
+    config = GPT2Config(vocab_size=23, n_layer=1, n_head=8, n_embd=128, n_positions=32)
+    model = aero_compile.transform(GPT2LMHeadModel(config), "softmax_only")
+    products = {}
+    for network in ("loopback", "lan"):
+        token = aero_compile.estimate(model, 32, new_tokens=1, network=network).token
+        assert token is not None
+        products[network] = next(row for row in token.per_op if row["op"] == "matmul")
+    assert products["lan"]["bytes"] > products["loopback"]["bytes"]
+    assert products["lan"]["computing"] < products["loopback"]["computing"]
+
+
+def test_unknown_scales_are_around_one() -> None:
+    """They are divided by: around 0, twelve layers would give logits of 1e18, in which nothing is left of a prefix."""
+    model = aero_compile.transform(small_gpt2(), "softmax_only")
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                module._parameters[name] = torch.nn.Parameter(weight.to("meta"))
+    found = {name: weight for name, weight in with_weights(model).named_parameters() if name.startswith("scaled_ffn.")}
+    assert len(found) == 2
+    assert all(abs(float(weight.detach()) - 1) < 0.2 for weight in found.values())
 
 
 @pytest.mark.parametrize("options", [{"batch": 2}, {"new_tokens": 0}, {"new_tokens": True}])
