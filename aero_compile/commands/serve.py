@@ -27,8 +27,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("source", metavar="ARTIFACT", type=Path, help="saved artifact, or folder of compiled programs")
     add("--listen", required=True, metavar="HOST:PORT", help="where clients find it")
-    text = "tokens that a generated text may have with its prompt; without it the server generates nothing"
-    add("--room", type=positive, metavar="N", help=text)
+    text = (
+        "tokens that a generated text may have with its prompt; several divided by commas: a text grows through them; "
+    )
+    text += "without it the server generates nothing"
+    add("--room", type=counts, default=(), metavar="LIST", help=text)
     text = "how many tokens of a prompt are computed at once, divided by commas: a program for each number"
     add("--fills", type=counts, default=(), metavar="LIST", help=text)
     text = "how many tokens of a text are checked at once where clients guess, divided by commas: a program for each"

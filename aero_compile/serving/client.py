@@ -253,7 +253,7 @@ class _Decoder:
         """Compute keys and values of `ids` at `position` and behind it."""
         total, left = Cost(), list(ids)
         for name, kept in self._programs.plan(len(left), position):
-            total += self._step(name, position, left[:kept])[1]
+            total += self._run(name, position, left[:kept])[1]
             left, position = left[kept:], position + kept
         return total
 
@@ -270,6 +270,9 @@ class _Decoder:
         return logits[: len(ids)], cost
 
     def _step(self, name: str, position: int, ids: Sequence[int]) -> tuple[Logits | None, Cost]:
+        return self._run(self._programs.at(name, position), position, ids)
+
+    def _run(self, name: str, position: int, ids: Sequence[int]) -> tuple[Logits | None, Cost]:
         return self._connection.run(lambda: self._conversation.step(name, position, ids))
 
     def close(self) -> None:

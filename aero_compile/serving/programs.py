@@ -24,7 +24,7 @@ def find_programs(
     protocol: str,
     folder: str | os.PathLike[str],
     *,
-    room: int | None = None,
+    room: int | Sequence[int] | None = None,
     fills: Sequence[int] = (),
     checks: Sequence[int] = (),
     **options: Any,
@@ -38,7 +38,7 @@ def find_programs(
         protocol: that is compiled for.
         folder: where compiled programs are kept (mode 0700). Those of an artifact are found there again, under a name
             made of the artifact's digest and the options.
-        room: positions of texts that are generated; None: none are.
+        room: positions of texts that are generated, or of several rooms, through which they grow; None: none are.
         fills: how many positions from the first on of such a text are computed at once, one program for each; none:
             as many as `compile_generation` makes.
         checks: how many positions with guesses of the client are computed at once, one program for each.
@@ -63,9 +63,12 @@ def find_programs(
         str(length): partial(_compile_whole, source, length, protocol, options) for length in wanted
     }
     if room:
-        sizes = "-".join([str(room), *map(str, sorted(set(fills))), *(f"c{size}" for size in sorted(set(checks)))])
+        rooms = sorted({room} if isinstance(room, int) else {*room})
+        sizes = "-".join(
+            ["+".join(map(str, rooms)), *map(str, sorted(set(fills))), *(f"c{size}" for size in sorted(set(checks)))]
+        )
         told = {"fills": tuple(fills) or None, "checks": tuple(checks), **options}
-        made[f"steps-{sizes}"] = partial(_compile_steps, source, room, protocol, told)
+        made[f"steps-{sizes}"] = partial(_compile_steps, source, rooms, protocol, told)
     return [_compiled(Path(folder) / f"{key}{name}", bool(key), make) for name, make in made.items()]
 
 
@@ -113,7 +116,7 @@ def _compile_whole(model: Any, length: int, protocol: str, options: dict[str, An
     export(compile_model(model, 1, length, protocol, **options), place)
 
 
-def _compile_steps(model: Any, room: int, protocol: str, options: dict[str, Any], place: Path) -> None:
+def _compile_steps(model: Any, rooms: list[int], protocol: str, options: dict[str, Any], place: Path) -> None:
     from aero_compile.runtime.generation.export import compile_generation, export_generation
 
-    export_generation(compile_generation(model, room, protocol, **options), place)
+    export_generation(compile_generation(model, rooms, protocol, **options), place)

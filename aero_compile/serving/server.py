@@ -120,7 +120,7 @@ def serve(
     address: str,
     *,
     lengths: Sequence[int] = (),
-    room: int | None = None,
+    room: int | Sequence[int] | None = None,
     fills: Sequence[int] = (),
     checks: Sequence[int] = (),
     folder: str | os.PathLike[str] | None = None,
@@ -136,7 +136,8 @@ def serve(
             such folders.
         address: "host:port" to listen at.
         lengths: of whole texts, in tokens; a client fills its text up to the next.
-        room: tokens that a generated text may have with its prompt; None: the server generates nothing.
+        room: tokens that a generated text may have with its prompt; None: the server generates nothing. Of several
+            numbers a text has the smallest room, where a token costs least, until that is full, and then the next.
         fills: how many tokens of a prompt are computed at once, one program for each number; none: 8, 16, 32, …
         checks: how many tokens are checked at once where the client guesses, one program for each number.
         folder: where compiled programs and their weights are kept (mode 0700); an artifact's are found there again. By

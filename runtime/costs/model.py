@@ -225,7 +225,8 @@ def estimate_generation(
     functions = {key: pphlo.parse(code) for each in programs.all.values() for key, code in each.codes.items()}
     session = Session(costs)
     prompt = [programs.all[name] for name, _ in programs.plan(length - 1, 0)]
-    order = [*prompt, *[programs.step] * new_tokens]
+    steps_at = range(length - 1, length - 1 + new_tokens)
+    order = [*prompt, *(programs.all[programs.at("step", position)] for position in steps_at)]
     if warm == "setup":
         _set_up(session, programs.step, functions)
     session.meet()
@@ -239,7 +240,7 @@ def estimate_generation(
         (*rows, reveal), spent = _forward(session, program, functions, emulated, prepared)
         steps, reveals = [*steps, *rows], [*reveals, reveal]
         total.add(spent)
-    token = _estimate(programs.step, emulated, warm_up, [*rows, reveal], spent, costs)
+    token = _estimate(order[-1], emulated, warm_up, [*rows, reveal], spent, costs)
     opening = {
         **reveal,
         **{key: sum(each[key] for each in reveals) for key, value in reveal.items() if key not in _TEXTS},

@@ -18,7 +18,7 @@ from aero_compile.model import TransformedModel
 from aero_compile.optimize import optimize_for_inference
 from aero_compile.runtime.arithmetic.prices import second_worth
 from aero_compile.runtime.compilation import Observed, Options, lowering, observed, refuse_outside, typical
-from aero_compile.runtime.generation.programs import CHECK, CompiledGeneration, Programs, check, check_name, count_of
+from aero_compile.runtime.generation.programs import CompiledGeneration, Programs, check_name, in_room, of_names
 from aero_compile.runtime.lowering.bounds import Bound, hull
 from aero_compile.runtime.lowering.live import LiveProgram
 from aero_compile.runtime.lowering.partition import Partition, partition_step
@@ -32,19 +32,20 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 def compile_for_generation(
     model: nn.Module,
-    room: int,
+    room: int | Iterable[int],
     fills: Iterable[int],
     options: Options,
     text: Tokens | None = None,
     say: Callable[[str], None] = lambda what: None,
     checks: Iterable[int] = (),
 ) -> CompiledGeneration:
-    """Compile the programs of texts of up to `room` positions.
+    """Compile the programs of texts of up to `room` positions, or of several rooms, through which a text grows.
 
     Args:
         model: transformed, or any decoder, which is captured as it is.
-        room: positions that there is room for, at least 2.
-        fills: how many positions from the first on are computed at once, by one program each.
+        room: positions that there is room for, at least 2; of several numbers one set of programs for each.
+        fills: how many positions from the first on are computed at once, by one program each, which is of the smallest
+            room that has place for them.
         options: as of other programs; `logits` and `looked_at` mean nothing here.
         text: token ids [1, T] on which ranges are checked and the programs rehearsed; None: on calibration text or
             random tokens.
@@ -56,26 +57,39 @@ def compile_for_generation(
         UnsupportedModelError: new positions cannot be computed by themselves, with the op and its place.
         LoweringError: the model cannot be computed privately, or its logits would be too far off.
     """
+    rooms = sorted({room} if isinstance(room, int) else {*room})
     counts, several = sorted({*fills}), sorted({*checks})
-    if room < 2 or not all(2 <= count <= room for count in (*counts, *several)):
-        raise InputError(f"no programs for {counts} and {several} positions and room for {room}: each takes 2 or more")
+    sizes = [*((count, rooms[-1]) for count in counts), *((count, rooms[0]) for count in several)] if rooms else []
+    if not rooms or rooms[0] < 2 or not all(2 <= count <= most for count, most in sizes):
+        raise InputError(f"no programs for {counts} and {several} positions and room for {rooms}: each takes 2 or more")
     say("compiling")
     given = with_graph(model)
-    ids = np.zeros((1, room), np.int64) if text is None else text
+    ids = np.zeros((1, rooms[-1]), np.int64) if text is None else text
     with second_worth(options.network.second_bytes):
         optimized = _optimized(with_public(given, options.public), options.optimize)
         ready = replace(options, looked_at=False)
         seen = observed(optimized, ids, ready, on_ids=text is not None)
-        one = decode_step(optimized, 1, room)
-        parts = {str(n): partition_step(decode_step(optimized, 1, room, n), 0, opens=False) for n in counts}
-        parts |= {"advance": partition_step(one, opens=False), "step": partition_step(one)}
-        for count in several:
-            parts[check_name(count)] = partition_step(decode_step(optimized, 1, room, count, anywhere=True))
+        parts: dict[str, Partition] = {}
+        for at, size in enumerate(rooms):
+            own = [count for count in counts if count <= size and (at == 0 or count > rooms[at - 1])]
+            found = _parts(optimized, size, own, several)
+            parts |= {in_room(name, size) if at else name: part for name, part in found.items()}
         compiled = _compiled(optimized, parts, seen, ready, text)
         if ready.form.tolerances.logits is not None:
             say("rehearsing in the clear")
-            _rehearse(given, compiled, ready, text)
+            for programs in compiled.programs.rooms:
+                _rehearse(given, programs, compiled, ready, text)
     return compiled
+
+
+def _parts(model: InferenceModel, room: int, fills: Iterable[int], checks: Iterable[int]) -> dict[str, Partition]:
+    """What is computed at which party, of each program of a room."""
+    one = decode_step(model, 1, room)
+    parts = {str(n): partition_step(decode_step(model, 1, room, n), 0, opens=False) for n in fills}
+    parts |= {"advance": partition_step(one, opens=False), "step": partition_step(one)}
+    for count in checks:
+        parts[check_name(count)] = partition_step(decode_step(model, 1, room, count, anywhere=True))
+    return parts
 
 
 def _optimized(model: nn.Module, optimize: bool) -> InferenceModel:
@@ -113,12 +127,7 @@ def _compiled(
         form = options.form
         programs[name] = compile_steps(live, options.protocol, form.ring_bits, form.fraction_bits, codes)
         codes |= programs[name].codes
-    step, advance = programs.pop("step"), programs.pop("advance")
-    fills = {count_of(name): each for name, each in programs.items() if not name.startswith(CHECK)}
-    checks = {count_of(name): each for name, each in programs.items() if name.startswith(CHECK)}
-    together = Programs(step, advance, fills, checks)
-    check(together)
-    return CompiledGeneration(together, weights, published)
+    return CompiledGeneration(of_names(programs), weights, published)
 
 
 def _named_apart(live: LiveProgram, suffix: str, taken: Mapping[str, npt.NDArray[Any]]) -> LiveProgram:
@@ -150,18 +159,18 @@ def _same(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> bool:
     return one.dtype == other.dtype and np.array_equal(one, other)
 
 
-def _rehearse(given: nn.Module, compiled: CompiledGeneration, options: Options, text: Tokens | None) -> None:
-    """Run a fill and the step behind it in the clear and in fixed point, and compare with the model's own logits.
+def _rehearse(
+    given: nn.Module, programs: Programs, compiled: CompiledGeneration, options: Options, text: Tokens | None
+) -> None:
+    """Run a room's fill and the step behind it in the clear and in fixed point, and compare with the model's logits.
 
     Raises:
         LoweringError: two parties might be further off than the tolerance.
     """
-    programs, tolerance = compiled.programs, options.form.tolerances.logits
+    tolerance, room = options.form.tolerances.logits, programs.step.positions
     assert tolerance is not None
-    ids, name = (
-        (text, "these tokens") if text is not None else typical(given, np.zeros((1, programs.room), np.int64), options)
-    )
-    begin = max((count for count in programs.fills if count < ids.shape[1]), default=0)
+    ids, name = (text, "these tokens") if text is not None else typical(given, np.zeros((1, room), np.int64), options)
+    begin = max((count for count in programs.fills if count < min(room, ids.shape[1])), default=0)
     cached: Any = [np.zeros(spec.shape) for spec in programs.step.cached]
     run = partial(rehearse_step, weights=compiled.weights, published=compiled.published)
     if begin:

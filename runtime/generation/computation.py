@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.errors import PartyError
-from aero_compile.runtime.generation.programs import Programs
+from aero_compile.runtime.generation.growth import grow
+from aero_compile.runtime.generation.programs import Programs, count_of
 from aero_compile.runtime.generation.session import Cost, Logits
 from aero_compile.runtime.hosts.computation import Computation
 from aero_compile.runtime.hosts.link import Way
@@ -45,6 +46,7 @@ class StepComputation(Computation):
         self._of_client: dict[str, npt.NDArray[Any]] = {}
         self._are_set: set[str] = set()
         self._prepared: dict[str, deque[Prepared]] = defaultdict(deque)
+        self._held: tuple[TensorSpec, ...] = ()
 
     def prepare_for(self, name: str) -> Cost:
         """Prepare one run of a program, before its tokens are known; it is kept here, and used once.
@@ -77,7 +79,8 @@ class StepComputation(Computation):
         for spec, result in zip(self._program.cached, self._program.results, strict=True):
             runtime.set_var(spec.name, runtime.get_var(result))
             runtime.del_var(result)
-        return late + cost_of(record), None if logits is None else logits[0, -1] if name == "step" else logits[0]
+        self._held = self._program.cached
+        return late + cost_of(record), None if logits is None else logits[0, -1] if count_of(name) == 1 else logits[0]
 
     def _take_prepared(self) -> Prepared:
         return self._prepared[self._name].popleft() if self._program.is_prepared else {}
@@ -91,6 +94,9 @@ class StepComputation(Computation):
             runtime.set_var(spec.name, self._share(io, spec, CLIENT))
         for spec in program.cached:
             self._set(spec, SERVER)
+        for held, spec in zip(self._held, program.cached if self._held else (), strict=True):
+            if held != spec:
+                grow(self._spu, io, runtime, self._rank, held, spec, program.field)
         for spec in program.shared_inputs:
             if self._is_needed(spec.name):
                 shares = io.make_shares(self._row(self._inputs.published, spec.name), self._spu.Visibility.VIS_PUBLIC)

@@ -29,7 +29,7 @@ SHORTEST_FILL = 8
 
 def compile_generation(
     model: nn.Module,
-    room: int,
+    room: int | Iterable[int],
     protocol: str = "cheetah",
     *,
     fills: Iterable[int] | None = None,
@@ -49,7 +49,8 @@ def compile_generation(
 
     Args:
         model: a transformed model, or any decoder, which is captured as it is.
-        room: tokens of a text, the generated ones included, at least 2. What a token costs grows with it.
+        room: tokens of a text, the generated ones included, at least 2. What a token costs grows with it. Of several
+            numbers a text has the room of the smallest until that is full, and then of the next.
         protocol: as of `private_inference`.
         fills: how many tokens of a prompt are computed at once, by one program each, which takes shorter prompts too;
             None: 8, 16, 32, … and `room` less one.
@@ -68,8 +69,9 @@ def compile_generation(
         *(protocol, form, batches(calibration), "all", optimize, clamp, guards, names_of(public), offline, between)
     )
     import_spu()
-    prompts = usual_fills(room) if fills is None else fills
-    return compile_for_generation(model, room, prompts, options, checks=checks)
+    rooms = [room] if isinstance(room, int) else sorted({*room})
+    prompts = usual_fills(max(rooms, default=0)) if fills is None else fills
+    return compile_for_generation(model, rooms, prompts, options, checks=checks)
 
 
 def usual_fills(room: int) -> list[int]:

@@ -173,7 +173,8 @@ class _Party:
                 print_event("answer", cost=asdict(total))
                 continue
             ids, position = order["ids"], order["position"]
-            plan = self.programs.plan(len(ids), position) if order["do"] == "fill" else [(order["do"], len(ids))]
+            programs, do = self.programs, order["do"]
+            plan = programs.plan(len(ids), position) if do == "fill" else [(programs.at(do, position), len(ids))]
             for name, kept in plan:
                 link.send(SERVER, write_order(name, position, kept))
                 cost = self._run(computation, name, position, ids[:kept])

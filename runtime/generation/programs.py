@@ -1,7 +1,8 @@
 """The programs of a generation, which both parties hold: a prompt at once, and one position after another.
 
 All take and leave the same cached values, so they run on the shares that the others left. Which of them runs, and at
-which position, both parties know: lengths of texts are public.
+which position, both parties know: lengths of texts are public. There may be programs for several rooms: a text begins
+in the smallest one, and goes on in the next when that is full.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +33,24 @@ class Programs:
     """`step` computes one position anywhere, with its logits; `advance` the same without them.
 
     `fills` compute so many positions from the first on, without logits; `checks` so many anywhere, with the logits of
-    all.
+    all. `larger`: the programs of the next room, which take the same cached values with more positions.
     """
 
     step: Program
     advance: Program
     fills: Mapping[int, Program] = field(default_factory=dict)
     checks: Mapping[int, Program] = field(default_factory=dict)
+    larger: Programs | None = None
+
+    @property
+    def rooms(self) -> tuple[Programs, ...]:
+        """The programs of each room, smallest first."""
+        return (self, *(() if self.larger is None else self.larger.rooms))
 
     @property
     def room(self) -> int:
-        """Positions that there is room for."""
-        return self.step.positions
+        """Positions that there is room for, in the largest room."""
+        return self.rooms[-1].step.positions
 
     @property
     def vocabulary(self) -> int:
@@ -51,9 +59,16 @@ class Programs:
 
     @property
     def all(self) -> dict[str, Program]:
-        """All programs by name: those that fill by their counts, those that check by `check_name`."""
+        """All programs by name: those that fill by their counts, those that check by `check_name`.
+
+        Those of larger rooms have the room behind it, as "step@128".
+        """
         found = {"step": self.step, "advance": self.advance, **{str(n): each for n, each in sorted(self.fills.items())}}
-        return found | {check_name(n): each for n, each in sorted(self.checks.items())}
+        found |= {check_name(n): each for n, each in sorted(self.checks.items())}
+        for each in self.rooms[1:]:
+            own = replace(each, larger=None).all
+            found |= {in_room(name, each.step.positions): program for name, program in own.items()}
+        return found
 
     @property
     def digest(self) -> str:
@@ -68,12 +83,25 @@ class Programs:
         anything looks at it.
         """
         found: list[tuple[str, int]] = []
-        if position == 0 and count > 1 and self.fills:
-            larger = [size for size in self.fills if size >= count]
-            size = min(larger) if larger else max(self.fills)
-            found.append((str(size), min(size, count)))
-            count -= found[0][1]
-        return found + [("advance", 1)] * count
+        fills = {count_of(name): name for name in self.all if is_fill(name)}
+        if position == 0 and count > 1 and fills:
+            larger = [size for size in fills if size >= count]
+            size = min(larger) if larger else max(fills)
+            found.append((fills[size], min(size, count)))
+        begun = position + sum(kept for _, kept in found)
+        return found + [(self.at("advance", place), 1) for place in range(begun, position + count)]
+
+    def at(self, name: str, position: int) -> str:
+        """Name of the program `name` in the smallest room that has places for it from `position` on.
+
+        Raises:
+            InputError: none has.
+        """
+        for each in self.rooms:
+            found = name if each is self else in_room(name, each.step.positions)
+            if found in self.all and position < self.all[found].positions:
+                return found
+        raise InputError(f"there is no program {name!r} at {position}: there is room for {self.room} positions")
 
     def _index(self) -> bytes:
         digests = {name: program.digest for name, program in self.all.items()}
@@ -99,17 +127,12 @@ class Programs:
             if content["format"] != FORMAT:
                 raise InputError(f"{path} is of another version of aero_compile")
             digests = {str(name): str(digest) for name, digest in content["programs"].items()}
-            counts = {name: count_of(name) for name in digests}
-            step, advance = digests["step"], digests["advance"]
+            for name in digests:
+                count_of(name)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise InputError(f"{path} does not name the programs of a generation: {error}") from error
         found = {digest: _load(Path(folder), digest) for digest in {*digests.values()}}
-        ordered = sorted(counts.keys() - {"step", "advance"}, key=counts.__getitem__)
-        checks = {counts[name]: found[digests[name]] for name in ordered if name.startswith(CHECK)}
-        fills = {counts[name]: found[digests[name]] for name in ordered if not name.startswith(CHECK)}
-        programs = cls(found[step], found[advance], fills, checks)
-        check(programs)
-        return programs
+        return of_names({name: found[digests[name]] for name in digests})
 
 
 CHECK = "check-"
@@ -121,26 +144,90 @@ def check_name(count: int) -> str:
     return f"{CHECK}{count}"
 
 
+def in_room(name: str, room: int) -> str:
+    """Name of a program of a room that is not the smallest."""
+    return f"{name}@{room}"
+
+
 def count_of(name: str) -> int:
     """How many positions the program of a name computes; ValueError if it is no name of one."""
-    return 1 if name in ("step", "advance") else int(name.removeprefix(CHECK))
+    own, _ = _parts(name)
+    return 1 if own in ("step", "advance") else int(own.removeprefix(CHECK))
+
+
+def is_fill(name: str) -> bool:
+    """Whether the program of a name computes positions from the first on."""
+    return _parts(name)[0].isdigit()
+
+
+def opens_logits(name: str) -> bool:
+    """Whether the program of a name opens logits: of one position, or of all that it checks."""
+    own, _ = _parts(name)
+    return own == "step" or own.startswith(CHECK)
+
+
+def _parts(name: str) -> tuple[str, int]:
+    """A name without its room, and the room; 0: the smallest one."""
+    own, at, room = name.partition("@")
+    return own, int(room) if at else 0
+
+
+def of_names(named: Mapping[str, Program]) -> Programs:
+    """The programs that have these names, of all rooms.
+
+    Raises:
+        InputError: they are no generation.
+    """
+    found: Programs | None = None
+    for room in sorted({_parts(name)[1] for name in named}, reverse=True):
+        own = {_parts(name)[0]: program for name, program in named.items() if _parts(name)[1] == room}
+        if not {"step", "advance"} <= own.keys():
+            raise InputError("a room of a generation has no programs 'step' and 'advance'")
+        ordered = sorted(own.keys() - {"step", "advance"}, key=count_of)
+        checks = {count_of(name): own[name] for name in ordered if not is_fill(name)}
+        fills = {count_of(name): own[name] for name in ordered if is_fill(name)}
+        found = Programs(own["step"], own["advance"], fills, checks, found)
+    if found is None or found.all.keys() != named.keys():
+        raise InputError(f"these are not the programs of a generation: {', '.join(map(repr, sorted(named)))[:200]}")
+    check(found)
+    return found
 
 
 def check(programs: Programs) -> None:
     """Raise InputError if the programs are no generation: one goes on where another left off."""
+    rooms = programs.rooms
+    for each, larger in pairwise(rooms):
+        _check_growth(each.step, larger.step)
+    for each in rooms:
+        _check_room(replace(each, larger=None))
+
+
+def _check_growth(step: Program, larger: Program) -> None:
+    """What is held in one room must become what is held in the next by more positions, and nothing else."""
+    rooms = step.positions, larger.positions
+    same = len(step.cached) == len(larger.cached) and rooms[0] < rooms[1] and step.tokens == larger.tokens
+    for one, other in zip(step.cached, larger.cached, strict=False):
+        unlike = [pair for pair in zip(one.shape, other.shape, strict=False) if pair[0] != pair[1]]
+        same &= (one.name, one.dtype, len(one.shape)) == (other.name, other.dtype, len(other.shape)) and unlike == [
+            rooms
+        ]
+    if not same:
+        raise InputError(f"what {rooms[0]} positions leave does not go on in a room for {rooms[1]}: serve one room")
+
+
+def _check_room(programs: Programs) -> None:
     step = programs.step
     shared = (step.protocol, step.field, step.fraction_bits, step.cached, step.versions)
     for name, each in programs.all.items():
         theirs = (each.protocol, each.field, each.fraction_bits, each.cached, each.versions)
         if theirs != shared or not each.cached:
             raise InputError(f"the program {name!r} does not go on from the cached values of the others")
-        count, is_fill = count_of(name), name.isdigit()
-        opens = name == "step" or name.startswith(CHECK)
-        if each.tokens.shape != (1, count, programs.vocabulary) or each.opens != opens:
+        count = count_of(name)
+        if each.tokens.shape != (1, count, programs.vocabulary) or each.opens != opens_logits(name):
             raise InputError(f"the program {name!r} does not compute {count} positions of one text")
         if not 1 <= count <= programs.room:
             raise InputError(f"the program {name!r} has no room for its positions")
-        places = 0 if is_fill else programs.room - count + 1
+        places = 0 if is_fill(name) else programs.room - count + 1
         if each.positions != places:
             raise InputError(f"the program {name!r} computes at {each.positions} positions, not {places}")
 

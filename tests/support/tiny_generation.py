@@ -47,6 +47,13 @@ def small_compiled(protocol: str = "semi2k", guards: bool = False) -> CompiledGe
     return compile_for_generation(small_captured(), ROOM, FILLS, options, checks=CHECKS)
 
 
+@made_once
+def small_growing() -> CompiledGeneration:
+    """The same, with a room of half as many positions before."""
+    options = Options("semi2k", Format(64, 18, DEFAULT))
+    return compile_for_generation(small_captured(), (ROOM // 2, ROOM), FILLS, options, checks=CHECKS)
+
+
 def eager_logits(text: list[int]) -> npt.NDArray[np.float32]:
     """The logits behind a text, [V], in eager PyTorch."""
     with torch.no_grad():

@@ -21,6 +21,7 @@ from tests.support.tiny_generation import (
     eager_text,
     small_captured,
     small_compiled,
+    small_growing,
 )
 from tests.support.tiny_models import hugging_face
 
@@ -52,6 +53,31 @@ def test_a_session_generates_what_eager_pytorch_does() -> None:
         assert_logits(session, [9, 9])
         assert_logits(session, [2, 7, 1, 8, 2])
         assert_logits(session, [2, 7, 1, 8, 2, 8, 1, 8])
+
+
+def test_a_text_grows_through_the_rooms() -> None:
+    """The same tokens as with one room, for less while it is short; keys and values are not sent to grow."""
+    steps = {
+        name: each.step for name, each in (("one", small_compiled().programs), ("small", small_growing().programs))
+    }
+    assert steps["small"].positions == ROOM // 2 < steps["one"].positions == ROOM
+    with local_session(small_growing(), set_up=False) as session:
+        assert (session.room, session.vocabulary) == (ROOM, VOCABULARY)
+        made = session.generate(PROMPT[:2], ROOM - 1)
+        assert made.ids == eager_text(PROMPT[:2], ROOM - 1)
+        for at, token in enumerate(made.tokens):
+            np.testing.assert_allclose(token.logits, eager_logits(PROMPT[:2] + made.ids[:at]), rtol=0, atol=CLOSE_TO)
+        costs = [token.cost.bytes for token in made.tokens]  # of positions 1 to 7
+        assert (
+            len({*costs[:3]}) == len({*costs[3:]}) == 1
+        )  # what was held before the first in the larger room is not sent
+        assert costs[0] < costs[3]
+        assert_logits(session, PROMPT[:2] + made.ids[:1] + [9])  # back in the small room, and out of it again
+        assert_logits(session, PROMPT[:2] + made.ids[:1] + [9, 5, 7])
+        assert_logits(session, [2, 7, 1, 8, 2, 8])  # filled in the larger room
+        right = eager_text([2, 7], 4)
+        guessed = session.generate([2, 7], 4, guess=lambda text: right[len(text) - 2 :])
+        assert (guessed.ids, guessed.right) == (right, guessed.guessed)
 
 
 def test_what_is_guessed_is_checked_at_once() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from aero_compile.errors import InputError
 from aero_compile.runtime.generation.programs import INDEX, Programs, check
-from tests.support.tiny_generation import CHECKS, FILLS, ROOM, VOCABULARY, small_compiled
+from tests.support.tiny_generation import CHECKS, FILLS, ROOM, VOCABULARY, small_compiled, small_growing
 
 pytest.importorskip("spu")
 
@@ -44,6 +44,41 @@ def test_plans(programs: Programs) -> None:
     assert programs.plan(7, 0) == [("5", 5), ("advance", 1), ("advance", 1)]
     assert programs.plan(1, 0) == [("advance", 1)]
     assert programs.plan(2, 3) == [("advance", 1), ("advance", 1)]
+
+
+def test_rooms(tmp_path: Path) -> None:
+    """Each position runs in the smallest room that has it; fills are of the smallest room with place for them."""
+    programs = small_growing().programs
+    small, large = programs.rooms
+    assert ([*small.fills], [*large.fills], programs.room) == ([3], [5], ROOM)
+    assert (small.step.positions, large.step.positions) == (ROOM // 2, ROOM)
+    programs.save(tmp_path)
+    assert Programs.load(tmp_path) == programs
+    assert {*programs.all} == {"step", "advance", "3", "check-3", "step@8", "advance@8", "5@8", "check-3@8"}
+    assert [programs.at("step", at) for at in (0, 3, 4, 7)] == ["step", "step", "step@8", "step@8"]
+    assert [programs.at("check-3", at) for at in (1, 2, 5)] == ["check-3", "check-3@8", "check-3@8"]
+    assert programs.plan(3, 0) == [("3", 3)]
+    assert programs.plan(7, 0) == [("5@8", 5), ("advance@8", 1), ("advance@8", 1)]
+    assert programs.plan(3, 2) == [("advance", 1), ("advance", 1), ("advance@8", 1)]
+    for name, position in (("step", ROOM), ("check-3", 6), ("other", 0)):
+        with pytest.raises(InputError, match="there is no program"):
+            programs.at(name, position)
+
+
+def test_rooms_that_do_not_go_on_from_each_other_are_refused(tmp_path: Path) -> None:
+    small, large = small_growing().programs.rooms
+    turned = [dataclasses.replace(spec, shape=spec.shape[::-1]) for spec in large.step.cached]
+    other = dataclasses.replace(large, step=dataclasses.replace(large.step, cached=tuple(turned)))
+    for larger in (other, dataclasses.replace(small, larger=None)):
+        with pytest.raises(InputError, match="does not go on in a room for"):
+            check(dataclasses.replace(small, larger=larger))
+    small.save(tmp_path)
+    index = json.loads((tmp_path / INDEX).read_text())
+    for number in ("9", "08", "-8", "x", ""):
+        names = {name.replace("@8", f"@{number}"): digest for name, digest in index["programs"].items()}
+        (tmp_path / INDEX).write_text(json.dumps({**index, "programs": names}))
+        with pytest.raises(InputError):
+            Programs.load(tmp_path)
 
 
 @pytest.mark.parametrize(
