@@ -1,19 +1,25 @@
 """Go on with a text privately: the server computes on secret shares and learns neither it nor what follows.
 
-The prompt is --prompt, or what comes on standard input. The text is streamed to standard output; the bill (bytes of
-both directions, messages, seconds, by token) goes to standard error. The server learns how long prompt and text are,
-with --bucket about how long.
+The prompt is --prompt, or what comes on standard input. Where the tokenizer has a chat template it is a message, and
+lines typed at a terminal are a conversation, of which nothing is computed twice; --raw goes on with a text as it is.
+The text is streamed to standard output, the bill (bytes of both directions, messages, seconds, by token) to standard
+error. The server learns how long prompt and text are.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from aero_compile.commands.draft import add_draft, draft_of
 from aero_compile.commands.link import add_client, open_session
 from aero_compile.commands.options import positive
 from aero_compile.errors import InputError
+
+if TYPE_CHECKING:
+    from aero_compile.runtime.generation.session import Token
 
 SUMMARY = "text from a server's model, which learns nothing of it but its length"
 
@@ -24,8 +30,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_draft(parser)
     group = parser.add_argument_group("text")
     add = group.add_argument
-    add("--prompt", metavar="TEXT", help="text to go on with (default: standard input, to its end)")
-    add("--max-tokens", type=positive, default=32, metavar="N", help="tokens to generate (default: %(default)s)")
+    add("--prompt", metavar="TEXT", help="text to go on with, or message (default: standard input, to its end)")
+    add("--raw", action="store_true", help="go on with the prompt as it is, also where there is a chat template")
+    text = "tokens to generate, of an answer as many as there is room for (default: %(default)s)"
+    add("--max-tokens", type=positive, default=32, metavar="N", help=text)
     text = "0 takes the likeliest token, 1 samples as the model has it (default: %(default)s)"
     add("--temperature", type=float, default=0.0, metavar="T", help=text)
     add("--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest tokens that have P together")
@@ -34,30 +42,82 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generate the text."""
+    """Generate the text, or answer one message after the other."""
+    from aero_compile.decoding.dialog import Dialog
     from aero_compile.decoding.sampling import Sampler, Sampling
-    from aero_compile.decoding.text import TextStream
-    from aero_compile.runtime.generation.session import Token
     from aero_compile.training.tokenizer import load_tokenizer
 
     choose = Sampler(Sampling(args.temperature, args.top_p, args.seed))
     tokenizer = load_tokenizer(args.tokenizer)
-    raw = tokenizer.backend_tokenizer
-    ids = list(raw.encode(sys.stdin.read() if args.prompt is None else args.prompt, add_special_tokens=False).ids)
-    if not ids:
-        raise InputError("the prompt is empty: there is no token to go on from")
-    stream = TextStream(raw, ids, args.stop)
-    ends = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
-
-    def told(token: Token) -> bool:
-        if token.id not in ends:
-            print(stream.push(token.id), end="", flush=True)
-        return stream.stopped
-
+    dialog = Dialog(tokenizer) if tokenizer.chat_template and not args.raw else None
+    prompts = _prompts(args, several=dialog is not None)
     draft = draft_of(args, tokenizer)
     with open_session(args) as session:
-        guess = None if draft is None else draft(session)
-        found = session.generate(ids, args.max_tokens, told, choose, ends, guess)
-    print(stream.finish(), flush=True)
-    print(found, file=sys.stderr)
+        writes = _Writes(session, tokenizer, args, choose, None if draft is None else draft(session))
+        for prompt in prompts:
+            if dialog is None:
+                writes.text(_encoded(tokenizer, prompt), args.max_tokens)
+            else:
+                writes.answer(dialog, prompt)
     return 0
+
+
+def _prompts(args: argparse.Namespace, several: bool) -> Iterable[str]:
+    """The text that is given, or, of `several`, one message after the other as they are typed."""
+    if several and args.prompt is None and sys.stdin.isatty():
+        return _typed()
+    text = sys.stdin.read() if args.prompt is None else args.prompt
+    if not (text.strip() if several else text):
+        raise InputError("the prompt is empty: there is no token to go on from")
+    return [text]
+
+
+def _typed() -> Iterator[str]:
+    while True:
+        print("> ", end="", file=sys.stderr, flush=True)
+        if not (line := sys.stdin.readline()):
+            return
+        if line.strip():
+            yield line.removesuffix("\n")
+
+
+def _encoded(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+class _Writes:
+    """Streams texts of one session to standard output, and their bills to standard error."""
+
+    def __init__(self, session: Any, tokenizer: Any, args: argparse.Namespace, choose: Any, guess: Any) -> None:
+        self._session, self._stop, self._most, self._how = session, args.stop, args.max_tokens, (choose, guess)
+        self._raw = tokenizer.backend_tokenizer
+        self._ends = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+
+    def answer(self, dialog: Any, message: str) -> None:
+        """Answer a message, with no more tokens than there is room for."""
+        ids = dialog.ask(message)
+        text, made, cut = self.text(ids, min(self._most, max(1, self._session.room - len(ids) + 1)))
+        if cut:
+            dialog.answer_in_part(text)
+        else:
+            dialog.answer(text, made)
+
+    def text(self, ids: list[int], most: int) -> tuple[str, list[int], bool]:
+        """Go on with `ids`; the text, its ids but for one that ends it, and whether a stop string cut it."""
+        from aero_compile.decoding.text import TextStream
+
+        stream, said, (choose, guess) = TextStream(self._raw, ids, self._stop), list[str](), self._how
+
+        def say(text: str, end: str = "") -> None:
+            said.append(text)
+            print(text, end=end, flush=True)
+
+        def told(token: Token) -> bool:
+            if token.id not in self._ends:
+                say(stream.push(token.id))
+            return stream.stopped
+
+        found = self._session.generate(ids, most, told, choose, self._ends, guess)
+        say(stream.finish(), end="\n")
+        print(found, file=sys.stderr, flush=True)
+        return "".join(said), [each for each in found.ids if each not in self._ends], stream.stopped

@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from aero_compile.decoding.dialog import rendered
 from aero_compile.decoding.sampling import Sampling
 from aero_compile.errors import AeroError, InputError
 from aero_compile.proxy import answers
@@ -103,16 +104,13 @@ class _API:
 
     def _rendered(self, form: ChatForm) -> str:
         """The conversation as the model's template writes it."""
-        from jinja2 import TemplateError
-
         tokenizer = self._writer.tokenizer
         if not tokenizer.chat_template:
             raise BadRequestError("this model's tokenizer has no chat template; use /v1/completions", "messages")
-        messages = [message.plain() for message in form.messages]
         try:
-            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        except (TemplateError, TypeError, ValueError) as error:
-            raise BadRequestError(f"the chat template refuses these messages: {error}", "messages") from error
+            return rendered(tokenizer, [message.plain() for message in form.messages])
+        except InputError as error:
+            raise BadRequestError(str(error), "messages") from error
 
     def _known(self, name: str) -> None:
         if name != self._name:

@@ -1,0 +1,98 @@
+"""`chat` as a conversation: by the tokenizer's template, turn after turn over one session, in the clear here."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from aero_compile.__main__ import main
+from tests.support.clear_session import ROOM, ClearDecoder, clear_session
+from tests.support.words import save_words, words
+
+pytest.importorskip("transformers")
+
+COUNT = 23
+TEMPLATE = "{% for m in messages %}{{ 'w1' if m['role'] == 'user' else 'w2' }} {{ m['content'] }} {% endfor %}w2 "
+
+
+class Typed(io.StringIO):
+    """Standard input at a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], ClearDecoder]:
+    """The command line, and what stands behind the session."""
+    save_words(tmp_path / "tokenizer.json", COUNT)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    session, decoder = clear_session(COUNT)
+    monkeypatch.setattr("aero_compile.commands.chat.open_session", lambda args: session)
+    return ["chat", "--server", "nowhere:1", "--tokenizer", str(tmp_path), "--max-tokens", "4"], decoder
+
+
+def continuation(ids: list[int], count: int) -> list[int]:
+    _, decoder = clear_session(COUNT)
+    text = list(ids)
+    for _ in range(count):
+        text.append(int(decoder.logits(text).argmax()))
+    return text[len(ids) :]
+
+
+def test_lines_are_a_conversation_of_which_nothing_is_computed_twice(
+    asked: tuple[list[str], ClearDecoder], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments, decoder = asked
+    filled: list[tuple[int, int]] = []
+    fill = decoder.fill
+
+    def counted(ids: list[int], position: int) -> object:
+        filled.append((position, len(ids)))
+        return fill(ids, position)
+
+    monkeypatch.setattr(decoder, "fill", counted)
+    monkeypatch.setattr(sys, "stdin", Typed("w5 w6\n\nw7\nw8"))
+    assert main(arguments) == 0
+    text, answers = list[int](), list[str]()
+    for message in ([5, 6], [7], [8]):
+        text += [1, *message, 2]
+        made = continuation(text, 4)
+        answers.append(words(made))
+        text += made
+    said, bills = capfd.readouterr()
+    assert [line.strip() for line in said.splitlines()] == answers
+    assert bills.count("4 generated") == 3
+    assert filled == [(0, 3), (7, 3), (14, 3)]  # the last token of an answer, and the message up to its last one
+    assert decoder.closed
+
+
+def test_one_prompt_is_one_message_and_raw_text_is_none(
+    asked: tuple[list[str], ClearDecoder], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments, decoder = asked
+    assert main([*arguments, "--prompt", "w5 w6"]) == 0
+    assert capfd.readouterr().out.split() == words(continuation([1, 5, 6, 2], 4)).split()
+    decoder.closed = False
+    assert main([*arguments, "--prompt", "w5 w6", "--raw"]) == 0
+    assert capfd.readouterr().out.split() == words(continuation([5, 6], 4)).split()
+    decoder.closed = False
+    monkeypatch.setattr(sys, "stdin", io.StringIO("w5\nw6\n"))  # a file's lines are one message
+    assert main(arguments) == 0
+    assert capfd.readouterr().out.split() == words(continuation([1, 5, 6, 2], 4)).split()
+
+
+def test_an_answer_takes_the_room_that_is_left(
+    asked: tuple[list[str], ClearDecoder], capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments, decoder = asked
+    assert main([*arguments, "--prompt", words([3] * (ROOM - 4))]) == 0
+    assert "3 generated" in capfd.readouterr().err
+    decoder.closed = False
+    assert main([*arguments, "--prompt", words([3] * ROOM)]) == 2
+    assert f"room for {ROOM} positions" in capfd.readouterr().err
