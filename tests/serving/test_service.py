@@ -26,8 +26,9 @@ from aero_compile.runtime.hosts.network import Relay
 from aero_compile.runtime.hosts.network_spec import Network
 from aero_compile.serving.client import Connection, connect
 from tests.support.certificates import certificate, needs_openssl
+from tests.support.processes import children
 from tests.support.runtime_tiny import IDS, logits_of, tiny_model
-from tests.support.service import SEMI2K, Bare, open_descriptors, server_process, serving, tiny_offer
+from tests.support.service import SEMI2K, Bare, left_behind, open_descriptors, server_process, serving, tiny_offer
 from tests.support.two_hosts import Wire
 
 pytest.importorskip("spu")
@@ -54,14 +55,6 @@ def until(true: Callable[[], object], seconds: float = 20.0) -> None:
     while not true():
         assert time.monotonic() < end
         time.sleep(0.02)
-
-
-def left_behind(folder: Path) -> list[str]:
-    """What lies in the temporary folder, once those who clean up had a moment."""
-    end = time.monotonic() + 10
-    while (found := sorted(os.listdir(folder))) and time.monotonic() < end:
-        time.sleep(0.05)
-    return found
 
 
 def counts(address: str) -> dict[str, float]:
@@ -162,20 +155,6 @@ with connect(sys.argv[1], insecure_plain=True, protocol="semi2k") as connection:
 """
 
 
-def _children(process: int) -> set[int]:
-    """The processes that a process has started, as far as they live."""
-    found = set()
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                state, parent = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:2]
-            except OSError:
-                continue
-            if int(parent) == process and state != "Z":
-                found.add(int(entry))
-    return found
-
-
 def test_a_client_killed_in_the_middle(offer: Path) -> None:
     """The server notices at once, ends its party, and serves the next client."""
     with serving(offer, max_sessions=1, silence_seconds=5) as running:
@@ -208,7 +187,7 @@ def test_a_server_that_is_told_to_stop_or_killed_in_the_middle(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     with server_process(offer) as (server, address):
         connection = connect(address, **SEMI2K)
-        parties = _children(server.pid) | _children(os.getpid())
+        parties = children(server.pid) | children(os.getpid())
         told: list[float] = []
 
         def stop() -> None:
@@ -282,7 +261,7 @@ def test_a_party_of_the_server_that_dies_ends_its_session_alone(offer: Path) -> 
     with serving(offer) as running, contextlib.ExitStack() as held:
         connection, other = (held.enter_context(connect(running.address, **SEMI2K)) for _ in range(2))
         is_right(connection)
-        parties = [pid for pid in _children(os.getpid()) if _is_party(pid, rank=0)]
+        parties = [pid for pid in children(os.getpid()) if _is_party(pid, rank=0)]
         assert len(parties) == 2
         os.kill(min(parties), signal.SIGKILL)
         with pytest.raises(PartyError, match="the server's party was killed by signal 9"):
@@ -336,7 +315,7 @@ def _rss(process: int) -> int:
 def test_a_hundred_queries_of_three_clients_leave_nothing(offer: Path) -> None:
     """Soak: descriptors and threads as before, memory of the server's process flat."""
     with serving(offer, max_sessions=3) as running:
-        alone = _children(os.getpid())
+        alone = children(os.getpid())
         threads, descriptors, memory = list[int](), list[int](), list[int]()
         for _ in range(11):
             connections = [connect(running.address, **SEMI2K) for _ in range(3)]
@@ -344,7 +323,7 @@ def test_a_hundred_queries_of_three_clients_leave_nothing(offer: Path) -> None:
                 for _ in range(3):
                     is_right(each)
                 each.close()
-            until(lambda: _children(os.getpid()) == alone)
+            until(lambda: children(os.getpid()) == alone)
             memory.append(_rss(os.getpid()))
             threads.append(threading.active_count())
             descriptors.append(open_descriptors())

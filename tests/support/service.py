@@ -185,3 +185,11 @@ def server_process(folder: Path, **options: Any) -> Iterator[tuple[subprocess.Po
 def open_descriptors() -> int:
     """How many this process has."""
     return len(os.listdir("/proc/self/fd"))
+
+
+def left_behind(folder: Path) -> list[str]:
+    """What lies in the temporary folder, once those who clean up had a moment."""
+    end = time.monotonic() + 10
+    while (found := sorted(os.listdir(folder))) and time.monotonic() < end:
+        time.sleep(0.05)
+    return found

@@ -83,7 +83,7 @@ def holds(wire: bytes, values: Any) -> bool:
 
 
 class Wire:
-    """A TCP forwarder that keeps a copy of everything that passes, in the direction it was made for.
+    """A TCP forwarder that keeps a copy of everything that passes: `seen`, and by connection and direction `flows`.
 
     `delay`: seconds that it holds each piece back, so that few steps last long enough to end a party in the middle.
     """
@@ -96,6 +96,7 @@ class Wire:
         self._lock = threading.Lock()
         self._stalled = threading.Event()
         self.seen = bytearray()
+        self.flows: list[bytearray] = []
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -130,6 +131,8 @@ class Wire:
                 threading.Thread(target=self._pump, args=(source, sink), daemon=True).start()
 
     def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+        flow = bytearray()
+        self.flows.append(flow)
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 time.sleep(self._delay)
@@ -137,6 +140,7 @@ class Wire:
                     continue
                 with self._lock:
                     self.seen += data
+                    flow += data
                 sink.sendall(data)
         for each in () if self._stalled.is_set() else (source, sink):
             with contextlib.suppress(OSError):

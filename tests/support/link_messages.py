@@ -1,0 +1,57 @@
+"""What the parties sent each other, out of a recorded link: brpc's frames, and in them SPU's messages."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+_HEAD = struct.Struct("!4sII")
+_KEY, _VALUE = 2, 3
+_ACKNOWLEDGEMENT = b"ACK"
+_AGREEMENT = b"root:"
+"""Begins the key of what the parties compare before there is a share."""
+
+
+def payloads(flow: bytes) -> list[tuple[str, bytes]]:
+    """The key and the content of every message that may have shares, in one direction of one connection, in order."""
+    found = []
+    for frame in _frames(flow):
+        fields = dict(_fields(frame))
+        key = fields.get(_KEY, b"")
+        if key and _VALUE in fields and not key.startswith((_ACKNOWLEDGEMENT, _AGREEMENT)):
+            found.append((key.decode(errors="replace"), fields[_VALUE]))
+    return found
+
+
+def _frames(flow: bytes) -> Iterator[bytes]:
+    """The bodies of the frames that a stream holds whole, from the first on."""
+    at = flow.find(b"PRPC")
+    while at >= 0 and at + _HEAD.size <= len(flow):
+        magic, size, head = _HEAD.unpack_from(flow, at)
+        assert magic == b"PRPC"
+        at += _HEAD.size
+        if at + size <= len(flow):
+            yield flow[at + head : at + size]
+        at += size
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
+    """The numbers and contents of a protobuf message's fields of bytes; numbers are passed over."""
+    at = 0
+    while at < len(message):
+        tag, at = _number(message, at)
+        size, at = _number(message, at)
+        if tag & 7 == 2:
+            yield tag >> 3, message[at : at + size]
+            at += size
+        else:
+            assert tag & 7 == 0
+
+
+def _number(message: bytes, at: int) -> tuple[int, int]:
+    found = shift = 0
+    while True:
+        byte = message[at]
+        found, at, shift = found | (byte & 127) << shift, at + 1, shift + 7
+        if byte < 128:
+            return found, at

@@ -1,0 +1,86 @@
+"""Other processes of this machine: who started them, and what lies in their memory (Linux)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+
+def children(process: int) -> set[int]:
+    """The processes that a process has started, as far as they live."""
+    found = set()
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                state, parent = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:
+                continue
+            if int(parent) == process and state != "Z":
+                found.add(int(entry))
+    return found
+
+
+def family(process: int) -> set[int]:
+    """A process, those that it has started, those that they have started, and so on."""
+    return {process}.union(*(family(each) for each in children(process)))
+
+
+def found_in_memory(processes: Iterable[int], wanted: Iterable[bytes]) -> set[bytes]:
+    """Those of `wanted` that lie in the memory of one of the processes, in a page that it can write to.
+
+    Freed memory that was not used again is in it too. The test is skipped where memory of others may not be read.
+    """
+    found, missing = set[bytes](), list(wanted)
+    for process in processes:
+        try:
+            maps = Path(f"/proc/{process}/smaps").read_text()
+            with open(f"/proc/{process}/mem", "rb", buffering=0) as memory:
+                for begin, end in _touched(maps):
+                    found |= found_in(_between(memory.fileno(), begin, end), missing)
+        except PermissionError as error:
+            pytest.skip(f"the memory of another process cannot be read here: {error}")
+    return found
+
+
+def found_in(content: bytes, wanted: Sequence[bytes]) -> set[bytes]:
+    """Those of `wanted`, of at least 8 bytes each, that `content` has anywhere: one pass, however many there are."""
+    count = len(content) - 7
+    if count < 1:
+        return set()
+    pairs: npt.NDArray[Any] = np.ndarray((count,), "<u2", content, strides=(1,))
+    words: npt.NDArray[Any] = np.ndarray((count,), "<u8", content, strides=(1,))
+    begins = np.zeros(1 << 16, bool)
+    begins[[int.from_bytes(each[:2], "little") for each in wanted]] = True
+    at = np.flatnonzero(begins[pairs])
+    at = at[np.isin(words[at], np.array([int.from_bytes(each[:8], "little") for each in wanted], np.uint64))]
+    return {each for each in wanted if any(content.startswith(each, int(place)) for place in at)}
+
+
+def _touched(maps: str) -> Iterable[tuple[int, int]]:
+    """Begin and end of the writable regions of which anything was ever used, from the content of `smaps`."""
+    region, writable = (0, 0), False
+    for line in maps.splitlines():
+        first, second = line.split()[:2]
+        if "-" in first and not first.endswith(":"):
+            begin, _, end = first.partition("-")
+            region, writable = (int(begin, 16), int(end, 16)), "w" in second
+        elif first == "Rss:" and writable and second != "0":
+            yield region
+
+
+def _between(memory: int, begin: int, end: int) -> bytes:
+    """The bytes of a region; what was given back since the list was made is left out."""
+    parts = []
+    try:
+        while begin < end and (part := os.pread(memory, end - begin, begin)):
+            parts.append(part)
+            begin += len(part)
+    except OSError:
+        pass
+    return b"".join(parts)
