@@ -1,8 +1,8 @@
 """Private text on one machine: train a small model, serve it, and let a client go on with a prompt over TLS.
 
 The server and the client are two processes with certificates of an authority made for them; the server has the weights,
-the client the prompt. What the client gets is printed as it comes, beside what the model gives in the clear. A model
-that was trained before is taken as it is.
+the client the prompt. As root each has a network of its own, and one link joins the two. What the client gets is
+printed as it comes, beside what the model gives in the clear. A model that was trained before is taken as it is.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from aero_compile.errors import InputError, PartyError
 from aero_compile.exit_codes import exit_code
 from aero_compile.plain_help import HelpParser
 from aero_compile.runtime.hosts.certificates import make_certificates
-from aero_compile.runtime.hosts.link import free_addresses
+from aero_compile.runtime.hosts.link import free_addresses, parse_address
 from aero_compile.runtime.hosts.scratch import scratch_folder
 from aero_compile.training.data import load_text, prepare
 from benchmarks import demo
+from benchmarks.lib.two_networks import Host, two_networks
 
 RECIPE = "EReg(SM(t)+ScFFN)"
-HOST = "127.0.0.1"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -59,17 +59,16 @@ def run(args: argparse.Namespace, settings: demo.Settings) -> int:
     if not prompt or (model.max_positions is not None and room > model.max_positions):
         raise InputError(f"{len(prompt)} tokens of prompt and {args.max_tokens} more: 1 to {model.max_positions} fit")
     clear = in_the_clear(model, prompt, args.max_tokens)
-    with scratch_folder() as folder:
-        make_certificates(folder / "keys", [HOST])
+    with two_networks() as (there, here), scratch_folder() as folder:
+        make_certificates(folder / "keys", [there.address])
         common = ["--certs", str(folder / "keys"), "--protocol", args.protocol]
         kept = ["--keep", str(args.output_dir / "programs"), "--room", str(room)]
         print("compiling and starting the server …", flush=True)
-        with serving(str(artifact), *common, *kept) as address:
-            print(
-                f"server: {address}, TLS 1.3; the client's text, token by token:\n\n{args.prompt}", end="", flush=True
-            )
+        with serving(there, str(artifact), *common, *kept) as address:
+            apart = "two network namespaces, " if here.namespace else ""
+            print(f"server: {address}, {apart}TLS 1.3; the client's text, token by token:\n\n{args.prompt}", end="")
             asked = ["--prompt", args.prompt, "--max-tokens", str(args.max_tokens), "--tokenizer", str(artifact)]
-            text, bill = chat("--server", address, *common, *asked)
+            text, bill = chat(here, "--server", address, *common, *asked)
     wanted = tokenizer.decode(clear)
     print(f"\nin the clear:\n\n{args.prompt}{wanted}\n\nthe same text: {'yes' if text == wanted else 'no'}\n\n{bill}")
     return int(text != wanted)
@@ -103,14 +102,14 @@ def in_the_clear(model: Any, prompt: list[int], count: int) -> list[int]:
 
 
 @contextmanager
-def serving(*arguments: str) -> Iterator[str]:
-    """A server as a process, and its address.
+def serving(host: Host, *arguments: str) -> Iterator[str]:
+    """A server as a process at `host`, and its address.
 
     Raises:
         PartyError: what it said when it ended before it served.
     """
-    address = free_addresses(1)[0]
-    command = [sys.executable, "-m", "aero_compile", "serve", *arguments, "--listen", address]
+    address = f"{host.address}:{parse_address(free_addresses(1)[0])[1]}"
+    command = [*host.within, sys.executable, "-m", "aero_compile", "serve", *arguments, "--listen", address]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert server.stderr is not None
     try:
@@ -125,15 +124,16 @@ def serving(*arguments: str) -> Iterator[str]:
         server.communicate(timeout=60)
 
 
-def chat(*arguments: str) -> tuple[str, str]:
-    """Run the client, showing its text as it comes; returns text and bill.
+def chat(host: Host, *arguments: str) -> tuple[str, str]:
+    """Run the client at `host`, showing its text as it comes; returns text and bill.
 
     Raises:
         PartyError: what it said when it failed.
     """
-    command = [sys.executable, "-m", "aero_compile", "chat", *arguments]
+    command = [*host.within, sys.executable, "-m", "aero_compile", "chat", *arguments]
     client = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert client.stdout is not None
+    sys.stdout.flush()
     said = b""
     while part := client.stdout.read1():  # type: ignore[attr-defined]
         sys.stdout.buffer.write(part)

@@ -9,6 +9,7 @@ import pytest
 
 from aero_compile.errors import InputError, PartyError
 from benchmarks import demo, private_demo
+from benchmarks.lib.two_networks import Host
 
 for package in ("spu", "cryptography", "pydantic"):
     pytest.importorskip(package)
@@ -47,6 +48,6 @@ def test_the_private_text_is_that_in_the_clear(
 def test_a_server_that_does_not_start_says_why() -> None:
     with (
         pytest.raises(PartyError, match="there is no folder nowhere"),
-        private_demo.serving("nowhere", "--insecure-plain"),
+        private_demo.serving(Host("127.0.0.1"), "nowhere", "--insecure-plain"),
     ):
         pass

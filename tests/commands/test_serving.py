@@ -1,4 +1,4 @@
-"""`serve`, `chat` and `proxy` as a user types them: a server process, and clients of it over TLS."""
+"""`serve`, `chat` and `proxy` as a user types them, on two hosts where there can be two: a server, its clients, TLS."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ import aero_compile
 from aero_compile.__main__ import main
 from aero_compile.runtime import export_generation
 from aero_compile.runtime.hosts.link import free_addresses, parse_address
+from benchmarks.lib.two_networks import Host, two_networks
 from tests.support.command_process import command
+from tests.support.networks import inside
 from tests.support.tiny_generation import ROOM, VOCABULARY, eager_text, small_captured, small_compiled
 from tests.support.words import save_words, words
 
@@ -24,20 +26,33 @@ for package in ("spu", "cryptography", "pydantic", "prometheus_client", "tokeniz
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def hosts() -> Iterator[tuple[Host, Host]]:
+    with two_networks() as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def at_the_client(hosts: tuple[Host, Host]) -> Iterator[None]:
+    with inside(hosts[1]):
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, hosts: tuple[Host, Host]) -> Path:
     """Programs in `offer`, certificates in `keys`, and a tokenizer of words."""
     made = tmp_path_factory.mktemp("service")
     export_generation(small_compiled(), made / "offer")
-    assert main(["certs", str(made / "keys"), "--host", "127.0.0.1"]) == 0
+    assert main(["certs", str(made / "keys"), "--host", hosts[0].address]) == 0
     save_words(made / "tokenizer.json", VOCABULARY)
     return made
 
 
 @pytest.fixture(scope="module")
-def address(folder: Path) -> Iterator[str]:
-    found = free_addresses(1)[0]
+def address(folder: Path, hosts: tuple[Host, Host]) -> Iterator[str]:
+    found = f"{hosts[0].address}:{parse_address(free_addresses(1)[0])[1]}"
     options = ["--listen", found, "--certs", str(folder / "keys"), "--protocol", "semi2k", "--no-set-up"]
-    with command("serve", str(folder / "offer"), *options, until='"event": "serving"') as running:
+    serves = command("serve", str(folder / "offer"), *options, until='"event": "serving"', within=hosts[0].within)
+    with serves as running:
         yield found
     assert running.returncode == 0
 

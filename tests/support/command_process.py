@@ -7,14 +7,17 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 
 @contextlib.contextmanager
-def command(*arguments: str, until: str) -> Iterator[subprocess.Popen[str]]:
-    """Run `aero-compile` with these arguments, from when it says `until`; at last it gets SIGTERM, and must end."""
+def command(*arguments: str, until: str, within: Sequence[str] = ()) -> Iterator[subprocess.Popen[str]]:
+    """Run `aero-compile` with these arguments, from when it says `until`; at last it gets SIGTERM, and must end.
+
+    `within`: words before the command, which say where it runs.
+    """
     running = subprocess.Popen(
-        [sys.executable, "-m", "aero_compile", *arguments],
+        [*within, sys.executable, "-m", "aero_compile", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
