@@ -44,6 +44,8 @@ def draft_of(args: argparse.Namespace, tokenizer: Any) -> Callable[[Checking], G
         if args.draft_tokens is not None:
             raise InputError("--draft-tokens says how many --draft guesses: give --draft too")
         return None
+    if args.bucket > 1:
+        raise InputError("--draft and --bucket exclude each other: checks would show where the prompt ends")
     from aero_compile.decoding.drafts import make_draft
 
     made = make_draft(args.draft, tokenizer)

@@ -60,6 +60,8 @@ def add_client(parser: argparse.ArgumentParser) -> None:
     add("--model-digest", metavar="HEX", help="accept this model alone, as the server's log tells its digest")
     text = "positions by which the server learns how long texts are, for N-1 to 2N-2 more steps each (default: exactly)"
     add("--bucket", type=positive, default=1, metavar="N", help=text)
+    text = "private folder where the server's programs are kept for the next session (default: nowhere)"
+    add("--cache", type=Path, metavar="DIR", help=text)
     text = "seconds for one computation, of a part of the prompt or of a token (default: %(default)s)"
     add("--timeout", type=float, default=3600.0, metavar="S", help=text)
 
@@ -68,7 +70,7 @@ def open_session(args: argparse.Namespace) -> Connection:
     """Connect to a server that generates text; whoever waits for a turn is told on standard error."""
     from aero_compile.serving.client import connect
 
-    asked = {"model_digest": args.model_digest, "timeout": args.timeout, "bucket": args.bucket}
+    asked = {name: getattr(args, name) for name in ("model_digest", "timeout", "bucket", "cache")}
     connection = connect(args.server, on_wait=_say_wait, **asked, **way_of(args, "client"))
     if not connection.room:
         connection.close()

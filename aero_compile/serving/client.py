@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from aero_compile.runtime.generation.programs import check_name
 from aero_compile.runtime.generation.session import Choose, Cost, Generation, Guess, Logits, Session, Token
 from aero_compile.runtime.hosts.scratch import scratch_folder
 from aero_compile.runtime.hosts.tls import TLSConfig
+from aero_compile.serving.cache import Cache
 from aero_compile.serving.conversation import Conversation, Terms
 from aero_compile.serving.transport.endpoint import check_way
 from aero_compile.serving.transport.messages import Facts
@@ -35,6 +37,7 @@ def connect(
     connect_timeout: float = 60.0,
     silence_timeout: float = 30.0,
     bucket: int = 1,
+    cache: str | os.PathLike[str] | None = None,
 ) -> Connection:
     """Open a session with the server at `address`, "host:port", which `aero_compile.serve` runs.
 
@@ -51,6 +54,8 @@ def connect(
         silence_timeout: seconds without a sign of life after which the server is given up.
         bucket: positions by which the server learns how long generated texts and their prompts are; 1: exactly.
             `aero_compile.runtime.generation.session.Session` says what it costs.
+        cache: folder (made with mode 0700) where programs, and weights that clients are given, are kept for the next
+            session, up to 4 GB; they are checked again whenever they are taken from there. None: nothing is kept.
 
     Returns:
         A connection with `.generate(ids, max_new_tokens)` and `.logits(ids)`, as far as the server has programs for
@@ -67,7 +72,8 @@ def connect(
         if not 0 < value < float("inf"):
             raise InputError(f"{name} must be a positive number of seconds, not {value!r}")
     told = on_wait or (lambda before: None)
-    terms = Terms(address, tls, protocol, model_digest, silence_timeout, connect_timeout, timeout, told)
+    kept = None if cache is None else Cache(cache)
+    terms = Terms(address, tls, protocol, model_digest, silence_timeout, connect_timeout, timeout, told, kept)
     return Connection(terms, bucket)
 
 

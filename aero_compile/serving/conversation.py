@@ -19,6 +19,7 @@ from aero_compile.runtime.generation.programs import Programs
 from aero_compile.runtime.generation.session import Cost
 from aero_compile.runtime.hosts.tls import TLSConfig
 from aero_compile.runtime.roles import CLIENT
+from aero_compile.serving.cache import Cache
 from aero_compile.serving.process.orders import Advance, Compute, Take
 from aero_compile.serving.process.worker import Worker
 from aero_compile.serving.taking import check_offer, take_offer
@@ -78,6 +79,9 @@ class Terms:
     told: Callable[[int], None]
     """Called with how many computations come first, while the server is busy."""
 
+    cache: Cache | None = None
+    """Keeps programs for the next session."""
+
 
 class Conversation:
     """One control connection and, once it is open, the client's party and its link. `folder` is for it alone."""
@@ -111,7 +115,7 @@ class Conversation:
         self._spawn(self._end_with(self._channel.beat(min(BEAT_SECONDS, terms.silence / 4))))
         self.offer = await self._next(Offer)
         check_offer(self.offer, terms.protocol, terms.model_digest)
-        taken = await take_offer(self.offer, self._folder, self._fetch)
+        taken = await take_offer(self.offer, self._folder, self._fetch, terms.cache)
         self.generation = taken.generation
         self._links = Links(self._folder, self._call, self._counted, terms.silence)
         await self._links.listen()

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from aero_compile.errors import PartyError
 from aero_compile.files import write_private
-from aero_compile.runtime.generation.arrays import published_specs
+from aero_compile.runtime.generation.arrays import are_published, published_specs
 from aero_compile.runtime.generation.programs import FORMAT, INDEX, Programs
+from aero_compile.runtime.prefix import digest_of
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.program_parts import TensorSpec
+from aero_compile.serving.cache import Cache
 from aero_compile.serving.offer import unpack
 from aero_compile.serving.process.orders import Held, Load
 from aero_compile.serving.transport.agreement import check_same, check_versions, facts_of, generation_of, model_digest
@@ -25,7 +30,9 @@ from aero_compile.serving.transport.messages import Facts, Generation, Offer
 LARGEST_GIVEN = 1 << 32
 """Bytes of weights that a client takes."""
 
-Fetch = Callable[[str, Literal["program", "published"], int], Awaitable[bytes]]
+Part = Literal["program", "published"]
+
+Fetch = Callable[[str, Part, int], Awaitable[bytes]]
 """Gets a part of a program, by its digest, of so many bytes."""
 
 
@@ -62,14 +69,16 @@ def check_offer(offer: Offer, protocol: str, wanted: str | None) -> None:
         raise PartyError(f"the server offers the model {found}, not {wanted or offer.digest}")
 
 
-async def take_offer(offer: Offer, folder: Path, fetch: Fetch) -> Taken:
+async def take_offer(offer: Offer, folder: Path, fetch: Fetch, cache: Cache | None = None) -> Taken:
     """Take all programs into `folder`; each is read, and refused unless it keeps the tokens secret.
+
+    What `cache` has of them is not fetched, and is read and refused in the same way.
 
     Raises:
         InputError: a program is not one to run.
         PartyError: it is not the one that was offered, or cannot be kept.
     """
-    taker = _Taker(folder, fetch)
+    taker = _Taker(folder, fetch, cache)
     held = tuple([await taker.whole(facts) for facts in offer.programs])
     if offer.generation is None:
         return Taken(Load(programs=held), None)
@@ -78,8 +87,8 @@ async def take_offer(offer: Offer, folder: Path, fetch: Fetch) -> Taken:
 
 
 class _Taker:
-    def __init__(self, folder: Path, fetch: Fetch) -> None:
-        self._folder, self._fetch = folder, fetch
+    def __init__(self, folder: Path, fetch: Fetch, cache: Cache | None) -> None:
+        self._folder, self._fetch, self._cache = folder, fetch, cache
 
     async def whole(self, facts: Facts) -> Held:
         path = self._folder / f"{facts.digest}.json"
@@ -89,7 +98,11 @@ class _Taker:
         if not facts.published_size:
             return Held(program=str(path))
         arrays = path.with_suffix(".npz")
-        await self._arrays(facts.digest, facts.published_size, program.published, arrays)
+
+        def are_right(given: Mapping[str, npt.NDArray[Any]]) -> bool:
+            return digest_of(given) == program.published_digest
+
+        await self._arrays(facts.digest, facts.published_size, program.published, are_right, arrays)
         return Held(program=str(path), published=str(arrays))
 
     async def generation(self, offered: Generation) -> tuple[Programs, Held]:
@@ -107,16 +120,43 @@ class _Taker:
         if found != offered:
             raise PartyError("the server's generation is another one than it offers")
         arrays = folder / "public.npz"
-        await self._arrays(offered.digest, offered.published_size, published_specs(programs), arrays)
+        are_right = partial(are_published, programs)
+        await self._arrays(offered.digest, offered.published_size, published_specs(programs), are_right, arrays)
         return programs, Held(program=str(folder), published=str(arrays))
 
     async def _content(self, facts: Facts, path: Path) -> None:
-        content = await self._fetch(facts.digest, "program", facts.size)
+        content = await self._part(
+            facts.digest, "program", facts.size, lambda found: hashlib.sha256(found).hexdigest() == facts.digest
+        )
         await asyncio.to_thread(_keep, path, lambda file: file.write(content))
 
-    async def _arrays(self, digest: str, size: int, specs: Sequence[TensorSpec], path: Path) -> None:
-        given = unpack(specs, await self._fetch(digest, "published", size)) if size else {}
+    async def _arrays(
+        self,
+        digest: str,
+        size: int,
+        specs: Sequence[TensorSpec],
+        are_right: Callable[[Mapping[str, npt.NDArray[Any]]], bool],
+        path: Path,
+    ) -> None:
+        given: dict[str, npt.NDArray[Any]] = {}
+        if size:
+            given = unpack(
+                specs, await self._part(digest, "published", size, lambda found: are_right(unpack(specs, found)))
+            )
         await asyncio.to_thread(_keep, path, lambda file: np.savez(file, **given))
+
+    async def _part(self, digest: str, part: Part, size: int, is_right: Callable[[bytes], bool]) -> bytes:
+        """A part as it is kept here, or else as the server sends it, which is kept if it is what the digest says."""
+        if self._cache is None:
+            return await self._fetch(digest, part, size)
+        name = f"{digest}.{part}"
+        kept = await asyncio.to_thread(self._cache.find, name, size)
+        if kept is not None and await asyncio.to_thread(is_right, kept):
+            return kept
+        content = await self._fetch(digest, part, size)
+        if await asyncio.to_thread(is_right, content):
+            await asyncio.to_thread(self._cache.keep, name, content)
+        return content
 
 
 def _keep(path: Path, write: Callable[[Any], object]) -> None:

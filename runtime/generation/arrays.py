@@ -29,11 +29,18 @@ def read_published(programs: Programs, path: Path) -> Arrays:
         InputError: the file is damaged, or has other arrays.
     """
     found = read_arrays(path, published_specs(programs))
+    if not are_published(programs, found):
+        raise InputError(f"{path} does not hold the arrays that the programs were compiled with")
+    return found
+
+
+def are_published(programs: Programs, found: Arrays) -> bool:
+    """Whether the arrays that both parties hold are those that the programs were compiled with."""
     for program in programs.all.values():
         own = {spec.name: found[spec.name] for spec in program.published}
         if program.published and digest_of(own) != program.published_digest:
-            raise InputError(f"{path} does not hold the arrays that the programs were compiled with")
-    return found
+            return False
+    return True
 
 
 def read_weights(programs: Programs, path: Path) -> Arrays:

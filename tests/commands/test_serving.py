@@ -82,9 +82,10 @@ def draft(folder: Path) -> str:
 def test_a_draft_that_is_the_model_is_always_right(
     draft: str, folder: Path, address: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    asked = ["--prompt", "w3 w11 w7", "--max-tokens", "5", "--draft", draft]
+    asked = ["--prompt", "w3 w11 w7", "--max-tokens", "5", "--draft", draft, "--cache", str(folder / "kept")]
     assert main(client("chat", folder, address, *asked)) == 0
     text, bill = capfd.readouterr()
+    assert any((folder / "kept").iterdir())
     assert text.split() == words(eager_text([3, 11, 7], 5)).split()
     assert "5 generated; 3 of 3 guesses right (100%)" in bill
 
@@ -145,6 +146,7 @@ def test_the_endpoint_answers_any_client_of_the_api(folder: Path, address: str) 
         (["--prompt", "w1", "--tokenizer", "nowhere.json"], "no tokenizer could be loaded"),
         (["--prompt", "w1", "--draft", "./nowhere"], "--draft ./nowhere could not be loaded"),
         (["--prompt", "w1", "--draft-tokens", "2"], "give --draft too"),
+        (["--prompt", "w1", "--draft", "ngram", "--bucket", "2"], "--draft and --bucket exclude each other"),
     ],
 )
 def test_mistakes_end_with_2(
