@@ -59,7 +59,14 @@ class PartyError(AeroError):
 
 
 class OutOfRangeError(PartyError):
-    """On these tokens a value left the range on which an operator holds, as the private check of both parties found."""
+    """On these tokens a value left the range on which an operator holds, as the private check of both parties found.
+
+    `generated`: ids of the tokens of the text that were generated before.
+    """
+
+    def __init__(self, message: str, generated: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.generated = tuple(generated)
 
 
 def first_line(error: BaseException) -> str:

@@ -132,7 +132,7 @@ class Session:
             return "garbled", str(error)
         except AeroError as error:
             await self._tell(Failed(error=type(error).__name__, message=str(error)[:2000]))
-            return "failed", str(error)
+            return "out_of_range" if isinstance(error, OutOfRangeError) else "failed", str(error)
         except OSError as error:
             why = f"the server cannot start a session: {error.strerror or error}"
             await self._tell(Failed(error="PartyError", message=why))
@@ -272,19 +272,21 @@ class Session:
         async with self._turn():
             shared.spent[self._caller.name] += tokens
             await self._channel.send(Started())
-            started, out_of_range = time.monotonic(), False
+            started, outside = time.monotonic(), None
             try:
                 computing = self._worker.compute(order, self._limits.computation_seconds)
                 await self._link.while_moving(computing, self._limits.stall_seconds)
-            except OutOfRangeError:  # the client's party knows it too
-                if isinstance(order, Advance):
-                    raise
-                out_of_range = True  # the next text may be better
+            except OutOfRangeError as error:  # the client's party knows it too
+                outside = error
             seconds = time.monotonic() - started
-            await self._channel.send(Finished(seconds=seconds))
-        shared.metrics.computed(tokens, seconds, out_of_range)
-        said: dict[str, Any] = {"length": tokens, "seconds": round(seconds, 3), "out_of_range": out_of_range}
+            ends = outside if isinstance(order, Advance) else None  # after a whole text, the next may be better
+            if ends is None:
+                await self._channel.send(Finished(seconds=seconds))
+        shared.metrics.computed(tokens, seconds, outside is not None)
+        said: dict[str, Any] = {"length": tokens, "seconds": round(seconds, 3), "out_of_range": outside is not None}
         note("computed", session=self._number, client=self._caller.name, **said)
+        if ends is not None:
+            raise ends
 
     def _tokens_left(self) -> int | None:
         most = self._limits.max_tokens_per_client

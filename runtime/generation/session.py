@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from aero_compile.errors import InputError
+from aero_compile.errors import InputError, OutOfRangeError
 from aero_compile.units import human_bytes
 
 Logits = npt.NDArray[np.float32]
@@ -222,7 +222,7 @@ class Session:
         Raises:
             InputError: no prompt, no room for it, unknown ids, or `choose` gives one; guesses, which would show
                 where the prompt ends, of a session with buckets.
-            PartyError, OutOfRangeError: as of `logits`.
+            PartyError, OutOfRangeError: as of `logits`; the second has the tokens that were generated before.
         """
         if max_new_tokens < 1:
             raise InputError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
@@ -234,7 +234,10 @@ class Session:
         enough = False
         while len(made) < max_new_tokens and not enough:
             guesses = self._guesses(text, max_new_tokens - len(made) - 1, guess)
-            rows, before, cost = self._rows(text, guesses)
+            try:
+                rows, before, cost = self._rows(text, guesses)
+            except OutOfRangeError as error:
+                raise _ended(error, made) from error
             prefill = prefill if made else before
             guessed += len(guesses)
             for logits, guessed_id in zip(rows, [*guesses, None], strict=True):
@@ -322,6 +325,12 @@ class Session:
         if not 0 <= token < self.vocabulary:
             raise InputError(f"token id {token} is outside the vocabulary of {self.vocabulary} tokens")
         return int(token)
+
+
+def _ended(error: OutOfRangeError, made: Sequence[Token]) -> OutOfRangeError:
+    """The error with which a text ends of which so much was generated."""
+    ids = [token.id for token in made]
+    return OutOfRangeError(f"{error} (tokens generated before: {', '.join(map(str, ids)) or 'none'})", ids)
 
 
 def greedy(logits: Logits) -> int:

@@ -11,8 +11,8 @@ import torch
 
 import aero_compile
 from aero_compile import connect
-from aero_compile.errors import InputError, OutOfRangeError
-from aero_compile.runtime import compile_model, export
+from aero_compile.errors import InputError, OutOfRangeError, PartyError
+from aero_compile.runtime import compile_model, export, export_generation
 from aero_compile.runtime.arithmetic.tolerances import Tolerances
 from aero_compile.serving.programs import find_programs
 from tests.support.outliers import normed, table_with_outlier
@@ -25,6 +25,7 @@ from tests.support.tiny_generation import (
     eager_logits,
     eager_text,
     small_captured,
+    small_compiled,
 )
 from tests.support.tiny_models import captured, logits_of
 
@@ -111,3 +112,27 @@ def test_a_text_out_of_range_is_told_and_the_session_goes_on(tmp_path: Path) -> 
             else:
                 np.testing.assert_allclose(connection.logits(ids), wanted, rtol=0, atol=2e-2)
         assert [event["out_of_range"] for event in running.events("computed", 3)] == [False, True, False]
+
+
+def test_a_text_that_leaves_the_range_in_the_middle_ends_its_session_alone(tmp_path: Path) -> None:
+    """Its tokens so far stay the client's, who is told the cause; the server counts it and serves the next client."""
+    compiled, wanted = small_compiled("semi2k", True), eager_text(PROMPT, 2)
+    weights = {name: array.copy() for name, array in compiled.weights.items()}
+    # The rows of a norm that both tokens get behind the prompt; that of the second has almost no variance.
+    weights["w:slice_tensor@step"][len(PROMPT) + 1] = -0.9999 * weights["w:lm_head.weight"][wanted[1]]
+    export_generation(type(compiled)(compiled.programs, weights, compiled.published), tmp_path)
+    told: list[int] = []
+    with serving(tmp_path, max_sessions=1) as running:
+        with connect(running.address, **SEMI2K) as connection:
+            with pytest.raises(OutOfRangeError, match=r"a value left the range .* before: ") as caught:
+                connection.generate(PROMPT, 3, on_token=lambda token: told.append(token.id))
+            assert list(caught.value.generated) == told == wanted
+            with pytest.raises(PartyError, match=r"this connection is closed: .* a value left the range"):
+                connection.next_logits(PROMPT)
+        (left,) = running.events("left", 1)
+        assert left["outcome"] == "out_of_range"
+        assert "a value left the range" in left["why"]
+        assert not any(str(token) in left["why"] for token in wanted)
+        with connect(running.address, **SEMI2K) as connection:
+            assert connection.generate(PROMPT, 2).ids == wanted
+        assert [each["out_of_range"] for each in running.events("computed", 7)] == [*[False] * 3, True, *[False] * 3]

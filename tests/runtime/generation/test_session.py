@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from aero_compile.errors import InputError
+from aero_compile.errors import InputError, OutOfRangeError
 from aero_compile.runtime.generation.session import Choose, Cost, Logits, Session, Token
+from tests.support.clear_session import clear_session
 
 VOCABULARY, ROOM = 7, 9
 
@@ -188,6 +189,17 @@ def test_nothing_is_taken_for_held_of_what_failed() -> None:
     decoder.step, decoder.asked = step, []  # type: ignore[method-assign]
     session.logits([1, 2, 4, 5])
     assert decoder.asked[0] == ("fill", 2, 1)
+
+
+def test_what_was_generated_before_a_value_left_its_range_is_told() -> None:
+    session, decoder = clear_session(9)
+    wanted = session.generate([1, 2], 2).ids
+    for steps, before, said in ((0, [], "none"), (2, wanted, f"{wanted[0]}, {wanted[1]}")):
+        session, decoder = clear_session(9)
+        decoder.fails, decoder.fails_after = OutOfRangeError("a value left its range"), steps
+        with pytest.raises(OutOfRangeError, match=rf"left its range \(tokens generated before: {said}\)") as caught:
+            session.generate([1, 2], 5)
+        assert list(caught.value.generated) == before
 
 
 def test_the_client_chooses_and_stops() -> None:
