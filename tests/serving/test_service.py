@@ -25,6 +25,7 @@ from aero_compile.runtime.hosts.link import free_addresses, parse_address
 from aero_compile.runtime.hosts.network import Relay
 from aero_compile.runtime.hosts.network_spec import Network
 from aero_compile.serving.client import Connection, connect
+from aero_compile.serving.transport.agreement import versions
 from tests.support.certificates import certificate, needs_openssl
 from tests.support.processes import children
 from tests.support.runtime_tiny import IDS, logits_of, tiny_model
@@ -222,6 +223,46 @@ def test_a_client_whose_party_never_comes(offer: Path) -> None:
         until(lambda: running.events("left"))
         with Bare(running.address) as caller:
             assert caller.greet()["kind"] == "offer"
+
+
+_CONNECTS = """
+import sys
+from aero_compile import AeroError, connect
+try:
+    connect(sys.argv[1], insecure_plain=True, protocol="semi2k")
+except AeroError as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize("who", ["client", pytest.param("server", marks=pytest.mark.slow)])
+def test_an_end_with_another_spu_is_refused_by_name_at_both(
+    who: str, offer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes, one of which finds another version among its packages; no party is started."""
+    about = tmp_path / "spu-0.0.1.dist-info" / "METADATA"
+    about.parent.mkdir()
+    about.write_text("Metadata-Version: 2.1\nName: spu\nVersion: 0.0.1\n")
+    own = os.environ.get("PYTHONPATH", "")
+    paths = {"client": own, "server": own} | {who: os.pathsep.join(filter(None, (str(tmp_path), own)))}
+    monkeypatch.setenv("PYTHONPATH", paths["server"])
+    with server_process(offer) as (server, address):
+        monkeypatch.setenv("PYTHONPATH", paths["client"])
+        command = [sys.executable, "-c", _CONNECTS, address]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        if who == "client":
+            with Bare(address) as caller:
+                assert caller.greet()["kind"] == "offer"
+        server.terminate()
+        assert server.stderr is not None
+        log = [json.loads(line) for line in server.stderr]
+    has = {"client": versions()["spu"], "server": versions()["spu"]} | {who: "0.0.1"}
+    why = f"the client has spu {has['client']}, and this end {has['server']}; both need the same version"
+    assert done.stdout == f"PartyError the server at {address} refuses: {why}\n"
+    left = next(each for each in log if each["event"] == "left")
+    assert (left["outcome"], left["why"]) == ("version", why)
+    assert left["seconds"] < 5
+    assert "opened" not in {each["event"] for each in log}
 
 
 _LITTLE_ROOM = """
