@@ -135,11 +135,16 @@ def chat(host: Host, *arguments: str) -> tuple[str, str]:
     assert client.stdout is not None
     sys.stdout.flush()
     said = b""
-    while part := client.stdout.read1():  # type: ignore[attr-defined]
-        sys.stdout.buffer.write(part)
-        sys.stdout.flush()
-        said += part
-    _, bill = client.communicate()
+    try:
+        while part := client.stdout.read1():  # type: ignore[attr-defined]
+            sys.stdout.buffer.write(part)
+            sys.stdout.flush()
+            said += part
+    except BaseException:
+        client.terminate()
+        raise
+    finally:
+        _, bill = client.communicate()
     if client.returncode:
         raise PartyError(f"the client failed: {bill.decode().strip()}")
     return said.decode().removesuffix("\n"), bill.decode()

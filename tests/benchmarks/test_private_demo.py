@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +54,28 @@ def test_a_server_that_does_not_start_says_why() -> None:
         private_demo.serving(Host("127.0.0.1"), "nowhere", "--insecure-plain"),
     ):
         pass
+
+
+INTERRUPTED = """
+import signal, sys
+from benchmarks import private_demo
+from benchmarks.lib.two_networks import Host
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's jobs in the background ignore it
+sys.executable = sys.argv[1]
+private_demo.chat(Host("127.0.0.1"))
+"""
+
+
+def test_an_interrupt_ends_the_client_too(tmp_path: Path, root: Path) -> None:
+    """With a client that says its number and waits."""
+    waits = tmp_path / "waits"
+    waits.write_text("#!/bin/sh\necho $$\nexec sleep 60\n")
+    waits.chmod(0o700)
+    command = [sys.executable, "-c", INTERRUPTED, str(waits)]
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as demo:
+        assert demo.stdout is not None
+        client = int(demo.stdout.readline())
+        demo.send_signal(signal.SIGINT)
+        _, said = demo.communicate(timeout=20)
+    assert b"KeyboardInterrupt" in said
+    assert not Path(f"/proc/{client}").exists()

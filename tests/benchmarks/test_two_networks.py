@@ -17,8 +17,9 @@ LISTENS = "import socket; s = socket.create_server(('', 4321)); print('.', flush
 CALLS = "import socket, sys; print(socket.create_connection((sys.argv[1], int(sys.argv[2])), 5).recv(9).decode())"
 
 WAITS = """
-import time
+import signal, time
 from benchmarks.lib.two_networks import two_networks
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's jobs in the background ignore it
 with two_networks() as hosts:
     print(*(host.namespace for host in hosts), flush=True)
     time.sleep(60)
