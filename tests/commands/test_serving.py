@@ -118,7 +118,9 @@ def test_the_prompt_comes_on_standard_input_and_a_stop_string_ends_the_text(
 def test_the_endpoint_answers_any_client_of_the_api(folder: Path, address: str) -> None:
     openai = pytest.importorskip("openai")
     port = str(parse_address(free_addresses(1)[0])[1])
-    with command(*client("proxy", folder, address, "--port", port, "--name", "tiny"), until="has the model") as running:
+    with command(
+        *client("proxy", folder, address, "--port", port, "--name", "tiny", "--draft", "ngram"), until="has the model"
+    ) as running:
         with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as api:
             asked: dict[str, Any] = {"model": "tiny", "prompt": "w3 w11", "temperature": 0, "max_tokens": 3}
             found = api.completions.create(**asked)
