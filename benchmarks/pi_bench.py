@@ -136,6 +136,7 @@ def config(args: argparse.Namespace) -> dict[str, Any]:
         **({"guards": True} if args.guards else {}),
         **({"public": list(args.public)} if args.public else {}),
         **({"offline": True} if args.offline else {}),
+        **({"lookup": args.lookup} if args.lookup != "one-hot" else {}),
         **({} if args.clamp else {"clamp": False}),
     }
 

@@ -17,6 +17,7 @@ from aero_compile.runtime.arithmetic.one_product import FRACTION_BITS, RING_BITS
 from aero_compile.runtime.arithmetic.prices import second_worth
 from aero_compile.runtime.arithmetic.ring import fixed_point
 from aero_compile.runtime.hosts.network_spec import UNLIMITED, Network
+from aero_compile.runtime.kernels.encrypted_lookup import LEAST_BITS
 from aero_compile.runtime.lowering.comparisons import pays
 from aero_compile.runtime.lowering.defer import defer_normalization
 from aero_compile.runtime.lowering.guards import GuardCheck
@@ -48,6 +49,9 @@ from aero_compile.runtime.operators.limits import Format
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.rehearsal import check_logits
 from aero_compile.runtime.spu_config import check_config
+
+ONE_HOT, ENCRYPTED = "one-hot", "encrypted"
+"""How tokens look rows up in the server's table: by a product with one-hot rows, or under encryption."""
 
 MARGIN = 1.25
 """Scores may spread this much further than on the calibration text."""
@@ -83,11 +87,19 @@ class Options:
     offline: bool = False
     network: Network = UNLIMITED
     looked_at: bool = False
+    lookup: str = ONE_HOT
 
     def __post_init__(self) -> None:
         check_config(self.protocol, self.form.ring_bits, self.form.fraction_bits)
         if self.offline and self.form.ring_bits != RING_BITS:
             raise InputError(f"offline=True takes the {RING_BITS}-bit ring (field={RING_BITS})")
+        if self.lookup not in (ONE_HOT, ENCRYPTED):
+            raise InputError(f"lookup must be {ONE_HOT!r} or {ENCRYPTED!r}, not {self.lookup!r}")
+        if self.lookup == ENCRYPTED and (self.form.ring_bits != RING_BITS or self.form.fraction_bits < LEAST_BITS):
+            raise InputError(
+                f"lookup={ENCRYPTED!r} takes the {RING_BITS}-bit ring (field={RING_BITS}) and fraction_bits of "
+                f"{LEAST_BITS} or more, below which the noise of the encryption stays"
+            )
         if not self.clamp and not self.calibration:
             raise InputError("clamp=False needs calibration: text that shows how far scores spread")
 
@@ -108,6 +120,11 @@ def compile_for(
         model = optimized(with_public(given, options.public), options.logits, options.optimize)
         live, exact = _lowered(model, ids, options, on_ids)
         program = compile_steps(live, options.protocol, options.form.ring_bits, options.form.fraction_bits)
+        if options.lookup == ENCRYPTED and not program.looked_up:
+            raise InputError(
+                f"lookup={ENCRYPTED!r} is for a token table that the server alone holds, and there is none here: leave "
+                "it out, or the table out of public="
+            )
         tolerance = options.form.tolerances.logits
         if tolerance is not None:
             say("rehearsing in the clear")
@@ -166,6 +183,7 @@ def lowering(part: Partition, seen: Observed, options: Options) -> Callable[...,
         guards=form if options.guards else None,
         doublings=doubled,
         offline=options.offline,
+        encrypted=options.lookup == ENCRYPTED,
         one_product=fits,
         reaches=seen.reaches,
         worth=lambda count: fits and pays(count, options.protocol),

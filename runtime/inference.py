@@ -18,7 +18,8 @@ from aero_compile.calibration import token_batches
 from aero_compile.errors import InputError
 from aero_compile.files import make_private_folder, write_private
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
-from aero_compile.runtime.compilation import Compiled, Options, compile_for
+from aero_compile.runtime.compilation import ONE_HOT, Compiled, Options, compile_for
+from aero_compile.runtime.hosts.lookup_files import FILES, write_tables
 from aero_compile.runtime.hosts.measure import Measurement, combine
 from aero_compile.runtime.hosts.network_spec import Network, parse_network
 from aero_compile.runtime.hosts.parties import LOOPBACK, run_parties
@@ -26,6 +27,7 @@ from aero_compile.runtime.hosts.progress import RunProgress
 from aero_compile.runtime.hosts.tls import TLSConfig
 from aero_compile.runtime.models import checked_ids, with_graph
 from aero_compile.runtime.operators.limits import Format
+from aero_compile.runtime.roles import CLIENT, SERVER
 from aero_compile.runtime.spu_config import import_spu
 from aero_compile.version import __version__
 
@@ -42,6 +44,7 @@ def private_inference(
     guards: bool = False,
     public: str | Sequence[str] = (),
     offline: bool = False,
+    lookup: str = ONE_HOT,
     tolerances: Tolerances = DEFAULT,
     field: int = 64,
     fraction_bits: int = 18,
@@ -72,6 +75,9 @@ def private_inference(
             follows from them and such weights alone costs nothing. A table that is the LM head, too, needs both names.
         offline: products with the server's matrices are prepared before the tokens are known: shares of R·W for random
             R. The bill tells what was sent and computed before (`offline_bytes`, …) and with the tokens (`bytes`, …).
+        lookup: how the client's tokens look rows up in the server's token table: "one-hot", by a product, or
+            "encrypted": the client has the table once, encrypted by the server, 8 bytes for each of its numbers (not in
+            the bill), and sends a re-encrypted row for each token, 39 kB up to a width of 4,096.
         tolerances: how far off the approximated functions may be, each by itself (`aero_compile.runtime.approximations`
             tells what they cost), and the logits: a rehearsal of the program in the clear refuses what is further off.
         field: ring size in bits; fraction_bits: fixed-point fraction bits.
@@ -98,7 +104,9 @@ def private_inference(
     texts = batches(calibration)
     emulated = parse_network("loopback" if network is None else network)
     options = Options(
-        *(protocol, form, texts, logits, optimize, clamp, guards, names_of(public), offline, emulated), looked_at=True
+        *(protocol, form, texts, logits, optimize, clamp, guards, names_of(public), offline, emulated),
+        looked_at=True,
+        lookup=lookup,
     )
     if not timeout > 0:
         raise InputError(f"timeout must be a positive number of seconds, not {timeout!r}")
@@ -153,6 +161,7 @@ def compile_model(
     guards: bool = True,
     public: str | Sequence[str] = (),
     offline: bool = False,
+    lookup: str = ONE_HOT,
     tolerances: Tolerances = DEFAULT,
     field: int = 64,
     fraction_bits: int = 18,
@@ -168,7 +177,8 @@ def compile_model(
     """
     form, between = Format(field, fraction_bits, tolerances), parse_network(network)
     options = Options(
-        *(protocol, form, batches(calibration), logits, optimize, clamp, guards, names_of(public), offline, between)
+        *(protocol, form, batches(calibration), logits, optimize, clamp, guards, names_of(public), offline, between),
+        lookup=lookup,
     )
     return compile_unseen(model, batch, length, options)
 
@@ -184,7 +194,9 @@ def compile_unseen(model: torch.nn.Module, batch: int, length: int, options: Opt
 def export(compiled: Compiled, directory: str | os.PathLike[str]) -> None:
     """Write `program.json` (for both parties) and `weights.npz` (for the server only, mode 0600).
 
-    Where clients are given weights, `public.npz` has them, for both parties.
+    Where clients are given weights, `public.npz` has them, for both parties. Where tables are looked up under
+    encryption, a new key for them is drawn: `lookup_key.npz` is for the server only, `lookup_table.npz` for clients,
+    each of which needs it once for all its runs with this key.
 
     The folder is made with mode 0700 if it does not exist.
     """
@@ -194,6 +206,7 @@ def export(compiled: Compiled, directory: str | os.PathLike[str]) -> None:
     write_private(target / "weights.npz", lambda file: np.savez(file, **compiled.weights))
     if compiled.published:
         write_private(target / "public.npz", lambda file: np.savez(file, **compiled.published))
+    write_tables(compiled.program, compiled.weights, target / FILES[SERVER], target / FILES[CLIENT])
 
 
 def names_of(public: str | Sequence[str]) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from aero_compile.runtime.kernels.encrypted_lookup import EncryptedLookup
 from aero_compile.runtime.kernels.kernel import Kernel
 from aero_compile.runtime.kernels.registry import to_json
 from aero_compile.runtime.prefix import PrefixStep
@@ -135,6 +136,12 @@ class ProgramContent:
     def is_prepared(self) -> bool:
         """Whether a run takes what was made before its tokens were known."""
         return any(isinstance(step, KernelStep) and step.preparation for step in self.steps)
+
+    @property
+    def looked_up(self) -> dict[str, tuple[int, ...]]:
+        """The tables that are looked up under encryption, with their shapes."""
+        calls = [step for step in self.steps if isinstance(step, KernelStep)]
+        return {step.inputs[1]: step.shapes[1] for step in calls if isinstance(step.kernel, EncryptedLookup)}
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 
 from aero_compile.errors import AeroError, InputError
+from aero_compile.runtime.kernels.encrypted_lookup import EncryptedLookup
 from aero_compile.runtime.prefix import check_prefix
 from aero_compile.runtime.program_parts import SET_UP, SET_UP_INPUTS, KernelStep, ProgramContent, Step, TensorSpec
 from aero_compile.runtime.spu_config import check_config
@@ -259,8 +260,9 @@ def _check_step(
 
 
 def _check_kernel(program: ProgramContent, step: KernelStep, takes: list[str]) -> list[str]:
-    """The types of the results of a kernel, which takes secret numbers of the declared shapes."""
-    if takes != [_declared(TensorSpec("an argument", shape, "float32")) for shape in step.shapes]:
+    """The types of the results of a kernel, which takes secret numbers of its types and the declared shapes."""
+    kinds = zip(step.shapes, step.kernel.takes(len(step.shapes)), strict=True)
+    if takes != [_declared(TensorSpec("an argument", shape, kind)) for shape, kind in kinds]:
         raise InputError(f"its kernel takes secret numbers of the shapes {step.shapes}, not {takes}")
     try:
         results = step.kernel.results(*step.shapes)
@@ -268,6 +270,8 @@ def _check_kernel(program: ProgramContent, step: KernelStep, takes: list[str]) -
         raise InputError(str(error)) from error
     if len(step.outputs) != len(results) or len(set(step.outputs)) != len(step.outputs):
         raise InputError(f"its kernel gives {len(results)} results, not {len(step.outputs)}")
+    if isinstance(step.kernel, EncryptedLookup) and step.inputs[1] not in {spec.name for spec in program.weights}:
+        raise InputError(f"its kernel looks up in {step.inputs[1][:60]!r}, which is no weight of the program")
     _check_preparation(program, step)
     return [_type(each.shape, each.dtype) for each in results]
 

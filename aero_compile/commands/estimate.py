@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
         guards=args.guards,
         public=args.public,
         offline=args.offline,
+        lookup=args.lookup,
         new_tokens=args.new_tokens,
     )
     print(found.to_json() if args.json else found)

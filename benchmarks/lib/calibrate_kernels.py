@@ -14,10 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from aero_compile.runtime.kernels.encrypted_lookup import EncryptedLookup
 from aero_compile.runtime.kernels.exponential_factors import ExponentialFactors
 from aero_compile.runtime.kernels.kernel import Kernel, Shape
+from aero_compile.runtime.kernels.lookup_table import degree_for
 from aero_compile.runtime.kernels.negative import Negative
 from aero_compile.runtime.kernels.prepared_product import PreparedProduct
+from aero_compile.runtime.kernels.ring_encryption import SEED_WORDS
 from aero_compile.runtime.kernels.run import run_kernel
 from aero_compile.runtime.kernels.side import Side
 from aero_compile.runtime.kernels.square_terms import SquareTerms
@@ -26,6 +29,7 @@ from aero_compile.runtime.kernels.triple_product import TripleProduct
 from aero_compile.runtime.kernels.whole_numbers import WholeNumbers
 from aero_compile.runtime.kernels.words import Words
 from aero_compile.runtime.program_parts import KernelStep
+from aero_compile.runtime.roles import CLIENT, SERVER
 
 REPEATS = 5
 WEIGHT_BITS = 18
@@ -53,6 +57,8 @@ def kernel_cases() -> Iterator[KernelCase]:
         yield KernelCase(TripleElements(False, 768), ((rows, 768), (rows,)))
     for rows, inner, columns in ((1, 64, 64), (128, 768, 768), (128, 768, 3072), (128, 50257, 768)):
         yield KernelCase(PreparedProduct(inner, False), ((rows, inner), (inner, columns)), weight=True)
+    for rows, inner, columns in ((1, 64, 64), (16, 5000, 768), (128, 50257, 768)):
+        yield KernelCase(EncryptedLookup(inner, WEIGHT_BITS), ((rows, inner), (inner, columns)), weight=True)
     for heads, rows, inner, columns in ((1, 8, 8, 8), (12, 128, 64, 128), (12, 128, 128, 64)):
         yield KernelCase(TripleProduct(rows, inner, columns), ((heads, rows, inner), (heads, inner, columns)))
 
@@ -69,9 +75,13 @@ def kernel_records(
     for case in kernel_cases():
         kernel, names = case.kernel, tuple(f"k{at}" for at in range(len(case.shapes)))
         for at, (name, shape) in enumerate(zip(names, case.shapes, strict=True)):
-            is_weight = case.weight and at == len(names) - 1
-            values = draw.uniform(-1, 1, shape) if is_weight else np.full(shape, 0.5)
-            runtime.set_var(name, share(values.astype(np.float32), 0 if is_weight else None))
+            values: Any = np.full(shape, 0.5, np.float32)
+            owner = None
+            if case.weight and at == len(names) - 1:
+                values, owner = draw.uniform(-1, 1, shape).astype(np.float32), SERVER
+            elif isinstance(kernel, EncryptedLookup):
+                values, owner = np.eye(shape[0], shape[1], dtype=np.int32), CLIENT
+            runtime.set_var(name, share(values, owner))
         results = tuple(f"r{at}" for at in range(len(kernel.results(*case.shapes))))
         step = KernelStep("kernel", "", kernel, case.shapes, names, results, ())
         for run in range(REPEATS):
@@ -89,6 +99,10 @@ def kernel_records(
 
 
 def _prepared(kernel: Kernel, shapes: tuple[Shape, ...], rank: int, draw: Any) -> Mapping[str, Words]:
+    if isinstance(kernel, EncryptedLookup):
+        degree = degree_for(shapes[1][1])
+        held = {"rows": shapes[1], "seed": (SEED_WORDS,), "public": (degree,), "secret": (degree,)}
+        return {name: np.zeros(size, np.uint64) for name, size in held.items()}  # it takes as long on any words
     plan = kernel.preparation(*shapes)
     if plan is None:
         return {}

@@ -258,6 +258,7 @@ def _measure(task: Task, args: argparse.Namespace) -> Row:
         guards=args.guards,
         public=args.public,
         offline=args.offline,
+        lookup=args.lookup,
         **_calibration(model, task.seq_len, args),
         network=args.network,
         timeout=3600 * args.hours,
@@ -280,6 +281,7 @@ def _estimate(task: Task, args: argparse.Namespace) -> Row:
         guards=args.guards,
         public=args.public,
         offline=args.offline,
+        lookup=args.lookup,
         **_calibration(model, task.seq_len, args),
         network=args.network,
     )

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.errors import OutOfRangeError
+from aero_compile.runtime.hosts.lookup_files import made_tables
 from aero_compile.runtime.hosts.opening import check_guard
 from aero_compile.runtime.kernels.run import run_kernel
 from aero_compile.runtime.kernels.side import Side
@@ -38,6 +39,7 @@ def simulate(
         for owner, arrays in ((SERVER, weights), (CLIENT, tokens))
         for name, array in arrays.items()
     }
+    tables = made_tables(program, weights)
     refused: list[OutOfRangeError] = []
 
     def party(side: Side, io: Any, runtime: Any) -> Any:
@@ -47,7 +49,7 @@ def simulate(
         prepared, _ = prepare(side, io, runtime, program, own, lambda what: {})
         for at, step in enumerate(program.steps):
             if isinstance(step, KernelStep):
-                side.prepared = prepared.get(at, {})
+                side.prepared = prepared.get(at, {}) or tables[side.rank].get(step.inputs[-1], {})
                 run_kernel(side, io, runtime, step)
                 continue
             code = program.codes[step.code].encode()

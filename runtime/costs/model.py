@@ -19,7 +19,7 @@ import torch
 
 from aero_compile.errors import InputError
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
-from aero_compile.runtime.compilation import Options
+from aero_compile.runtime.compilation import ONE_HOT, Options
 from aero_compile.runtime.costs import operations, pphlo
 from aero_compile.runtime.costs.operations import BITS, CLIENTS, OWNED, PUBLIC, SERVERS
 from aero_compile.runtime.costs.session import Cost, Session
@@ -124,6 +124,7 @@ def estimate(
     guards: bool = False,
     public: str | Sequence[str] = (),
     offline: bool = False,
+    lookup: str = ONE_HOT,
     tolerances: Tolerances = DEFAULT,
     warm: bool | str = True,
     table: CostTable | str | os.PathLike[str] | None = None,
@@ -147,6 +148,7 @@ def estimate(
         guards: with the private checks of ranges that `compile_model` puts in for two hosts.
         public: weights that clients are given, as for `private_inference`.
         offline: what can be prepared before the tokens are known is billed apart, as for `private_inference`.
+        lookup: how tokens look rows up, as for `private_inference`; "encrypted" not with `new_tokens`.
         tolerances: how far off approximations may be, as for `private_inference`.
         warm: what came before, as for `private_inference`: True, a whole forward; "setup", the set-up alone.
         table: measured costs (`benchmarks/calibrate.py` writes them); None: those shipped with the package.
@@ -175,10 +177,13 @@ def estimate(
     options = Options(
         *(PROTOCOL, form, batches(calibration), logits, optimize, clamp, guards, names_of(public), offline, emulated),
         looked_at=True,
+        lookup=lookup,
     )
     if new_tokens is None:
         compiled = compile_unseen(with_weights(model), batch, seq_len, options)
         return estimate_program(compiled.program, network=emulated, warm=warm, table=costs)
+    if lookup != ONE_HOT:
+        raise InputError(f"generation looks tokens up by one-hot products alone, not lookup={lookup!r}")
     if batch != 1:
         raise InputError("one text is generated at a time: batch=1")
     fills = [seq_len - 1] if seq_len > 2 else []

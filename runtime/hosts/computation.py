@@ -144,7 +144,8 @@ class Computation:
         begun, executions = time.monotonic(), 1
         side.exchanged = Exchanged()
         if isinstance(step, KernelStep):
-            already, side.prepared = side.executions, prepared.pop(at, {})
+            already = side.executions
+            side.prepared = prepared.pop(at, {}) or self._inputs.tables.get(step.inputs[-1], {})
             run_kernel(side, self._io, runtime, step)
             executions = side.executions - already
         else:

@@ -24,6 +24,7 @@ from aero_compile.errors import AeroError, PartyError
 from aero_compile.files import write_private
 from aero_compile.runtime.hosts.computation import EVENT
 from aero_compile.runtime.hosts.link import PORT_TAKEN, free_addresses
+from aero_compile.runtime.hosts.lookup_files import FILES, write_tables
 from aero_compile.runtime.hosts.network import Relay
 from aero_compile.runtime.hosts.network_spec import UNLIMITED, Network
 from aero_compile.runtime.hosts.scratch import scratch_folder
@@ -90,6 +91,7 @@ def run_parties(
         write_private(client / "tokens.npy", lambda file: np.save(file, input_ids, allow_pickle=False))
         for folder in (server, client) if published else ():
             write_private(folder / PUBLIC, lambda file: np.savez(file, **published))
+        write_tables(program, weights, server / FILES[SERVER], client / FILES[CLIENT])
         both = ["--public", PUBLIC] if published else []
         for attempt in range(START_ATTEMPTS):
             try:
@@ -139,6 +141,7 @@ def _attempt(
         for rank, directory in ((SERVER, server), (CLIENT, client)):
             arguments = ["--rank", str(rank), "--address", addresses[rank], "--peer", ways[1 - rank]]
             arguments += ["--program", "program.json", "--output", ".", "--scratch", str(directory)]
+            arguments += ["--lookup", FILES[rank]] if (directory / FILES[rank]).exists() else []
             arguments += [*inputs[rank], *common]
             parties.append(PartyProcess(rank, directory, arguments, events))
         if relay is not None and network is not None and network.lockstep:

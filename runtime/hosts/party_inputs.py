@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.errors import InputError
+from aero_compile.runtime.hosts.lookup_files import FILES, Tables, read_tables
 from aero_compile.runtime.hosts.tls import TLSConfig
 from aero_compile.runtime.offline.store import Store, fingerprint
 from aero_compile.runtime.prefix import digest_of
@@ -30,7 +31,8 @@ class PartyInputs:
     """What one party computes with.
 
     `published`: the arrays that both hold; `own`: those of this party alone; `store`: where its preparations are, None
-    for a program that takes none.
+    for a program that takes none; `tables`: what it holds of those that are looked up under encryption, and `key`
+    the name of their keys.
     """
 
     rank: int
@@ -38,6 +40,8 @@ class PartyInputs:
     published: Arrays
     own: Arrays
     store: Store | None
+    tables: Tables = field(default_factory=dict)
+    key: str = ""
 
 
 def read_inputs(options: Any) -> PartyInputs:
@@ -49,18 +53,25 @@ def read_inputs(options: Any) -> PartyInputs:
     rank, program = options.rank, _program(options.program, options.protocol)
     published = _published(options.public, options.program, program)
     own = _weights(options, program) if rank == SERVER else _of_client(options, program, published)
-    return PartyInputs(rank, program, published, own, _store(options, program, own if rank == SERVER else {}))
+    weights = own if rank == SERVER else {}
+    key, tables = _tables(options, program, weights)
+    return PartyInputs(rank, program, published, own, _store(options, program, weights), tables, key)
 
 
 def held_inputs(rank: int, path: Path, protocol: str, weights: Path | None, public: Path | None) -> PartyInputs:
     """Read what a party has of the program `path` before there are tokens; `weights`: the server's, None at the client.
 
     Raises:
-        InputError: as of `read_inputs`, or the program takes something prepared, or is a step of a generation.
+        InputError: as of `read_inputs`, or the program takes something prepared or encrypted, or is a step of a
+            generation.
     """
     program = _program(path, protocol)
     if program.is_prepared:
         raise InputError(f"{path} is compiled with offline=True, and a service prepares nothing: compile it without")
+    if program.looked_up:
+        raise InputError(
+            f"{path} is compiled with lookup='encrypted', and a service gives no tables: compile it without"
+        )
     if program.cached or program.by_position or not program.opens:
         raise InputError(f"{path} is a step of a generation, and not a program of whole texts")
     published = _published(public, path, program)
@@ -133,6 +144,15 @@ def _of_client(options: Any, program: Program, published: Arrays) -> Arrays:
     if ids.min() < 0 or ids.max() >= spec.shape[2]:
         raise InputError(f"token ids must lie between 0 and {spec.shape[2] - 1}")
     return client_inputs(program, ids, published)
+
+
+def _tables(options: Any, program: Program, weights: Mapping[str, npt.NDArray[Any]]) -> tuple[str, Tables]:
+    """The name of the key, and what this party holds of tables that are looked up under encryption."""
+    path, needed = options.lookup, bool(program.looked_up)
+    if (path is not None) != needed:
+        wanted = f"compiled with lookup='encrypted': add --lookup {FILES[options.rank]}"
+        raise InputError(f"{options.program} is {wanted if needed else 'compiled without a lookup: no --lookup'}")
+    return read_tables(path, program, options.rank, weights) if needed else ("", {})
 
 
 def _store(options: Any, program: Program, weights: Mapping[str, npt.NDArray[Any]]) -> Store | None:

@@ -58,8 +58,8 @@ class Preparation:
 class Kernel(ABC):
     """A kernel with its options; frozen dataclasses, so that equal ones are equal.
 
-    Arguments are secret fixed-point numbers. The program's digest covers kernels and options, not what they do: parties
-    of one version of the package run the same.
+    Arguments are secret numbers, fixed-point ones where `takes` does not say another type. The program's digest covers
+    kernels and options, not what they do: parties of one version of the package run the same.
     """
 
     @abstractmethod
@@ -69,6 +69,10 @@ class Kernel(ABC):
         Raises:
             ValueError: they are out of range.
         """
+
+    def takes(self, count: int) -> tuple[str, ...]:
+        """The types of so many arguments, "float32" or "int32"."""
+        return ("float32",) * count
 
     @abstractmethod
     def results(self, *shapes: Shape) -> tuple[Result, ...]:

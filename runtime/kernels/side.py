@@ -28,8 +28,8 @@ class Side:
 
     `link`: to the other party. Both spawn from it at the same place of the program, so that theirs meet. `config`: of
     the second runtime (`small_config`). `executions`: how many it has run. `prepared`: what was made for the
-    next call of a kernel before the tokens were known, by name. `exchanged`: what kernels sent and received without SPU
-    since it was set anew.
+    next call of a kernel before the tokens were known, or for all its calls, by name. `exchanged`: what kernels sent
+    and received without SPU since it was set anew.
     """
 
     def __init__(self, spu: Any, link: Any, rank: int, config: Any) -> None:

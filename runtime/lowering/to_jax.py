@@ -48,7 +48,7 @@ from aero_compile.runtime.lowering.refusals import (
     refuse_private_choices,
 )
 from aero_compile.runtime.lowering.schedule import LIKE_SECOND, SOFTMAX, Group, Schedule
-from aero_compile.runtime.operators import pointwise, prepared, products, registry, views
+from aero_compile.runtime.operators import lookups, pointwise, prepared, products, registry, views
 from aero_compile.runtime.operators.limits import Format
 from aero_compile.runtime.operators.watching import watching
 
@@ -77,6 +77,7 @@ def lower(
     doublings: Doublings = NO_DOUBLINGS,
     one_product: bool = True,
     offline: bool = False,
+    encrypted: bool = False,
     reaches: Mapping[str, float] | None = None,
     worth: Callable[[int], bool] = lambda count: False,
     network: Network = UNLIMITED,
@@ -90,7 +91,8 @@ def lower(
     approximations may be. `guards`: the format whose ranges private checks keep where no bound shows that they are
     kept; None: none are made. `doublings`: by which powers of two the rows of norms are multiplied. `one_product`:
     whether the ring is one for exponentials of one product. `offline`: products with matrices of the server take what
-    both parties prepare before the tokens are known. `reaches`: how far values that operators compare reach on
+    both parties prepare before the tokens are known. `encrypted`: rows of the server's tables are looked up under
+    encryption. `reaches`: how far values that operators compare reach on
     typical text, by the names of their nodes, where the tokens of a run are looked at before it. `worth`: whether so
     many comparisons may take the 32-bit ring, for which the format must be of 18 fraction bits in the 64-bit ring.
     `network`: between the parties, over which the program should be quick. `cached`: bounds of what other programs
@@ -106,7 +108,8 @@ def lower(
     if guards and runs:
         plan = plan_guards(part, schedule.order, guards, schedule.is_tokens, doublings, cached)
     emission = _Emission(
-        schedule, plan, doublings, exact, dtype, spreads or {}, tolerances, one_product, offline and not exact, network
+        *(schedule, plan, doublings, exact, dtype, spreads or {}, tolerances, one_product),
+        *(offline and not exact, network, encrypted and not exact),
     )
     return emission.program({} if exact else reaches or {}, (lambda count: False) if exact else worth)
 
@@ -125,6 +128,7 @@ class _Emission:
     one_product: bool
     offline: bool
     network: Network
+    encrypted: bool
     exponentials: dict[str, SoftmaxExponential] = field(default_factory=dict)
     small: frozenset[fx.Node] = frozenset()
     small_pays: bool = False
@@ -229,10 +233,8 @@ class _Emission:
         found = self.schedule.lookup(node)
         if found is not None:
             table, ids = found
-            look_up = prepared.embed if self._is_prepared(table) else products.embed
-            return Call(
-                look_up, {"ids": self.inputs.argument(slot, ids), "table": self.inputs.argument(slot, table)}, {}
-            )
+            given = {"ids": self.inputs.argument(slot, ids), "table": self.inputs.argument(slot, table)}
+            return Call(self._look_up(table), given, {})
         if self.schedule.is_tokens(node):
             return self._token_view(slot, node)
         if op_name(node) in SOFTMAX:
@@ -282,8 +284,17 @@ class _Emission:
 
     def _is_prepared(self, weight: Any) -> bool:
         """Whether the product of a live value with `weight` is prepared: a matrix that the server alone knows."""
-        known = self.part.known[weight] if self.offline and self._is_servers(weight) else None
+        return self.offline and self._is_servers_matrix(weight)
+
+    def _is_servers_matrix(self, weight: Any) -> bool:
+        known = self.part.known[weight] if self._is_servers(weight) else None
         return isinstance(known, torch.Tensor) and known.dim() == 2
+
+    def _look_up(self, table: fx.Node) -> registry.Operator:
+        """What looks rows of a table up by one-hot tokens."""
+        if self.encrypted and self._is_servers_matrix(table):
+            return lookups.embed
+        return prepared.embed if self._is_prepared(table) else products.embed
 
     def _softmax(self, slot: Slot, node: fx.Node) -> Call:
         mask, shape, dim = self.schedule.masks[node], self.part.shapes[node], node.args[1]

@@ -282,6 +282,38 @@ BAD_PREPARED: dict[str, Callable[[Content], None]] = {
 }
 
 
+BAD_LOOKUPS: dict[str, Callable[[Content], None]] = {
+    "a table that is no weight": lambda content: _prepared(content, "EncryptedLookup").update(
+        inputs=["tokens", next(step for step in content["steps"] if "kernel" not in step)["outputs"][0]]
+    ),
+    "tokens of another vocabulary": _in_prepared(
+        "EncryptedLookup", kernel={"kernel": "EncryptedLookup", "vocabulary": 63, "fraction_bits": 18}
+    ),
+    "fewer fraction bits than the noise": _in_prepared(
+        "EncryptedLookup", kernel={"kernel": "EncryptedLookup", "vocabulary": 64, "fraction_bits": 12}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LOOKUPS)
+def test_other_lookups_are_refused(name: str, tmp_path: Path) -> None:
+    content = json.loads(_looked_up_program().to_bytes())
+    _load(content, tmp_path)
+    BAD_LOOKUPS[name](content)
+    with pytest.raises(InputError, match=r"program\.json"):
+        _load(content, tmp_path)
+
+
+def test_a_lookup_takes_weights_of_the_program_alone(tmp_path: Path) -> None:
+    """Another input of the same type, which the client would be asked to look up in."""
+    content = json.loads(_looked_up_program().to_bytes())
+    content["cached"] = [{"name": "other", "shape": [64, 8], "dtype": "float32"}]
+    step = _prepared(content, "EncryptedLookup")
+    step["inputs"][1] = "other"
+    with pytest.raises(InputError, match="looks up in 'other', which is no weight of the program"):
+        _load(content, tmp_path)
+
+
 @pytest.mark.parametrize("name", BAD_PREPARED)
 def test_other_preparations_are_refused(name: str, tmp_path: Path) -> None:
     content = json.loads(_prepared_program().to_bytes())
@@ -289,6 +321,13 @@ def test_other_preparations_are_refused(name: str, tmp_path: Path) -> None:
     BAD_PREPARED[name](content)
     with pytest.raises(InputError, match=r"program\.json"):
         _load(content, tmp_path)
+
+
+@functools.cache
+def _looked_up_program() -> Program:
+    from aero_compile.runtime import compile_model
+
+    return compile_model(tiny_model(), 1, 6, "semi2k", lookup="encrypted").program
 
 
 @functools.cache

@@ -70,5 +70,7 @@ def exported(root: Path, protocol: str = "semi2k", steps: int = 1, **options: An
     compiled.program.save(client / "program.json")
     if compiled.published:
         shutil.copy(server / "public.npz", client / "public.npz")
+    if compiled.program.looked_up:
+        (server / "lookup_table.npz").rename(client / "lookup_table.npz")
     np.save(client / "tokens.npy", IDS)
     return Exported(compiled, server, client)

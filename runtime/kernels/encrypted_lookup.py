@@ -1,0 +1,90 @@
+"""Rows of a table of the server, looked up by tokens of the client in one message (see `lookup_table`).
+
+The table is encrypted once, when the program is written, and serves every run. What comes out is a row with twice the
+fraction bits, as a product with a one-hot row has them before it is truncated; the noise of the encryption is below one
+unit of what truncation leaves.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aero_compile.errors import PartyError
+from aero_compile.runtime.kernels.kernel import Kernel, Result, Shape
+from aero_compile.runtime.kernels.lookup_table import degree_for, look_up, opened
+from aero_compile.runtime.kernels.ring_encryption import LARGEST_DEGREE
+from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.roles import CLIENT
+
+if TYPE_CHECKING:
+    from aero_compile.runtime.costs.session import Session
+    from aero_compile.runtime.kernels.side import Side
+
+
+LEAST_BITS = 18
+"""Of the fraction: 2^18 is above the noise of rows of up to 4,096 numbers, and with it every error below one unit."""
+
+
+@dataclass(frozen=True)
+class EncryptedLookup(Kernel):
+    """The kernel: one-hot rows of integers [..., vocabulary], which the client alone knows, look rows of the server's
+    table up. The result has twice the table's `fraction_bits`."""
+
+    vocabulary: int
+    fraction_bits: int
+
+    def check(self) -> None:
+        if type(self.vocabulary) is not int or self.vocabulary < 1:
+            raise ValueError(f"EncryptedLookup takes a table of 1 row or more, not of {self.vocabulary!r}")
+        if type(self.fraction_bits) is not int or not LEAST_BITS <= self.fraction_bits <= 28:
+            raise ValueError(f"EncryptedLookup takes {LEAST_BITS} to 28 fraction bits, not {self.fraction_bits!r}")
+
+    def takes(self, count: int) -> tuple[str, ...]:
+        return ("int32", "float32")[:count]
+
+    def results(self, *shapes: Shape) -> tuple[Result, ...]:
+        if len(shapes) != 2 or not shapes[0] or shapes[0][-1] != self.vocabulary:
+            raise ValueError(f"EncryptedLookup takes one-hot rows of {self.vocabulary} and a table, not {shapes}")
+        if len(shapes[1]) != 2 or shapes[1][0] != self.vocabulary:
+            raise ValueError(f"EncryptedLookup takes a table of {self.vocabulary} rows, not {shapes[1]}")
+        if shapes[1][1] > LARGEST_DEGREE:
+            raise ValueError(f"EncryptedLookup takes rows of at most {LARGEST_DEGREE} numbers, not {shapes[1][1]}")
+        return (Result((*shapes[0][:-1], shapes[1][1])),)
+
+    def run(self, side: Side, *shares: Words) -> tuple[Words, ...]:
+        tokens, width, held = shares[0].reshape(-1, self.vocabulary), shares[1].size // self.vocabulary, side.prepared
+        if side.rank == CLIENT:
+            sent, mine = look_up(held, self._places(tokens))
+            side.send(sent)
+            return (mine.ravel(),)
+        return (opened(held, side.receive((len(tokens), degree_for(width) + width))).ravel(),)
+
+    def together(self, draw: np.random.Generator, *words: Words) -> tuple[Words, ...]:
+        tokens = words[0].reshape(-1, self.vocabulary)
+        rows = words[1].reshape(self.vocabulary, -1)[self._places(tokens)]
+        return (rows.ravel() << np.uint64(self.fraction_bits),)
+
+    def _places(self, tokens: Words) -> Words:
+        """Where the one of each row is."""
+        rows, places = np.nonzero(tokens)
+        if not np.array_equal(rows, np.arange(len(tokens))):
+            raise PartyError("a lookup takes tokens that the client alone knows, as one-hot rows")
+        return places.astype(np.uint64)
+
+    def plain(self, *arguments: Any) -> tuple[Any, ...]:
+        tokens, table = arguments
+        return (tokens.astype(table.dtype) @ table,)
+
+    def work(self, *shapes: Shape) -> tuple[int, int]:
+        """The multiplications are those of the products of polynomials."""
+        degree = degree_for(shapes[1][1])
+        return super().work(*shapes)[0], math.prod(shapes[0][:-1]) * degree * degree.bit_length()
+
+    def bill(self, session: Session, *shapes: Shape) -> None:
+        width = shapes[1][1]
+        session.send(CLIENT, 8.0 * math.prod(shapes[0][:-1]) * (degree_for(width) + width))
+        session.kernel(type(self).__name__, *self.work(*shapes))
