@@ -122,8 +122,12 @@ def test_two_clients_take_turns_and_the_third_is_told(
     assert [event["length"] for event in running.events("computed")] == [6] * 5
 
 
+@pytest.mark.slow
 def test_what_passes_over_the_port_shows_neither_texts_nor_weights_nor_logits(offer: Path) -> None:
-    """Recorded without TLS. The program passes too, and so the recording holds what was said."""
+    """Of a whole text, recorded without TLS (`test_secrecy.py` has the generated ones, by default).
+
+    The program passes too, and so the recording holds what was said.
+    """
     with serving(offer) as running:
         wire = Wire(running.address)
         with connect(wire.address, **SEMI2K) as connection:

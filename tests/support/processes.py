@@ -55,11 +55,26 @@ def found_in(content: bytes, wanted: Sequence[bytes]) -> set[bytes]:
         return set()
     pairs: npt.NDArray[Any] = np.ndarray((count,), "<u2", content, strides=(1,))
     words: npt.NDArray[Any] = np.ndarray((count,), "<u8", content, strides=(1,))
+    firsts, lasts = (np.array([_word(part) for part in parts], np.uint64) for parts in _ends(wanted))
     begins = np.zeros(1 << 16, bool)
-    begins[[int.from_bytes(each[:2], "little") for each in wanted]] = True
+    begins[firsts & 0xFFFF] = True
     at = np.flatnonzero(begins[pairs])
-    at = at[np.isin(words[at], np.array([int.from_bytes(each[:8], "little") for each in wanted], np.uint64))]
-    return {each for each in wanted if any(content.startswith(each, int(place)) for place in at)}
+    at = at[np.isin(words[at], firsts)]
+    found = set()
+    for each, first, last in zip(wanted, firsts, lasts, strict=True):
+        places = at[(words[at] == first) & (at + len(each) <= len(content))]
+        places = places[words[places + len(each) - 8] == last]
+        if any(content.startswith(each, int(place)) for place in places):
+            found.add(each)
+    return found
+
+
+def _ends(wanted: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
+    return [each[:8] for each in wanted], [each[-8:] for each in wanted]
+
+
+def _word(content: bytes) -> int:
+    return int.from_bytes(content, "little")
 
 
 def _touched(maps: str) -> Iterable[tuple[int, int]]:
