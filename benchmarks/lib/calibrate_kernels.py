@@ -58,7 +58,7 @@ def kernel_cases() -> Iterator[KernelCase]:
     for rows, inner, columns in ((1, 64, 64), (128, 768, 768), (128, 768, 3072), (128, 50257, 768)):
         yield KernelCase(PreparedProduct(inner, False), ((rows, inner), (inner, columns)), weight=True)
     for rows, inner, columns in ((1, 64, 64), (16, 5000, 768), (128, 50257, 768)):
-        yield KernelCase(EncryptedLookup(inner, WEIGHT_BITS), ((rows, inner), (inner, columns)), weight=True)
+        yield KernelCase(EncryptedLookup(inner, columns, WEIGHT_BITS), ((rows, inner), (inner, columns)), weight=True)
     for heads, rows, inner, columns in ((1, 8, 8, 8), (12, 128, 64, 128), (12, 128, 128, 64)):
         yield KernelCase(TripleProduct(rows, inner, columns), ((heads, rows, inner), (heads, inner, columns)))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -32,14 +32,17 @@ LEAST_BITS = 18
 @dataclass(frozen=True)
 class EncryptedLookup(Kernel):
     """The kernel: one-hot rows of integers [..., vocabulary], which the client alone knows, look rows of the server's
-    table up. The result has twice the table's `fraction_bits`."""
+    table [vocabulary, width] up. The result has twice the table's `fraction_bits`."""
+
+    unread: ClassVar[frozenset[int]] = frozenset({1})
 
     vocabulary: int
+    width: int
     fraction_bits: int
 
     def check(self) -> None:
-        if type(self.vocabulary) is not int or self.vocabulary < 1:
-            raise ValueError(f"EncryptedLookup takes a table of 1 row or more, not of {self.vocabulary!r}")
+        if not all(type(each) is int and each > 0 for each in (self.vocabulary, self.width)):
+            raise ValueError(f"EncryptedLookup takes a table of whole sizes, not {self.vocabulary!r} by {self.width!r}")
         if type(self.fraction_bits) is not int or not LEAST_BITS <= self.fraction_bits <= 28:
             raise ValueError(f"EncryptedLookup takes {LEAST_BITS} to 28 fraction bits, not {self.fraction_bits!r}")
 
@@ -49,19 +52,19 @@ class EncryptedLookup(Kernel):
     def results(self, *shapes: Shape) -> tuple[Result, ...]:
         if len(shapes) != 2 or not shapes[0] or shapes[0][-1] != self.vocabulary:
             raise ValueError(f"EncryptedLookup takes one-hot rows of {self.vocabulary} and a table, not {shapes}")
-        if len(shapes[1]) != 2 or shapes[1][0] != self.vocabulary:
-            raise ValueError(f"EncryptedLookup takes a table of {self.vocabulary} rows, not {shapes[1]}")
-        if shapes[1][1] > LARGEST_DEGREE:
-            raise ValueError(f"EncryptedLookup takes rows of at most {LARGEST_DEGREE} numbers, not {shapes[1][1]}")
-        return (Result((*shapes[0][:-1], shapes[1][1])),)
+        if shapes[1] != (self.vocabulary, self.width):
+            raise ValueError(f"EncryptedLookup takes a table {(self.vocabulary, self.width)}, not {shapes[1]}")
+        if self.width > LARGEST_DEGREE:
+            raise ValueError(f"EncryptedLookup takes rows of at most {LARGEST_DEGREE} numbers, not {self.width}")
+        return (Result((*shapes[0][:-1], self.width)),)
 
     def run(self, side: Side, *shares: Words) -> tuple[Words, ...]:
-        tokens, width, held = shares[0].reshape(-1, self.vocabulary), shares[1].size // self.vocabulary, side.prepared
+        tokens, held = shares[0].reshape(-1, self.vocabulary), side.prepared
         if side.rank == CLIENT:
             sent, mine = look_up(held, self._places(tokens))
             side.send(sent)
             return (mine.ravel(),)
-        return (opened(held, side.receive((len(tokens), degree_for(width) + width))).ravel(),)
+        return (opened(held, side.receive((len(tokens), degree_for(self.width) + self.width))).ravel(),)
 
     def together(self, draw: np.random.Generator, *words: Words) -> tuple[Words, ...]:
         tokens = words[0].reshape(-1, self.vocabulary)
@@ -80,11 +83,10 @@ class EncryptedLookup(Kernel):
         return (tokens.astype(table.dtype) @ table,)
 
     def work(self, *shapes: Shape) -> tuple[int, int]:
-        """The multiplications are those of the products of polynomials."""
-        degree = degree_for(shapes[1][1])
-        return super().work(*shapes)[0], math.prod(shapes[0][:-1]) * degree * degree.bit_length()
+        """Of words but the table's, which are not read, and of multiplications of polynomials."""
+        degree = degree_for(self.width)
+        return super().work(*shapes)[0] - math.prod(shapes[1]), math.prod(shapes[0][:-1]) * degree * degree.bit_length()
 
     def bill(self, session: Session, *shapes: Shape) -> None:
-        width = shapes[1][1]
-        session.send(CLIENT, 8.0 * math.prod(shapes[0][:-1]) * (degree_for(width) + width))
+        session.send(CLIENT, 8.0 * math.prod(shapes[0][:-1]) * (degree_for(self.width) + self.width))
         session.kernel(type(self).__name__, *self.work(*shapes))

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -69,6 +69,9 @@ class Kernel(ABC):
         Raises:
             ValueError: they are out of range.
         """
+
+    unread: ClassVar[frozenset[int]] = frozenset()
+    """Numbers of the arguments of which a run needs no words, and is given none."""
 
     def takes(self, count: int) -> tuple[str, ...]:
         """The types of so many arguments, "float32" or "int32"."""

@@ -23,7 +23,9 @@ def run_kernel(side: Side, io: Any, runtime: Any, step: KernelStep) -> None:
     Raises:
         PartyError: an argument is no sum of two numbers in the 64-bit ring.
     """
-    found = step.kernel.run(side, *(read_words(runtime.get_var(name)) for name in step.inputs))
+    unread, none = step.kernel.unread, np.zeros(0, np.uint64)
+    shares = [none if at in unread else read_words(runtime.get_var(name)) for at, name in enumerate(step.inputs)]
+    found = step.kernel.run(side, *shares)
     for name, words, result in zip(step.outputs, found, step.kernel.results(*step.shapes), strict=True):
         owner = SHARED if result.owner is None else result.owner
         form = _zeros(side.spu, io, result, owner)[side.rank]

@@ -12,5 +12,6 @@ from aero_compile.runtime.kernels.encrypted_lookup import LEAST_BITS, EncryptedL
 
 def embed(ids: Any, table: Any) -> Any:
     """Look rows of `table` [V, d] up by one-hot `ids` [..., V]."""
-    (found,) = call_kernel(EncryptedLookup(table.shape[0], fraction_bits() or LEAST_BITS), ids, table)
+    vocabulary, width = table.shape
+    (found,) = call_kernel(EncryptedLookup(vocabulary, width, fraction_bits() or LEAST_BITS), ids, table)
     return truncated(found)

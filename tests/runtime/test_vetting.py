@@ -287,10 +287,10 @@ BAD_LOOKUPS: dict[str, Callable[[Content], None]] = {
         inputs=["tokens", next(step for step in content["steps"] if "kernel" not in step)["outputs"][0]]
     ),
     "tokens of another vocabulary": _in_prepared(
-        "EncryptedLookup", kernel={"kernel": "EncryptedLookup", "vocabulary": 63, "fraction_bits": 18}
+        "EncryptedLookup", kernel={"kernel": "EncryptedLookup", "vocabulary": 63, "width": 8, "fraction_bits": 18}
     ),
     "fewer fraction bits than the noise": _in_prepared(
-        "EncryptedLookup", kernel={"kernel": "EncryptedLookup", "vocabulary": 64, "fraction_bits": 12}
+        "EncryptedLookup", kernel={"kernel": "EncryptedLookup", "vocabulary": 64, "width": 8, "fraction_bits": 12}
     ),
 }
 

@@ -58,7 +58,7 @@ def test_they_compute_what_the_model_computes(body: Callable[..., Any]) -> None:
     model = model_of(ugly(2.0), body)
     compiled = compile_model(model, *SHAPE, "semi2k", guards=False, lookup="encrypted")
     assert compiled.program.looked_up == {"w:table": (37, 9)}
-    assert compiled.program.kernels == (EncryptedLookup(37, 18),)
+    assert compiled.program.kernels == (EncryptedLookup(37, 9, 18),)
     found = simulate(compiled.program, {TOKENS: one_hot(TOKENS_OF_37, 37)}, compiled.weights)
     with torch.no_grad():
         wanted = model(torch.from_numpy(TOKENS_OF_37)).numpy()
