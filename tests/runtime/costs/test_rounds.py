@@ -21,7 +21,7 @@ CASES: dict[str, tuple[str, str | None, tuple[int, int], dict[str, Any]]] = {
     "norms, GELU": ("gpt2-eager", "SM+LN+G", (2, 5), {}),
     "wide groups": ("gpt2-eager", "softmax_only", (2, 5), {"network": WAN}),
     "offline, checks": ("gpt2-eager", "SM+R", (1, 7), {"offline": True, "guards": True}),
-    "offline, short": ("gpt2-eager", "SM+R", (1, 2), {"offline": True, "guards": True, "warm": "setup"}),
+    "offline, short": ("gpt2-eager", "SM+R", (1, 2), {"offline": True, "guards": True}),
     "a store runs dry": ("gpt2-eager", "SM+R", (1, 7), {"offline": True}),
     "public": ("gpt2-eager", "SM+LN+R", (1, 6), {"public": PUBLIC}),
     "all at once": ("gpt2-eager", "SM+LN+R", (1, 1), {"public": PUBLIC, "offline": True, "network": WAN}),
