@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Look random rows of a random table up; print what it took, and the largest error in units of 2^-18."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     for name, default in (("vocabulary", 50257), ("width", 768), ("tokens", 128)):
         parser.add_argument(f"--{name}", type=positive, default=default, help="default: %(default)s")
     args = parser.parse_args(argv)

@@ -133,6 +133,7 @@ def test_interrupted_run_is_taken_up_and_finished_run_left_alone(
         "offline": False,
         "calibration": None,
         "clamp": True,
+        "lookup": "one-hot",
     }
     assert all(call[2] == same for call in runtime.calls)
 

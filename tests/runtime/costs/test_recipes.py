@@ -9,7 +9,6 @@ import pytest
 
 from aero_compile.runtime import estimate, private_inference
 from aero_compile.runtime.lowering import comparisons
-from tests.support.budgets import by_default
 from tests.support.tiny_models import tokens, transformed
 
 pytest.importorskip("spu")
@@ -21,19 +20,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "offline": {"offline": True},
     "public, offline": {"public": ("embedding", "head"), "offline": True},
 }
-DEFAULT = "SM+LN+G: public, offline"
 CASES = [f"{recipe}: {options}" for recipe, options in product(RECIPES, OPTIONS)]
 
 
-@pytest.mark.parametrize("case", by_default(CASES, DEFAULT))
+@pytest.mark.slow  # one of them, and its rounds, is in test_rounds.py
+@pytest.mark.parametrize("case", CASES)
 def test_a_decoder_is_billed_as_it_runs(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small numbers of elements are rounded up by SPU where they are packed: up to 500 bytes an operator's kind."""
     monkeypatch.setitem(comparisons.SET_UP_BYTES, "cheetah", 0)  # comparisons in the second runtime
     recipe, _, name = case.partition(": ")
     model, ids, options = transformed("gpt2-eager", recipe), tokens(2, 5), OPTIONS[name]
-    warm: Any = True if case == DEFAULT else "setup"  # a set-up for 65,536 comparisons takes longer than two forwards
-    expected = estimate(model, 5, batch=2, warm=warm, **options)
-    _, bill = private_inference(model, ids, warm=warm, **options)
+    expected = estimate(model, 5, batch=2, warm="setup", **options)
+    _, bill = private_inference(model, ids, warm="setup", **options)
     assert expected.bytes == pytest.approx(bill.bytes, rel=5e-3)
     assert expected.offline_bytes == pytest.approx(bill.offline_bytes, rel=5e-3)
     assert (expected.messages, expected.offline_messages) == (bill.messages, bill.offline_messages)

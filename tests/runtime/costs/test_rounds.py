@@ -21,7 +21,7 @@ CASES: dict[str, tuple[str, str | None, tuple[int, int], dict[str, Any]]] = {
     "norms, GELU": ("gpt2-eager", "SM+LN+G", (2, 5), {}),
     "wide groups": ("gpt2-eager", "softmax_only", (2, 5), {"network": WAN}),
     "offline, checks": ("gpt2-eager", "SM+R", (1, 7), {"offline": True, "guards": True}),
-    "offline, short": ("gpt2-eager", "SM+R", (1, 2), {"offline": True, "guards": True}),
+    "all, short": ("gpt2-eager", "SM+LN+G", (1, 2), {"public": PUBLIC, "offline": True, "guards": True}),
     "a store runs dry": ("gpt2-eager", "SM+R", (1, 7), {"offline": True}),
     "public": ("gpt2-eager", "SM+LN+R", (1, 6), {"public": PUBLIC}),
     "all at once": ("gpt2-eager", "SM+LN+R", (1, 1), {"public": PUBLIC, "offline": True, "network": WAN}),
@@ -32,7 +32,7 @@ CASES: dict[str, tuple[str, str | None, tuple[int, int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", by_default(CASES, "offline, short"))
+@pytest.mark.parametrize("case", by_default(CASES, "all, short"))
 def test_rounds_are_those_of_the_cost_model(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(comparisons.SET_UP_BYTES, "cheetah", 0)  # comparisons in the second runtime
     family, recipe, (batch, length), options = CASES[case]
@@ -41,6 +41,8 @@ def test_rounds_are_those_of_the_cost_model(case: str, monkeypatch: pytest.Monke
     _, bill = private_inference(model, tokens(batch, length), **given)
     expected = estimate(model, length, batch=batch, **given)
     assert (expected.rounds, expected.messages) == (bill.rounds, bill.messages)
+    assert expected.bytes == pytest.approx(bill.bytes, rel=5e-3)
+    assert expected.offline_bytes == pytest.approx(bill.offline_bytes, rel=5e-3)
     for rows, counted in ((expected.per_step, bill.per_step), (expected.per_op[-1:], bill.per_op[-1:])):
         assert [(row["op"], row["rounds"]) for row in rows] == [(row["op"], row["rounds"]) for row in counted]
     assert (bill.sending, bill.waiting, bill.computing) == (0.0, 0.0, bill.seconds)
