@@ -21,9 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,7 @@ import numpy.typing as npt
 
 from aero_compile.files import make_private_folder, write_private
 from aero_compile.runtime.hosts.computation import Computation, config_of, print_event
-from aero_compile.runtime.hosts.ending import Deadline, die, end_with_parent
+from aero_compile.runtime.hosts.ending import Deadline, die, end_with_parent, leave
 from aero_compile.runtime.hosts.link import Way, parse_address, watch_peer
 from aero_compile.runtime.hosts.party_inputs import read_inputs, tls_config
 from aero_compile.runtime.hosts.party_process import agree_on, exit_code_of, meet, part, party_parser
@@ -139,7 +137,4 @@ class _Party:
 
 if __name__ == "__main__":
     load_spu_alone()
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # without waiting for the link's threads, whose peer may be gone
+    leave(main())

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import queue
 import sys
 import threading
@@ -36,7 +35,7 @@ from aero_compile.runtime.generation.computation import StepComputation
 from aero_compile.runtime.generation.programs import Programs
 from aero_compile.runtime.generation.session import Cost
 from aero_compile.runtime.hosts.computation import config_of, print_event
-from aero_compile.runtime.hosts.ending import Deadline, die, end_orphaned, end_with_parent
+from aero_compile.runtime.hosts.ending import Deadline, die, end_orphaned, end_with_parent, leave
 from aero_compile.runtime.hosts.link import parse_address, watch_peer
 from aero_compile.runtime.hosts.party_inputs import Arrays, tls_config
 from aero_compile.runtime.hosts.party_process import agree_on, exit_code_of, meet, part, party_parser
@@ -239,7 +238,4 @@ def read_order(content: bytes, programs: Programs, held: int) -> tuple[str, int,
 
 if __name__ == "__main__":
     load_spu_alone()
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # without waiting for the link's threads, whose peer may be gone
+    leave(main())

@@ -7,11 +7,15 @@ import os
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 from aero_compile.runtime.hosts.computation import print_event
+
+LINGER_SECONDS = 0.3
+"""Time for the last messages to leave; without it the peer waits for what never comes, or reports a lost connection."""
 
 
 class Deadline:
@@ -69,3 +73,16 @@ def die(message: str) -> NoReturn:
     """End this process with an error at once."""
     report_error("PartyError", message)
     os._exit(2)  # SPU is blocked in native code, which no exception can reach
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with `code`, without waiting for the link's threads, whose peer may be gone.
+
+    After an error, messages by which the peer finds the same may be on their way: what both agree on, or the bit of the
+    private checks.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        time.sleep(LINGER_SECONDS)
+    os._exit(code)

@@ -14,14 +14,11 @@ from typing import Any
 from aero_compile.errors import AeroError, PartyError
 from aero_compile.plain_help import HelpParser
 from aero_compile.runtime.hosts.computation import print_event
-from aero_compile.runtime.hosts.ending import Deadline, die, report_error
+from aero_compile.runtime.hosts.ending import LINGER_SECONDS, Deadline, die, report_error
 from aero_compile.runtime.hosts.link import PlainWay, Way, connect, not_connected
 from aero_compile.runtime.hosts.tls import TLSConfig, TLSWay
 from aero_compile.runtime.roles import CLIENT, ROLES, SERVER
 from aero_compile.runtime.spu_config import plain_message
-
-LINGER_SECONDS = 0.3
-"""Time for the reply to the peer's last message to leave; without it the peer reports a lost connection."""
 
 
 def party_parser(module: str, description: str | None) -> argparse.ArgumentParser:

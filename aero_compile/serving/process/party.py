@@ -27,6 +27,7 @@ from aero_compile.runtime.generation.computation import StepComputation, cost_of
 from aero_compile.runtime.generation.programs import Programs
 from aero_compile.runtime.generation.session import Cost
 from aero_compile.runtime.hosts.computation import Computation, config_of
+from aero_compile.runtime.hosts.ending import LINGER_SECONDS, leave
 from aero_compile.runtime.hosts.link import connect
 from aero_compile.runtime.hosts.party_inputs import Arrays, PartyInputs, held_inputs
 from aero_compile.runtime.hosts.party_process import agree_on
@@ -206,8 +207,11 @@ def main(argv: list[str]) -> int:
         try:
             say(*party.follow(order))
         except AeroError as error:
+            goes_on = isinstance(order, Take) or (isinstance(order, Compute) and isinstance(error, OutOfRangeError))
+            if not goes_on:
+                time.sleep(LINGER_SECONDS)  # before the fault is told, which may be the end of this process
             say(Fault(error=type(error).__name__, message=str(error)))
-            if not isinstance(order, Take) and not (isinstance(order, Compute) and isinstance(error, OutOfRangeError)):
+            if not goes_on:
                 return 2  # the other party does not know of it, or the cached values are lost
         except Exception as error:
             say(Fault(error="PartyError", message=f"{ROLES[rank]}: {plain_message(error)}"))
@@ -217,5 +221,4 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     load_spu_alone()
-    code = main(sys.argv[1:])
-    os._exit(code)  # without waiting for the link's threads, whose peer may be gone
+    leave(main(sys.argv[1:]))
