@@ -62,6 +62,10 @@ def add_client(parser: argparse.ArgumentParser) -> None:
     add("--bucket", type=positive, default=1, metavar="N", help=text)
     text = "private folder where the server's programs are kept for the next session (default: nowhere)"
     add("--cache", type=Path, metavar="DIR", help=text)
+    text = (
+        "tokens to prepare for while nothing is computed, where the server has prepared products (default: %(default)s)"
+    )
+    add("--ahead", type=int, default=8, metavar="N", help=text)
     text = "seconds for one computation, of a part of the prompt or of a token (default: %(default)s)"
     add("--timeout", type=float, default=3600.0, metavar="S", help=text)
 
@@ -70,7 +74,7 @@ def open_session(args: argparse.Namespace) -> Connection:
     """Connect to a server that generates text; whoever waits for a turn is told on standard error."""
     from aero_compile.serving.client import connect
 
-    asked = {name: getattr(args, name) for name in ("model_digest", "timeout", "bucket", "cache")}
+    asked = {name: getattr(args, name) for name in ("model_digest", "timeout", "bucket", "cache", "ahead")}
     connection = connect(args.server, on_wait=_say_wait, **asked, **way_of(args, "client"))
     if not connection.room:
         connection.close()

@@ -42,6 +42,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--keep", type=Path, metavar="DIR", help=text)
     text = "weights that clients are given, divided by commas: embedding, position, head, names or patterns of names"
     add("--public", type=names, default=(), metavar="LIST", help=text)
+    text = "compile generation so that most of a token is computed before it, while a client asks for nothing"
+    add("--offline", action="store_true", help=text)
     text = "compile for a network: wan, lan or MBPS:RTT_MS (default: %(default)s)"
     add("--network", default="loopback", metavar="NET", help=text)
     add_way(parser, "server")
@@ -55,6 +57,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     many(
         "--max-tokens-per-client", type=positive, metavar="N", help="tokens computed for a client (default: any number)"
     )
+    text = "runs of a program that are prepared for a client at once, with --offline (default: 16)"
+    many("--max-prepared", type=int, metavar="N", help=text)
     text = "seconds after which a client that asks for nothing is sent away (default: 300)"
     many("--idle-seconds", type=float, metavar="S", help=text)
     text = "answer Prometheus at this port of 127.0.0.1 (default: do not)"
@@ -72,7 +76,10 @@ def run(args: argparse.Namespace) -> int:
     asked = {name: getattr(args, name) for name in vars(Limits()) if getattr(args, name, None) is not None}
     if not args.source.is_dir():
         raise InputError(f"there is no folder {args.source}")
+    if args.offline and args.lengths:
+        raise InputError("--offline prepares for --room alone: whole texts (--lengths) are served without")
     compiling: dict[str, Any] = {"public": args.public, "network": args.network}
+    compiling |= {"offline": True} if args.offline else {}
     serve(
         args.source,
         args.listen,

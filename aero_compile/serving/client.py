@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,6 +18,7 @@ from aero_compile.runtime.generation.programs import check_name
 from aero_compile.runtime.generation.session import Choose, Cost, Generation, Guess, Logits, Session, Token
 from aero_compile.runtime.hosts.scratch import scratch_folder
 from aero_compile.runtime.hosts.tls import TLSConfig
+from aero_compile.serving.ahead import Ahead, runs_ahead
 from aero_compile.serving.cache import Cache
 from aero_compile.serving.conversation import Conversation, Terms
 from aero_compile.serving.transport.endpoint import check_way
@@ -38,6 +40,8 @@ def connect(
     silence_timeout: float = 30.0,
     bucket: int = 1,
     cache: str | os.PathLike[str] | None = None,
+    ahead: int = 8,
+    prompt_ahead: int = 0,
 ) -> Connection:
     """Open a session with the server at `address`, "host:port", which `aero_compile.serve` runs.
 
@@ -56,6 +60,9 @@ def connect(
             `aero_compile.runtime.generation.session.Session` says what it costs.
         cache: folder (made with mode 0700) where programs, and weights that clients are given, are kept for the next
             session, up to 4 GB; they are checked again whenever they are taken from there. None: nothing is kept.
+        ahead: tokens for which both parties prepare, from now on whenever nothing is computed for this client or
+            others, where the server's programs are made for it (`offline=True`). The server sees how many.
+        prompt_ahead: length of a prompt for which they do the same.
 
     Returns:
         A connection with `.generate(ids, max_new_tokens)` and `.logits(ids)`, as far as the server has programs for
@@ -72,15 +79,18 @@ def connect(
         if not 0 < value < float("inf"):
             raise InputError(f"{name} must be a positive number of seconds, not {value!r}")
     told = on_wait or (lambda before: None)
+    for name, value in {"ahead": ahead, "prompt_ahead": prompt_ahead}.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise InputError(f"{name} must be a number of tokens, not {value!r}")
     kept = None if cache is None else Cache(cache)
     terms = Terms(address, tls, protocol, model_digest, silence_timeout, connect_timeout, timeout, told, kept)
-    return Connection(terms, bucket)
+    return Connection(terms, bucket, ahead, prompt_ahead)
 
 
 class Connection:
     """An open session with a server. One thread at a time may use it."""
 
-    def __init__(self, terms: Terms, bucket: int = 1) -> None:
+    def __init__(self, terms: Terms, bucket: int = 1, ahead: int = 0, prompt_ahead: int = 0) -> None:
         self._held = contextlib.ExitStack()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="aero-compile-client")
@@ -96,6 +106,8 @@ class Connection:
             offer = self._conversation.offer
             self._programs = sorted(offer.programs, key=lambda facts: facts.length)
             self._session = None if offer.generation is None else Session(_Decoder(self, self._conversation), bucket)
+            self._ahead = self._prepares(ahead, prompt_ahead)
+            self._wait(self._ahead.begin())
         except BaseException:
             self._held.close()
             raise
@@ -131,7 +143,8 @@ class Connection:
             raise InputError("the server has no programs of whole texts: next_logits() gives the last position's")
         texts, single = _checked(ids, self._programs[0].vocabulary)
         facts = self._program_for(texts.shape[1])
-        found = [self._forward(facts, text) for text in texts]
+        with self._in_use():
+            found = [self._forward(facts, text) for text in texts]
         return found[0] if single else np.stack(found)
 
     def next_logits(self, ids: Sequence[int]) -> npt.NDArray[np.float32]:
@@ -141,7 +154,9 @@ class Connection:
             InputError: no tokens, too many, or unknown ones, or the server generates nothing; nothing was sent.
             OutOfRangeError, PartyError: the connection is closed.
         """
-        return self._generating().logits(ids)
+        session = self._generating()
+        with self._in_use():
+            return session.logits(ids)
 
     def generate(
         self,
@@ -154,13 +169,29 @@ class Connection:
     ) -> Generation:
         """Generate up to `max_new_tokens` tokens behind the text `ids`, chosen here.
 
-        The options are those of `aero_compile.runtime.generation.session.Session.generate`.
+        The options are those of `aero_compile.runtime.generation.session.Session.generate`. What was prepared since the
+        last text is in the bill as `offline`.
 
         Raises:
             InputError: as of `next_logits`, or prompt and tokens do not fit into `room`.
             OutOfRangeError, PartyError: the connection is closed.
         """
-        return self._generating().generate(ids, max_new_tokens, on_token, choose, stop, guess)
+        session = self._generating()
+        with self._in_use():
+            offline, self._ahead.cost = self._ahead.cost, Cost()
+            return replace(session.generate(ids, max_new_tokens, on_token, choose, stop, guess), offline=offline)
+
+    def prepare(self) -> Cost:
+        """Wait until both parties have prepared what `ahead` and `prompt_ahead` of `connect` ask for.
+
+        Returns:
+            What was prepared since the last text; nothing where the server's programs take nothing prepared.
+
+        Raises:
+            PartyError: the connection is closed.
+        """
+        self.run(self._ahead.finish)
+        return self._ahead.cost
 
     @property
     def room(self) -> int:
@@ -181,6 +212,24 @@ class Connection:
         if self._session is None:
             raise InputError("the server has no programs that generate: it has logits() of whole texts")
         return self._session
+
+    def _prepares(self, tokens: int, prompt: int) -> Ahead:
+        """What is prepared while the connection is idle: for the position that a text is at."""
+        programs, session = self._conversation.generation, self._session
+        if programs is None or session is None:
+            return Ahead(self._conversation, lambda: ())
+        known = programs
+        return Ahead(self._conversation, lambda: runs_ahead(known, session.held, tokens, min(prompt, known.room)))
+
+    @contextlib.contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """Prepare nothing meanwhile."""
+        self.run(self._ahead.end)
+        try:
+            yield
+        finally:
+            if not self._closed:
+                self._wait(self._ahead.begin())
 
     def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Wait for a computation; one that fails closes the connection, unless it is these tokens alone that fail.

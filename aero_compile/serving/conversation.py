@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import UnionType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,6 +22,7 @@ from aero_compile.runtime.generation.session import Cost
 from aero_compile.runtime.hosts.tls import TLSConfig
 from aero_compile.runtime.roles import CLIENT
 from aero_compile.serving.cache import Cache
+from aero_compile.serving.process import orders
 from aero_compile.serving.process.orders import Advance, Compute, Take
 from aero_compile.serving.process.worker import Worker
 from aero_compile.serving.taking import check_offer, take_offer
@@ -40,10 +43,12 @@ from aero_compile.serving.transport.messages import (
     Fetch,
     Finished,
     Hello,
+    Later,
     Link,
     Offer,
     Open,
     Opened,
+    Prepare,
     Refused,
     Run,
     Started,
@@ -62,7 +67,6 @@ HINT_SECONDS = 1.0
 """How long a failure of the own party waits for a better reason: that the server is gone."""
 
 T = TypeVar("T")
-M = TypeVar("M", bound=BaseModel)
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,7 @@ class Conversation:
         self._worker: Worker | None = None
         self.generation: Programs | None = None
         self.set_up = Cost()
+        self.prepared: Counter[str] = Counter()
         self.offer: Offer
 
     async def begin(self) -> None:
@@ -170,7 +175,26 @@ class Conversation:
         order = Advance(program=name, position=position, tokens=filled)
         done, content = await self._both(self._worker.compute(order, self._terms.timeout))
         logits = None if done.shape is None else np.frombuffer(content, "<f4").reshape(done.shape).astype(np.float32)
+        self.prepared[name] -= self.prepared[name] > 0
         return logits, Cost(done.bytes, done.messages, done.seconds)
+
+    def most_prepared(self, name: str) -> int:
+        """How many runs of a program of the generation may be prepared at once."""
+        return 0 if self.generation is None else min(self.offer.most_prepared, self.generation.most_prepared(name))
+
+    async def prepare(self, name: str) -> Cost | None:
+        """Prepare one run of a program of the generation; None: the server has others to serve now.
+
+        Raises:
+            PartyError: the conversation is over.
+        """
+        assert self._worker is not None
+        await self._say(Prepare(program=name))
+        if isinstance(await self._next(Started | Later), Later):
+            return None
+        done, _ = await self._both(self._worker.compute(orders.Prepare(program=name), self._terms.timeout))
+        self.prepared[name] += 1
+        return Cost(done.bytes, done.messages, done.seconds)
 
     def offer_of(self, name: str) -> Facts:
         """What was agreed about a program of the generation."""
@@ -227,7 +251,11 @@ class Conversation:
                 self._over.result()
             raise
 
-    async def _next(self, form: type[M] | type[bytes]) -> Any:
+    def begin_task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Let work go on beside; it ends with the conversation."""
+        return self._spawn(work)
+
+    async def _next(self, form: type[BaseModel] | type[bytes] | UnionType) -> Any:
         """The next thing that the server says, which must be of `form`."""
         while True:
             getting = asyncio.ensure_future(self._heard.get())
@@ -241,7 +269,8 @@ class Conversation:
             elif isinstance(message, form):
                 return message
             else:
-                raise PartyError(f"the server said {type(message).__name__.lower()} instead of {form.__name__.lower()}")
+                wanted = getattr(form, "__name__", str(form))
+                raise PartyError(f"the server said {type(message).__name__.lower()} instead of {wanted.lower()}")
 
     async def _listen(self) -> None:
         """Take what the server says, while it is heard of."""

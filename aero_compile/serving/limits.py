@@ -16,6 +16,8 @@ class Limits:
         max_waiting: requests that wait for their turn; more are refused.
         max_sessions: clients that hold a party at once; each takes the memory of the weights.
         max_tokens_per_client: tokens that are computed for a client, by the length of the programs; None: any number.
+        max_prepared: runs of one program that a session holds prepared ahead, of programs compiled with
+            `offline=True`; 0: none.
         idle_seconds: a client that asks for nothing for so long is sent away.
         silence_seconds: a client that nothing is heard of for so long is lost.
         stall_seconds: a forward in which nothing passes between the parties for so long is ended.
@@ -27,6 +29,7 @@ class Limits:
     max_waiting: int = 16
     max_sessions: int = 4
     max_tokens_per_client: int | None = None
+    max_prepared: int = 16
     idle_seconds: float = 300.0
     silence_seconds: float = 30.0
     stall_seconds: float = 300.0
@@ -39,6 +42,7 @@ class Limits:
             "workers": (self.workers, 1),
             "max_waiting": (self.max_waiting, 0),
             "max_sessions": (self.max_sessions, 1),
+            "max_prepared": (self.max_prepared, 0),
         }
         if self.max_tokens_per_client is not None:
             counts["max_tokens_per_client"] = (self.max_tokens_per_client, 1)

@@ -30,6 +30,9 @@ class Metrics:
         self._ended = Counter("aero_connections", "Connections of clients that ended, by outcome", ["outcome"], **kept)
         self._tokens = Counter("aero_tokens", "Tokens that were computed, by the length of the programs", **kept)
         self._out_of_range = Counter("aero_out_of_range", "Forwards in which a value left its range", **kept)
+        self._prepared = Counter("aero_prepared_bytes", "Bytes of what was prepared ahead, both ways", **kept)
+        text = "Seconds of preparing one run ahead"
+        self._preparing = Histogram("aero_preparation_seconds", text, buckets=SECONDS, **kept)
         self._seconds = Histogram("aero_forward_seconds", "Seconds of a forward", buckets=SECONDS, **kept)
 
     def watch(self, name: str, help: str, value: Callable[[], int]) -> None:
@@ -55,6 +58,11 @@ class Metrics:
         self._seconds.observe(seconds)
         if out_of_range:
             self._out_of_range.inc()
+
+    def prepared(self, count: int, seconds: float) -> None:
+        """Count what was prepared for one run, in bytes of both directions."""
+        self._prepared.inc(count)
+        self._preparing.observe(seconds)
 
     def serve(self, port: int) -> Callable[[], None]:
         """Answer at `port` of this machine; returns what ends that.

@@ -20,6 +20,7 @@ from aero_compile.serving.journal import note
 from aero_compile.serving.limits import Limits
 from aero_compile.serving.metrics import Metrics
 from aero_compile.serving.offer import Offered
+from aero_compile.serving.process import orders
 from aero_compile.serving.process.orders import Advance, Compute, Load
 from aero_compile.serving.process.worker import Worker
 from aero_compile.serving.session_link import SessionLink
@@ -34,9 +35,11 @@ from aero_compile.serving.transport.messages import (
     Fetch,
     Finished,
     Hello,
+    Later,
     Offer,
     Open,
     Opened,
+    Prepare,
     Refused,
     Run,
     Started,
@@ -88,11 +91,12 @@ class Session:
         self._shared, self._channel, self._caller = shared, channel, caller
         self._limits = shared.limits
         self._ticket = secrets.token_hex(16)
-        self._asked: asyncio.Queue[Fetch | Open | Run | Step] = asyncio.Queue(ASKED)
+        self._asked: asyncio.Queue[Fetch | Open | Run | Step | Prepare] = asyncio.Queue(ASKED)
         self._worker: Worker | None = None
         self._link: SessionLink | None = None
         self._folder: Path | None = None
         self._positions = 0
+        self._prepared: Counter[str] = Counter()
         self._number = secrets.token_hex(4)
 
     # --- the client's connections ---------------------------------------------------------------------
@@ -182,25 +186,30 @@ class Session:
             tokens_left=self._tokens_left(),
             idle_seconds=self._limits.idle_seconds,
             set_up=self._shared.set_up,
+            most_prepared=self._limits.max_prepared,
         )
 
     # --- what it asks for ------------------------------------------------------------------------------
 
     async def _work(self) -> None:
         """Do what the client asks for, one thing after the other."""
-        idle = self._limits.idle_seconds
+        idle = left = self._limits.idle_seconds
         while True:
+            waits = time.monotonic()
             try:
-                async with asyncio.timeout(idle):
+                async with asyncio.timeout(left):
                     asked = await self._asked.get()
             except TimeoutError as error:
                 raise _End("idle", f"nothing was asked for during {idle:g} s") from error
+            left = max(0.0, left - time.monotonic() + waits) if isinstance(asked, Prepare) else idle
             if isinstance(asked, Fetch):
                 await self._send(asked)
             elif isinstance(asked, Open):
                 await self._open()
             elif isinstance(asked, Run):
                 await self._run(asked.program)
+            elif isinstance(asked, Prepare):
+                await self._prepare(asked.program)
             else:
                 await self._step(asked)
 
@@ -261,7 +270,29 @@ class Session:
             raise _no_program(name)
         count = generation.programs.all[name].tokens.shape[1]
         await self._compute(Advance(program=name, position=position, tokens=None), count)
+        self._prepared[name] -= self._prepared[name] > 0
         self._positions = position + kept
+
+    async def _prepare(self, name: str) -> None:
+        """Prepare a run of a program of the generation, unless there are others to serve."""
+        generation, shared, limits = self._shared.offered.generation, self._shared, self._limits
+        if self._worker is None or self._link is None:
+            raise Garbled("the session is not open")
+        most = 0 if generation is None else min(generation.programs.most_prepared(name), limits.max_prepared)
+        if self._prepared[name] >= most:
+            raise _End("prepared", f"{self._prepared[name]} runs of {name} are prepared, and no more may be")
+        if not shared.turns.has_place:
+            await self._channel.send(Later())
+            return
+        async with self._turn():
+            await self._channel.send(Started())
+            preparing = self._worker.compute(orders.Prepare(program=name), limits.computation_seconds)
+            done, _ = await self._link.while_moving(preparing, limits.stall_seconds)
+            await self._channel.send(Finished(seconds=done.seconds))
+        self._prepared[name] += 1
+        shared.metrics.prepared(done.bytes, done.seconds)
+        said: dict[str, Any] = {"program": name, "bytes": done.bytes, "seconds": round(done.seconds, 3)}
+        note("prepared", session=self._number, client=self._caller.name, **said)
 
     async def _compute(self, order: Compute | Advance, tokens: int) -> None:
         """Let the own party do its part of a computation of so many tokens, when it is this client's turn."""

@@ -41,6 +41,11 @@ class Turns:
         self._numbers = count(1)
         self._served: dict[str, int] = {}
 
+    @property
+    def has_place(self) -> bool:
+        """Whether a computation could run at once."""
+        return not self.waiting and len(self.running) < self.at_once
+
     def join(self, client: str) -> Turn:
         """Get in line.
 

@@ -55,7 +55,7 @@ class StepComputation(Computation):
             PartyError: more is prepared already than a text can take.
         """
         program, started = self._programs.all[name], time.monotonic()
-        if len(self._prepared[name]) >= self._programs.room:
+        if len(self._prepared[name]) >= self._programs.most_prepared(name):
             raise PartyError(f"{len(self._prepared[name])} runs of {name!r} are prepared, which no text can take")
         self._log.read()
         kept, steps = prepare(self._side, self._io, self._runtime, program, self._inputs.own, self._profile)

@@ -103,6 +103,12 @@ class Programs:
                 return found
         raise InputError(f"there is no program {name!r} at {position}: there is room for {self.room} positions")
 
+    def most_prepared(self, name: str) -> int:
+        """How many runs of a program one text can take; 0 if it takes nothing that is prepared."""
+        if name not in self.all or not self.all[name].is_prepared:
+            return 0
+        return 1 if is_fill(name) else self.room
+
     def _index(self) -> bytes:
         digests = {name: program.digest for name, program in self.all.items()}
         return json.dumps({"format": FORMAT, "programs": digests}, sort_keys=True).encode()

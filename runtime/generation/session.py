@@ -185,6 +185,11 @@ class Session:
         """Guesses that are checked at once; 0 where no program checks any."""
         return max(getattr(self._decoder, "checks", ()), default=1) - 1
 
+    @property
+    def held(self) -> int:
+        """Positions of the last text that both parties hold."""
+        return len(self._held)
+
     def logits(self, ids: Sequence[int]) -> Logits:
         """The logits of the token behind the text `ids`, float32 [V].
 

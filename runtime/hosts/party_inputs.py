@@ -67,7 +67,9 @@ def held_inputs(rank: int, path: Path, protocol: str, weights: Path | None, publ
     """
     program = _program(path, protocol)
     if program.is_prepared:
-        raise InputError(f"{path} is compiled with offline=True, and a service prepares nothing: compile it without")
+        raise InputError(
+            f"{path} is compiled with offline=True, and whole texts are served without preparations: compile it without"
+        )
     if program.looked_up:
         raise InputError(
             f"{path} is compiled with lookup='encrypted', and a service gives no tables: compile it without"

@@ -37,7 +37,9 @@ class Taker:
         generation = None if offered.generation is None else offered.generation.facts
         forwards = tuple(each.facts for each in offered.forwards)
         rest: dict[str, Any] = {"wire": WIRE, "versions": versions(), "digest": offered.digest, "tokens_left": None}
-        self._offer = Offer(programs=forwards, generation=generation, idle_seconds=9.0, set_up=False, **rest)
+        self._offer = Offer(
+            programs=forwards, generation=generation, idle_seconds=9.0, set_up=False, most_prepared=0, **rest
+        )
 
     async def _fetch(self, digest: str, part: Any, size: int) -> bytes:
         self.fetched.append(f"{digest}.{part}")

@@ -70,6 +70,13 @@ class Advance(_Order):
     tokens: tuple[int, ...] | None
 
 
+class Prepare(_Order):
+    """Prepare one run of a program of the generation, by its name; it is kept by the process and used once."""
+
+    kind: Literal["prepare"] = "prepare"
+    program: str
+
+
 class Loaded(_Order):
     """The programs, or the tokens, are as they should be."""
 
@@ -84,7 +91,10 @@ class Met(_Order):
 
 
 class Computed(_Order):
-    """A forward is done; its logits follow, float32, at the client. `bytes`, `messages`: of both directions."""
+    """A forward is done; its logits follow, float32, at the client. `bytes`, `messages`: of both directions.
+
+    Or a preparation is, which has no logits.
+    """
 
     kind: Literal["computed"] = "computed"
     bytes: int
@@ -101,7 +111,7 @@ class Fault(_Order):
     message: str
 
 
-Order = Load | Meet | SetUp | Take | Compute | Advance
+Order = Load | Meet | SetUp | Take | Compute | Advance | Prepare
 
 ORDER: TypeAdapter[Order] = TypeAdapter(Annotated[Order, Field(discriminator="kind")])
 REPORT: TypeAdapter[Loaded | Met | Computed | Fault] = TypeAdapter(

@@ -46,6 +46,7 @@ from aero_compile.serving.process.orders import (
     Meet,
     Met,
     Order,
+    Prepare,
     Take,
 )
 from aero_compile.serving.transport.wire import LENGTH
@@ -90,6 +91,8 @@ class SessionParty:
         """Do what is asked; the report and, with logits, their bytes."""
         if isinstance(order, Compute | Advance):
             return self._compute(order) if isinstance(order, Compute) else self._advance(order)
+        if isinstance(order, Prepare):
+            return _computed(self._steps().prepare_for(order.program), None)
         if isinstance(order, Load | Take):
             return (self._load(order) if isinstance(order, Load) else self._take(order)), b""
         started = time.perf_counter()

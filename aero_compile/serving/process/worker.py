@@ -25,6 +25,7 @@ from aero_compile.serving.process.orders import (
     Meet,
     Met,
     Order,
+    Prepare,
     SetUp,
     Take,
 )
@@ -81,8 +82,8 @@ class Worker:
         """Let it make keys and transfers with the other party; returns the seconds that it took."""
         return (await self._ask(SetUp(), seconds, Met)).seconds
 
-    async def compute(self, order: Compute | Advance, seconds: float) -> tuple[Computed, bytes]:
-        """Let it run a forward or a step; the report, and the logits' bytes at the client.
+    async def compute(self, order: Compute | Advance | Prepare, seconds: float) -> tuple[Computed, bytes]:
+        """Let it run a forward or a step, or prepare one; the report, and the logits' bytes at the client.
 
         Raises:
             OutOfRangeError: after a forward the process goes on.

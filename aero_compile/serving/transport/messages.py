@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter
 
-WIRE = 1
+WIRE = 2
 """Version of these messages; both ends must have the same."""
 
 MOST_PROGRAMS = 32
@@ -129,6 +129,13 @@ class Step(_Form):
     kept: Count
 
 
+class Prepare(_Form):
+    """Asks for what one run of a program of the generation takes and does not depend on tokens; it is used once."""
+
+    kind: Literal["prepare"] = "prepare"
+    program: Word
+
+
 class Close(_Form):
     """The client is done."""
 
@@ -142,6 +149,7 @@ class Offer(_Form):
     """What the server has, in answer to `Hello`; `digest` is `agreement.model_digest` of all of it.
 
     `tokens_left`: how many more it computes for this client. `idle_seconds`: a session that asks for nothing is closed.
+    `most_prepared`: runs of one program that a session may have prepared.
     """
 
     kind: Literal["offer"] = "offer"
@@ -153,6 +161,7 @@ class Offer(_Form):
     tokens_left: Count | None
     idle_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     set_up: bool
+    most_prepared: Count
 
 
 class Refused(_Form):
@@ -197,6 +206,12 @@ class Started(_Form):
     kind: Literal["started"] = "started"
 
 
+class Later(_Form):
+    """The server has others to serve, and prepares nothing now; it may be asked again."""
+
+    kind: Literal["later"] = "later"
+
+
 class Finished(_Form):
     """The server's part is done, after so many seconds."""
 
@@ -222,19 +237,19 @@ class Failed(_Form):
 
 
 First = Annotated[Hello | Link, Field(discriminator="kind")]
-FromClient = Annotated[Fetch | Open | Run | Step | Close | Alive | Failed, Field(discriminator="kind")]
+FromClient = Annotated[Fetch | Open | Run | Step | Prepare | Close | Alive | Failed, Field(discriminator="kind")]
 FromServer = Annotated[
-    Offer | Refused | Content | Waiting | Opened | Dial | Started | Finished | Alive | Failed,
+    Offer | Refused | Content | Waiting | Opened | Dial | Started | Later | Finished | Alive | Failed,
     Field(discriminator="kind"),
 ]
 
 Message = (
-    Hello | Link | Fetch | Open | Run | Step | Close | Offer | Refused | Content | Waiting | Opened | Dial | Started
-    | Finished | Alive | Failed
+    Hello | Link | Fetch | Open | Run | Step | Prepare | Close | Offer | Refused | Content | Waiting | Opened | Dial
+    | Started | Later | Finished | Alive | Failed
 )  # fmt: skip
 
 FIRST: TypeAdapter[Hello | Link] = TypeAdapter(First)
-FROM_CLIENT: TypeAdapter[Fetch | Open | Run | Step | Close | Alive | Failed] = TypeAdapter(FromClient)
-FROM_SERVER: TypeAdapter[Offer | Refused | Content | Waiting | Opened | Dial | Started | Finished | Alive | Failed] = (
-    TypeAdapter(FromServer)
-)
+FROM_CLIENT: TypeAdapter[Fetch | Open | Run | Step | Prepare | Close | Alive | Failed] = TypeAdapter(FromClient)
+FROM_SERVER: TypeAdapter[
+    Offer | Refused | Content | Waiting | Opened | Dial | Started | Later | Finished | Alive | Failed
+] = TypeAdapter(FromServer)

@@ -1,0 +1,78 @@
+"""What a client lets both parties prepare while it asks for nothing: before the first text, and between texts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from aero_compile.runtime.generation.programs import Programs
+from aero_compile.runtime.generation.session import Cost
+from aero_compile.serving.conversation import Conversation
+
+AGAIN_SECONDS = 1.0
+"""After which a server that had others to serve is asked again."""
+
+
+def runs_ahead(programs: Programs, held: int, tokens: int, prompt: int) -> list[str]:
+    """Programs to have prepared, in the order in which they run, each as often as it does.
+
+    For a prompt of so many tokens, and for `tokens` generated ones behind `held` positions, or behind the prompt.
+    """
+    begun = held if 0 < held < programs.room else max(0, prompt - 1)
+    names = [name for name, _ in programs.plan(prompt - 1, 0)] if prompt > 1 else []
+    names += [programs.at("step", at) for at in range(begun, min(begun + tokens, programs.room))]
+    return names
+
+
+class Ahead:
+    """Prepares what is missing while the conversation is left alone. `wanted`: names of all runs to have prepared.
+
+    `cost`: of all that was prepared.
+    """
+
+    def __init__(self, conversation: Conversation, wanted: Callable[[], Iterable[str]]) -> None:
+        self._conversation, self._wanted = conversation, wanted
+        self._task: asyncio.Task[None] | None = None
+        self._enough = asyncio.Event()
+        self.cost = Cost()
+
+    async def begin(self) -> None:
+        """Go on preparing, beside whatever the caller does that is no computation."""
+        if self._task is None and self._missing() is not None:
+            self._enough = asyncio.Event()
+            self._task = self._conversation.begin_task(self._work())
+
+    async def finish(self) -> None:
+        """Wait until everything is prepared; raises what the preparations failed with."""
+        await self.begin()
+        if self._task is not None:
+            await asyncio.shield(self._task)
+        self._task = None
+
+    async def end(self) -> None:
+        """Prepare nothing more behind the run at hand; raises as `finish` does."""
+        self._enough.set()
+        if self._task is not None:
+            await asyncio.shield(self._task)
+        self._task = None
+
+    async def _work(self) -> None:
+        while not self._enough.is_set() and (name := self._missing()) is not None:
+            cost = await self._conversation.prepare(name)
+            if cost is not None:
+                self.cost += cost
+                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(AGAIN_SECONDS):
+                    await self._enough.wait()
+
+    def _missing(self) -> str | None:
+        """The first run that is not prepared, of those that may be."""
+        ahead = Counter[str]()
+        for name in self._wanted():
+            ahead[name] += 1
+            if self._conversation.prepared[name] < min(ahead[name], self._conversation.most_prepared(name)):
+                return name
+        return None

@@ -1,0 +1,140 @@
+"""What is prepared while a client asks for nothing: which runs, never beside a computation, each used once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from aero_compile import connect
+from aero_compile.errors import InputError, PartyError
+from aero_compile.runtime.generation.session import Cost
+from aero_compile.serving import ahead
+from aero_compile.serving.ahead import Ahead, runs_ahead
+from aero_compile.serving.programs import find_programs
+from tests.support.service import SEMI2K, Bare, serving
+from tests.support.tiny_generation import PROMPT, ROOM, eager_text, small_captured, small_growing
+
+pytest.importorskip("spu")
+
+
+class Talk:
+    """A conversation that prepares, or has others to serve."""
+
+    def __init__(self, *busy: int) -> None:
+        self.prepared, self.generation, self.offer = Counter[str](), None, SimpleNamespace(most_prepared=3)
+        self.asked: list[str] = []
+        self._busy, self.fails = busy, False
+
+    def begin_task(self, work: Any) -> asyncio.Task[Any]:
+        return asyncio.create_task(work)
+
+    def most_prepared(self, name: str) -> int:
+        return {"step": 3, "8": 1}.get(name, 0)
+
+    async def prepare(self, name: str) -> Cost | None:
+        await asyncio.sleep(0)
+        self.asked.append(name)
+        if self.fails:
+            raise PartyError("lost")
+        if len(self.asked) in self._busy:
+            return None
+        self.prepared[name] += 1
+        return Cost(10, 1, 0.5)
+
+
+def test_which_runs_are_prepared() -> None:
+    programs = small_growing().programs
+    assert runs_ahead(programs, 0, 3, 0) == ["step"] * 3
+    assert runs_ahead(programs, 0, 3, 4) == ["3", "step", "step@8", "step@8"]
+    assert runs_ahead(programs, 3, 3, 0) == ["step", "step@8", "step@8"]
+    assert runs_ahead(programs, ROOM - 1, 3, 0) == ["step@8"]
+    assert runs_ahead(programs, ROOM, 2, 0) == ["step"] * 2  # the next text is another one
+    assert runs_ahead(programs, 0, 0, 0) == []
+
+
+def test_what_is_missing_is_prepared_until_someone_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "AGAIN_SECONDS", 0.01)
+
+    async def use() -> None:
+        talk: Any = Talk(2)
+        work = Ahead(talk, lambda: ["8", "8", "step", "advance", "step"])
+        await work.finish()
+        assert talk.asked == ["8", "step", "step", "step"]  # the second was refused, and asked for again
+        assert work.cost == Cost(30, 3, 1.5)
+        await work.begin()
+        await work.end()
+        assert len(talk.asked) == 4  # nothing was missing
+        talk.prepared["step"] = 0
+        await work.begin()
+        await work.end()
+        assert len(talk.asked) <= 5  # the one at hand, and no more
+        await work.finish()
+        assert talk.prepared == {"8": 1, "step": 2}
+        talk.prepared["8"], talk.fails, asked = 0, True, len(talk.asked)
+        await work.begin()
+        while len(talk.asked) == asked:
+            await asyncio.sleep(0)
+        for _ in range(2):
+            with pytest.raises(PartyError, match="lost"):
+                await work.end()
+
+    asyncio.run(use())
+
+
+def test_a_server_that_is_busy_for_long_does_not_hold_up_the_client() -> None:
+    async def use() -> None:
+        talk: Any = Talk(*range(1, 100))
+        work = Ahead(talk, lambda: ["step"])
+        await work.begin()
+        while not talk.asked:
+            await asyncio.sleep(0.01)
+        started = time.monotonic()
+        await work.end()
+        assert time.monotonic() - started < ahead.AGAIN_SECONDS / 2
+
+    asyncio.run(use())
+
+
+def test_texts_take_what_was_prepared_while_the_client_was_idle(tmp_path: Path) -> None:
+    """Before the prompt, and again behind the text; each once; apart in the bill, the log and the counts."""
+    (folder,) = find_programs(
+        small_captured(), (), "semi2k", tmp_path, room=ROOM, fills=(3,), guards=False, offline=True
+    )
+    with (
+        serving(folder, max_prepared=3) as running,
+        connect(running.address, **SEMI2K, ahead=2, prompt_ahead=len(PROMPT)) as connection,
+    ):
+        before = connection.prepare()
+        assert [event["program"] for event in running.events("prepared", 3)] == ["3", "step", "step"]
+        assert not running.events("computed")
+        made = connection.generate(PROMPT, 3)
+        assert made.ids == eager_text(PROMPT, 3)
+        assert made.offline == before
+        first, second, late = (token.cost.bytes for token in made.tokens)
+        assert first == second < late  # two were prepared, and each was used once
+        assert before.bytes == sum(event["bytes"] for event in running.events("prepared")[:3])
+        assert late - first == running.events("prepared")[1]["bytes"]
+        assert "offline" in str(made)
+        assert len(running.events("prepared", 6)) == 6  # again, while nothing is asked for
+        again = connection.generate(PROMPT[:1], 2)
+        assert again.ids == eager_text(PROMPT[:1], 2)
+        assert [token.cost.bytes for token in again.tokens] == [first, first]
+        assert again.offline.bytes == before.bytes
+        counted = {each.name: each for each in running.server.metrics.registry.collect()}
+        assert counted["aero_prepared_bytes"].samples[0].value >= 2 * before.bytes
+    with serving(folder) as running, Bare(running.address) as caller:
+        caller.greet()
+        caller.say({"kind": "prepare", "program": "step"})
+        assert "not open" in caller.hear()["message"]
+
+
+@pytest.mark.parametrize("options", [{"ahead": -1}, {"ahead": True}, {"prompt_ahead": 1.5}])
+def test_numbers_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="must be a number of tokens"):
+        connect("127.0.0.1:1", **SEMI2K, **options)
