@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 
+import aero_compile
+from aero_compile import TransformedModel
 from aero_compile.runtime import estimate, private_inference
 from aero_compile.runtime.hosts.network_spec import Network
 from aero_compile.runtime.lowering import comparisons
 from tests.support.budgets import by_default
+from tests.support.tiny_generation import VOCABULARY, small_gpt2
 from tests.support.tiny_models import source, tokens, transformed
 
 pytest.importorskip("spu")
@@ -17,11 +20,18 @@ pytest.importorskip("spu")
 HERE, WAN = Network(lockstep=True), Network(100, 80, lockstep=True)
 PUBLIC = ("embedding", "head")
 
+SMALL = "one layer"
+
+
+def small(recipe: str) -> TransformedModel:
+    return aero_compile.transform(small_gpt2(), recipe)
+
+
 CASES: dict[str, tuple[str, str | None, tuple[int, int], dict[str, Any]]] = {
     "norms, GELU": ("gpt2-eager", "SM+LN+G", (2, 5), {}),
     "wide groups": ("gpt2-eager", "softmax_only", (2, 5), {"network": WAN}),
     "offline, checks": ("gpt2-eager", "SM+R", (1, 7), {"offline": True, "guards": True}),
-    "all, short": ("gpt2-eager", "SM+LN+G", (1, 2), {"public": PUBLIC, "offline": True, "guards": True}),
+    "all, short": (SMALL, "SM+LN+G", (1, 2), {"public": PUBLIC, "offline": True, "guards": True}),
     "a store runs dry": ("gpt2-eager", "SM+R", (1, 7), {"offline": True}),
     "public": ("gpt2-eager", "SM+LN+R", (1, 6), {"public": PUBLIC}),
     "all at once": ("gpt2-eager", "SM+LN+R", (1, 1), {"public": PUBLIC, "offline": True, "network": WAN}),
@@ -36,9 +46,9 @@ CASES: dict[str, tuple[str, str | None, tuple[int, int], dict[str, Any]]] = {
 def test_rounds_are_those_of_the_cost_model(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(comparisons.SET_UP_BYTES, "cheetah", 0)  # comparisons in the second runtime
     family, recipe, (batch, length), options = CASES[case]
-    model = source(family) if recipe is None else transformed(family, recipe)
+    model = source(family) if recipe is None else small(recipe) if family == SMALL else transformed(family, recipe)
     given = {"network": HERE, **options}
-    _, bill = private_inference(model, tokens(batch, length), **given)
+    _, bill = private_inference(model, tokens(batch, length, VOCABULARY), **given)
     expected = estimate(model, length, batch=batch, **given)
     assert (expected.rounds, expected.messages) == (bill.rounds, bill.messages)
     assert expected.bytes == pytest.approx(bill.bytes, rel=5e-3)
