@@ -167,12 +167,15 @@ def line_chart(
     tones: Mapping[str, int] | None = None,
     thin: Collection[str] = (),
     marks: Mapping[float, str] | None = None,
+    loose: Collection[str] = (),
+    names: Mapping[tuple[float, float], str] | None = None,
 ) -> str:
     """Draw one line per entry of `series` (points `(x, y)`; non-finite points are left out).
 
     `bands`: `(x, low, high)` around lines of the same name. `ordered`: colours from dark to light in the order of the
     series. `log`: a logarithmic axis, without the values that are not positive. `tones`: numbers of colours by series,
     for lines that belong together; `thin` are drawn thinner. `marks`: vertical lines at some x, with what they say.
+    Series in `loose` are points without a line; `names`: of points, which a pointer shows instead of the series.
     """
     clean = {key: thinned([p for p in points if _drawable(p, log)]) for key, points in series.items()}
     clean = {key: points for key, points in clean.items() if points}
@@ -197,9 +200,12 @@ def line_chart(
             )
     for (key, points), paint in zip(clean.items(), paints, strict=True):
         line = paint.line("thin" if key in thin else "")
-        body.append(f'<polyline {line} points="{axes.points(points)}"><title>{escape(key)}</title></polyline>')
-        for x, y in points if len(points) <= _FEW_POINTS and len(clean) <= _SERIES_COLOURS else points[-1:]:
-            tip, size = escape(f"{key}: {y:.4g} at {x:g}"), 3.5 if (x, y) == points[-1] else 2
+        if key not in loose:
+            body.append(f'<polyline {line} points="{axes.points(points)}"><title>{escape(key)}</title></polyline>')
+        few = len(points) <= _FEW_POINTS and len(clean) <= _SERIES_COLOURS
+        for x, y in points if few or key in loose else points[-1:]:
+            tip = escape(f"{(names or {}).get((x, y), key)}: {y:.4g} at {x:g}")
+            size = 3.5 if (x, y) == points[-1] or key in loose else 2
             place = f'cx="{axes.x(x):.1f}" cy="{axes.y(y):.1f}" r="{size}"'
             body.append(f"<circle {paint.fill('')} {place}><title>{tip}</title></circle>")
     legend, height = _legend(list(clean), axes.top + axes.plot + 60, paints)

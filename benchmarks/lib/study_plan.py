@@ -50,12 +50,21 @@ class Task:
         return [*base, *own, *plain]
 
     @property
+    def text_flags(self) -> list[str]:
+        """The flags that say what text it is trained on, and how that is cut."""
+        return self.flags
+
+    @property
     def key(self) -> str:
         """Name of its files: readable, and another one for other flags."""
-        said = "-".join([self.label, *(value for _, value in (*self.axes, *self.tuned)), f"seed{self.seed}"])
-        digest = hashlib.sha256("\0".join(self.flags).encode()).hexdigest()[:8]
-        kind = "trial-" if self.trial else ""
-        return f"{kind}{re.sub(r'[^A-Za-z0-9.]+', '-', said).strip('-')[:80]}-{digest}"
+        said = [self.label, *(value for _, value in (*self.axes, *self.tuned)), f"seed{self.seed}"]
+        return f"{'trial-' if self.trial else ''}{file_name(said, self.flags)}"
+
+
+def file_name(said: Sequence[str], identity: Sequence[str]) -> str:
+    """A name of what was `said`, as far as file names can have it, and another one for another `identity`."""
+    digest = hashlib.sha256("\0".join(identity).encode()).hexdigest()[:8]
+    return f"{re.sub(r'[^A-Za-z0-9.]+', '-', '-'.join(said)).strip('-')[:80]}-{digest}"
 
 
 @dataclass(frozen=True)
@@ -122,12 +131,12 @@ def parse_axes(texts: Sequence[str], option: str) -> dict[str, tuple[str, ...]]:
 
 
 def without_flag(arguments: Sequence[str], flag: str) -> tuple[str, ...]:
-    """A command line without `flag` and its value, however it is written."""
+    """A command line without `flag` and its value, if it has one, however it is written."""
     kept: list[str] = []
     skip = False
     for part in arguments:
         name, equals, _ = part.replace("_", "-").partition("=")
-        if not skip and name != flag:
+        if name != flag and not (skip and not part.startswith("--")):
             kept.append(part)
         skip = name == flag and not equals
     return tuple(kept)

@@ -94,10 +94,11 @@ def run_task(task: Task, folder: Path, data: Data) -> StudyRow:
     run = folder / "runs" / task.key
     flags = [*_usual(task), *task.flags, "--output-dir", str(run)]
     options, arguments = parse_command_line([*flags, "--resume"])
+    text, _ = parse_command_line([*task.text_flags, "--output-dir", str(run)])
     status, step, place = "finished", None, None
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # its records are in metrics.jsonl
-            result = retrain(options, arguments, datasets=data.of(options))
+            result = retrain(options, arguments, datasets=data.of(text))
         steps = arguments.max_steps
         final: float | None = result.perplexity
     except TrainingError as error:

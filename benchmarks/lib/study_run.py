@@ -27,6 +27,7 @@ class Study:
         self.data = Data()
         self.rows: dict[str, StudyRow] = {}
         self.step_seconds: dict[str, float] = {}
+        self.begun = False
 
     def done(self, task: Task) -> StudyRow | None:
         """The task's row, if it was made in this call or an earlier one."""
@@ -68,30 +69,37 @@ class Study:
         """Seconds of all that is left; NaN where nothing is known yet."""
         return sum(self.seconds(task) or math.nan for task in self.tasks() if self.done(task) is None)
 
+    def affordable(self, expected: float | None) -> bool:
+        """Whether what takes so long ends within the budget; what is begun first always is."""
+        begun, self.begun = self.begun, True
+        return not begun or time.monotonic() + (expected or 0.0) <= self.end
+
     def run(self) -> bool:
         """Do what the budget allows; returns whether all is done."""
         progress = Progress(len(self.tasks()))
         progress.done = self.tasks_done()
         progress.say(f"{progress.done} of {progress.total} runs are done; files: {self.folder}")
-        begun = False
         while True:
             # Trials first: they decide what the others are.
             task = next((task for task in self.tasks() if self.done(task) is None), None)
             if task is None:
                 return True
             expected = self.seconds(task)
-            if begun and time.monotonic() + (expected or 0.0) > self.end:
+            if not self.affordable(expected):
                 return False
-            begun = True
             what = (
                 f"{task.key}: {task.steps} steps, about {human(expected)}; all that is left about {human(self.left())}"
             )
             with progress.step(what, live=False):
-                self.rows[task.key] = run_task(task, self.folder, self.data)
-            row = self.rows[task.key]
-            if row.steps:
-                self.step_seconds[task.label] = row.seconds / row.steps
+                self.train(task)
             self.write()
+
+    def train(self, task: Task) -> StudyRow:
+        """Train a task, and learn how long a step takes."""
+        row = self.rows[task.key] = run_task(task, self.folder, self.data)
+        if row.steps:
+            self.step_seconds[task.label] = row.seconds / row.steps
+        return row
 
     def write(self) -> None:
         """Write the table and everything that it is made of."""
