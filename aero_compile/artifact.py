@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aero_compile.analysis.head_sets import heads_text, listed_heads
 from aero_compile.census import census
 from aero_compile.errors import AeroError, ArtifactError
 from aero_compile.files import read_regular, write_atomically
@@ -78,6 +79,7 @@ def save(model: TransformedModel, directory: str | os.PathLike[str], *, provenan
         "recipe": model.recipe,
         "history": [str(one) for one in model.history],
         "max_positions": model.max_positions,
+        "dropped_heads": heads_text(model.dropped_heads),
         "convention": {name: value for name, value in vars(model.convention).items() if name != "extras" or value},
         "census": str(census(model, min(128, model.max_positions or 128))),
         "tied": aliases,
@@ -161,7 +163,7 @@ def _build(document: dict[str, Any], stored: dict[str, Tensor]) -> TransformedMo
     for name in [name for name in tensors if name.rpartition(".")[0] in inside]:
         inside[name.rpartition(".")[0]][name.rpartition(".")[2]] = tensors.pop(name)
     modules = {name: build_module(record, inside[name]) for name, record in described.items()}
-    return TransformedModel(
+    model = TransformedModel(
         decode_graph(document["graph"], inputs=inputs, tensors=tensors, modules=modules),
         tensors,
         modules,
@@ -170,6 +172,8 @@ def _build(document: dict[str, Any], stored: dict[str, Tensor]) -> TransformedMo
         max_positions=limit,
         history=tuple(recorded_pass(str(text)) for text in document["history"]),
     )
+    model.dropped_heads = listed_heads(str(document.get("dropped_heads", "none")))
+    return model
 
 
 def _modules(document: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -87,6 +87,15 @@ def mean_attention(model: TransformedModel, groups: Sequence[Heads], batches: Se
     return _averages(model, [_Tap(each.softmax, _sums_of_attention, (each.count,)) for each in groups], batches)
 
 
+def mean_features(model: TransformedModel, nodes: Sequence[fx.Node], batches: Sequence[Tensor]) -> list[Tensor]:
+    """Average rows of hidden values `[…, d]` over all tokens, float64 `[d]` on the CPU, for each of `nodes`.
+
+    Raises:
+        InputError: tokens that the model cannot take.
+    """
+    return _averages(model, [_Tap(node, _sums_of_features, ()) for node in nodes], batches)
+
+
 @torch.no_grad()
 def entropy_shares(model: TransformedModel, batches: Sequence[Tensor]) -> dict[tuple[int, int], float]:
     """For each head (layer, number) its entropy on text, in parts of what attending to all earlier positions alike has.
@@ -169,6 +178,12 @@ def _sums_of_attention(probabilities: Tensor, count: int) -> Tensor:
     rows, columns = probabilities.shape[-2:]
     apart = probabilities.double().reshape(-1, count, rows, columns)
     return torch.stack([apart.sum(0), torch.full_like(apart[0], len(apart))])
+
+
+def _sums_of_features(value: Tensor) -> Tensor:
+    """`[2, d]`: sums of rows, and their number."""
+    rows = value.double().flatten(0, -2)
+    return torch.stack([rows.sum(0), torch.full_like(rows[0], len(rows))])
 
 
 def _epsilon(norm: fx.Node) -> float | None:

@@ -45,6 +45,11 @@ class InferenceModel(TransformedModel):
         self._vocab_size, self._num_layers = vocab_size, num_layers
 
     @property
+    def had_attention(self) -> bool:
+        """True: the source was a decoder, and markers of dropped layers are none of its graph."""
+        return True
+
+    @property
     def vocab_size(self) -> int:
         """Number of tokens; known from the source, since passes may reshape the embedding."""
         return self._vocab_size

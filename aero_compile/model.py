@@ -34,8 +34,11 @@ from aero_compile.ir.constants import mark_constants, move_constants, retarget
 from aero_compile.ir.decompose_norms import decompose_deviation_norms
 from aero_compile.ir.graph_json import decode_graph, encode_graph
 from aero_compile.ir.graph_model import GraphModel, remove_dead_nodes
+from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.shapes import carry
 from aero_compile.ir.submodules import kind_of
+
+aten = torch.ops.aten
 
 Program = tuple[Callable[..., tuple[Any, ...]], tuple[str, ...]]
 AttentionForm = Literal["open", "unpadded", "padded"]
@@ -61,7 +64,7 @@ class TransformedModel(Checkpointable, GraphModel):
 
     Every transformed model also takes `labels=` (token ids as in Hugging Face: shifted inside, -100 ignored)
     and `output_entropies=True`, which adds `.entropies`: one tensor `[B, H, T]` in nats for each layer. For it, rows of
-    attention weights that do not sum to one (ReLU, sigmoid) are divided by their sum.
+    attention weights that do not sum to one (ReLU, sigmoid) are divided by their sum. Dropped heads have 0.
     """
 
     def __init__(
@@ -99,7 +102,7 @@ class TransformedModel(Checkpointable, GraphModel):
 
     @property
     def num_heads(self) -> tuple[int, ...]:
-        """Attention heads of each layer, those without a softmax of hidden values included."""
+        """Attention heads of each layer, those without a softmax of hidden values and dropped ones included."""
         return tuple(attention.all_heads for attention in self.structure.attentions)
 
     @property
@@ -138,6 +141,8 @@ class TransformedModel(Checkpointable, GraphModel):
             if node.op == "placeholder":
                 node.target = names.get(str(node.target), node.target)
         decompose_deviation_norms(graph)
+        for marker in graph.find_nodes(op="call_function", target=aten.alias.default) if self.dropped_heads else ():
+            Rewriter(marker).replace(marker.args[0])
         return graph
 
     def _select(
@@ -181,7 +186,8 @@ class TransformedModel(Checkpointable, GraphModel):
                 or graph.call_function(attention_entropy, (_shares(graph, nodes[heads.softmax]),))
                 for heads in groups
             ]
-            args = (found, tokens, [heads.count for heads in groups], attention.numbers, first)
+            numbers = (*attention.numbers, *attention.dropped)
+            args = (found, tokens, [heads.count for heads in groups], numbers, first)
             yield graph.call_function(_entropies_by_head, args)
 
     def prepare(self, length: int | None = None) -> TransformedModel:
@@ -363,7 +369,7 @@ def _entropies_by_head(
     """Entropies of one layer, `[B, H, T]`, from those of rows in any layout (heads in a list, or folded into B).
 
     `first`: row of the first token; other rows are learned positions. `numbers`: where each head belongs. Probabilities
-    that are the same for all texts, or for all heads, come once.
+    that are the same for all texts, or for all heads, come once. Those behind the others were dropped: theirs is 0.
     """
     batch, length = tokens.shape
     parts = []
@@ -371,6 +377,9 @@ def _entropies_by_head(
         if found.numel() != batch * count * found.shape[-1]:
             found = found.expand(batch, count, -1)
         parts.append(found.reshape(batch, count, -1)[..., first : first + length])
+    if sum(heads) < len(numbers):
+        like = parts[0] if parts else torch.empty(0, device=tokens.device)
+        parts.append(like.new_zeros(batch, len(numbers) - sum(heads), length))
     joined = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
     order = sorted(range(len(numbers)), key=numbers.__getitem__)
     return joined if order == list(range(len(numbers))) else joined[:, order]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from aero_compile.analysis.parts import Heads, Structure
+from aero_compile.analysis.parts import Heads, StaticHeads, Structure
 from aero_compile.analysis.position_slicing import Axis, Cut, Sample, find_cut
 from aero_compile.analysis.projections import weighted_sum
 from aero_compile.analysis.token_sizes import find_size, insert_size, two_samples
@@ -33,11 +33,11 @@ class HeadCutter:
     Like values at some positions (`aero_compile.analysis.position_slicing`), with heads in the place of positions.
     """
 
-    def __init__(self, model: TransformedModel, heads: Heads, name: str) -> None:
+    def __init__(self, model: TransformedModel, heads: Heads | StaticHeads, name: str) -> None:
         structure: Structure = model.structure
         self.model, self.name = model, name
         self.structure = structure
-        self.product = weighted_sum(heads.softmax, structure)
+        self.product = result_of(heads, structure)
         self.heads = heads
         self.at_shapes = two_samples(model)
         self.samples = [Sample(each.batch, heads.count, each.values) for each in self.at_shapes]
@@ -64,6 +64,12 @@ class HeadCutter:
                 with self.model.graph.inserting_before(node):
                     sizes = [*arguments[1][:at], insert_size(tokens, size), *arguments[1][at + 1 :]]
                 node.args = (arguments[0], sizes)
+
+    @property
+    def scores(self) -> fx.Node:
+        """The raw scores of heads with a softmax."""
+        assert isinstance(self.heads, Heads)
+        return self.heads.scores
 
     @functools.cached_property
     def axis(self) -> Axis:
@@ -174,6 +180,8 @@ class HeadCutter:
     def _find_axis(self) -> Axis:
         """Where the heads are in the product: what becomes of their dimension in the probabilities."""
         shapes = [sample.values[self.heads.softmax].shape for sample in self.samples]
+        if isinstance(self.heads, StaticHeads):  # whose probabilities may be one table for all
+            return Axis(self.samples[0].values[self.product].dim() - 3, (1,) * len(shapes))
         wanted = {4: Axis(1, (1,) * len(shapes)), 3: Axis(0, (1,) * len(shapes))}.get(len(shapes[0]))
         for axis in _candidates(self.product, self.samples):
             if wanted is not None and wanted in self._followed(axis):
@@ -194,6 +202,14 @@ class HeadCutter:
                 return
             node, axis = source, cut.inputs[source]
         yield axis
+
+
+def result_of(heads: Heads | StaticHeads, structure: Structure) -> fx.Node:
+    """What heads give: the product of probabilities with values, one for each head."""
+    if isinstance(heads, Heads):
+        return weighted_sum(heads.softmax, structure)
+    shared = [user for user in heads.product.users if user.target is aten.expand.default]
+    return shared[0] if shared else heads.product
 
 
 def _candidates(node: fx.Node, samples: Sequence[Sample]) -> Iterator[Axis]:

@@ -48,7 +48,7 @@ def change_heads(model: TransformedModel, chosen: Collection[Head], name: str, c
     model.graph_changed()
     for cutter in cutters:
         cutter.shrink_parameters()
-    _drop_unread(model, [linear for linear in sources if linear in set(model.graph.nodes)], name)
+    drop_unread(model, [linear for linear in sources if linear in set(model.graph.nodes)], name)
     model.graph_changed()
 
 
@@ -79,7 +79,7 @@ def _sources(model: TransformedModel, attention: Attention) -> Iterator[fx.Node]
     yield from (each.linear for each in (*found.queries, *found.keys))
 
 
-def _drop_unread(model: TransformedModel, linears: Collection[fx.Node], name: str) -> None:
+def drop_unread(model: TransformedModel, linears: Collection[fx.Node], name: str) -> None:
     """Drop the rows of these linear layers that nothing depends on any more."""
     kept: dict[fx.Node, tuple[int, ...]] = {}
     for linear in linears:

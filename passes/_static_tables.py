@@ -85,7 +85,7 @@ class StaticTables:
         """The steps from the scores to `left`, repeated on scores of zero (dropout is left out)."""
         steps: list[tuple[fx.Node, fx.Node]] = []
         node = left
-        while node is not cutter.heads.scores:
+        while node is not cutter.scores:
             source = live_inputs(node, cutter.structure.live)[0]
             if node.op != "call_module":
                 steps.append((node, source))
@@ -114,13 +114,13 @@ class StaticTables:
 
     def _zeros(self, cutter: HeadCutter, places: tuple[int, ...], like: fx.Node, *, moved: bool) -> fx.Node:
         """Scores of zero: of the full shape where it is changed on the way, or one matrix for all texts and heads."""
-        shapes = cutter.shapes_of(cutter.heads.scores, places)
+        shapes = cutter.shapes_of(cutter.scores, places)
         if not moved:
             shapes = [[*[1] * (len(shape) - 2), *shape[-2:]] for shape in shapes]
         sizes = [find_size(cutter.at_shapes, each) for each in zip(*shapes, strict=True)]
         if None in sizes:
             raise UnsupportedGraphError(
-                f"{cutter.name} makes tables of the tokens' positions, but the scores at {place(cutter.heads.scores)} "
+                f"{cutter.name} makes tables of the tokens' positions, but the scores at {place(cutter.scores)} "
                 f"are {list(shapes[0])} for {cutter.at_shapes[0].length} tokens: others are not supported"
             )
         key = ("zeros", *sizes)

@@ -85,6 +85,28 @@ def keep_rows(model: TransformedModel, linears: Mapping[fx.Node, tuple[int, ...]
                 model.replace_tensor(path, new, model.graph.find_nodes(op="get_attr", target=path))
 
 
+def keep_columns(model: TransformedModel, linears: Mapping[fx.Node, tuple[int, ...]], name: str) -> None:
+    """Keep only these columns of weights, in this order: what the linear layers read has these channels alone.
+
+    Raises:
+        UnsupportedGraphError: a weight that is computed, or that something else reads with other columns.
+    """
+    readers = weight_readers(model, model.graph)
+    made: dict[int, nn.Parameter] = {}
+    for linear, columns in linears.items():
+        path, rows = next(stored(model, linear, name))
+        old = model.get_parameter(path)
+        if id(old) in {id(each) for each in made.values()}:  # layers that share weights come here twice
+            continue
+        others = [reader for reader in readers[id(old)] if linears.get(reader) != columns]
+        if others:
+            raise UnsupportedGraphError(
+                f"{name} cannot remove columns of {path}: {place(others[0])} reads it as well, with others"
+            )
+        new = made.setdefault(id(old), kept_rows(old, columns, 1 - rows))
+        model.replace_tensor(path, new, model.graph.find_nodes(op="get_attr", target=path))
+
+
 def _lay_out(linear: fx.Node, size: int, rows: tuple[int, ...]) -> None:
     """Put the channels of `linear`, which makes `rows` of `size` only, where they were; the gaps hold any channels."""
     chosen, rewriter = set(rows), Rewriter.after(linear)

@@ -19,10 +19,13 @@ aten = torch.ops.aten
 def attention_input(model: GraphModel, attention: Attention) -> fx.Node:
     """The value `[B, T, d]` that the queries are projected from: the block's input after its norm, if it has one.
 
+    Where no head has queries, that the values are projected from.
+
     Raises:
         UnsupportedGraphError: the queries come from no linear layer, or from several values.
     """
-    queries = find_projections(model, attention).queries
+    projections = find_projections(model, attention)
+    queries = projections.queries or projections.values
     found = {stream_value(structure_of(model), each.linear.args[0]) for each in queries}
     if len(found) != 1:
         raise UnsupportedGraphError(

@@ -29,7 +29,7 @@ def find_ffns(
     """Feed-forward blocks in graph order; `depth` says how many of the `layers` attentions a node comes after."""
     matched = (_match(node, live, depth, values) for node in order if node.target is aten.linear.default)
     found = [ffn for ffn in matched if ffn is not None]
-    each = len(found) // layers
+    each = len(found) // max(layers, 1)
     for number, ffn in enumerate(found):
         regular = each * layers == len(found)
         layer = number // each if regular else max(depth[ffn.output] - 1, 0)

@@ -88,6 +88,24 @@ def heads_text(heads: Collection[Head]) -> str:
     return "+".join(terms) or "none"
 
 
+def listed_heads(text: str) -> frozenset[Head]:
+    """The heads that `heads_text` wrote.
+
+    Raises:
+        RecipeError: any other text, or one of more than a million heads in a row.
+    """
+    found: set[Head] = set()
+    for term in parse_heads(text).split("+"):
+        match = _TERM.fullmatch(term)
+        if term == "none":
+            continue
+        if match is None or match[2] or max(map(len, filter(None, match.groups()))) > 6:
+            raise RecipeError(f"{text!r} is no list of heads")
+        first, last = int(match[3]), int(match[4] or match[3])
+        found |= {(int(match[1]), number) for number in range(first, last + 1)}
+    return frozenset(found)
+
+
 def _heads_of(term: str, heads: Sequence[int], name: str) -> set[Head]:
     if term == "none":
         return set()

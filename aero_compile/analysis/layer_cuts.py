@@ -28,8 +28,9 @@ def layer_cuts(model: GraphModel) -> list[fx.Node]:
     head = max(index for index, node in enumerate(order) if node.target in PRODUCTS)
     bounds = [place[structure.embedding]]
     for attention in structure.attentions:
-        softmaxes = [place[heads.softmax] for heads in attention.groups if heads.softmax in place]
-        bounds += [min(softmaxes), max(softmaxes)]
+        inside = [heads.softmax for heads in attention.groups] + [heads.product for heads in attention.static]
+        found = [place[node] for node in (*inside, attention.marker) if node in place]
+        bounds += [min(found), max(found)]
     bounds.append(head)
     pairs = zip(bounds[::2], bounds[1::2], strict=True)
     return [order[min(range(low, high), key=lambda index: (crossing[index], -index))] for low, high in pairs]

@@ -64,6 +64,8 @@ class Attention:
         groups: heads with a softmax of hidden values.
         static: heads without.
         numbers: the number of each head in the layer, for the heads of `groups`, then those of `static`.
+        dropped: numbers of the heads that the layer had once, in ascending order.
+        marker: the node that stands where the attention was, if no head is left.
     """
 
     layer: int
@@ -71,6 +73,8 @@ class Attention:
     name: str
     static: tuple[StaticHeads, ...] = ()
     numbers: tuple[int, ...] = ()
+    dropped: tuple[int, ...] = ()
+    marker: fx.Node | None = None
 
     @property
     def heads(self) -> int:
@@ -79,13 +83,15 @@ class Attention:
 
     @property
     def all_heads(self) -> int:
-        """All heads, static ones included."""
-        return self.heads + sum(group.count for group in self.static)
+        """All heads, static and dropped ones included."""
+        return len(self.numbers) + len(self.dropped)
 
     @property
     def node(self) -> fx.Node:
         """A node of this attention, for messages."""
-        return self.groups[0].softmax if self.groups else self.static[0].product
+        found = self.groups[0].softmax if self.groups else self.static[0].product if self.static else self.marker
+        assert found is not None
+        return found
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ which layer a norm belongs to where the flow alone leaves a choice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -130,12 +131,17 @@ def _attentions(
     """
     family = model.convention.family
     layers: dict[int, tuple[list[Heads], list[StaticHeads]]] = {}
+    markers: dict[int, fx.Node] = {}
     depth: dict[fx.Node, int] = {}
     for node in order:
         depth[node] = max((depth[parent] for parent in live_inputs(node, live)), default=0)
         static = find_static(node, live, values, sample_shape(model)[0])
         if static is not None:
             layers.setdefault(depth[node], ([], []))[1].append(static)
+            depth[node] += 1
+        if node.target is aten.alias.default and model.dropped_heads:
+            layers.setdefault(depth[node], ([], []))
+            markers[depth[node]] = node
             depth[node] += 1
         if node.target not in SOFTMAXES:
             continue
@@ -150,21 +156,29 @@ def _attentions(
         count = values[node].numel() // (sample_shape(model)[0] * shape[-1] * shape[-2])
         layers.setdefault(depth[node], ([], []))[0].append(Heads(node, scores, count))
         depth[node] += 1
-    if not layers:
+    if not layers and not model.had_attention:
         kinds = sorted({str(n.target) for n in order if n.target in NORMS or nonlinear_kind(n, live)})
         raise UnsupportedModelError(
             f"no attention softmax found in {family} (found: {', '.join(kinds) or 'no nonlinear op'}); "
             "supported are decoder-only transformers with softmax attention"
         )
-    found = tuple(_attention(layer, *layers[layer], live, values) for layer in sorted(layers))
+    found = tuple(
+        _attention(layer, *layers[layer], markers.get(layer), model.dropped_heads, live, values)
+        for layer in sorted(layers)
+    )
     require_causal(model, found, live, values)
     return found, depth
 
 
 def _attention(
-    layer: int, groups: list[Heads], static: list[StaticHeads], live: set[fx.Node], values: Mapping[fx.Node, Any]
+    layer: int,
+    groups: list[Heads],
+    static: list[StaticHeads],
+    marker: fx.Node | None,
+    dropped_heads: Collection[tuple[int, int]],
+    live: set[fx.Node],
+    values: Mapping[fx.Node, Any],
 ) -> Attention:
-    first = groups[0].softmax if groups else static[0].product
     products = [(product_of(heads.softmax, live), heads.count) for heads in groups]
     products += [(heads.product, heads.count) for heads in static]
     known = [(product, count) for product, count in products if product is not None]
@@ -172,7 +186,11 @@ def _attention(
         numbers = tuple(range(sum(count for _, count in products)))
     else:
         numbers = head_numbers(known, live, values)
-    return Attention(layer, tuple(groups), source_path(first), tuple(static), numbers)
+    dropped = tuple(sorted(number for where, number in dropped_heads if where == layer))
+    left = [number for number in range(len(numbers) + len(dropped)) if number not in dropped]
+    numbers = tuple(left[number] for number in numbers)
+    found = Attention(layer, tuple(groups), "", tuple(static), numbers, dropped, marker)
+    return dataclasses.replace(found, name=source_path(found.node))
 
 
 def _require_rows(model: GraphModel, softmax: fx.Node, shape: Sequence[int]) -> None:

@@ -24,11 +24,14 @@ class GraphModel(nn.Module):
         convention: how the source model was called and what it returned.
         max_positions: longest sequence the model can take, or None if nothing in it limits the length.
         fixed_shape: the one `[B, T]` that the graph is made for (if it was read from a file), or None for any.
+        dropped_heads: (layer, number) of heads that were taken out; where a layer has no head left, an `alias` on the
+            residual stream stands in the graph for its attention.
         examples: values that arguments beside the tokens were captured with, as long as the model is not saved.
         derived: what analyses found in the graph, by their name; forgotten when the graph changes.
     """
 
     fixed_shape: tuple[int, int] | None = None
+    dropped_heads: frozenset[tuple[int, int]] = frozenset()
     examples: Mapping[str, Tensor] = MappingProxyType({})
 
     def __init__(
@@ -142,6 +145,11 @@ class GraphModel(nn.Module):
                 needed.add(node)
                 stack.extend(node.all_input_nodes)
         return needed
+
+    @property
+    def had_attention(self) -> bool:
+        """Whether the graph is that of a decoder though no attention is left in it."""
+        return bool(self.dropped_heads)
 
     @property
     def example_length(self) -> int | None:

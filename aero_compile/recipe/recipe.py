@@ -13,7 +13,9 @@ from aero_compile.errors import RecipeError, nearest
 from aero_compile.graph_pass import GraphPass, UnlistedPass
 from aero_compile.model import AppliedPass
 from aero_compile.passes.blend_activation import BlendActivation
+from aero_compile.passes.drop_attention import DropAttention
 from aero_compile.passes.drop_attention_skip import DropAttentionSkip
+from aero_compile.passes.drop_heads import DropHeads
 from aero_compile.passes.ffn_gains import FFNGains
 from aero_compile.passes.freeze_layer_norm import FreezeLayerNorm
 from aero_compile.passes.gelu_to_identity import GeluToIdentity
@@ -62,6 +64,8 @@ PASSES: Mapping[str, type[GraphPass]] = {
         FFNGains,
         StaticAttention,
         LocalAttention,
+        DropHeads,
+        DropAttention,
         QuadSoftmax,
         PowerSoftmax,
         ReluAttention,
@@ -138,7 +142,8 @@ def recipes() -> dict[str, Recipe]:
 
 
 def resolve(recipe: str | Recipe) -> Recipe:
-    """The recipe meant by a name, a label (`SM+R`, `EReg(SM(t)+ScFFN)`, `SM+G(last:3)`), or a list of passes as text.
+    """The recipe meant by a name, a label (`SM+R`, `EReg(SM(t)+ScFFN)`, `SM+G(last:3)`), or a list of passes as text,
+    in which names of recipes stand for their passes.
 
     Raises:
         RecipeError: none of these; the message shows the nearest names.
@@ -162,7 +167,7 @@ def resolve(recipe: str | Recipe) -> Recipe:
         labels = [candidate.label for candidate in known.values()]
         close = nearest(text, [*known, *labels, *PASSES])
         raise RecipeError(f"unknown recipe or pass {text!r}{close}; `aero-compile recipes` lists all")
-    passes = tuple(parse_pass(part) for part in parts)
+    passes = tuple(each for part in parts for each in (known[part].passes if part in known else (parse_pass(part),)))
     same = next((c for c in known.values() if c.passes == passes), None)
     if same or written is None:
         return same or Recipe(text, "", passes)

@@ -29,6 +29,8 @@ def part_queries(model: TransformedModel) -> tuple[str, ...]:
     Raises:
         UnsupportedGraphError: the projections of the last attention cannot be separated.
     """
+    if not model.structure.attentions:
+        return ()
     attention = model.structure.attentions[-1]
     found = find_projections(model, attention)
     left = []

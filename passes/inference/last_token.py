@@ -169,11 +169,11 @@ def _reason(node: fx.Node) -> str:
 def _names(model: TransformedModel, cuts: Mapping[fx.Node, Cut]) -> str:
     """What is cut, in the terms of the model."""
     structure: Structure = model.structure
-    layer = len(structure.attentions) - 1
+    layer = max(len(structure.attentions) - 1, 0)
     head = next((node for node in reversed(model.graph.nodes) if node.target is aten.linear.default), None)
     final = {norm.node for norm in structure.norms if norm.layer is None}
     feed_forward = {node for ffn in structure.ffns for node in (*ffn.inputs, ffn.output)}
-    softmaxes = {group.softmax for group in structure.attentions[-1].groups}
+    softmaxes = {group.softmax for attention in structure.attentions[-1:] for group in attention.groups}
     ends, parts = [], []
     for node in reversed(model.graph.nodes):
         if node not in cuts:

@@ -74,6 +74,13 @@ def test_names_labels_and_texts_mean_the_same(name: str) -> None:
     assert resolve(recipe) is recipe
 
 
+def test_names_of_recipes_stand_in_lists_of_passes() -> None:
+    assert resolve("softmax_only, drop-attention{layers=1}").passes == (
+        *recipes()["softmax_only"].passes,
+        parse_pass("drop-attention{layers=1}"),
+    )
+
+
 LAYERS = st.sampled_from(["all", "none", "even", "0", "2-5", "1/3", "first:2", "last:3", "0-2+last:1"])
 WORDS: dict[str, st.SearchStrategy[str]] = {
     "layers": LAYERS,
@@ -84,6 +91,7 @@ WORDS: dict[str, st.SearchStrategy[str]] = {
     "heads": st.sampled_from(["all", "none", "3.0", "0.1-3+2.*", "entropy>0.9", "entropy:8+0.1"]),
     "pattern": st.sampled_from(["uniform", "mean", "relative", "learned"]),
     "start": st.sampled_from(["uniform", "mean", "relative"]),
+    "output": st.sampled_from(["none", "mean"]),
     "learn": st.sampled_from(["none", "layer", "global"]),
     "to": st.sampled_from(["identity", "relu"]),
     "features": st.sampled_from(["elu", "relu", "square"]),

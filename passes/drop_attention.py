@@ -1,0 +1,60 @@
+"""drop-attention: the attention of whole layers goes, the residual stream passes by.
+
+Before → after (b: the bias of the output projection, if it has one):
+    x + attn(norm(x))               → x + b                    output=none
+                                    → x + b + W·mean(heads)    output=mean, over calibration text
+    x + attn(norm(x)) + FFN(x)      → x + b + FFN(x)           parallel block
+
+This is what drop-heads makes of a layer all whose heads go. A norm behind the attention (sandwich norms) is applied to
+the constant. Layers keep their numbers. Whole attentions removed: He et al. 2024, "What Matters in Transformers?".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from aero_compile.analysis.layer_sets import chosen_layers, parse_layers
+from aero_compile.errors import RecipeError
+from aero_compile.graph_pass import CalibratedPass, PassResult
+from aero_compile.model import TransformedModel
+from aero_compile.passes._dropped_heads import OUTPUTS, drop_heads, heads_left
+
+
+@dataclass(frozen=True)
+class DropAttention(CalibratedPass):
+    """Take the attention of some layers out.
+
+    Options:
+        layers: which (see `aero_compile.analysis.layer_sets`), as in `last:2`, `even` or `0+3`.
+        output: `none`, or `mean`: what stands for each head is its mean output over calibration text.
+    """
+
+    layers: str = "all"
+    output: str = "none"
+
+    name: ClassVar[str] = "drop-attention"
+    preserves_numerics: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "layers", parse_layers(self.layers))
+        if self.output not in OUTPUTS:
+            raise RecipeError(f"{self.name}: output is {' or '.join(OUTPUTS)}, not {self.output!r}")
+
+    def call(self, model: TransformedModel) -> PassResult:
+        return self._apply(model, None)
+
+    def call_on(self, model: TransformedModel, calibration: Sequence[Tensor]) -> PassResult:
+        return self._apply(model, calibration)
+
+    def _apply(self, model: TransformedModel, batches: Sequence[Tensor] | None) -> PassResult:
+        layers = chosen_layers(self.layers, model.num_layers, self.name)
+        chosen = {head for head in heads_left(model) if head[0] in layers}
+        if not chosen:
+            return PassResult(model, modified=False)
+        drop_heads(model, chosen, self.output, self.name, batches)
+        return PassResult(model, modified=True)

@@ -1,0 +1,230 @@
+"""drop-heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+import aero_compile
+from aero_compile import TransformedModel
+from aero_compile.analysis.head_order import product_of
+from aero_compile.analysis.head_sets import Head, chosen_heads, heads_text
+from aero_compile.errors import InputError, RecipeError, UnsupportedGraphError
+from tests.support import tiny_models
+from tests.support.budgets import by_default
+from tests.support.static_heads import uniform, with_pattern
+from tests.support.tiny_models import HEADS, LAYERS, WIDTH, all_logits, captured, tokens, transformed
+
+SOME = "drop-heads{heads=0.1+1.2-3}"
+
+
+def nothing(probabilities: Tensor, head: Head) -> Tensor:
+    return torch.zeros_like(probabilities)
+
+
+def reference(base: TransformedModel, heads: str, *inputs: Tensor) -> Tensor:
+    return with_pattern(base, chosen_heads(heads, base.num_heads, "it"), nothing, *inputs)
+
+
+def logits(model: TransformedModel, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        return all_logits(model, ids)
+
+
+@pytest.mark.parametrize(
+    "name", by_default(tiny_models.EVERY, "gpt2-eager", "llama-sdpa", "lecture", "gpt_neox-eager", "encoder-post")
+)
+@pytest.mark.parametrize("heads", ["0.1+1.2-3", "0.*", "all"])
+def test_against_probabilities_of_zero(name: str, heads: str) -> None:
+    """In every layout of heads, at shapes that the graph was not captured at."""
+    base, model = captured(name), transformed(name, f"drop-heads{{heads={heads}}}")
+    for batch, length in ((2, 13), (1, 5), (4, 1)):
+        ids = tokens(batch, length)
+        torch.testing.assert_close(logits(model, ids), reference(base, heads, ids), rtol=0, atol=1e-10)
+    assert model.num_heads == base.num_heads
+    chosen = chosen_heads(heads, base.num_heads, "it")
+    assert aero_compile.census(model, 8).total("softmax") == LAYERS * HEADS - len(chosen)
+    assert not aero_compile.transform(model, f"drop-heads{{heads={heads}}}").reports[-1].modified
+
+
+def test_what_nothing_reads_is_gone() -> None:
+    head = WIDTH // HEADS
+    shapes = {name: tuple(p.shape) for name, p in transformed("gpt2-eager", SOME).named_parameters()}
+    assert shapes["transformer.h.0.attn.c_attn.weight"] == (WIDTH, 9 * head)
+    assert shapes["transformer.h.1.attn.c_attn.bias"] == (6 * head,)
+    assert shapes["transformer.h.0.attn.c_proj.weight"] == (3 * head, WIDTH)
+    assert shapes["transformer.h.1.attn.c_proj.weight"] == (2 * head, WIDTH)
+    grouped = {name: p.shape for name, p in transformed("llama-sdpa", "drop-heads{heads=1.2-3}").named_parameters()}
+    before = {name: p.shape for name, p in captured("llama-sdpa").named_parameters()}
+    prefix = "model.layers.1.self_attn."
+    for part in "qkv":
+        assert 2 * grouped[f"{prefix}{part}_proj.weight"][0] == before[f"{prefix}{part}_proj.weight"][0]
+    whole = [name for name, _ in transformed("gpt2-eager", "drop-heads{heads=1.*}").named_parameters()]
+    assert [name for name in whole if "h.1.attn" in name] == ["transformer.h.1.attn.c_proj.bias"]
+    assert not [name for name in whole if "h.1.ln_1" in name]
+
+
+def test_with_static_heads_in_any_order() -> None:
+    """Heads keep their numbers whatever became of the others."""
+    ids, base = tokens(), captured("gpt2-eager")
+    before = with_pattern(base, {(0, 0), (0, 3), (1, 1)}, uniform, ids)
+    static = transformed("gpt2-eager", "static-attention{heads=0.0+0.3+1.1}")
+    torch.testing.assert_close(logits(static, ids), before, rtol=0, atol=1e-10)
+
+    def wanted(probabilities: Tensor, head: Head) -> Tensor:
+        return (uniform if head in ((0, 3), (1, 1)) else nothing)(probabilities, head)
+
+    expected = with_pattern(base, {(0, 0), (0, 1), (0, 3), (1, 1), (1, 0)}, wanted, ids)
+    one = aero_compile.transform(static, "drop-heads{heads=0.0-1+1.0}")
+    other = transformed("gpt2-eager", "drop-heads{heads=0.1},drop-heads{heads=0.0+1.0},static-attention{heads=0.3+1.1}")
+    for model in (one, other):
+        torch.testing.assert_close(logits(model, ids), expected, rtol=0, atol=1e-10)
+        assert [each.numbers for each in model.structure.attentions] == [(2, 3), (2, 3, 1)]
+        assert [each.dropped for each in model.structure.attentions] == [(0, 1), (0,)]
+
+
+def test_entropies_and_temperatures_follow() -> None:
+    ids = tokens()
+    base, model = (
+        transformed("gpt2-eager", "softmax-temperature"),
+        transformed("gpt2-eager", f"softmax-temperature,{SOME}"),
+    )
+    found, before = (each(ids, output_entropies=True).entropies for each in (model, base))
+    assert [each.shape for each in found] == [each.shape for each in before]
+    torch.testing.assert_close(found[0][:, [0, 2, 3]], before[0][:, [0, 2, 3]])
+    assert not found[0][:, 1].any()
+    assert not found[1][:, 2:].any()
+    assert [t.shape[0] for t in model.temperatures().values()] == [HEADS - 1, HEADS - 2]
+    empty = transformed("gpt2-eager", "drop-heads{heads=0.*}")(ids, output_entropies=True).entropies
+    assert [bool(each.any()) for each in empty] == [False, True]
+
+
+@pytest.mark.parametrize("heads", ["0.1+1.2-3", "0.*"])
+def test_it_trains_with_regularization(heads: str) -> None:
+    from aero_compile.entropy import EntropyRegularizedModel
+
+    model, ids = transformed("gpt2-eager", f"drop-heads{{heads={heads},output=mean}}"), tokens()
+    trained = EntropyRegularizedModel(model, weight=0.1).train()
+    trained(ids, labels=ids).loss.backward()
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in trained.parameters())
+    assert all(float(p.grad.abs().sum()) for name, p in model.named_parameters() if "c_" in name and p.grad is not None)
+
+
+@pytest.mark.parametrize("heads", ["0.1+1.2-3", "1.*"])
+def test_saved_and_loaded(tmp_path: Any, heads: str) -> None:
+    recipe = f"drop-heads{{heads={heads}}}"
+    model, ids = transformed("gpt_neox-eager", recipe), tokens()
+    loaded = aero_compile.load(aero_compile.save(model, tmp_path / "m"))
+    assert torch.equal(logits(loaded, ids), logits(model, ids))
+    assert loaded.dropped_heads == model.dropped_heads
+    assert not aero_compile.transform(loaded, recipe).reports[-1].modified
+    assert logits(loaded.float(), ids).dtype is torch.float32
+    assert loaded.num_heads == (HEADS, HEADS)
+
+
+def test_without_weights() -> None:
+    model = aero_compile.transform(tiny_models.without_weights(), "drop-heads{heads=0.1+1.*}")
+    assert aero_compile.census(model, 8).total("softmax") == HEADS - 1
+
+
+def with_means(base: TransformedModel, heads: str, text: Tensor, ids: Tensor) -> Tensor:
+    """Logits of `base` with the mean outputs on `text` in place of the heads' own, for products `[B, H, T, d]`."""
+    structure, chosen = base.structure, chosen_heads(heads, base.num_heads, "it")
+    products = {product_of(a.groups[0].softmax, structure.live): a.layer for a in structure.attentions}
+    means: dict[int, Tensor] = {}
+
+    class Replacing(fx.Interpreter):
+        def run_node(self, node: fx.Node) -> Any:
+            result = super().run_node(node)
+            if node not in products:
+                return result
+            layer = products[node]
+            if layer not in means:
+                means[layer] = result.mean((0, 2))
+                return result
+            result = result.clone()
+            for number in (number for where, number in chosen if where == layer):
+                result[:, number] = means[layer][number, None]
+            return result
+
+    names = [str(node.target) for node in base.graph.nodes if node.op == "placeholder"]
+    with torch.no_grad():
+        for each in (text, ids):
+            found = Replacing(base, graph=base.graph).run(
+                *[each if name == base.convention.tokens else torch.ones_like(each) for name in names]
+            )
+    logits: Tensor = found[0]
+    return logits
+
+
+@pytest.mark.parametrize(
+    "name", by_default(["gpt2-eager", "llama-sdpa", "gpt_neox-sequential", "nanogpt"], "llama-sdpa")
+)
+@pytest.mark.parametrize("heads", ["0.1+1.2-3", "1.*"])
+def test_mean_outputs(name: str, heads: str) -> None:
+    base, text, ids = captured(name), tokens(3, 9, seed=5), tokens(2, 6)
+    model = aero_compile.transform(base, f"drop-heads{{heads={heads},output=mean}}", calibration=text)
+    torch.testing.assert_close(logits(model, ids), with_means(base, heads, text, ids), rtol=0, atol=1e-10)
+
+
+def test_heads_by_entropy_are_written_into_the_recipe() -> None:
+    base, text = captured("gpt2-eager"), tokens(3, 9, seed=5)
+    found = base(text, output_entropies=True).entropies
+    order = sorted(
+        ((i, j) for i in range(LAYERS) for j in range(HEADS)),
+        key=lambda head: -float(found[head[0]][:, head[1]].detach().mean()),
+    )
+    model = aero_compile.transform(base, "drop-heads{heads=entropy:3}", calibration=text)
+    assert model.recipe == model.reports[-1].text == f"drop-heads{{heads={heads_text(order[:3])}}}"
+    again = aero_compile.transform(model, "drop-heads{heads=entropy:2}", calibration=text)
+    assert again.dropped_heads == frozenset(order[:5])
+
+
+def test_what_is_refused() -> None:
+    base = captured("gpt2-eager")
+    for option in ("heads=2.0", "heads=0.7", "output=zero"):
+        with pytest.raises(RecipeError):
+            aero_compile.transform(base, f"drop-heads{{{option}}}")
+    for option in ("heads=entropy:2", "output=mean"):
+        with pytest.raises(InputError, match="calibration=tokens"):
+            aero_compile.transform(base, f"drop-heads{{{option}}}")
+    with pytest.raises(UnsupportedGraphError, match="before"):
+        transformed("gpt2-eager", f"weight-norm{{on=o}},{SOME}")
+    with pytest.raises(UnsupportedGraphError, match="shaped-attention"):
+        transformed("gpt2-eager", f"shaped-attention,{SOME}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bloom", "falcon", "mistral", "gpt_bigcode", "mpt", "gemma2", "gptj", "phi", "olmo2"])
+def test_other_families(kind: str) -> None:
+    """Heads folded into the batch, one key and value for all, windows, biases, caps of scores, sandwich norms."""
+    options: dict[str, Any] = {"sliding_window": 4} if kind in ("mistral", "gemma2") else {}
+    base = aero_compile.transform(tiny_models.hugging_face(kind, **options).eval(), "baseline")
+    for heads in ("0.1+1.2-3", "0.0+0.3", "1.*", "all"):
+        model = aero_compile.transform(base, f"drop-heads{{heads={heads}}}")
+        for ids in (tokens(2, 13), tokens(1, 5)):
+            torch.testing.assert_close(logits(model, ids), reference(base, heads, ids), rtol=0, atol=1e-10)
+
+
+@pytest.mark.slow
+def test_in_onnxruntime(tmp_path: Any) -> None:
+    pytest.importorskip("onnxruntime")
+    model = transformed("gpt2-eager", "drop-heads{heads=0.1+1.*}")
+    assert aero_compile.export_onnx(model.float(), tmp_path / "model.onnx").max_error < 1e-4
+
+
+@pytest.mark.slow
+def test_private_run_costs_less() -> None:
+    pytest.importorskip("spu")
+    base, ids = transformed("gpt2-eager", "baseline").float(), tokens(1, 6)
+    bytes_of = {}
+    for heads in ("none", "0.1+1.2-3", "1.*", "all"):
+        model = aero_compile.transform(base, f"drop-heads{{heads={heads}}}")
+        bytes_of[heads] = aero_compile.estimate(model, seq_len=6, logits="last").bytes
+    assert bytes_of["none"] > bytes_of["0.1+1.2-3"] > bytes_of["1.*"] > bytes_of["all"]
+    model = aero_compile.transform(base, "drop-heads{heads=0.1+1.*}")
+    private, _ = aero_compile.private_inference(model, ids, protocol="semi2k")
+    torch.testing.assert_close(torch.as_tensor(private), logits(model, ids), rtol=0, atol=1e-2)
