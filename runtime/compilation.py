@@ -115,7 +115,7 @@ def compile_for(
 
     `on_ids`: these are the tokens of the run, on which ranges are checked and the program is rehearsed.
     """
-    with second_worth(options.network.second_bytes):
+    with second_worth(*options.network.worth):
         say("compiling")
         model = optimized(with_public(given, options.public), options.logits, options.optimize)
         live, exact = _lowered(model, ids, options, on_ids)

@@ -1,7 +1,8 @@
-"""What a second of computing is worth in bytes, and what products take of both, where there are several forms of one.
+"""What a second, and a round trip, is worth in bytes, and what products take of them, where there are several forms.
 
 Matrix products may be cut in strips or pieces or joined, and rows scaled by matrices or element by element: each form
-trades bytes for seconds. Seconds are those of the shipped table of costs, on two cores.
+trades bytes for seconds, and for round trips, since products follow each other. Seconds are those of the shipped table
+of costs, on two cores.
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ Found = TypeVar("Found")
 SECOND_BYTES = 1_500_000.0
 """What saving a second of computing may cost in bytes where no network is named: little, bytes come first."""
 
-_WORTH: ContextVar[float] = ContextVar("worth", default=SECOND_BYTES)
+_WORTH: ContextVar[tuple[float, float]] = ContextVar("worth", default=(SECOND_BYTES, 0.0))
 
 
 @contextmanager
-def second_worth(count: float) -> Iterator[None]:
-    """Within this context a second of computing is worth so many bytes, of both directions together."""
-    token = _WORTH.set(count)
+def second_worth(count: float, round_trip: float = 0.0) -> Iterator[None]:
+    """Within this context a second of computing is worth so many bytes, of both directions together.
+
+    `round_trip`: the seconds of one.
+    """
+    token = _WORTH.set((count, round_trip))
     try:
         yield
     finally:
@@ -36,11 +40,17 @@ def second_worth(count: float) -> Iterator[None]:
 
 def second_bytes() -> float:
     """What a second of computing is worth in bytes here."""
-    return _WORTH.get()
+    return _WORTH.get()[0]
+
+
+def round_trip_bytes() -> float:
+    """What a round trip is worth in bytes here."""
+    count, round_trip = _WORTH.get()
+    return count * round_trip
 
 
 def price(count: MatmulCount) -> float:
-    """The bytes of one cross term of a matrix product, and its seconds as bytes."""
+    """The bytes of one cross term of a matrix product, and its seconds as bytes; not its round trip."""
     exchanged = count.sent * REQUEST_BYTES + count.answer_share * RESPONSE_BYTES
     rates = shipped().seconds
     seconds = sum(rates[f"matmul_{name}"] * amount for name, amount in count.work().items())
@@ -59,7 +69,7 @@ def cached_by_worth(function: Callable[Asked, Found]) -> Callable[Asked, Found]:
 
     @wraps(function)
     def found(*args: Asked.args, **kwargs: Asked.kwargs) -> Found:
-        key = (second_bytes(), args, tuple(kwargs.items()))
+        key = (_WORTH.get(), args, tuple(kwargs.items()))
         if key not in kept:
             kept[key] = function(*args, **kwargs)
         return kept[key]

@@ -17,7 +17,7 @@ import numpy as np
 from aero_compile.runtime.arithmetic.ciphertexts import DEGREE
 from aero_compile.runtime.arithmetic.filling import PAIR, multiply, product_parts
 from aero_compile.runtime.arithmetic.matrix_products import batched_product, heads_at_once, joined_price
-from aero_compile.runtime.arithmetic.prices import cached_by_worth, element_seconds, second_bytes
+from aero_compile.runtime.arithmetic.prices import cached_by_worth, element_seconds, round_trip_bytes, second_bytes
 from aero_compile.runtime.arithmetic.ring import in_words
 from aero_compile.runtime.lazy_jax import jnp
 
@@ -59,9 +59,12 @@ def element_price(size: int, owned: bool) -> float:
     """The price in bytes of `size` products of elements."""
     if owned:
         one_way = OWNED_BYTES + element_seconds("product_one_way") * second_bytes()
-        return -(-size // DEGREE) * DEGREE * one_way
+        return -(-size // DEGREE) * DEGREE * one_way + round_trip_bytes()
     shared = SHARED_BYTES + element_seconds("product_both_ways_2") * second_bytes()
-    return sum(part * STORED_BYTES if part < PAIR else -(-part // PAIR) * PAIR * shared for part in product_parts(size))
+    return sum(
+        (part * STORED_BYTES if part < PAIR else -(-part // PAIR) * PAIR * shared) + round_trip_bytes()
+        for part in product_parts(size)
+    )
 
 
 def rows_price(rows: int, width: int, elements: int) -> float:

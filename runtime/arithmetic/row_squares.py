@@ -13,7 +13,13 @@ import numpy as np
 
 from aero_compile.runtime.arithmetic.ciphertexts import DEGREE, matmul
 from aero_compile.runtime.arithmetic.filling import square_parts
-from aero_compile.runtime.arithmetic.prices import cached_by_worth, element_seconds, price, second_bytes
+from aero_compile.runtime.arithmetic.prices import (
+    cached_by_worth,
+    element_seconds,
+    price,
+    round_trip_bytes,
+    second_bytes,
+)
 from aero_compile.runtime.arithmetic.ring import fraction_bits, in_words
 from aero_compile.runtime.arithmetic.row_products import STORED_BYTES, cheapest_strips, scaling_price
 from aero_compile.runtime.kernels.calls import call_kernel
@@ -27,7 +33,7 @@ SQUARE_BYTES = 144
 @cached_by_worth
 def square_strips(rows: int, width: int) -> tuple[int, float]:
     """The height of the cheapest strips of X_0·X_1ᵀ for shares [rows, width], and the price in bytes."""
-    return cheapest_strips(rows, lambda size, count: count * price(matmul(size, width, size)))
+    return cheapest_strips(rows, lambda size, count: count * (price(matmul(size, width, size)) + round_trip_bytes()))
 
 
 def norms_by_rows(rows: int, width: int) -> bool:
@@ -39,7 +45,8 @@ def norms_by_rows(rows: int, width: int) -> bool:
         return False
     *whole, last = square_parts(rows * width)
     square = SQUARE_BYTES + element_seconds("product_both_ways_1") * second_bytes()
-    elements = sum(-(-part // DEGREE) * DEGREE * square for part in whole) + last * STORED_BYTES
+    waiting = round_trip_bytes() * (len(whole) + (last > 0))
+    elements = sum(-(-part // DEGREE) * DEGREE * square for part in whole) + last * STORED_BYTES + waiting
     return square_strips(rows, width)[1] + scaling_price(rows, width, False) < 2 * elements
 
 

@@ -65,7 +65,7 @@ def compile_for_generation(
     say("compiling")
     given = with_graph(model)
     ids = np.zeros((1, rooms[-1]), np.int64) if text is None else text
-    with second_worth(options.network.second_bytes):
+    with second_worth(*options.network.worth):
         optimized = _optimized(with_public(given, options.public), options.optimize)
         ready = replace(options, looked_at=False)
         seen = observed(optimized, ids, ready, on_ids=text is not None)

@@ -56,6 +56,11 @@ class Network:
         in that time; where nothing limits them `SECOND_BYTES`, because then nothing but bytes is to be saved."""
         return SECOND_BYTES if math.isinf(self.mbps) else self.bytes_per_second
 
+    @property
+    def worth(self) -> tuple[float, float]:
+        """`second_bytes`, and the seconds of a round trip: what forms are chosen by (`prices.second_worth`)."""
+        return self.second_bytes, self.waiting(1)
+
     def seconds(self, count: float, rounds: float) -> float:
         """Both together: `count` bytes in one direction and `rounds` round trips."""
         return self.sending(count) + self.waiting(rounds)

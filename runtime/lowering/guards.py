@@ -49,8 +49,8 @@ class Guard:
     limit: float
     centered: bool = False
 
-    def outside(self, x: Any) -> Any:
-        """How many sums are larger than the limit, for a JAX array; 1 array of shape [1]."""
+    def sums(self, x: Any) -> Any:
+        """What is compared with the limit, for a JAX array: [n]."""
         size = x.shape[-1]
         if self.centered:
             x = x - mean(x, axis=-1, keepdims=True)
@@ -59,7 +59,11 @@ class Guard:
             step = max(1, _AT_ONCE // max(1, math.prod(x.shape)))
             parts = [_signed_sums(x, signs[at : at + step]) for at in range(0, COMBINATIONS, step)]
             x = parts[0] if len(parts) == 1 else jnp().concatenate(parts, axis=-1)
-        return count_outside(x, -self.limit, self.limit).reshape((1,))
+        return x.reshape(-1)
+
+    def count(self, shape: Shape) -> int:
+        """How many numbers of a value [..., d] are compared."""
+        return math.prod(shape[:-1]) * min(shape[-1], COMBINATIONS)
 
     def problem(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> str | None:
         """What would end a run that computes `value`, in PyTorch, in the clear; None if nothing would."""
@@ -123,14 +127,32 @@ def count_name(node: fx.Node) -> str:
 
 
 def guard_step(node: fx.Node, guard: Guard, shape: Shape, dtype: str) -> LiveStep:
-    """A step that counts what lies outside of a node's guard."""
-    name = f"{count_name(node)}:{'centered' if guard.centered else 'limit'}"
+    """A step that computes what a node's guard compares, and sends nothing."""
+    name = f"sums:{node.name}:{'centered' if guard.centered else 'limit'}"
     text = repr((guard, shape, dtype, COMBINATIONS))
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
     return LiveStep(
         *(GUARD, place_of(node), key, (node.name,), (name,), (shape,), (dtype,)),
-        lambda x: (guard.outside(x),),
+        lambda x: (guard.sums(x),),
     )
+
+
+def comparing_step(compared: Mapping[str, tuple[int, float]]) -> LiveStep:
+    """The step that counts what lies outside of all guards.
+
+    `compared`: by the names of what guard steps computed, how many numbers it has and their limit. All are compared at
+    once, which takes as many messages as to compare those of one guard.
+    """
+    counts, limits = zip(*compared.values(), strict=True)
+    limit = np.repeat(limits, counts)
+
+    def outside(*values: Any) -> tuple[Any]:
+        found = jnp().concatenate(values)
+        return (count_outside(found, -limit.astype(found.dtype), limit.astype(found.dtype)).reshape((1,)),)
+
+    key = hashlib.sha256(repr([*compared.values()]).encode()).hexdigest()[:16]
+    shapes, kinds = tuple((count,) for count in counts), ("float32",) * len(counts)
+    return LiveStep(*(GUARD, "all sums", key, tuple(compared), (f"{GUARD}:all",), shapes, kinds), outside)
 
 
 def final_step(steps: Sequence[LiveStep]) -> LiveStep | None:

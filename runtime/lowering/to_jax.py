@@ -30,7 +30,7 @@ from aero_compile.runtime.lowering.bound_rules import RULES
 from aero_compile.runtime.lowering.bounds import Bound
 from aero_compile.runtime.lowering.comparisons import COMPARED, LARGEST_REACH, MARGIN, comparisons
 from aero_compile.runtime.lowering.guard_plan import Plan, plan_guards
-from aero_compile.runtime.lowering.guards import GUARD, count_name, final_step, guard_step
+from aero_compile.runtime.lowering.guards import GUARD, comparing_step, count_name, final_step, guard_step
 from aero_compile.runtime.lowering.inputs import Inputs, Slot, unsupported
 from aero_compile.runtime.lowering.live import (
     MOVES,
@@ -136,6 +136,7 @@ class _Emission:
     exponentials: dict[str, SoftmaxExponential] = field(default_factory=dict)
     small: frozenset[fx.Node] = frozenset()
     small_pays: bool = False
+    compared: dict[str, tuple[int, float]] = field(default_factory=dict)
     inputs: Inputs = field(init=False)
 
     def __post_init__(self) -> None:
@@ -152,6 +153,8 @@ class _Emission:
         for group in schedule.groups(self.plan.guards):
             steps.append(self._step(group))
             steps += [step for node in group.nodes for step in self._guards(node)]
+        if self.compared:
+            steps.append(comparing_step(self.compared))
         guard = final_step(steps)
         batch, length = part.shapes[part.tokens]
         prefix = prefix_of(part, schedule.clients, self.inputs.published)
@@ -180,8 +183,13 @@ class _Emission:
     def _guards(self, node: fx.Node) -> list[LiveStep]:
         """The steps that compare a value with its limits."""
         kind = np.dtype(self.dtype).name
-        guards = [(guard, self.part.shapes[node]) for guard in self.plan.guards.get(node, ())]
-        return [guard_step(node, guard, shape, kind) for guard, shape in guards if math.prod(shape)]
+        steps = list[LiveStep]()
+        for guard in self.plan.guards.get(node, ()):
+            shape = self.part.shapes[node]
+            if math.prod(shape):
+                steps.append(guard_step(node, guard, shape, kind))
+                self.compared[steps[-1].outputs[0]] = guard.count(shape), guard.limit
+        return steps
 
     def _compare_small(self, reaches: Mapping[str, float], worth: Callable[[int], bool]) -> frozenset[str]:
         """Choose what compares in the 32-bit ring; returns the names of what typical text showed to fit."""

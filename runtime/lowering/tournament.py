@@ -1,9 +1,10 @@
 """The largest entry of each row, by rounds in which groups of entries are compared with each other.
 
 Pairs take the fewest comparisons: one for each entry but the last. Each round waits for a comparison and a selection,
-7 to 10 round trips and one and a half. In a group of w all w(w - 1)/2 pairs are compared at once, and log2 w rounds of
-pairs become one, for w/2 times as many comparisons: worth it over a distant network, most of all in the last rounds, of
-which few entries are left. The width of each round is chosen by the seconds that it takes.
+7 to 10 round trips and one and a half, and 10 ms where nothing delays them. In a group of w all w(w - 1)/2 pairs are
+compared at once, and log2 w rounds of pairs become one, for w/2 times as many comparisons: worth it over a distant
+network, and everywhere where few entries are left, as of the one row of a new token. The width of each round is chosen
+by the seconds that it takes, and by its bytes, at what a second is worth on the network.
 """
 
 from __future__ import annotations
@@ -25,15 +26,12 @@ Indices = npt.NDArray[np.int64]
 WIDEST = 16
 """Largest group that is tried."""
 
-DISTANT_MS = 10.0
-"""Over networks with shorter round trips there are pairs alone: little of their time is waiting, and bytes count."""
-
-LARGE_RING, SMALL_RING = (69.1, 1.18e-5, 9.5), (34.2, 5.6e-6, 7.0)
+LARGE_RING, SMALL_RING = (69.1, 1.18e-5, 9.5, 1.0e-2), (34.2, 5.6e-6, 7.0, 1.4e-2)
 """Of a comparison in either ring (the shipped table of costs): bytes of the party that sends more, and seconds, for
-each element; round trips."""
+each element; round trips; seconds of a call, in the small ring those of a kernel and of the executables around it."""
 
-SELECTION, AND_ROUNDS = (8.1, 1.1e-6, 1.5), 1.0
-"""Of a selection the same, and the round trips of a conjunction of bits."""
+SELECTION, CONJUNCTION = (8.1, 1.1e-6, 1.5, 1.7e-3), (0.0, 0.0, 1.0, 1.1e-3)
+"""The same of a selection, and of a conjunction of bits."""
 
 GATHER_SECONDS = 9.7e-7
 """Of an element that is moved to its place (the same table)."""
@@ -42,9 +40,10 @@ GATHER_SECONDS = 9.7e-7
 @cache
 def widths(lengths: tuple[int, ...], groups: int, network: Network, small: bool) -> tuple[int, ...]:
     """The width of each round for `groups` times rows of these lengths; `small`: comparisons take the 32-bit ring."""
-    longest = max(lengths)
-    if network.rtt_ms < DISTANT_MS:
-        return (2,) * (longest - 1).bit_length()
+
+    def price(count: int, form: tuple[float, float, float, float]) -> float:
+        sent, each, rounds, call = form
+        return call + count * (each + sent / network.second_bytes) + network.waiting(rounds)
 
     def seconds(sizes: Indices, width: int) -> float:
         whole, rest = np.divmod(sizes, width)
@@ -53,9 +52,8 @@ def widths(lengths: tuple[int, ...], groups: int, network: Network, small: bool)
         # What is compared; the bits by which entries win, these entries and the last ones; what is summed.
         moved = 2 * compared + (chosen * (width + 1) + groups * int((-(-sizes // width)).sum()) * width) * (width > 2)
         found = moved * GATHER_SECONDS
-        for count, (sent, each, rounds) in ((compared, SMALL_RING if small else LARGE_RING), (chosen, SELECTION)):
-            found += count * each + network.seconds(count * sent, rounds)
-        return found + network.waiting(AND_ROUNDS * _levels(width))
+        found += price(compared, SMALL_RING if small else LARGE_RING) + price(chosen, SELECTION)
+        return found + _levels(width) * price(0, CONJUNCTION)
 
     @cache
     def best(joined: int) -> tuple[float, tuple[int, ...]]:

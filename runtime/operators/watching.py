@@ -54,9 +54,14 @@ def watch(what: str, value: Any) -> None:
     current.outside.append(count_outside(value, *current.wanted[what]))
 
 
-def count_outside(value: Any, low: float | None, high: float | None) -> Any:
-    """How many entries lie below `low` or above `high`."""
-    bits = [value < low] if low is not None else []
-    bits += [value > high] if high is not None else []
-    outside = bits[0] if len(bits) == 1 else bits[0] | bits[1]
-    return jnp().where(outside, 1.0, 0.0).sum()
+def count_outside(value: Any, low: Any | None, high: Any | None) -> Any:
+    """How many entries lie below `low` or above `high`: numbers, or arrays of the shape of `value`.
+
+    Both ends are compared at once.
+    """
+    ends = [low - value] if low is not None else []
+    ends += [value - high] if high is not None else []
+    if len(ends) == 1:
+        return jnp().where(ends[0] > 0.0, 1.0, 0.0).sum()
+    below, above = jnp().stack(ends) > 0.0
+    return jnp().where(below | above, 1.0, 0.0).sum()

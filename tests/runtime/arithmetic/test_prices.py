@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aero_compile.runtime.arithmetic.ciphertexts import MatmulCount, matmul
-from aero_compile.runtime.arithmetic.matrix_products import heads_at_once, piece_size
-from aero_compile.runtime.arithmetic.prices import SECOND_BYTES, price, second_bytes, second_worth
+from aero_compile.runtime.arithmetic.matrix_products import heads_at_once, packed_columns, piece_size
+from aero_compile.runtime.arithmetic.prices import SECOND_BYTES, price, round_trip_bytes, second_bytes, second_worth
 from aero_compile.runtime.arithmetic.ring import fixed_point
 from aero_compile.runtime.arithmetic.row_products import scaling_strips
 from aero_compile.runtime.arithmetic.row_scaling import broadcast_product
@@ -43,9 +43,8 @@ def strips_of(rows: int, width: int) -> list[MatmulCount]:
 def joined(heads: int, rows: int, width: int) -> list[MatmulCount]:
     """The products of so many heads."""
     size = heads_at_once(heads, rows, width, rows)
-    rest = heads % size
-    whole = [matmul(rows, size * width, size * rows)] * (heads // size)
-    return whole + [matmul(rows, rest * width, rest * rows)] * (rest > 0)
+    sizes = [size] * (heads // size) + [heads % size] * (heads % size > 0)
+    return [matmul(rows, n * width, packed_columns(rows, n * width, n * rows)) for n in sizes]
 
 
 @settings(deadline=None, max_examples=15)
@@ -94,6 +93,19 @@ def test_the_worth_is_that_of_the_context() -> None:
 )
 def test_a_second_is_worth_what_a_network_passes_in_it(network: str | Network, worth: float) -> None:
     assert parse_network(network).second_bytes == worth
+
+
+def test_waiting_joins_what_computing_parts() -> None:
+    """One row of 12 heads: over a distant network fewer products follow each other, over a near one of the same rate
+    each goes by itself."""
+    near, distant = Network(100.0), NETWORKS["wan"]
+    found = {}
+    for network in (near, distant):
+        with second_worth(*network.worth):
+            assert round_trip_bytes() == network.second_bytes * network.rtt_ms / 1e3
+            sizes = [heads_at_once(12, 1, 64, 128), heads_at_once(12, 1, 128, 64)]
+            found[network] = sum(-(-12 // size) for size in sizes)
+    assert found[distant] < found[near] / 2
 
 
 def test_rows_are_scaled_by_matrices_where_bytes_are_dear() -> None:

@@ -15,7 +15,8 @@ from aero_compile.errors import LoweringError, OutOfRangeError
 from aero_compile.runtime import compile_model
 from aero_compile.runtime.hosts.parties import run_parties
 from aero_compile.runtime.lowering import guard_plan
-from aero_compile.runtime.lowering.guards import COMBINATIONS, GUARD, Guard, GuardCheck, combinations
+from aero_compile.runtime.lowering.guards import COMBINATIONS, GUARD, Guard, GuardCheck, combinations, comparing_step
+from aero_compile.runtime.lowering.live import LiveStep
 from aero_compile.runtime.lowering.partition import partition
 from aero_compile.runtime.lowering.plaintext import run_in_the_clear
 from aero_compile.runtime.lowering.to_jax import lower
@@ -25,6 +26,7 @@ from benchmarks.lib import zoo
 from benchmarks.lib.two_threads import simulate
 from tests.support.outliers import normed, table_with_outlier
 from tests.support.runtime_graphs import TokenRows, aten
+from tests.support.two_parties import costs_of
 
 FORM = Format(64, 18)
 
@@ -67,10 +69,34 @@ def test_what_is_counted_is_what_calibration_sees(shape: tuple[int, ...], center
     x = np.random.default_rng(1).normal(3.0, 1.0, shape)
     largest = Guard(1.0, centered).reaches(torch.from_numpy(x))
     with jax.experimental.enable_x64():  # type: ignore[no-untyped-call, unused-ignore]
-        counts = [float(Guard(largest * by, centered).outside(jax.numpy.asarray(x))[0]) for by in (0.999, 1.001)]
-    assert counts[0] >= 1
-    assert counts[1] == 0
+        sums = np.asarray(Guard(1.0, centered).sums(jax.numpy.asarray(x)))
+    assert sums.shape == (Guard(1.0, centered).count(shape),)
+    assert np.abs(sums).max() == pytest.approx(largest, rel=1e-9)
     assert combinations(40).shape == (COMBINATIONS, 40)
+
+
+def test_all_checks_are_compared_at_once() -> None:
+    """Three values send as many messages as one, and each is held to its own limit."""
+    pytest.importorskip("spu")
+    import jax.numpy as jnp
+
+    def comparing(count: int) -> LiveStep:
+        return comparing_step({f"sums:{at}": (40, 2.0**at) for at in range(count)})
+
+    def messages(count: int) -> int:
+        def function(x: Any) -> Any:
+            (found,) = comparing(count).function(*[x.reshape(-1)] * count)
+            return jnp.broadcast_to(found, x.shape) + 0.0 * x
+
+        return int(costs_of(function, 1, 40)["messages"] % 1281)  # but for what refills a store of transfers
+
+    assert messages(1) == messages(3)
+    for largest, wanted in ((0.9, 0.0), (1.1, 1.0)):
+        for at, sign in ((0, 1.0), (1, -1.0), (2, 1.0)):
+            values = [np.full(40, 0.5, np.float32) for _ in range(3)]
+            values[at][7] = sign * largest * 2.0**at
+            (found,) = comparing(3).function(*map(jnp.asarray, values))
+            assert float(found[0]) == wanted
 
 
 # --- where checks are put --------------------------------------------------------------------------------

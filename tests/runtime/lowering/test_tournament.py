@@ -62,7 +62,7 @@ def test_wide_groups_are_exact_in_two_parties(
 
 @pytest.mark.parametrize("lengths", [(1,), (2,), (7, 7), (128,) * 12, tuple(range(1, 129))])
 @pytest.mark.parametrize("small", [False, True])
-def test_widths_reach_one_entry_and_near_networks_take_pairs(lengths: tuple[int, ...], small: bool) -> None:
+def test_widths_reach_one_entry_and_many_rows_take_pairs_nearby(lengths: tuple[int, ...], small: bool) -> None:
     for network in (UNLIMITED, parse_network("lan"), WAN, Network(1.0, 1000.0)):
         plan = widths(lengths, 12, network, small)
         left = max(lengths)
@@ -70,9 +70,15 @@ def test_widths_reach_one_entry_and_near_networks_take_pairs(lengths: tuple[int,
             assert left > 1
             left = -(-left // width)
         assert left == 1
-        if network.rtt_ms < tournament.DISTANT_MS:
-            assert set(plan) <= {2}
-            assert len(plan) == (max(lengths) - 1).bit_length()
+        if network is UNLIMITED and len(lengths) == 128:  # bytes count
+            assert plan == (2,) * 7
+
+
+@pytest.mark.parametrize("network", ["loopback", "lan", "wan"])
+def test_one_row_takes_wide_groups_on_any_network(network: str) -> None:
+    """As of a new token: its comparisons are few, and each round costs what it costs for any number of them."""
+    for length in (38, 128):
+        assert len(widths((length,), 4, parse_network(network), False)) < (length - 1).bit_length()
 
 
 def test_the_quickest_widths_are_found() -> None:
