@@ -16,9 +16,11 @@ from aero_compile.passes.inference.fold_norm_gains import FoldNormGains
 from aero_compile.passes.inference.fold_norms import FoldNorms
 from aero_compile.passes.inference.fold_scales import FoldScales
 from aero_compile.passes.inference.fold_slopes import FoldSlopes
+from aero_compile.passes.inference.fold_static_heads import FoldStaticHeads
 from aero_compile.passes.inference.fuse_linear_ffn import FuseLinearFFN
 from aero_compile.passes.inference.fuse_projections import FuseProjections
 from aero_compile.passes.inference.last_token import LastToken
+from aero_compile.passes.inference.mix_first import MixFirst
 from aero_compile.pipeline import run_passes, transform
 
 
@@ -58,12 +60,12 @@ def passes(logits: str, eliminate: bool, steps: bool = False) -> tuple[GraphPass
     """The passes in the order in which they run; each finds the graph as the one before it left it.
 
     Weights come first, since every other pass reads them; then everything that makes a norm plain or a block linear.
-    Gains of heads go before the basis is changed, which would hide them; what could not be eliminated is fused. The
-    first position is split off after the last one, which needs no split. Layers are joined last, when it is known which
-    of them run for one position only.
+    Gains of heads go before the basis is changed, which would hide them, and averages of static heads become a part of
+    the residual stream; what could not be eliminated is fused. The first position is split off after the last one,
+    which needs no split. Layers are joined last, when it is known which of them run for one position only.
     """
     linear_blocks: tuple[GraphPass, ...] = (EliminateFFN(), FuseLinearFFN()) if eliminate else (FuseLinearFFN(),)
-    narrow = (LastToken(),) if logits == "last" else ()
+    narrow = (LastToken(), MixFirst()) if logits == "last" else ()
     apart = () if steps else (FoldFirstPosition(),)
     return (
         FoldExpressions(),
@@ -71,6 +73,7 @@ def passes(logits: str, eliminate: bool, steps: bool = False) -> tuple[GraphPass
         FoldNorms(),
         FoldNormGains(),
         FoldGains(),
+        FoldStaticHeads(last=logits == "last"),
         *linear_blocks,
         FoldScales(),
         *narrow,

@@ -59,9 +59,25 @@ class HeadColumns:
         result = rewriter.call(aten.flatten.using_ints, result, 2, 3)
         for name in self.dropouts:
             result = rewriter.module(name, result)
-        result = self._layout(rewriter.call, result)
-        assert isinstance(result, fx.Node)
-        return result
+        return self.laid_out(result)
+
+    def laid_out(self, value: fx.Node) -> fx.Node:
+        """`value`, `[B, T, …]`, with its rows where the projection has them."""
+        found = self._layout(Rewriter(self.output).call, value)
+        assert isinstance(found, fx.Node)
+        return found
+
+    def columns_of(self, heads: Heads | StaticHeads, results: Tensor) -> dict[int, int]:
+        """For each column that reads these heads the number that `results`, laid out as theirs, hold there.
+
+        Raises:
+            UnsupportedGraphError: the numbers are not the same at all positions.
+        """
+        (part,) = [each for each in self._parts if each.heads is heads]
+        rows = part.rows(_run, results, heads.count).flatten(2, 3)
+        if bool((rows != rows[:1, :1]).any()):
+            raise UnsupportedGraphError(f"{self.name}: values change places between positions at {place(part.product)}")
+        return {self._at[self._starts[part] + i]: row for i, row in enumerate(rows[0, 0].tolist())}
 
     def _runs(self) -> Iterator[tuple[_Part, int, int]]:
         """The heads that are left in the order of their numbers, as runs of heads of one part."""
@@ -110,16 +126,15 @@ class HeadColumns:
                 "matrix of all heads' results side by side"
             )
         self._layout = layout
-        at = {place: column for column, place in enumerate(wanted)}
-        starts = dict(
-            zip(rows, itertools.accumulate((each[0, 0].numel() for each in rows.values()), initial=0), strict=False)
-        )
+        self._at = {place: column for column, place in enumerate(wanted)}
+        sizes = itertools.accumulate((each[0, 0].numel() for each in rows.values()), initial=0)
+        self._starts = dict(zip(rows, sizes, strict=False))
         kept: list[int] = []
         for part, low, high in self._runs():
             width = rows[part].shape[-1]
-            kept += [starts[part] + head * width + i for head in part.places[low:high] for i in range(width)]
-        self.kept = tuple(at[column] for column in kept)
-        self.dropped = tuple(sorted(set(at.values()) - set(self.kept)))
+            kept += [self._starts[part] + head * width + i for head in part.places[low:high] for i in range(width)]
+        self.kept = tuple(self._at[column] for column in kept)
+        self.dropped = tuple(sorted(set(self._at.values()) - set(self.kept)))
 
     def _moved(self, node: fx.Node, known: dict[fx.Node, Tensor]) -> Tensor:
         if node in known:

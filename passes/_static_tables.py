@@ -75,13 +75,13 @@ class StaticTables:
             cutter.at(left, axes[left], places)
         values = cutter.at(right, axes[right], places) if right in axes else right
         call = cutter.rewriter.call
-        found = call(aten.matmul.default, self._table(cutter, places, left, values), values)
+        found = call(aten.matmul.default, self._table(cutter, places, left), values)
         shape = cutter.structure.values[right].shape
         if len(shape) == 4 and shape[1] == 1 < cutter.heads.count:  # all heads share the values
             found = call(aten.expand.default, found, [-1, len(places), -1, -1])
         return found
 
-    def _table(self, cutter: HeadCutter, places: tuple[int, ...], left: fx.Node, values: fx.Node) -> fx.Node:
+    def _table(self, cutter: HeadCutter, places: tuple[int, ...], left: fx.Node) -> fx.Node:
         """The steps from the scores to `left`, repeated on scores of zero (dropout is left out)."""
         steps: list[tuple[fx.Node, fx.Node]] = []
         node = left
@@ -92,7 +92,7 @@ class StaticTables:
             node = source
         call = functools.partial(self._call, cutter)
         dtype = cutter.structure.values[cutter.heads.softmax].dtype
-        current = self._zeros(cutter, places, values, moved=any(step.target in VIEWS for step, _ in steps))
+        current = self._zeros(cutter, places, moved=any(step.target in VIEWS for step, _ in steps))
         for step, source in reversed(steps):
             if step is cutter.heads.softmax:
                 hidden = call(aten.le.Scalar, current, MASKED_BELOW)
@@ -112,7 +112,7 @@ class StaticTables:
             self._known[key] = cutter.rewriter.call(target, *args, **kwargs)
         return self._known[key]
 
-    def _zeros(self, cutter: HeadCutter, places: tuple[int, ...], like: fx.Node, *, moved: bool) -> fx.Node:
+    def _zeros(self, cutter: HeadCutter, places: tuple[int, ...], *, moved: bool) -> fx.Node:
         """Scores of zero: of the full shape where it is changed on the way, or one matrix for all texts and heads."""
         shapes = cutter.shapes_of(cutter.scores, places)
         if not moved:
@@ -128,7 +128,8 @@ class StaticTables:
             tokens = _tokens(cutter)
             with tokens.graph.inserting_before(cutter.product):
                 whole = [insert_size(tokens, size) for size in sizes]
-            self._known[key] = cutter.rewriter.call(aten.new_zeros.default, like, whole)
+            # like the embedding, so that values which are rewritten later are not held by their type
+            self._known[key] = cutter.rewriter.call(aten.new_zeros.default, cutter.structure.embedding, whole)
         return self._known[key]
 
 

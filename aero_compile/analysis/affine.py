@@ -12,7 +12,7 @@ from aero_compile.analysis.structure import structure_of
 from aero_compile.ir.dataflow import fixed_nodes, live_inputs
 from aero_compile.ir.graph_model import GraphModel
 from aero_compile.ir.ops import SCALES, SUMS, of_form
-from aero_compile.ir.ownership import given_nodes, weight_nodes
+from aero_compile.ir.ownership import given_nodes, server_nodes
 from aero_compile.ir.shapes import is_floating
 from aero_compile.ir.weight_values import weight_value
 
@@ -21,8 +21,10 @@ aten = torch.ops.aten
 MOVES = of_form("transpose", "permute", "slice", "select", "expand")
 """Views that need not keep the order of rows."""
 
-LAYOUT = MOVES | of_form("copy") | {aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim}
+LAYOUT = MOVES | (of_form("copy", "reshape", "squeeze") - {aten.unflatten.int, aten.squeeze.default})
 """Views whose rows can be followed."""
+
+_RESHAPED = of_form("reshape", "squeeze", "expand")
 
 _ROWS = 8192  # of a vocabulary's weights that are multiplied at a time, in float64
 
@@ -39,9 +41,11 @@ class AffineNodes:
         self.model = model
         self.live, self.values = structure.live, structure.values
         self.fixed = fixed_nodes(model.graph)
-        self.weights = weight_nodes(model, model.graph)
+        self.servers = server_nodes(model, model.graph)
+        self.weights = self.fixed & self.servers
         self.given = given_nodes(model, model.graph)
         self.known: dict[fx.Node, Any] = {}
+        self.mixes = {node for node in model.graph.nodes if node in self.live and self._is_mix(node)}
         self.nodes = {node for node in model.graph.nodes if node in self.live and self._is_affine(node)}
 
     def width(self, node: fx.Node) -> int:
@@ -78,6 +82,8 @@ class AffineNodes:
             yield node.args[0], times(self.constant(node.args[1]).double().T, coefficient)
             if len(node.args) > 2 and node.args[2] is not None:
                 yield node.args[2], coefficient
+        elif node in self.mixes:
+            yield node.args[1], coefficient
         elif node.target in SUMS:
             yield node.args[0], coefficient
             yield node.args[1], -coefficient if node.target is aten.sub.Tensor else coefficient
@@ -91,6 +97,8 @@ class AffineNodes:
         inputs, shape = live_inputs(node, self.live), getattr(self.values[node], "shape", ())
         if not inputs or not shape or node.op != "call_function" or node in self.given:
             return False
+        if node in self.mixes:
+            return True
         if node.target is aten.linear.default:
             weights = [each for each in node.args[1:] if each is not None]
             return (
@@ -109,6 +117,24 @@ class AffineNodes:
             factor = second if first in self.live else first
             return (first in self.live or node.target is aten.mul.Tensor) and self._is_factor(factor, shape)
         return node.target is aten.neg.default
+
+    def _is_mix(self, node: fx.Node) -> bool:
+        """Whether `node` averages rows `[…, T, d]` by a public table `[…, T, T]`.
+
+        It is then a view as far as features go: every row is a sum of rows, with coefficients that sum to one.
+        """
+        if node.target is not aten.matmul.default or node.args[0] in self.live or node.args[1] not in self.live:
+            return False
+        operands: Any = node.args
+        table, value = operands
+        shape = self.values[node].shape
+        if len(shape) != 3 or self.values[value].shape != shape:
+            return False
+        size = self.values[table].shape[-2:]
+        while table.target in _RESHAPED and self.values[table].shape[-2:] == size:
+            table = table.args[0]
+        rows = table.target is aten.softmax.int and table.args[1] == -1 and self.values[table].shape[-2:] == size
+        return bool(rows) and operands[0] not in self.servers
 
     def _keeps_features(self, node: fx.Node) -> bool:
         """Whether a view moves whole rows only: rows that are all 0, 1, 2, … must come out as they went in."""

@@ -41,6 +41,7 @@ class State:
         readers: linear layers that read it.
         fixed: whether something else reads it, so that its basis must stay.
         leaves: what it is computed from, with the shape of the coefficient, `()` for multiples of the identity.
+        averaged: the same of averages over positions.
         skips: the other states among the leaves, with their coefficients S.
     """
 
@@ -49,6 +50,7 @@ class State:
     readers: list[fx.Node]
     fixed: bool
     leaves: list[tuple[fx.Node, tuple[int, ...]]] = field(default_factory=list)
+    averaged: list[tuple[fx.Node, tuple[int, ...]]] = field(default_factory=list)
     skips: list[tuple[fx.Node, Tensor]] = field(default_factory=list)
 
 
@@ -63,7 +65,12 @@ class Term:
     @property
     def moves(self) -> tuple[fx.Node, ...]:
         """The views that do not keep the order of rows."""
-        return tuple(view for view in self.views if view.target in MOVES)
+        return tuple(view for view in self.views if view.target in MOVES or view.target is aten.matmul.default)
+
+    @property
+    def averaged(self) -> bool:
+        """Whether rows are averages of the leaf's."""
+        return any(view.target is aten.matmul.default for view in self.views)
 
 
 class ResidualStream:
@@ -104,7 +111,8 @@ class ResidualStream:
                     elif self.affine.is_row(leaf):
                         constant = constant + times(self.affine.constant(leaf).double().flatten(), coefficient)
                     else:
-                        new = Term(leaf, coefficient, (node, *term.views) if node.target in LAYOUT else term.views)
+                        moved = node.target in LAYOUT or node in self.affine.mixes
+                        new = Term(leaf, coefficient, (node, *term.views) if moved else term.views)
                         old = found.setdefault((leaf, new.moves), new)
                         old.coefficient = new.coefficient if old is new else plus(old.coefficient, coefficient)
         return list(found.values()), constant
@@ -133,7 +141,13 @@ class ResidualStream:
                 fixed |= {base} & inside
             elif base in inside and reader not in readers.setdefault(base, []):
                 readers[base].append(reader)
-        states = fixed | set(readers) | {n for n in self.affine.nodes if n.target in SUMS and self._adds_rows(n)}
+        averaged = {self._averaged(node) for node in self.affine.mixes & set(self.affine.nodes)}
+        states = (
+            fixed
+            | set(readers)
+            | (averaged & inside)
+            | {n for n in self.affine.nodes if n.target in SUMS and self._adds_rows(n)}
+        )
         reached: dict[fx.Node, set[fx.Node]] = {}
         for node in reversed([node for node in self.order if node in inside]):
             reached[node] = {state for user in node.users for state in reached.get(user, ())}
@@ -150,8 +164,16 @@ class ResidualStream:
             return  # attention scores and the like: no part of the stream
         self.states[state.node] = state
         terms, _ = self.form(state)
-        state.leaves = [(term.leaf, tuple(term.coefficient.shape)) for term in terms]
-        state.skips = [(term.leaf, term.coefficient) for term in terms if term.leaf in self.states and state.region]
+        for term in terms:
+            (state.averaged if term.averaged else state.leaves).append((term.leaf, tuple(term.coefficient.shape)))
+        skips = [term for term in terms if term.leaf in self.states and state.region and not term.averaged]
+        state.skips = [(term.leaf, term.coefficient) for term in skips]
+
+    def _averaged(self, mix: fx.Node) -> fx.Node:
+        """What an average is one of, up to linear layers in front of it."""
+        value = live_inputs(mix, self.live)[0]
+        reader = self._reader(value)
+        return self._base(value if reader is None else live_inputs(reader, self.live)[0], scaled=reader is not None)
 
     def _reader(self, node: fx.Node) -> fx.Node | None:
         """The linear layer that `node` is the result of, up to scales and constants; None if it is none alone."""

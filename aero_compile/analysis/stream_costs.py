@@ -25,8 +25,8 @@ def new_cost(
     """The same, once it is rewritten in `bases`; `parent` is the state that it then continues without a product."""
     square = stream.width(state.node) ** 2
     total, turned = 0, state.node in bases
-    for leaf, shape in state.leaves:
-        if leaf is parent or leaf not in stream.live:
+    for leaf, shape in (*[each for each in state.leaves if each[0] is not parent], *state.averaged):
+        if leaf not in stream.live:
             continue
         if stream.is_looked_up(leaf, state):
             total += stream.vocabulary * (stream.width(state.node) - stream.width(leaf))

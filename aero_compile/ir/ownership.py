@@ -70,6 +70,11 @@ def weight_nodes(module: nn.Module, graph: fx.Graph) -> set[fx.Node]:
     return fixed_nodes(graph) & _servers(module, graph)
 
 
+def server_nodes(module: nn.Module, graph: fx.Graph) -> set[fx.Node]:
+    """All values that depend on something that the server alone holds, and maybe on inputs or their shapes, too."""
+    return _servers(module, graph)
+
+
 def given_nodes(module: nn.Module, graph: fx.Graph) -> set[fx.Node]:
     """What follows from weights that clients are given, and from none of the server's: rewritings leave it as it is.
 

@@ -42,7 +42,7 @@ class StreamRewriting:
         pieces: list[fx.Node] = []
         for term in terms:
             coefficient = times(term.coefficient, matrix)
-            if term.leaf is parent:
+            if term.leaf is parent and not term.averaged:
                 coefficient = one
             elif term.leaf in self.bases and term.leaf is not state.node:
                 coefficient = times(self.bases[term.leaf][1], coefficient)
@@ -90,6 +90,9 @@ class StreamRewriting:
             same = values[term.leaf].shape[:-1] == values[state.node].shape[:-1] or term.leaf not in self.stream.live
             views = [] if same else views[-1:] if views[-1].target is aten.reshape.default else views
         for view in views:
+            if view.target is aten.matmul.default:
+                value = Rewriter(state.node).call(view.target, view.args[0], value)
+                continue
             args: Any = view.args[1:]
             if view.target in (aten.reshape.default, aten.expand.default):
                 args = ([*args[0][:-1], width],)

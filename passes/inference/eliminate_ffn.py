@@ -96,7 +96,9 @@ class _Plan:
         self.looked_up = [state for state in stream.states.values() if self._goes_into_table(state)]
         changed = {*self.bases, *(state.node for state in self.looked_up)}
         self.rewritten = [
-            state for state in stream.states.values() if changed & {state.node, *(leaf for leaf, _ in state.leaves)}
+            state
+            for state in stream.states.values()
+            if changed & {state.node, *(leaf for leaf, _ in (*state.leaves, *state.averaged))}
         ]
 
     def _take(self, segment: Segment, states: list[State], steps: Sequence[Tensor]) -> None:

@@ -98,7 +98,7 @@ class _Plan:
 
     def _cut(self, node: fx.Node, axes: set[Axis | None]) -> Cut | None:
         cut = None
-        if len(axes) == 1:
+        if len(axes) == 1 and node is not self.model.structure.embedding:  # private programs cut no token ids
             (axis,) = axes
             assert axis is not None
             cut = find_cut(node, axis, self.samples)
