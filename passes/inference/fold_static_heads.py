@@ -58,7 +58,7 @@ class FoldStaticHeads(GraphPass):
     def call(self, model: TransformedModel) -> PassResult:
         done: list[str] = []
         left: list[str] = []
-        layers = range(model.num_layers)
+        layers = range(len(model.structure.attentions))
         if any(each.static for each in model.structure.attentions):
             read_sizes_from_tokens(model)
         for layer in layers:
