@@ -6,7 +6,6 @@ import contextlib
 import logging
 import math
 import shutil
-import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -18,9 +17,6 @@ from torch import Tensor, nn
 from transformers import (
     ProgressCallback,
     Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
     TrainingArguments,
     default_data_collator,
 )
@@ -29,17 +25,13 @@ from transformers.trainer_utils import EvalLoopOutput, IntervalStrategy
 from aero_compile.entropy import EntropyRegularizedModel
 from aero_compile.errors import OutputDirError, TrainingError
 from aero_compile.model import TransformedModel
-from aero_compile.training import probes
+from aero_compile.training import held_out
 from aero_compile.training.learning_rates import fill_groups, scale_by_stage, split_groups
+from aero_compile.training.model_records import ModelRecords
 from aero_compile.training.nonfinite import first_non_finite, non_finite_parameter
 from aero_compile.training.progress_bar import Pace, TrainingProgress
-from aero_compile.training.run_directory import (
-    ACTIVATIONS_FILE,
-    ENTROPIES_FILE,
-    METRICS_FILE,
-    PARAMETERS_FILE,
-    RunDirectory,
-)
+from aero_compile.training.recorder import NothingToTrain, Recorder
+from aero_compile.training.run_directory import METRICS_FILE, RunDirectory
 from aero_compile.training.stages import StagedRemoval
 from aero_compile.training.stream import STATE_FILE, Snapshot, StreamedBlocks
 
@@ -49,10 +41,6 @@ _NEVER_DECAYED = ("log_t", "thresholds")
 logger = logging.getLogger("aero_compile.retrain")
 
 _PARTS = ("ce_loss", "penalty", "distill_kl", "distill_hidden", "distill_attention")
-
-
-class _NothingToTrain(Exception):
-    """Ends a run whose last step was taken already: Trainer itself would take one more."""
 
 
 def perplexity(loss: float) -> float:
@@ -81,13 +69,14 @@ class RegularizedTrainer(Trainer):
         stages: StagedRemoval | None = None,
         **options: Any,
     ) -> None:
-        callback = _Recorder(self, run, args.save_total_limit)
+        callback = Recorder(self, run, args.save_total_limit)
         args.save_total_limit = None  # the recorder removes old checkpoints, later than Trainer would
         super().__init__(args=args, **options, callbacks=[callback])
         if not args.disable_tqdm:
             self.remove_callback(ProgressCallback)
             self.add_callback(TrainingProgress)
-        self.run_directory, self.entropy_blocks, self.ffn_spectra = run, entropy_blocks, ffn_spectra
+        self.run_directory, self.entropy_blocks = run, entropy_blocks
+        self.records = ModelRecords(run, ffn_spectra=ffn_spectra)
         self._pace = Pace()
         self.lr_scale, self.lambda_warmup, self.stages = lr_scale, lambda_warmup, stages
         self._sums: dict[str, Tensor] = {}
@@ -100,7 +89,7 @@ class RegularizedTrainer(Trainer):
         if isinstance(self.train_dataset, StreamedBlocks):
             state = None if checkpoint is None else checkpoint / STATE_FILE
             self.train_dataset.start = Snapshot.load(state) if state is not None and state.is_file() else Snapshot()
-        with contextlib.suppress(_NothingToTrain):
+        with contextlib.suppress(NothingToTrain):
             self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         if self.stages is not None and self.state.global_step >= self.stages.steps:
             self.stages.finish(self._transformed())
@@ -227,7 +216,10 @@ class RegularizedTrainer(Trainer):
             where = self._bad_gradient() or "the backward pass (repeated, the last batch gives finite gradients)"
         else:
             where = self._diagnose()
-        self._record_failure(what, where)
+        model = self._inner()
+        if model is not None:
+            with self.accelerator.autocast():
+                self.records.failure(self.state.global_step + 1, what, where, model, self._inputs.get("input_ids"))
         last = self.run_directory.last_checkpoint()
         kept = f"The last good checkpoint is {last}." if last else "No checkpoint had been written yet."
         step = self.state.global_step + 1
@@ -284,7 +276,7 @@ class RegularizedTrainer(Trainer):
         super().log(logs, start_time)
         if "loss" in logs and self._train_entropies is not None:
             rows = [layer.float().view(-1, self._heads(i)).mean(0) for i, layer in enumerate(self._train_entropies)]
-            self.record_entropies("log", "train", [row.tolist() for row in rows])
+            self.records.entropies(self.state.global_step, "log", "train", [row.tolist() for row in rows])
 
     def _heads(self, layer: int) -> int:
         wrapper: Any = self.accelerator.unwrap_model(self.model)
@@ -329,10 +321,10 @@ class RegularizedTrainer(Trainer):
         step, model = self.state.global_step, self._transformed()
         if self.stages.begins(step):
             with self._pace.paused():
-                number, before = self.stages.number(step), self.held_out_loss()
+                number, before = self.stages.number(step), self._held_out_loss()
                 self.stages.enter(model, number)
                 self._fill_groups()
-                losses = {"loss_before": before, "loss_after": self.held_out_loss()}
+                losses = {"loss_before": before, "loss_after": self._held_out_loss()}
             record = {"step": step, "event": "stage", "stage": number, "passes": self.stages.stages[number].text}
             self.run_directory.append(METRICS_FILE, record | losses)
             logger.info(
@@ -345,20 +337,6 @@ class RegularizedTrainer(Trainer):
         wrapper: Any = self.accelerator.unwrap_model(self.model)
         return wrapper.model
 
-    def held_out_loss(self, most: int = 64) -> float:
-        """Mean cross entropy on the first `most` held-out blocks, without drawing random numbers."""
-        blocks: Any = self.eval_dataset
-        model: Any = self.model
-        count, total = min(most, len(blocks)), 0.0
-        model.eval()
-        with torch.no_grad():
-            for start in range(0, count, self.args.eval_batch_size):
-                stop = min(start + self.args.eval_batch_size, count)
-                ids = torch.stack([blocks[i]["input_ids"] for i in range(start, stop)]).to(self.args.device)
-                total += float(model(input_ids=ids, labels=ids)["loss"]) * (stop - start)
-        model.train()
-        return total / count
-
     def final_metrics(self) -> dict[str, float]:
         """The metrics of the last evaluation if nothing was trained since, else of a new one."""
         last = self.state.log_history[-2:]
@@ -369,21 +347,22 @@ class RegularizedTrainer(Trainer):
 
     def measure(self, event: str) -> list[list[float]]:
         """Record what is looked at over time on held-out blocks; returns the headwise entropies `[L][H]` (nats)."""
-        entropies = self.measure_entropies()
-        self.record_entropies(event, "validation", entropies)
+        step, size, blocks = self.state.global_step, self.args.eval_batch_size, self._held_out()
+        entropies = held_out.headwise_entropies(self.model, blocks, size, self.args.device, self.entropy_blocks)
+        self.records.entropies(step, event, "validation", entropies)
         self._record_parameters(event)
-        model, size = self._inner(), self.args.eval_batch_size
-        blocks: Any = self.eval_dataset
+        model = self._inner()
         if model is not None:
             count = min(self.entropy_blocks, len(blocks))
-            ids = torch.stack([blocks[i]["input_ids"] for i in range(count)])
-            batches = list(torch.split(ids, size))
             with self.accelerator.autocast():
-                scales = probes.activation_scales(model, batches)
-                spectra = {"spectra": probes.ffn_spectra(model, batches)} if self.ffn_spectra else {}
-            record = {"step": self.state.global_step, "event": event, "split": "validation"}
-            self.run_directory.append(ACTIVATIONS_FILE, {**record, **scales, **spectra})
+                self.records.activations(step, event, model, list(held_out.batches(blocks, count, size)))
         return entropies
+
+    def _held_out(self) -> Any:
+        return self.eval_dataset
+
+    def _held_out_loss(self) -> float:
+        return held_out.mean_loss(self.model, self._held_out(), self.args.eval_batch_size, self.args.device)
 
     def _inner(self) -> TransformedModel | None:
         """The transformed model, on the process that records; None on others and where weights are spread (FSDP)."""
@@ -393,91 +372,7 @@ class RegularizedTrainer(Trainer):
         return inner if whole and isinstance(inner, TransformedModel) else None
 
     def _record_parameters(self, event: str) -> None:
-        """Write a line of `parameters.jsonl`: what the passes and the regularization learn beside weights."""
         model = self._inner()
-        if model is None:
-            return
-        wrapper: Any = self.accelerator.unwrap_model(self.model)
-        record: dict[str, Any] = {"step": self.state.global_step, "event": event}
-        if wrapper.thresholds.requires_grad:
-            record["thresholds"] = [[float(f"{t:.6g}") for t in row] for row in wrapper.thresholds.tolist()]
-        temperatures = probes.headwise_temperatures(model)
-        if any(temperatures):
-            record["temperatures"] = temperatures
-        scalars = probes.learned_scalars(model)
-        if scalars:
-            record["scalars"] = scalars
-        if len(record) > 2:
-            self.run_directory.append(PARAMETERS_FILE, record)
-
-    def _record_failure(self, what: str, where: str) -> None:
-        """Write how large activations were on the batch that failed, with the place where it began."""
-        model = self._inner()
-        if model is None:
-            return
-        record = {"step": self.state.global_step + 1, "event": "failure", "what": what, "where": where}
-        if "input_ids" in self._inputs:
-            with self.accelerator.autocast():
-                record |= probes.activation_scales(model, [self._inputs["input_ids"]])
-        self.run_directory.append(ACTIVATIONS_FILE, record)
-
-    def measure_entropies(self) -> list[list[float]]:
-        """Headwise entropies `[L][H]` (nats) in eval mode, over the same held-out blocks each time."""
-        blocks: Any = self.eval_dataset
-        model: Any = self.model
-        training, size = model.training, self.args.eval_batch_size
-        count = min(self.entropy_blocks, len(blocks))
-        model.eval()
-        sums: list[Tensor] = []
-        with torch.no_grad():
-            for start in range(0, count, size):
-                ids = torch.stack([blocks[i]["input_ids"] for i in range(start, min(start + size, count))])
-                out = model(input_ids=ids.to(self.args.device), output_entropies=True)
-                rows = [layer.double() * len(ids) for layer in out["entropies"]]
-                sums = [a + b for a, b in zip(sums, rows, strict=True)] if sums else rows
-        model.train(training)
-        return [(row / count).tolist() for row in sums]
-
-    def record_entropies(self, event: str, split: str, entropies: list[list[float]]) -> None:
-        """Write a line of `entropies.jsonl`."""
-        step = self.state.global_step
-        self.run_directory.append(
-            ENTROPIES_FILE, {"step": step, "event": event, "split": split, "entropies": entropies}
-        )
-
-
-class _Recorder(TrainerCallback):
-    """Writes metrics and marks checkpoints; asks the trainer to check gradients before each update."""
-
-    def __init__(self, trainer: RegularizedTrainer, run: RunDirectory, keep: int | None) -> None:
-        self.trainer, self.run, self.begin, self.keep = trainer, run, time.time(), keep
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if state.global_step >= state.max_steps:
-            raise _NothingToTrain
-
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.trainer.begin_step()
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **_: Any,
-    ) -> None:
-        record = {"step": state.global_step, "time": round(time.time(), 3)}
-        record["seconds"] = round(time.time() - self.begin, 3)
-        for key, value in (logs or {}).items():
-            record["tokens" if key == "num_input_tokens_seen" else key] = value
-        self.run.append(METRICS_FILE, record)
-
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        self.trainer.check_gradients()
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.trainer.accelerator.wait_for_everyone()  # each process writes its own random state
-        self.run.mark_complete(state.global_step, self.keep, state.best_model_checkpoint)
+        if model is not None:
+            wrapper: Any = self.accelerator.unwrap_model(self.model)
+            self.records.parameters(self.state.global_step, event, wrapper, model)

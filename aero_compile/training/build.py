@@ -1,0 +1,235 @@
+"""The model with its recipe, the data, and the stages of a run."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import TrainingArguments, set_seed
+
+from aero_compile.errors import InputError
+from aero_compile.model import TransformedModel
+from aero_compile.pipeline import transform
+from aero_compile.recipe.recipe import Recipe
+from aero_compile.training.data import TrainingData, load_text, prepare
+from aero_compile.training.distillation import fingerprint
+from aero_compile.training.initialization import initialize
+from aero_compile.training.learning_rates import parse_lr_scale
+from aero_compile.training.models import ModelSource, check_context, find_model, with_length
+from aero_compile.training.options import RetrainOptions, settings_that_matter, spread_by
+from aero_compile.training.plan import Plan
+from aero_compile.training.run_directory import SEARCH_FILE
+from aero_compile.training.stages import StagedRemoval, expand, parse_stages
+from aero_compile.training.stream import prepare_stream
+from aero_compile.training.token_cache import token_folder
+from aero_compile.training.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from aero_compile.search.result import SearchResult
+
+logger = logging.getLogger("aero_compile.retrain")
+
+
+@dataclass(frozen=True)
+class Built:
+    """The model with its recipe, the data, a teacher if there is one, and stages with the model behind them."""
+
+    model: TransformedModel
+    data: TrainingData
+    teacher: TransformedModel | None
+    stages: StagedRemoval | None = None
+    last_stage: TransformedModel | None = None
+
+
+def build(plan: Plan) -> Built:
+    """The transformed model and its teacher, with weights of the type that was asked for; the stages were tried."""
+    built, dtype = _transformed(plan), plan.options.dtype
+    if dtype is not None:
+        for each in filter(None, (built.model, built.teacher)):
+            each.to(getattr(torch, dtype))
+    if plan.options.search_budget is not None:
+        found = _searched(plan, built)
+        if plan.options.search_stages:
+            return _with_stages(plan, built, found.stages(plan.options.search_stages, _steps(plan, built.data)))
+        made = transform(built.model, found.recipe, calibration=_search_blocks(plan, built.data))
+        return dataclasses.replace(built, model=made)
+    return built if plan.options.stages is None else _with_stages(plan, built, plan.options.stages)
+
+
+def _transformed(plan: Plan) -> Built:
+    """Capture the model, prepare the data, and apply the recipe with text of the data."""
+    args, source = plan.args, plan.source
+    set_seed(args.seed)
+    captured = None if source.from_scratch else _capture(source.build(0, None), plan.context)
+    with args.main_process_first(desc="preparing the data"):
+        data = plan.datasets or load_data(plan.options, source, captured, args)
+    if captured is None:  # of the size of the vocabulary, which the data decides
+        set_seed(args.seed)
+        captured = _capture(source.build(len(data.tokenizer), data.tokenizer.eos_token_id), plan.context)
+    data.train.check_vocabulary(captured.vocab_size)
+    data.validation.check_vocabulary(captured.vocab_size)
+    teacher = None
+    if plan.teacher is plan.source:
+        teacher = copy.deepcopy(captured)
+    elif plan.teacher is not None:
+        teacher = _capture(plan.teacher.build(0, None), plan.context)
+    transformed = captured if plan.recipe is None else _with_recipe(plan, captured, data)
+    if plan.options.init != "default":
+        initialize(captured, plan.options.init, transformed)
+        transformed = captured if plan.recipe is None else _with_recipe(plan, captured, data)
+    return Built(transformed, data, teacher)
+
+
+def _with_recipe(plan: Plan, captured: TransformedModel, data: TrainingData) -> TransformedModel:
+    assert plan.recipe is not None
+    sized = with_length(plan.recipe, captured.max_positions, plan.context)
+    return transform(captured, sized, calibration=_calibration(plan, data))
+
+
+def _calibration(plan: Plan, data: TrainingData) -> list[torch.Tensor]:
+    batches: list[torch.Tensor] = data.train.sample(
+        plan.options.calibration_batches, plan.args.per_device_train_batch_size
+    )
+    return batches
+
+
+def _searched(plan: Plan, built: Built) -> SearchResult:
+    """What a search finds for the budget; its measurements stay in the run's folder, for a resumed run."""
+    from aero_compile.search import search
+
+    options, args = plan.options, plan.args
+    plan.run.path.mkdir(parents=True, exist_ok=True)
+    with args.main_process_first(desc="searching"):
+        found = search(
+            built.model,
+            options.search_budget,
+            plan.context,
+            calibration=_search_blocks(plan, built.data),
+            choices=[name.strip() for name in options.search_choices.split(",")],
+            state=plan.run.path / SEARCH_FILE,
+            say=logger.info,
+        )
+    logger.info("the search's recipe for %s: %s", options.search_budget, found.recipe)
+    return found
+
+
+def _search_blocks(plan: Plan, data: TrainingData) -> list[torch.Tensor]:
+    blocks: list[torch.Tensor] = data.train.sample(1, plan.options.search_blocks)
+    return blocks
+
+
+def _steps(plan: Plan, data: TrainingData) -> int:
+    """Steps of the run, without those of a search's stages."""
+    args, blocks = plan.args, data.train
+    if args.max_steps > 0:
+        return int(args.max_steps)
+    each = int(args.per_device_train_batch_size * args.gradient_accumulation_steps)
+    epochs, batches = float(args.num_train_epochs), max(1, len(blocks) // each)
+    return max(1, math.ceil(epochs * batches))
+
+
+def _with_stages(plan: Plan, built: Built, text: str) -> Built:
+    """Read the stages, try all of them on a copy, and set the number of steps."""
+    args, model = plan.args, built.model
+    if args.world_size > 1 or args.n_gpu > 1 or spread_by(args) or args.torch_compile:
+        raise InputError("--stages change the model while it is trained: on one device, without --torch-compile")
+    found = expand(parse_stages(text), model)
+    sized = [with_length(Recipe("", "", each.passes), model.max_positions, plan.context).passes for each in found]
+    found = tuple(dataclasses.replace(each, passes=passes) for each, passes in zip(found, sized, strict=True))
+    stages = StagedRemoval(found, _calibration(plan, built.data))
+    if args.max_steps not in (-1, stages.steps):
+        raise InputError(f"the stages have {stages.steps} steps together: leave --max-steps {args.max_steps} out")
+    args.max_steps = stages.steps
+    last = copy.deepcopy(model)
+    trial = StagedRemoval(found, stages.calibration[:1])
+    trial.replay(last, stages.steps)
+    trial.finish(last)
+    return dataclasses.replace(built, stages=stages, last_stage=last)
+
+
+def _capture(model: nn.Module, context: int) -> TransformedModel:
+    captured = transform(model, "baseline")
+    check_context(context, captured.max_positions)
+    return captured
+
+
+def load_data(
+    options: RetrainOptions,
+    source: ModelSource | None = None,
+    captured: TransformedModel | None = None,
+    arguments: TrainingArguments | None = None,
+) -> TrainingData:
+    """The blocks and the tokenizer of runs with these options, for `retrain(datasets=…)`.
+
+    `source`: what `options.model` is, where it was found before. `captured`: a pretrained model, whose vocabulary a
+    tokenizer that is trained here must not exceed. `arguments`: their seed shuffles a streamed dataset.
+    Raises DataError and InputError.
+    """
+    if source is None:
+        source = find_model(
+            options.model,
+            from_scratch=options.from_scratch,
+            overrides=options.config_overrides,
+            context=options.context,
+        )
+    name = options.tokenizer or source.tokenizer
+    vocabulary = options.vocab_size if captured is None else min(options.vocab_size, captured.vocab_size)
+    read_tokenizer = None if name is None else load_tokenizer(name)
+    if options.streaming:
+        return prepare_stream(
+            options.dataset,
+            context=options.context,
+            tokenizer=read_tokenizer,
+            vocab_size=vocabulary,
+            column=options.dataset_column,
+            config=options.dataset_config,
+            validation_fraction=options.validation_fraction,
+            max_validation_tokens=options.max_eval_tokens or 65536,
+            shuffle=options.shuffle_buffer,
+            seed=0 if arguments is None else arguments.seed,
+        )
+    return prepare(
+        load_text(options.dataset, column=options.dataset_column, config=options.dataset_config),
+        context=options.context,
+        tokenizer=read_tokenizer,
+        vocab_size=vocabulary,
+        validation_fraction=options.validation_fraction,
+        max_train_tokens=options.max_train_tokens,
+        max_validation_tokens=options.max_eval_tokens,
+        dedup=options.dataset == "site-packages" if options.dedup is None else options.dedup,
+        cache=token_folder(options.token_cache),
+    )
+
+
+def identity(plan: Plan, built: Built) -> dict[str, Any]:
+    """What must stay the same for a run to be continued."""
+    options, transformed, data, teacher = plan.options, built.model, built.data, built.teacher
+    return {
+        "model": plan.source.description,
+        "parameters": sum(parameter.numel() for parameter in transformed.parameters()),
+        "recipe": transformed.recipe,
+        "dataset": data.name,
+        "tokens": data.fingerprint,
+        "context": data.train.context,
+        "lambda": options.weight,
+        "gamma": options.gamma,
+        "threshold_init": options.threshold_init,
+        "entropy_reduction": options.entropy_reduction,
+        "dtype": options.dtype,
+        "calibration_batches": options.calibration_batches,
+        "entropy_blocks": options.entropy_blocks,
+        "seed": plan.args.seed,
+        "lambda_warmup": options.lambda_warmup or None,
+        "distill": plan.distillation and dataclasses.asdict(plan.distillation),
+        "teacher": plan.teacher and teacher and f"{plan.teacher.description}, weights {fingerprint(teacher)}",
+        "init": None if options.init == "default" else options.init,
+        "stages": built.stages and built.stages.described(),
+        "lr_scale": parse_lr_scale(options.lr_scale) or None,
+        "training": settings_that_matter(plan.args, any_length=not 0 < options.lambda_warmup < 1),
+    }

@@ -1,0 +1,43 @@
+"""What is measured on held-out blocks: loss and headwise entropies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def mean_loss(model: Any, blocks: Any, size: int, device: Any, most: int = 64) -> float:
+    """Mean cross entropy (nats a token) on the first `most` blocks, `size` at a time, without drawing random numbers.
+
+    `model`: an EntropyRegularizedModel, wrapped or not, left in train mode.
+    """
+    count, total = min(most, len(blocks)), 0.0
+    model.eval()
+    with torch.no_grad():
+        for ids in batches(blocks, count, size):
+            total += float(model(input_ids=ids.to(device), labels=ids.to(device))["loss"]) * len(ids)
+    model.train()
+    return total / count
+
+
+def headwise_entropies(model: Any, blocks: Any, size: int, device: Any, most: int) -> list[list[float]]:
+    """Headwise entropies `[L][H]` (nats) in eval mode, over the first `most` blocks; the model keeps its mode."""
+    training, count = model.training, min(most, len(blocks))
+    model.eval()
+    sums: list[Tensor] = []
+    with torch.no_grad():
+        for ids in batches(blocks, count, size):
+            out = model(input_ids=ids.to(device), output_entropies=True)
+            rows = [layer.double() * len(ids) for layer in out["entropies"]]
+            sums = [a + b for a, b in zip(sums, rows, strict=True)] if sums else rows
+    model.train(training)
+    return [(row / count).tolist() for row in sums]
+
+
+def batches(blocks: Any, count: int, size: int) -> Iterator[Tensor]:
+    """Token ids `[B, T]` of the first `count` blocks, at most `size` together."""
+    for start in range(0, count, size):
+        yield torch.stack([blocks[i]["input_ids"] for i in range(start, min(start + size, count))])

@@ -1,0 +1,54 @@
+"""What happens at each event of a run: lines of metrics, checks before an update, marks of whole checkpoints."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from aero_compile.training.run_directory import METRICS_FILE, RunDirectory
+
+if TYPE_CHECKING:
+    from aero_compile.training.loop import RegularizedTrainer
+
+
+class NothingToTrain(Exception):
+    """Ends a run whose last step was taken already: Trainer itself would take one more."""
+
+
+class Recorder(TrainerCallback):
+    """Writes metrics and marks checkpoints; asks the trainer to check gradients before each update."""
+
+    def __init__(self, trainer: RegularizedTrainer, run: RunDirectory, keep: int | None) -> None:
+        self.trainer, self.run, self.begin, self.keep = trainer, run, time.time(), keep
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if state.global_step >= state.max_steps:
+            raise NothingToTrain
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.trainer.begin_step()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        record = {"step": state.global_step, "time": round(time.time(), 3)}
+        record["seconds"] = round(time.time() - self.begin, 3)
+        for key, value in (logs or {}).items():
+            record["tokens" if key == "num_input_tokens_seen" else key] = value
+        self.run.append(METRICS_FILE, record)
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self.trainer.check_gradients()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.trainer.accelerator.wait_for_everyone()  # each process writes its own random state
+        self.run.mark_complete(state.global_step, self.keep, state.best_model_checkpoint)
