@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from aero_compile.analysis.layer_sets import chosen_layers, parse_layers
+from aero_compile.analysis.layer_sets import chosen_layers
 from aero_compile.analysis.parts import Activation, FeedForward
 from aero_compile.analysis.structure import require_ffns
 from aero_compile.errors import UnsupportedGraphError
-from aero_compile.graph_pass import GraphPass, PassResult
+from aero_compile.graph_pass import PassResult
 from aero_compile.ir.ops import ACTIVATIONS
 from aero_compile.ir.places import place
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
+from aero_compile.passes._layers import LayersPass
 
 aten = torch.ops.aten
 
@@ -66,18 +67,8 @@ def chosen_activations(
 
 
 @dataclass(frozen=True)
-class ActivationPass(GraphPass):
-    """A pass that replaces FFN activations, whatever they are, by arithmetic of the same value.
-
-    Options:
-        layers: layers to act on, as text (`all`, `even`, `last:3`, `0-2+5`).
-    """
-
-    layers: str = "all"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "layers", parse_layers(self.layers))
+class ActivationPass(LayersPass):
+    """A pass that replaces FFN activations, whatever they are, by arithmetic of the same value."""
 
     @abstractmethod
     def write(self, call: Callable[..., fx.Node], x: fx.Node) -> fx.Node:

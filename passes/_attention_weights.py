@@ -6,29 +6,20 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-from aero_compile.analysis.layer_sets import chosen_layers, parse_layers
+from aero_compile.analysis.layer_sets import chosen_layers
 from aero_compile.analysis.parts import Heads
 from aero_compile.errors import UnsupportedGraphError
-from aero_compile.graph_pass import GraphPass, PassResult
+from aero_compile.graph_pass import PassResult
 from aero_compile.ir.attention_weights import attention_weights, kind_of_weights
 from aero_compile.ir.places import place
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
+from aero_compile.passes._layers import LayersPass
 
 
 @dataclass(frozen=True)
-class AttentionWeightsPass(GraphPass):
-    """A pass that replaces softmaxes.
-
-    Options:
-        layers: layers to act on, as text (`all`, `even`, `last:3`, `0-2+5`).
-    """
-
-    layers: str = "all"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "layers", parse_layers(self.layers))
+class AttentionWeightsPass(LayersPass):
+    """A pass that replaces softmaxes."""
 
     @abstractmethod
     def weights(self) -> dict[str, Any]:

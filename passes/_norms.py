@@ -10,13 +10,14 @@ from typing import ClassVar
 
 from torch import fx
 
-from aero_compile.analysis.layer_sets import chosen_layers, parse_layers
+from aero_compile.analysis.layer_sets import chosen_layers
 from aero_compile.analysis.norm_sites import PARTS, NormSite, find_norm_sites, parse_norms
 from aero_compile.analysis.parts import Norm, nonlinear_kind
 from aero_compile.errors import UnsupportedGraphError
-from aero_compile.graph_pass import GraphPass, PassResult
+from aero_compile.graph_pass import PassResult
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
+from aero_compile.passes._layers import LayersPass
 from aero_compile.passes._split_rows import split_rows
 
 
@@ -31,7 +32,7 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class NormPass(GraphPass):
+class NormPass(LayersPass):
     """A pass over norms.
 
     Options:
@@ -42,7 +43,6 @@ class NormPass(GraphPass):
             norm belongs to no layer: `all` has it where `layers` has `all`.
     """
 
-    layers: str = "all"
     norms: str = "all"
 
     names_parts: ClassVar[bool] = True
@@ -50,7 +50,6 @@ class NormPass(GraphPass):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "layers", parse_layers(self.layers))
         parse_norms(self.norms)
         object.__setattr__(self, "norms", self.norms.replace(" ", ""))
 

@@ -14,31 +14,25 @@ from typing import ClassVar
 
 import torch
 
-from aero_compile.analysis.layer_sets import parse_layers
-from aero_compile.graph_pass import GraphPass, PassResult
+from aero_compile.graph_pass import PassResult
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
 from aero_compile.passes._activation import chosen_activations
+from aero_compile.passes._layers import LayersPass
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class GeluToRelu(GraphPass):
+class GeluToRelu(LayersPass):
     """Replace FFN activations by ReLU (the paper's SM+LN+R and SM+R).
 
     Options:
         layers: layers to act on, as text (`all`, `even`, `last:3`, `0-2+5`).
     """
 
-    layers: str = "all"
-
     name: ClassVar[str] = "gelu-to-relu"
     preserves_numerics: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        parse_layers(self.layers)
 
     def call(self, model: TransformedModel) -> PassResult:
         found = chosen_activations(model, self.name, self.layers, applied=self.was_applied(model))
