@@ -1,0 +1,23 @@
+"""The option that passes share which act on some layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aero_compile.analysis.layer_sets import parse_layers
+from aero_compile.graph_pass import GraphPass
+
+
+@dataclass(frozen=True)
+class LayersPass(GraphPass):
+    """A pass that acts on some of the layers.
+
+    Options:
+        layers: layers to act on, as text (`all`, `even`, `last:3`, `0-2+5`).
+    """
+
+    layers: str = "all"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "layers", parse_layers(self.layers))
