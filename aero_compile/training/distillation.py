@@ -14,7 +14,6 @@ about these alone. They are not compared up to scale, because without norms what
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
@@ -27,6 +26,7 @@ from aero_compile.errors import InputError
 from aero_compile.ir.call_convention import CausalOutput, next_token_loss
 from aero_compile.ir.compile_graph import compile_graph
 from aero_compile.model import TransformedModel
+from aero_compile.training.named_numbers import named_numbers
 
 
 @dataclass(frozen=True)
@@ -53,20 +53,11 @@ def parse_distillation(text: str | None) -> Distillation | None:
     """
     if not (text or "").strip():
         return None
-    known = {field.name for field in fields(Distillation)}
-    given: dict[str, float] = {}
-    for item in filter(None, (part.strip() for part in (text or "").split(","))):
-        name, _, value = (part.strip() for part in item.partition("="))
-        try:
-            number = float(value)
-        except ValueError:
-            number = math.nan
-        if name not in known or name in given or not (math.isfinite(number) and number >= 0):
-            raise InputError(
-                f"--distill: {item!r} is not one of kl=…, hidden=…, attention=…, ce=… and temperature=…, each once, "
-                "with a number of at least 0"
-            )
-        given[name] = number
+    given = named_numbers("--distill", text, "kl=1")
+    known = [field.name for field in fields(Distillation)]
+    for name in given:
+        if name not in known:
+            raise InputError(f"--distill has no {name!r}: it takes {', '.join(known)}")
     chosen = Distillation(**given)
     if chosen.temperature == 0:
         raise InputError("--distill: the temperature must be above 0")

@@ -6,7 +6,6 @@ paper's letters instead: `t`, the softmax temperature (stored as its logarithm),
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -16,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from aero_compile.errors import InputError
 from aero_compile.recipe.recipe import PASSES
+from aero_compile.training.named_numbers import named_numbers
 
 _LETTERS = {"log_t": "t"}
 _PREFIXES = "|".join(name.replace("-", "_") for name in PASSES)
@@ -29,19 +29,7 @@ def parse_lr_scale(text: str | None) -> dict[str, float]:
     Raises:
         InputError: an item that is none, a role given twice, or a factor that is no number of at least 0.
     """
-    scales: dict[str, float] = {}
-    for item in filter(None, (part.strip() for part in (text or "").split(","))):
-        role, _, value = (part.strip() for part in item.partition("="))
-        try:
-            factor = float(value)
-        except ValueError:
-            factor = math.nan
-        if not role or not (math.isfinite(factor) and factor >= 0):
-            raise InputError(f"--lr-scale: {item!r} is not role=factor with a factor of at least 0, such as t=0.1")
-        if role in scales:
-            raise InputError(f"--lr-scale gives {role} twice")
-        scales[role] = factor
-    return scales
+    return named_numbers("--lr-scale", text, "t=0.1")
 
 
 def role_of(name: str) -> str | None:

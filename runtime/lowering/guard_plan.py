@@ -8,21 +8,22 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from aero_compile.errors import LoweringError
 from aero_compile.ir.dataflow import ancestors
-from aero_compile.ir.ops import NORMS, PRODUCTS, SCALES, VIEWS, names_of, of_form
+from aero_compile.ir.ops import NORMS, PRODUCTS, SCALES, names_of, of_form
 from aero_compile.ir.ownership import Domain
 from aero_compile.runtime.arithmetic.ring import fixed_point
 from aero_compile.runtime.arithmetic.row_squares import norms_by_rows
 from aero_compile.runtime.lowering import bounds
 from aero_compile.runtime.lowering.bound_rules import RULES
-from aero_compile.runtime.lowering.bounds import Bound, Shape
+from aero_compile.runtime.lowering.bounds import Bound
 from aero_compile.runtime.lowering.comparisons import COMPARED, spread_of
 from aero_compile.runtime.lowering.guards import COMBINATIONS, Check, Guard, LeastRows
+from aero_compile.runtime.lowering.known_values import ARRANGING, KnownValues
 from aero_compile.runtime.lowering.masks import Masked, find_mask
-from aero_compile.runtime.lowering.norms import LOOKUPS, NO_DOUBLINGS, Doublings
+from aero_compile.runtime.lowering.norms import NO_DOUBLINGS, Doublings
 from aero_compile.runtime.lowering.partition import Partition, op_name, place_of
 from aero_compile.runtime.lowering.positions import new_rows
 from aero_compile.runtime.lowering.schedule import SOFTMAX
@@ -87,7 +88,7 @@ def plan_guards(
     return Planner(part, order, form, is_tokens, doublings, cached).plan()
 
 
-class Planner:
+class Planner(KnownValues):
     """Follows bounds through the graph, from the start again after each guard that turned out to be needed."""
 
     def __init__(
@@ -102,7 +103,8 @@ class Planner:
         self.doublings = doublings
         self._rows = dict(zip(part.cached, map(new_rows, part.results), strict=True))
         self._others = dict(zip(part.cached, cached, strict=True)) if cached else {}
-        self.part, self.form = part, form
+        super().__init__(part)
+        self.form = form
         self.order = [*_clients(part, order), *(node for node in order if not is_tokens(node))]
         self.limits: dict[fx.Node, float] = {}
         self.centered: dict[fx.Node, Guard] = {}
@@ -110,7 +112,6 @@ class Planner:
         self.least: dict[fx.Node, LeastRows] = {}
         self.bounds: dict[fx.Node, Bound] = {}
         self._of_known: dict[fx.Node, Bound] = {}
-        self._matrices: dict[tuple[int, bool], tuple[Tensor, bounds.Weight]] = {}
         self._missing: dict[fx.Node, float] = {}
         self._at: fx.Node | None = None
 
@@ -269,7 +270,7 @@ class Planner:
         small = SmallRows.of(self.form, dict(given) | {"input": self._stand_in(given["input"])}, **options)
         if small.least == 0.0:
             return
-        rows = self._table_of(given["input"], given["normalized_shape"])
+        rows = self.table_of(given["input"], given["normalized_shape"])
         if rows is not None:
             parts = [dict(given) | {"input": part} for part in torch.split(rows, _ROWS)]
             variances = torch.cat([row_variances(part, op_name(node)) for part in parts])
@@ -277,26 +278,6 @@ class Planner:
                 return
         self._add(node, "variance", small.least, None)
         self.least[node] = LeastRows(small.least / gain)
-
-    def _table_of(self, value: Any, shape: Sequence[int]) -> Tensor | None:
-        """All rows [..., d] that may come to a norm which reads nothing but lookups in a known table."""
-        factor = 1.0
-        while isinstance(value, fx.Node) and self.part.is_live(value) and self.shape(value)[-1:] == tuple(shape):
-            name = op_name(value)
-            if value.target in LOOKUPS:
-                table = self.known(value.args[0])
-                return None if table is None or table.shape[-1:] != tuple(shape) else table * factor
-            if name == "aten.mul":
-                first, second = value.args
-                number = self._number(first) if self._number(second) is None else self._number(second)
-                if number is None:
-                    return None
-                factor, value = factor * number, second if self._number(second) is None else first
-            elif name in _ARRANGING and len(value.all_input_nodes) == 1:
-                value = value.all_input_nodes[0]
-            else:
-                return None
-        return None
 
     def _reached(self, what: str, node: fx.Node, given: Mapping[str, Any]) -> Bound:
         if what == "variance":
@@ -309,13 +290,6 @@ class Planner:
             return found
         least = 0.0 if found.low <= 0 <= found.high else min(abs(found.low), abs(found.high))
         return Bound(least, found.peak)
-
-    def _number(self, value: Any) -> float | None:
-        """A factor of all entries, if it is known."""
-        if isinstance(value, (int, float)):
-            return float(value)
-        known = self.known(value)
-        return float(known) if known is not None and known.numel() == 1 else None
 
     # --- what rules ask for ---------------------------------------------------------------------------
 
@@ -334,27 +308,6 @@ class Planner:
         new, others = self._rows[node], self._others.get(node)
         found = self.of(new) if others is None else bounds.hull(self.of(new), others)
         return bounds.of_cached(found, self.shape(new), self.shape(node))
-
-    def shape(self, value: Any) -> Shape:
-        if isinstance(value, fx.Node) and value in self.part.shapes:
-            return self.part.shapes[value]
-        known = self.known(value)
-        return () if known is None else tuple(known.shape)
-
-    def known(self, value: Any) -> Tensor | None:
-        if isinstance(value, fx.Node):
-            value = self.part.known.get(value)
-        return value if isinstance(value, Tensor) else None
-
-    def matrix(self, weight: Tensor, transposed: bool = False) -> bounds.Weight:
-        key = id(weight), transposed
-        if key not in self._matrices:
-            table = weight[:, None] if weight.dim() == 1 else weight.mT if transposed else weight
-            self._matrices[key] = weight, bounds.of_matrix(table)  # held, so that no other takes its number
-        return self._matrices[key][1]
-
-    def hides(self, value: Any) -> bool:
-        return self.part.is_live(value)
 
     def mask(self, node: fx.Node) -> Masked:
         scores = node.args[0]
@@ -379,7 +332,7 @@ class Planner:
         """
         if not self.part.is_live(value):
             return set()
-        if op_name(value) not in _ARRANGING:
+        if op_name(value) not in ARRANGING:
             return {value}
         return {source for used in value.all_input_nodes for source in self._sources(used)}
 
@@ -397,6 +350,3 @@ _ELSEWHERE = frozenset({"product", LARGEST_POWER, LEAST_DEVIATION, LEAST_VARIANC
 """What is not watched by its own name: a rule of products sees to it, or the variance of a norm shows it."""
 
 _PRODUCTS = names_of(PRODUCTS | SCALES | of_form("power"))
-_ARRANGING = names_of(
-    VIEWS - of_form("slice") | of_form("detach", "cast", "cast_as", "expand_as", "repeat", "cat", "stack")
-) | {"dropout"}
