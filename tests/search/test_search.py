@@ -33,17 +33,19 @@ def searched(budget: str | None = None, **options: Any) -> SearchResult:
     return aero_compile.search(tiny_models.captured("gpt2-eager"), budget, **given)
 
 
-BASE = counted(tiny_models.captured("gpt2-eager"), 9).bytes
+def base() -> int:
+    """Bytes of the model that is searched."""
+    return counted(tiny_models.captured("gpt2-eager"), 9).bytes
 
 
 def test_the_recipe_fits_the_budget_and_can_be_pasted() -> None:
-    limit = BASE - 20_000_000
+    limit = base() - 20_000_000
     found = searched(f"{limit} B", held_out=HELD_OUT)
     made = aero_compile.transform(tiny_models.source("gpt2-eager"), found.recipe, calibration=CALIBRATION)
     assert counted(made, 9).bytes == found.price.bytes <= limit
     assert GatedModel(made, (), ()).loss({}, (CALIBRATION,)) == pytest.approx(found.loss)
     assert found.held_out_loss == pytest.approx(GatedModel(made, (), ()).loss({}, (HELD_OUT,)))
-    assert found.base.price.bytes == BASE
+    assert found.base.price.bytes == base()
     assert found.recipe in str(found)
     prices = [point.price.bytes for point in found.curve]
     assert prices == sorted(prices, reverse=True)
@@ -51,7 +53,7 @@ def test_the_recipe_fits_the_budget_and_can_be_pasted() -> None:
 
 
 def test_a_budget_above_the_model_changes_nothing() -> None:
-    assert searched(f"{BASE} B").recipe == "baseline"
+    assert searched(f"{base()} B").recipe == "baseline"
 
 
 def test_a_budget_out_of_reach_names_what_is_in_reach() -> None:
@@ -60,7 +62,7 @@ def test_a_budget_out_of_reach_names_what_is_in_reach() -> None:
 
 
 def test_a_stopped_search_goes_on_and_measures_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = searched(f"{BASE - 15_000_000} B", compare=run.ORDERS[:3] + ("random",), relaxation_steps=3)
+    whole = searched(f"{base() - 15_000_000} B", compare=run.ORDERS[:3] + ("random",), relaxation_steps=3)
     state, measured = tmp_path / "state.json", list[str]()
     measure = GatedModel.loss
 
@@ -73,7 +75,7 @@ def test_a_stopped_search_goes_on_and_measures_nothing_twice(tmp_path: Path, mon
     monkeypatch.setattr(GatedModel, "loss", stopping)
     options: dict[str, Any] = {"compare": run.ORDERS[:3] + ("random",), "relaxation_steps": 3, "state": state}
     with pytest.raises(KeyboardInterrupt):
-        searched(f"{BASE - 15_000_000} B", **options)
+        searched(f"{base() - 15_000_000} B", **options)
     kept = json.loads(state.read_text())["measured"]
     assert sum(name.startswith("loss") for name in kept) == 25
 
@@ -82,7 +84,7 @@ def test_a_stopped_search_goes_on_and_measures_nothing_twice(tmp_path: Path, mon
         return measure(self, decisions, batches)
 
     monkeypatch.setattr(GatedModel, "loss", counting)
-    again = searched(f"{BASE - 15_000_000} B", **options)
+    again = searched(f"{base() - 15_000_000} B", **options)
     drawn = [{name: value for name, value in each.to_dict().items() if name != "command"} for each in (whole, again)]
     assert drawn[0] == drawn[1]
     stored = json.loads(state.read_text())["measured"]
@@ -96,7 +98,7 @@ def test_a_stopped_search_goes_on_and_measures_nothing_twice(tmp_path: Path, mon
 
 
 def test_what_is_written(tmp_path: Path) -> None:
-    found = searched(f"{BASE - 10_000_000} B", compare=("random",), held_out=HELD_OUT)
+    found = searched(f"{base() - 10_000_000} B", compare=("random",), held_out=HELD_OUT)
     found.write_json(tmp_path / "found.json")
     found.write_html(tmp_path / "found.html")
     kept = json.loads((tmp_path / "found.json").read_text())

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -72,23 +72,13 @@ def linear(features: Row) -> Callable[..., Any]:
     return attention
 
 
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    old = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, old)
-
-
 def agrees(name: str, recipe: str, batch: int = 2, length: int = 9) -> None:
     model, reference, ids = transformed(name, recipe).eval(), source(name), tokens(batch, length)
     if recipe in ROWS:
-        patch = replaced(F, "softmax", weights_of(ROWS[recipe]))
+        patch = mock.patch.object(F, "softmax", weights_of(ROWS[recipe]))
     else:
         features = FEATURES[recipe.partition("=")[2].rstrip("}")]
-        patch = replaced(sys.modules[type(reference).__module__], "eager_attention_forward", linear(features))
+        patch = mock.patch.object(sys.modules[type(reference).__module__], "eager_attention_forward", linear(features))
     with torch.no_grad():
         found = tiny_models.all_logits(model, ids)
         with patch:

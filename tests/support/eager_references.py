@@ -10,6 +10,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -142,7 +143,7 @@ def temperature(model: nn.Module, t: Tensor) -> Iterator[None]:
     if isinstance(model, written_decoders.NanoGPT):
         with contextlib.ExitStack() as stack:
             for layer, block in enumerate(_blocks(model)):
-                stack.enter_context(_replaced(block.attn, "scale_scores", _divider(t[layer])))
+                stack.enter_context(mock.patch.object(block.attn, "scale_scores", _divider(t[layer])))
             yield
         return
 
@@ -169,19 +170,9 @@ def temperature(model: nn.Module, t: Tensor) -> Iterator[None]:
         weights = F.softmax(scores, dim=-1)
         return (weights @ value).transpose(1, 2), weights
 
-    with _replaced(sys.modules[type(model).__module__], "eager_attention_forward", attention):
+    with mock.patch.object(sys.modules[type(model).__module__], "eager_attention_forward", attention):
         yield
 
 
 def _divider(t: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda scores: scores / t[:, : scores.shape[-2]].unsqueeze(-1)
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    old = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, old)
