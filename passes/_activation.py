@@ -68,7 +68,11 @@ def chosen_activations(
 
 @dataclass(frozen=True)
 class ActivationPass(LayersPass):
-    """A pass that replaces FFN activations, whatever they are, by arithmetic of the same value."""
+    """A pass that replaces FFN activations, whatever they are, by arithmetic of the same value.
+
+    Options:
+        layers: layers to act on, as text (`all`, `even`, `last:3`, `0-2+5`).
+    """
 
     @abstractmethod
     def write(self, call: Callable[..., fx.Node], x: fx.Node) -> fx.Node:

@@ -19,7 +19,11 @@ from aero_compile.passes._layers import LayersPass
 
 @dataclass(frozen=True)
 class AttentionWeightsPass(LayersPass):
-    """A pass that replaces softmaxes."""
+    """A pass that replaces softmaxes.
+
+    Options:
+        layers: layers to act on, as text (`all`, `even`, `last:3`, `0-2+5`).
+    """
 
     @abstractmethod
     def weights(self) -> dict[str, Any]:

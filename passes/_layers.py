@@ -10,11 +10,7 @@ from aero_compile.graph_pass import GraphPass
 
 @dataclass(frozen=True)
 class LayersPass(GraphPass):
-    """A pass that acts on some of the layers.
-
-    Options:
-        layers: layers to act on, as text (`all`, `even`, `last:3`, `0-2+5`).
-    """
+    """A pass that acts on some of the layers. Each names the option in its own text, for the page of recipes."""
 
     layers: str = "all"
 

@@ -69,7 +69,13 @@ class RegularizedTrainer(Trainer):
         stages: StagedRemoval | None = None,
         **options: Any,
     ) -> None:
-        callback = Recorder(self, run, args.save_total_limit)
+        callback = Recorder(
+            run,
+            args.save_total_limit,
+            begin_step=self.begin_step,
+            check_gradients=self.check_gradients,
+            wait=lambda: self.accelerator.wait_for_everyone(),
+        )
         args.save_total_limit = None  # the recorder removes old checkpoints, later than Trainer would
         super().__init__(args=args, **options, callbacks=[callback])
         if not args.disable_tqdm:

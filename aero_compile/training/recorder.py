@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from aero_compile.training.run_directory import METRICS_FILE, RunDirectory
-
-if TYPE_CHECKING:
-    from aero_compile.training.loop import RegularizedTrainer
 
 
 class NothingToTrain(Exception):
@@ -18,17 +16,26 @@ class NothingToTrain(Exception):
 
 
 class Recorder(TrainerCallback):
-    """Writes metrics and marks checkpoints; asks the trainer to check gradients before each update."""
+    """Writes metrics and marks checkpoints; has gradients checked before each update."""
 
-    def __init__(self, trainer: RegularizedTrainer, run: RunDirectory, keep: int | None) -> None:
-        self.trainer, self.run, self.begin, self.keep = trainer, run, time.time(), keep
+    def __init__(
+        self,
+        run: RunDirectory,
+        keep: int | None,
+        *,
+        begin_step: Callable[[], None],
+        check_gradients: Callable[[], None],
+        wait: Callable[[], None],
+    ) -> None:
+        self.run, self.begin, self.keep = run, time.time(), keep
+        self.begin_step, self.check_gradients, self.wait = begin_step, check_gradients, wait
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.global_step >= state.max_steps:
             raise NothingToTrain
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.trainer.begin_step()
+        self.begin_step()
 
     def on_log(
         self,
@@ -47,8 +54,8 @@ class Recorder(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        self.trainer.check_gradients()
+        self.check_gradients()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.trainer.accelerator.wait_for_everyone()  # each process writes its own random state
+        self.wait()  # each process writes its own random state
         self.run.mark_complete(state.global_step, self.keep, state.best_model_checkpoint)
