@@ -61,8 +61,7 @@ class StepComputation(Computation):
         kept, steps = prepare(self._side, self._io, self._runtime, program, self._inputs.own, self._profile)
         self._prepared[name].append(kept)
         self._link.barrier()
-        record = {"steps": steps, "seconds": time.monotonic() - started, "revealed_bytes": 0, "opened_bytes": 0}
-        return cost_of(record)
+        return cost_of({"steps": steps, "seconds": time.monotonic() - started})
 
     def run(self, name: str, position: int, ids: npt.NDArray[np.int64] | None) -> tuple[Cost, Logits | None]:
         """Run a program at a position, on the client's token ids [1, count].
@@ -129,5 +128,5 @@ def cost_of(record: dict[str, Any]) -> Cost:
     steps = record["steps"]
     payload = sum(step["send_bytes"] + step["recv_bytes"] for step in steps)
     messages = sum(step["send_actions"] + step["recv_actions"] for step in steps)
-    revealed = (record["revealed_bytes"], record["opened_bytes"])
-    return Cost(payload + sum(revealed), messages + sum(map(bool, revealed)), record["seconds"])
+    opened = record.get("revealed_bytes", 0) + record.get("opened_bytes", 0)
+    return Cost(payload + opened, messages + record.get("openings", 0), record["seconds"])

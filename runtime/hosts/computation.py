@@ -106,6 +106,7 @@ class Computation:
             "steps": steps,
             "revealed_bytes": revealed,
             "opened_bytes": opened,
+            "openings": 2 * (self._program.guard is not None) + self._program.opens,
             "wire": self._wire_since(before),
         }
         check_against_wire(record, opened)
