@@ -169,8 +169,15 @@ class _Folding:
             raise self._refusal("their values are more than rows of a linear layer")
         for each in inside:
             self._number(each, known)
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: known.get(each, self.values.get(each)))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: self._value(each, known))
         known[node] = node.target(*args, **kwargs)
+
+    def _value(self, node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
+        """What `_number` found, or the sample value; sizes may have been written out since that was computed."""
+        if node in known or node in self.values:
+            return known[node] if node in known else self.values[node]
+        target: Any = node.target
+        return target(*fx.map_arg(node.args, lambda each: self._value(each, known)), **node.kwargs)
 
     def _weights(self, linear: fx.Node) -> tuple[Tensor, Tensor | None]:
         known: dict[fx.Node, Any] = {}

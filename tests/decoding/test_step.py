@@ -26,6 +26,7 @@ from tests.support.tiny_models import HEADS, LAYERS, VOCAB, WIDTH, captured, hug
 aten = torch.ops.aten
 HEAD = WIDTH // HEADS
 STATIC = "softmax-temperature,static-attention{heads=0.1+0.3+1.*}"
+DROPPED = "drop-heads{heads=0.1+1.2-3}"
 
 
 def optimized(family: str) -> InferenceModel:
@@ -76,7 +77,7 @@ def test_positions_of_every_kind(kind: str, options: dict[str, Any]) -> None:
     assert_same_text(optimize_for_inference(model), (2, 1, 1, 1, 3, 1, 1), batch=1)
 
 
-@pytest.mark.parametrize("recipe", ["softmax_only", "SM+LN+R", "SM", STATIC])
+@pytest.mark.parametrize("recipe", ["softmax_only", "SM+LN+R", "SM", STATIC, DROPPED])
 def test_recipes_go_on_where_they_were(recipe: str) -> None:
     """Temperatures by position, linear layers that were eliminated, scales."""
     model = optimize_for_inference(tiny_models.transformed("gpt2-eager", recipe))
@@ -96,6 +97,22 @@ def test_keys_and_values_alone_are_cached_once_for_all_heads_that_share_them() -
     batch, length, shared = 2, 9, HEADS // 2
     assert sizes(decode_step(optimized("gpt2-eager"), batch, length)) == 2 * LAYERS * batch * length * WIDTH
     assert sizes(decode_step(optimized("llama-eager"), batch, length)) == 2 * LAYERS * batch * length * shared * HEAD
+
+
+@pytest.mark.parametrize(
+    ("recipe", "widths"),
+    [
+        (DROPPED, [3, 3, 2, 2]),
+        pytest.param("drop-attention{layers=0}", [4, 4], marks=pytest.mark.slow),
+        pytest.param("static-attention", [4, 4], marks=pytest.mark.slow),
+        pytest.param("static-attention{heads=0.1}", [1, 3, 3, 4, 4], marks=pytest.mark.slow),
+    ],
+)
+def test_what_static_and_dropped_heads_cache(recipe: str, widths: list[int]) -> None:
+    """Values alone, or what stands for those of a whole layer; of dropped heads nothing."""
+    model = optimize_for_inference(tiny_models.transformed("gpt2-eager", recipe), steps=True)
+    step = decode_step(model, 2, 9)
+    assert sorted(torch.Size(each.shape).numel() for each in step.cached) == sorted(2 * 9 * HEAD * n for n in widths)
 
 
 class Products(fx.Interpreter):

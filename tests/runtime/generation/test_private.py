@@ -23,7 +23,7 @@ from tests.support.tiny_generation import (
     small_compiled,
     small_growing,
 )
-from tests.support.tiny_models import hugging_face
+from tests.support.tiny_models import all_logits, hugging_face, transformed
 
 pytest.importorskip("spu")
 
@@ -53,6 +53,25 @@ def test_a_session_generates_what_eager_pytorch_does() -> None:
         assert_logits(session, [9, 9])
         assert_logits(session, [2, 7, 1, 8, 2])
         assert_logits(session, [2, 7, 1, 8, 2, 8, 1, 8])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "softmax_only,static-attention{heads=0.0-2+1.*}",
+        "softmax_only,drop-heads{heads=0.1+1.0},static-attention{heads=0.2-3+1.3,pattern=learned}",
+        "softmax_only,drop-attention{layers=0}",
+    ],
+)
+def test_static_and_dropped_heads(recipe: str) -> None:
+    """The likeliest tokens of the model itself."""
+    model, text = transformed("gpt2-eager", recipe).float(), list(PROMPT)
+    with torch.no_grad():
+        for _ in range(4):
+            text.append(int(all_logits(model, torch.tensor([text]))[0, -1].argmax()))
+    made = private_generate(model, torch.tensor([PROMPT]), 4, protocol="semi2k", set_up=False)
+    assert made.ids == text[len(PROMPT) :]
 
 
 def test_a_text_grows_through_the_rooms() -> None:

@@ -68,6 +68,25 @@ def test_one_program_is_the_step_at_every_position(family: str) -> None:
     assert_same_text(optimize_for_inference(captured(family)), (1, 1, 3, 1), room=2, defer=True, anywhere=True)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt2-eager", "llama-sdpa", "lecture"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "static-attention{heads=0.1+0.3+1.*}",
+        "softmax_only,static-attention{heads=0.0-2+1.*}",
+        "softmax_only,static-attention",
+        "static-attention{heads=0.1+1.*,pattern=learned,max_positions=12}",
+        "drop-heads{heads=0.1+1.2-3},static-attention{heads=0.2}",
+        "softmax_only,drop-attention{layers=1}",
+    ],
+)
+def test_static_and_dropped_heads(family: str, recipe: str) -> None:
+    model = tiny_models.transformed(family, recipe)
+    for anywhere in (False, True):
+        assert_same_text(optimize_for_inference(model, steps=True), (4, 1, 1), room=1, anywhere=anywhere)
+
+
 @every_decoder
 def test_any_decoder_goes_on_where_it_was(config: Config) -> None:
     """Without the passes; 4 positions are all that one of them has. What is refused whole is refused as a step."""
