@@ -72,6 +72,7 @@ class FoldStaticHeads(GraphPass):
                         done.append(folding.fold())
                 except UnsupportedGraphError as error:
                     left.append(str(error))
+                model.graph_changed()  # sizes were written out, whether it was folded or not
         return PassResult(model, bool(done), tuple(done), tuple(left))
 
 
