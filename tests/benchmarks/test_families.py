@@ -36,7 +36,7 @@ def every() -> dict[str, zoo.Entry]:
     return {entry.name: entry for entry in families.entries(None, False)}
 
 
-@pytest.mark.parametrize("name", by_default(QUICK, *QUICK[:2]))
+@pytest.mark.parametrize("name", by_default(QUICK, QUICK[0]))
 def test_family_goes_through(name: str) -> None:
     row = families.check(every()[name])
     assert row.status == families.WORKS, (row.problems, row.note)

@@ -20,6 +20,7 @@ def blocks(seed: int) -> torch.Tensor:
     return torch.randint(0, 64, (2, 6), generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.slow
 def test_compares_every_position() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -189,6 +189,7 @@ def test_what_leaves_its_range_between_hosts_ends_without_logits(monkeypatch: py
     assert torture_private.private_run(FAR, "semi2k").outcome == MISS
 
 
+@pytest.mark.slow
 def test_padding_is_masked_in_exact_passes_and_left_out_of_private_answers() -> None:
     made = torture_models.case(PADDED)
     assert made.mask is not None

@@ -67,8 +67,8 @@ WINDOW = 3
     [
         ("mistral", {"sliding_window": WINDOW}),  # what is further back than the window is hidden again
         ("bloom", {}),  # ALiBi
-        ("gptj", {}),  # rotary in pairs, of a part of each head
-        ("falcon", {"multi_query": True}),  # one key for all heads
+        pytest.param("gptj", {}, marks=pytest.mark.slow),  # rotary in pairs, of a part of each head
+        pytest.param("falcon", {"multi_query": True}, marks=pytest.mark.slow),  # one key for all heads
         ("gemma2", {"sliding_window": WINDOW}),  # windows in every second layer, norms of scores
     ],
 )

@@ -96,7 +96,7 @@ def same_draws(one: nn.Module, other: nn.Module, ids: Tensor) -> tuple[Tensor, T
     return results[0], results[1]
 
 
-@pytest.mark.parametrize("name", SWITCHED)
+@pytest.mark.parametrize("name", by_default(SWITCHED, "stochastic depth", "in place, read again", "channels"))
 def test_dropout_of_every_kind_is_switched(name: str, tmp_path: Path) -> None:
     source = randomize(SWITCHED[name]()).eval()
     result = aero_compile.transform(source, "baseline")

@@ -217,7 +217,7 @@ PLAIN: dict[str, tuple[Any, str]] = {
     by_default(
         PLAIN,
         *("tutorial, sequence first", "mask in the dtype of hidden states", "mask written into a view"),
-        *("norms of three kinds", "flat list, norms after", "adapters", "sequential"),
+        *("norms of three kinds", "sequential"),
     ),
 )
 def test_plain_models(name: str, tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def live_ops(graph: onnx.GraphProto) -> Counter[str]:
 QUICK = [("gpt2-eager", "softmax_only"), ("nanogpt", "softmax_only"), ("nanogpt", "baseline")]
 
 
-@pytest.mark.parametrize(("name", "recipe"), QUICK)
+@pytest.mark.parametrize(("name", "recipe"), QUICK[:2])
 def test_onnxruntime_computes_what_the_model_does(name: str, recipe: str) -> None:
     model, report = exported(name, recipe)
     model = copy.deepcopy(model).eval()

@@ -34,10 +34,8 @@ def logits(model: TransformedModel, ids: Tensor) -> Tensor:
         return all_logits(model, ids)
 
 
-@pytest.mark.parametrize(
-    "name", by_default(tiny_models.EVERY, "gpt2-eager", "llama-sdpa", "lecture", "gpt_neox-eager", "encoder-post")
-)
-@pytest.mark.parametrize("heads", ["0.1+1.2-3", "0.*", "all"])
+@pytest.mark.parametrize("name", by_default(tiny_models.EVERY, "llama-sdpa", "lecture", "encoder-post"))
+@pytest.mark.parametrize("heads", by_default(("0.1+1.2-3", "0.*", "all"), "0.1+1.2-3", "0.*"))
 def test_against_probabilities_of_zero(name: str, heads: str) -> None:
     """In every layout of heads, at shapes that the graph was not captured at."""
     base, model = captured(name), transformed(name, f"drop-heads{{heads={heads}}}")

@@ -246,6 +246,7 @@ def test_deviations_belong_to_the_server_even_where_they_are_one() -> None:
     assert {read[name] for name in deviations_of(model)} == {Domain.SERVER}
 
 
+@pytest.mark.slow
 def test_in_private() -> None:
     pytest.importorskip("spu")
     model = frozen("nanogpt", FIRST).float().eval()

@@ -130,7 +130,7 @@ def twelve_layers() -> aero_compile.TransformedModel:
     return aero_compile.transform(randomize(written_decoders.NanoGPT(layers=12)).eval(), "baseline")
 
 
-@pytest.mark.parametrize("options", by_default(PAPER, "keep=1/2", "keep_fraction=0.0625"))
+@pytest.mark.parametrize("options", by_default(PAPER, "keep_fraction=0.0625"))
 def test_the_configurations_of_the_paper(options: str) -> None:
     """With GELU, and with ReLU put in before or after."""
     layers, width = PAPER[options]

@@ -129,6 +129,7 @@ def test_without_optimization_the_graph_is_run_as_it_is(quick: Run) -> None:
         private_inference(quick.model, quick.ids, "semi2k", optimize=False, logits="last")
 
 
+@pytest.mark.slow
 def test_exponentials_without_a_clamp_are_cheaper_and_must_be_asked_for() -> None:
     model = _recipe("SM+R")
     text, ids = torch.randint(0, 64, (8, 12)), torch.randint(0, 64, (1, 12))
@@ -141,6 +142,7 @@ def test_exponentials_without_a_clamp_are_cheaper_and_must_be_asked_for() -> Non
         runtime.compile_model(model, 1, 12, clamp=False)
 
 
+@pytest.mark.slow
 def test_a_larger_error_of_activations_is_cheaper() -> None:
     model, ids = _baseline(), torch.randint(0, 64, (1, 12))
     choices = [runtime.Tolerances(activation=error) for error in (2.5e-3, 1e-3, 2e-4)]

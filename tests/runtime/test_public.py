@@ -70,7 +70,7 @@ def expected(model: nn.Module, ids: torch.Tensor) -> Any:
     ("recipe", "public", "batch", "length"),
     [
         pytest.param("softmax_only", ("embedding",), 2, 5, marks=pytest.mark.slow),
-        ("baseline", ("embedding", "position"), 1, 1),
+        pytest.param("baseline", ("embedding", "position"), 1, 1, marks=pytest.mark.slow),
         pytest.param("baseline", ("embedding", "position", "head"), 2, 3, marks=pytest.mark.slow),
         ("softmax_only", ("embedding", "position", "head"), 1, 4),
         ("baseline", ("transformer.h.0.*", "embedding", "position"), 1, 5),

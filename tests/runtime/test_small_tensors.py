@@ -61,7 +61,7 @@ class _Scaled(nn.Module):
         pytest.param(1e-6, True, "buffer", marks=pytest.mark.slow),
         (1e-6, True, "attribute"),
         (1e-6, False, "attribute"),
-        (3e-2, True, "attribute"),
+        pytest.param(3e-2, True, "attribute", marks=pytest.mark.slow),
     ],
 )
 def test_small_weights_are_right_or_refused(size: float, normed: bool, held: str) -> None:

@@ -36,7 +36,7 @@ POOL = tuple(any_config(FromSeed(seed), max_layers=2) for seed in (39, 1892, 780
 every_decoder = pytest.mark.parametrize(
     "config",
     [
-        pytest.param(config, id=f"decoder-{number}", marks=[] if number < 5 else pytest.mark.slow)
+        pytest.param(config, id=f"decoder-{number}", marks=[] if number < 4 else pytest.mark.slow)
         for number, config in enumerate(POOL)
     ],
 )

@@ -99,11 +99,11 @@ def test_blocks_without_residual_connection_can_only_be_fused() -> None:
     [
         Config(block="parallel-two-norms", order="branches-first", gains=True, layers=2, linear="conv1d", tied=True),
         Config(block="parallel-one-norm", order="feed-forward-first", layers=2, linear="convolution"),
-        Config(order="feed-forward-first", layers=3, shared=True, positions="alibi", final_norm=False),
         Config(layers=2, positions="learned-sliced", attention="list", value_width=5, output="tuple", bias=False),
         *(
             pytest.param(config, marks=pytest.mark.slow)
             for config in (
+                Config(order="feed-forward-first", layers=3, shared=True, positions="alibi", final_norm=False),
                 Config(heads=1, groups=1, head_width=8, layers=2, scaling="queries", positions="sinusoidal", tied=True),
                 Config(layers=2, width=24, hidden=3, positions="rotary", head_width=4, qkv="by-group", gains=True),
             )

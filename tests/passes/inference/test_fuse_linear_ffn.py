@@ -95,8 +95,13 @@ def test_nothing_linear(family: str, recipe: str) -> None:
     [
         Config(block="parallel-two-norms", order="branches-first", gains=True, hidden=20, linear="conv1d", tied=True),
         Config(block="parallel-one-norm", order="feed-forward-first", layers=2, hidden=20, linear="convolution"),
-        Config(order="feed-forward-first", layers=2, hidden=30, shared=True, positions="alibi"),
-        Config(placement="sandwich", norm="rms_norm", layers=2, hidden=20, gains=True, output="dict"),
+        *(
+            pytest.param(config, marks=pytest.mark.slow)
+            for config in (
+                Config(order="feed-forward-first", layers=2, hidden=30, shared=True, positions="alibi"),
+                Config(placement="sandwich", norm="rms_norm", layers=2, hidden=20, gains=True, output="dict"),
+            )
+        ),
         Config(heads=1, groups=1, head_width=8, layers=2, hidden=20, scaling="queries", positions="rotary"),
     ],
     ids=str,

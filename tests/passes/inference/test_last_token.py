@@ -23,7 +23,7 @@ from aero_compile.passes.inference.last_token import LastToken
 from benchmarks.lib import written_decoders
 from benchmarks.lib.random_decoders import Config, build
 from tests.support import tiny_models
-from tests.support.budgets import MANY, many
+from tests.support.budgets import MANY, by_default, many
 from tests.support.captured_decoders import every_decoder, for_inference
 from tests.support.drawn_decoders import configs
 from tests.support.folding import logits, trained
@@ -102,7 +102,10 @@ def behind(node: fx.Node) -> dict[fx.Node, None]:
     return found
 
 
-@pytest.mark.parametrize("name", tiny_models.EVERY)
+@pytest.mark.parametrize(
+    "name",
+    by_default(tiny_models.EVERY, "gpt2-eager", "llama-sdpa", "lecture", "functional", "encoder-post", "nanogpt"),
+)
 def test_families(name: str) -> None:
     model, reference = inference_copy(tiny_models.captured(name)), inference_copy(tiny_models.captured(name))
     change = LastToken().call(model)

@@ -117,6 +117,7 @@ def test_what_is_guessed_is_checked_at_once() -> None:
         assert_logits(session, [*PROMPT, *right[:2], 9])
 
 
+@pytest.mark.slow
 def test_a_prompt_of_one_token_and_one_call() -> None:
     seen: list[int] = []
 

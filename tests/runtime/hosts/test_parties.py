@@ -85,7 +85,12 @@ def test_the_search_for_secrets_finds_them() -> None:
 
 @pytest.mark.parametrize(
     ("protocol", "public"),
-    [("cheetah", ()), ("semi2k", ()), ("cheetah", ("embedding", "head")), ("semi2k", ("embedding", "head", "b"))],
+    [
+        ("cheetah", ()),
+        pytest.param("semi2k", (), marks=pytest.mark.slow),
+        pytest.param("cheetah", ("embedding", "head"), marks=pytest.mark.slow),
+        ("semi2k", ("embedding", "head", "b")),
+    ],
 )
 def test_neither_files_nor_wire_hold_the_other_partys_secrets(
     protocol: str, public: tuple[str, ...], tmp_path: Path

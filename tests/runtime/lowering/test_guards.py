@@ -264,7 +264,7 @@ def test_rows_of_a_norm_that_are_too_small_end_both_parties_without_logits() -> 
     ("kind", "initialized"),
     [
         ("gpt2", True),
-        ("llama", True),
+        pytest.param("llama", True, marks=pytest.mark.slow),
         pytest.param("gpt2", False, marks=pytest.mark.slow),
         pytest.param("gemma", True, marks=pytest.mark.slow),
         pytest.param("opt", False, marks=pytest.mark.slow),
