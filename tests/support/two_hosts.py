@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,12 +81,20 @@ def _protocol(program: Path) -> str:
     return str(content.get("protocol", "cheetah"))
 
 
-def end_server_in_the_middle(server: subprocess.Popen[str], client: subprocess.Popen[str]) -> str:
-    """Kill the server while both compute; the client must end by itself, soon and with code 2. Returns its output."""
+def end_server_in_the_middle(
+    server: subprocess.Popen[str], client: subprocess.Popen[str], until: Callable[[], Any] = lambda: True
+) -> str:
+    """Kill the server while both compute; the client must end by itself, soon and with code 2. Returns its output.
+
+    `until`: what must be so before; the client may be ahead of the server.
+    """
     assert client.stdout is not None
     for line in client.stdout:
         if '"step"' in line:
             break
+    deadline = time.monotonic() + 20
+    while not until() and time.monotonic() < deadline:
+        time.sleep(0.01)
     server.kill()
     started = time.monotonic()
     output = client.communicate(timeout=40)[0]

@@ -89,7 +89,7 @@ def kept_in(folder: Path) -> list[bytes]:
 def test_a_crash_in_a_run_uses_its_preparation_up(tmp_path: Path) -> None:
     files = prepared(tmp_path, 1, steps=4)
     with watched(files, *KEPT, delay=0.05) as (server, client, _):
-        end_server_in_the_middle(server, client)
+        end_server_in_the_middle(server, client, until=lambda: names(files.server, "used"))
     assert len(names(files.server, "used")) == len(names(files.client, "used")) == 1
     outputs, codes, _ = both(files, *KEPT)
     assert codes == [2, 2]
