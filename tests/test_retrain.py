@@ -850,6 +850,8 @@ def test_default_weight_follows_the_recipe() -> None:
     assert RetrainOptions(recipe="SM+R", entropy_weight=0.3).weight == 0.3
     assert RetrainOptions(recipe="SM+R").weight == 0.0
     assert RetrainOptions(recipe="softmax_only").weight == 0.05
+    assert RetrainOptions(recipe="SM(t)+ScFFN").weight == 0.0, "the paper's label of the model trained without"
+    assert RetrainOptions(recipe="EReg(SM(t)+ScFFN)").weight == 0.05
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy, Scheduler
 
 from aero_compile.entropy import REDUCTIONS
 from aero_compile.errors import InputError
+from aero_compile.recipe.labels import label_passes
 from aero_compile.recipe.recipe import resolve
 from aero_compile.training.distillation import parse_distillation
 from aero_compile.training.initialization import SCHEMES
@@ -132,8 +133,8 @@ class RetrainOptions:
     entropy_weight: float | None = _option(
         None,
         "Weight lambda of the entropy regularization; 0 turns it off. Default: "
-        f"{DEFAULT_WEIGHT['algorithm']} ({DEFAULT_WEIGHT['listing']} with listing) for recipes EReg(...) "
-        "and those with a softmax temperature (softmax_only), else 0.",
+        f"{DEFAULT_WEIGHT['algorithm']} ({DEFAULT_WEIGHT['listing']} with listing) for labels EReg(...), and for names "
+        "and lists of passes with a softmax temperature (softmax_only); 0 for other labels, SM(t)+ScFFN among them.",
         aliases=["--lambda"],
     )
     gamma: float = _option(0.1, "Tolerance margin of the regularization, a fraction of log(context).")
@@ -219,12 +220,13 @@ class RetrainOptions:
 
     @property
     def weight(self) -> float:
-        """Lambda, with the default that depends on the recipe filled in."""
+        """Lambda, with the default that depends on the recipe filled in: a label says by EReg(…) whether it has one."""
         if self.entropy_weight is not None:
             return self.entropy_weight
         recipe = self.chosen_recipe
-        written = recipe.strip().lower().startswith("ereg(")
-        regularized = written or any(one.name == "softmax-temperature" for one in resolve(recipe).passes)
+        regularized = recipe.strip().lower().startswith("ereg(")
+        if label_passes(recipe) is None:
+            regularized = any(one.name == "softmax-temperature" for one in resolve(recipe).passes)
         return DEFAULT_WEIGHT[self.entropy_reduction] if regularized else 0.0
 
 
