@@ -85,7 +85,7 @@ class ResidualStream:
         self.embedding, self.vocabulary = structure.embedding, structure.vocab_size
         self.order = {node: number for number, node in enumerate(model.graph.nodes)}
         self.states: dict[fx.Node, State] = {}
-        self._find_hubs()
+        self._find_states()
 
     def linked(self) -> dict[fx.Node, State]:
         """For each state the one that continues it: that is computed from this state alone, by a square matrix."""
@@ -128,7 +128,7 @@ class ResidualStream:
 
     # -- finding ----------------------------------------------------------------------------------------
 
-    def _find_hubs(self) -> None:
+    def _find_states(self) -> None:
         fixed: set[fx.Node] = set()
         readers: dict[fx.Node, list[fx.Node]] = {}
         inside = self.affine.nodes | {self.embedding}

@@ -1,4 +1,4 @@
-"""The subcommands of `aero-compile`, one module each: what it says of itself, its options, and what it does.
+"""The subcommands of `aero-compile`, one module each: its help, its options, and what it does.
 
 A module loads nothing heavy before its `run`, so that every `--help` comes at once.
 """

@@ -248,7 +248,7 @@ def document(rows: Sequence[Row], *, title: str, seed: int, config: Mapping[str,
 
 
 def origin(form: str, *, title: str, seed: int, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a document says of itself: its format, title, command, seed, config, versions and cores."""
+    """Return what a document begins with: its format, title, command, seed, config, versions and cores."""
     return {
         "format": form,
         "title": title,

@@ -86,7 +86,7 @@ class RunRecords:
 
     @property
     def loss_key(self) -> str:
-        """What the training loss is called: cross entropy where it was told apart from the penalty."""
+        """What the training loss is called: cross entropy where it is recorded apart from the penalty."""
         return "ce_loss" if self.series("ce_loss") else "loss"
 
     def held_out(self) -> list[tuple[int, Table]]:

@@ -76,7 +76,7 @@ class Turns:
             first.changed.set()
         waits = {turn.client for turn in (*self.waiting, *self.running)}
         if not waits:
-            self._served.clear()  # nobody is owed anything
+            self._served.clear()  # no client has to come before another
         for place, turn in enumerate(self._order()):
             if turn.before != (before := place + len(self.running)):
                 turn.before = before
