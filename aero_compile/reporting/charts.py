@@ -169,13 +169,15 @@ def line_chart(
     marks: Mapping[float, str] | None = None,
     loose: Collection[str] = (),
     names: Mapping[tuple[float, float], str] | None = None,
+    written: Collection[tuple[float, float]] = (),
 ) -> str:
     """Draw one line per entry of `series` (points `(x, y)`; non-finite points are left out).
 
     `bands`: `(x, low, high)` around lines of the same name. `ordered`: colours from dark to light in the order of the
     series. `log`: a logarithmic axis, without the values that are not positive. `tones`: numbers of colours by series,
     for lines that belong together; `thin` are drawn thinner. `marks`: vertical lines at some x, with what they say.
-    Series in `loose` are points without a line; `names`: of points, which a pointer shows instead of the series.
+    Series in `loose` are points without a line; `names`: of points, which a pointer shows instead of the series, and
+    which stand beside those of them that are in `written`.
     """
     clean = {key: thinned([p for p in points if _drawable(p, log)]) for key, points in series.items()}
     clean = {key: points for key, points in clean.items() if points}
@@ -208,6 +210,10 @@ def line_chart(
             size = 3.5 if (x, y) == points[-1] or key in loose else 2
             place = f'cx="{axes.x(x):.1f}" cy="{axes.y(y):.1f}" r="{size}"'
             body.append(f"<circle {paint.fill('')} {place}><title>{tip}</title></circle>")
+    middle = (min(xs) + max(xs)) / 2
+    for x, y in sorted(written):
+        side, anchor = (7, "start") if x < middle else (-7, "end")
+        body.append(_text(axes.x(x) + side, axes.y(y) - 6, (names or {})[x, y], anchor))
     legend, height = _legend(list(clean), axes.top + axes.plot + 60, paints)
     ends = "; ".join(f"{key} ends at {points[-1][1]:.4g}" for key, points in clean.items())
     about = f"{y_label} against {x_label}. {ends}."

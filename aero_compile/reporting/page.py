@@ -7,7 +7,7 @@ from html import escape
 
 from aero_compile.reporting.charts import colour_variables
 
-_STYLE = (
+_COLOURS = (
     """
 :root { color-scheme: light dark; --paper:#fdfdfc; --panel:#fff; --ink:#1d2126; --dim:#5b636d; --rule:#dfe3e8;
   --c0:#0b6fb8; --c1:#d1570a; --c2:#12866a; --c3:#a3478f; --c4:#8a6d00; --c5:#2a9bc7; --c6:#b3261e;
@@ -15,6 +15,16 @@ _STYLE = (
 @media (prefers-color-scheme: dark) { :root { --paper:#14171b; --panel:#1b1f25; --ink:#e7eaee; --dim:#a3acb8;
   --rule:#343b45; --c0:#5db1f0; --c1:#ff9a52; --c2:#45c9a5; --c3:#dd8cca; --c4:#e0c04a; --c5:#7fd4f5;
   --c6:#ff8a80; --c7:#9aa3af; DARK } }
+""".replace("LIGHT", colour_variables(dark=False)).replace("DARK", colour_variables(dark=True))
+    + "".join(f".f{i} {{ fill:var(--c{i}); }} .l{i} {{ stroke:var(--c{i}); }}\n" for i in range(8))
+)
+_CHARTS = """
+svg { width:100%; height:auto; font:12px system-ui, sans-serif; } svg text { fill:var(--ink); }
+.grid { stroke:var(--rule); } .cell { stroke:var(--rule); } .mark { stroke:var(--dim); stroke-dasharray:2 3; }
+svg polyline { fill:none; stroke-width:2; stroke-linejoin:round; } svg .thin { stroke-width:1.2; opacity:.75; }
+svg .band { stroke:none; fill-opacity:.13; }
+"""
+_PAGE = """
 * { box-sizing: border-box; }
 body { margin:0 auto; padding:2rem 1.25rem 4rem; max-width:82rem; background:var(--paper); color:var(--ink);
   font:16px/1.55 system-ui, "Segoe UI", Roboto, "Noto Sans", sans-serif; }
@@ -32,19 +42,13 @@ sup { font-size:.75em; line-height:0; }
 .figures { display:grid; grid-template-columns:repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap:1rem; }
 figure { margin:0; padding:.9rem; background:var(--panel); border:1px solid var(--rule); border-radius:8px; }
 figure h3 { margin:0 0 .5rem; font-size:1rem; } .wide { max-width:56rem; }
-svg { width:100%; height:auto; font:12px system-ui, sans-serif; } svg text { fill:var(--ink); }
-.grid { stroke:var(--rule); } .cell { stroke:var(--rule); } .mark { stroke:var(--dim); stroke-dasharray:2 3; }
-svg polyline { fill:none; stroke-width:2; stroke-linejoin:round; } svg .thin { stroke-width:1.2; opacity:.75; }
-svg .band { stroke:none; fill-opacity:.13; }
 .slider { display:flex; gap:.8rem; align-items:center; margin:.4rem 0; }
 .slider input { flex:1; min-width:8rem; accent-color:var(--c0); } .slider output { min-width:7rem; }
 details { margin:.6rem 0; } summary { cursor:pointer; }
 summary:focus-visible, input:focus-visible { outline:2px solid var(--c0); outline-offset:2px; }
 pre { overflow-x:auto; padding:.8rem; background:var(--panel); border:1px solid var(--rule);
   border-radius:8px; font-size:.8rem; } code { font-family:ui-monospace, Consolas, monospace; }
-""".replace("LIGHT", colour_variables(dark=False)).replace("DARK", colour_variables(dark=True))
-    + "".join(f".f{i} {{ fill:var(--c{i}); }} .l{i} {{ stroke:var(--c{i}); }}\n" for i in range(8))
-)
+"""
 
 # Draws the chosen frame of a heatmap into the rectangles of the last one, and keeps its place over a reload.
 _SCRIPT = """
@@ -94,6 +98,20 @@ def figure(title: str, chart: str, caption: str = "", wide: bool = False) -> str
     return f'<figure class="{"wide" if wide else ""}"><h3>{escape(title)}</h3>{chart}{note}</figure>'
 
 
+def drawing(chart: str) -> str:
+    """Return a chart as an SVG file of its own, in the page's colours, light or dark as whoever shows it.
+
+    Raises:
+        ValueError: nothing was drawn.
+    """
+    if not chart.startswith("<svg "):
+        raise ValueError(f"no chart was drawn: {chart[:100]}")
+    begin = chart.index(">") + 1
+    head = chart[:begin].replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+    style = f"{_COLOURS}{_CHARTS}:root {{ background:var(--paper); }}"
+    return f"{head}<style>{style}</style>{chart[begin:]}\n"
+
+
 def table(head: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1, caption: str = "") -> str:
     """Return a table of plain texts with its caption below; the first `left` columns stand to the left."""
     kinds = ["" if i >= left else "left ops" if i else "left" for i in range(len(head))]
@@ -113,7 +131,7 @@ def shell(title: str, lead: str, body: str, *, script: bool = False, refresh: in
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">{again}
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(title)}</title><style>{_STYLE}</style></head><body>
+<title>{escape(title)}</title><style>{_COLOURS}{_PAGE}{_CHARTS}</style></head><body>
 <header><h1>{escape(title)}</h1><p class="lead">{escape(lead)}</p></header>
 <main>{body}</main>
 {f"<script>{_SCRIPT}</script>" if script else ""}</body></html>

@@ -10,6 +10,7 @@ from typing import Any
 
 from aero_compile.files import write_atomically
 from aero_compile.progress import Progress
+from aero_compile.reporting.page import drawing
 from aero_compile.reporting.report import command_line, origin, write_json
 from aero_compile.training.command_line import parse_command_line
 from benchmarks.lib import pareto_table
@@ -125,9 +126,11 @@ class Pareto:
         return {**found, "lines": pareto_table.as_json(pareto_table.lines_of(self.points()))}
 
     def write(self) -> None:
-        """Write the table as Markdown, JSON and a page."""
+        """Write the table as Markdown, JSON and a page, and its plot."""
         lines = pareto_table.lines_of(self.points())
         document = self.document()
         write_json(self.folder / "pareto.json", document)
         write_atomically(self.folder / "pareto.md", pareto_table.markdown(lines, command_line()))
         write_atomically(self.folder / "pareto.html", pareto_table.html(lines, document))
+        if any(line.place for line in lines):
+            write_atomically(self.folder / "pareto.svg", drawing(pareto_table.plot(lines)))

@@ -159,6 +159,7 @@ def plot(lines: Sequence[Line]) -> str:
         "held-out perplexity",
         loose=_FAMILIES,
         names=names,
+        written=front,
     )
 
 

@@ -50,11 +50,16 @@ def _lead(rows: Sequence[StudyRow]) -> str:
     return f"{len(rows)} runs; the lowest mean of best held-out perplexities is {best:.2f}, of {line.name}."
 
 
+def bars(rows: Sequence[StudyRow]) -> str:
+    """Best held-out perplexities side by side as SVG; empty while no run is finished."""
+    found = {line.name: {"perplexity": best} for line in lines_of(rows) if (best := _best(line)) is not None}
+    return stacked_bars(found, "Best held-out perplexity", "perplexity") if found else ""
+
+
 def _bars(rows: Sequence[StudyRow]) -> str:
-    bars = {line.name: {"perplexity": best} for line in lines_of(rows) if (best := _best(line)) is not None}
-    if not bars:
+    chart = bars(rows)
+    if not chart:
         return ""
-    chart = stacked_bars(bars, "Best held-out perplexity", "perplexity")
     return _section("Perplexity", page.figure("Best held-out perplexity", chart, "Mean over seeds.", wide=True))
 
 

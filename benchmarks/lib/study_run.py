@@ -11,6 +11,7 @@ from typing import Any
 
 from aero_compile.files import write_atomically
 from aero_compile.progress import Progress
+from aero_compile.reporting.page import drawing
 from aero_compile.reporting.report import command_line
 from aero_compile.training.run_directory import finite_or_none, versions
 from benchmarks.lib import study_page, study_table
@@ -125,6 +126,8 @@ class Study:
         parts += [study_table.text(rows), "trials:", study_table.text(trials)]
         write_atomically(self.folder / "study.txt", "\n\n".join(parts) + "\n")
         write_atomically(self.folder / "study.html", study_page.html(rows, trials, record))
+        if chart := study_page.bars(rows):
+            write_atomically(self.folder / "study.svg", drawing(chart))
 
 
 def _plain(rows: Sequence[StudyRow]) -> list[dict[str, Any]]:

@@ -171,6 +171,7 @@ def test_a_toy_run(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert re.search(r"static-attention\{heads=0\.[01]\}", changed["recipe"])
     assert "| SM+R | AERO |" in (tmp_path / "pareto.md").read_text()
     assert "<svg" in (tmp_path / "pareto.html").read_text()
+    assert (tmp_path / "pareto.svg").read_text().startswith("<svg xmlns=")
     capsys.readouterr()
     assert pareto.main(["--dry-run", *options]) == 0
     assert capsys.readouterr().out.count("done") == 2

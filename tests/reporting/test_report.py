@@ -14,6 +14,7 @@ import pytest
 from aero_compile.errors import InputError
 from aero_compile.reporting import report
 from aero_compile.reporting.charts import heatmap, line_chart, stacked_bars, ticks
+from aero_compile.reporting.page import drawing
 from aero_compile.reporting.report import Row, Training
 from aero_compile.reporting.report_html import html, write_html
 from aero_compile.units import human_bytes
@@ -224,6 +225,23 @@ def test_charts_of_nothing_say_so() -> None:
     assert "No values" in line_chart({"a": [(0, math.nan)]}, "n", "x", "y")
     assert "No values" in heatmap([], "n", 1.0, "nats")
     assert "No values" in stacked_bars({"x": {}}, "n", "MB")
+
+
+def test_a_chart_as_a_file_of_its_own():
+    """It is shown where no page gives it colours, and nobody points at its points."""
+    points = {(0.0, 2.0): "cheap & good", (5.0, 1.0): "dear"}
+    chart = line_chart({"front": list(points)}, "n", "x", "y", names=points, written=points)
+    tree = ElementTree.fromstring(drawing(chart))
+    assert tree.tag == "{http://www.w3.org/2000/svg}svg"
+    texts = {text.text: text.get("text-anchor") for text in tree.iter("{http://www.w3.org/2000/svg}text")}
+    assert texts["cheap & good"] == "start"
+    assert texts["dear"] == "end"
+    (style,) = tree.iter("{http://www.w3.org/2000/svg}style")
+    used, known = re.findall(r"var\((--\w+)\)", str(style.text)), re.findall(r"(--\w+):", str(style.text))
+    assert used
+    assert set(used) <= set(known)
+    with pytest.raises(ValueError, match="no chart was drawn"):
+        drawing(line_chart({}, "n", "x", "y"))
 
 
 def test_bars_keep_their_sum_when_small_parts_join() -> None:
