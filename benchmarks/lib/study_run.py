@@ -125,6 +125,7 @@ class Study:
         parts = [f"{len(trials)} trials, {config['trials_of_each_architecture']} of each architecture"]
         parts += [study_table.text(rows), "trials:", study_table.text(trials)]
         write_atomically(self.folder / "study.txt", "\n\n".join(parts) + "\n")
+        write_atomically(self.folder / "study.md", study_table.markdown(rows, command_line()))
         write_atomically(self.folder / "study.html", study_page.html(rows, trials, record))
         if chart := study_page.bars(rows):
             write_atomically(self.folder / "study.svg", drawing(chart))

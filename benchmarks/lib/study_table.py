@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from aero_compile.reporting.report import aligned
+from aero_compile.reporting.report import aligned, markdown_table
 from benchmarks.lib.study_rows import StudyRow
 
 _PERPLEXITIES = ("best_perplexity", "final_perplexity")
@@ -88,6 +88,14 @@ def text(rows: Sequence[StudyRow]) -> str:
         return ""
     head, table = cells(rows)
     return "\n".join(aligned(head, table, left={0, len(head) - 1}))
+
+
+def markdown(rows: Sequence[StudyRow], command: str) -> str:
+    """The table with the command that made it, as Markdown; columns without a figure are left out."""
+    head, table = cells(rows)
+    kept = [i for i in range(len(head)) if i == 0 or any(line[i] != "–" for line in table)]
+    shown = markdown_table([head[i] for i in kept], [[line[i] for i in kept] for line in table], left={0})
+    return f"{shown}\nMean ± standard deviation over seeds.\n\n```\n{command}\n```\n"
 
 
 def as_json(rows: Sequence[StudyRow]) -> list[dict[str, Any]]:

@@ -169,6 +169,10 @@ def test_lines_have_mean_and_spread_over_seeds() -> None:
     assert dict(zip(head, lines[0], strict=True))["best perplexity"] == "10.00 ± 2.83"
     assert dict(zip(head, lines[1], strict=True))["gamma"] == "0"
     assert study_table.text([]) == ""
+    top, _, line, *_, fence = study_table.markdown(rows[:2], "python study.py").splitlines()
+    assert "10.00 ± 2.83" in line
+    assert fence == "```"
+    assert "gamma" not in top, "no line has one"
 
 
 def test_the_page_has_the_table_and_escapes(tmp_path: Path) -> None:
