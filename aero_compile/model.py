@@ -116,10 +116,15 @@ class TransformedModel(Checkpointable, GraphModel):
         return ",".join(map(str, self.history))
 
     def temperatures(self) -> dict[int, Tensor]:
-        """Softmax temperatures `t > 0`, `[H, T_max]`, by layer; empty where the recipe has none."""
+        """Softmax temperatures `t > 0`, `[H, T_max]`, or `[H, 1]` of whole heads, by layer; empty where there are none.
+
+        H counts heads that have one. A temperature of a whole layer is repeated for them.
+        """
         found = dict(self.named_parameters())
         names = {i: f"softmax_temperature.{i}.log_t" for i in range(self.num_layers)}
-        return {i: found[name].detach().exp() for i, name in names.items() if name in found}
+        values = {i: found[name].detach().exp() for i, name in names.items() if name in found}
+        heads = [attention.heads for attention in self.structure.attentions]
+        return {i: t.expand(heads[i], -1) if len(t) == 1 else t for i, t in values.items()}
 
     def _forget(self) -> None:
         super()._forget()

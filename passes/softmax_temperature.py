@@ -3,23 +3,26 @@
 Before → after:
     softmax(mask(scale·QKᵀ))  → softmax(mask(scale·(Q/t)Kᵀ))
 
-t has one value for every head and query position, `[H, T_max]`. What is learned is log t
-(`softmax_temperature.<layer>.log_t`), so that t stays positive whatever the optimizer does; t = exp(log t) depends
-on weights alone and costs nothing in private inference. The queries are divided rather than the scores: it is the same
-function, and a private run multiplies T×d_k values a head instead of T×T. It acts above the mask (below an infinite
-mask the gradient of t would be NaN), and a positional bias added to the scores (ALiBi) is not divided.
+t has one value for every head and query position, `[H, T_max]`, as in the paper; with `per=head` one for every head,
+`[H, 1]`, with `per=layer` one for all heads of a layer, `[1, 1]`. What is learned is log t
+(`softmax_temperature.<layer>.log_t`), so that t stays positive whatever the optimizer does; t = exp(log t) depends on
+weights alone. The queries are divided rather than the scores: it is the same function, and a private run multiplies
+T×d_k values a head instead of T×T. One value for a head or a layer goes into the rows of W_q there (`fold-gains`) and
+costs nothing. It acts above the mask (below an infinite mask the gradient of t would be NaN), and a positional bias
+added to the scores (ALiBi) is not divided.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import fx, nn
 
-from aero_compile.analysis.parts import Heads, Structure
+from aero_compile.analysis.parts import Attention, Heads, Structure
 from aero_compile.errors import RecipeError, UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.dataflow import live_inputs, placeholder
@@ -29,6 +32,8 @@ from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten
 
+PER = ("position", "head", "layer")
+
 
 @dataclass(frozen=True)
 class SoftmaxTemperature(GraphPass):
@@ -36,11 +41,14 @@ class SoftmaxTemperature(GraphPass):
 
     Options:
         init: initial t > 0 (the paper trains CodeParrot from 1e-2 and Languini from 1e-1).
-        max_positions: T_max; 0 takes the model's own limit.
+        max_positions: T_max; 0 takes the model's own limit. With `per=position` alone.
+        per: what has a value of its own: each `position` of each head, each `head`, or each `layer`. Only the values of
+            positions limit the length.
     """
 
     init: float = 1.0
     max_positions: int = 0
+    per: str = "position"
 
     name: ClassVar[str] = "softmax-temperature"
     preserves_numerics: ClassVar[bool] = True
@@ -51,64 +59,90 @@ class SoftmaxTemperature(GraphPass):
             raise RecipeError(f"{self.name}: init must be a positive number, got {self.init}")
         if self.max_positions < 0:
             raise RecipeError(f"{self.name}: max_positions must not be negative, got {self.max_positions}")
+        if self.per not in PER:
+            raise RecipeError(f"{self.name}: per is {', '.join(PER[:-1])} or {PER[-1]}, not {self.per!r}")
+        if self.max_positions and self.per != "position":
+            raise RecipeError(f"{self.name}: one value for each {self.per} limits no length: leave max_positions out")
 
     def call(self, model: TransformedModel) -> PassResult:
         if any(name.startswith("softmax_temperature.") for name, _ in model.named_parameters()):
             return PassResult(model, modified=False)
-        length = self.max_positions or model.max_positions
-        if not length:
-            raise UnsupportedGraphError(
-                f"{self.name} needs one value per position, but {model.convention.family} does not limit the "
-                "sequence length; write softmax-temperature{max_positions=N}"
-            )
+        length = self._positions(model)
         structure = model.structure
         attentions = [attention for attention in structure.attentions if attention.groups]
         if not attentions:
             raise UnsupportedGraphError(f"{self.name} found no head with a softmax in {model.convention.family}")
-        for attention in attentions:
-            rows = int(structure.values[attention.groups[0].softmax].shape[-2])
-            if rows not in (1, sample_shape(model)[1]):
-                raise UnsupportedGraphError(
-                    f"{self.name} gives each token's position a temperature, but the attention of layer "
-                    f"{attention.layer} ({attention.name}) has learned positions besides the tokens'; use SM without t"
-                )
+        if length:
+            _check_rows(model, attentions)
+            model.max_positions = min(length, model.max_positions or length)
         weight = next(model.parameters())
         for attention in attentions:
             name = f"softmax_temperature.{attention.layer}.log_t"
-            value = torch.full((attention.heads, length), math.log(self.init), dtype=weight.dtype, device=weight.device)
+            shape = (1 if self.per == "layer" else attention.heads, length or 1)
+            value = torch.full(shape, math.log(self.init), dtype=weight.dtype, device=weight.device)
             model.add_tensor(name, nn.Parameter(value))
             first = 0
             for heads in attention.groups:
                 self._insert(model, structure, heads, name, first)
                 first += heads.count
-        model.max_positions = min(length, model.max_positions or length)
         model.graph_changed()
         return PassResult(model, modified=True)
 
+    def _positions(self, model: TransformedModel) -> int:
+        """T_max; 0 where positions have no values of their own."""
+        if self.per != "position":
+            return 0
+        length = self.max_positions or model.max_positions
+        if not length:
+            raise UnsupportedGraphError(
+                f"{self.name} needs one value per position, but {model.convention.family} does not limit the "
+                "sequence length; write softmax-temperature{max_positions=N} or softmax-temperature{per=head}"
+            )
+        return length
+
     def _insert(self, model: TransformedModel, structure: Structure, heads: Heads, name: str, first: int) -> None:
-        tokens = placeholder(model.graph, model.convention.tokens)
         scores = _first_by_position(structure, heads)
         shape = structure.values[scores].shape
         inside = scores is heads.scores
         rewriter = Rewriter(scores) if inside else Rewriter.after(scores, like=heads.scores)
-        call, log_t = rewriter.call, rewriter.parameter(name)
-        length = call(aten.sym_size.int, tokens, 1)
-        rows = call(aten.slice.Tensor, log_t, 1, 0, length)
-        if heads.count != model.get_parameter(name).shape[0]:  # heads in a list: each has its own rows
-            rows = call(aten.slice.Tensor, rows, 0, first, first + heads.count)
-        inverse = call(aten.exp.default, call(aten.neg.default, rows))
-        column = call(aten.unsqueeze.default, inverse, -1)
-        if len(shape) == 3:  # heads folded into the batch: [B·H, T, T]
-            batch = call(aten.sym_size.int, tokens, 0)
-            column = call(aten.repeat.default, column, [batch, 1, 1])
-        elif len(shape) == 5:  # heads grouped over shared keys: [B, G, H/G, T, T]
-            column = call(aten.reshape.default, column, [shape[1], heads.count // shape[1], -1, 1])
+        column = self._column(model, rewriter, heads, shape, name, first)
+        call = rewriter.call
         if not inside:
             rewriter.redirect(call(aten.mul.Tensor, scores, column))
             return
         queries, keys = heads.scores.args
         assert isinstance(queries, fx.Node)
         heads.scores.args = (call(aten.mul.Tensor, queries, column), keys)
+
+    def _column(
+        self, model: TransformedModel, rewriter: Rewriter, heads: Heads, shape: torch.Size, name: str, first: int
+    ) -> fx.Node:
+        """1/t of some heads as a factor of scores of this shape; `first` is the number of the first one."""
+        call, rows = rewriter.call, rewriter.parameter(name)
+        tokens = placeholder(model.graph, model.convention.tokens)
+        if self.per == "position":
+            rows = call(aten.slice.Tensor, rows, 1, 0, call(aten.sym_size.int, tokens, 1))
+        if self.per != "layer" and heads.count != model.get_parameter(name).shape[0]:  # heads in a list: own rows
+            rows = call(aten.slice.Tensor, rows, 0, first, first + heads.count)
+        column = call(aten.unsqueeze.default, call(aten.exp.default, call(aten.neg.default, rows)), -1)
+        if self.per == "layer":
+            return column
+        if len(shape) == 3:  # heads folded into the batch: [B·H, T, T]
+            return call(aten.repeat.default, column, [call(aten.sym_size.int, tokens, 0), 1, 1])
+        if len(shape) == 5:  # heads grouped over shared keys: [B, G, H/G, T, T]
+            return call(aten.reshape.default, column, [shape[1], heads.count // shape[1], -1, 1])
+        return column
+
+
+def _check_rows(model: TransformedModel, attentions: Sequence[Attention]) -> None:
+    """Refuse attention whose rows are not the tokens' positions."""
+    for attention in attentions:
+        rows = int(model.structure.values[attention.groups[0].softmax].shape[-2])
+        if rows not in (1, sample_shape(model)[1]):
+            raise UnsupportedGraphError(
+                f"{SoftmaxTemperature.name} gives each token's position a temperature, but the attention of layer "
+                f"{attention.layer} ({attention.name}) has learned positions besides the tokens'; use SM(t/head)"
+            )
 
 
 def _first_by_position(structure: Structure, heads: Heads) -> fx.Node:

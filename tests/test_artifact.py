@@ -49,7 +49,7 @@ def weights_of(directory: Path) -> Path:
     "name",
     by_default(tiny_models.EVERY, "gpt2-eager", "llama-sdpa", "nanogpt", "lecture", "functional", "encoder-post"),
 )
-@pytest.mark.parametrize("recipe", ["baseline", "softmax_only"])
+@pytest.mark.parametrize("recipe", ["baseline", "softmax_only", pytest.param("SM(t/head)", marks=pytest.mark.slow)])
 def test_round_trip_is_bit_exact(name: str, recipe: str, tmp_path: Path) -> None:
     model = transformed(name, recipe)
     loaded = aero_compile.load(aero_compile.save(model, tmp_path / "a"))

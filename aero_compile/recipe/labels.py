@@ -2,7 +2,8 @@
 
 A label says what remains of a GPT-2; every term may be left out but the first:
 
-    SM, SM(t)                           softmax attention; with a learnable temperature
+    SM, SM(t)                           softmax attention; with a learnable temperature for each head and position
+    SM(t/head), SM(t/layer)             with one for each head, with one for each layer
     SM[72], SM[72] (t)                  the same for the 72 heads of lowest entropy, all others attend uniformly
     2Quad, PSM(4), RA, R2A, SA, LA(elu) in place of SM: MPCFormer's 2Quad, even powers, ReLU attention and its square,
                                         sigmoid attention, linear attention with the features elu, relu or square
@@ -32,6 +33,8 @@ _NORMS = {
 _ATTENTIONS = {
     "sm": "",
     "sm(t)": "softmax-temperature",
+    "sm(t/head)": "softmax-temperature{per=head}",
+    "sm(t/layer)": "softmax-temperature{per=layer}",
     "2quad": "quad-softmax",
     "ra": "relu-attention",
     "r2a": "relu-attention{power=2}",
@@ -44,7 +47,7 @@ _SIMPLIFIED = {
     "sas-p": "drop-attention-skip,identity-values{trained_values=0},shaped-attention,parallel-ffn",
 }
 _TERM = re.compile(r"([a-z]+\d?)(?:\((.*)\))?", re.IGNORECASE)
-_SOFTMAX = re.compile(r"sm\[([1-9]\d*)\](\(t\))?")
+_SOFTMAX = re.compile(r"sm\[([1-9]\d*)\](\(t(?:/head|/layer)?\))?")
 _PLACES = re.compile(r"(qk|qkv|qkvo|q|k|v|o|ffn)(\+(qk|qkv|qkvo|q|k|v|o|ffn))*")
 
 
@@ -87,7 +90,8 @@ def _attention(term: str) -> str | None:
     """The passes that make the attention that a label begins with; None if it is none."""
     some = _SOFTMAX.fullmatch(term)
     if some:
-        return f"{'softmax-temperature,' if some[2] else ''}static-attention{{heads=entropy:-{some[1]}}}"
+        softmax = _ATTENTIONS[f"sm{some[2] or ''}"]
+        return ",".join(filter(None, (softmax, f"static-attention{{heads=entropy:-{some[1]}}}")))
     match = _TERM.fullmatch(term)
     if term in _ATTENTIONS or match is None or match[1] not in _ATTENTION_OPTIONS:
         return _ATTENTIONS.get(term)
@@ -130,8 +134,8 @@ def _read(term: str, label: str) -> tuple[str, str]:
     if name in ("wnorm", "snorm") and inner and _PLACES.fullmatch(inner):
         return "weight norm", f"{'weight' if name == 'wnorm' else 'spectral'}-norm{{on={inner}}}"
     raise RecipeError(
-        f"label {label!r} has the unknown term {term!r}: the terms are SM, SM(t), {', '.join(_NORMS)}, G, R, "
-        "Quad, R2, PG(bolt), G(last:3), R(25%), LR(0.05), LR(layer), LR(global), ScFFN, WNorm(FFN), SNorm(QK+FFN)"
+        f"label {label!r} has the unknown term {term!r}: the terms are SM, SM(t), SM(t/head), {', '.join(_NORMS)}, G, "
+        "R, Quad, R2, PG(bolt), G(last:3), R(25%), LR(0.05), LR(layer), LR(global), ScFFN, WNorm(FFN), SNorm(QK+FFN)"
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from aero_compile.errors import AeroError, InputError
+from aero_compile.passes.softmax_temperature import SoftmaxTemperature
 from aero_compile.recipe.recipe import Recipe, resolve
 from aero_compile.training.options import RetrainOptions
 from aero_compile.training.sources import cause_line
@@ -270,8 +271,10 @@ def choose_recipe(options: RetrainOptions, already: bool) -> Recipe | None:
 
 
 def with_length(recipe: Recipe, positions: int | None, context: int) -> Recipe:
-    """Give the temperature, one value a position, a length where the model has no limit of `positions`."""
-    open_ended = any(getattr(one, "max_positions", None) == 0 for one in recipe.passes)
+    """Give temperatures of positions a length where the model has no limit of `positions`."""
+    open_ended = any(
+        isinstance(one, SoftmaxTemperature) and one.per == "position" and not one.max_positions for one in recipe.passes
+    )
     if positions is None and open_ended:
         return recipe.with_option("softmax-temperature", max_positions=context)
     return recipe

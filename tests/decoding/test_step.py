@@ -77,7 +77,7 @@ def test_positions_of_every_kind(kind: str, options: dict[str, Any]) -> None:
     assert_same_text(optimize_for_inference(model), (2, 1, 1, 1, 3, 1, 1), batch=1)
 
 
-@pytest.mark.parametrize("recipe", ["softmax_only", "SM+LN+R", "SM", STATIC, DROPPED])
+@pytest.mark.parametrize("recipe", ["softmax_only", "SM(t/head)+LN+R", "SM", STATIC, DROPPED])
 def test_recipes_go_on_where_they_were(recipe: str) -> None:
     """Temperatures by position, linear layers that were eliminated, scales."""
     model = optimize_for_inference(tiny_models.transformed("gpt2-eager", recipe))

@@ -151,6 +151,8 @@ def test_learned_positions_are_counted_and_left_out_of_entropies(before: int, af
 def test_temperatures_are_not_given_to_learned_positions() -> None:
     with pytest.raises(UnsupportedGraphError, match="learned positions besides the tokens"):
         made(Prefixed(2), "softmax-temperature{max_positions=16}")
+    whole = made(Prefixed(2), "softmax-temperature{per=head,init=2.0}")
+    assert [t.tolist() for t in whole.temperatures().values()] == [[[2.0]] * 3] * whole.num_layers
 
 
 class Axis(Small):

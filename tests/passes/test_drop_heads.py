@@ -87,8 +87,8 @@ def test_with_static_heads_in_any_order() -> None:
 def test_entropies_and_temperatures_follow() -> None:
     ids = tokens()
     base, model = (
-        transformed("gpt2-eager", "softmax-temperature"),
-        transformed("gpt2-eager", f"softmax-temperature,{SOME}"),
+        transformed("gpt2-eager", "softmax-temperature{per=head}"),
+        transformed("gpt2-eager", f"softmax-temperature{{per=head}},{SOME}"),
     )
     found, before = (each(ids, output_entropies=True).entropies for each in (model, base))
     assert [each.shape for each in found] == [each.shape for each in before]

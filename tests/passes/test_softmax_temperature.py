@@ -129,31 +129,43 @@ def test_values_that_cannot_be(options: dict[str, Any]) -> None:
         SoftmaxTemperature(**options)
 
 
-@pytest.mark.parametrize("layout", ["folded", "grouped", "one"])
-def test_other_layouts_of_the_scores(layout: str) -> None:
+class Laid(Small):
     """Heads folded into the batch, grouped over shared keys, or a single one without an axis of its own."""
 
-    class Laid(Small):
-        def attend(self, x: torch.Tensor, layer: int) -> torch.Tensor:
-            batch, length, width = x.shape
-            mask = self.tri[:length, :length]
-            if layout == "one":
-                q, k, v = self.qkv[layer](x).chunk(3, -1)
-                mixed = self.weigh(q @ k.transpose(1, 2) / math.sqrt(width), mask) @ v
-                return self.out[layer](mixed)  # type: ignore[no-any-return]
-            q, k, v = (p.view(batch, length, 4, 6).transpose(1, 2) for p in self.qkv[layer](x).chunk(3, -1))
-            if layout == "folded":
-                q, k, v = (p.reshape(batch * 4, length, 6) for p in (q, k, v))
-                mixed = torch.bmm(self.weigh(torch.bmm(q, k.transpose(1, 2)) / math.sqrt(6), mask), v)
-                mixed = mixed.view(batch, 4, length, 6)
-            else:
-                k, v = k[:, ::2].unsqueeze(2), v[:, ::2].unsqueeze(2)
-                q = q.reshape(batch, 2, 2, length, 6)
-                mixed = self.weigh(q @ k.transpose(-1, -2) / math.sqrt(6), mask) @ v
-                mixed = mixed.reshape(batch, 4, length, 6)
-            return self.out[layer](mixed.transpose(1, 2).reshape(batch, length, width))  # type: ignore[no-any-return]
+    layout = "folded"
 
-    model = aero_compile.transform(tiny_models.randomize(Laid()).eval(), "baseline")
+    def attend(self, x: torch.Tensor, layer: int) -> torch.Tensor:
+        batch, length, width = x.shape
+        mask = self.tri[:length, :length]
+        if self.layout == "one":
+            q, k, v = self.qkv[layer](x).chunk(3, -1)
+            mixed = self.weigh(q @ k.transpose(1, 2) / math.sqrt(width), mask) @ v
+            return self.out[layer](mixed)  # type: ignore[no-any-return]
+        q, k, v = (p.view(batch, length, 4, 6).transpose(1, 2) for p in self.qkv[layer](x).chunk(3, -1))
+        if self.layout == "folded":
+            q, k, v = (p.reshape(batch * 4, length, 6) for p in (q, k, v))
+            mixed = torch.bmm(self.weigh(torch.bmm(q, k.transpose(1, 2)) / math.sqrt(6), mask), v)
+            mixed = mixed.view(batch, 4, length, 6)
+        else:
+            k, v = k[:, ::2].unsqueeze(2), v[:, ::2].unsqueeze(2)
+            q = q.reshape(batch, 2, 2, length, 6)
+            mixed = self.weigh(q @ k.transpose(-1, -2) / math.sqrt(6), mask) @ v
+            mixed = mixed.reshape(batch, 4, length, 6)
+        return self.out[layer](mixed.transpose(1, 2).reshape(batch, length, width))  # type: ignore[no-any-return]
+
+
+def laid(layout: str) -> aero_compile.TransformedModel:
+    source = tiny_models.randomize(Laid()).eval()
+    source.layout = layout
+    return aero_compile.transform(source, "baseline")
+
+
+LAYOUTS = ("folded", "grouped", "one")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_other_layouts_of_the_scores(layout: str) -> None:
+    model = laid(layout)
     heads = 1 if layout == "one" else 4
     assert model.num_heads == (heads,)
     warm = aero_compile.transform(model, "softmax-temperature")
@@ -165,3 +177,74 @@ def test_other_layouts_of_the_scores(layout: str) -> None:
     moved = warm(ids, output_entropies=True).entropies[0] - out.entropies[0]
     where = (moved.abs() > 1e-9).nonzero().tolist()
     assert where == [[0, heads - 1, 4], [1, heads - 1, 4]]
+
+
+# -- one value for each head, or for each layer ---------------------------------------------------------------------
+
+WHOLE = ("head", "layer")
+
+
+def log_ts(model: aero_compile.TransformedModel) -> list[torch.nn.Parameter]:
+    return [parameter for name, parameter in model.named_parameters() if name.endswith(".log_t")]
+
+
+def check_as_positions(base: aero_compile.TransformedModel, per: str, positions: int, ids: torch.Tensor) -> None:
+    """Logits are those of a table whose rows are constant, and the gradient is the sum over its positions."""
+    model = aero_compile.transform(base, f"softmax-temperature{{per={per}}}")
+    table = aero_compile.transform(base, f"softmax-temperature{{max_positions={positions}}}")
+    assert model.max_positions == base.max_positions, "nothing limits the length"
+    assert str(aero_compile.census(model, 7)) == str(aero_compile.census(base, 7))
+    generator = torch.Generator().manual_seed(3)
+    for one, each in zip(log_ts(model), log_ts(table), strict=True):
+        heads = len(each)
+        assert one.shape == ((heads if per == "head" else 1), 1)
+        with torch.no_grad():
+            one.copy_(torch.randn(one.shape, generator=generator))
+            each.copy_(one.expand_as(each))
+    for one, t in zip(log_ts(model), model.temperatures().values(), strict=True):
+        torch.testing.assert_close(t, one.detach().exp().expand(base.num_heads[0], 1))
+    found, expected = tiny_models.all_logits(model, ids), tiny_models.all_logits(table, ids)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    for logits in (found, expected):
+        weights = torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).reshape(logits.shape)
+        torch.autograd.backward((logits * weights).sum())
+    for one, each in zip(log_ts(model), log_ts(table), strict=True):
+        assert one.grad is not None
+        assert each.grad is not None
+        summed = each.grad.sum_to_size(one.shape)
+        assert bool(one.grad.any()) is (ids.shape[1] > 1), "a single position has nothing to divide"
+        torch.testing.assert_close(one.grad, summed, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("per", WHOLE)
+@pytest.mark.parametrize("name", by_default(tiny_models.EVERY, "gpt2-eager", "llama-sdpa", "lecture"))
+def test_one_value_is_the_same_one_everywhere(name: str, per: str) -> None:
+    check_as_positions(captured(name), per, POSITIONS, tokens(2, 9))
+
+
+@pytest.mark.parametrize("per", WHOLE)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_value_in_other_layouts(layout: str, per: str) -> None:
+    check_as_positions(laid(layout), per, 9, tokens(3, 1, vocab=30) if per == "layer" else tokens(2, 5, vocab=30))
+
+
+def test_whole_heads_limit_no_length() -> None:
+    model = aero_compile.transform(tiny_models.randomize(Unlimited()).eval(), "SM(t/head)+LN+G")
+    assert model.max_positions is None
+    assert model(tokens(1, 31, vocab=30)).shape == (1, 31, 30)
+
+
+def test_once_is_enough() -> None:
+    model = transformed("gpt2-eager", "softmax-temperature{per=head}")
+    again = aero_compile.transform(model, "softmax-temperature")
+    assert not again.reports[-1].modified
+    assert {t.shape for t in again.temperatures().values()} == {(HEADS, 1)}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"per": "token"}, "position, head or layer, not 'token'"), ({"per": "head", "max_positions": 4}, "leave")],
+)
+def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        SoftmaxTemperature(**options)

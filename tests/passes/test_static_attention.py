@@ -74,8 +74,9 @@ def test_what_nothing_reads_is_gone() -> None:
     assert not rotary
 
 
-def test_temperatures_of_static_heads_go() -> None:
-    before = transformed("gpt2-eager", "softmax-temperature")
+@pytest.mark.parametrize("per", ["position", "head", "layer"])
+def test_temperatures_of_static_heads_go(per: str) -> None:
+    before = transformed("gpt2-eager", f"softmax-temperature{{per={per}}}")
     with torch.no_grad():
         for parameter in [p for name, p in before.named_parameters() if name.endswith("log_t")]:
             parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
@@ -84,8 +85,9 @@ def test_temperatures_of_static_heads_go() -> None:
     assert torch.equal(model.temperatures()[0], before.temperatures()[0][[0, 2, 3]])
     ids = tokens()
     torch.testing.assert_close(logits(model, ids), reference(before, "0.1+1.2-3", ids), rtol=0, atol=1e-10)
-    after = transformed("gpt2-eager", "static-attention{heads=0.*+1.2},softmax-temperature")
-    assert {layer: len(t) for layer, t in after.temperatures().items()} == {1: HEADS - 1}
+    for per in ("position", "head", "layer"):
+        after = transformed("gpt2-eager", f"static-attention{{heads=0.*+1.2}},softmax-temperature{{per={per}}}")
+        assert {layer: len(t) for layer, t in after.temperatures().items()} == {1: HEADS - 1}
 
 
 def test_in_steps_is_at_once() -> None:

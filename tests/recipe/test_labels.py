@@ -22,6 +22,8 @@ KNOWN = {
     "EReg(SM+G)": "strip-layer-norm",
     "EReg(SM+R)": "strip-layer-norm,gelu-to-relu",
     "SM(t)+LN+G": "softmax-temperature",
+    "EReg(SM(t/head)+ScFFN)": "strip-layer-norm,gelu-to-identity,scaled-ffn,softmax-temperature{per=head}",
+    "SM( t/layer )+LN+G": "softmax-temperature{per=layer}",
     "SM+LN(final)+G": "strip-layer-norm{keep_final=True}",
     "SM+LN(frozen)+G": "freeze-layer-norm",
     "SM+DyT+R": "layer-norm-to-dyt,gelu-to-relu",
@@ -65,7 +67,7 @@ def test_what_is_no_label(text: str) -> None:
 @pytest.mark.parametrize(
     ("label", "message"),
     [
-        ("SM+X", r"unknown term 'x': the terms are SM, SM\(t\), LN"),
+        ("SM+X", r"unknown term 'x': the terms are SM, SM\(t\), SM\(t/head\), LN"),
         ("SM+G+R", "has 'r' beside another activation"),
         ("SM+LN+DyT", "has 'dyt' beside another norm"),
         ("SM+G(x%)", "'x%' is no percentage"),
@@ -81,7 +83,7 @@ def test_wrong_labels_are_explained(label: str, message: str) -> None:
 
 
 def test_what_remains() -> None:
-    assert remaining("SM(t)+ScFFN") == ("SM",)
+    assert remaining("SM(t)+ScFFN") == remaining("SM(t/head)+ScFFN") == ("SM",)
     assert remaining("SM+LN(final)+G(even)") == ("SM", "LN", "G")
     assert remaining("SM+LN(frozen)+LR(layer)") == ("SM", "LR")
     assert remaining("SM+DyT") == ("SM", "tanh")
@@ -91,4 +93,6 @@ def test_softmax_of_some_heads() -> None:
     passes = "strip-layer-norm,gelu-to-identity,scaled-ffn,softmax-temperature,static-attention{heads=entropy:-72}"
     assert label_passes("SM[72](t) + ScFFN") == passes
     assert label_passes("SM[5]+LN+G") == "static-attention{heads=entropy:-5}"
+    assert label_passes("SM[5](t/head)+LN+G") == "softmax-temperature{per=head},static-attention{heads=entropy:-5}"
+    assert label_passes("SM[5](t/token)+LN+G") is None
     assert label_passes("SM[0]") is None

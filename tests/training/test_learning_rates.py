@@ -17,6 +17,7 @@ from tests.support.tiny_runs import arguments, blocks, captured, killed_at, opti
 
 ROLES: dict[str, set[str]] = {
     "softmax_only": {"scaled_ffn.alpha", "scaled_ffn.beta", "softmax_temperature.t"},
+    "SM(t/layer)": {"softmax_temperature.t"},
     "SM+WNorm(QK+FFN)": {"weight_norm.g"},
     "leaky-relu{learn=global}": {"leaky_relu.slope"},
     "leaky-relu{learn=layer},layer-norm-to-dyt": {"leaky_relu.slope", "layer_norm_to_dyt.alpha"},

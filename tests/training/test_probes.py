@@ -115,7 +115,10 @@ def test_learned_scalars_are_those_that_passes_added() -> None:
         assert (mean, low, high) == pytest.approx(
             [float(f(value)) for f in (torch.mean, torch.min, torch.max)], rel=1e-5
         )
-    assert probes.headwise_temperatures(model) == [[0.5] * h for h in model.num_heads]
+    for per in ("position", "head", "layer"):
+        model = transformed("gpt2-eager", f"softmax-temperature{{init=0.5,per={per}}}")
+        assert probes.headwise_temperatures(model) == [[0.5] * h for h in model.num_heads]
+        assert not probes.learned_scalars(model)
 
 
 @pytest.mark.parametrize("family", by_default(UNLIKE, "llama-sdpa"))

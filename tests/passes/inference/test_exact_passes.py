@@ -40,6 +40,7 @@ STEPS = (
     "gelu-to-identity{keep=odd}",
     "leaky-relu",
     "softmax-temperature{max_positions=20}",
+    "softmax-temperature{per=head}",
     "weight-norm",
     "spectral-norm",
 )

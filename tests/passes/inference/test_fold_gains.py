@@ -86,6 +86,16 @@ def test_temperatures_of_heads_go_and_those_of_positions_stay(family: str) -> No
     assert len(change.left) == before // L
 
 
+@pytest.mark.parametrize("per", ["head", "layer"])
+@pytest.mark.parametrize("family", by_default(tiny_models.EVERY, "gpt2-eager", "llama-sdpa", "lecture"))
+def test_temperatures_of_whole_heads_and_layers_go(family: str, per: str) -> None:
+    model = trained(family, f"softmax-temperature{{per={per}}}")
+    assert secret_products(model)
+    FoldExpressions().call(model)
+    assert check(FoldGains(), model).left == ()
+    assert not secret_products(model)
+
+
 def test_a_temperature_that_is_too_large_stays() -> None:
     model = trained("nanogpt", "softmax-temperature")
     with torch.no_grad():
