@@ -227,7 +227,7 @@ def test_charts_of_nothing_say_so() -> None:
     assert "No values" in stacked_bars({"x": {}}, "n", "MB")
 
 
-def test_a_chart_as_a_file_of_its_own():
+def test_a_chart_as_a_file_of_its_own() -> None:
     """It is shown where no page gives it colours, and nobody points at its points."""
     points = {(0.0, 2.0): "cheap & good", (5.0, 1.0): "dear"}
     chart = line_chart({"front": list(points)}, "n", "x", "y", names=points, written=points)
