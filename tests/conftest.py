@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import tempfile
 
 # Before torch is imported anywhere: few threads per worker are faster than many, and nothing may go online.
@@ -16,6 +17,8 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -60,8 +63,16 @@ def _seeded() -> Iterator[None]:
     """Start every test from the same random state, and leave torch's defaults as they were."""
     compile_each_program_once()
     lower_in_one_context()
+    _train_without_collection()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dtype = torch.get_default_dtype()
     yield
     torch.set_default_dtype(dtype)
+
+
+def _train_without_collection() -> None:
+    """At the end of training accelerate looks at every object of the process: those of all tests before."""
+    memory: Any = sys.modules.get("accelerate.utils.memory")
+    if memory is not None:
+        memory.gc = SimpleNamespace(collect=lambda: 0)

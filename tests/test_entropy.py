@@ -22,6 +22,7 @@ from aero_compile.entropy import (
     headwise,
 )
 from aero_compile.errors import InputError
+from tests.support.tiny_runs import CONTEXT, VOCABULARY, softmax_only
 
 
 def random_attention(layers: int, batch: int, heads: int, length: int, seed: int = 0) -> list[Tensor]:
@@ -263,3 +264,21 @@ def test_wrong_model_settings_are_refused() -> None:
     uneven.num_heads = (2, 4)  # type: ignore[assignment]
     with pytest.raises(InputError, match="equally many heads"):
         EntropyRegularizedModel(uneven, weight=1.0)
+
+
+@pytest.mark.parametrize("half", ["weights", "autocast"])
+def test_entropies_are_summed_in_float32(half: str) -> None:
+    """They are those of the attention weights as they were computed, whatever the type of these."""
+    model = copy.deepcopy(softmax_only()).eval()
+    model = model.bfloat16() if half == "weights" else model
+    ids = torch.randint(0, VOCABULARY, (3, CONTEXT))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=half == "autocast"):
+        found = model(ids, output_entropies=True).entropies
+        wide = copy.deepcopy(softmax_only()).eval()(ids, output_entropies=True).entropies
+    wrapper = EntropyRegularizedModel(model, weight=0.1)
+    with torch.autocast("cpu", torch.bfloat16, enabled=half == "autocast"):
+        out = wrapper.train()(ids, labels=ids)
+    out.loss.backward()
+    assert {layer.dtype for layer in (*found, *out.entropies, out.penalty, wrapper.thresholds.grad)} == {torch.float32}
+    for layer, expected in zip(found, wide, strict=True):
+        assert torch.allclose(layer, expected, atol=0.02)

@@ -1,10 +1,12 @@
-"""Training runs of a few steps: a small model, a small text, and arguments for both."""
+"""Training runs of a few steps: a small model, a small text, arguments for both, and two runs that many tests read."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import json
+import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import aero_compile
 from aero_compile import TransformedModel
-from aero_compile.retrain import RetrainArguments, RetrainOptions
+from aero_compile.retrain import RetrainArguments, RetrainOptions, RetrainResult, retrain
 from aero_compile.training.data import Documents, TrainingData, prepare
 from aero_compile.training.loop import RegularizedTrainer
-from tests.support.made_once import made_once
+from tests.support.made_once import SHARED_FOLDER, made_once
 
 CONTEXT, VOCABULARY = 12, 280
 
@@ -66,8 +68,51 @@ def arguments(folder: Path, **changes: Any) -> RetrainArguments:
     return RetrainArguments(**(settings | changes))
 
 
+def evaluating(folder: Path, **changes: Any) -> RetrainArguments:
+    """Eight steps, logged every second one, evaluated and saved after each fourth."""
+    settings: dict[str, Any] = {
+        "max_steps": 8,
+        "per_device_eval_batch_size": 4,
+        "logging_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 4,
+        "save_steps": 4,
+    }
+    return arguments(folder, **(settings | changes))
+
+
 def options(**changes: Any) -> RetrainOptions:
     return RetrainOptions(**({"entropy_weight": 0.0, "entropy_blocks": 4} | changes))
+
+
+def regularized(**changes: Any) -> RetrainOptions:
+    return options(**({"entropy_weight": 0.1, "entropy_blocks": 6} | changes))
+
+
+@made_once
+def softmax_only() -> TransformedModel:
+    """The model without norms and activations; shared."""
+    return aero_compile.transform(captured(), "softmax_only")
+
+
+@made_once
+def finished() -> RetrainResult:
+    """What eight steps of it give; model and folder are shared."""
+    return retrain(regularized(), evaluating(_kept() / "finished"), model=softmax_only(), datasets=blocks())
+
+
+@made_once
+def stopped() -> Path:
+    """Folder of such a run that was interrupted in its seventh step, after checkpoint-4; shared."""
+    folder = _kept() / "stopped"
+    with killed_at(6):
+        retrain(regularized(), evaluating(folder), model=softmax_only(), datasets=blocks())
+    return folder
+
+
+def _kept() -> Path:
+    """A new folder that is there for all workers."""
+    return Path(tempfile.mkdtemp(dir=os.environ.get(SHARED_FOLDER)))
 
 
 @contextlib.contextmanager
@@ -96,3 +141,13 @@ def record(folder: Path) -> dict[str, Any]:
     """The content of `run.json`."""
     content: dict[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     return content
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a file of a run, one a line."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file under a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -1,0 +1,152 @@
+"""The loop: what a step computes, resuming, a full disk, and a run that diverges."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import aero_compile
+from aero_compile.entropy import EntropyRegularizedModel
+from aero_compile.errors import OutputDirError, TrainingError
+from aero_compile.retrain import retrain
+from aero_compile.training.loop import RegularizedTrainer, perplexity
+from aero_compile.training.run_directory import RunDirectory
+from tests.support.tiny_runs import (
+    blocks,
+    captured,
+    evaluating,
+    finished,
+    killed_at,
+    lines,
+    regularized,
+    same_tensors,
+    softmax_only,
+    stopped,
+)
+
+
+def test_accumulation_equals_the_large_batch(tmp_path: Path) -> None:
+    model = aero_compile.transform(captured(), "SM+R")
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    results = []
+    for name, changes in (
+        ("whole", {"per_device_train_batch_size": 8}),
+        ("parts", {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}),
+    ):
+        args = evaluating(tmp_path / name, max_steps=3, optim="sgd", learning_rate=0.5, warmup_steps=0, **changes)
+        results.append(retrain(regularized(entropy_weight=0.0), args, model=model, datasets=blocks()))
+    whole, parts = (dict(result.model.named_parameters()) for result in results)
+    for name in whole:
+        assert torch.allclose(whole[name], parts[name], atol=1e-5), name
+    logged = [[m["loss"] for m in result.history if "loss" in m] for result in results]
+    assert logged[0] == pytest.approx(logged[1], rel=1e-4)
+    assert "penalty" not in results[0].history[0]
+
+
+def test_weight_decay_spares_everything_but_matrices(tmp_path: Path) -> None:
+    wrapper = EntropyRegularizedModel(copy.deepcopy(softmax_only()), weight=0.1)
+    args = evaluating(tmp_path / "x", eval_strategy="no")
+    trainer = RegularizedTrainer(run=RunDirectory(tmp_path), entropy_blocks=1, model=wrapper, args=args)
+    decayed = set(trainer.get_decay_parameter_names(wrapper))
+    assert "model.transformer.h.0.attn.c_attn.weight" in decayed
+    spared = {name for name, _ in wrapper.named_parameters()} - decayed
+    for part in ("thresholds", "log_t", "alpha", "beta", "bias"):
+        assert any(part in name for name in spared), part
+        assert not any(part in name for name in decayed), part
+
+
+def test_mixed_precision_and_listing(tmp_path: Path) -> None:
+    args = evaluating(tmp_path / "run", bf16=True, max_steps=2, save_strategy="no")
+    chosen = regularized(entropy_reduction="listing", entropy_weight=1e-3)
+    result = retrain(chosen, args, model=softmax_only(), datasets=blocks())
+    first = next(m for m in result.history if "penalty" in m)
+    assert first["penalty"] > 1
+    assert all(p.dtype == torch.float32 for p in result.model.parameters())
+
+
+def test_gradient_checkpointing_gives_the_same_run(tmp_path: Path) -> None:
+    args = evaluating(tmp_path / "run", gradient_checkpointing=True)
+    result = retrain(regularized(), args, model=softmax_only(), datasets=blocks())
+    assert same_tensors(result.model, finished().model)
+    assert result.eval_loss == finished().eval_loss
+
+
+def test_perplexity_of_large_losses() -> None:
+    assert perplexity(0.0) == 1.0
+    assert perplexity(1e4) == math.inf
+
+
+def test_resume_gives_what_an_uninterrupted_run_gives(tmp_path: Path) -> None:
+    folder = shutil.copytree(stopped(), tmp_path / "run")
+    assert json.loads((folder / "run.json").read_text())["status"] == "interrupted"
+    assert lines(folder / "metrics.jsonl")[-1]["step"] == 6
+    result = retrain(regularized(resume="last"), evaluating(folder), model=softmax_only(), datasets=blocks())
+    assert same_tensors(result.model, finished().model)
+    assert result.eval_loss == finished().eval_loss
+    assert result.entropies_before == finished().entropies_before
+    assert result.entropies_after == finished().entropies_after
+
+    def told(history: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+        return [(m["step"], m.get("loss"), m.get("eval_loss"), m.get("tokens")) for m in history]
+
+    assert told(result.history) == told(finished().history)
+    for file in ("entropies.jsonl", "parameters.jsonl", "activations.jsonl"):
+        assert lines(folder / file) == lines(finished().output_dir / file)
+    record = json.loads((folder / "run.json").read_text())
+    assert record["status"] == "finished"
+    assert len(record["sessions"]) == 2
+
+
+def test_vectors_of_spectral_norms_are_resumed(tmp_path: Path) -> None:
+    """Buffers that training updates are in the checkpoint; where it goes on, σ is what it was."""
+    model = aero_compile.transform(captured(), "SM+SNorm(QK+FFN)")
+    sizes = {"max_steps": 4, "save_steps": 2, "eval_steps": 4}
+    whole = retrain(regularized(), evaluating(tmp_path / "whole", **sizes), model=model, datasets=blocks())
+    with killed_at(3):
+        retrain(regularized(), evaluating(tmp_path / "run", **sizes), model=model, datasets=blocks())
+    resumed = retrain(regularized(resume="last"), evaluating(tmp_path / "run", **sizes), model=model, datasets=blocks())
+    assert same_tensors(resumed.model, whole.model)
+    assert resumed.eval_loss == whole.eval_loss
+    start, end = (m.get_buffer("spectral_norm.0.q.u") for m in (model, whole.model))
+    assert not torch.equal(start, end)
+
+
+def test_a_full_disk_is_one_error_and_the_last_checkpoint_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = torch.save
+
+    def full(content: Any, target: Any, *args: Any, **more: Any) -> None:
+        if "checkpoint-8" in str(target):
+            raise RuntimeError("PytorchStreamWriter failed") from OSError(errno.ENOSPC, "No space left on device")
+        write(content, target, *args, **more)
+
+    monkeypatch.setattr(torch, "save", full)
+    kept = r"checkpoint-8 could not be written: No space left on device .* last whole checkpoint is .*checkpoint-4"
+    with pytest.raises(OutputDirError, match=kept):
+        retrain(regularized(), evaluating(tmp_path / "run"), model=softmax_only(), datasets=blocks())
+    assert not (tmp_path / "run" / "checkpoint-8").exists()
+    monkeypatch.undo()
+    result = retrain(regularized(resume="last"), evaluating(tmp_path / "run"), model=softmax_only(), datasets=blocks())
+    assert result.eval_loss > 0
+
+
+def test_diverging_run_stops_and_keeps_its_checkpoint(tmp_path: Path) -> None:
+    args = evaluating(tmp_path / "run", learning_rate=1e12, lr_scheduler_type="constant", warmup_steps=0, save_steps=1)
+    with pytest.raises(TrainingError, match=r"The last good checkpoint is .*checkpoint-\d"):
+        retrain(regularized(), args, model=softmax_only(), datasets=blocks())
+    checkpoint = RunDirectory(tmp_path / "run").last_checkpoint()
+    assert checkpoint is not None
+    assert all(bool(t.isfinite().all()) for t in load_file(checkpoint / "model.safetensors").values())

@@ -1,0 +1,90 @@
+"""Where a model comes from, and names that are none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import GPT2Config
+
+from aero_compile.errors import InputError
+from aero_compile.training import models
+from aero_compile.training.models import find_model, find_shape, parse_overrides
+from tests.support.tiny_runs import same_tensors, tiny_gpt2
+
+
+def find(name: str, **changes: Any) -> models.ModelSource:
+    return find_model(name, **({"from_scratch": False, "overrides": None, "context": 32} | changes))
+
+
+def test_model_sources(tmp_path: Path) -> None:
+    tiny = find("tiny", overrides="n_layer=1,n_embd=32,activation_function=relu")
+    assert tiny.from_scratch
+    assert tiny.positions == 128
+    built: Any = tiny.build(300, 0)
+    assert (built.config.n_layer, built.config.vocab_size, built.config.activation_function) == (1, 300, "relu")
+
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "gpt_neox", "num_hidden_layers": 1, "hidden_size": 64}))
+    assert find(str(config)).from_scratch
+    assert find(str(tmp_path)).from_scratch
+    shape = find("pythia-70m", from_scratch=True)
+    assert shape.positions == 2048
+
+    model = tiny_gpt2()
+    model.save_pretrained(tmp_path / "model")
+    source = find(str(tmp_path / "model"))
+    assert not source.from_scratch
+    assert same_tensors(source.build(0, None), model)
+    assert parse_overrides("a=1, b=x,c=true") == {"a": 1, "b": "x", "c": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("", {}, "--model is empty"),
+        ("./absent.json", {}, "no such file"),
+        ("no_such_module_x:make", {}, "No module named"),
+        ("tests.support.tiny_runs:absent", {}, "absent"),
+        ("tests.support.tiny_runs:CONTEXT", {}, "the factory raised TypeError"),
+        ("tests.support.tiny_runs:arguments", {}, "the factory raised"),
+        ("builtins:list", {}, "returned list, not an nn.Module"),
+        ("builtins:list", {"from_scratch": True}, "no --from-scratch"),
+        ("tiny", {"overrides": "n_layers=3"}, "no field 'n_layers'"),
+        ("tiny", {"overrides": "n_layer"}, "not name=value"),
+        ("gpt2", {"overrides": "n_layer=3"}, "add --from-scratch"),
+    ],
+)
+def test_model_names_that_cannot_be_used(name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        find(name, **changes).build(300, 0)
+
+
+def test_no_network_is_noticed_at_once_and_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def unreachable(address: Any, **_: Any) -> None:
+        tried.append(address)
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr("socket.create_connection", unreachable)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    models._hub_answers.cache_clear()
+    try:
+        for load in (lambda: find("absent-org/absent").build(0, None), lambda: find_shape("absent-org/absent", 16)):
+            with pytest.raises(InputError, match="Hub does not answer"):
+                load()
+        with pytest.raises(InputError, match=r"--from-scratch \(the shapes tiny, gpt2"):
+            find("absent-org/absent").build(0, None)
+    finally:
+        models._hub_answers.cache_clear()
+    assert len(tried) <= 1
+
+
+def test_a_census_needs_no_weights(tmp_path: Path) -> None:
+    GPT2Config(n_layer=1).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not read")
+    assert all(find_shape(name, 16).from_scratch for name in ("gpt2", "pythia-70m", "tiny", str(tmp_path)))
+    assert not find_shape("tests.support.tiny_runs:tiny_gpt2", 16).from_scratch

@@ -1,0 +1,59 @@
+"""What is checked before anything takes time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import numpy as np
+import pytest
+
+from aero_compile.errors import InputError
+from aero_compile.retrain import retrain
+from aero_compile.training.data import Blocks, TrainingData
+from aero_compile.training.hub import HubTarget
+from tests.support.tiny_runs import CONTEXT, blocks, evaluating, lines, regularized, softmax_only
+
+
+def test_a_push_is_asked_for_before_training_and_made_of_the_artifact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = evaluating(tmp_path / "mine", max_steps=0, push_to_hub=True)
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    with pytest.raises(InputError, match="hf auth login"):
+        retrain(regularized(), args, model=softmax_only(), datasets=blocks())
+    assert not (tmp_path / "mine").exists()
+
+    pushed: list[Any] = []
+    monkeypatch.setattr(HubTarget, "check", lambda self: pushed.append(self.name))
+    monkeypatch.setattr(HubTarget, "push", lambda self, folder: pushed.append(folder))
+    retrain(regularized(), args, model=softmax_only(), datasets=blocks())
+    assert pushed == ["mine", tmp_path / "mine" / "artifact"]
+    card = (tmp_path / "mine" / "artifact" / "README.md").read_text()
+    assert "strip-layer-norm" in card
+    assert "SM:4×" in card
+
+
+def test_resume_where_nothing_is_starts_a_run(tmp_path: Path) -> None:
+    args = evaluating(tmp_path / "new", max_steps=1, eval_strategy="no", save_strategy="no")
+    result = retrain(regularized(resume="last"), args, model=softmax_only(), datasets=blocks())
+    assert result.eval_loss > 0
+    assert [e["event"] for e in lines(tmp_path / "new" / "entropies.jsonl")] == ["start", "log", "eval", "end"]
+
+
+def test_data_must_fit_the_model(tmp_path: Path) -> None:
+    args = evaluating(tmp_path / "run")
+    long = TrainingData("long", Blocks(np.zeros(64, np.int32), 32), blocks().validation, blocks().tokenizer, "")
+    with pytest.raises(InputError, match="context of 32 tokens is longer than the model's 12 positions"):
+        retrain(regularized(), args, model=softmax_only(), datasets=long)
+    foreign = TrainingData("x", Blocks(np.full(64, 999), CONTEXT), blocks().validation, blocks().tokenizer, "")
+    with pytest.raises(InputError, match="token id 999"):
+        retrain(regularized(), args, model=softmax_only(), datasets=foreign)
+    with pytest.raises(InputError, match="give --recipe too"):
+        retrain(regularized(temperature_init=0.1), args, model=softmax_only(), datasets=blocks())
+    with pytest.raises(InputError, match="has no softmax temperature"):
+        retrain(regularized(temperature_init=0.1, recipe="SM+R"), args, model=softmax_only(), datasets=blocks())
+    with pytest.raises(InputError, match="--label_smoothing_factor is not supported"):
+        retrain(regularized(), evaluating(tmp_path / "run", label_smoothing_factor=0.1), model=softmax_only())
+    assert not (tmp_path / "run").exists()
