@@ -152,6 +152,9 @@ def _build(document: dict[str, Any], stored: dict[str, Tensor]) -> TransformedMo
         for name, tensor in stored.items()
     }
     tensors |= {alias: tensors[name] for alias, name in document["tied"].items()}
+    # safetensors gives tensors in an order that changes from call to call; an optimizer's state goes by theirs.
+    places = {name: place for place, name in enumerate(trainable)}
+    tensors = {name: tensors[name] for name in sorted(tensors, key=lambda name: (places.get(name, len(places)), name))}
     convention = CallConvention(**(document["convention"] | {"arguments": tuple(document["convention"]["arguments"])}))
     convention.check()
     limit = document["max_positions"]

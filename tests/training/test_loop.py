@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import errno
 import json
 import math
@@ -18,10 +19,11 @@ from torch import nn
 import aero_compile
 from aero_compile.entropy import EntropyRegularizedModel
 from aero_compile.errors import OutputDirError, TrainingError
-from aero_compile.retrain import retrain
+from aero_compile.retrain import RetrainOptions, retrain
 from aero_compile.training.loop import RegularizedTrainer, perplexity
 from aero_compile.training.run_directory import RunDirectory
 from tests.support.tiny_runs import (
+    arguments,
     blocks,
     captured,
     evaluating,
@@ -107,6 +109,17 @@ def test_resume_gives_what_an_uninterrupted_run_gives(tmp_path: Path) -> None:
     record = json.loads((folder / "run.json").read_text())
     assert record["status"] == "finished"
     assert len(record["sessions"]) == 2
+
+
+def test_a_retrained_artifact_is_resumed_with_the_optimizer_states_of_its_parameters(tmp_path: Path) -> None:
+    """The artifact is read anew, and the optimizer's states have numbers instead of names."""
+    artifact = aero_compile.save(captured(), tmp_path / "artifact")
+    options = RetrainOptions(model=str(artifact), recipe="SM+R")
+    whole = retrain(options, arguments(tmp_path / "whole"), datasets=blocks())
+    folder = shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(folder / "checkpoint-6")
+    resumed = retrain(dataclasses.replace(options, resume="last"), arguments(folder), datasets=blocks())
+    assert same_tensors(resumed.model, whole.model)
 
 
 def test_vectors_of_spectral_norms_are_resumed(tmp_path: Path) -> None:
