@@ -73,6 +73,32 @@ def drop_heads(
     model.graph_changed()
 
 
+def mean_outputs(
+    model: TransformedModel, layers: Collection[int], name: str, batches: Sequence[Tensor], *, apart: bool
+) -> dict[Head, Tensor]:
+    """What `output=mean` adds for each head of `layers`, by (layer, number): float64 `[d]`.
+
+    Not `apart`: of a layer whose heads cannot be told apart, each has an equal part of what all of them add. Sizes in
+    the graph of `model` are written another way, of the same values.
+
+    Raises:
+        InputError, UnsupportedGraphError: as `drop_heads`.
+    """
+    read_sizes_from_tokens(model)
+    found: dict[Head, Tensor] = {}
+    gone = frozenset() if apart else heads_left(model)
+    attentions = [each for each in model.structure.attentions if each.layer in layers and each.numbers]
+    parts = [_Layer(model, each, find_projections(model, each).output, gone, name) for each in attentions]
+    for each, mean in zip(parts, mean_features(model, [each.values for each in parts], batches), strict=True):
+        numbers, columns = each.attention.numbers, each.columns
+        whole = None if columns else each.projected(mean, range(len(mean))) / len(numbers)
+        for number in numbers:
+            value = each.projected(mean, columns.of_head(number)) if columns else whole
+            assert value is not None
+            found[each.attention.layer, number] = value
+    return found
+
+
 class _Layer:
     """One attention and the linear layer that its heads' results go into."""
 
@@ -103,14 +129,22 @@ class _Layer:
         assert isinstance(found, fx.Node)
         return found
 
-    def set_mean(self, mean: Tensor) -> None:
-        """Add to the bias what the projection makes of the mean output `[columns]` of the heads that go."""
+    @property
+    def weight(self) -> Tensor:
+        """The projection's weight, `[out, in]`."""
         path, transposed = next(stored(self.model, self.output, self.name))
         weight = self.model.get_parameter(path).detach()
-        weight = weight.t() if transposed else weight
-        taken = self.columns.dropped if self.columns is not None else tuple(range(weight.shape[1]))
-        index = torch.tensor(taken, device=weight.device)
-        value = weight[:, index].double() @ mean.to(weight.device)[index]
+        return weight.t() if transposed else weight
+
+    def projected(self, mean: Tensor, columns: Sequence[int]) -> Tensor:
+        """What the projection makes of `columns` of its mean input `[in]`, float64 `[out]`."""
+        index = torch.tensor(columns, device=self.weight.device)
+        return self.weight[:, index].double() @ mean.to(self.weight.device)[index]
+
+    def set_mean(self, mean: Tensor) -> None:
+        """Add to the bias what the projection makes of the mean output `[columns]` of the heads that go."""
+        weight = self.weight
+        value = self.projected(mean, self.columns.dropped if self.columns else range(weight.shape[1]))
         names = [name for name, _ in stored(self.model, self.output, self.name)][1:]
         if names:
             old = self.model.get_parameter(names[0])

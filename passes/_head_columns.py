@@ -79,6 +79,13 @@ class HeadColumns:
             raise UnsupportedGraphError(f"{self.name}: values change places between positions at {place(part.product)}")
         return {self._at[self._starts[part] + i]: row for i, row in enumerate(rows[0, 0].tolist())}
 
+    def of_head(self, number: int) -> tuple[int, ...]:
+        """The columns that read the head `number`."""
+        (part,) = [each for each in self._parts if number in each.numbers]
+        width = self._widths[part]
+        first = self._starts[part] + part.numbers.index(number) * width
+        return tuple(self._at[first + i] for i in range(width))
+
     def _runs(self) -> Iterator[tuple[_Part, int, int]]:
         """The heads that are left in the order of their numbers, as runs of heads of one part."""
         left = sorted((part.numbers[i], k, part) for part in self._parts for k, i in enumerate(part.places))
@@ -129,9 +136,10 @@ class HeadColumns:
         self._at = {place: column for column, place in enumerate(wanted)}
         sizes = itertools.accumulate((each[0, 0].numel() for each in rows.values()), initial=0)
         self._starts = dict(zip(rows, sizes, strict=False))
+        self._widths = {part: int(each.shape[-1]) for part, each in rows.items()}
         kept: list[int] = []
         for part, low, high in self._runs():
-            width = rows[part].shape[-1]
+            width = self._widths[part]
             kept += [self._starts[part] + head * width + i for head in part.places[low:high] for i in range(width)]
         self.kept = tuple(self._at[column] for column in kept)
         self.dropped = tuple(sorted(set(self._at.values()) - set(self.kept)))

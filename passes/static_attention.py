@@ -120,9 +120,7 @@ class StaticAttention(CalibratedPass):
                     "calibration=tokens) token ids [B, T], or an iterable of such batches"
                 )
             mean = _mean_attention(model, chosen, batches)
-            return {
-                head: (_by_distance(p) if form == "relative" else p).clamp_min(LEAST).log() for head, p in mean.items()
-            }
+            return {head: scores_of(p, form) for head, p in mean.items()}
         if self.pattern == "uniform":
             return {}
         length = self.max_positions or model.max_positions
@@ -170,6 +168,11 @@ def _mean_attention(
         for i, number in enumerate(numbers)
     }
     return {head: every[head] for head in chosen}
+
+
+def scores_of(mean: Tensor, form: str) -> Tensor:
+    """What a head's softmax is over whose mean attention is `[T, T]`: `[T, T]` for `mean`, `[T]` for `relative`."""
+    return (_by_distance(mean) if form == "relative" else mean).clamp_min(LEAST).log()
 
 
 def _by_distance(mean: Tensor) -> Tensor:

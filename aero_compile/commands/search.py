@@ -39,7 +39,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="blocks of T tokens of each side (default: %(default)s)",
     )
-    text = "kinds of choices, divided by commas: norms, activations, heads (default: all that the model has)"
+    text = (
+        "kinds of choices, divided by commas: norms, heads, activations (the default), static-patterns, drops, local, "
+        "layers, neurons; see docs/search.md"
+    )
     add("--choices", type=names, metavar="LIST", help=text)
     text = "what goes first is found by: greedy, single, relaxation, entropy or random (default: %(default)s)"
     add("--order", default="greedy", help=text)

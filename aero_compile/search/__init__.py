@@ -47,7 +47,7 @@ def search(
         seq_len: tokens of the text that is priced.
         calibration: token ids int64 `[B, T]`, or an iterable of such batches, on which losses are measured.
         held_out: the same, on which the losses of the curve are measured as well; None: they are not.
-        choices: kinds of choices, names of `aero_compile.search.choices.CHOICES`; None: all that the model has.
+        choices: kinds of choices, names of `aero_compile.search.choices.CHOICES`; None: norms, heads and activations.
         order: how what goes first is found: "greedy" (by loss for what it saves, measured again as others go),
             "single" (by the loss of each alone), "relaxation" (by weights of all alternatives, trained together),
             "entropy" (heads of the highest mean attention entropy first, for heads alone) or "random".

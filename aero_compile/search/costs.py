@@ -1,8 +1,10 @@
 """What decisions would cost: full estimates of few programs, and sums of their differences for all others.
 
-Layers that cost alike save alike, so each alternative is estimated in one of them. Heads of a layer that keep a softmax
-share what the softmaxes have in common (rounds, queries and keys of the layer): a layer of H heads is estimated with
-H − 1 of them replaced and with all H, and what lies between is taken as linear.
+Layers that cost alike save alike, so each alternative is estimated in one of them. The heads of a layer share what
+costs less for all of them together, at three levels: a softmax (rounds, queries and keys of the layer), a fixed pattern
+(values, which exact passes fold where nothing else reads them), nothing. A layer of H heads is estimated with H − 1 of
+them replaced, with all H, and with one that has a fixed pattern and H − 1 that are gone; what lies between is taken as
+linear.
 """
 
 from __future__ import annotations
@@ -14,12 +16,15 @@ from typing import Any
 
 from aero_compile.analysis.structure import block_prefixes
 from aero_compile.model import TransformedModel
-from aero_compile.search.sites import Decisions, Site
+from aero_compile.search.sites import Decisions, Site, in_force
 
 MEASURES = ("bytes", "seconds", "rounds", "messages")
 
 _ALIKE = 0.05
 """Layers of the same operators cost alike if their bytes differ by less than this share."""
+
+_Counts = Mapping[str, int]
+"""How many operations of a group cost what is named; those that stay as they are do not count."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +76,9 @@ class Costs:
         base = measure({})
         self.base = base.price
         ordered = sorted(sites, key=lambda site: str(site.group))
-        self._groups = [tuple(own) for _, own in groupby(ordered, key=lambda site: site.group)]
-        self._class = {group[0].group: self._like(group, base) for group in self._groups}
-        self._changes: dict[tuple[object, str, int], Price] = {}
+        self._groups = [_Group(tuple(own)) for _, own in groupby(ordered, key=lambda site: site.group)]
+        self._class = {group.key: self._like(group, base) for group in self._groups}
+        self._changes: dict[tuple[object, frozenset[tuple[str, int]]], Price] = {}
 
     def wanted(self) -> list[dict[Site, str]]:
         """The decisions whose full estimates prices are made of."""
@@ -86,40 +91,119 @@ class Costs:
 
     def of(self, decisions: Decisions) -> Price:
         """The price of `decisions`: the base and what each group of sites changes."""
-        total = self.base
+        total, taken = self.base, in_force(decisions)
         for group in self._groups:
-            taken = [decisions.get(site, site.options[0]) for site in group]
-            for option in dict.fromkeys(taken):
-                if option != group[0].options[0]:
-                    total = total.plus(self._change(group, option, taken.count(option)))
+            counts = group.counts(taken)
+            if counts:
+                total = total.plus(self._change(group, counts))
         return total
 
-    def _change(self, group: tuple[Site, ...], option: str, count: int) -> Price:
-        size, kind = len(group), self._class[group[0].group]
-        if count == size:
-            return self._changes[kind, option, size]
-        return Price().plus(self._changes[kind, option, size - 1], count / (size - 1))
+    def _change(self, group: _Group, counts: _Counts) -> Price:
+        if len(counts) == 1 and sum(counts.values()) == group.size:
+            return self._sample(group, counts)
+        kept = sum(counts.values()) < group.size
+        level = group.top if kept else max(group.levels[name] for name in counts)
+        total = Price()
+        for name, count in counts.items():
+            total = total.plus(self._each(group, name, level), count)
+        return total
 
-    def _samples(self) -> list[tuple[tuple[object, str, int], dict[Site, str]]]:
-        """One group of each class, in the middle of the model, with all but one and all of its sites replaced."""
+    def _each(self, group: _Group, name: str, level: int) -> Price:
+        """What one operation changes in a group that needs what is shared up to `level`."""
+        most = group.size - 1
+        if level == group.top:
+            return Price().plus(self._sample(group, {name: most}), 1 / most)
+        if group.levels[name] == level:
+            return Price().plus(self._sample(group, {name: group.size}), 1 / group.size)
+        one = group.first_at(level)
+        rest = self._sample(group, {one: 1, name: most}).plus(self._each(group, one, level), -1.0)
+        return Price().plus(rest, 1 / most)
+
+    def _sample(self, group: _Group, counts: _Counts) -> Price:
+        return self._changes[self._class[group.key], frozenset(counts.items())]
+
+    def _samples(self) -> list[tuple[tuple[object, frozenset[tuple[str, int]]], dict[Site, str]]]:
+        """One group of each class, in the middle of the model, in all mixtures that prices are made of."""
         found = []
         for kind in dict.fromkeys(self._class.values()):
-            members = [group for group in self._groups if self._class[group[0].group] == kind]
+            members = [group for group in self._groups if self._class[group.key] == kind]
             group = members[len(members) // 2]
-            for option in group[0].options[1:]:
-                for count in sorted({len(group), max(1, len(group) - 1)}):
-                    found.append(((kind, option, count), dict.fromkeys(group[:count], option)))
+            found += [((kind, frozenset(c.items())), group.decisions(c)) for c in group.mixtures()]
         return found
 
-    def _like(self, group: tuple[Site, ...], base: Estimated) -> object:
-        """What groups have in common that cost alike: kind, part, options, size, and the first layer like theirs."""
-        site = group[0]
-        alike = site.layer
-        for layer in range(site.layer or 0):
-            if _alike(base.layers.get(layer, ()), base.layers.get(site.layer or 0, ())):
+    def _like(self, group: _Group, base: Estimated) -> object:
+        """What groups have in common that cost alike: part, prices, size, and the first layer like theirs."""
+        part, own = group.key
+        alike = own
+        for layer in range(own or 0):
+            if _alike(base.layers.get(layer, ()), base.layers.get(own or 0, ())):
                 alike = layer
                 break
-        return site.kind, site.part, site.options, len(group), alike
+        return part, tuple(group.levels.items()), group.size, alike
+
+
+class _Group:
+    """Sites that cost less together, and perhaps one that decides for all of them.
+
+    Attributes:
+        key: what they have in common.
+        size: operations.
+        levels: for the name of each price but the present one's up to which level it needs what is shared.
+        top: the level of the present option.
+    """
+
+    def __init__(self, sites: Sequence[Site]) -> None:
+        self.key = sites[0].group
+        self._sites = sites
+        self._singles = [site for site in sites if not site.covers]
+        self.size = len(self._singles) or sites[0].covers
+        self.top = sites[0].price_of(sites[0].options[0]).level
+        prices = [site.price_of(option) for site in sites for option in site.options[1:]]
+        self.levels = {price.name: price.level for price in prices}
+
+    def counts(self, taken: Decisions) -> dict[str, int]:
+        """The counts of decisions that are in force."""
+        found: dict[str, int] = {}
+        for site in self._sites:
+            option = taken.get(site, site.options[0])
+            if option != site.options[0]:
+                name = site.price_of(option).name
+                found[name] = found.get(name, 0) + (site.covers or 1)
+        return found
+
+    def first_at(self, level: int) -> str:
+        """The first price of that level that a single operation can have."""
+        return next(name for name in self._of_one() if self.levels[name] == level)
+
+    def mixtures(self) -> list[_Counts]:
+        """What is estimated: all operations alike, all but one, and one of each level with all others below it."""
+        found: list[_Counts] = []
+        most = self.size - 1
+        for name, own in self.levels.items():
+            found.append({name: self.size})
+            if most and name in self._of_one():
+                found.append({name: most})
+                higher = sorted({self.levels[other] for other in self._of_one() if own < self.levels[other] < self.top})
+                found += [{self.first_at(level): 1, name: most} for level in higher]
+        return found
+
+    def decisions(self, counts: _Counts) -> dict[Site, str]:
+        """Decisions that have these counts."""
+        for site in self._sites:
+            whole = [name for name, count in counts.items() if count == self.size and name in _options(site)]
+            if site.covers and whole:
+                return {site: _options(site)[whole[0]]}
+        names = [name for name, count in counts.items() for _ in range(count)]
+        return {site: _options(site)[name] for site, name in zip(self._singles, names, strict=False)}
+
+    def _of_one(self) -> list[str]:
+        """The prices that a single operation can have."""
+        return [name for name in self.levels if any(name in _options(site) for site in self._singles[:1])]
+
+
+def _options(site: Site) -> dict[str, str]:
+    """The first option of each price, by its name."""
+    return {site.price_of(option).name: option for option in reversed(site.options[1:])}
 
 
 def _alike(one: Sequence[tuple[str, float]], other: Sequence[tuple[str, float]]) -> bool:

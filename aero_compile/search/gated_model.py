@@ -23,6 +23,7 @@ class GatedModel:
     """The logits of `model`, whose weights are shared, with gates at the sites of `choices`.
 
     Attributes:
+        of_choice: the sites of each choice that has any.
         sites: all of them, in the order of the gates.
         starts: the place of each site's first option among the gates; the options of a site follow each other.
     """
@@ -31,24 +32,29 @@ class GatedModel:
         shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         twin: TransformedModel = copy.deepcopy(model, shared).eval()
         self._model = twin
-        of_choice = {choice: choice.sites(twin) for choice in choices}
-        self.sites = tuple(site for sites in of_choice.values() for site in sites)
+        found = {choice: choice.sites(twin) for choice in choices}
+        self.of_choice = {choice: sites for choice, sites in found.items() if sites}
+        self.sites = tuple(site for sites in self.of_choice.values() for site in sites)
         self.starts: dict[Site, int] = {}
         self.total = 0
         for site in self.sites:
             self.starts[site] = self.total
             self.total += len(site.options)
+        measured = {choice: choice.measure(twin, sites, calibration) for choice, sites in self.of_choice.items()}
         with twin.graph.inserting_before(next(iter(twin.graph.nodes))):
             gates = twin.graph.placeholder("search_gates")
-        for choice, sites in of_choice.items():
-            if sites:
-                choice.put_gates(twin, sites, GateInput(gates, self.starts), calibration)
+        for choice, sites in self.of_choice.items():
+            choice.put_gates(twin, sites, GateInput(gates, self.starts), measured[choice])
         self._run, self._inputs = _logits(twin)
         for name in model.convention.extras:
             if name in self._inputs:
                 raise InputError(
                     f"{model.convention.family} cannot be searched on tokens alone: it takes {name} as well"
                 )
+
+    def check_tokens(self, tokens: Tensor) -> None:
+        """Raise InputError for token ids `[B, T]` that the program cannot take."""
+        self._model.check_tokens(tokens)
 
     def gates(self, decisions: Decisions) -> Tensor:
         """Gates `[total]` that are one on what `decisions` say, and on what each other site is."""

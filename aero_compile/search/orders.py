@@ -33,14 +33,18 @@ class Problem:
 
     def moves(self) -> list[dict[Site, str]]:
         """Singles, and whole groups at once: the last softmax of a layer may save more than all before it."""
+        covered = {(site.group, option) for site in self.sites if site.covers for option in site.options}
         several = [group for group in self.groups() if len(group) > 1]
-        return [*self.singles(), *(dict.fromkeys(group, o) for group in several for o in group[0].options[1:])]
+        return [
+            *self.singles(),
+            *(dict.fromkeys(g, o) for g in several for o in g[0].options[1:] if (g[0].group, o) not in covered),
+        ]
 
     def groups(self) -> list[list[Site]]:
-        """Sites that cost less together."""
+        """Sites that cost less together; one that covers others is by itself."""
         found: dict[object, list[Site]] = {}
         for site in self.sites:
-            found.setdefault(site.group, []).append(site)
+            found.setdefault((site.group, site.covers), []).append(site)
         return list(found.values())
 
     def cheapest(self) -> dict[Site, str]:

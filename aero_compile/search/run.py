@@ -18,15 +18,15 @@ from aero_compile.pipeline import transform
 from aero_compile.runtime.costs.model import estimate
 from aero_compile.runtime.hosts.network_spec import Network
 from aero_compile.search.budget import Budget, amount, parse_budget
-from aero_compile.search.choices import CHOICES
-from aero_compile.search.choices.heads import HeadPatterns
+from aero_compile.search.choices import DEFAULT, choices_of
+from aero_compile.search.choices.attention import HEADS
 from aero_compile.search.costs import Costs, Estimated, Price, estimated
 from aero_compile.search.gated_model import GatedModel
 from aero_compile.search.orders import Problem, at_random, by_score, greedy, single
 from aero_compile.search.progress import Meter
 from aero_compile.search.relaxation import Relaxation
 from aero_compile.search.result import Point, SearchResult
-from aero_compile.search.sites import Choice, Decisions, Site, key_of
+from aero_compile.search.sites import Decisions, Site, in_force, key_of
 from aero_compile.search.state import State, identity_of
 
 ORDERS = ("greedy", "single", "relaxation", "entropy", "random")
@@ -69,9 +69,7 @@ class Search:
         for order in (settings.order, *settings.compare):
             if order not in ORDERS:
                 raise InputError(f"unknown order {order!r}{nearest(order, ORDERS)}")
-        for name in settings.choices or ():
-            if name not in CHOICES:
-                raise InputError(f"unknown kind of choice {name!r}{nearest(name, CHOICES)}")
+        wanted = choices_of(settings.choices)
         for name in ("probe_tokens", "relaxation_steps"):
             if getattr(settings, name) < 1:
                 raise InputError(f"{name} must be at least 1, not {getattr(settings, name)}")
@@ -82,10 +80,8 @@ class Search:
         self._model = transform(model, "baseline").eval()
         if next(self._model.parameters()).is_meta:
             raise InputError("a search measures losses, and the model has no weights (it is on the meta device)")
-        wanted = [choice for name, choice in CHOICES.items() if settings.choices is None or name in settings.choices]
-        self._choices: list[Choice] = [choice for choice in wanted if choice.sites(self._model)]
-        if not self._choices:
-            names = ", ".join(choice.name for choice in wanted)
+        if not any(choice.sites(self._model) for choice in wanted):
+            names = ", ".join(settings.choices or DEFAULT)
             raise UnsupportedGraphError(f"{self._model.convention.family} has nothing to choose of: {names}")
         for batch in (*self._calibration, *self._held_out):
             self._model.check_tokens(batch)
@@ -94,7 +90,9 @@ class Search:
         what = (settings.seq_len, str(settings.network), settings.logits)
         self._state = State(state, identity_of(self._model, what, self._calibration))
         self._meter = Meter(say)
-        self._gated = GatedModel(self._model, self._choices, self._calibration)
+        self._gated = GatedModel(self._model, wanted, self._calibration)
+        for batch in self._held_out:
+            self._gated.check_tokens(batch)  # what was measured by position may be shorter
         self._probe = _spread(self._calibration, settings.probe_tokens)
         self._costs = Costs(self._gated.sites, self._estimated)
 
@@ -145,8 +143,8 @@ class Search:
     def _recipe(self, decisions: Decisions) -> str:
         """The recipe of `decisions`, as text."""
         passes: list[str] = []
-        for choice in self._choices:
-            passes += choice.passes([site for site in self._gated.sites if site.kind == choice.name], decisions)
+        for choice, sites in self._gated.of_choice.items():
+            passes += choice.passes(sites, decisions)
         return ",".join(passes) or "baseline"
 
     # -- measurements ------------------------------------------------------------------------------------
@@ -210,7 +208,7 @@ class Search:
                 found.append(headwise(entropies) / largest * len(batch))
                 rows += len(batch)
         mean = torch.stack(found).sum(0) / rows
-        heads = [site for site in self._gated.sites if site.kind == HeadPatterns.name]
+        heads = [site for site in self._gated.sites if site.kind == HEADS]
         places = {site: [int(number) for number in site.name.split(".")] for site in heads}
         return {site: float(mean[layer, head]) for site, (layer, head) in places.items()}
 
@@ -250,13 +248,13 @@ class Search:
             return [self._point(path[i]) for i in sorted(chosen)]
 
     def _point(self, decisions: Decisions) -> Point:
-        kinds = [site.kind for site in decisions]
+        kinds = [site.kind for site in in_force(decisions)]
         return Point(
             self._recipe(decisions),
             self._costs.of(decisions),
             self._loss(decisions, self._calibration),
             self._loss(decisions, self._held_out) if self._held_out else None,
-            {choice.name: kinds.count(choice.name) for choice in self._choices},
+            {kind: kinds.count(kind) for kind in dict.fromkeys(site.kind for site in self._gated.sites)},
         )
 
 

@@ -84,7 +84,9 @@ class RetrainOptions:
         "Give up what --search-budget found in so many stages of equal length; 0: all before the first step.",
     )
     search_choices: str = _option(
-        "heads,activations", "What --search-budget chooses among: norms, activations, heads, divided by commas."
+        "heads,activations",
+        "What --search-budget chooses among, divided by commas: norms, heads, static-patterns, drops, local, layers, "
+        "activations, neurons; see docs/search.md.",
     )
     search_blocks: int = _option(64, "Training blocks on which --search-budget measures losses.")
     dataset: str = _option(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 
 from aero_compile.search.costs import Costs, Estimated, Price
-from aero_compile.search.sites import Decisions, Site
+from aero_compile.search.sites import Decisions, OptionPrice, Site
 
 LAYERS, HEADS = 5, 3
+ROWS = [("softmax", 100.0)]
 SITES = [
     *(Site("activations", str(layer), layer, "ffn", ("gelu", "relu", "none")) for layer in range(LAYERS)),
     *(
@@ -57,6 +59,64 @@ def test_sums_are_exact_where_costs_are_additive() -> None:
         found, true = costs.of(decided), true_price(decided)
         for name in ("bytes", "seconds", "rounds", "messages"):
             assert getattr(found, name) == pytest.approx(getattr(true, name)), name
+
+
+PRICES = (
+    OptionPrice("softmax", 2),
+    OptionPrice("public pattern", 1),
+    OptionPrice("nothing", 0),
+    OptionPrice("nothing", 0),
+    OptionPrice("near", 2),
+)
+OPTIONS = ("softmax", "uniform", "output mean", "none", "near")
+HEADS_WITH_LAYERS = [
+    site
+    for layer in range(LAYERS)
+    for site in (
+        *(Site("heads", f"{layer}.{head}", layer, "heads", OPTIONS, PRICES) for head in range(HEADS)),
+        Site("layers", str(layer), layer, "heads", OPTIONS[:4], PRICES[:4], HEADS),
+    )
+]
+
+
+def shared_price(decided: Decisions) -> Price:
+    """Each head costs by itself, a layer's first softmax and first pattern more."""
+    total = Price(1000.0, 10.0, 100.0, 1000.0)
+    for layer in range(LAYERS):
+        (whole,) = [site for site in HEADS_WITH_LAYERS if site.layer == layer and site.covers]
+        heads = [site for site in HEADS_WITH_LAYERS if site.layer == layer and not site.covers]
+        taken = [decided.get(site, "softmax") for site in heads]
+        if decided.get(whole, "softmax") != "softmax":
+            taken = [decided[whole]] * HEADS
+        total = total.plus(Price(*[sum({"uniform": 2.0, "near": 7.0, "softmax": 10.0}.get(o, 0.0) for o in taken)] * 4))
+        total = total.plus(Price(30.0, 0.0, 8.0, 2.0), bool({"softmax", "near"} & {*taken}))
+        total = total.plus(Price(11.0, 0.5, 3.0, 2.0), taken != [o for o in taken if o in ("none", "output mean")])
+    return total
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_heads_share_goes_with_the_last_of_them(seed: int) -> None:
+    """Whatever is mixed in a layer, and whether it goes as a whole or head by head."""
+    pick = random.Random(seed)
+    costs = Costs(
+        HEADS_WITH_LAYERS, lambda decided: Estimated(shared_price(decided), dict.fromkeys(range(LAYERS), ROWS))
+    )
+    costs.measure()
+    few = pick.sample(OPTIONS, pick.randint(1, len(OPTIONS)))
+    decided = {site: pick.choice(few) for site in HEADS_WITH_LAYERS if not site.covers or pick.random() < 0.3}
+    decided = {site: option for site, option in decided.items() if option in site.options}
+    found, true = costs.of(decided), shared_price(decided)
+    for name in ("bytes", "seconds", "rounds", "messages"):
+        assert getattr(found, name) == pytest.approx(getattr(true, name)), name
+
+
+def test_whole_layers_alone_need_one_estimate_each() -> None:
+    whole = [site for site in HEADS_WITH_LAYERS if site.covers]
+    costs = Costs(whole, lambda decided: Estimated(shared_price(decided), dict.fromkeys(range(LAYERS), ROWS)))
+    assert len(costs.wanted()) == 2
+    costs.measure()
+    decided = {whole[0]: "none", whole[3]: "uniform"}
+    assert costs.of(decided).bytes == pytest.approx(shared_price(decided).bytes)
 
 
 def test_layers_of_other_operators_are_estimated_by_themselves() -> None:

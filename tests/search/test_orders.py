@@ -70,6 +70,17 @@ def test_a_whole_group_goes_where_its_last_member_saves() -> None:
     assert names(list(greedy(problem))) == ["1.0,1.1", "0.0,0.1"]
 
 
+def test_a_site_that_covers_a_group_stands_for_its_moves() -> None:
+    """Heads of a layer go together by the layer's own site where that offers it, and by their own where not."""
+    heads = [Site("heads", f"0.{head}", 0, "heads", ("softmax", "mean", "none")) for head in range(2)]
+    layer = Site("layers", "0", 0, "heads", ("softmax", "none"), (), 2)
+    problem = Problem([*heads, layer], lambda decided: 0.0, lambda decided: 0.0)
+    assert problem.groups() == [heads, [layer]]
+    moves = [{site.name: option for site, option in move.items()} for move in problem.moves()]
+    singles = [{f"0.{head}": option} for head in range(2) for option in ("mean", "none")]
+    assert moves == [*singles, {"0": "none"}, {"0.0": "mean", "0.1": "mean"}]
+
+
 def test_the_options_of_a_site_follow_each_other() -> None:
     own = sites("a", "b", options=("gelu", "relu", "none"))
     loss, saved = {"relu": 0.1, "none": 1.0}, {"relu": 5.0, "none": 8.0}

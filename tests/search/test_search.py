@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ import aero_compile
 from aero_compile import AeroError
 from aero_compile.errors import InputError, UnsupportedGraphError
 from aero_compile.search import run
-from aero_compile.search.choices import CHOICES
+from aero_compile.search.choices import CHOICES, DEFAULT, choices_of
+from aero_compile.search.choices.attention import HEADS, LAYERS
 from aero_compile.search.gated_model import GatedModel
 from aero_compile.search.result import SearchResult
+from aero_compile.search.sites import in_force
 from tests.support import tiny_models
 from tests.support.counted_costs import counted
 
@@ -116,6 +119,9 @@ def test_what_is_written(tmp_path: Path) -> None:
     [
         ({"order": "greddy"}, InputError, "unknown order 'greddy'.*greedy"),
         ({"choices": ("norm",)}, InputError, "unknown kind of choice 'norm'.*norms"),
+        ({"choices": ("heads:2",)}, InputError, "unknown kind of choice 'heads:2'"),
+        ({"choices": ("local:0",)}, InputError, "'local:0': a window is a number of positions"),
+        ({"choices": ("static-patterns",), "held_out": tiny_models.tokens(2, 11)}, InputError, "has 9 positions"),
         ({"probe_tokens": 0}, InputError, "probe_tokens must be at least 1"),
         ({"calibration": tiny_models.tokens(2, 1)}, InputError, "two tokens"),
         ({"calibration": torch.full((1, 5), 10**6)}, InputError, "outside the vocabulary"),
@@ -129,9 +135,44 @@ def test_mistakes(options: dict[str, Any], error: type[AeroError], message: str)
 
 def test_a_model_without_any_choice() -> None:
     linear = aero_compile.transform(tiny_models.captured("gpt2-eager"), "norm_free_linear")
-    with pytest.raises(UnsupportedGraphError, match="nothing to choose of: norms, activations"):
+    with pytest.raises(UnsupportedGraphError, match="nothing to choose of: activations, norms"):
         aero_compile.search(linear, calibration=CALIBRATION, choices=("activations", "norms"), seq_len=9)
 
 
-def test_every_kind_is_tried_by_default() -> None:
-    assert set(searched(choices=None).base.given_up) == set(CHOICES)
+def test_whole_layers_go() -> None:
+    """The recipe of a budget without any attention is what its price and its loss are of."""
+    limit = base() - 34_000_000
+    found = searched(f"{limit} B", choices=("layers",), probe_tokens=9)
+    made = aero_compile.transform(tiny_models.source("gpt2-eager"), found.recipe, calibration=CALIBRATION)
+    assert counted(made, 9).bytes == found.price.bytes == limit
+    assert GatedModel(made, (), ()).loss({}, (CALIBRATION,)) == pytest.approx(found.loss)
+    assert found.curve[-1].given_up == {"layers": 2}
+
+
+def test_heads_that_a_whole_layer_overrides_are_no_decisions() -> None:
+    (choice,) = choices_of(("layers", "heads"))
+    sites = choice.sites(tiny_models.captured("gpt2-eager"))
+    first = [site for site in sites if site.layer == 0]
+    decided = {**dict.fromkeys(first[:2], "uniform"), first[-1]: "none", sites[-2]: "uniform"}
+    assert in_force(decided) == {first[-1]: "none", sites[-2]: "uniform"}
+    assert choice.passes(sites, decided) == ("drop-attention{layers=0}", f"static-attention{{heads={sites[-2].name}}}")
+
+
+def test_every_kind_composes_with_every_other() -> None:
+    """Passes that measure change what the next one measures a little; all of them find what they look for."""
+    model, pick = tiny_models.captured("gpt2-eager"), random.Random(0)
+    gated = GatedModel(model, choices_of(("local:3", *CHOICES)), (CALIBRATION,))
+    for _ in range(2):
+        decided = {site: pick.choice(site.options) for site in gated.sites}
+        passes = [p for choice, sites in gated.of_choice.items() for p in choice.passes(sites, decided)]
+        made = aero_compile.transform(model, ",".join(passes), calibration=CALIBRATION)
+        taken = in_force(decided)
+        gone = {"uniform", "mean", "relative", "none", "output mean"}
+        static = sum(
+            site.covers or 1 for site, option in taken.items() if option in gone and site.kind in (HEADS, LAYERS)
+        )
+        assert sum(each.heads for each in made.structure.attentions) == sum(model.num_heads) - static, passes
+
+
+def test_what_is_tried_by_default() -> None:
+    assert set(searched(choices=None).base.given_up) == set(DEFAULT)

@@ -1,66 +1,100 @@
-"""activations: each layer's FFN keeps its activation, has ReLU, or none."""
+"""activations: each layer's FFN keeps its activation, has ReLU, or none; all its neurons or a share of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+from aero_compile.analysis.parts import FeedForward, Structure
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
 from aero_compile.search.sites import Choice, Decisions, GateInput, Site, numbers
 
+_SHARES: Mapping[str, float] = {"half": 0.5, "quarter": 0.25}
+"""Neurons that keep an activation, the first ones."""
 
+
+@dataclass(frozen=True)
 class Activations(Choice):
-    """`gelu-to-relu{layers=…}` and `gelu-to-identity{keep=…}`."""
+    """`gelu-to-relu{layers=…}` and `gelu-to-identity{keep=…,keep_fraction=…}`.
 
-    name: ClassVar[str] = "activations"
+    Options:
+        whole: ReLU and none are offered.
+        shares: the activation, or ReLU, in a share of the neurons is offered, where it has one entry for each.
+    """
+
+    whole: bool = True
+    shares: bool = False
 
     def sites(self, model: TransformedModel) -> tuple[Site, ...]:
-        kinds: dict[int, set[str]] = {}
+        of_layer: dict[int, list[FeedForward]] = {}
         for ffn in model.structure.ffns:
             if ffn.activations:
-                kinds.setdefault(ffn.layer, set()).update(each.kind for each in ffn.activations)
-        layers = model.num_layers
-        return tuple(
-            Site(self.name, str(layer), layer, f"ffn of {layers}", (_now(kinds[layer]), *_others(kinds[layer])))
-            for layer in sorted(kinds)
-        )
+                of_layer.setdefault(ffn.layer, []).append(ffn)
+        found = []
+        for layer, ffns in sorted(of_layer.items()):
+            kinds = {each.kind for ffn in ffns for each in ffn.activations}
+            forms = ("",) if kinds == {"relu"} else ("", "relu")
+            options = [*forms[1:], "none"] if self.whole else []
+            if self.shares and _by_neuron(model.structure, ffns):
+                options += [f"{form} {share}".strip() for form in forms for share in _SHARES]
+            if options:
+                now = "+".join(sorted(kinds))
+                part = f"ffn of {model.num_layers}"
+                found.append(Site("activations", str(layer), layer, part, (now, *options)))
+        return tuple(found)
 
-    def put_gates(
-        self, model: TransformedModel, sites: Sequence[Site], inputs: GateInput, calibration: Sequence[Tensor]
-    ) -> None:
+    def put_gates(self, model: TransformedModel, sites: Sequence[Site], inputs: GateInput, measured: None) -> None:
         of_layer = {site.layer: site for site in sites}
         for ffn in model.structure.ffns:
             site = of_layer.get(ffn.layer)
             for activation in ffn.activations if site is not None else ():
                 assert site is not None
                 behind = Rewriter.after(activation.node)
-                arguments = (activation.node, activation.source, inputs.gates, inputs.starts[site], len(site.options))
+                arguments = (activation.node, activation.source, inputs.gates, inputs.starts[site], site.options[1:])
                 behind.redirect(behind.call(_mixed, *arguments))
 
     def passes(self, sites: Sequence[Site], decisions: Decisions) -> tuple[str, ...]:
-        relu = [site.layer for site in sites if decisions.get(site) == "relu" and site.layer is not None]
-        none = [site.layer for site in sites if decisions.get(site) == "none" and site.layer is not None]
-        layers = int(sites[0].part.rpartition(" ")[2]) if sites else 0
-        kept = [layer for layer in range(layers) if layer not in none]
+        now = {site.layer: (site.options[0], decisions.get(site, site.options[0])) for site in sites}
+        taken = {layer: option for layer, (first, option) in now.items() if option != first}
+        relu = [layer for layer, option in taken.items() if _KNOWN[option][0] and layer is not None]
         found = [f"gelu-to-relu{{layers={numbers(relu)}}}"] if relu else []
-        if none:
-            found.append(f"gelu-to-identity{{keep={numbers(kept)}}}" if kept else "gelu-to-identity")
+        layers = int(sites[0].part.rpartition(" ")[2]) if sites else 0
+        for fraction in (*_SHARES.values(), 0.0):
+            changed = [layer for layer, option in taken.items() if _KNOWN[option][1] == fraction]
+            kept = numbers([layer for layer in range(layers) if layer not in changed])
+            options = [*([f"keep={kept}"] if kept else []), *([f"keep_fraction={fraction}"] if fraction else [])]
+            if changed:
+                found.append(f"gelu-to-identity{{{','.join(options)}}}" if options else "gelu-to-identity")
         return tuple(found)
 
 
-def _now(kinds: set[str]) -> str:
-    return "+".join(sorted(kinds))
+_KNOWN: Mapping[str, tuple[bool, float]] = {
+    "relu": (True, 1.0),
+    "none": (False, 0.0),
+    **{share: (False, fraction) for share, fraction in _SHARES.items()},
+    **{f"relu {share}": (True, fraction) for share, fraction in _SHARES.items()},
+}
+"""For each option whether it is ReLU, and in which part of the neurons an activation stays."""
 
 
-def _others(kinds: set[str]) -> tuple[str, ...]:
-    return ("none",) if kinds == {"relu"} else ("relu", "none")
+def _by_neuron(structure: Structure, ffns: Sequence[FeedForward]) -> bool:
+    """Whether the activations have one entry for each neuron."""
+    values = structure.values
+    widths = [(each.source, cast("fx.Node", ffn.output.args[1])) for ffn in ffns for each in ffn.activations]
+    return all(int(values[source].shape[-1]) == int(values[weight].shape[1]) for source, weight in widths)
 
 
-def _mixed(activated: Tensor, source: Tensor, gates: Tensor, start: int, count: int) -> Tensor:
-    """The activation, ReLU (where it is another one) and the value itself, weighed."""
-    relu = gates[start + 1] * torch.relu(source) if count == 3 else 0.0
-    return gates[start] * activated + relu + gates[start + count - 1] * source
+def _mixed(activated: Tensor, source: Tensor, gates: Tensor, start: int, options: Sequence[str]) -> Tensor:
+    """The activation as it is and as each option has it, weighed."""
+    total = gates[start] * activated
+    for gate, option in zip(gates[start + 1 :], options, strict=False):
+        relu, fraction = _KNOWN[option]
+        value = torch.relu(source) if relu else activated
+        count = round(fraction * source.shape[-1])
+        total = total + gate * torch.cat([value[..., :count], source[..., count:]], -1)
+    return total

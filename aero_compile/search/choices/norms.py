@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -21,21 +20,19 @@ aten = torch.ops.aten
 class Norms(Choice):
     """`freeze-layer-norm{layers=…,norms=…}` and `strip-layer-norm{layers=…,norms=…}`; a norm goes as a whole."""
 
-    name: ClassVar[str] = "norms"
-
     def sites(self, model: TransformedModel) -> tuple[Site, ...]:
         found = dict.fromkeys(_places(model).values())
         return tuple(
-            Site(self.name, _name(layer, part), layer, part, ("kept", "frozen", "none")) for layer, part in found
+            Site("norms", _name(layer, part), layer, part, ("kept", "frozen", "none")) for layer, part in found
         )
 
+    def measure(self, model: TransformedModel, sites: Sequence[Site], calibration: Sequence[Tensor]) -> list[Tensor]:
+        return deviations(model, [NormStatistics(node) for node, _ in _norms(model, sites)], calibration)
+
     def put_gates(
-        self, model: TransformedModel, sites: Sequence[Site], inputs: GateInput, calibration: Sequence[Tensor]
+        self, model: TransformedModel, sites: Sequence[Site], inputs: GateInput, measured: list[Tensor]
     ) -> None:
-        of_place = {(site.layer, site.part): site for site in sites}
-        norms = [(node, of_place[place]) for node, place in _places(model).items() if place in of_place]
-        stds = deviations(model, [NormStatistics(node) for node, _ in norms], calibration)
-        for (node, site), std in zip(norms, stds, strict=True):
+        for (node, site), std in zip(_norms(model, sites), measured, strict=True):
             x, shape, weight, bias, centered = _parts(node)
             behind = Rewriter.after(node)
             frozen = behind.call(frozen_norm, x, len(shape), weight, bias, centered, float(std))
@@ -49,6 +46,11 @@ class Norms(Choice):
                 layers = [site.layer for site in chosen if site.part == part and site.layer is not None]
                 found.append(f"{pass_name}{{{f'layers={numbers(layers)},' if layers else ''}norms={part}}}")
         return tuple(found)
+
+
+def _norms(model: TransformedModel, sites: Sequence[Site]) -> list[tuple[fx.Node, Site]]:
+    of_place = {(site.layer, site.part): site for site in sites}
+    return [(node, of_place[place]) for node, place in _places(model).items() if place in of_place]
 
 
 def _places(model: TransformedModel) -> dict[fx.Node, tuple[int | None, str]]:

@@ -1,0 +1,248 @@
+"""heads and layers: each head, or all of a layer, keep their softmax, attend by a fixed pattern or nearby, or go."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from aero_compile.analysis.head_sets import Head, heads_text
+from aero_compile.analysis.parts import Attention as Part
+from aero_compile.analysis.projections import find_projections, mixed_values, weighted_sum
+from aero_compile.calibration import mean_attention
+from aero_compile.ir.dataflow import placeholder
+from aero_compile.ir.mask_values import MASKED_BELOW, masked
+from aero_compile.ir.rewriter import Rewriter
+from aero_compile.model import TransformedModel
+from aero_compile.passes._dropped_heads import mean_outputs
+from aero_compile.passes.static_attention import scores_of
+from aero_compile.search.sites import Choice, Decisions, GateInput, OptionPrice, Site, in_force, numbers
+
+HEADS, LAYERS = "heads", "layers"
+_NOW = "softmax"
+_WHOLE = ("uniform", "output mean", "none")
+_MEASURED = ("mean", "relative")
+_PRICES: Mapping[str, OptionPrice] = {
+    "uniform": OptionPrice("public pattern", 1),
+    "mean": OptionPrice("server's pattern", 1),
+    "relative": OptionPrice("server's pattern", 1),
+    "output mean": OptionPrice("nothing", 0),
+    "none": OptionPrice("nothing", 0),
+}
+"""What options cost; those that are not here have a softmax."""
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """On text: the scores of patterns by (option, layer), `[H, …]`, and what mean outputs add, `[H, d]` by layer."""
+
+    scores: Mapping[tuple[str, int], Tensor]
+    outputs: Mapping[int, Tensor]
+    length: int
+
+
+@dataclass(frozen=True)
+class Attention(Choice):
+    """`static-attention`, `local-attention` and `drop-heads` of some heads, `drop-attention` of whole layers.
+
+    Options:
+        heads: what each head may be: `uniform`, `mean`, `relative`, `output mean`, `none` or `local N`.
+        layers: the heads of a layer may be `uniform`, `output mean` or `none` together.
+    """
+
+    heads: tuple[str, ...] = ("uniform",)
+    layers: bool = False
+
+    def sites(self, model: TransformedModel) -> tuple[Site, ...]:
+        found = []
+        for each in model.structure.attentions:
+            part, options = f"heads of {each.heads}", (_NOW, *self.heads)
+            names = [f"{each.layer}.{number}" for number in each.numbers[: each.heads]] if self.heads else []
+            found += [Site(HEADS, name, each.layer, part, options, _prices(options)) for name in names]
+            if self.layers and each.heads and not each.static and not _mixed_with_values(model, each):
+                options = (_NOW, *_WHOLE)
+                found.append(Site(LAYERS, str(each.layer), each.layer, part, options, _prices(options), each.heads))
+        return tuple(found)
+
+    def measure(self, model: TransformedModel, sites: Sequence[Site], calibration: Sequence[Tensor]) -> _Measured:
+        layers = {site.layer for site in sites if site.layer is not None}
+        parts = [each for each in model.structure.attentions if each.layer in layers]
+        scores: dict[tuple[str, int], Tensor] = {}
+        for option in _MEASURED if set(_MEASURED) <= {*self.heads} else ():
+            for part in parts:
+                means = [mean for each in mean_attention(model, part.groups, calibration) for mean in each]
+                scores[option, part.layer] = torch.stack([scores_of(mean, option) for mean in means])
+        outputs: dict[int, Tensor] = {}
+        if self.layers or "output mean" in self.heads:
+            shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+            twin = copy.deepcopy(model, shared)
+            found = mean_outputs(twin, layers, "drop-heads", calibration, apart="output mean" in self.heads)
+            outputs = {p.layer: torch.stack([found[head] for head in _heads(p)]) for p in parts}
+        return _Measured(scores, outputs, min(int(batch.shape[1]) for batch in calibration))
+
+    def put_gates(self, model: TransformedModel, sites: Sequence[Site], inputs: GateInput, measured: _Measured) -> None:
+        of_name = {(site.kind, site.name): site for site in sites}
+        for part in model.structure.attentions:
+            own = [of_name.get((HEADS, f"{layer}.{number}")) for layer, number in _heads(part)]
+            whole = of_name.get((LAYERS, str(part.layer)))
+            if whole is not None or None not in own:
+                _put_gates(model, part, own, whole, inputs, measured)
+        if measured.scores:
+            model.max_positions = min(measured.length, model.max_positions or measured.length)
+
+    def passes(self, sites: Sequence[Site], decisions: Decisions) -> tuple[str, ...]:
+        """First what is measured on text, on the model as it is."""
+        own = {site: option for site, option in in_force(decisions).items() if site in {*sites}}
+        found = []
+        for option in dict.fromkeys((*_WHOLE[1:2], *_MEASURED, "none", *sorted(own.values()), "uniform")):
+            taken = [site for site, chosen in own.items() if chosen == option and option != _NOW]
+            layers = [site.layer for site in taken if site.covers and site.layer is not None]
+            if option == "none" and layers:
+                found.append(f"drop-attention{{layers={numbers(layers)}}}")
+                layers = []
+            heads = _text([site for site in taken if not site.covers], layers)
+            if heads:
+                found.append(_PASSES.get(option, f"local-attention{{heads=%s,window={_window(option)}}}") % heads)
+        return tuple(found)
+
+
+_PASSES: Mapping[str, str] = {
+    "uniform": "static-attention{heads=%s}",
+    "mean": "static-attention{heads=%s,pattern=mean}",
+    "relative": "static-attention{heads=%s,pattern=relative}",
+    "output mean": "drop-heads{heads=%s,output=mean}",
+    "none": "drop-heads{heads=%s}",
+}
+
+
+def _window(option: str) -> int:
+    return int(option.rpartition(" ")[2]) if option.startswith("local ") else 0
+
+
+def _prices(options: Sequence[str]) -> tuple[OptionPrice, ...]:
+    return tuple(_PRICES.get(option, OptionPrice(option, 2)) for option in options)
+
+
+def _heads(part: Part) -> list[Head]:
+    """Those with a softmax, in the order of their groups."""
+    return [(part.layer, number) for number in part.numbers[: part.heads]]
+
+
+def _mixed_with_values(model: TransformedModel, part: Part) -> bool:
+    """Whether heads add multiples of their values, which stay without their softmax (shaped-attention)."""
+    products = [weighted_sum(group.softmax, model.structure) for group in part.groups]
+    return any(mixed_values(product, model.structure) is not product for product in products)
+
+
+def _text(heads: Sequence[Site], layers: Sequence[int]) -> str:
+    """These heads, and all of `layers`, as the option `heads` of passes, by layer."""
+    terms = {layer: f"{layer}.*" for layer in layers}
+    for layer in {site.layer for site in heads if site.layer is not None}:
+        terms[layer] = heads_text([(layer, int(s.name.rpartition(".")[2])) for s in heads if s.layer == layer])
+    return "+".join(terms[layer] for layer in sorted(terms))
+
+
+# -- the program -----------------------------------------------------------------------------------------------
+
+
+def _put_gates(
+    model: TransformedModel,
+    part: Part,
+    heads: Sequence[Site | None],
+    whole: Site | None,
+    inputs: GateInput,
+    measured: _Measured,
+) -> None:
+    """Let the heads of `part`, whose sites these are, be sums of their options."""
+    sites = [site for site in (*heads, whole) if site is not None]
+    options = tuple(dict.fromkeys(option for site in sites for option in site.options))
+    tokens, first = placeholder(model.graph, model.convention.tokens), 0
+    output = find_projections(model, part).output if measured.outputs else None
+    all_weights = [_places(site, options, inputs) for site in heads], _places(whole, options, inputs)
+    for group in part.groups:
+        places = all_weights[0][first : first + group.count], all_weights[1]
+        behind = Rewriter.after(group.softmax)
+        weights = behind.call(_weights, inputs.gates, *places)
+        scores = group.softmax.args[0]
+        assert isinstance(scores, fx.Node)
+        branches = {}
+        for option in options:
+            if option in _MEASURED:
+                name = f"search_patterns.{part.layer}.{first}.{option}"
+                table = measured.scores[option, part.layer][first : first + group.count]
+                model.add_tensor(name, table.to(next(model.parameters())))
+                branches[option] = behind.call(_pattern, scores, behind.parameter(name), tokens)
+            elif option == "uniform":
+                branches[option] = behind.call(_uniform, scores, tokens, group.count)
+            elif option.startswith("local "):
+                near = behind.call(_near, scores, _window(option))
+                branches[option] = behind.call(group.softmax.target, near, *group.softmax.args[1:])
+                branches[option].kwargs = group.softmax.kwargs
+        at = [options.index(option) for option in branches]
+        behind.redirect(behind.call(_mixed, group.softmax, [*branches.values()], weights, at, tokens))
+        first += group.count
+    if output is not None and "output mean" in options:
+        name = f"search_outputs.{part.layer}"
+        model.add_tensor(name, measured.outputs[part.layer].to(next(model.parameters())))
+        behind = Rewriter.after(output)
+        weights = behind.call(_weights, inputs.gates, *all_weights)
+        arguments = (output, weights, options.index("output mean"), behind.parameter(name))
+        behind.redirect(behind.call(_with_means, *arguments))
+
+
+def _places(site: Site | None, options: Sequence[str], inputs: GateInput) -> list[int]:
+    """Where among the gates each of `options` has its weight; −1: it is one, −2: it is zero."""
+    if site is None:
+        return [-1] + [-2] * (len(options) - 1)
+    return [inputs.starts[site] + site.options.index(o) if o in site.options else -2 for o in options]
+
+
+def _weights(gates: Tensor, heads: Sequence[Sequence[int]], whole: Sequence[int]) -> Tensor:
+    """Weights `[H, options]` of some heads: their own as far as the whole layer is left to them, and the layer's."""
+    known = torch.cat([gates, gates.new_tensor([0.0, 1.0])])
+    own, layer = known[torch.tensor(heads)], known[torch.tensor(whole)]
+    return layer[0] * own + torch.cat([torch.zeros_like(layer[:1]), layer[1:]])
+
+
+def _apart(value: Tensor, tokens: Tensor, count: int) -> Tensor:
+    """`[B, H, T, T]` of any layout of `count` heads."""
+    return value.reshape(tokens.shape[0], count, *value.shape[-2:])
+
+
+def _uniform(scores: Tensor, tokens: Tensor, count: int) -> Tensor:
+    """The mean of what the mask lets see."""
+    seen = (_apart(scores, tokens, count) > MASKED_BELOW).to(scores)
+    return seen / seen.sum(-1, keepdim=True).clamp_min(1.0)
+
+
+def _pattern(scores: Tensor, table: Tensor, tokens: Tensor) -> Tensor:
+    """A softmax over `table`, `[H, T_max, T_max]` by position or `[H, T_max]` by distance, where the mask lets see."""
+    apart, length = _apart(scores, tokens, len(table)), scores.shape[-1]
+    positions = torch.arange(length, device=scores.device)
+    behind = (positions[:, None] - positions).clamp_min(0)
+    own = table[:, :length, :length] if table.dim() == 3 else table[:, behind]
+    return torch.softmax(own.where(apart > MASKED_BELOW, masked(scores.dtype)), -1)
+
+
+def _near(scores: Tensor, window: int) -> Tensor:
+    """Scores that hide what is `window` or more positions back."""
+    positions = torch.arange(scores.shape[-1], device=scores.device)
+    return scores.where(positions[:, None] - positions < window, masked(scores.dtype))
+
+
+def _mixed(
+    probabilities: Tensor, branches: Sequence[Tensor], weights: Tensor, at: Sequence[int], tokens: Tensor
+) -> Tensor:
+    """Attention `[…, T, T]` of any layout, and its alternatives, weighed; heads that go have none."""
+    total = weights[:, 0, None, None] * _apart(probabilities, tokens, len(weights))
+    for branch, i in zip(branches, at, strict=True):
+        total = total + weights[:, i, None, None] * _apart(branch, tokens, len(weights))
+    return total.reshape(probabilities.shape)
+
+
+def _with_means(output: Tensor, weights: Tensor, at: int, means: Tensor) -> Tensor:
+    """What the output projection gives, and the mean outputs `[H, d]` of heads that go, weighed."""
+    return output + weights[:, at] @ means
