@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from aero_compile.across_processes import process_count, with_means_of_all
 from aero_compile.errors import InputError
 from aero_compile.ir.checkpointing import Checkpointable, Checkpoints
+from aero_compile.score_spread import spread_penalty
 
 Reduction = Literal["algorithm", "listing"]
 REDUCTIONS: tuple[Reduction, ...] = ("algorithm", "listing")
@@ -142,6 +143,7 @@ class EntropyRegularizedModel(Checkpointable, nn.Module):
     range. `thresholds` is a Parameter `[L, H]`, saved with the module. `warms_up`: the penalty is
     multiplied by `weight_share`, a scalar buffer that whoever trains sets from 0 to 1. `distiller`: adds
     terms that compare the model with a teacher (`aero_compile.training.distillation`), in training alone.
+    `spread_weight`: weight of `aero_compile.score_spread.spread_penalty`; 0 leaves it out.
 
     Everything is computed inside `forward`, so data-parallel wrappers see every parameter. Tied weights
     are written once in `state_dict()` and shared again by `load_state_dict`.
@@ -160,6 +162,7 @@ class EntropyRegularizedModel(Checkpointable, nn.Module):
         reduction: Reduction = "algorithm",
         warms_up: bool = False,
         distiller: Distills | None = None,
+        spread_weight: float = 0.0,
     ) -> None:
         super().__init__()
         if not (math.isfinite(weight) and weight >= 0):
@@ -168,6 +171,8 @@ class EntropyRegularizedModel(Checkpointable, nn.Module):
             raise InputError(f"the margin (gamma) must be a number of at least 0, not {margin}")
         if not 0 <= threshold_init <= 1:
             raise InputError(f"thresholds are fractions of the largest entropy: 0 to 1, not {threshold_init}")
+        if not (math.isfinite(spread_weight) and spread_weight >= 0):
+            raise InputError(f"the weight of the spread must be a number of at least 0, not {spread_weight}")
         if reduction not in REDUCTIONS:
             raise InputError(f"unknown reduction {reduction!r} (known: {', '.join(REDUCTIONS)})")
         heads = [int(count) for count in model.num_heads]  # type: ignore[union-attr]
@@ -175,7 +180,7 @@ class EntropyRegularizedModel(Checkpointable, nn.Module):
             raise InputError(f"entropy regularization needs equally many heads in every layer, not {heads}")
         self.model = model
         self.weight, self.margin, self.reduction = weight, margin, reduction
-        self.distiller = distiller
+        self.distiller, self.spread_weight = distiller, spread_weight
         self.thresholds = nn.Parameter(
             torch.full((len(heads), max(heads)), float(threshold_init)), requires_grad=weight > 0
         )
@@ -197,19 +202,23 @@ class EntropyRegularizedModel(Checkpointable, nn.Module):
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         output_entropies: bool = False,
+        output_spreads: bool = False,
     ) -> TrainingOutput:
         """Loss and logits of a batch of token ids `[B, T]`.
 
-        In training mode `loss = cross_entropy + lambda * penalty`; in eval mode it is the plain cross
-        entropy, so that held-out losses compare between settings. Also returned: `logits`
-        `[B, T, V]`, and detached `ce_loss`, `penalty` (scalars) and `entropies`, L tensors `[H]`
-        averaged over batch and positions (always when regularizing, else on `output_entropies`).
+        In training mode `loss = cross_entropy + lambda * penalty + spread_weight * spread_penalty`; in eval mode it is
+        the plain cross entropy, so that held-out losses compare between settings. Also returned: `logits` `[B, T, V]`,
+        and detached `ce_loss`, `penalty`, `spread_penalty` (scalars), `entropies`, L tensors `[H]` averaged over batch
+        and positions (always when regularizing, else on `output_entropies`), and on `output_spreads` the largest
+        spreads of scores over both, L tensors `[H]`.
         """
         regularize = self.training and self.weight > 0 and labels is not None
         wanted = regularize or output_entropies
+        narrows = self.training and self.spread_weight > 0 and labels is not None
+        measured = {"output_entropies": wanted} | ({"output_spreads": True} if narrows or output_spreads else {})
         distiller = self.distiller if self.training and labels is not None else None
         run = self.model if distiller is None else partial(distiller.run, self.model)
-        out = run(input_ids, attention_mask=attention_mask, labels=labels, output_entropies=wanted)
+        out = run(input_ids, attention_mask=attention_mask, labels=labels, **measured)
         result = TrainingOutput()
         if labels is not None:
             result["loss"] = out.loss
@@ -218,10 +227,16 @@ class EntropyRegularizedModel(Checkpointable, nn.Module):
             result["ce_loss"] = out.loss.detach()
         if wanted:
             result["entropies"] = [layer.detach() for layer in _layer_means(out.entropies)]
+        if output_spreads:
+            result["spreads"] = [layer.detach().amax((0, 2)) for layer in out.spreads]
+        if narrows:
+            spread = spread_penalty(out.spreads)
+            result["loss"] = result["loss"] + self.spread_weight * spread
+            result["spread_penalty"] = spread.detach()
         if regularize:
             penalty = self._penalty(out.entropies)
             share = 1.0 if self.weight_share is None else self.weight_share
-            result["loss"] = out.loss + self.weight * share * penalty
+            result["loss"] = result["loss"] + self.weight * share * penalty
             result["penalty"] = penalty.detach()
         if distiller is not None:
             result["loss"] = result["loss"] + (distiller.terms.ce - 1.0) * out.loss

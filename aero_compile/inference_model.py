@@ -62,9 +62,9 @@ class InferenceModel(TransformedModel):
     def _attention_form(self, call: Call) -> AttentionForm:
         return "open"  # what passes for inference leave has no structure to find attention in
 
-    def prepare(self, length: int | None = None) -> TransformedModel:
+    def prepare(self, length: int | None = None, spreads: bool = False) -> TransformedModel:
         """Make the function that calls will need; entropies are not among them."""
-        self._program((0,), False)
+        self._program((0,), ())
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -73,7 +73,7 @@ class InferenceModel(TransformedModel):
         Raises:
             InputError: tokens or arguments that the model cannot take; entropies and losses are not computed here.
         """
-        for name in ("output_entropies", "labels"):
+        for name in ("output_entropies", "output_spreads", "labels"):
             if kwargs.get(name) is not None and kwargs[name] is not False:
                 raise InputError(f"a model for inference takes no {name}; call the model it was made from")
         return super().forward(*args, **kwargs)

@@ -15,9 +15,8 @@ from aero_compile.analysis.layer_cuts import layer_cuts
 from aero_compile.analysis.parts import Heads, StaticHeads, Structure
 from aero_compile.analysis.structure import structure_of
 from aero_compile.attention.rewrite import SHORTEST, attention_forms, describe, rewrite_attention
-from aero_compile.entropy import attention_entropy
+from aero_compile.attention.row_measures import Measure, Measures, by_measure, measured, measures_of
 from aero_compile.errors import InputError
-from aero_compile.ir.attention_weights import attention_weights, row_shares
 from aero_compile.ir.call_convention import (
     Call,
     CallConvention,
@@ -64,7 +63,9 @@ class TransformedModel(Checkpointable, GraphModel):
 
     Every transformed model also takes `labels=` (token ids as in Hugging Face: shifted inside, -100 ignored)
     and `output_entropies=True`, which adds `.entropies`: one tensor `[B, H, T]` in nats for each layer. For it, rows of
-    attention weights that do not sum to one (ReLU, sigmoid) are divided by their sum. Dropped heads have 0.
+    attention weights that do not sum to one (ReLU, sigmoid) are divided by their sum. Dropped heads have 0. With
+    `output_spreads=True` it adds `.spreads` of the same shape: how far the scores of each row spread, which is 0 for
+    heads whose scores depend on no token.
     """
 
     def __init__(
@@ -83,11 +84,12 @@ class TransformedModel(Checkpointable, GraphModel):
         )
         self.history = history
         self.reports: tuple[Any, ...] = ()
-        self._programs: dict[tuple[tuple[int, ...], bool, Checkpoints | None, AttentionForm], Program] = {}
+        self._programs: dict[tuple[tuple[int, ...], Measures, Checkpoints | None, AttentionForm], Program] = {}
         if "class" in convention.output:
             output_class(convention.output["class"])  # now: an import would stop torch.compile
 
     _longest: int = 0  # that `prepare` was asked for
+    _spreads: bool = False
 
     # -- what is inside ---------------------------------------------------------------------------------
 
@@ -139,7 +141,7 @@ class TransformedModel(Checkpointable, GraphModel):
         `attention_weights`.
         """
         nodes: dict[fx.Node, fx.Node] = {}
-        graph = self._select((0,), False, nodes)
+        graph = self._select((0,), (), nodes)
         carry(self, self, nodes)
         names = {self.convention.tokens: "input_ids", self.convention.attention_mask: "attention_mask"}
         for node in graph.nodes:
@@ -153,7 +155,7 @@ class TransformedModel(Checkpointable, GraphModel):
     def _select(
         self,
         outputs: tuple[int, ...],
-        entropies: bool,
+        measures: Measures,
         nodes: dict[fx.Node, fx.Node] | None = None,
         attention: AttentionForm = "open",
     ) -> fx.Graph:
@@ -162,12 +164,12 @@ class TransformedModel(Checkpointable, GraphModel):
         nodes = {} if nodes is None else nodes
         results = graph.graph_copy(self.graph, nodes)
         assert isinstance(results, tuple)
-        taps: Mapping[fx.Node, fx.Node] = {}
+        taps: Mapping[tuple[fx.Node, Measure], fx.Node] = {}
         if attention != "open":
-            taps = rewrite_attention(self, graph, nodes, entropies, attention == "padded")
+            taps = rewrite_attention(self, graph, nodes, measures, attention == "padded")
         chosen: list[Any] = [results[i] for i in outputs]
-        if entropies:
-            chosen += self._entropy_taps(graph, nodes, taps)
+        for measure in measures:
+            chosen += self._measure_taps(graph, nodes, taps, measure)
         graph.output(tuple(chosen))
         remove_dead_nodes(graph)
         for node in list(graph.nodes):
@@ -175,8 +177,12 @@ class TransformedModel(Checkpointable, GraphModel):
                 graph.erase_node(node)
         return graph
 
-    def _entropy_taps(
-        self, graph: fx.Graph, nodes: Mapping[fx.Node, fx.Node], taps: Mapping[fx.Node, fx.Node]
+    def _measure_taps(
+        self,
+        graph: fx.Graph,
+        nodes: Mapping[fx.Node, fx.Node],
+        taps: Mapping[tuple[fx.Node, Measure], fx.Node],
+        measure: Measure,
     ) -> Iterator[fx.Node]:
         first = self.structure.first_token
         if first is None:
@@ -187,29 +193,31 @@ class TransformedModel(Checkpointable, GraphModel):
         for attention in self.structure.attentions:
             groups: tuple[Heads | StaticHeads, ...] = (*attention.groups, *attention.static)
             found = [
-                taps.get(heads.softmax)
-                or graph.call_function(attention_entropy, (_shares(graph, nodes[heads.softmax]),))
+                taps.get((heads.softmax, measure))
+                or measured(graph, nodes[heads.softmax], measure, static=isinstance(heads, StaticHeads))
                 for heads in groups
             ]
             numbers = (*attention.numbers, *attention.dropped)
             args = (found, tokens, [heads.count for heads in groups], numbers, first)
-            yield graph.call_function(_entropies_by_head, args)
+            yield graph.call_function(_by_head, args)
 
-    def prepare(self, length: int | None = None) -> TransformedModel:
+    def prepare(self, length: int | None = None, spreads: bool = False) -> TransformedModel:
         """Make the functions that calls will need now, so that torch.compile finds them; returns the model.
 
         `length`: the most tokens there will be, which is remembered. From 128 on the attention of training and
         evaluation is computed without a matrix of T×T; what torch.compile does not find made keeps the matrix.
+        `spreads`: whether calls will ask for spreads of scores; it is remembered too.
         """
-        self._longest = max(self._longest, length or 0)
+        self._longest, self._spreads = max(self._longest, length or 0), self._spreads or spreads
         forms: list[AttentionForm] = ["open"]
         if self._longest >= SHORTEST:
             forms += ["unpadded", "padded"] if self.convention.attention_mask else ["unpadded"]
-        with_entropies = (False,) if self.structure.first_token is None else (False, True)
+        wanted: list[Measures] = [()] if self.structure.first_token is None else [(), ("entropies",)]
+        wanted += [(*each, "spreads") for each in wanted] if self._spreads else []
         for template in filter(None, (self.convention.output, self.convention.output_with_labels)):
-            for entropies, form in itertools.product(with_entropies, forms):
+            for measures, form in itertools.product(wanted, forms):
                 for checkpoints in {None, self.checkpoints}:
-                    self._program(_wanted(template), entropies, checkpoints, form)
+                    self._program(_wanted(template), measures, checkpoints, form)
         return self
 
     def _set_checkpoints(self, checkpoints: Checkpoints | None) -> None:
@@ -223,15 +231,15 @@ class TransformedModel(Checkpointable, GraphModel):
     def _program(
         self,
         outputs: tuple[int, ...],
-        entropies: bool,
+        measures: Measures,
         checkpoints: Checkpoints | None = None,
         attention: AttentionForm = "open",
     ) -> Program:
-        key = (outputs, entropies, checkpoints, attention)
+        key = (outputs, measures, checkpoints, attention)
         if key not in self._programs:
             copies: dict[fx.Node, fx.Node] = {}
-            whole = self._is_whole(outputs) and not entropies and checkpoints is None and attention == "open"
-            graph = self.graph if whole else self._select(outputs, entropies, copies, attention)
+            whole = self._is_whole(outputs) and not measures and checkpoints is None and attention == "open"
+            graph = self.graph if whole else self._select(outputs, measures, copies, attention)
             inputs = tuple(str(n.target) for n in graph.nodes if n.op == "placeholder")
             if checkpoints is None:
                 self._programs[key] = (compile_graph(graph), inputs)
@@ -260,6 +268,7 @@ class TransformedModel(Checkpointable, GraphModel):
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         output_entropies: bool = False,
+        output_spreads: bool = False,
         **kwargs: Any,
     ) -> Any:
         """Call the model as its source was called.
@@ -270,10 +279,12 @@ class TransformedModel(Checkpointable, GraphModel):
                 that Hugging Face's Trainer can train it. Where the source has no `labels`, the next-token
                 loss is added; where it has no mask, only a mask of ones is taken.
             output_entropies: also return the attention entropies.
+            output_spreads: also return how far the scores of each row of attention spread, the largest that is not
+                masked less the smallest.
 
         Returns:
-            What the source returns. With `output_entropies`, or with `labels` that the source does not know,
-            an object with `.logits`, `.loss` and `.entropies` that can also be indexed.
+            What the source returns. With `output_entropies` or `output_spreads`, or with `labels` that the source does
+            not know, an object with `.logits`, `.loss`, `.entropies` and `.spreads` that can also be indexed.
 
         Raises:
             InputError: an argument that is not part of the captured graph, tokens that are no integer matrix,
@@ -285,25 +296,26 @@ class TransformedModel(Checkpointable, GraphModel):
         require_labels(self, call)
         template = self.convention.template(call)
         wanted = _wanted(template)
+        measures = measures_of(output_entropies, output_spreads)
         checkpoints = self.checkpoints if self.training and torch.is_grad_enabled() else None
         attention = self._attention_form(call)
-        if torch.compiler.is_compiling() and (wanted, output_entropies, checkpoints, attention) not in self._programs:
+        if torch.compiler.is_compiling() and (wanted, measures, checkpoints, attention) not in self._programs:
             attention = "open"
-        run, names = self._program(wanted, output_entropies, checkpoints, attention)
+        run, names = self._program(wanted, measures, checkpoints, attention)
         results = run(self, *[self.in_own_dtype(name, call.inputs[name]) for name in names])
         values = dict(zip(wanted, results, strict=False))
-        entropies: Sequence[Tensor] | None = results[len(wanted) :] if output_entropies else None
+        found = by_measure(measures, results[len(wanted) :])
         loss = None
         if call.labels is not None and call.loss_outside_graph:
             loss = next_token_loss(values[0], call.labels, call.num_items_in_batch)
-        if call.own_output or (output_entropies and not self.convention.returns_model_output):
+        if call.own_output or (measures and not self.convention.returns_model_output):
             graph_loss = values.get(self.convention.loss_index) if self.convention.loss_index else None
             return CausalOutput(
                 logits=values[0],
                 loss=loss if loss is not None else graph_loss,
-                entropies=None if entropies is None else tuple(entropies),
+                **found,
             )
-        return build_output(template, values, loss, entropies, as_tuple=call.as_tuple)
+        return build_output(template, values, loss, found, as_tuple=call.as_tuple)
 
     def check_tokens(self, tokens: Tensor) -> None:
         """Raise InputError for token ids `[B, T]` that are too long or, on the CPU, outside the vocabulary."""
@@ -363,22 +375,17 @@ def _wanted(template: Template) -> tuple[int, ...]:
     return (0, *(index for index in leaf_indices(template) if index != 0))
 
 
-def _shares(graph: fx.Graph, weights: fx.Node) -> fx.Node:
-    """Attention weights whose rows sum to one, whatever made them."""
-    return graph.call_function(row_shares, (weights,)) if weights.target is attention_weights else weights
-
-
-def _entropies_by_head(
-    entropies: Sequence[Tensor], tokens: Tensor, heads: Sequence[int], numbers: Sequence[int], first: int
+def _by_head(
+    rows: Sequence[Tensor], tokens: Tensor, heads: Sequence[int], numbers: Sequence[int], first: int
 ) -> Tensor:
-    """Entropies of one layer, `[B, H, T]`, from those of rows in any layout (heads in a list, or folded into B).
+    """What is measured of one layer, `[B, H, T]`, from that of rows in any layout (heads in a list, or folded into B).
 
     `first`: row of the first token; other rows are learned positions. `numbers`: where each head belongs. Probabilities
     that are the same for all texts, or for all heads, come once. Those behind the others were dropped: theirs is 0.
     """
     batch, length = tokens.shape
     parts = []
-    for found, count in zip(entropies, heads, strict=True):
+    for found, count in zip(rows, heads, strict=True):
         if found.numel() != batch * count * found.shape[-1]:
             found = found.expand(batch, count, -1)
         parts.append(found.reshape(batch, count, -1)[..., first : first + length])

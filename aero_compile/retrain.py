@@ -135,23 +135,31 @@ def _set_up(plan: Plan, built: Built) -> RegularizedTrainer:
     logger.info("model: %s, recipe %s", plan.source.description, transformed.recipe or "none")
     if data.train.context >= SHORTEST:
         logger.info(transformed.describe_attention())
+        if plan.options.spread_weight:
+            logger.info("spreads of scores are measured in blocks of rows: what is fused is computed so in training")
     return trainer
 
 
 def _trainer(plan: Plan, built: Built) -> RegularizedTrainer:
     options, distiller = plan.options, None
     transformed, data, teacher = built.model, built.data, built.teacher
+    if options.spread_weight and not _has_softmax(transformed):
+        raise InputError(
+            f"--spread-weight is for the scores of a softmax, and {plan.source.description} with the recipe "
+            f"{transformed.recipe or 'none'} has none"
+        )
     if teacher is not None and plan.distillation is not None:
         check_context(plan.context, teacher.max_positions)
         distiller = Distiller(teacher, transformed, plan.distillation)
     wrapper = EntropyRegularizedModel(
-        transformed.train().prepare(data.train.context),
+        transformed.train().prepare(data.train.context, spreads=options.spread_weight > 0),
         weight=options.weight,
         margin=options.gamma,
         threshold_init=options.threshold_init,
         reduction="listing" if options.entropy_reduction == "listing" else "algorithm",
         warms_up=options.lambda_warmup > 0,
         distiller=distiller,
+        spread_weight=options.spread_weight,
     )
     names = [name for name, parameter in wrapper.named_parameters() if parameter.requires_grad]
     names += [] if built.last_stage is None else [name for name, _ in built.last_stage.named_parameters()]
@@ -172,6 +180,12 @@ def _trainer(plan: Plan, built: Built) -> RegularizedTrainer:
         )
     except (ValueError, ImportError, RuntimeError) as error:
         raise InputError(f"training cannot be set up: {error}") from error
+
+
+def _has_softmax(model: TransformedModel) -> bool:
+    """Whether some head has a softmax of scores, rather than another function of them or none."""
+    groups = [heads for attention in model.structure.attentions for heads in attention.groups]
+    return any(heads.softmax.target is torch.ops.aten.softmax.int for heads in groups)
 
 
 def _wait(args: TrainingArguments) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from aero_compile.attention.regions import Axes, NotRecognized, Region
-from aero_compile.entropy import attention_entropy
+from aero_compile.attention.row_measures import Measures, measured
 from aero_compile.ir.compile_graph import compile_graph
 from aero_compile.ir.graph_model import remove_dead_nodes
 
@@ -20,8 +20,8 @@ Block = Callable[..., tuple[Tensor, ...]]
 """(first row, rows, keys, *inputs, *modules) → values of the block; inputs are cut along their axes."""
 
 
-def block_function(region: Region, results: Sequence[fx.Node], entropies: bool = False) -> Block:
-    """Compile what gives the block of `results`, nodes of the region, and, if wanted, its entropies `[…, rows]`.
+def block_function(region: Region, results: Sequence[fx.Node], measures: Measures = ()) -> Block:
+    """Compile what gives the block of `results`, nodes of the region, and what is measured of its rows, `[…, rows]`.
 
     Raises:
         NotRecognized: a size that is written in the graph cannot be told to be one of rows or of keys.
@@ -43,8 +43,7 @@ def block_function(region: Region, results: Sequence[fx.Node], entropies: bool =
         copied = fx.map_arg((args, node.kwargs), lambda each: copies.get(each, each))
         copies[node] = graph.call_function(cast("Any", node.target), *copied)
     found = [copies[node] for node in results]
-    if entropies:
-        found.append(graph.call_function(attention_entropy, (copies[region.heads.softmax],)))
+    found += [measured(graph, copies[region.heads.softmax], measure) for measure in measures]
     graph.output(tuple(found))
     remove_dead_nodes(graph)
     function = compile_graph(graph)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from aero_compile.attention.block_graph import Block
 from aero_compile.attention.plain import fused
 from aero_compile.attention.regions import Axes
+from aero_compile.attention.row_measures import Measures
 
 BLOCK_ELEMENTS = {"cpu": 2**21, "cuda": 2**26}
 """Scores of a block, about."""
@@ -48,7 +49,7 @@ class Plan:
         axes: of its inputs.
         query, key: which inputs tell how many rows and keys there are.
         result: the dimension of the weighted sum that runs over queries.
-        entropies: whether entropies are wanted.
+        measures: what is measured of the rows.
         causal: whether no row sees keys behind its own, so that blocks need no more.
         plain: the fused form, if there is one.
     """
@@ -58,21 +59,21 @@ class Plan:
     query: int
     key: int
     result: int
-    entropies: bool
+    measures: Measures
     causal: bool
     plain: Plain | None
 
 
 def attention_function(plan: Plan) -> Callable[..., tuple[Tensor, ...]]:
-    """The function (*inputs, *dropouts) → (weighted sum, entropies if wanted) that a program calls."""
+    """The function (*inputs, *dropouts) → (weighted sum, each measure of the rows) that a program calls."""
 
     def attention(*values: Any) -> tuple[Tensor, ...]:
         inputs, dropouts = values[: len(plan.axes)], values[len(plan.axes) :]
         drawn = any(module.training and module.p > 0 for module in dropouts)
-        plain = plan.plain
+        plain = None if "spreads" in plan.measures else plan.plain
         if plain is not None and not drawn and inputs[plain.query].shape[-2] <= plain.longest:
             q, k, v = inputs[plain.query], inputs[plain.key].transpose(-2, -1), inputs[plain.value]
-            return fused(q, k, v, plain.scale, plan.entropies)
+            return fused(q, k, v, plain.scale, "entropies" in plan.measures)
         return _by_blocks(plan, inputs, dropouts, drawn)
 
     return attention
@@ -92,8 +93,8 @@ def _by_blocks(plan: Plan, inputs: Sequence[Any], dropouts: Sequence[nn.Module],
             found.append(checkpoint(plan.block, *arguments, use_reentrant=False, preserve_rng_state=drawn))
         else:
             found.append(plan.block(*arguments))
-    dims = (plan.result, -1)
-    return tuple(torch.cat(parts, dim) for parts, dim in zip(zip(*found, strict=True), dims, strict=False))
+    dims = (plan.result, *(-1 for _ in plan.measures))
+    return tuple(torch.cat(parts, dim) for parts, dim in zip(zip(*found, strict=True), dims, strict=True))
 
 
 def _block_size(query: Tensor, rows: int, keys: int) -> int:

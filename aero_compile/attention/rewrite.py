@@ -18,6 +18,7 @@ from aero_compile.attention.blocks import Plain, Plan, attention_function
 from aero_compile.attention.masks import longest, mask_kind
 from aero_compile.attention.plain import scale_of
 from aero_compile.attention.regions import NotRecognized, Region, find_region
+from aero_compile.attention.row_measures import Measure, Measures
 from aero_compile.ir.graph_model import GraphModel
 
 SHORTEST = 128
@@ -74,13 +75,13 @@ def _form(model: GraphModel, heads: Heads, padded: bool) -> Found:
 
 
 def rewrite_attention(
-    model: GraphModel, graph: fx.Graph, copies: Mapping[fx.Node, fx.Node], entropies: bool, padded: bool
-) -> dict[fx.Node, fx.Node]:
+    model: GraphModel, graph: fx.Graph, copies: Mapping[fx.Node, fx.Node], measures: Measures, padded: bool
+) -> dict[tuple[fx.Node, Measure], fx.Node]:
     """Rewrite what can be in `graph`, whose nodes are `copies` of the model's.
 
-    Returns the nodes that hold the entropies `[…, T]` of rewritten softmaxes, if they are wanted.
+    Returns the nodes that hold what is measured, `[…, T]`, of rewritten softmaxes.
     """
-    taps: dict[fx.Node, fx.Node] = {}
+    taps: dict[tuple[fx.Node, Measure], fx.Node] = {}
     for layer in attention_forms(model, padded):
         for found in layer:
             if found.region is None or found.region.product not in copies:
@@ -89,15 +90,15 @@ def rewrite_attention(
             with graph.inserting_before(product):
                 held = [graph.get_attr(str(node.target)) for node in modules(found.region)]
                 inputs = [copies[node] for node in found.region.inputs]
-                call = graph.call_function(attention_function(_plan(model, found, entropies)), (*inputs, *held))
+                call = graph.call_function(attention_function(_plan(model, found, measures)), (*inputs, *held))
                 mixed = graph.call_function(operator.getitem, (call, 0))
-                if entropies:
-                    taps[found.region.heads.softmax] = graph.call_function(operator.getitem, (call, 1))
+                for place, measure in enumerate(measures, 1):
+                    taps[found.region.heads.softmax, measure] = graph.call_function(operator.getitem, (call, place))
             product.replace_all_uses_with(mixed)
     return taps
 
 
-def _plan(model: GraphModel, found: Found, entropies: bool) -> Plan:
+def _plan(model: GraphModel, found: Found, measures: Measures) -> Plan:
     region = found.region
     assert region is not None
     order = list(region.inputs)
@@ -106,5 +107,5 @@ def _plan(model: GraphModel, found: Found, entropies: bool) -> Plan:
     plain = None if found.scale is None else Plain(query, key, value, found.scale, longest(model))
     dim = region.nodes[region.product].rows
     assert dim is not None
-    block = block_function(region, (region.product,), entropies)
-    return Plan(block, tuple(region.inputs.values()), query, key, dim, entropies, found.causal, plain)
+    block = block_function(region, (region.product,), measures)
+    return Plan(block, tuple(region.inputs.values()), query, key, dim, measures, found.causal, plain)

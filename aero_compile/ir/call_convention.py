@@ -23,14 +23,17 @@ _SWITCHES = ("use_cache", "return_dict", "output_attentions", "output_hidden_sta
 
 
 class CausalOutput(dict[str, Any]):
-    """Logits `[B, T, V]`, loss (scalar) and entropies (L tensors `[B, H, T]`, nats): by attribute, key or index."""
+    """Logits `[B, T, V]`, loss (scalar), entropies (nats) and spreads of scores, each L tensors `[B, H, T]`.
 
-    def __init__(self, logits: Tensor, loss: Tensor | None = None, entropies: Any = None) -> None:
-        items = {"loss": loss, "logits": logits, "entropies": entropies}
+    By attribute, key or index.
+    """
+
+    def __init__(self, logits: Tensor, loss: Tensor | None = None, entropies: Any = None, spreads: Any = None) -> None:
+        items = {"loss": loss, "logits": logits, "entropies": entropies, "spreads": spreads}
         super().__init__({key: value for key, value in items.items() if value is not None})
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("loss", "logits", "entropies"):
+        if name in ("loss", "logits", "entropies", "spreads"):
             return self.get(name)
         raise AttributeError(name)
 
@@ -219,11 +222,11 @@ def build_output(
     template: Template,
     values: Mapping[int, Tensor],
     loss: Tensor | None,
-    entropies: Sequence[Tensor] | None = None,
+    measured: Mapping[str, tuple[Tensor, ...]] | None = None,
     *,
     as_tuple: bool = False,
 ) -> Any:
-    """Make the return value that `template` describes from graph outputs."""
+    """Make the return value that `template` describes from graph outputs; `measured` are entries for an object."""
     kind = template["kind"]
     if kind == "tensor":
         return values[template["index"]]
@@ -245,11 +248,10 @@ def build_output(
     fields = {name: build_output(item, values, loss) for name, item in template["items"].items()}
     if kind == "dict":
         return fields
-    if entropies is not None:
-        fields["entropies"] = tuple(entropies)
+    extra = dict(measured or {})
     if as_tuple:
-        return tuple(value for value in fields.values() if value is not None)
-    return _model_output(template["class"], fields)
+        return tuple(value for value in (fields | extra).values() if value is not None)
+    return _model_output(template["class"], fields, extra)
 
 
 _OUTPUT_CLASSES: dict[str, Any] = {}
@@ -270,12 +272,11 @@ def output_class(path: str) -> Any:
     return _OUTPUT_CLASSES[path]
 
 
-def _model_output(path: str, fields: dict[str, Any]) -> Any:
-    extra = fields.pop("entropies", None)
+def _model_output(path: str, fields: dict[str, Any], extra: Mapping[str, Any]) -> Any:
     kind = _OUTPUT_CLASSES.get(path)
     if kind is None:
-        return CausalOutput(fields["logits"], fields.get("loss"), extra)
+        return CausalOutput(fields["logits"], fields.get("loss"), **extra)
     output = kind(**fields)
-    if extra is not None:
-        output["entropies"] = extra
+    for name, value in extra.items():
+        output[name] = value
     return output

@@ -234,6 +234,22 @@ def temperatures(run: RunRecords) -> str:
     return "".join(out)
 
 
+def score_spreads(run: RunRecords) -> str:
+    """How far the attention scores of each head spread, and those of each layer."""
+    tables = _tables(run, "score_spread")
+    if not tables:
+        return ""
+    lines = {_layer(i): [(s, max(t[i])) for s, t in tables] for i, row in enumerate(tables[0][1]) if row}
+    title = "Widest row of attention scores by layer"
+    chart = line_chart(lines, title, "step", "spread of scores", ordered=True, marks=_marks([run]))
+    caption = "On held-out blocks: largest less smallest score of a row. It decides which exponential a layer needs."
+    out = [figure(title, chart, caption)]
+    top = max((s for _, table in tables for row in table for s in row if s == s), default=1.0)
+    title = "Widest row of every head"
+    out.append(figure(title, heatmap_over_time(_frames(tables), title, top, "(spread)")))
+    return "".join(out)
+
+
 def scalars(run: RunRecords) -> str:
     """Scalars and vectors that passes added, over training; those of ScaledFFN also by layer, as the paper has them."""
     groups: dict[str, dict[str, list[tuple[int, list[float]]]]] = {}

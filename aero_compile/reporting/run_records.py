@@ -237,9 +237,13 @@ def _is_entropy(record: Record) -> bool:
     return _is_table(record.get("entropies"))
 
 
+HEADWISE = ("thresholds", "temperatures", "score_spread")
+"""What `parameters.jsonl` has for every head."""
+
+
 def _is_parameter(record: Record) -> bool:
     scalars = record.get("scalars", {})
-    tables = (record[key] for key in ("thresholds", "temperatures") if key in record)
+    tables = (record[key] for key in HEADWISE if key in record)
     return (
         isinstance(scalars, dict)
         and all(_numbers(v) and len(v) == 3 for v in scalars.values())

@@ -164,6 +164,7 @@ def _one_run(run: RunRecords, limits: Limits, alone: bool) -> str:
         _states(run, limits),
         _section("Entropy thresholds", figures.thresholds(run)),
         _section("Temperatures", figures.temperatures(run)),
+        _section("Spread of scores", figures.score_spreads(run)),
         _section("Learned scalars", figures.scalars(run)),
         _section("Scale of activations", figures.scales(run)),
         _section("Spectra of FFN activations", figures.spectra(run)),

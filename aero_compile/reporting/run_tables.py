@@ -17,7 +17,7 @@ from aero_compile.reporting.entropy_states import (
     quartile_shares,
 )
 from aero_compile.reporting.run_figures import measured
-from aero_compile.reporting.run_records import RunRecords
+from aero_compile.reporting.run_records import HEADWISE, RunRecords
 
 Cells = Sequence[Any]
 
@@ -90,7 +90,7 @@ def _layers(runs: Sequence[RunRecords], limits: Limits) -> Iterator[Cells]:
 def _headwise(runs: Sequence[RunRecords]) -> Iterator[Cells]:
     for run in runs:
         for record in run.parameters:
-            for key in ("thresholds", "temperatures"):
+            for key in HEADWISE:
                 start = (run.name, record["step"], record.get("event"), key)
                 yield from ((*start, *cell) for cell in _cells(record.get(key, ())))
 

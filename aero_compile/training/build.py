@@ -226,6 +226,7 @@ def identity(plan: Plan, built: Built) -> dict[str, Any]:
         "entropy_blocks": options.entropy_blocks,
         "seed": plan.args.seed,
         "lambda_warmup": options.lambda_warmup or None,
+        "spread_weight": options.spread_weight or None,
         "distill": plan.distillation and dataclasses.asdict(plan.distillation),
         "teacher": plan.teacher and teacher and f"{plan.teacher.description}, weights {fingerprint(teacher)}",
         "init": None if options.init == "default" else options.init,

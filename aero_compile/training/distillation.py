@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from aero_compile.attention.row_measures import Measures, measures_of
 from aero_compile.errors import InputError
 from aero_compile.ir.call_convention import CausalOutput, next_token_loss
 from aero_compile.ir.compile_graph import compile_graph
@@ -182,11 +183,13 @@ def _run_tapped(
     attention_mask: Tensor | None = None,
     labels: Tensor | None = None,
     output_entropies: bool = False,
+    output_spreads: bool = False,
 ) -> CausalOutput:
     """Call a model for its logits, and for what is inside of it: an output with a further entry `inside`."""
-    key = f"distillation {output_entropies} {terms.hidden > 0} {terms.attention > 0}"
+    measures = measures_of(output_entropies, output_spreads)
+    key = f"distillation {measures} {terms.hidden > 0} {terms.attention > 0}"
     if key not in model.derived:  # forgotten when the graph changes
-        model.derived[key] = _tapped(model, terms, output_entropies)
+        model.derived[key] = _tapped(model, terms, measures)
     run, names, counts = model.derived[key]
     call = model.convention.bind(
         (), {model.convention.tokens: input_ids, "attention_mask": attention_mask, "labels": None}
@@ -195,23 +198,23 @@ def _run_tapped(
     logits = next(results)
     parts = {name: tuple(next(results) for _ in range(count)) for name, count in counts.items()}
     loss = None if labels is None else next_token_loss(logits, labels)
-    answer = CausalOutput(logits, loss, parts.pop("entropies", None))
+    answer = CausalOutput(logits, loss, **{measure: parts.pop(measure) for measure in measures})
     answer["inside"] = parts
     return answer
 
 
 def _tapped(
-    model: TransformedModel, terms: Distillation, entropies: bool
+    model: TransformedModel, terms: Distillation, measures: Measures
 ) -> tuple[Any, tuple[str, ...], dict[str, int]]:
-    """The model as a function that also gives entropies, block outputs and attention; its inputs; how many of each."""
+    """The model as a function that also gives measures, block outputs and attention; its inputs; how many of each."""
     nodes: dict[fx.Node, fx.Node] = {}
-    graph = model._select((0,), entropies, nodes)
+    graph = model._select((0,), measures, nodes)
     taps = dict(_taps(model, terms))
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
     given = output.args[0]
     assert isinstance(given, tuple)
     output.args = ((*given, *(nodes[node] for each in taps.values() for node in each)),)
-    counts = {"entropies": len(given) - 1} if entropies else {}
+    counts: dict[str, int] = dict.fromkeys(measures, model.num_layers)
     counts |= {name: len(each) for name, each in taps.items()}
     inputs = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
     return compile_graph(graph), inputs, counts

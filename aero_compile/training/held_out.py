@@ -37,6 +37,19 @@ def headwise_entropies(model: Any, blocks: Any, size: int, device: Any, most: in
     return [(row / count).tolist() for row in sums]
 
 
+def headwise_spreads(model: Any, blocks: Any, size: int, device: Any, most: int) -> list[list[float]]:
+    """Largest spread of scores of each head `[L][H]` in eval mode, over the first `most` blocks; the mode is kept."""
+    training, count = model.training, min(most, len(blocks))
+    model.eval()
+    largest: list[Tensor] = []
+    with torch.no_grad():
+        for ids in batches(blocks, count, size):
+            found = model(input_ids=ids.to(device), output_spreads=True)["spreads"]
+            largest = list(map(torch.maximum, largest, found)) if largest else found
+    model.train(training)
+    return [layer.tolist() for layer in largest]
+
+
 def batches(blocks: Any, count: int, size: int) -> Iterator[Tensor]:
     """Token ids `[B, T]` of the first `count` blocks, at most `size` together."""
     for start in range(0, count, size):

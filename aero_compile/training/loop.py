@@ -40,7 +40,7 @@ _NEVER_DECAYED = ("log_t", "thresholds")
 
 logger = logging.getLogger("aero_compile.retrain")
 
-_PARTS = ("ce_loss", "penalty", "distill_kl", "distill_hidden", "distill_attention")
+_PARTS = ("ce_loss", "penalty", "spread_penalty", "distill_kl", "distill_hidden", "distill_attention")
 
 
 def perplexity(loss: float) -> float:
@@ -356,7 +356,11 @@ class RegularizedTrainer(Trainer):
         step, size, blocks = self.state.global_step, self.args.eval_batch_size, self._held_out()
         entropies = held_out.headwise_entropies(self.model, blocks, size, self.args.device, self.entropy_blocks)
         self.records.entropies(step, event, "validation", entropies)
-        self._record_parameters(event)
+        wrapper: Any = self.accelerator.unwrap_model(self.model)
+        spreads = None
+        if wrapper.spread_weight:
+            spreads = held_out.headwise_spreads(self.model, blocks, size, self.args.device, self.entropy_blocks)
+        self._record_parameters(event, spreads)
         model = self._inner()
         if model is not None:
             count = min(self.entropy_blocks, len(blocks))
@@ -377,8 +381,8 @@ class RegularizedTrainer(Trainer):
         whole = self.run_directory.writes and not self.is_fsdp_enabled
         return inner if whole and isinstance(inner, TransformedModel) else None
 
-    def _record_parameters(self, event: str) -> None:
+    def _record_parameters(self, event: str, spreads: list[list[float]] | None = None) -> None:
         model = self._inner()
         if model is not None:
             wrapper: Any = self.accelerator.unwrap_model(self.model)
-            self.records.parameters(self.state.global_step, event, wrapper, model)
+            self.records.parameters(self.state.global_step, event, wrapper, model, spreads)

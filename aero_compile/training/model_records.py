@@ -23,8 +23,18 @@ class ModelRecords:
         """Headwise entropies `[L][H]` in nats."""
         self._run.append(ENTROPIES_FILE, {"step": step, "event": event, "split": split, "entropies": entropies})
 
-    def parameters(self, step: int, event: str, wrapper: EntropyRegularizedModel, model: TransformedModel) -> None:
-        """What the passes and the regularization learn beside weights; no line where that is nothing."""
+    def parameters(
+        self,
+        step: int,
+        event: str,
+        wrapper: EntropyRegularizedModel,
+        model: TransformedModel,
+        spreads: list[list[float]] | None = None,
+    ) -> None:
+        """What the passes and the regularization learn beside weights; no line where that is nothing.
+
+        `spreads`: how far the scores of each head `[L][H]` spread at most, if that was measured.
+        """
         record: dict[str, Any] = {"step": step, "event": event}
         if wrapper.thresholds.requires_grad:
             record["thresholds"] = [[float(f"{t:.6g}") for t in row] for row in wrapper.thresholds.tolist()]
@@ -34,6 +44,8 @@ class ModelRecords:
         scalars = probes.learned_scalars(model)
         if scalars:
             record["scalars"] = scalars
+        if spreads is not None:
+            record["score_spread"] = [[float(f"{s:.6g}") for s in row] for row in spreads]
         if len(record) > 2:
             self._run.append(PARAMETERS_FILE, record)
 

@@ -149,6 +149,11 @@ class RetrainOptions:
     lambda_warmup: float = _option(
         0.0, "Raise lambda from 0 over so many steps, or, below 1, over this share of all steps."
     )
+    spread_weight: float = _option(
+        0.0,
+        "Weight of a penalty on how far attention scores spread: the square of each head's widest row in each text. "
+        "Where they spread less, calibration (clamp=False) finds cheaper exponentials for private inference.",
+    )
     stages: str | None = _option(
         None,
         "Apply passes in the course of the run, each with steps to recover in: '100:; 20: each freeze-layer-norm ffn; "
@@ -204,6 +209,8 @@ class RetrainOptions:
         positive = math.isfinite(self.lambda_warmup) and self.lambda_warmup >= 0
         need(positive and whole, "lambda-warmup", f"whole steps or a share below 1, not {self.lambda_warmup}")
         need(not self.lambda_warmup or self.weight > 0, "lambda-warmup", "left out where lambda is 0")
+        narrow = math.isfinite(self.spread_weight) and self.spread_weight >= 0
+        need(narrow, "spread-weight", f"a number of at least 0, not {self.spread_weight}")
         parse_lr_scale(self.lr_scale)
         if self.stages is not None:
             check_stages(self.stages)
