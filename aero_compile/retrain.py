@@ -47,6 +47,7 @@ from aero_compile.training.run_directory import (
     versions,
     write_json,
 )
+from aero_compile.training.switching import SWITCHED_FILE
 
 __all__ = ["RetrainArguments", "RetrainOptions", "RetrainResult", "load_data", "main", "retrain"]
 
@@ -126,6 +127,9 @@ def _set_up(plan: Plan, built: Built) -> RegularizedTrainer:
     }
     if built.stages is not None:
         built.stages.replay(transformed, plan.step)
+    if built.switching is not None and plan.checkpoint is not None:
+        built.switching.load(plan.checkpoint / SWITCHED_FILE)
+        built.switching.replay(transformed)
     trainer = _trainer(plan, built)
     _wait(plan.args)
     plan.run.start(record, plan.step)
@@ -172,6 +176,7 @@ def _trainer(plan: Plan, built: Built) -> RegularizedTrainer:
             lr_scale=scales,
             lambda_warmup=options.lambda_warmup,
             stages=built.stages,
+            switching=built.switching,
             model=wrapper,
             args=plan.args,
             train_dataset=data.train,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from transformers import TrainingArguments, set_seed
+from transformers.trainer_utils import IntervalStrategy
 
 from aero_compile.errors import InputError
 from aero_compile.model import TransformedModel
@@ -27,6 +28,7 @@ from aero_compile.training.plan import Plan
 from aero_compile.training.run_directory import SEARCH_FILE
 from aero_compile.training.stages import StagedRemoval, expand, parse_stages
 from aero_compile.training.stream import prepare_stream
+from aero_compile.training.switching import HeadSwitching, SwitchRule, check_heads
 from aero_compile.training.token_cache import token_folder
 from aero_compile.training.tokenizer import load_tokenizer
 
@@ -38,17 +40,27 @@ logger = logging.getLogger("aero_compile.retrain")
 
 @dataclass(frozen=True)
 class Built:
-    """The model with its recipe, the data, a teacher if there is one, and stages with the model behind them."""
+    """The model with its recipe, the data, a teacher if there is one, and what changes the model while it is trained.
+
+    `last_stage`: the model behind all stages.
+    """
 
     model: TransformedModel
     data: TrainingData
     teacher: TransformedModel | None
     stages: StagedRemoval | None = None
     last_stage: TransformedModel | None = None
+    switching: HeadSwitching | None = None
 
 
 def build(plan: Plan) -> Built:
     """The transformed model and its teacher, with weights of the type that was asked for; the stages were tried."""
+    built = _with_removals(plan)
+    return _with_switching(plan, built) if plan.options.switch_static else built
+
+
+def _with_removals(plan: Plan) -> Built:
+    """With what a search gave up, at once or in stages, or with the stages that were written."""
     built, dtype = _transformed(plan), plan.options.dtype
     if dtype is not None:
         for each in filter(None, (built.model, built.teacher)):
@@ -137,8 +149,7 @@ def _steps(plan: Plan, data: TrainingData) -> int:
 def _with_stages(plan: Plan, built: Built, text: str) -> Built:
     """Read the stages, try all of them on a copy, and set the number of steps."""
     args, model = plan.args, built.model
-    if args.world_size > 1 or args.n_gpu > 1 or spread_by(args) or args.torch_compile:
-        raise InputError("--stages change the model while it is trained: on one device, without --torch-compile")
+    _check_one_device(plan, "--stages")
     found = expand(parse_stages(text), model)
     sized = [with_length(Recipe("", "", each.passes), model.max_positions, plan.context).passes for each in found]
     found = tuple(dataclasses.replace(each, passes=passes) for each, passes in zip(found, sized, strict=True))
@@ -151,6 +162,35 @@ def _with_stages(plan: Plan, built: Built, text: str) -> Built:
     trial.replay(last, stages.steps)
     trial.finish(last)
     return dataclasses.replace(built, stages=stages, last_stage=last)
+
+
+def _with_switching(plan: Plan, built: Built) -> Built:
+    """Try one head of a copy."""
+    options = plan.options
+    _check_one_device(plan, "--switch-static")
+    if plan.args.eval_strategy == IntervalStrategy.NO or plan.args.eval_on_start:
+        flag = "on-start" if plan.args.eval_on_start else "strategy no"
+        raise InputError(f"--switch-static looks at heads in evaluations between steps: leave --eval-{flag} out")
+    if plan.distillation is not None and plan.distillation.attention:
+        raise InputError("--distill attention compares all heads, and --switch-static takes some: use kl or hidden")
+    check_heads(copy.deepcopy(built.model))
+    rule = SwitchRule(options.switch_static, options.switch_entropy, options.switch_after, options.switch_until)
+    return dataclasses.replace(built, switching=HeadSwitching(rule, built.data.validation.context))
+
+
+def _check_one_device(plan: Plan, flag: str) -> None:
+    args = plan.args
+    if args.world_size > 1 or args.n_gpu > 1 or spread_by(args) or args.torch_compile:
+        raise InputError(f"{flag} changes the model while it is trained: on one device, without --torch-compile")
+
+
+def _switching_identity(plan: Plan) -> dict[str, Any] | None:
+    """The rule, and when evaluations are: they decide which heads go."""
+    options, args = plan.options, plan.args
+    if not options.switch_static:
+        return None
+    rule = {name: getattr(options, f"switch_{name}") for name in ("static", "entropy", "after", "until")}
+    return {**rule, "evaluations": [IntervalStrategy(args.eval_strategy).value, args.eval_steps, args.eval_delay]}
 
 
 def _capture(model: nn.Module, context: int) -> TransformedModel:
@@ -232,5 +272,8 @@ def identity(plan: Plan, built: Built) -> dict[str, Any]:
         "init": None if options.init == "default" else options.init,
         "stages": built.stages and built.stages.described(),
         "lr_scale": parse_lr_scale(options.lr_scale) or None,
-        "training": settings_that_matter(plan.args, any_length=not 0 < options.lambda_warmup < 1),
+        "switch_static": _switching_identity(plan),
+        "training": settings_that_matter(
+            plan.args, any_length=not (0 < options.lambda_warmup < 1 or options.switch_static)
+        ),
     }

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -25,6 +25,7 @@ from transformers.trainer_utils import EvalLoopOutput, IntervalStrategy
 from aero_compile.entropy import EntropyRegularizedModel
 from aero_compile.errors import OutputDirError, TrainingError
 from aero_compile.model import TransformedModel
+from aero_compile.passes._head_edits import heads_with_softmax
 from aero_compile.training import held_out
 from aero_compile.training.learning_rates import fill_groups, scale_by_stage, split_groups
 from aero_compile.training.model_records import ModelRecords
@@ -34,6 +35,7 @@ from aero_compile.training.recorder import NothingToTrain, Recorder
 from aero_compile.training.run_directory import METRICS_FILE, RunDirectory
 from aero_compile.training.stages import StagedRemoval
 from aero_compile.training.stream import STATE_FILE, Snapshot, StreamedBlocks
+from aero_compile.training.switching import SWITCHED_FILE, HeadSwitching
 
 # Learnable settings rather than weight matrices; everything with one dimension is exempt as well.
 _NEVER_DECAYED = ("log_t", "thresholds")
@@ -67,6 +69,7 @@ class RegularizedTrainer(Trainer):
         lr_scale: Mapping[str, float] = MappingProxyType({}),
         lambda_warmup: float = 0.0,
         stages: StagedRemoval | None = None,
+        switching: HeadSwitching | None = None,
         **options: Any,
     ) -> None:
         callback = Recorder(
@@ -85,6 +88,7 @@ class RegularizedTrainer(Trainer):
         self.records = ModelRecords(run, ffn_spectra=ffn_spectra)
         self._pace = Pace()
         self.lr_scale, self.lambda_warmup, self.stages = lr_scale, lambda_warmup, stages
+        self.switching = switching
         self._sums: dict[str, Tensor] = {}
         self._counted = 0
         self._inputs: dict[str, Any] = {}
@@ -111,7 +115,7 @@ class RegularizedTrainer(Trainer):
         """The optimizer, with a group for every role whose learning rate is scaled."""
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(model)
-        if is_new and (self.lr_scale or self.stages):
+        if is_new and (self.lr_scale or self.stages or self.switching):
             split_groups(optimizer, self.lr_scale)
             self._fill_groups()
         return optimizer
@@ -196,6 +200,8 @@ class RegularizedTrainer(Trainer):
             with self._pace.paused(), self.run_directory.writing(folder):
                 super()._save_checkpoint(*args, **options)
                 self._save_stream(self.run_directory.path / folder)
+                if self.switching is not None:
+                    self.switching.save(self.run_directory.path / folder / SWITCHED_FILE)
         except OutputDirError as error:
             shutil.rmtree(self.run_directory.path / folder, ignore_errors=True)
             last = self.run_directory.last_checkpoint()
@@ -317,27 +323,40 @@ class RegularizedTrainer(Trainer):
                 self._stop("the held-out loss became NaN or infinite")
             if "eval_loss" in metrics:
                 metrics["perplexity"] = perplexity(metrics["eval_loss"])
-            self.measure("eval")
+            entropies = self.measure("eval")
+            if self.switching is not None:
+                step, left = self.state.global_step, heads_with_softmax(self._transformed())
+                self.switching.observe(step, step / max(1, self.state.max_steps), entropies, left)
         return metrics
 
     def begin_step(self) -> None:
-        """Before a step: the passes of the stage that begins with it, with what they do to the held-out loss."""
-        if self.stages is None:
+        """Before a step: the passes of the stage that begins with it, or heads that become static."""
+        if self.stages is None and self.switching is None:
             return
         step, model = self.state.global_step, self._transformed()
+        if self.switching is not None and self.switching.chosen:
+            self._change(len(self.switching.switched), self.switching.text, partial(self.switching.enter, model))
+        if self.stages is None:
+            return
         if self.stages.begins(step):
-            with self._pace.paused():
-                number, before = self.stages.number(step), self._held_out_loss()
-                self.stages.enter(model, number)
-                self._fill_groups()
-                losses = {"loss_before": before, "loss_after": self._held_out_loss()}
-            record = {"step": step, "event": "stage", "stage": number, "passes": self.stages.stages[number].text}
-            self.run_directory.append(METRICS_FILE, record | losses)
-            logger.info(
-                "stage %d at step %d: %s; held-out loss %.4f, was %.4f",
-                *(number, step, record["passes"] or "no change", losses["loss_after"], before),
-            )
+            number = self.stages.number(step)
+            self._change(number, self.stages.stages[number].text, partial(self.stages.enter, model, number))
         self.stages.blend(model, step)
+
+    def _change(self, number: int, passes: str, change: Callable[[], None]) -> None:
+        """Change the model between two steps, and record what that does to the held-out loss."""
+        step = self.state.global_step
+        with self._pace.paused():
+            before = self._held_out_loss()
+            change()
+            self._fill_groups()
+            losses = {"loss_before": before, "loss_after": self._held_out_loss()}
+        record = {"step": step, "event": "stage", "stage": number, "passes": passes}
+        self.run_directory.append(METRICS_FILE, record | losses)
+        logger.info(
+            "stage %d at step %d: %s; held-out loss %.4f, was %.4f",
+            *(number, step, passes or "no change", losses["loss_after"], before),
+        )
 
     def _transformed(self) -> Any:
         wrapper: Any = self.accelerator.unwrap_model(self.model)

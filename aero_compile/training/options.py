@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
@@ -160,6 +160,19 @@ class RetrainOptions:
         "200: blend-activation; 100@1e-4: softmax-temperature', or a file of that or JSON. --recipe, by default none "
         "then, comes before the first step.",
     )
+    switch_static: float = _option(
+        0.0,
+        "Let heads attend to all earlier tokens alike (static attention), up to this share of all heads, once their "
+        "entropy stays near the largest there can be.",
+    )
+    switch_entropy: float = _option(
+        0.9, "With --switch-static: the share of the largest causal entropy that counts as near."
+    )
+    switch_after: int = _option(2, "With --switch-static: evaluations in a row in which a head must have been near.")
+    switch_until: float = _option(
+        0.5,
+        "With --switch-static: share of the run over which the number of heads that may have gone grows to its end.",
+    )
     distill: str | None = _option(
         None,
         "Learn from the model as it was before the recipe: kl=1,hidden=0.5,attention=0.1 are weights in the loss of "
@@ -214,12 +227,23 @@ class RetrainOptions:
         parse_lr_scale(self.lr_scale)
         if self.stages is not None:
             check_stages(self.stages)
+        self._check_switching(need)
         need(self.teacher is None or parse_distillation(self.distill), "teacher", "given with --distill")
         need(self.search_stages >= 0, "search-stages", f"at least 0, not {self.search_stages}")
         need(not self.search_stages or self.search_budget is not None, "search-stages", "given with --search-budget")
         need(not self.search_stages or self.stages is None, "search-stages", "given without --stages")
         need(self.search_blocks >= 1, "search-blocks", f"at least 1, not {self.search_blocks}")
         need(self.entropy_blocks >= 1, "entropy-blocks", f"at least 1, not {self.entropy_blocks}")
+
+    def _check_switching(self, need: Callable[[object, str, str], None]) -> None:
+        for name in ("static", "entropy", "until"):
+            value = getattr(self, f"switch_{name}")
+            need(0 <= value <= 1 and (value or name == "static"), f"switch-{name}", f"a share up to 1, not {value}")
+        need(self.switch_after >= 1, "switch-after", f"at least 1, not {self.switch_after}")
+        changed = (self.switch_entropy, self.switch_after, self.switch_until) != (0.9, 2, 0.5)
+        need(self.switch_static or not changed, "switch-entropy", "given with --switch-static")
+        staged = self.stages is not None or self.search_stages
+        need(not (self.switch_static and staged), "switch-static", "given without --stages and --search-stages")
 
     @property
     def chosen_recipe(self) -> str:
