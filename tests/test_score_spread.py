@@ -24,9 +24,9 @@ from aero_compile.retrain import RetrainResult, retrain
 from aero_compile.score_spread import score_spread, spread_penalty
 from aero_compile.training.distillation import Distillation, Distiller
 from benchmarks.lib.random_decoders import Config, build
-from tests.attention.test_attention import Largest
 from tests.support import tiny_models
 from tests.support.budgets import by_default, few
+from tests.support.largest_tensor import Largest
 from tests.support.tiny_models import HEADS, captured, source, tokens, transformed
 from tests.support.tiny_runs import arguments, blocks, options
 from tests.support.tiny_runs import captured as tiny_captured

@@ -12,8 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import aero_compile
 from aero_compile import TransformedModel, model
@@ -23,6 +21,7 @@ from benchmarks.lib.random_decoders import Config, any_config, build
 from tests.support import tiny_models
 from tests.support.budgets import MANY, by_default, few, many
 from tests.support.captured_decoders import POOL, FromSeed, captured
+from tests.support.largest_tensor import Largest
 
 aten = torch.ops.aten
 
@@ -136,20 +135,6 @@ def test_operator_is_the_formula(**drawn: Any) -> None:
 @given(**shapes)
 def test_operator_is_the_formula_in_any_shape(**drawn: Any) -> None:
     check_formula(**drawn)
-
-
-class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the elements of the largest tensor that an op allocates, forward and backward."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        held = {each.untyped_storage().data_ptr() for each in tree_leaves(args) if isinstance(each, Tensor)}
-        for each in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(each, Tensor) and each.untyped_storage().data_ptr() not in held:
-                self.elements = max(self.elements, each.untyped_storage().nbytes() // each.element_size())
-        return result
 
 
 LONG = Config(heads=2, groups=1, context=512, mask="computed", dropout=0.0, final_norm=False)

@@ -1,0 +1,23 @@
+"""How large the tensors are that a computation allocates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the elements of the largest tensor that an op allocates, forward and backward."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        held = {each.untyped_storage().data_ptr() for each in tree_leaves(args) if isinstance(each, Tensor)}
+        for each in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(each, Tensor) and each.untyped_storage().data_ptr() not in held:
+                self.elements = max(self.elements, each.untyped_storage().nbytes() // each.element_size())
+        return result
