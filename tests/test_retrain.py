@@ -45,6 +45,7 @@ def test_run_directory_of_a_finished_run() -> None:
         "metrics.jsonl",
         "parameters.jsonl",
         "run.json",
+        "run.lock",
     }
 
     metrics = lines(folder / "metrics.jsonl")

@@ -15,6 +15,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from aero_compile.errors import AeroError, OutputDirError
 from aero_compile.files import write_atomically
 from aero_compile.training import checkpoints
@@ -28,6 +30,7 @@ PARAMETERS_FILE = "parameters.jsonl"
 ACTIVATIONS_FILE = "activations.jsonl"
 ARTIFACT_FOLDER = "artifact"
 SEARCH_FILE = "search.json"
+LOCK_FILE = "run.lock"
 
 logger = logging.getLogger("aero_compile.retrain")
 
@@ -65,6 +68,7 @@ class RunDirectory:
     def __init__(self, path: str | Path, *, writes: bool = True) -> None:
         self.path, self.writes = Path(path), writes
         self.record: dict[str, Any] = {}
+        self._lock = FileLock(self.path / LOCK_FILE, timeout=0)
 
     def check(self, resume: bool) -> None:
         """Raise OutputDirError unless a run may start (or, with `resume`, go on) here. Writes nothing."""
@@ -119,12 +123,20 @@ class RunDirectory:
     def start(self, record: Mapping[str, Any], step: int = 0) -> None:
         """Create the folder and `run.json`; a resumed run keeps its start and counts its sessions.
 
-        A session says at which `step` it began and which flags of Trainer it changed.
+        A session says at which `step` it began and which flags of Trainer it changed. The folder is this run's until
+        `finish`. Raises OutputDirError while another process trains there.
         """
         if not self.writes:
             return
-        with self.writing(RUN_FILE):
+        with self.writing(LOCK_FILE):
             self.path.mkdir(parents=True, exist_ok=True)
+            try:
+                self._lock.acquire()
+            except Timeout as error:
+                raise OutputDirError(
+                    f"{self.path} is in use: another process trains there. Wait for it, or choose another --output-dir"
+                ) from error
+        with self.writing(RUN_FILE):
             before = self.read_record() or {}
             now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
             changed = _changes(before.get("training_arguments"), record["training_arguments"])
@@ -139,11 +151,14 @@ class RunDirectory:
             write_json(self.path / RUN_FILE, finite_or_none(self.record))
 
     def finish(self, status: str, **results: Any) -> None:
-        """Write how the run ended into `run.json`."""
-        if self.writes and self.record:
-            self.record |= {"status": status, "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **results}
-            with self.writing(RUN_FILE):
-                write_json(self.path / RUN_FILE, finite_or_none(self.record))
+        """Write how the run ended into `run.json`; the folder is free then."""
+        try:
+            if self.writes and self.record:
+                self.record |= {"status": status, "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **results}
+                with self.writing(RUN_FILE):
+                    write_json(self.path / RUN_FILE, finite_or_none(self.record))
+        finally:
+            self._lock.release()
 
     @contextmanager
     def writing(self, what: str) -> Iterator[None]:

@@ -57,3 +57,16 @@ def test_output_directories_of_others_are_left_alone(tmp_path: Path) -> None:
     file.write_text("x")
     with pytest.raises(OutputDirError, match="is a file"):
         RunDirectory(file).check(resume=False)
+
+
+def test_two_do_not_train_in_one_folder_at_a_time(tmp_path: Path) -> None:
+    first, second = RunDirectory(tmp_path / "run"), RunDirectory(tmp_path / "run")
+    record: dict[str, Any] = {"training_arguments": {}}
+    first.start(record)
+    with pytest.raises(OutputDirError, match="is in use: another process trains there"):
+        second.start(record)
+    assert len(json.loads((tmp_path / "run" / "run.json").read_text())["sessions"]) == 1
+    first.finish("finished")
+    second.start(record)
+    assert len(json.loads((tmp_path / "run" / "run.json").read_text())["sessions"]) == 2
+    second.finish("finished")
