@@ -6,6 +6,7 @@ A search follows from its measurements alone: to go on is to start again and to 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import time
@@ -85,10 +86,12 @@ class State:
 
 
 def identity_of(model: TransformedModel, settings: Sequence[object], calibration: Sequence[Tensor]) -> str:
-    """A hash of all that measurements depend on."""
+    """A hash of all that measurements depend on; the order in which a model holds its tensors is none of it."""
     found = hashlib.blake2b(digest_size=16)
     found.update(repr((__version__, torch.__version__, str(model.graph), [*settings])).encode())
-    for tensor in (*model.parameters(), *model.buffers(), *calibration):
-        found.update(repr((tensor.shape, tensor.dtype)).encode())
+    tensors = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    named = sorted(itertools.chain(*tensors), key=lambda each: each[0])
+    for name, tensor in (*named, *(("", batch) for batch in calibration)):
+        found.update(repr((name, tensor.shape, tensor.dtype)).encode())
         found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return found.hexdigest()

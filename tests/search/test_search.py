@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import re
@@ -20,6 +21,7 @@ from aero_compile.search.choices.attention import HEADS, LAYERS
 from aero_compile.search.gated_model import GatedModel
 from aero_compile.search.result import SearchResult
 from aero_compile.search.sites import in_force
+from aero_compile.search.state import identity_of
 from tests.support import tiny_models
 from tests.support.counted_costs import counted
 
@@ -98,6 +100,19 @@ def test_a_stopped_search_goes_on_and_measures_nothing_twice(tmp_path: Path, mon
     state.write_text("{")
     with pytest.raises(InputError, match="no state of a search"):
         searched(state=state)
+
+
+def test_a_model_is_known_again_whatever_the_order_of_its_tensors() -> None:
+    """An artifact is read in another order by every process."""
+    model = tiny_models.captured("gpt2-eager")
+    twin = copy.deepcopy(model)
+    for module in twin.modules():
+        module._modules = dict(reversed(module._modules.items()))
+    assert [name for name, _ in twin.named_parameters()] != [name for name, _ in model.named_parameters()]
+    assert identity_of(twin, (), (CALIBRATION,)) == identity_of(model, (), (CALIBRATION,))
+    with torch.no_grad():
+        next(twin.parameters()).add_(1.0)
+    assert identity_of(twin, (), (CALIBRATION,)) != identity_of(model, (), (CALIBRATION,))
 
 
 def test_what_is_written(tmp_path: Path) -> None:
