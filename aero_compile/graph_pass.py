@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -56,6 +56,12 @@ class GraphPass(ABC):
                 object.__setattr__(self, field.name, float(value))
             elif type(value) is not type(field.default):
                 raise _wrong_type(self.name, field.name, value, field.default)
+
+    def check_one_of(self, option: str, choices: Collection[str]) -> None:
+        """Raise RecipeError unless `option` has one of these values."""
+        value = getattr(self, option)
+        if value not in choices:
+            raise RecipeError(f"{self.name}: {option} must be one of {', '.join(choices)}, got {value!r}")
 
     @abstractmethod
     def call(self, model: TransformedModel) -> PassResult:

@@ -19,7 +19,7 @@ from torch import fx
 
 from aero_compile.analysis.layer_sets import chosen_layers, parse_layers
 from aero_compile.analysis.parts import Activation
-from aero_compile.errors import RecipeError, UnsupportedGraphError
+from aero_compile.errors import UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.dataflow import live_inputs
 from aero_compile.ir.rewriter import Rewriter
@@ -51,8 +51,7 @@ class BlendActivation(GraphPass):
     def __post_init__(self) -> None:
         super().__post_init__()
         parse_layers(self.layers)
-        if self.to not in TARGETS:
-            raise RecipeError(f"{self.name}: to must be one of {', '.join(TARGETS)}, got {self.to!r}")
+        self.check_one_of("to", TARGETS)
 
     def call(self, model: TransformedModel) -> PassResult:
         layers = chosen_layers(self.layers, model.num_layers, self.name)

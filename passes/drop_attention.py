@@ -11,21 +11,19 @@ the constant. Layers keep their numbers. Whole attentions removed: He et al. 202
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
-from aero_compile.analysis.layer_sets import chosen_layers, parse_layers
-from aero_compile.errors import RecipeError
-from aero_compile.graph_pass import CalibratedPass, PassResult
+from aero_compile.analysis.layer_sets import chosen_layers
+from aero_compile.graph_pass import PassResult
 from aero_compile.model import TransformedModel
 from aero_compile.passes._dropped_heads import OUTPUTS, drop_heads, heads_left
+from aero_compile.passes._layers import LayersPass
+from aero_compile.passes._some_heads import Batches, PerhapsCalibratedPass
 
 
 @dataclass(frozen=True)
-class DropAttention(CalibratedPass):
+class DropAttention(LayersPass, PerhapsCalibratedPass):
     """Take the attention of some layers out.
 
     Options:
@@ -33,7 +31,6 @@ class DropAttention(CalibratedPass):
         output: `none`, or `mean`: what stands for each head is its mean output over calibration text.
     """
 
-    layers: str = "all"
     output: str = "none"
 
     name: ClassVar[str] = "drop-attention"
@@ -41,17 +38,9 @@ class DropAttention(CalibratedPass):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "layers", parse_layers(self.layers))
-        if self.output not in OUTPUTS:
-            raise RecipeError(f"{self.name}: output is {' or '.join(OUTPUTS)}, not {self.output!r}")
+        self.check_one_of("output", OUTPUTS)
 
-    def call(self, model: TransformedModel) -> PassResult:
-        return self._apply(model, None)
-
-    def call_on(self, model: TransformedModel, calibration: Sequence[Tensor]) -> PassResult:
-        return self._apply(model, calibration)
-
-    def _apply(self, model: TransformedModel, batches: Sequence[Tensor] | None) -> PassResult:
+    def apply(self, model: TransformedModel, batches: Batches) -> PassResult:
         layers = chosen_layers(self.layers, model.num_layers, self.name)
         chosen = {head for head in heads_left(model) if head[0] in layers}
         if not chosen:

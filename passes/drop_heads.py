@@ -13,24 +13,17 @@ Wang et al. 2023, "Interpretability in the Wild" (mean ablation).
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
-from aero_compile.analysis.head_sets import chosen_heads, heads_text, is_measured, parse_heads
-from aero_compile.calibration import entropy_shares
-from aero_compile.errors import RecipeError
-from aero_compile.graph_pass import CalibratedPass, PassResult
+from aero_compile.analysis.head_sets import Head
 from aero_compile.model import TransformedModel
 from aero_compile.passes._dropped_heads import OUTPUTS, drop_heads, heads_left
-from aero_compile.passes._head_edits import heads_with_softmax
+from aero_compile.passes._some_heads import Batches, HeadsPass
 
 
 @dataclass(frozen=True)
-class DropHeads(CalibratedPass):
+class DropHeads(HeadsPass):
     """Take some heads out.
 
     Options:
@@ -39,7 +32,6 @@ class DropHeads(CalibratedPass):
         output: `none`, or `mean`: what stands for a head is its mean output over calibration text.
     """
 
-    heads: str = "all"
     output: str = "none"
 
     name: ClassVar[str] = "drop-heads"
@@ -47,23 +39,10 @@ class DropHeads(CalibratedPass):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "heads", parse_heads(self.heads))
-        if self.output not in OUTPUTS:
-            raise RecipeError(f"{self.name}: output is {' or '.join(OUTPUTS)}, not {self.output!r}")
+        self.check_one_of("output", OUTPUTS)
 
-    def call(self, model: TransformedModel) -> PassResult:
-        return self._apply(model, None)
+    def open_heads(self, model: TransformedModel) -> frozenset[Head]:
+        return heads_left(model)
 
-    def call_on(self, model: TransformedModel, calibration: Sequence[Tensor]) -> PassResult:
-        return self._apply(model, calibration)
-
-    def _apply(self, model: TransformedModel, batches: Sequence[Tensor] | None) -> PassResult:
-        left, shares = heads_with_softmax(model), None
-        if is_measured(self.heads) and batches is not None and left:
-            shares = {head: share for head, share in entropy_shares(model, batches).items() if head in left}
-        chosen = chosen_heads(self.heads, model.num_heads, self.name, shares) & heads_left(model)
-        if not chosen:
-            return PassResult(model, modified=False)
+    def change(self, model: TransformedModel, chosen: frozenset[Head], batches: Batches) -> None:
         drop_heads(model, chosen, self.output, self.name, batches)
-        applied = dataclasses.replace(self, heads=heads_text(chosen)) if shares is not None else None
-        return PassResult(model, modified=True, applied=applied)

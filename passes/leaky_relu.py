@@ -55,8 +55,7 @@ class LeakyRelu(GraphPass):
         parse_layers(self.layers)
         if not math.isfinite(self.slope):
             raise RecipeError(f"{self.name}: slope must be finite, got {self.slope}")
-        if self.learn not in LEARN:
-            raise RecipeError(f"{self.name}: learn must be one of {', '.join(LEARN)}, got {self.learn!r}")
+        self.check_one_of("learn", LEARN)
         if self.learn == "none" and self.slope == 1.0:
             raise RecipeError(f"{self.name}: a fixed slope of 1 is no activation; write gelu-to-identity")
 

@@ -58,8 +58,7 @@ class LinearAttention(AttentionWeightsPass):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.features not in FEATURES:
-            raise RecipeError(f"{self.name}: features must be one of {', '.join(FEATURES)}, got {self.features!r}")
+        self.check_one_of("features", FEATURES)
         if not (math.isfinite(self.eps) and self.eps >= 0):
             raise RecipeError(f"{self.name}: eps must be at least 0, got {self.eps}")
 

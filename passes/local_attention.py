@@ -9,31 +9,28 @@ are have a softmax of their own.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from aero_compile.analysis.head_sets import Head, chosen_heads, heads_text, is_measured, parse_heads
+from aero_compile.analysis.head_sets import Head, chosen_heads
 from aero_compile.analysis.parts import Attention
-from aero_compile.calibration import entropy_shares
 from aero_compile.errors import RecipeError
-from aero_compile.graph_pass import CalibratedPass, PassResult
 from aero_compile.ir.dataflow import placeholder
 from aero_compile.ir.mask_values import masked
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
 from aero_compile.passes._head_cutter import HeadCutter
-from aero_compile.passes._head_edits import change_heads, heads_with_softmax
+from aero_compile.passes._head_edits import change_heads
+from aero_compile.passes._some_heads import Batches, HeadsPass
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class LocalAttention(CalibratedPass):
+class LocalAttention(HeadsPass):
     """Let some heads see the last `window` positions alone.
 
     Options:
@@ -42,7 +39,6 @@ class LocalAttention(CalibratedPass):
         window: positions that a row sees, itself included.
     """
 
-    heads: str = "all"
     window: int = 16
 
     name: ClassVar[str] = "local-attention"
@@ -50,26 +46,14 @@ class LocalAttention(CalibratedPass):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "heads", parse_heads(self.heads))
         if self.window < 1:
             raise RecipeError(f"{self.name}: window must be at least 1, got {self.window}")
 
-    def call(self, model: TransformedModel) -> PassResult:
-        return self._apply(model, None)
+    def open_heads(self, model: TransformedModel) -> frozenset[Head]:
+        return super().open_heads(model) - self._local(model)
 
-    def call_on(self, model: TransformedModel, calibration: Sequence[Tensor]) -> PassResult:
-        return self._apply(model, calibration)
-
-    def _apply(self, model: TransformedModel, batches: Sequence[Tensor] | None) -> PassResult:
-        left, shares = heads_with_softmax(model) - self._local(model), None
-        if is_measured(self.heads) and batches is not None and left:
-            shares = {head: share for head, share in entropy_shares(model, batches).items() if head in left}
-        chosen = chosen_heads(self.heads, model.num_heads, self.name, shares) & left
-        if not chosen:
-            return PassResult(model, modified=False)
+    def change(self, model: TransformedModel, chosen: frozenset[Head], batches: Batches) -> None:
         change_heads(model, chosen, self.name, self._narrowed)
-        applied = dataclasses.replace(self, heads=heads_text(chosen)) if shares is not None else None
-        return PassResult(model, modified=True, applied=applied)
 
     def _local(self, model: TransformedModel) -> frozenset[Head]:
         """Heads that have as narrow a window by the model's history."""

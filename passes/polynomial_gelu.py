@@ -19,7 +19,6 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from aero_compile.errors import RecipeError
 from aero_compile.passes._activation import ActivationPass
 
 aten = torch.ops.aten
@@ -51,8 +50,7 @@ class PolynomialGelu(ActivationPass):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.form not in FORMS:
-            raise RecipeError(f"{self.name}: form must be one of {', '.join(FORMS)}, got {self.form!r}")
+        self.check_one_of("form", FORMS)
 
     def write(self, call: Callable[..., fx.Node], x: fx.Node) -> fx.Node:
         return _bolt(call, x) if self.form == "bolt" else _puma(call, x)

@@ -59,8 +59,7 @@ class SoftmaxTemperature(GraphPass):
             raise RecipeError(f"{self.name}: init must be a positive number, got {self.init}")
         if self.max_positions < 0:
             raise RecipeError(f"{self.name}: max_positions must not be negative, got {self.max_positions}")
-        if self.per not in PER:
-            raise RecipeError(f"{self.name}: per is {', '.join(PER[:-1])} or {PER[-1]}, not {self.per!r}")
+        self.check_one_of("per", PER)
         if self.max_positions and self.per != "position":
             raise RecipeError(f"{self.name}: one value for each {self.per} limits no length: leave max_positions out")
 

@@ -19,7 +19,6 @@ temperatures. Heads keep their numbers.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,14 +27,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor, fx, nn
 
-from aero_compile.analysis.head_sets import Head, chosen_heads, heads_text, is_measured, parse_heads
+from aero_compile.analysis.head_sets import Head
 from aero_compile.analysis.parts import Attention
-from aero_compile.calibration import entropy_shares, mean_attention
+from aero_compile.calibration import mean_attention
 from aero_compile.errors import InputError, RecipeError, UnsupportedGraphError
-from aero_compile.graph_pass import CalibratedPass, PassResult
 from aero_compile.model import TransformedModel
 from aero_compile.passes._head_cutter import HeadCutter
-from aero_compile.passes._head_edits import change_heads, groups_of, heads_with_softmax
+from aero_compile.passes._head_edits import change_heads, groups_of
+from aero_compile.passes._some_heads import Batches, HeadsPass
 from aero_compile.passes._static_tables import Pattern, StaticTables, by_distance, by_position, zeros
 
 MEASURED = ("uniform", "mean", "relative")
@@ -45,7 +44,7 @@ LEAST = 1e-30
 
 
 @dataclass(frozen=True)
-class StaticAttention(CalibratedPass):
+class StaticAttention(HeadsPass):
     """Replace the attention of some heads by a fixed pattern.
 
     Options:
@@ -58,7 +57,6 @@ class StaticAttention(CalibratedPass):
         max_positions: T_max of what is learned from `uniform`; 0 takes the model's own limit.
     """
 
-    heads: str = "all"
     pattern: str = "uniform"
     start: str = "uniform"
     max_positions: int = 0
@@ -68,27 +66,12 @@ class StaticAttention(CalibratedPass):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "heads", parse_heads(self.heads))
-        if self.pattern not in (*MEASURED, "learned"):
-            raise RecipeError(f"{self.name}: pattern is {', '.join(MEASURED)} or learned, not {self.pattern!r}")
-        if self.start not in MEASURED:
-            raise RecipeError(f"{self.name}: start is {' or '.join(MEASURED)}, not {self.start!r}")
+        self.check_one_of("pattern", (*MEASURED, "learned"))
+        self.check_one_of("start", MEASURED)
         if self.max_positions < 0:
             raise RecipeError(f"{self.name}: max_positions must not be negative, got {self.max_positions}")
 
-    def call(self, model: TransformedModel) -> PassResult:
-        return self._apply(model, None)
-
-    def call_on(self, model: TransformedModel, calibration: Sequence[Tensor]) -> PassResult:
-        return self._apply(model, calibration)
-
-    def _apply(self, model: TransformedModel, batches: Sequence[Tensor] | None) -> PassResult:
-        left, shares = heads_with_softmax(model), None
-        if is_measured(self.heads) and batches is not None and left:
-            shares = {head: share for head, share in entropy_shares(model, batches).items() if head in left}
-        chosen = chosen_heads(self.heads, model.num_heads, self.name, shares) & left
-        if not chosen:
-            return PassResult(model, modified=False)
+    def change(self, model: TransformedModel, chosen: frozenset[Head], batches: Batches) -> None:
         form = self.start if self.pattern == "learned" else self.pattern
         scores = self._scores(model, form, sorted(chosen), batches)
         tables: dict[str, StaticTables] = {}
@@ -106,8 +89,6 @@ class StaticAttention(CalibratedPass):
                 raise InputError(f"{self.name} needs tables of at least {LEAST_POSITIONS} positions, not {length}")
             model.max_positions = min(length, model.max_positions or length)
         change_heads(model, chosen, self.name, changed)
-        applied = dataclasses.replace(self, heads=heads_text(chosen)) if shares is not None else None
-        return PassResult(model, modified=True, applied=applied)
 
     def _scores(
         self, model: TransformedModel, form: str, chosen: Sequence[Head], batches: Sequence[Tensor] | None

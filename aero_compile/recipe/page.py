@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from aero_compile.analysis import layer_sets
 from aero_compile.graph_pass import CalibratedPass, GraphPass
 from aero_compile.passes._layers import LayersPass
+from aero_compile.passes._some_heads import HeadsPass, PerhapsCalibratedPass
 from aero_compile.recipe import labels
 from aero_compile.recipe.recipe import PASSES, recipes
 
@@ -71,6 +72,6 @@ def _passes() -> Iterator[str]:
 def _text_of(kind: type[GraphPass]) -> str:
     """What the file of a pass says of it, and what its class, and what it inherits from, of its options."""
     texts = [inspect.getdoc(inspect.getmodule(kind))]
-    contract = (GraphPass, CalibratedPass, LayersPass)
+    contract = (GraphPass, CalibratedPass, LayersPass, PerhapsCalibratedPass, HeadsPass)
     texts += [inspect.getdoc(each) for each in kind.__mro__ if issubclass(each, GraphPass) and each not in contract]
     return "\n\n".join(text for text in texts if text)

@@ -243,7 +243,10 @@ def test_once_is_enough() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"per": "token"}, "position, head or layer, not 'token'"), ({"per": "head", "max_positions": 4}, "leave")],
+    [
+        ({"per": "token"}, "per must be one of position, head, layer, got 'token'"),
+        ({"per": "head", "max_positions": 4}, "leave"),
+    ],
 )
 def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
