@@ -93,6 +93,7 @@ WORDS: dict[str, st.SearchStrategy[str]] = {
     "start": st.sampled_from(["uniform", "mean", "relative"]),
     "output": st.sampled_from(["none", "mean"]),
     "learn": st.sampled_from(["none", "layer", "global"]),
+    "per": st.sampled_from(["position", "head", "layer"]),
     "to": st.sampled_from(["identity", "relu"]),
     "features": st.sampled_from(["elu", "relu", "square"]),
     "form": st.sampled_from(["bolt", "puma"]),
@@ -117,7 +118,10 @@ def options_of(kind: type[GraphPass]) -> st.SearchStrategy[GraphPass]:
     by_type: dict[type, st.SearchStrategy[Any]] = {bool: st.booleans(), float: finite, int: st.integers(1, 9)}
     known: dict[str, st.SearchStrategy[Any]] = WORDS | NUMBERS
     values = {f.name: known.get(f.name, by_type.get(type(f.default))) for f in dataclasses.fields(kind)}
-    return st.builds(kind, **values)  # type: ignore[arg-type]
+    fitting = st.fixed_dictionaries(values).map(  # type: ignore[arg-type]
+        lambda drawn: drawn | ({"max_positions": 0} if drawn.get("per") in ("head", "layer") else {})
+    )
+    return fitting.map(lambda drawn: kind(**drawn))
 
 
 @given(st.lists(st.sampled_from(list(PASSES.values())).flatmap(options_of), max_size=5))
