@@ -12,7 +12,6 @@ All flags behind `--` are those of `aero-compile retrain`.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 from collections.abc import Collection, Sequence
@@ -22,18 +21,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script i
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 from aero_compile.commands.options import names, positive
-from aero_compile.errors import InputError, OutputDirError, nearest
-from aero_compile.exit_codes import exit_code
-from aero_compile.plain_help import HelpParser
+from aero_compile.errors import InputError, nearest
 from aero_compile.search.choices import CHOICES
 from aero_compile.search.run import ORDERS
-from aero_compile.training.command_line import parse_command_line
 from benchmarks.lib import pareto_table
 from benchmarks.lib.pareto_plan import ParetoPlan, make_models, rivals
 from benchmarks.lib.pareto_points import Pricing, check_budgets
 from benchmarks.lib.pareto_run import Pareto
-from benchmarks.lib.study_plan import Plan, parse_axes, without_flag
-from benchmarks.lib.study_run import human
+from benchmarks.lib.study_command import add_limits, carry_out, check_limits, main_of, refuse_flags, study_parser
+from benchmarks.lib.study_plan import Plan, parse_axes, read_flags, without_flag
 
 RECIPES = ("SM+LN+G", "SM+LN+R", "SM+G", "SM+R", "SM+ScFFN", "EReg(SM(t)+ScFFN)")
 CHANGES = ("static-attention{heads=entropy:8}", "static-attention{heads=entropy:12}")
@@ -41,12 +37,10 @@ CHANGES = ("static-attention{heads=entropy:8}", "static-attention{heads=entropy:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line's description."""
-    p = HelpParser(
-        prog="pareto.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="%(prog)s [options] [-- flags of aero-compile retrain, --max-steps among them]",
-        epilog="example: python benchmarks/pareto.py --hours 1 --seeds 3 --recipes SM+LN+G SM+R --change-of SM+R \\\n"
+    p = study_parser(
+        "pareto.py",
+        __doc__,
+        "python benchmarks/pareto.py --hours 1 --seeds 3 --recipes SM+LN+G SM+R --change-of SM+R \\\n"
         "  --search-of SM+LN+G SM+R --budgets 75%% 50%% -- --max-steps 2000 --context 64",
     )
     text = f"labels, names or lists of passes that are trained as they are; default: {' '.join(RECIPES)} and the rivals"
@@ -70,24 +64,19 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--tune", action="append", default=[], metavar="NAME=V,V", help=text)
     p.add_argument("--logits", choices=["last", "all"], default="last", help="that are priced; default: last")
     p.add_argument("--network", default="loopback", metavar="NET", help="of the parties: wan, lan or MBPS:RTT_MS")
-    p.add_argument("--hours", type=float, default=1.0, metavar="H", help="budget of this call; default: 1")
-    p.add_argument("--output-dir", type=Path, default=Path("runs/pareto"), help="default: runs/pareto")
-    p.add_argument("--dry-run", action="store_true", help="list the models and what of them is done")
+    add_limits(p, "runs/pareto", "list the models and what of them is done")
     return p
 
 
 def make_plan(args: argparse.Namespace, base: Sequence[str]) -> ParetoPlan:
     """The plan that the command line asks for; raises InputError for one that cannot be carried out."""
-    if not (math.isfinite(args.hours) and args.hours > 0):
-        raise InputError(f"--hours must be a positive number, not {args.hours}")
+    check_limits(args)
     _known(args.orders, ORDERS, "order")
     _known(args.choices, CHOICES, "kind of choice")
     check_budgets(args.budgets)
     own = ("--recipe", "--seed", "--output-dir", "--resume", "--preset", "--stages", "--search-budget", "--distill")
-    taken = [flag for flag in base if flag.replace("_", "-").partition("=")[0] in own]
-    if taken:
-        raise InputError(f"{', '.join(taken)} behind -- is set by the study itself, or differs between its two parts")
-    steps = parse_command_line([*base, "--output-dir", "unused"])[1].max_steps
+    refuse_flags(base, own, "is set by the study itself, or differs between its two parts")
+    steps = read_flags(base)[1].max_steps
     first = round(args.first_share * steps)
     if steps < 2 or not 1 <= first < steps:
         raise InputError(
@@ -119,31 +108,20 @@ def _known(given: Sequence[str], known: Collection[str], what: str) -> None:
 def run(args: argparse.Namespace, base: Sequence[str]) -> int:
     """Carry the study out, or show its plan; returns 0, also where the budget ended first."""
     plan = make_plan(args, base)
-    context = parse_command_line([*base, "--output-dir", "unused"])[0].context
+    context = read_flags(base)[0].context
     pricing = Pricing(context, args.logits, args.network, tuple(args.choices), args.blocks)
-    if args.output_dir.exists() and not args.output_dir.is_dir():
-        raise OutputDirError(f"{args.output_dir} is a file, not a folder")
     pareto = Pareto(plan, pricing, args.output_dir, args.hours)
     if args.dry_run:
         done = {point.key for point in pareto.points()}
         for model, start, key in pareto.wanted():
             print(f"{'done' if key in done else '    '}  seed {start.seed}  {model.family:20}  {model.name}")
         return 0
-    finished = pareto.run()
-    pareto.write()
-    print(pareto_table.text(pareto_table.lines_of(pareto.points())))
-    if not finished:
-        print(f"The budget is spent; about {human(pareto.left())} are left: the same command goes on.")
-    return 0
+    return carry_out(pareto, lambda: pareto_table.text(pareto_table.lines_of(pareto.points())))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    place = arguments.index("--") if "--" in arguments else len(arguments)
-    args = parser().parse_args(arguments[:place])
-    base = arguments[place + 1 :]
-    return exit_code(lambda: run(args, base), "the same command goes on where this one stopped")
+    return main_of(parser(), run, argv)
 
 
 if __name__ == "__main__":

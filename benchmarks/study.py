@@ -11,7 +11,6 @@ All flags behind `--` are those of `aero-compile retrain`.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -21,12 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script i
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 from aero_compile.commands.options import positive
-from aero_compile.errors import InputError, OutputDirError
-from aero_compile.exit_codes import exit_code
-from aero_compile.plain_help import HelpParser
+from aero_compile.errors import InputError
 from aero_compile.reporting.report import aligned
-from aero_compile.training.command_line import parse_command_line
-from benchmarks.lib.study_plan import Plan, parse_axes, without_flag
+from benchmarks.lib.study_command import add_limits, carry_out, check_limits, main_of, refuse_flags, study_parser
+from benchmarks.lib.study_plan import Plan, parse_axes, read_flags, without_flag
 from benchmarks.lib.study_rows import seconds_a_step
 from benchmarks.lib.study_run import Study, human
 
@@ -40,12 +37,10 @@ EVALUATION = 1.15
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line's description."""
-    p = HelpParser(
-        prog="study.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="%(prog)s [options] [-- flags of aero-compile retrain, --max-steps among them]",
-        epilog="example: python benchmarks/study.py --hours 1 --seeds 3 --tune learning-rate=1e-3,3e-3 \\\n"
+    p = study_parser(
+        "study.py",
+        __doc__,
+        "python benchmarks/study.py --hours 1 --seeds 3 --tune learning-rate=1e-3,3e-3 \\\n"
         "  --tune config.initializer_range=0.02,0.08 --vary gamma=0,0.1,0.2 -- --max-steps 600 --context 64",
     )
     text = f"labels, names or lists of passes; default: {' '.join(ARCHITECTURES)}"
@@ -56,22 +51,17 @@ def parser() -> argparse.ArgumentParser:
     text = "what is tried for each architecture before it is judged; may be repeated; default: learning-rate=1e-3,3e-3"
     p.add_argument("--tune", action="append", metavar="NAME=V,V", help=text)
     p.add_argument("--trial-share", type=float, default=0.25, metavar="X", help="steps of a trial; default: 0.25")
-    p.add_argument("--hours", type=float, default=1.0, metavar="H", help="budget of this call; default: 1")
-    p.add_argument("--output-dir", type=Path, default=Path("runs/study"), help="default: runs/study")
-    p.add_argument("--dry-run", action="store_true", help="time a step of each architecture and print the plan")
+    add_limits(p, "runs/study", "time a step of each architecture and print the plan")
     return p
 
 
 def make_plan(args: argparse.Namespace, base: Sequence[str]) -> Plan:
     """The plan that the command line asks for; raises InputError for one that cannot be carried out."""
-    if not (math.isfinite(args.hours) and args.hours > 0):
-        raise InputError(f"--hours must be a positive number, not {args.hours}")
+    check_limits(args)
     if not 0 < args.trial_share <= 1:
         raise InputError(f"--trial-share must be in (0, 1], not {args.trial_share}")
-    taken = [flag for flag in base if flag.partition("=")[0] in ("--recipe", "--seed", "--output-dir", "--resume")]
-    if taken:
-        raise InputError(f"{', '.join(taken)} behind -- is set by the study itself")
-    steps = parse_command_line([*base, "--output-dir", "unused"])[1].max_steps
+    refuse_flags(base, ("--recipe", "--seed", "--output-dir", "--resume"), "is set by the study itself")
+    steps = read_flags(base)[1].max_steps
     if steps < 1:
         raise InputError("how many steps is a run? Give --max-steps N behind --")
     tune = parse_axes(args.tune or ["learning-rate=1e-3,3e-3"], "--tune")
@@ -103,26 +93,15 @@ def show_plan(study: Study) -> None:
 def run(args: argparse.Namespace, base: Sequence[str]) -> int:
     """Carry the study out, or show its plan; returns 0, also where the budget ended first."""
     study = Study(make_plan(args, base), args.output_dir, args.hours)
-    if args.output_dir.exists() and not args.output_dir.is_dir():
-        raise OutputDirError(f"{args.output_dir} is a file, not a folder")
     if args.dry_run:
         show_plan(study)
         return 0
-    finished = study.run()
-    study.write()
-    print((args.output_dir / "study.txt").read_text(encoding="utf-8"))
-    if not finished:
-        print(f"The budget is spent; about {human(study.left())} are left: the same command goes on.")
-    return 0
+    return carry_out(study, lambda: (args.output_dir / "study.txt").read_text(encoding="utf-8"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    place = arguments.index("--") if "--" in arguments else len(arguments)
-    args = parser().parse_args(arguments[:place])
-    base = arguments[place + 1 :]
-    return exit_code(lambda: run(args, base), "the same command goes on where this one stopped")
+    return main_of(parser(), run, argv)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from aero_compile.errors import InputError
 from aero_compile.recipe.recipe import recipes, resolve
-from aero_compile.training.command_line import parse_command_line
 from aero_compile.training.run_directory import ARTIFACT_FOLDER
-from benchmarks.lib.study_plan import CONFIG, Plan, Task, file_name, without_flag
+from benchmarks.lib.study_plan import CONFIG, Plan, Task, file_name, read_flags, without_flag
 
 AERO, RIVALS, CHANGED, SEARCHED = "AERO", "other nonlinearities", "changed", "searched"
 """Families of models, in the order of the table."""
@@ -70,7 +69,7 @@ class Continued(Task):
         base: Sequence[str] = self.base
         for flag in (*_OF_NEW_WEIGHTS, *_OF_THE_PENALTY):
             base = without_flag(base, flag)
-        weight = parse_command_line([*self.start.flags, "--output-dir", "unused"])[0].weight
+        weight = read_flags(self.start.flags)[0].weight
         own = ["--seed", str(1000 + self.seed), "--max-steps", str(self.steps), "--lambda", str(weight)]
         own += ["--recipe", self.change] if self.change else []
         settings = [*self.axes, *self.tuned]

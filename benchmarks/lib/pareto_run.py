@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,6 @@ from aero_compile.files import write_atomically
 from aero_compile.progress import Progress
 from aero_compile.reporting.page import drawing
 from aero_compile.reporting.report import command_line, origin, write_json
-from aero_compile.training.command_line import parse_command_line
 from benchmarks.lib import pareto_table
 from benchmarks.lib.pareto_plan import Model, ParetoPlan
 from benchmarks.lib.pareto_points import (
@@ -26,8 +24,8 @@ from benchmarks.lib.pareto_points import (
     trained,
     write_point,
 )
-from benchmarks.lib.study_plan import Plan, Task
-from benchmarks.lib.study_run import Study, human
+from benchmarks.lib.study_plan import Plan, Task, read_flags
+from benchmarks.lib.study_run import Study, forecast
 
 TITLE = "Perplexity against bytes at equal training"
 
@@ -60,9 +58,7 @@ class Pareto:
     def seconds(self, start: Task) -> float:
         """How long a point takes behind its first part; NaN where nothing is known yet."""
         beside = sum(self._beside) / len(self._beside) if self._beside else 0.0
-        known = self.study.step_seconds
-        rate = known.get(start.label) or (sum(known.values()) / len(known) if known else math.nan)
-        return rate * self.plan.second_steps + beside
+        return self.study.rate(start.label) * self.plan.second_steps + beside
 
     def left(self) -> float:
         """Seconds of all that is left; NaN where nothing is known yet."""
@@ -84,12 +80,9 @@ class Pareto:
                     progress.done += 1
                     continue
                 expected = self.seconds(start)
-                if not self.study.affordable(None if math.isnan(expected) else expected):
+                if not self.study.affordable(expected):
                     return False
-                said = (
-                    f"{model.name}, seed {seed}: about {human(expected)}; all that is left about {human(self.left())}"
-                )
-                with progress.step(said, live=False):
+                with progress.step(forecast(f"{model.name}, seed {seed}", expected, self.left()), live=False):
                     self._make(key, model, start, progress)
                 self.write()
         return True
@@ -100,7 +93,7 @@ class Pareto:
         assert first is not None
         if first.status == "finished":
             if model.budget:
-                data = self.study.data.of(parse_command_line([*start.text_flags, "--output-dir", "unused"])[0])
+                data = self.study.data.of(read_flags(start.text_flags)[0])
                 change = search_change(model, start, data, self.pricing, self.folder, progress.say)
             second = self.plan.second(start, change, self.folder)
             row = self.study.done(second) or self.study.train(second)

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from aero_compile.errors import InputError
 from aero_compile.recipe.recipe import resolve
-from aero_compile.training.options import RetrainOptions
+from aero_compile.training.command_line import parse_command_line
+from aero_compile.training.options import RetrainArguments, RetrainOptions
 
 CONFIG = "config."
 """Begins the name of an axis that is a field of the model's configuration, such as config.initializer_range."""
@@ -128,6 +129,11 @@ def parse_axes(texts: Sequence[str], option: str) -> dict[str, tuple[str, ...]]:
             raise InputError(f"{option} {name} is given twice")
         axes[name] = found
     return axes
+
+
+def read_flags(flags: Sequence[str]) -> tuple[RetrainOptions, RetrainArguments]:
+    """What these flags of retrain ask for; the folder, which each run has of its own, is not among them."""
+    return parse_command_line([*flags, "--output-dir", "unused"])
 
 
 def without_flag(arguments: Sequence[str], flag: str) -> tuple[str, ...]:

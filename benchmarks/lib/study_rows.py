@@ -32,7 +32,7 @@ from aero_compile.training.run_directory import (
     versions,
     write_json,
 )
-from benchmarks.lib.study_plan import Task
+from benchmarks.lib.study_plan import Task, read_flags
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def near_uniform_share(entropies: Sequence[Sequence[float]], context: int) -> fl
 
 def seconds_a_step(task: Task) -> float:
     """Seconds of one forward and backward pass of the task's model on random tokens, of two that are timed."""
-    options, arguments = parse_command_line([*task.flags, "--output-dir", "unused"])
+    options, arguments = read_flags(task.flags)
     context = options.context
     source = find_model(
         options.model, from_scratch=options.from_scratch, overrides=options.config_overrides, context=context

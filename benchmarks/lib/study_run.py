@@ -60,20 +60,25 @@ class Study:
         """How many runs have their record."""
         return sum(self.done(task) is not None for task in self.tasks())
 
-    def seconds(self, task: Task) -> float | None:
-        """How long a task will take, by runs of its architecture, or of any, or by a step that was timed."""
+    def rate(self, label: str) -> float:
+        """Seconds of a step by runs of an architecture, or of any, or by a step that was timed; NaN without any."""
         known = self.step_seconds
-        rate = known.get(task.label) or (sum(known.values()) / len(known) if known else None)
-        return None if rate is None else rate * task.steps
+        if label in known:
+            return known[label]
+        return sum(known.values()) / len(known) if known else math.nan
+
+    def seconds(self, task: Task) -> float:
+        """How long a task will take; NaN where nothing is known yet."""
+        return self.rate(task.label) * task.steps
 
     def left(self) -> float:
         """Seconds of all that is left; NaN where nothing is known yet."""
-        return sum(self.seconds(task) or math.nan for task in self.tasks() if self.done(task) is None)
+        return sum(self.seconds(task) for task in self.tasks() if self.done(task) is None)
 
-    def affordable(self, expected: float | None) -> bool:
-        """Whether what takes so long ends within the budget; what is begun first always is."""
+    def affordable(self, expected: float) -> bool:
+        """Whether what takes so long, or an unknown time, ends within the budget; what is begun first always is."""
         begun, self.begun = self.begun, True
-        return not begun or time.monotonic() + (expected or 0.0) <= self.end
+        return not begun or time.monotonic() + (0.0 if math.isnan(expected) else expected) <= self.end
 
     def run(self) -> bool:
         """Do what the budget allows; returns whether all is done."""
@@ -88,10 +93,7 @@ class Study:
             expected = self.seconds(task)
             if not self.affordable(expected):
                 return False
-            what = (
-                f"{task.key}: {task.steps} steps, about {human(expected)}; all that is left about {human(self.left())}"
-            )
-            with progress.step(what, live=False):
+            with progress.step(forecast(f"{task.key}, {task.steps} steps", expected, self.left()), live=False):
                 self.train(task)
             self.write()
 
@@ -135,9 +137,14 @@ def _plain(rows: Sequence[StudyRow]) -> list[dict[str, Any]]:
     return [dict(vars(row)) for row in rows]
 
 
-def human(seconds: float | None) -> str:
+def forecast(what: str, expected: float, left: float) -> str:
+    """What is begun, with the seconds that it and all that is left will take."""
+    return f"{what}: about {human(expected)}; all that is left about {human(left)}"
+
+
+def human(seconds: float) -> str:
     """`95 s`, `12 min`, `3.4 h`, or a question mark."""
-    if seconds is None or math.isnan(seconds):
+    if math.isnan(seconds):
         return "?"
     if seconds < 120:
         return f"{seconds:.0f} s"

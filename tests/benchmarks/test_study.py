@@ -17,6 +17,7 @@ from aero_compile.errors import InputError, RecipeError
 from aero_compile.retrain import retrain
 from aero_compile.training.command_line import parse_command_line
 from aero_compile.training.loop import RegularizedTrainer
+from benchmarks import study
 from benchmarks.lib import study_page, study_table
 from benchmarks.lib.study_plan import Plan, parse_axes, without_flag
 from benchmarks.lib.study_rows import StudyRow, near_uniform_share
@@ -86,6 +87,28 @@ def test_axes_and_flags_are_read() -> None:
         plan(tune={"gamma": ("1",)})
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--hours", "0"], "--hours must be a positive number"),
+        (["--output-dir", "pyproject.toml", "--", "--max-steps", "8"], "pyproject.toml is a file"),
+        (["--", "--max-steps", "8", "--output_dir", "here"], "--output_dir behind -- is set by the study itself"),
+        (["--", "--context", "16"], "how many steps is a run"),
+        (["--trial-share", "2", "--", "--max-steps", "8"], "--trial-share must be"),
+    ],
+)
+def test_mistakes(
+    options: list[str],
+    message: str,
+    root: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(root)
+    assert study.main(options) == 2
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_study_goes_on_where_it_was_stopped(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped in the middle of a run: what was done is left alone, the table is that of a study without a stop."""
@@ -128,8 +151,8 @@ def test_a_study_goes_on_where_it_was_stopped(corpus: Path, tmp_path: Path, monk
     assert again.run()
     assert {path: path.stat().st_mtime_ns for path in done} == done
 
-    def told(study: Study) -> list[dict[str, Any]]:
-        rows = [dataclasses.asdict(each) for each in study.rows.values()]
+    def told(made: Study) -> list[dict[str, Any]]:
+        rows = [dataclasses.asdict(each) for each in made.rows.values()]
         return sorted(({k: v for k, v in r.items() if k not in ("seconds", "command")} for r in rows), key=str)
 
     assert told(again) == told(whole)
@@ -140,15 +163,15 @@ def test_a_study_goes_on_where_it_was_stopped(corpus: Path, tmp_path: Path, monk
 def test_the_budget_ends_a_study_and_nan_is_a_result(corpus: Path, tmp_path: Path) -> None:
     fast = ("--learning-rate", "1e12", "--lr-scheduler-type", "constant", "--warmup-steps", "0", "--eval-steps", "1")
     made = plan(base=("--dataset", str(corpus), *SHAPE, *RUN, *fast), labels=("SM+R",), tune={}, vary={})
-    study = Study(made, tmp_path / "study", hours=1e-9)
-    assert not study.run()
-    (row,) = study.rows.values()  # one run is always made
+    stopped = Study(made, tmp_path / "study", hours=1e-9)
+    assert not stopped.run()
+    (row,) = stopped.rows.values()  # one run is always made
     assert row.status == "not finite"
     assert row.nan_step is not None
     assert row.nan_place
     assert row.final_perplexity is None
     assert "1 of 1 (step" in study_table.text([row])
-    assert study.left() >= 0
+    assert stopped.left() >= 0
     (tmp_path / "study" / "rows" / f"{row.key}.json").write_text("{")
     with pytest.raises(InputError, match="Remove it to train it again"):
         Study(made, tmp_path / "study", hours=1).tasks_done()
@@ -193,4 +216,4 @@ def test_heads_by_entropy() -> None:
     assert near_uniform_share([], 8) is None
     assert some_row(quartiles=[0.25, 0.0, 0.25, 0.5]).overload_share == 0.5
     assert some_row().overload_share is None
-    assert [human(seconds) for seconds in (None, math.nan, 5, 600, 9000)] == ["?", "?", "5 s", "10 min", "2.5 h"]
+    assert [human(seconds) for seconds in (math.nan, 5, 600, 9000)] == ["?", "5 s", "10 min", "2.5 h"]
