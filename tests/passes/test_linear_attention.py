@@ -5,41 +5,36 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from torch.nn import functional as F
 
 import aero_compile
 from aero_compile.errors import RecipeError, UnsupportedGraphError
 from benchmarks.lib import zoo
-from tests.support.attention_references import agrees, goes_everywhere
+from tests.support.attention_references import agrees, by_features, goes_everywhere, replaces_some_layers
 from tests.support.budgets import by_default
-from tests.support.tiny_models import HEADS, captured, transformed
+from tests.support.tiny_models import captured
 
-RECIPES = ("linear-attention{features=elu}", "linear-attention{features=relu}", "linear-attention{features=square}")
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_gpt2_computes_what_is_written_by_hand(recipe: str) -> None:
-    agrees("gpt2-eager", recipe)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", ["llama-eager", "gpt_neox-eager", "opt-eager"])
-def test_families_compute_what_is_written_by_hand(name: str, recipe: str) -> None:
-    agrees(name, recipe)
-    agrees(name, recipe, batch=1, length=1)
+HUGGING_FACE = ("gpt2-eager", "llama-eager", "gpt_neox-eager", "opt-eager")
+REFERENCES = {
+    "linear-attention{features=elu}": by_features(lambda x: F.elu(x) + 1),
+    "linear-attention{features=relu}": by_features(F.relu),
+    "linear-attention{features=square}": by_features(lambda x: x * x),
+}
 
 
-@pytest.mark.parametrize("recipe", by_default(RECIPES, "linear-attention{features=elu}"))
+@pytest.mark.parametrize("recipe", REFERENCES)
+@pytest.mark.parametrize("name", by_default(HUGGING_FACE, "gpt2-eager"))
+def test_what_is_computed(name: str, recipe: str) -> None:
+    agrees(name, recipe, REFERENCES[recipe])
+
+
+@pytest.mark.parametrize("recipe", by_default(REFERENCES, "linear-attention{features=elu}"))
 def test_a_transformed_model_goes_everywhere(recipe: str, tmp_path: Path) -> None:
     goes_everywhere(recipe, tmp_path)
 
 
 def test_some_layers() -> None:
-    model = transformed("gpt2-eager", "linear-attention{layers=1}")
-    assert [layer.get("softmax", 0) for layer in aero_compile.census(model, 9).per_layer] == [HEADS, 0]
-    other = aero_compile.transform(model, "linear-attention{layers=all}")
-    assert other.reports[-1].modified
-    assert aero_compile.census(other, 9).total("softmax") == 0
+    replaces_some_layers("linear-attention")
 
 
 @pytest.mark.parametrize(

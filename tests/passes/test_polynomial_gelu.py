@@ -11,11 +11,9 @@ from torch.nn import functional as F
 
 import aero_compile
 from aero_compile.errors import RecipeError
-from tests.support.activation_references import check_activation
+from tests.support.activation_references import FAMILIES, check_activation
 from tests.support.budgets import by_default
 from tests.support.tiny_models import captured
-
-FAMILIES = ("gpt2-eager", "llama-eager", "opt-eager", "nanogpt")
 
 
 def bolt(x: Tensor) -> Tensor:

@@ -7,11 +7,9 @@ from torch.nn import functional as F
 
 import aero_compile
 from aero_compile.errors import UnsupportedGraphError
-from tests.support.activation_references import check_activation
+from tests.support.activation_references import FAMILIES, check_activation
 from tests.support.budgets import by_default
 from tests.support.tiny_models import captured
-
-FAMILIES = ("gpt2-eager", "llama-eager", "opt-eager", "nanogpt")
 
 
 @pytest.mark.parametrize("name", by_default(FAMILIES, "gpt2-eager"))

@@ -13,6 +13,8 @@ from tests.support import eager_references as eager
 from tests.support import tiny_models
 from tests.support.tiny_models import LAYERS, source, tokens, transformed
 
+FAMILIES = ("gpt2-eager", "llama-eager", "opt-eager", "nanogpt")
+
 
 class Function(nn.Module):
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
@@ -39,4 +41,4 @@ def check_activation(name: str, recipe: str, kind: str, function: Callable[[Tens
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     with torch.no_grad():
         exact = tiny_models.logits_of(optimize_for_inference(model)(ids))
-        torch.testing.assert_close(exact, tiny_models.logits_of(model(ids)), rtol=0, atol=1e-6)
+        torch.testing.assert_close(exact, tiny_models.all_logits(model, ids), rtol=0, atol=1e-6)

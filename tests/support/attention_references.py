@@ -1,16 +1,16 @@
-"""References for the passes that put something else in the place of the softmax, and what each of them must do."""
+"""What each pass must do that puts something else in the place of the softmax, given its weights written by hand."""
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import aero_compile
@@ -20,29 +20,16 @@ from tests.support import tiny_models
 from tests.support.tiny_models import HEADS, LAYERS, source, tokens, transformed
 
 Row = Callable[[Tensor], Tensor]
+Reference = Callable[[nn.Module], AbstractContextManager[Any]]
+"""What to put into an eager model so that it computes what a pass makes of it, as long as the context lasts."""
 
+FAMILIES = ("gpt2-eager", "llama-eager", "gpt_neox-eager", "opt-eager", "nanogpt")
 EPS = 1 / 64
+"""What the passes add for each position to a sum that they divide by, unless they are told another number."""
 
 
-def _normalized(row: Tensor) -> Tensor:
-    return row / (row.sum() + len(row) * EPS)
-
-
-ROWS: dict[str, Row] = {
-    "quad-softmax": lambda s: (s + 5) ** 2 / (((s + 5) ** 2).sum() + len(s) * EPS * 25),
-    "quad-softmax{c=2.0,eps=0.0}": lambda s: (s + 2) ** 2 / ((s + 2) ** 2).sum(),
-    "power-softmax{power=4,scale=2.0}": lambda s: _normalized((s / 2) ** 4),
-    "relu-attention": lambda s: s.clamp(min=0) / len(s),
-    "relu-attention{power=2}": lambda s: s.clamp(min=0) ** 2 / len(s),
-    "sigmoid-attention": lambda s: 1 / (1 + torch.exp(math.log(len(s)) - s)),
-}
-"""Weights of the scores that a row sees."""
-
-FEATURES: dict[str, Row] = {"elu": lambda x: F.elu(x) + 1, "relu": F.relu, "square": lambda x: x * x}
-
-
-def weights_of(row: Row) -> Callable[..., Tensor]:
-    """A softmax's stand-in that looks at positions and not at masks: row i sees the keys 0 … i."""
+def by_row(row: Row) -> Reference:
+    """Weights by `row`, of the scores that a row sees: row i sees the keys 0 … i, whatever a mask says."""
 
     def softmax(scores: Tensor, *_: Any, **__: Any) -> Tensor:
         found = torch.zeros_like(scores)
@@ -51,15 +38,18 @@ def weights_of(row: Row) -> Callable[..., Tensor]:
             found[at][: at[-1] + 1] = row(scores[at][: at[-1] + 1])
         return found
 
-    return softmax
+    return lambda _: mock.patch.object(F, "softmax", softmax)
 
 
-def linear(features: Row) -> Callable[..., Any]:
+def by_features(features: Row) -> Reference:
     """An attention of Hugging Face by the recurrence of Katharopoulos et al. 2020: a state that grows with each key."""
 
-    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
+    def attention(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, scaling: float | None = None, **__: Any
+    ) -> Any:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling  # OPT scales its queries before
         groups = query.shape[1] // key.shape[1]
-        q, k = features(query) * query.shape[-1] ** -0.5, features(key.repeat_interleave(groups, 1))
+        q, k = features(query) * scale, features(key.repeat_interleave(groups, 1))
         value = value.repeat_interleave(groups, 1)
         state, norm, found = torch.zeros_like(q[:, :, :1].mT @ value[:, :, :1]), torch.zeros_like(q[:, :, 0]), []
         for i in range(q.shape[2]):
@@ -69,22 +59,29 @@ def linear(features: Row) -> Callable[..., Any]:
             found.append((q[:, :, i, None] @ state)[:, :, 0] / divisor)
         return torch.stack(found, 1), None
 
-    return attention
+    return lambda model: mock.patch.object(sys.modules[type(model).__module__], "eager_attention_forward", attention)
 
 
-def agrees(name: str, recipe: str, batch: int = 2, length: int = 9) -> None:
-    model, reference, ids = transformed(name, recipe).eval(), source(name), tokens(batch, length)
-    if recipe in ROWS:
-        patch = mock.patch.object(F, "softmax", weights_of(ROWS[recipe]))
-    else:
-        features = FEATURES[recipe.partition("=")[2].rstrip("}")]
-        patch = mock.patch.object(sys.modules[type(reference).__module__], "eager_attention_forward", linear(features))
-    with torch.no_grad():
-        found = tiny_models.all_logits(model, ids)
-        with patch:
-            expected = tiny_models.all_logits(reference, ids)
-    # families compute softmax and rotary positions in float32 inside
-    assert float((found - expected).abs().max() / expected.abs().max()) < 5e-6
+def agrees(name: str, recipe: str, reference: Reference) -> None:
+    """Logits of family `name` after `recipe` beside those of its eager model with the reference in it."""
+    model, eager = transformed(name, recipe).eval(), source(name)
+    for batch, length in ((2, 9), (1, 1)):
+        ids = tokens(batch, length)
+        with torch.no_grad():
+            found = tiny_models.all_logits(model, ids)
+            with reference(eager):
+                expected = tiny_models.all_logits(eager, ids)
+        # families compute softmax and rotary positions in float32 inside
+        assert float((found - expected).abs().max() / expected.abs().max()) < 5e-6
+
+
+def replaces_some_layers(name: str) -> None:
+    """One of two layers keeps its softmax, until the pass is told to act on all."""
+    model = transformed("gpt2-eager", f"{name}{{layers=1}}")
+    assert [layer.get("softmax", 0) for layer in aero_compile.census(model, 9).per_layer] == [HEADS, 0]
+    other = aero_compile.transform(model, f"{name}{{layers=all}}")
+    assert other.reports[-1].modified
+    assert aero_compile.census(other, 9).total("softmax") == 0
 
 
 def goes_everywhere(recipe: str, folder: Path) -> None:
