@@ -28,16 +28,9 @@ from aero_compile import TransformedModel
 from aero_compile.errors import InputError, LoweringError, RecipeError, UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass
 from aero_compile.recipe.recipe import PASSES, Recipe, resolve
-from benchmarks.lib.random_decoders import (
-    ACTIVATIONS,
-    Block,
-    Config,
-    Decoder,
-    build,
-    logits_of,
-    reference,
-    rows_of,
-)
+from benchmarks.lib.decoder_config import Config
+from benchmarks.lib.decoder_parts import ACTIVATIONS
+from benchmarks.lib.random_decoders import Block, Decoder, build, logits_of, reference, rows_of
 from tests.support.budgets import MANY, few, many
 from tests.support.captured_decoders import POOL, captured
 from tests.support.drawn_decoders import configs

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 import aero_compile
 from aero_compile import TransformedModel
 from aero_compile.errors import InputError, RecipeError, UnsupportedGraphError
-from benchmarks.lib.random_decoders import Config, Decoder, any_config, build
+from benchmarks.lib.decoder_config import Config
+from benchmarks.lib.random_decoders import Decoder, any_config, build
 
 SHARED = 20
 """Seeds that share a structure."""

@@ -22,8 +22,8 @@ import aero_compile
 from aero_compile.errors import AeroError, first_line
 from aero_compile.inference_model import inference_copy
 from aero_compile.model import TransformedModel
-from benchmarks.families import _call, _cannot_run
 from benchmarks.lib import written_decoders, zoo
+from benchmarks.lib.family_checks import call_eager, cannot_run
 from benchmarks.lib.torture_private import EXACT, Miss, Outcome, check_passes, check_private, facts_of
 
 NOT_TAKEN, NOT_TRIED = "not taken", "not tried"
@@ -55,7 +55,7 @@ def zoo_run(number: int, protocol: str) -> Outcome:
     except zoo.NotTried as error:
         return replace(made, outcome=NOT_TRIED, kind=str(error).partition(":")[0][:90], detail=str(error))
     except AeroError as error:
-        if problem := _cannot_run(source, ids):
+        if problem := cannot_run(source, ids):
             return replace(made, outcome=NOT_TRIED, kind="its own code fails at these sizes", detail=problem)
         return replace(made, outcome=NOT_TAKEN, kind=_reason(error), detail=first_line(error))
     return replace(made, **facts_of(lambda: _check(source, captured, ids, protocol)))
@@ -71,7 +71,7 @@ def _reason(error: AeroError) -> str:
 def _check(
     source: torch.nn.Module, captured: TransformedModel, ids: Tensor, protocol: str
 ) -> tuple[float, float, float]:
-    wanted, found = _call(source, ids), inference_copy(captured)(ids)
+    wanted, found = call_eager(source, ids), inference_copy(captured)(ids)
     error, bound = float((found - wanted).abs().max()), SINGLE * max(1e-3, float(wanted.abs().max()))
     if not error <= bound:
         raise Miss("capture", error, bound)

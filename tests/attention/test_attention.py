@@ -17,7 +17,8 @@ import aero_compile
 from aero_compile import TransformedModel, model
 from aero_compile.attention import blocks, entropy_op
 from aero_compile.ir.rewriter import Rewriter
-from benchmarks.lib.random_decoders import Config, any_config, build
+from benchmarks.lib.decoder_config import Config
+from benchmarks.lib.random_decoders import any_config, build
 from tests.support import tiny_models
 from tests.support.budgets import MANY, by_default, few, many
 from tests.support.captured_decoders import POOL, FromSeed, captured

@@ -22,7 +22,7 @@ from tests.support.tiny_models import HEADS, LAYERS, WIDTH, all_logits, captured
 
 pytest.importorskip("transformers")
 from benchmarks import families
-from benchmarks.lib import written_decoders, zoo
+from benchmarks.lib import family_checks, written_decoders, zoo
 from benchmarks.lib.eager_watch import entropies
 
 aten = torch.ops.aten
@@ -38,27 +38,27 @@ def every() -> dict[str, zoo.Entry]:
 
 @pytest.mark.parametrize("name", by_default(QUICK, QUICK[0]))
 def test_family_goes_through(name: str) -> None:
-    row = families.check(every()[name])
-    assert row.status == families.WORKS, (row.problems, row.note)
+    row = family_checks.check(every()[name])
+    assert row.status == family_checks.WORKS, (row.problems, row.note)
     assert row.parity is not None
     assert row.parity < 1e-6
-    assert set(row.remains) == set(families.RECIPES)
+    assert set(row.remains) == set(family_checks.RECIPES)
     assert all(last < first for first, last in row.training.values())
 
 
 def test_what_each_column_says_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model whose recipe, census and structure are wrong is not said to work."""
     entry = zoo.Entry("wrong", "", every()["nanoGPT"].build, lambda _: (3, 5, 7))
-    edited = families._eager
+    edited = family_checks.run_eager
 
     def off(source: nn.Module, ids: Tensor, edit: str = "") -> Any:
         logits, seen = edited(source, ids, edit)
         seen.counts["gelu", 128] += 1
         return logits + 0.1, seen
 
-    monkeypatch.setattr(families, "_eager", off)
-    row = families.check(entry, steps=4)
-    assert row.status == families.PARTLY
+    monkeypatch.setattr(family_checks, "run_eager", off)
+    row = family_checks.check(entry, steps=4)
+    assert row.status == family_checks.PARTLY
     problems = "; ".join(row.problems)
     for expected in ("layers found, 3", "heads found, 5", "width", "census has nothing instead of 1×gelu", "differ by"):
         assert expected in problems
@@ -98,7 +98,7 @@ def test_experts_and_states_are_named(kind: str) -> None:
 
 def test_the_watch_counts_what_a_block_holds() -> None:
     model, ids = source("nanogpt"), tokens()
-    logits, seen = families._eager(model, ids)
+    logits, seen = family_checks.run_eager(model, ids)
     assert torch.equal(logits, all_logits(model, ids))
     assert seen.counts["softmax", ids.shape[1]] == HEADS * LAYERS
     assert seen.counts["layernorm", WIDTH] == 2 * LAYERS + 1
@@ -108,7 +108,7 @@ def test_the_watch_counts_what_a_block_holds() -> None:
 
 def test_the_watch_replaces_norms_and_activations() -> None:
     model, ids = source("nanogpt"), tokens()
-    found, _ = families._eager(model, ids, edit="relu")
+    found, _ = family_checks.run_eager(model, ids, edit="relu")
     expected = aero_compile.transform(captured("nanogpt"), "SM+R")
     torch.testing.assert_close(found, all_logits(expected, ids), rtol=0, atol=1e-9)
 
@@ -116,7 +116,7 @@ def test_the_watch_replaces_norms_and_activations() -> None:
 @pytest.mark.parametrize("name", ["gpt2-eager", "gpt2-sdpa", "encoder-post"])
 def test_the_watch_sees_attention_probabilities(name: str) -> None:
     model, ids = source(name), tokens()
-    _, seen = families._eager(model, ids)
+    _, seen = family_checks.run_eager(model, ids)
     found = captured(name)(ids, output_entropies=True).entropies
     assert len(seen.probabilities) == LAYERS
     for expected, entropy in zip(seen.probabilities, found, strict=True):
@@ -289,8 +289,8 @@ def test_list_names_every_entry(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_named_family_goes_through(name: str) -> None:
     for entry in every().values():
         if entry.family == name:
-            row = families.check(entry)
-            assert row.status == families.WORKS, (row.name, row.problems, row.note)
+            row = family_checks.check(entry)
+            assert row.status == family_checks.WORKS, (row.name, row.problems, row.note)
 
 
 # -- scaling -----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from aero_compile.decoding.step import DecodeStep, decode_step
 from aero_compile.errors import InputError, UnsupportedModelError
 from aero_compile.inference_model import InferenceModel, inference_copy
 from aero_compile.optimize import optimize_for_inference
-from benchmarks.lib.random_decoders import Config
+from benchmarks.lib.decoder_config import Config
 from tests.support import tiny_models
 from tests.support.budgets import by_default
 from tests.support.captured_decoders import POOL

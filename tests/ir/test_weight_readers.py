@@ -11,7 +11,7 @@ from aero_compile import TransformedModel
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.ir.weight_readers import readers_of, weight_readers, weights_read
 from benchmarks.lib import random_decoders
-from benchmarks.lib.random_decoders import Config
+from benchmarks.lib.decoder_config import Config
 
 aten = torch.ops.aten
 

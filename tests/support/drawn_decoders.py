@@ -6,7 +6,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from benchmarks.lib.random_decoders import Config, any_config
+from benchmarks.lib.decoder_config import Config
+from benchmarks.lib.random_decoders import any_config
 
 
 class Drawn:

@@ -14,6 +14,7 @@ import aero_compile
 from aero_compile.inference_model import inference_copy
 from aero_compile.model import TransformedModel
 from benchmarks.lib import random_decoders
+from benchmarks.lib.decoder_config import Config
 from tests.support import tiny_models
 
 aten = torch.ops.aten
@@ -32,12 +33,12 @@ def drawn(family: str, recipe: str) -> TransformedModel:
 
 
 @functools.cache
-def _decoder(config: random_decoders.Config, recipe: str) -> TransformedModel:
+def _decoder(config: Config, recipe: str) -> TransformedModel:
     model = random_decoders.build(config)
     return _with_scales(inference_copy(aero_compile.transform(model, recipe)))
 
 
-def decoder(config: random_decoders.Config, recipe: str = LINEAR) -> TransformedModel:
+def decoder(config: Config, recipe: str = LINEAR) -> TransformedModel:
     """The same of a decoder that is spelled in one of many ways."""
     return copy.deepcopy(_decoder(config, recipe))
 

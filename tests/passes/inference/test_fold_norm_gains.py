@@ -11,7 +11,8 @@ from aero_compile.analysis.linear_consumers import LARGEST, SMALLEST
 from aero_compile.inference_model import inference_copy
 from aero_compile.ir.ops import NORMS
 from aero_compile.passes.inference.fold_norm_gains import FoldNormGains
-from benchmarks.lib.random_decoders import Config, build
+from benchmarks.lib.decoder_config import Config
+from benchmarks.lib.random_decoders import build
 from tests.support import tiny_models
 from tests.support.budgets import MANY, many
 from tests.support.captured_decoders import every_decoder, for_inference

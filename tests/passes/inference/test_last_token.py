@@ -21,7 +21,8 @@ from aero_compile.inference_model import inference_copy
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.passes.inference.last_token import LastToken
 from benchmarks.lib import written_decoders
-from benchmarks.lib.random_decoders import Config, build
+from benchmarks.lib.decoder_config import Config
+from benchmarks.lib.random_decoders import build
 from tests.support import tiny_models
 from tests.support.budgets import MANY, by_default, many
 from tests.support.captured_decoders import every_decoder, for_inference

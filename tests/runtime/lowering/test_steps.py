@@ -21,7 +21,7 @@ from aero_compile.runtime.lowering.defer import defer_normalization
 from aero_compile.runtime.lowering.partition import partition, partition_step
 from aero_compile.runtime.lowering.to_jax import lower
 from aero_compile.runtime.program import one_hot
-from benchmarks.lib.random_decoders import Config
+from benchmarks.lib.decoder_config import Config
 from tests.support import tiny_models
 from tests.support.budgets import by_default
 from tests.support.captured_decoders import captured as captured_decoder
