@@ -1,7 +1,8 @@
-"""What a token of private text costs, by how many tokens there is room for: measured in two processes, and estimated.
+"""What private text costs, by how many tokens there is room for: measured in two processes, and estimated.
 
-A token costs the same wherever in the room it stands, so the first tokens of a short text tell it. Each row is checked
-against greedy text in the clear.
+A token costs the same wherever in the room it stands, so the first tokens of a short text tell it; a longer prompt
+(--prompt) tells what there is to the first token. With --check each token but the first of N is guessed, rightly, and N
+are computed at once. Each row is checked against greedy text in the clear.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -24,17 +25,18 @@ import numpy as np
 import torch
 
 from aero_compile.commands.options import positive
+from aero_compile.errors import InputError
 from aero_compile.exit_codes import exit_code
 from aero_compile.files import write_atomically
 from aero_compile.model import TransformedModel
 from aero_compile.plain_help import HelpParser
 from aero_compile.progress import Progress
 from aero_compile.reporting.report import aligned, command_line
-from aero_compile.runtime.costs.model import estimate_generation
+from aero_compile.runtime.costs.model import Estimate, estimate_generation, estimate_program
 from aero_compile.runtime.generation.export import compile_generation
 from aero_compile.runtime.generation.private import local_decoder
-from aero_compile.runtime.generation.programs import CompiledGeneration
-from aero_compile.runtime.generation.session import Cost, Generation, Session
+from aero_compile.runtime.generation.programs import CompiledGeneration, Programs, check_name
+from aero_compile.runtime.generation.session import Cost, Generation, Guess, Session
 from aero_compile.runtime.hosts.network_spec import Network, parse_network
 from aero_compile.training.run_directory import versions
 from aero_compile.units import human_bytes
@@ -51,6 +53,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--recipe", default="softmax_only", help="default: %(default)s")
     p.add_argument("--room", type=positive, nargs="+", default=[32], metavar="R", help="tokens of a text; default: 32")
     p.add_argument("--tokens", type=positive, default=3, metavar="N", help="to generate; default: %(default)s")
+    text = "tokens of the prompt, which are computed at once but for the last; default: %(default)s"
+    p.add_argument("--prompt", type=positive, default=1, metavar="N", help=text)
+    p.add_argument(
+        "--check", type=positive, default=1, metavar="N", help="tokens computed at once; default: %(default)s"
+    )
     p.add_argument("--offline", action="store_true", help="prepare what can be before the prompt is known")
     p.add_argument("--network", default="loopback", help="loopback, lan, wan or MBPS:RTT_MS; default: %(default)s")
     p.add_argument("--estimate", action="store_true", help="run nothing, predict only")
@@ -76,32 +83,83 @@ def run(args: argparse.Namespace) -> int:
 
 
 def row(task: Task, args: argparse.Namespace) -> dict[str, Any]:
-    """Compile for one room, predict a token's bill and, unless only that was asked for, generate."""
+    """Compile for one room, predict the bills and, unless only that was asked for, generate."""
+    if args.prompt + args.tokens - 1 > task.seq_len:
+        raise InputError(f"--prompt {args.prompt} and --tokens {args.tokens} do not fit a room for {task.seq_len}")
     model, network = build(task, args.seed), parse_network(args.network)
     began = time.monotonic()
-    compiled = compile_generation(model, task.seq_len, fills=[], guards=False, offline=args.offline, network=network)
+    fills = [args.prompt - 1] if args.prompt > 2 else []
+    checks = [args.check] if args.check > 1 else []
+    common: dict[str, Any] = {"guards": False, "offline": args.offline, "network": network}
+    compiled = compile_generation(model, task.seq_len, fills=fills, checks=checks, **common)
     found: dict[str, Any] = {"room": task.seq_len, "layers": task.layers, "compiling": time.monotonic() - began}
-    bill = estimate_generation(compiled.programs, 1, args.tokens, network=network, warm="setup").token
-    assert bill is not None
-    found["estimate"] = asdict(Cost(bill.bytes, bill.messages, bill.seconds))
-    found["estimate_offline"] = asdict(Cost(bill.offline_bytes, bill.offline_messages, bill.offline_seconds))
+    found |= predicted(compiled.programs, args, network)
     if args.estimate:
         return found
-    first = torch.randint(0, model.vocab_size, (1,), generator=torch.Generator().manual_seed(args.seed))
-    made = generated(compiled, int(first), args, network)
+    prompt = torch.randint(0, model.vocab_size, (args.prompt,), generator=torch.Generator().manual_seed(args.seed))
+    made = generated(compiled, [int(each) for each in prompt], guesses_of(model, args), args, network)
     return found | {
         "set_up": asdict(made.set_up),
         "offline": asdict(made.offline),
+        "prompt": asdict(made.prefill),
         "tokens": [asdict(token.cost) for token in made.tokens],
+        "guessed": made.guessed,
+        "right": made.right,
         **beside_the_clear(model, made),
     }
 
 
-def generated(compiled: CompiledGeneration, first: int, args: argparse.Namespace, network: Network) -> Generation:
-    """Generate behind one token between two processes, whatever can be prepared before."""
+def predicted(programs: Programs, args: argparse.Namespace, network: Network) -> dict[str, Any]:
+    """The estimated bills of a token, of all to the first one and of a check, each with what is prepared for it."""
+    asked: dict[str, Any] = {"network": network, "warm": "setup"}
+    first = estimate_generation(programs, args.prompt, 1, **asked)
+    token = estimate_generation(programs, 1, args.tokens, **asked).token
+    assert token is not None
+    found = {"estimate": bill(token), "estimate_offline": prepared_bill(token)}
+    if args.prompt > 1:
+        found |= {"estimate_first": bill(first), "estimate_first_offline": prepared_bill(first)}
+    if args.check > 1:
+        check = estimate_program(programs.checks[args.check], **asked)
+        found |= {"estimate_check": bill(check), "estimate_check_offline": prepared_bill(check)}
+    return found
+
+
+def bill(found: Estimate) -> dict[str, Any]:
+    """Bytes, messages and seconds behind the prompt."""
+    return asdict(Cost(found.bytes, found.messages, found.seconds))
+
+
+def prepared_bill(found: Estimate) -> dict[str, Any]:
+    """Bytes, messages and seconds before the prompt."""
+    return asdict(Cost(found.offline_bytes, found.offline_messages, found.offline_seconds))
+
+
+@torch.no_grad()
+def guesses_of(model: TransformedModel, args: argparse.Namespace) -> Guess | None:
+    """Guesses what the model itself goes on with in the clear, as many tokens as a check has places for."""
+
+    def guess(text: list[int]) -> list[int]:
+        known = list(text)
+        for _ in range(args.check - 1):
+            known.append(int(model(torch.tensor([known])).logits[0, -1].argmax()))
+        return known[len(text) :]
+
+    return guess if args.check > 1 else None
+
+
+def generated(
+    compiled: CompiledGeneration, prompt: list[int], guess: Guess | None, args: argparse.Namespace, network: Network
+) -> Generation:
+    """Generate behind a prompt between two processes, whatever can be prepared before."""
+    runs = [name for name, _ in compiled.programs.plan(len(prompt) - 1, 0)]
+    left = args.tokens
+    while left:
+        count = min(args.check, left)
+        runs.append("step" if count == 1 else check_name(args.check))
+        left -= count
     with local_decoder(compiled, set_up=True, timeout=3600 * args.hours, network=network) as decoder:
-        offline = decoder.prepare(["step"] * args.tokens) if args.offline else Cost()
-        return replace(Session(decoder).generate([first], args.tokens), offline=offline)
+        offline = decoder.prepare(runs) if args.offline else Cost()
+        return replace(Session(decoder).generate(prompt, args.tokens, guess=guess), offline=offline)
 
 
 @torch.no_grad()
@@ -117,16 +175,28 @@ def beside_the_clear(model: TransformedModel, made: Generation) -> dict[str, Any
 
 
 def text(rows: Sequence[dict[str, Any]]) -> str:
-    """The table of what the last token of each row took, for a terminal."""
-    head = ["room", "a token", "messages", "seconds", "estimated", "messages", "seconds", "prepared", "largest error"]
+    """The table of what each row took, for a terminal: to the first token, of the last token, and of the last check."""
+    head = ["room", "what", "bytes", "messages", "seconds", "estimated", "messages", "seconds", "prepared", "error"]
     lines = []
     for each in rows:
-        costs, predicted = each.get("tokens", [None]), each["estimate"]
-        measured = costs[-1]
-        prepared = each["offline"]["bytes"] // len(costs) if measured else each["estimate_offline"]["bytes"]
-        last = [human_bytes(prepared) if prepared else "–", f"{each['logit_error']:.1e}" if measured else "–"]
-        lines.append([str(each["room"]), *figures(measured), *figures(predicted), *last])
-    return "\n".join(aligned(head, lines, left=set()))
+        error = f"{each['logit_error']:.1e}" if "tokens" in each else "–"
+        for what, measured, kind in _kinds(each):
+            prepared = each[f"{kind}_offline"]["bytes"]
+            cells = [*figures(measured), *figures(each[kind]), human_bytes(prepared) if prepared else "–", error]
+            lines.append([str(each["room"]), what, *cells])
+    return "\n".join(aligned(head, lines, left={1}))
+
+
+def _kinds(row: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any] | None, str]]:
+    """What a row has, its measured cost if there is one, and the name of its estimate."""
+    costs = [cost for cost in row.get("tokens", []) if cost["messages"]]
+    if "estimate_first" in row:
+        to_first = {name: row["prompt"][name] + costs[0][name] for name in costs[0]} if costs else None
+        yield "to the first token", to_first, "estimate_first"
+    if "estimate_check" in row:
+        yield "a check", costs[-1] if costs else None, "estimate_check"
+    else:
+        yield "a token", costs[-1] if costs else None, "estimate"
 
 
 def figures(cost: dict[str, Any] | None) -> list[str]:

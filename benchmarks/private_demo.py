@@ -40,6 +40,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--prompt", default="def __init__(self, name", metavar="TEXT", help="default: %(default)s")
     p.add_argument("--max-tokens", type=positive, default=32, metavar="N", help="default: %(default)s")
     p.add_argument("--protocol", choices=["cheetah", "semi2k"], default="cheetah", help="default: %(default)s")
+    text = "prepare most of the computation before the text is known, and wait for it"
+    p.add_argument("--offline", action="store_true", help=text)
     p.add_argument("--steps", type=positive, default=demo.Settings.steps, help="of training; default: %(default)s")
     return p
 
@@ -63,11 +65,14 @@ def run(args: argparse.Namespace, settings: demo.Settings) -> int:
         make_certificates(folder / "keys", [there.address])
         common = ["--certs", str(folder / "keys"), "--protocol", args.protocol]
         kept = ["--keep", str(args.output_dir / "programs"), "--room", str(room)]
+        kept += ["--offline", "--max-prepared", str(room)] if args.offline else []
         print("compiling and starting the server …", flush=True)
         with serving(there, str(artifact), *common, *kept) as address:
             apart = "two network namespaces, " if here.namespace else ""
             print(f"server: {address}, {apart}TLS 1.3; the client's text, token by token:\n\n{args.prompt}", end="")
             asked = ["--prompt", args.prompt, "--max-tokens", str(args.max_tokens), "--tokenizer", str(artifact)]
+            ahead = ["--ahead", str(args.max_tokens), "--prompt-ahead", str(len(prompt)), "--prepared"]
+            asked += ahead if args.offline else []
             text, bill = chat(here, "--server", address, *common, *asked)
     wanted = tokenizer.decode(clear)
     print(f"\nin the clear:\n\n{args.prompt}{wanted}\n\nthe same text: {'yes' if text == wanted else 'no'}\n\n{bill}")

@@ -66,6 +66,9 @@ def add_client(parser: argparse.ArgumentParser) -> None:
         "tokens to prepare for while nothing is computed, where the server has prepared products (default: %(default)s)"
     )
     add("--ahead", type=int, default=8, metavar="N", help=text)
+    text = "tokens of a prompt to prepare for in the same way (default: %(default)s)"
+    add("--prompt-ahead", type=int, default=0, metavar="N", help=text)
+    add("--prepared", action="store_true", help="wait until all of that is prepared before the first text is computed")
     text = "seconds for one computation, of a part of the prompt or of a token (default: %(default)s)"
     add("--timeout", type=float, default=3600.0, metavar="S", help=text)
 
@@ -74,12 +77,25 @@ def open_session(args: argparse.Namespace) -> Connection:
     """Connect to a server that generates text; whoever waits for a turn is told on standard error."""
     from aero_compile.serving.client import connect
 
-    asked = {name: getattr(args, name) for name in ("model_digest", "timeout", "bucket", "cache", "ahead")}
+    names = ("model_digest", "timeout", "bucket", "cache", "ahead", "prompt_ahead")
+    asked = {name: getattr(args, name) for name in names}
     connection = connect(args.server, on_wait=_say_wait, **asked, **way_of(args, "client"))
     if not connection.room:
         connection.close()
         raise InputError(f"the server at {args.server} generates no text: it was started without --room")
+    if args.prepared:
+        _prepare(connection, args)
     return connection
+
+
+def _prepare(connection: Connection, args: argparse.Namespace) -> None:
+    print("preparing …", file=sys.stderr, flush=True)
+    if not connection.prepare().messages:
+        connection.close()
+        raise InputError(
+            f"--prepared: nothing can be prepared with the server at {args.server} for --ahead {args.ahead} and "
+            f"--prompt-ahead {args.prompt_ahead}; it must be started with --offline"
+        )
 
 
 def _say_wait(before: int) -> None:

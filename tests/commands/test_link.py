@@ -1,0 +1,65 @@
+"""What commands of a client have in common: what they ask of a server before the first text."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+
+from aero_compile.commands.link import add_client, open_session
+from aero_compile.errors import InputError
+from aero_compile.runtime.generation.session import Cost
+
+pytest.importorskip("cryptography")
+
+
+class Connection:
+    """A connection with room for generated text that prepares what is given."""
+
+    room = 8
+
+    def __init__(self, prepared: Cost) -> None:
+        self._prepared, self.closed, self.prepares = prepared, False, 0
+
+    def prepare(self) -> Cost:
+        self.prepares += 1
+        return self._prepared
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def opened(monkeypatch: pytest.MonkeyPatch, prepared: Cost, *more: str) -> tuple[Connection, dict[str, Any]]:
+    """The connection that stands behind a session, and what was asked of it."""
+    asked: dict[str, Any] = {}
+    connection = Connection(prepared)
+
+    def connect(address: str, **options: Any) -> Connection:
+        asked.update(options)
+        return connection
+
+    monkeypatch.setattr("aero_compile.serving.client.connect", connect)
+    parser = argparse.ArgumentParser()
+    add_client(parser)
+    given = ["--server", "h:1", "--tokenizer", "t", "--insecure-plain", *more]
+    try:
+        open_session(parser.parse_args(given))
+    finally:
+        asked["closed"] = connection.closed
+    return connection, asked
+
+
+def test_a_client_waits_for_what_is_prepared_if_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead = ["--ahead", "3", "--prompt-ahead", "5"]
+    connection, asked = opened(monkeypatch, Cost(10, 1, 0.5), *ahead)
+    assert (asked["ahead"], asked["prompt_ahead"], connection.prepares) == (3, 5, 0)
+    connection, asked = opened(monkeypatch, Cost(10, 1, 0.5), *ahead, "--prepared")
+    assert (connection.prepares, connection.closed) == (1, False)
+
+
+def test_a_server_that_has_nothing_to_prepare_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        InputError, match="at h:1 for --ahead 8 and --prompt-ahead 0; it must be started with --offline"
+    ):
+        opened(monkeypatch, Cost(), "--prepared")
