@@ -17,7 +17,10 @@ PREDICTED: dict[str, object] = {"room": 8, "estimate": COST, "estimate_offline":
 def test_the_table_says_what_was_measured_and_what_was_estimated() -> None:
     """The last token or check counts, and what the prompt takes is with the first."""
     first: dict[str, object] = {"estimate_first": COST, "estimate_first_offline": {**NOTHING, "bytes": 300_000}}
-    measured: dict[str, object] = {"tokens": [COST, NOTHING, {**COST, "messages": 56}], "prompt": {**COST, "messages": 766}}
+    measured: dict[str, object] = {
+        "tokens": [COST, NOTHING, {**COST, "messages": 56}],
+        "prompt": {**COST, "messages": 766},
+    }
     measured |= {"logit_error": 1e-4}
     check: dict[str, object] = {"estimate_check": {**COST, "messages": 78}, "estimate_check_offline": NOTHING}
     table = generation.text([PREDICTED | first | measured, PREDICTED, PREDICTED | check | measured]).splitlines()
