@@ -59,7 +59,7 @@ class Relaxation:
             numbers.requires_grad_(True)
             temperature = _COLDEST ** (step / max(1, self.steps - 1))
             gates = self._weights(gated, numbers / temperature)
-            over = (problem.price({}) - (gates * savings).sum() - self.target) / scale
+            over = (problem.price({}) - _saved(gated, gates, savings) - self.target) / scale
             loss = gated.loss_at(gates, self.batches[step % len(self.batches)]) + multiplier * over
             (gradient,) = torch.autograd.grad(loss, numbers)
             multiplier = max(0.0, multiplier + _RATE * float(over.detach()))
@@ -78,12 +78,22 @@ class Relaxation:
         return torch.cat(parts)
 
     def _savings(self, problem: Problem, gated: GatedModel) -> tuple[Tensor, float]:
-        """What each option saves, a share of what its whole group does, and the sum of the largest of them."""
-        savings, scale = torch.zeros(gated.total), 0.0
+        """What each option saves, a share of what its whole group does, and what can be saved in all."""
+        savings, most = torch.zeros(gated.total), dict[object, float]()
         for group in problem.groups():
             options = group[0].options
             own = [problem.saving({}, dict.fromkeys(group, option)) / len(group) for option in options[1:]]
             for site in group:
                 savings[gated.starts[site] + 1 :][: len(own)] = torch.tensor(own)
-            scale += len(group) * max(0.0, *own)
-        return savings, scale or 1.0
+            most[group[0].group] = max(0.0, most.get(group[0].group, 0.0), *(len(group) * each for each in own))
+        return savings, sum(most.values()) or 1.0
+
+
+def _saved(gated: GatedModel, gates: Tensor, savings: Tensor) -> Tensor:
+    """What is saved at these weights: of heads only as far as no decision on their whole layer overrides theirs."""
+    own_decide = {site.group: gates[start] for site, start in gated.starts.items() if site.covers}
+    total = gates.new_zeros(())
+    for site, start in gated.starts.items():
+        saved = torch.dot(*(each[start : start + len(site.options)] for each in (gates, savings)))
+        total = total + saved * (1.0 if site.covers else own_decide.get(site.group, 1.0))
+    return total

@@ -35,7 +35,7 @@ _POINTS = 16
 """Points of a curve whose losses are measured on all text."""
 
 _CHECKS = 5
-"""Full estimates of candidates for a budget, at most."""
+"""Full estimates of candidates for a budget, at most; more only until one fits."""
 
 
 @dataclass(frozen=True)
@@ -219,15 +219,12 @@ class Search:
 
         Prices are sums; by how much the last full estimate differs from its sum decides what is estimated next.
         """
-        too_dear, fits, off = -1, len(path), 0.0
-        for _ in range(_CHECKS):
-            candidates = range(too_dear + 1, fits)
-            if not candidates:
-                break
+        too_dear, fits, off, checks = -1, len(path), 0.0, 0
+        while (candidates := range(too_dear + 1, fits)) and (checks < _CHECKS or fits == len(path)):
             within = (i for i in candidates if self._price(path[i]) + off <= budget.limit)
             i = next(within, candidates[-1])
             actual = float(getattr(self._estimated(path[i]).price, self._measure))
-            off = actual - self._price(path[i])
+            off, checks = actual - self._price(path[i]), checks + 1
             too_dear, fits = (too_dear, i) if actual <= budget.limit else (i, fits)
         if fits < len(path):
             return path[fits]

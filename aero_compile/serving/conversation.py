@@ -346,11 +346,12 @@ class Conversation:
                     async with asyncio.timeout(1.0):
                         await self._channel.send(Close())
             self._channel.close()
+        known = {*self._tasks}  # what fails because the party is ended is asked for its error too
         if self._links is not None:
             self._links.close()
         if self._worker is not None:
             await self._worker.end()
-        tasks = [*self._tasks]
+        tasks = known | self._tasks
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

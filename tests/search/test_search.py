@@ -7,6 +7,7 @@ import json
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import aero_compile
 from aero_compile import AeroError
 from aero_compile.errors import InputError, UnsupportedGraphError
 from aero_compile.search import run
+from aero_compile.search.budget import parse_budget
 from aero_compile.search.choices import CHOICES, DEFAULT, choices_of
 from aero_compile.search.choices.attention import HEADS, LAYERS
 from aero_compile.search.gated_model import GatedModel
@@ -64,6 +66,20 @@ def test_a_budget_above_the_model_changes_nothing() -> None:
 def test_a_budget_out_of_reach_names_what_is_in_reach() -> None:
     with pytest.raises(InputError, match=r"cannot be reached.* is 25 MB, with .*gelu-to-identity"):
         searched("24 MB")
+
+
+def test_a_budget_in_reach_is_found_however_much_sums_promise() -> None:
+    """Each step saves half of what the sums have: six full estimates until one fits."""
+    asked: list[int] = []
+
+    def full(at: Any) -> Any:
+        asked.append(at)
+        return SimpleNamespace(price=SimpleNamespace(bytes=40.0 - at / 2))
+
+    kept: Any = SimpleNamespace(_price=lambda at: 40.0 - at, _estimated=full, _measure="bytes")
+    path: Any = range(41)
+    assert run.Search._fitting(kept, path, parse_budget("22 B")) == 36
+    assert asked == [18, 27, 32, 34, 35, 36]
 
 
 def test_a_stopped_search_goes_on_and_measures_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
