@@ -275,10 +275,20 @@ class _Emission:
         options = {"exact": self.exact, "tolerances": self.tolerances} | self.doublings.of(node)
         owned = tuple(name for name, value in arguments.items() if self._is_servers(value))
         options |= {"owned": owned} if owned else {}
+        given = tuple(name for name, value in arguments.items() if self._is_given(value))
+        options |= {"given": given} if given else {}
         return Call(refusing(function, unsupported, node), live, options)
 
     def _is_servers(self, value: Any) -> bool:
         return isinstance(value, fx.Node) and self.part.domains[value] is Domain.SERVER
+
+    def _is_given(self, value: Any) -> bool:
+        """Whether both parties hold a value, which is no constant of the code: a published weight, a position's row."""
+        if not isinstance(value, fx.Node) or self.part.is_live(value) or self._is_servers(value):
+            return False
+        positions = self.part.positions
+        at_position = positions is not None and bool(positions.decide(value))
+        return at_position or self.part.domains[value] is Domain.PUBLISHED
 
     def _prepared(self, node: fx.Node, arguments: dict[str, Any]) -> registry.Operator | None:
         """The operator of a product that is prepared; None: there is no such."""

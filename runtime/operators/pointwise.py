@@ -88,7 +88,9 @@ def _rsub(x: Any, other: Any, alpha: Any = 1, **_: Any) -> Any:
 
 
 @operator("mul")
-def _mul(x: Any, other: Any, owned: Collection[str] = (), **_: Any) -> Any:
+def _mul(x: Any, other: Any, owned: Collection[str] = (), given: Collection[str] = (), **_: Any) -> Any:
+    if given:
+        return x * other
     if x is other:
         return square(x)
     if "x" in owned:

@@ -48,21 +48,23 @@ def _product(left: Any, right: Any, product: Callable[[Any, Any], Any]) -> Any:
 
 
 @operator("linear")
-def _linear(input: Any, weight: Any, bias: Any = None, **_: Any) -> Any:
+def _linear(input: Any, weight: Any, bias: Any = None, given: Collection[str] = (), **_: Any) -> Any:
     def product(rows: Any, columns: Any) -> Any:
         flat = rows.reshape((-1, rows.shape[-1]))  # one matrix product, whatever the batch dimensions
-        return matrix_product(flat, columns).reshape((*rows.shape[:-1], columns.shape[1]))
+        multiply = jnp().matmul if "weight" in given else matrix_product
+        return multiply(flat, columns).reshape((*rows.shape[:-1], columns.shape[1]))
 
     out = _product(input, weight.T, product)
     return out if bias is None else out + bias
 
 
 @operator("matmul")
-def _matmul(x: Any, other: Any, owned: Collection[str] = (), **_: Any) -> Any:
+def _matmul(x: Any, other: Any, owned: Collection[str] = (), given: Collection[str] = (), **_: Any) -> Any:
     if other.ndim == 2 and x.ndim > 2:
-        return _linear(x, other.T)
+        return _linear(x, other.T, given=("weight",) if "other" in given else ())
     known = ("x" in owned, "other" in owned)
-    return _product(x, other, partial(batched_product, owned=known) if x.ndim > 2 else jnp().matmul)
+    shared = x.ndim > 2 and not given
+    return _product(x, other, partial(batched_product, owned=known) if shared else jnp().matmul)
 
 
 NORM_GAIN = 4.0
@@ -82,10 +84,11 @@ def _scale_rows(
     doublings: int,
     folded: bool,
     owned: bool,
+    given: bool,
 ) -> Any:
     """`centered` over the root of its rows' mean square and `eps`, by rows times 2^`doublings`.
 
-    `folded`: they are so already. `owned`: the server alone knows the weight.
+    `folded`: they are so already. `owned`: the server alone knows the weight; `given`: both parties do.
     """
     axes = tuple(range(-len(shape), 0))
     if not folded:
@@ -103,7 +106,8 @@ def _scale_rows(
         out = scaled_rows(scale_up(centered, 1).reshape((-1, width)), inverse.reshape(-1)).reshape(centered.shape)
     else:
         out = twice_product(centered, inverse, squares)
-    out = out if weight is None else times(out, weight, owned)
+    if weight is not None:
+        out = out * weight if given else times(out, weight, owned)
     return out if bias is None else out + bias
 
 
@@ -118,11 +122,13 @@ def _layer_norm(
     doublings: int = 0,
     folded: bool = False,
     owned: Collection[str] = (),
+    given: Collection[str] = (),
     **_: Any,
 ) -> Any:
     axes = tuple(range(-len(normalized_shape), 0))
     centered = input - mean(input, axes, keepdims=True)
-    return _scale_rows(centered, normalized_shape, eps, weight, bias, tolerances, doublings, folded, "weight" in owned)
+    known = ("weight" in owned, "weight" in given)
+    return _scale_rows(centered, normalized_shape, eps, weight, bias, tolerances, doublings, folded, *known)
 
 
 @operator("rms_norm")
@@ -135,7 +141,9 @@ def _rms_norm(
     doublings: int = 0,
     folded: bool = False,
     owned: Collection[str] = (),
+    given: Collection[str] = (),
     **_: Any,
 ) -> Any:
     tiny = float(np.finfo(input.dtype).eps) if eps is None else eps
-    return _scale_rows(input, normalized_shape, tiny, weight, None, tolerances, doublings, folded, "weight" in owned)
+    known = ("weight" in owned, "weight" in given)
+    return _scale_rows(input, normalized_shape, tiny, weight, None, tolerances, doublings, folded, *known)

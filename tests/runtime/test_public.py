@@ -111,6 +111,32 @@ def test_other_families(kind: str) -> None:
     np.testing.assert_allclose(found, in_the_clear(model, ids.numpy()), rtol=0, atol=2e-2)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "public", "op", "place"),
+    [
+        ("softmax_only,static-attention{heads=1.*,pattern=mean}", "static_attention.*", "matmul", "h.1.attn"),
+        ("softmax-temperature{init=0.7}", "softmax_temperature.*", "mul", "attn"),
+        ("softmax_only", "transformer.h.*", "linear", "h.1"),
+    ],
+)
+def test_what_is_multiplied_with_given_numbers_is_truncated_and_no_more(
+    recipe: str, public: str, op: str, place: str
+) -> None:
+    """Also where shares would be multiplied in pieces, joined or by rows."""
+    model = aero_compile.transform(_captured(), recipe, calibration=ids_of(4, 12))
+    model = off_round_values(model).eval()
+
+    def sent(names: tuple[str, ...]) -> int:
+        bill = aero_compile.estimate(model, 8, public=names)
+        return sum(row["bytes"] for row in bill.per_step if row["op"] == op and place in row["place"])
+
+    assert sent((public,)) < 0.05 * sent(())
+    ids = ids_of(1, 8)
+    compiled = compile_model(model, 1, 8, public=(public,))
+    found = rehearse(compiled.program, compiled.weights, ids.numpy(), published=compiled.published)
+    np.testing.assert_allclose(found, expected(model, ids), rtol=0, atol=5e-3)
+
+
 # --- what is given -------------------------------------------------------------------------------------
 
 
