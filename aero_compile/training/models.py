@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import math
 import socket
 import sys
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import nn
 from aero_compile.errors import AeroError, InputError
 from aero_compile.passes.softmax_temperature import SoftmaxTemperature
 from aero_compile.recipe.recipe import Recipe, resolve
-from aero_compile.training.options import RetrainOptions
+from aero_compile.training.options import DEFAULT_WEIGHT, RetrainOptions
 from aero_compile.training.sources import cause_line
 from aero_compile.training.tokenizer import has_tokenizer
 
@@ -50,6 +51,7 @@ class ModelSource:
     `from_scratch`: the vocabulary follows the tokenizer. `transformed`: it is a saved artifact.
     `tokenizer`: name or folder of the tokenizer that belongs to it, if any.
     `positions`: the longest context, where known before building.
+    `trained`: what an artifact says of its training (`retrain` writes lambda and the penalty's form), and its recipe.
     """
 
     description: str
@@ -58,6 +60,7 @@ class ModelSource:
     transformed: bool = False
     tokenizer: str | None = None
     positions: int | None = None
+    trained: Mapping[str, Any] = field(default_factory=dict)
 
 
 def find_model(name: str, *, from_scratch: bool, overrides: str | None, context: int) -> ModelSource:
@@ -225,14 +228,16 @@ def _reason(name: str, error: BaseException) -> str:
 def _artifact(path: Path, from_scratch: bool, overrides: str | None) -> ModelSource:
     if from_scratch or overrides:
         raise InputError("an artifact is continued as it is: no --from-scratch or --config-overrides with it")
+    from aero_compile.artifact import load, read_document
 
     def build(_vocab: int, _end: int | None) -> nn.Module:
-        from aero_compile.artifact import load
-
         return load(path)
 
     own = str(path) if has_tokenizer(path) else None
-    return ModelSource(f"artifact {path}", build, transformed=True, tokenizer=own)
+    document = read_document(path)
+    known = document.get("provenance")
+    trained = {**(known if isinstance(known, dict) else {}), "recipe": str(document.get("recipe", ""))}
+    return ModelSource(f"artifact {path}", build, transformed=True, tokenizer=own, trained=trained)
 
 
 def _call_factory(name: str) -> nn.Module:
@@ -268,6 +273,22 @@ def choose_recipe(options: RetrainOptions, already: bool) -> Recipe | None:
             raise InputError(f"--temperature-init: recipe {recipe.name!r} has no softmax temperature")
         recipe = recipe.with_option("softmax-temperature", init=options.temperature_init)
     return recipe
+
+
+def continued_weight(trained: Mapping[str, Any], reduction: str) -> float:
+    """Lambda of a run that goes on with a transformed model and no recipe: that of its training, where it is known.
+
+    Lambdas of the two forms of the penalty do not compare: of the other form it is only known whether there was one. Of
+    a model that no run made, the recipe decides as it does for lists of passes.
+    """
+    known = trained.get("lambda")
+    if isinstance(known, bool) or not isinstance(known, (int, float)) or not (math.isfinite(known) and known >= 0):
+        regularized = "softmax-temperature" in str(trained.get("recipe", ""))
+    elif trained.get("entropy_reduction") == reduction:
+        return float(known)
+    else:
+        regularized = known > 0
+    return DEFAULT_WEIGHT[reduction] if regularized else 0.0
 
 
 def with_length(recipe: Recipe, positions: int | None, context: int) -> Recipe:

@@ -136,7 +136,8 @@ class RetrainOptions:
         None,
         "Weight lambda of the entropy regularization; 0 turns it off. Default: "
         f"{DEFAULT_WEIGHT['algorithm']} ({DEFAULT_WEIGHT['listing']} with listing) for labels EReg(...), and for names "
-        "and lists of passes with a softmax temperature (softmax_only); 0 for other labels, SM(t)+ScFFN among them.",
+        "and lists of passes with a softmax temperature (softmax_only); 0 for other labels, SM(t)+ScFFN among them; "
+        "without --recipe, what the artifact was trained with.",
         aliases=["--lambda"],
     )
     gamma: float = _option(0.1, "Tolerance margin of the regularization, a fraction of log(context).")

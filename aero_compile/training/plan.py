@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from aero_compile.training.checkpoints import step_of
 from aero_compile.training.data import TrainingData
 from aero_compile.training.distillation import Distillation, parse_distillation
 from aero_compile.training.hub import HubTarget
-from aero_compile.training.models import ModelSource, check_context, choose_recipe, find_model
+from aero_compile.training.models import ModelSource, check_context, choose_recipe, continued_weight, find_model
 from aero_compile.training.options import (
     RetrainArguments,
     RetrainOptions,
@@ -80,6 +81,11 @@ def resolve(
         raise InputError(f"--search-budget measures what a trained model loses: {source.description} has new weights")
     already = isinstance(model, TransformedModel) or (model is None and source.transformed)
     recipe = choose_recipe(options, already)
+    if recipe is None and options.entropy_weight is None:
+        trained = {"recipe": model.recipe} if isinstance(model, TransformedModel) else source.trained
+        weight = continued_weight(trained, options.entropy_reduction)
+        options = dataclasses.replace(options, entropy_weight=weight)
+        logger.info("lambda %g, as of the model that is continued", weight)
     check_context(context, source.positions if model is None else None)
     if model is not None:
         source = ModelSource(type(model).__name__, lambda _vocab, _end: model)

@@ -11,7 +11,7 @@ from transformers import GPT2Config
 
 from aero_compile.errors import InputError
 from aero_compile.training import models
-from aero_compile.training.models import find_model, find_shape, parse_overrides
+from aero_compile.training.models import continued_weight, find_model, find_shape, parse_overrides
 from tests.support.tiny_runs import same_tensors, tiny_gpt2
 
 
@@ -88,3 +88,23 @@ def test_a_census_needs_no_weights(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"not read")
     assert all(find_shape(name, 16).from_scratch for name in ("gpt2", "pythia-70m", "tiny", str(tmp_path)))
     assert not find_shape("tests.support.tiny_runs:tiny_gpt2", 16).from_scratch
+
+
+@pytest.mark.parametrize(
+    ("trained", "reduction", "weight"),
+    [
+        ({"lambda": 0.02, "entropy_reduction": "algorithm"}, "algorithm", 0.02),
+        ({"lambda": 0, "entropy_reduction": "algorithm", "recipe": "softmax-temperature"}, "algorithm", 0.0),
+        ({"lambda": 0.02, "entropy_reduction": "algorithm"}, "listing", 1e-5),
+        ({"lambda": 0.0, "entropy_reduction": "algorithm"}, "listing", 0.0),
+        ({"recipe": "strip-layer-norm,softmax-temperature{init=0.5}"}, "algorithm", 0.05),
+        ({"recipe": "strip-layer-norm"}, "algorithm", 0.0),
+        ({"lambda": "much", "recipe": "strip-layer-norm"}, "algorithm", 0.0),
+        ({"lambda": float("nan"), "entropy_reduction": "algorithm"}, "algorithm", 0.0),
+        ({}, "listing", 0.0),
+    ],
+)
+def test_a_model_that_is_continued_has_the_lambda_that_it_was_trained_with(
+    trained: dict[str, Any], reduction: str, weight: float
+) -> None:
+    assert continued_weight(trained, reduction) == weight

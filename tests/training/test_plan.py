@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,10 @@ import numpy as np
 import pytest
 
 from aero_compile.errors import InputError
-from aero_compile.retrain import retrain
+from aero_compile.retrain import RetrainOptions, retrain
 from aero_compile.training.data import Blocks, TrainingData
 from aero_compile.training.hub import HubTarget
-from tests.support.tiny_runs import CONTEXT, blocks, evaluating, lines, regularized, softmax_only
+from tests.support.tiny_runs import CONTEXT, blocks, captured, evaluating, finished, lines, regularized, softmax_only
 
 
 def test_a_push_is_asked_for_before_training_and_made_of_the_artifact(
@@ -40,6 +41,28 @@ def test_resume_where_nothing_is_starts_a_run(tmp_path: Path) -> None:
     result = retrain(regularized(resume="last"), args, model=softmax_only(), datasets=blocks())
     assert result.eval_loss > 0
     assert [e["event"] for e in lines(tmp_path / "new" / "entropies.jsonl")] == ["start", "log", "eval", "end"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "used"), [({}, 0.1), ({"entropy_weight": 0.3}, 0.3), ({"recipe": "drop-heads{heads=0.0}"}, 0.0)]
+)
+def test_an_artifact_is_trained_on_with_its_lambda_unless_another_is_asked_for(
+    asked: dict[str, Any], used: float, tmp_path: Path
+) -> None:
+    options = RetrainOptions(model=str(finished().output_dir / "artifact"), **asked)
+    args = evaluating(tmp_path / "run", max_steps=1, eval_strategy="no", save_strategy="no")
+    retrain(options, args, datasets=blocks())
+    identity = json.loads((tmp_path / "run" / "run.json").read_text())["identity"]
+    assert identity["lambda"] == used
+
+
+def test_a_model_in_hand_is_trained_on_as_its_recipe_says(tmp_path: Path) -> None:
+    args = evaluating(tmp_path / "run", max_steps=1, eval_strategy="no", save_strategy="no")
+    for model, used in ((softmax_only(), 0.05), (captured(), 0.0)):
+        args.output_dir = str(tmp_path / f"run{used}")
+        retrain(RetrainOptions(), args, model=model, datasets=blocks())
+        identity = json.loads((tmp_path / f"run{used}" / "run.json").read_text())["identity"]
+        assert identity["lambda"] == used
 
 
 def test_data_must_fit_the_model(tmp_path: Path) -> None:
