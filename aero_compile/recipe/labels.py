@@ -4,7 +4,7 @@ A label says what remains of a GPT-2; every term may be left out but the first:
 
     SM, SM(t)                           softmax attention; with a learnable temperature for each head and position
     SM(t/head), SM(t/layer)             with one for each head, with one for each layer
-    SM[72], SM[72] (t)                  the same for the 72 heads of lowest entropy, all others attend uniformly
+    SM[72], SM[72](t)                   the same for the 72 heads of lowest entropy, all others attend uniformly
     2Quad, PSM(4), RA, R2A, SA, LA(elu) in place of SM: MPCFormer's 2Quad, even powers, ReLU attention and its square,
                                         sigmoid attention, linear attention with the features elu, relu or square
     LN, LN(final), LN(frozen), DyT      LayerNorm kept, the final one only, frozen statistics, tanh instead
