@@ -275,8 +275,8 @@ class _Emission:
         options = {"exact": self.exact, "tolerances": self.tolerances} | self.doublings.of(node)
         owned = tuple(name for name, value in arguments.items() if self._is_servers(value))
         options |= {"owned": owned} if owned else {}
-        given = tuple(name for name, value in arguments.items() if self._is_given(value))
-        options |= {"given": given} if given else {}
+        both_hold = tuple(name for name, value in arguments.items() if self._is_given(value))
+        options |= {"given": both_hold} if both_hold else {}
         return Call(refusing(function, unsupported, node), live, options)
 
     def _is_servers(self, value: Any) -> bool:

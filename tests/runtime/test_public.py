@@ -123,8 +123,7 @@ def test_what_is_multiplied_with_given_numbers_is_truncated_and_no_more(
     recipe: str, public: str, op: str, place: str
 ) -> None:
     """Also where shares would be multiplied in pieces, joined or by rows."""
-    model = aero_compile.transform(_captured(), recipe, calibration=ids_of(4, 12))
-    model = off_round_values(model).eval()
+    model: Any = off_round_values(aero_compile.transform(_captured(), recipe, calibration=ids_of(4, 12))).eval()
 
     def sent(names: tuple[str, ...]) -> int:
         bill = aero_compile.estimate(model, 8, public=names)

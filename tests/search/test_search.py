@@ -78,7 +78,8 @@ def test_a_budget_in_reach_is_found_however_much_sums_promise() -> None:
 
     kept: Any = SimpleNamespace(_price=lambda at: 40.0 - at, _estimated=full, _measure="bytes")
     path: Any = range(41)
-    assert run.Search._fitting(kept, path, parse_budget("22 B")) == 36
+    found: Any = run.Search._fitting(kept, path, parse_budget("22 B"))
+    assert found == 36
     assert asked == [18, 27, 32, 34, 35, 36]
 
 
