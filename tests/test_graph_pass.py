@@ -125,8 +125,12 @@ def test_a_failed_recipe_leaves_the_model_alone() -> None:
 SIX = ("gpt2-eager", "llama-eager", "opt-sdpa", "nanogpt", "functional", "encoder-post")
 
 
+ALONE = sorted({*PASSES} - {"share-temperature"})
+"""Passes that find something in any decoder; what the other one looks for is put in by a pass."""
+
+
 @pytest.mark.parametrize("name", by_default(SIX, "llama-eager", "functional"))
-@pytest.mark.parametrize("text", sorted(PASSES))
+@pytest.mark.parametrize("text", ALONE)
 def test_second_application_reports_no_change(name: str, text: str) -> None:
     """`modified` is truthful: False if and only if graph, names and function stayed what they were."""
     once = transformed(name, text)
@@ -140,7 +144,7 @@ def test_second_application_reports_no_change(name: str, text: str) -> None:
     assert twice.state_dict().keys() == once.state_dict().keys()
 
 
-@pytest.mark.parametrize("text", sorted(PASSES))
+@pytest.mark.parametrize("text", ALONE)
 def test_what_preserves_numerics_says_so(text: str) -> None:
     ids = tokens(1, 20, tiny_models.VOCAB)  # longer than the window of local attention
     model = transformed("gpt2-eager", text)

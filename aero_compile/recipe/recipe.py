@@ -33,6 +33,7 @@ from aero_compile.passes.quad_softmax import QuadSoftmax
 from aero_compile.passes.relu_attention import ReluAttention
 from aero_compile.passes.scaled_ffn import ScaledFFN
 from aero_compile.passes.shaped_attention import ShapedAttention
+from aero_compile.passes.share_temperature import ShareTemperature
 from aero_compile.passes.sigmoid_attention import SigmoidAttention
 from aero_compile.passes.softmax_temperature import SoftmaxTemperature
 from aero_compile.passes.spectral_norm import SpectralNorm
@@ -55,6 +56,7 @@ PASSES: Mapping[str, type[GraphPass]] = {
         LeakyRelu,
         ScaledFFN,
         SoftmaxTemperature,
+        ShareTemperature,
         WeightNorm,
         SpectralNorm,
         ShapedAttention,

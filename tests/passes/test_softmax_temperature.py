@@ -14,7 +14,7 @@ from aero_compile.passes.softmax_temperature import SoftmaxTemperature
 from tests.support import eager_references as eager
 from tests.support import tiny_models
 from tests.support.budgets import by_default
-from tests.support.small_decoder import Small
+from tests.support.small_decoder import LAYOUTS, Small, laid
 from tests.support.tiny_models import HEADS, LAYERS, POSITIONS, captured, source, tokens, transformed
 
 
@@ -127,40 +127,6 @@ def test_models_without_limit_need_the_option() -> None:
 def test_values_that_cannot_be(options: dict[str, Any]) -> None:
     with pytest.raises(RecipeError, match=r"softmax-temperature.*positive"):
         SoftmaxTemperature(**options)
-
-
-class Laid(Small):
-    """Heads folded into the batch, grouped over shared keys, or a single one without an axis of its own."""
-
-    layout = "folded"
-
-    def attend(self, x: torch.Tensor, layer: int) -> torch.Tensor:
-        batch, length, width = x.shape
-        mask = self.tri[:length, :length]
-        if self.layout == "one":
-            q, k, v = self.qkv[layer](x).chunk(3, -1)
-            mixed = self.weigh(q @ k.transpose(1, 2) / math.sqrt(width), mask) @ v
-            return self.out[layer](mixed)  # type: ignore[no-any-return]
-        q, k, v = (p.view(batch, length, 4, 6).transpose(1, 2) for p in self.qkv[layer](x).chunk(3, -1))
-        if self.layout == "folded":
-            q, k, v = (p.reshape(batch * 4, length, 6) for p in (q, k, v))
-            mixed = torch.bmm(self.weigh(torch.bmm(q, k.transpose(1, 2)) / math.sqrt(6), mask), v)
-            mixed = mixed.view(batch, 4, length, 6)
-        else:
-            k, v = k[:, ::2].unsqueeze(2), v[:, ::2].unsqueeze(2)
-            q = q.reshape(batch, 2, 2, length, 6)
-            mixed = self.weigh(q @ k.transpose(-1, -2) / math.sqrt(6), mask) @ v
-            mixed = mixed.reshape(batch, 4, length, 6)
-        return self.out[layer](mixed.transpose(1, 2).reshape(batch, length, width))  # type: ignore[no-any-return]
-
-
-def laid(layout: str) -> aero_compile.TransformedModel:
-    source = tiny_models.randomize(Laid()).eval()
-    source.layout = layout
-    return aero_compile.transform(source, "baseline")
-
-
-LAYOUTS = ("folded", "grouped", "one")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

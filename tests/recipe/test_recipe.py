@@ -16,6 +16,7 @@ from aero_compile.census_result import ATTENTION
 from aero_compile.errors import RecipeError, nearest
 from aero_compile.graph_pass import GraphPass
 from aero_compile.passes.scaled_ffn import ScaledFFN
+from aero_compile.passes.share_temperature import ShareTemperature
 from aero_compile.passes.softmax_temperature import SoftmaxTemperature
 from aero_compile.passes.strip_layer_norm import StripLayerNorm
 from aero_compile.recipe.recipe import PASSES, Recipe, parse_pass, recipes, recorded_pass, resolve
@@ -117,6 +118,8 @@ def options_of(kind: type[GraphPass]) -> st.SearchStrategy[GraphPass]:
     finite = st.floats(-1e6, 1e6, allow_nan=False).filter(lambda x: x != 0)
     by_type: dict[type, st.SearchStrategy[Any]] = {bool: st.booleans(), float: finite, int: st.integers(1, 9)}
     known: dict[str, st.SearchStrategy[Any]] = WORDS | NUMBERS
+    if kind is ShareTemperature:
+        known |= {"per": st.sampled_from(["head", "none"])}
     values = {f.name: known.get(f.name, by_type.get(type(f.default))) for f in dataclasses.fields(kind)}
     fitting = st.fixed_dictionaries(values).map(  # type: ignore[arg-type]
         lambda drawn: drawn | ({"max_positions": 0} if drawn.get("per") in ("head", "layer") else {})

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import aero_compile
-from tests.support.tiny_models import logits_of, tokens
+from tests.support.made_once import made_once
+from tests.support.tiny_models import logits_of, randomize, tokens
 
 
 class Small(nn.Module):
@@ -69,3 +70,39 @@ def same_function(model: nn.Module, *, tolerance: float = 1e-10, example: Any = 
         assert got.shape == expected.shape
         assert float((got - expected).detach().abs().max() / expected.detach().abs().max()) < tolerance
     return result
+
+
+class Laid(Small):
+    """Heads folded into the batch, grouped over shared keys, or a single one without an axis of its own."""
+
+    layout = "folded"
+
+    def attend(self, x: Tensor, layer: int) -> Tensor:
+        batch, length, width = x.shape
+        mask = self.tri[:length, :length]
+        if self.layout == "one":
+            q, k, v = self.qkv[layer](x).chunk(3, -1)
+            mixed = self.weigh(q @ k.transpose(1, 2) / math.sqrt(width), mask) @ v
+            return self.out[layer](mixed)  # type: ignore[no-any-return]
+        q, k, v = (p.view(batch, length, 4, 6).transpose(1, 2) for p in self.qkv[layer](x).chunk(3, -1))
+        if self.layout == "folded":
+            q, k, v = (p.reshape(batch * 4, length, 6) for p in (q, k, v))
+            mixed = torch.bmm(self.weigh(torch.bmm(q, k.transpose(1, 2)) / math.sqrt(6), mask), v)
+            mixed = mixed.view(batch, 4, length, 6)
+        else:
+            k, v = k[:, ::2].unsqueeze(2), v[:, ::2].unsqueeze(2)
+            q = q.reshape(batch, 2, 2, length, 6)
+            mixed = self.weigh(q @ k.transpose(-1, -2) / math.sqrt(6), mask) @ v
+            mixed = mixed.reshape(batch, 4, length, 6)
+        return self.out[layer](mixed.transpose(1, 2).reshape(batch, length, width))  # type: ignore[no-any-return]
+
+
+LAYOUTS = ("folded", "grouped", "one")
+
+
+@made_once
+def laid(layout: str) -> aero_compile.TransformedModel:
+    """The capture of one of LAYOUTS; shared, so it must not be changed (transform copies it)."""
+    source = randomize(Laid()).eval()
+    source.layout = layout
+    return aero_compile.transform(source, "baseline")

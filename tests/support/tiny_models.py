@@ -100,6 +100,17 @@ def transformed(name: str, recipe: str) -> TransformedModel:
     return copy.deepcopy(_transformed(name, recipe))
 
 
+def warmed(model: TransformedModel, mean: float = 0.0, spread: float = 1.0, *, even: bool = False) -> TransformedModel:
+    """`model` with random temperatures: log t of this mean and spread, the same at all positions if `even`."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, log_t in model.named_parameters():
+            if name.endswith(".log_t"):
+                drawn = mean + spread * torch.randn(log_t.shape, generator=generator, dtype=torch.float64)
+                log_t.copy_(drawn[:, :1].expand_as(drawn) if even else drawn)
+    return model
+
+
 def logits_of(result: Any) -> Tensor:
     """The logits in whatever a model returned."""
     found = result if isinstance(result, Tensor) else getattr(result, "logits", None)

@@ -137,6 +137,7 @@ def test_temperatures_of_whole_heads_cost_nothing() -> None:
     with torch.no_grad():
         uneven.get_parameter("softmax_temperature.0.log_t")[1, 5] = 0.5
     assert estimate(uneven, 12).bytes > plain.bytes
+    assert estimate(transform(uneven, "share-temperature"), 12).bytes == plain.bytes
 
 
 def test_tolerances_and_calibration_are_those_of_the_run() -> None:
