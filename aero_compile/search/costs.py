@@ -4,7 +4,7 @@ Layers that cost alike save alike, so each alternative is estimated in one of th
 costs less for all of them together, at three levels: a softmax (rounds, queries and keys of the layer), a fixed pattern
 (values, which exact passes fold where nothing else reads them), nothing. A layer of H heads is estimated with H − 1 of
 them replaced, with all H, and with one that has a fixed pattern and H − 1 that are gone; what lies between is taken as
-linear.
+linear. So is what temperatures save where some of the heads that have them are gone.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ class Costs:
         self.base = base.price
         ordered = sorted(sites, key=lambda site: str(site.group))
         self._groups = [_Group(tuple(own)) for _, own in groupby(ordered, key=lambda site: site.group)]
+        self._of_key = {group.key: group for group in self._groups}
         self._class = {group.key: self._like(group, base) for group in self._groups}
         self._changes: dict[tuple[object, frozenset[tuple[str, int]]], Price] = {}
 
@@ -95,8 +96,13 @@ class Costs:
         for group in self._groups:
             counts = group.counts(taken)
             if counts:
-                total = total.plus(self._change(group, counts))
+                total = total.plus(self._change(group, counts), self._left(group, taken))
         return total
+
+    def _left(self, group: _Group, taken: Decisions) -> float:
+        """The share that is left of the operations that `group` acts on."""
+        other = self._of_key.get(group.acts_on)
+        return 1.0 - other.gone(taken) / other.size if other else 1.0
 
     def _change(self, group: _Group, counts: _Counts) -> Price:
         if len(counts) == 1 and sum(counts.values()) == group.size:
@@ -150,10 +156,12 @@ class _Group:
         size: operations.
         levels: for the name of each price but the present one's up to which level it needs what is shared.
         top: the level of the present option.
+        acts_on: the key of the group whose operations these change.
     """
 
     def __init__(self, sites: Sequence[Site]) -> None:
         self.key = sites[0].group
+        self.acts_on = (sites[0].acts_on, sites[0].layer)
         self._sites = sites
         self._singles = [site for site in sites if not site.covers]
         self.size = len(self._singles) or sites[0].covers
@@ -170,6 +178,10 @@ class _Group:
                 name = site.price_of(option).name
                 found[name] = found.get(name, 0) + (site.covers or 1)
         return found
+
+    def gone(self, taken: Decisions) -> int:
+        """How many operations need less than the present option does."""
+        return sum(count for name, count in self.counts(taken).items() if self.levels[name] < self.top)
 
     def first_at(self, level: int) -> str:
         """The first price of that level that a single operation can have."""

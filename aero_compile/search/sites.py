@@ -37,6 +37,7 @@ class Site:
         options: what it can be; the first is what it is.
         prices: for each option what it costs; empty: each of them by itself, and the first more than all others.
         covers: of so many sites of its group it decides at once, whatever is decided on each; 0: of itself alone.
+        acts_on: the part of its layer whose operations it changes: of those that are gone it saves nothing more.
     """
 
     kind: str
@@ -46,6 +47,7 @@ class Site:
     options: tuple[str, ...]
     prices: tuple[OptionPrice, ...] = ()
     covers: int = 0
+    acts_on: str = ""
 
     @property
     def group(self) -> tuple[str, int | None]:

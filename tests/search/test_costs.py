@@ -110,6 +110,33 @@ def test_what_heads_share_goes_with_the_last_of_them(seed: int) -> None:
         assert getattr(found, name) == pytest.approx(getattr(true, name)), name
 
 
+TEMPERATURES = [
+    Site("temperatures", str(layer), layer, "t", ("position", "head"), acts_on="heads") for layer in range(LAYERS)
+]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_acts_on_heads_saves_as_far_as_they_are_left(seed: int) -> None:
+    """A head that attends nearby has a softmax, and a temperature, all the same."""
+
+    def price(decided: Decisions) -> Price:
+        total = shared_price(decided)
+        for site in TEMPERATURES:
+            own = [s for s in HEADS_WITH_LAYERS if s.layer == site.layer]
+            gone = sum(decided.get(s, "softmax") not in ("softmax", "near") for s in own if not s.covers)
+            gone = HEADS if any(s in decided for s in own if s.covers) else gone
+            total = total.plus(Price(3.0), (HEADS - gone) * (site not in decided))
+        return total
+
+    sites = [*HEADS_WITH_LAYERS, *TEMPERATURES]
+    costs = Costs(sites, lambda decided: Estimated(price(decided), dict.fromkeys(range(LAYERS), ROWS)))
+    costs.measure()
+    pick = random.Random(seed)
+    for _ in range(20):
+        decided = {site: pick.choice(site.options[1:]) for site in sites if pick.random() < 0.3}
+        assert costs.of(decided).bytes == pytest.approx(price(decided).bytes)
+
+
 def test_whole_layers_alone_need_one_estimate_each() -> None:
     whole = [site for site in HEADS_WITH_LAYERS if site.covers]
     costs = Costs(whole, lambda decided: Estimated(shared_price(decided), dict.fromkeys(range(LAYERS), ROWS)))

@@ -37,9 +37,8 @@ def recipe_of(gated: GatedModel, decisions: dict[Site, str]) -> str:
     return ",".join(passes) or "baseline"
 
 
-def one_by_one(family: str, kinds: str, pick: random.Random) -> None:
+def one_by_one(model: aero_compile.TransformedModel, kinds: str, pick: random.Random) -> None:
     """Gates of one give the loss of the transformed model, for each alternative of a site and for several sites."""
-    model = tiny_models.captured(family)
     gated = GatedModel(model, choices_of(kinds.split(",")), (IDS,))
     plain = GatedModel(model, (), ())
     assert gated.loss({}, (IDS,)) == pytest.approx(plain.loss({}, (IDS,)), abs=1e-6)
@@ -62,7 +61,18 @@ def one_of_them_measured(decisions: dict[Site, str], pick: random.Random) -> dic
 @pytest.mark.parametrize("kinds", by_default(WIDER, "norms", "static-patterns", WIDER[-1]))
 @pytest.mark.parametrize("family", by_default(tiny_models.UNLIKE, "gpt2-eager"))
 def test_gates_of_one_are_what_the_passes_make(family: str, kinds: str) -> None:
-    one_by_one(family, kinds, random.Random(family + kinds))
+    one_by_one(tiny_models.captured(family), kinds, random.Random(family + kinds))
+
+
+WARM = ("temperatures", "heads,temperatures", "static-patterns,temperatures", f"{WIDER[-1]},temperatures")
+
+
+@pytest.mark.parametrize("kinds", by_default(WARM, "temperatures", WARM[-1]))
+@pytest.mark.parametrize("family", by_default(tiny_models.UNLIKE, "gpt2-eager"))
+def test_temperatures_that_are_shared(family: str, kinds: str) -> None:
+    """Whatever is decided on heads, with which rows of temperatures go."""
+    model = tiny_models.warmed(tiny_models.transformed(family, "softmax-temperature"))
+    one_by_one(model, kinds, random.Random(family + kinds))
 
 
 def test_the_loss_has_a_gradient_in_every_gate() -> None:

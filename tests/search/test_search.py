@@ -206,5 +206,20 @@ def test_every_kind_composes_with_every_other() -> None:
         assert sum(each.heads for each in made.structure.attentions) == sum(model.num_heads) - static, passes
 
 
+def test_positions_share_a_temperature_where_they_differ_little() -> None:
+    """One for each head loses next to nothing, none more; both cost the same, and are estimated once."""
+    model = tiny_models.warmed(tiny_models.transformed("gpt2-eager", "softmax-temperature"), mean=2.0, spread=0.01)
+    found = aero_compile.search(model, calibration=CALIBRATION, seq_len=9, choices=("temperatures",))
+    assert found.curve[-1].recipe == "share-temperature{layers=0-1}"
+    assert found.curve[-1].given_up == {"temperatures": 2}
+    assert found.base.price.bytes - found.curve[-1].price.bytes == 6_000_000
+    assert found.estimates == 3
+    none = GatedModel(aero_compile.transform(model, "share-temperature{per=none}"), (), ()).loss({}, (CALIBRATION,))
+    assert abs(found.curve[-1].loss - found.base.loss) < 1e-3 < none - found.base.loss
+    cold = aero_compile.transform(model, found.curve[-1].recipe)
+    with pytest.raises(UnsupportedGraphError, match="nothing to choose of: temperatures"):
+        aero_compile.search(cold, calibration=CALIBRATION, seq_len=9, choices=("temperatures",))
+
+
 def test_what_is_tried_by_default() -> None:
     assert set(searched(choices=None).base.given_up) == set(DEFAULT)

@@ -18,8 +18,10 @@ class Counted:
 
 
 def counted(model: Any, seq_len: int, **_: Any) -> Counted:
-    """A price that falls with every norm and activation, and with each layer's last softmax."""
+    """A price that falls with every norm and activation, each layer's last softmax and temperatures of positions."""
     weights = {"layer_norm": 7, "gelu": 5, "relu": 2}
     names = [str(node.target).removeprefix("aten.").partition(".")[0] for node in model.graph.nodes]
     softmaxes = sum(attention.heads > 0 for attention in model.structure.attentions)
-    return Counted(5_000_000 + 1_000_000 * (10 * softmaxes + sum(weights.get(name, 0) for name in names)))
+    tables = sum(t.shape[1] > 1 for t in model.temperatures().values())
+    millions = 10 * softmaxes + 3 * tables + sum(weights.get(name, 0) for name in names)
+    return Counted(5_000_000 + 1_000_000 * millions)

@@ -8,6 +8,7 @@ from aero_compile.errors import InputError, nearest
 from aero_compile.search.choices.activations import Activations
 from aero_compile.search.choices.attention import Attention
 from aero_compile.search.choices.norms import Norms
+from aero_compile.search.choices.temperatures import Temperatures
 from aero_compile.search.sites import Choice
 
 CHOICES: Mapping[str, str] = {
@@ -19,6 +20,7 @@ CHOICES: Mapping[str, str] = {
     "layers": "the attention of a whole layer: the mean of what its mask lets see, gone, or its mean output",
     "activations": "each layer's FFN: ReLU, or none",
     "neurons": "each layer's FFN: the activation, or ReLU, in a half or a quarter of the neurons",
+    "temperatures": "each layer's softmax temperatures: one for each head, or none",
 }
 """What `choices` may name, and the alternatives that it adds to what is."""
 
@@ -46,6 +48,8 @@ def choices_of(names: Sequence[str] | None) -> tuple[Choice, ...]:
         found.append(Attention(tuple(heads), layers="layers" in wanted))
     if not {"activations", "neurons"}.isdisjoint(wanted):
         found.append(Activations(whole="activations" in wanted, shares="neurons" in wanted))
+    if "temperatures" in wanted:
+        found.append(Temperatures())
     return tuple(found)
 
 

@@ -59,7 +59,7 @@ class Attention(Choice):
     def sites(self, model: TransformedModel) -> tuple[Site, ...]:
         found = []
         for each in model.structure.attentions:
-            part, options = f"heads of {each.heads}", (_NOW, *self.heads)
+            part, options = part_of(each), (_NOW, *self.heads)
             names = [f"{each.layer}.{number}" for number in each.numbers[: each.heads]] if self.heads else []
             found += [Site(HEADS, name, each.layer, part, options, _prices(options)) for name in names]
             if self.layers and each.heads and not each.static and not _mixed_with_values(model, each):
@@ -116,6 +116,11 @@ _PASSES: Mapping[str, str] = {
     "output mean": "drop-heads{heads=%s,output=mean}",
     "none": "drop-heads{heads=%s}",
 }
+
+
+def part_of(attention: Part) -> str:
+    """The part of the sites of its heads."""
+    return f"heads of {attention.heads}"
 
 
 def _window(option: str) -> int:
