@@ -6,7 +6,8 @@ Before → after, for each chosen head:
 `uniform` has S = 0: the average over the positions that the mask lets a row see, 1/(i+1) in a causal row i. `mean` is
 the head's average attention over calibration text, by position; `relative` the same by distance, one number for each.
 Both are buffers, `static_attention.<layer>.<head>.log_p`, `[H, T, T]`, and `.log_r`, `[H, T]`. `learned` starts as one
-of these and is trained: `.scores`. Rows are softmaxes over what the mask leaves, so that they sum to one, windows keep
+of these and is trained: `.scores`, of the shape that it starts as; what starts uniform has a number for each position
+or for each distance (`by`). Rows are softmaxes over what the mask leaves, so that they sum to one, windows keep
 their meaning, and so does padding given at run time. Finite biases (ALiBi) are no part of them, and attention dropout
 does not act on them.
 
@@ -27,7 +28,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, fx, nn
 
-from aero_compile.analysis.head_sets import Head
+from aero_compile.analysis.head_sets import Head, chosen_heads, is_measured, parse_heads
 from aero_compile.analysis.parts import Attention
 from aero_compile.calibration import mean_attention
 from aero_compile.errors import InputError, RecipeError, UnsupportedGraphError
@@ -55,11 +56,16 @@ class StaticAttention(HeadsPass):
             limit the model to its length.
         start: what `learned` starts as: `uniform`, `mean` or `relative`.
         max_positions: T_max of what is learned from `uniform`; 0 takes the model's own limit.
+        by: of what is learned from `uniform`, what has a number of its own: each `position` of query and key, or each
+            `distance` between them.
+        keep: heads that stay as they are, though `heads` names them.
     """
 
     pattern: str = "uniform"
     start: str = "uniform"
     max_positions: int = 0
+    by: str = "position"
+    keep: str = "none"
 
     name: ClassVar[str] = "static-attention"
     preserves_numerics: ClassVar[bool] = False
@@ -68,8 +74,17 @@ class StaticAttention(HeadsPass):
         super().__post_init__()
         self.check_one_of("pattern", (*MEASURED, "learned"))
         self.check_one_of("start", MEASURED)
+        self.check_one_of("by", ("position", "distance"))
+        object.__setattr__(self, "keep", parse_heads(self.keep))
         if self.max_positions < 0:
             raise RecipeError(f"{self.name}: max_positions must not be negative, got {self.max_positions}")
+        if self.by != "position" and (self.pattern, self.start) != ("learned", "uniform"):
+            raise RecipeError(f"{self.name}: by={self.by} is of pattern=learned with start=uniform alone")
+        if is_measured(self.keep):
+            raise RecipeError(f"{self.name}: keep={self.keep} depends on entropies; write heads=entropy:-N")
+
+    def open_heads(self, model: TransformedModel) -> frozenset[Head]:
+        return super().open_heads(model) - chosen_heads(self.keep, model.num_heads, self.name)
 
     def change(self, model: TransformedModel, chosen: frozenset[Head], batches: Batches) -> None:
         form = self.start if self.pattern == "learned" else self.pattern
@@ -80,7 +95,7 @@ class StaticAttention(HeadsPass):
             numbers = _numbers(attention, cutter, places)
             name = self._store(model, scores, attention.layer, numbers)
             if name not in tables:
-                tables[name] = StaticTables(_pattern(form, name))
+                tables[name] = StaticTables(_pattern(scores, name))
             return tables[name].product(cutter, places)
 
         if scores:
@@ -110,7 +125,8 @@ class StaticAttention(HeadsPass):
                 f"{self.name} needs a number for each position, but {model.convention.family} does not limit the "
                 "sequence length; write max_positions=N"
             )
-        return {head: torch.zeros(length, length) for head in chosen}
+        shape = (length,) if self.by == "distance" else (length, length)
+        return {head: torch.zeros(shape) for head in chosen}
 
     def _store(self, model: TransformedModel, scores: Mapping[Head, Tensor], layer: int, numbers: Sequence[int]) -> str:
         """Add the scores of some heads of a layer to the model; the name of the tensor, empty if there is none."""
@@ -124,10 +140,11 @@ class StaticAttention(HeadsPass):
         return name
 
 
-def _pattern(form: str, name: str) -> Pattern:
+def _pattern(scores: Mapping[Head, Tensor], name: str) -> Pattern:
+    """What makes the pattern of a layer from the tensor `name`, which is made of some of `scores`."""
     if not name:
         return zeros
-    make: Callable[..., fx.Node] = by_distance if form == "relative" else by_position
+    make: Callable[..., fx.Node] = by_distance if next(iter(scores.values())).dim() == 1 else by_position
     return functools.partial(make, name=name)
 
 

@@ -5,6 +5,8 @@ A label says what remains of a GPT-2; every term may be left out but the first:
     SM, SM(t)                           softmax attention; with a learnable temperature for each head and position
     SM(t/head), SM(t/layer)             with one for each head, with one for each layer
     SM[72], SM[72](t)                   the same for the 72 heads of lowest entropy, all others attend uniformly
+    SM[2/2.*], SM[*.1/2](t)             the same for these heads (the layers of the second half, half of the heads of
+                                        each layer); all others attend by distance, as they learn to
     2Quad, PSM(4), RA, R2A, SA, LA(elu) in place of SM: MPCFormer's 2Quad, even powers, ReLU attention and its square,
                                         sigmoid attention, linear attention with the features elu, relu or square
     LN, LN(final), LN(frozen), DyT      LayerNorm kept, the final one only, frozen statistics, tanh instead
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import re
 
+from aero_compile.analysis.head_sets import parse_heads
 from aero_compile.analysis.layer_sets import parse_layers
 from aero_compile.errors import RecipeError
 
@@ -47,7 +50,7 @@ _SIMPLIFIED = {
     "sas-p": "drop-attention-skip,identity-values{trained_values=0},shaped-attention,parallel-ffn",
 }
 _TERM = re.compile(r"([a-z]+\d?)(?:\((.*)\))?", re.IGNORECASE)
-_SOFTMAX = re.compile(r"sm\[([1-9]\d*)\](\(t(?:/head|/layer)?\))?")
+_SOFTMAX = re.compile(r"sm\[(?:([1-9]\d*)|(none|[^\]]*\.[^\]]*))\](\(t(?:/head|/layer)?\))?")
 _PLACES = re.compile(r"(qk|qkv|qkvo|q|k|v|o|ffn)(\+(qk|qkv|qkvo|q|k|v|o|ffn))*")
 
 
@@ -90,8 +93,9 @@ def _attention(term: str) -> str | None:
     """The passes that make the attention that a label begins with; None if it is none."""
     some = _SOFTMAX.fullmatch(term)
     if some:
-        softmax = _ATTENTIONS[f"sm{some[2] or ''}"]
-        return ",".join(filter(None, (softmax, f"static-attention{{heads=entropy:-{some[1]}}}")))
+        softmax, count, kept = _ATTENTIONS[f"sm{some[3] or ''}"], some[1], some[2]
+        static = f"heads=entropy:-{count}" if count else f"pattern=learned,by=distance,keep={parse_heads(kept)}"
+        return ",".join(filter(None, (softmax, f"static-attention{{{static}}}")))
     match = _TERM.fullmatch(term)
     if term in _ATTENTIONS or match is None or match[1] not in _ATTENTION_OPTIONS:
         return _ATTENTIONS.get(term)
@@ -164,7 +168,7 @@ def remaining(label: str) -> tuple[str, ...]:
     kinds = {"ln": "LN", "dyt": "tanh", "g": "G", "r": "R", "lr": "LR"}
     kinds |= {name: written for name, (written, _) in _ACTIVATIONS.items()}
     first, *terms = split_terms(_in_block(label)[1], "+")
-    attention = first.partition("(")[0]
+    attention = re.split(r"[(\[]", first)[0]
     others = {name: written for name, (written, *_) in _ATTENTION_OPTIONS.items()} | {"2quad": "2Quad"}
     found = [others.get(attention, attention.upper())]
     for term in terms:

@@ -26,6 +26,7 @@ def entries() -> Iterator[Entry]:
     yield from _weight_norms()
     yield from _simplified()
     yield from _rivals()
+    yield from _learned_patterns()
 
 
 def _architectures() -> Iterator[Entry]:
@@ -117,3 +118,15 @@ def _rivals() -> Iterator[Entry]:
     yield Entry(group, "squared_relu", "SM+LN+R2", "Squared ReLU in the FFN (Primer).")
     yield Entry(group, "bolt_gelu", "SM+LN+PG(bolt)", "BOLT's piecewise polynomial in the FFN.")
     yield Entry(group, "puma_gelu", "SM+LN+PG(puma)", "PUMA's piecewise polynomial in the FFN.")
+
+
+def _learned_patterns() -> Iterator[Entry]:
+    """Attention by learned patterns in the lower layers, trained from the start (docs/evidence.md)."""
+    group = "heads without a softmax"
+    for name, kept, text in (
+        ("half_softmax", "2/2.*", "Softmax in the second half of the layers"),
+        ("quarter_softmax", "4/4.*", "Softmax in the last quarter of the layers"),
+    ):
+        described = f"{text}, learned patterns by distance below."
+        yield Entry(group, name, f"SM[{kept}](t)+ScFFN", f"{described} No LayerNorm, no activation.")
+        yield Entry(group, f"{name}_relu", f"SM[{kept}]+R", f"{described} No LayerNorm, ReLU in the FFN.")

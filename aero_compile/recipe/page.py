@@ -44,7 +44,7 @@ def _named() -> Iterator[str]:
             same = "yes" if recipe.preserves_numerics else "no"
             remains = ", ".join(recipe.remains)
             text = f"`{recipe.text}`" if recipe.text else "none"
-            yield f"| `{recipe.name}` | {recipe.label} | {remains} | {same} | {recipe.description} | {text} |"
+            yield f"| `{recipe.name}` | `{recipe.label}` | {remains} | {same} | {recipe.description} | {text} |"
         yield ""
 
 

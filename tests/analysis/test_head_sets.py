@@ -20,6 +20,12 @@ HEADS = (4, 2, 3)
         ("1.*", {(1, 0), (1, 1)}),
         ("0.1+0.1-1", {(0, 1)}),
         ("none", set()),
+        ("*.0", {(0, 0), (1, 0), (2, 0)}),
+        ("*.1/2", {(0, 0), (0, 1), (1, 0), (2, 0)}),
+        ("*.2/2", {(0, 2), (0, 3), (1, 1), (2, 1), (2, 2)}),
+        ("last:1.*+first:1.1", {(2, 0), (2, 1), (2, 2), (0, 1)}),
+        ("even.0-1", {(0, 0), (0, 1), (2, 0), (2, 1)}),
+        ("0-1.1/4", {(0, 0)}),
         ("all", {(layer, head) for layer, count in enumerate(HEADS) for head in range(count)}),
     ],
 )
@@ -27,13 +33,18 @@ def test_what_they_mean(text: str, expected: set[tuple[int, int]]) -> None:
     assert chosen_heads(text, HEADS, "it") == expected
 
 
-@pytest.mark.parametrize("text", ["", "1", "0.3-1", "0.x", "a.1", "0.1,0.2", "0.1++0.2", "0.-1", "1.1.1", "*.0"])
+@pytest.mark.parametrize(
+    "text", ["", "1", "0.3-1", "0.x", "a.1", "0.1,0.2", "0.1++0.2", "0.-1", "1.1.1", "*", "*.2/1", "*.0/2", "some.1"]
+)
 def test_what_is_no_set(text: str) -> None:
     with pytest.raises(RecipeError, match="is no set of heads"):
         parse_heads(text)
 
 
-@pytest.mark.parametrize(("text", "where"), [("3.0", "3 layers"), ("1.2", "2 heads of layer 1"), ("0.2-4", "4 heads")])
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [("3.0", "3 layers"), ("1.2", "2 heads of layer 1"), ("0.2-4", "4 heads"), ("*.3", "2 heads of layer 1")],
+)
 def test_heads_that_are_not_there(text: str, where: str) -> None:
     with pytest.raises(RecipeError, match=where):
         chosen_heads(text, HEADS, "it")

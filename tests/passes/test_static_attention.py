@@ -197,6 +197,63 @@ def test_learned_patterns_start_uniform() -> None:
     assert shorter.get_parameter("static_attention.1.0.scores").shape == (HEADS, 14, 14)
 
 
+@pytest.mark.parametrize(
+    "name", by_default(["gpt2-eager", "llama-sdpa", "lecture", "encoder-pre", "bloom-eager"], "gpt2-eager")
+)
+def test_one_learned_number_for_each_distance(name: str) -> None:
+    """It starts uniform; then a head attends by distance alone, at lengths that the graph was not captured at."""
+    model = transformed(name, "static-attention{heads=0.1+1.2-3,pattern=learned,by=distance}")
+    ids = tokens(2, 6)
+    torch.testing.assert_close(logits(model, ids), logits(transformed(name, SOME), ids), rtol=0, atol=1e-10)
+    new = {key: p for key, p in model.named_parameters() if key.startswith("static_attention.")}
+    length = model.max_positions or 0
+    assert {key: tuple(p.shape) for key, p in new.items()} == {
+        "static_attention.0.1.scores": (1, length),
+        "static_attention.1.2.scores": (2, length),
+    }
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in new.values():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    rows = {(0, 1): new["static_attention.0.1.scores"][0]}
+    rows |= {(1, 2 + i): row for i, row in enumerate(new["static_attention.1.2.scores"])}
+
+    def expected(probabilities: Tensor, head: tuple[int, int]) -> Tensor:
+        count = probabilities.shape[-1]
+        table = torch.stack([torch.stack([rows[head][max(i - j, 0)] for j in range(count)]) for i in range(count)])
+        table = table.exp() * (probabilities > 0)
+        return table / table.sum(-1, keepdim=True)
+
+    for batch, count in ((2, 6), (1, 3), (3, 11)):
+        text = tokens(batch, count)
+        with torch.no_grad():
+            wanted = with_pattern(captured(name), frozenset(rows), expected, text)
+        torch.testing.assert_close(logits(model, text), wanted, rtol=0, atol=1e-10)
+    model(ids, labels=ids).loss.backward()
+    assert all(p.grad is not None and float(p.grad.abs().sum()) > 0 for p in new.values())
+
+
+def test_heads_that_are_kept() -> None:
+    """`keep` is taken off, and what is static stays so when it is said again."""
+    kept = transformed("gpt2-eager", "static-attention{keep=*.1/2}")
+    ids = tokens()
+    named = transformed("gpt2-eager", "static-attention{heads=0.2-3+1.2-3}")
+    torch.testing.assert_close(logits(kept, ids), logits(named, ids), rtol=0, atol=0)
+    assert not aero_compile.transform(kept, "static-attention{keep=*.1/2}").reports[-1].modified
+    label = transformed("gpt2-eager", "SM[*.1/2]+R")
+    assert label.recipe == ("strip-layer-norm,gelu-to-relu,static-attention{pattern=learned,by=distance,keep=*.1/2}")
+    assert aero_compile.census(label, 8).total("softmax") == LAYERS * HEADS // 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["by=distance", "pattern=learned,start=mean,by=distance", "by=row,pattern=learned", "keep=entropy:2", "keep=x"],
+)
+def test_options_that_do_not_go_together(options: str) -> None:
+    with pytest.raises(RecipeError, match=r"distance|entropy:-N|set of heads"):
+        aero_compile.transform(captured("gpt2-eager"), f"static-attention{{{options}}}")
+
+
 def test_heads_by_entropy_are_written_into_the_recipe() -> None:
     base, text = captured("gpt2-eager"), tokens(3, 9, seed=5)
     found = base(text, output_entropies=True).entropies

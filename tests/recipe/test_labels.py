@@ -96,3 +96,9 @@ def test_softmax_of_some_heads() -> None:
     assert label_passes("SM[5](t/head)+LN+G") == "softmax-temperature{per=head},static-attention{heads=entropy:-5}"
     assert label_passes("SM[5](t/token)+LN+G") is None
     assert label_passes("SM[0]") is None
+    learned = "static-attention{pattern=learned,by=distance,keep=last:2.*+0.1}"
+    assert label_passes("SM[last:2.* + 0.1]+LN+G") == learned
+    assert label_passes("SM[none]+LN+G") == learned.replace("last:2.*+0.1", "none")
+    assert remaining("SM[2/2.*](t)+R") == ("SM", "R")
+    with pytest.raises(RecipeError, match="set of heads"):
+        label_passes("SM[2/2.x]")

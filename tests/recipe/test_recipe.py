@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import aero_compile
@@ -18,6 +18,7 @@ from aero_compile.graph_pass import GraphPass
 from aero_compile.passes.scaled_ffn import ScaledFFN
 from aero_compile.passes.share_temperature import ShareTemperature
 from aero_compile.passes.softmax_temperature import SoftmaxTemperature
+from aero_compile.passes.static_attention import StaticAttention
 from aero_compile.passes.strip_layer_norm import StripLayerNorm
 from aero_compile.recipe.recipe import PASSES, Recipe, parse_pass, recipes, recorded_pass, resolve
 
@@ -120,14 +121,17 @@ def options_of(kind: type[GraphPass]) -> st.SearchStrategy[GraphPass]:
     known: dict[str, st.SearchStrategy[Any]] = WORDS | NUMBERS
     if kind is ShareTemperature:
         known |= {"per": st.sampled_from(["head", "none"])}
+    if kind is StaticAttention:
+        known |= {"keep": st.sampled_from(["none", "2.*", "*.1/2+last:1.0-3"]), "by": st.just("position")}
     values = {f.name: known.get(f.name, by_type.get(type(f.default))) for f in dataclasses.fields(kind)}
     fitting = st.fixed_dictionaries(values).map(  # type: ignore[arg-type]
-        lambda drawn: drawn | ({"max_positions": 0} if drawn.get("per") in ("head", "layer") else {})
+        lambda drawn: drawn | ({"max_positions": 0} if {"per", "max_positions"} <= {*drawn} else {})
     )
     return fitting.map(lambda drawn: kind(**drawn))
 
 
 @given(st.lists(st.sampled_from(list(PASSES.values())).flatmap(options_of), max_size=5))
+@example([StaticAttention(pattern="learned", by="distance", keep="2/2.*")])
 def test_text_round_trips(passes: list[GraphPass]) -> None:
     recipe = Recipe("mine", "", tuple(passes))
     again = resolve(recipe.text)
