@@ -124,10 +124,15 @@ def options_of(kind: type[GraphPass]) -> st.SearchStrategy[GraphPass]:
     if kind is StaticAttention:
         known |= {"keep": st.sampled_from(["none", "2.*", "*.1/2+last:1.0-3"]), "by": st.just("position")}
     values = {f.name: known.get(f.name, by_type.get(type(f.default))) for f in dataclasses.fields(kind)}
-    fitting = st.fixed_dictionaries(values).map(  # type: ignore[arg-type]
-        lambda drawn: drawn | ({"max_positions": 0} if {"per", "max_positions"} <= {*drawn} else {})
-    )
+    fitting = st.fixed_dictionaries(values).map(_limiting_nothing)  # type: ignore[arg-type]
     return fitting.map(lambda drawn: kind(**drawn))
+
+
+def _limiting_nothing(drawn: dict[str, Any]) -> dict[str, Any]:
+    """Temperatures of heads and layers have no number of positions."""
+    if "max_positions" in drawn and drawn.get("per") in ("head", "layer"):
+        return drawn | {"max_positions": 0}
+    return drawn
 
 
 @given(st.lists(st.sampled_from(list(PASSES.values())).flatmap(options_of), max_size=5))
