@@ -61,6 +61,7 @@ def test_a_session_generates_what_eager_pytorch_does() -> None:
     [
         "softmax_only,static-attention{heads=0.0-2+1.*}",
         "softmax_only,drop-heads{heads=0.1+1.0},static-attention{heads=0.2-3+1.3,pattern=learned}",
+        "SM[*.2/2](t)+ScFFN",
         "softmax_only,drop-attention{layers=0}",
     ],
 )

@@ -77,6 +77,7 @@ def test_one_program_is_the_step_at_every_position(family: str) -> None:
         "softmax_only,static-attention{heads=0.0-2+1.*}",
         "softmax_only,static-attention",
         "static-attention{heads=0.1+1.*,pattern=learned,max_positions=12}",
+        "softmax_only,static-attention{pattern=learned,by=distance,keep=0.*+1.1/2}",
         "drop-heads{heads=0.1+1.2-3},static-attention{heads=0.2}",
         "softmax_only,drop-attention{layers=1}",
     ],
