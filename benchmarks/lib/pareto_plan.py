@@ -8,11 +8,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from aero_compile.errors import InputError
+from aero_compile.passes.static_attention import StaticAttention
 from aero_compile.recipe.recipe import recipes, resolve
 from aero_compile.training.run_directory import ARTIFACT_FOLDER
 from benchmarks.lib.study_plan import CONFIG, Plan, Task, file_name, read_flags, without_flag
 
-AERO, RIVALS, CHANGED, SEARCHED = "AERO", "other nonlinearities", "changed", "searched"
+AERO, RIVALS, STATIC = "AERO", "other nonlinearities", "static heads"
+CHANGED, SEARCHED = "changed", "searched"
 """Families of models, in the order of the table."""
 
 _OF_NEW_WEIGHTS = ("--model", "--from-scratch", "--config-overrides", "--init", "--temperature-init", "--vocab-size")
@@ -45,11 +47,13 @@ class Model:
 
     @property
     def family(self) -> str:
-        """One of the four."""
+        """One of the five."""
         if self.budget:
             return SEARCHED
         if self.change:
             return CHANGED
+        if any(isinstance(one, StaticAttention) for one in resolve(self.label).passes):
+            return STATIC
         return RIVALS if self.label in rivals() else AERO
 
 

@@ -69,10 +69,13 @@ def test_both_parts_share_text_and_settings() -> None:
 
 
 def test_models_by_family() -> None:
-    made = make_models(["SM+R", "RA+LN+G"], {"SM+R": ["gelu-to-identity"]}, {"SM+G": ["60%", "2 MB"]}, ["greedy"])
+    made = make_models(
+        ["SM+R", "RA+LN+G", "SM[2/2.*]+R"], {"SM+R": ["gelu-to-identity"]}, {"SM+G": ["60%", "2 MB"]}, ["greedy"]
+    )
     assert [(model.name, model.family) for model in made] == [
         ("SM+R", "AERO"),
         ("RA+LN+G", "other nonlinearities"),
+        ("SM[2/2.*]+R", "static heads"),
         ("SM+G", "AERO"),
         ("SM+R, gelu-to-identity", "changed"),
         ("SM+G, 60% by greedy", "searched"),
@@ -121,6 +124,9 @@ def test_the_front_and_the_means() -> None:
     assert shown["SM+LN+G"]["MB"] == "11.0 ± 1.4"
     assert (shown["SM+R"]["MB"], shown["SM+R"]["against as is"]) == ("8.0", "–")
     assert shown["half"]["against as is"] == "+3.5 ± 2.1 %"
+    static = some_point("SM[2/2.*]+R", 5, 9.0, family="static heads")
+    (line,) = [each for each in pareto_table.lines_of([*points, static]) if each.name == "SM[2/2.*]+R"]
+    assert line.ratios == (0.9,)  # beside SM+R, whose heads all have a softmax
     assert shown["NaN"]["perplexity"] == "– (1 of 1 not finite)"
     assert [row["front"] for row in shown.values()] == ["●", "●", "●", "", ""]
     (half,) = [record for record in pareto_table.as_json(lines) if record["name"] == "half"]
