@@ -127,7 +127,9 @@ def text(lines: Sequence[Line]) -> str:
 def markdown(lines: Sequence[Line], command: str) -> str:
     """The table with the command that made it, as Markdown."""
     note = "Mean ± standard deviation over seeds; ● is the front: nothing else is both cheaper and better."
-    return f"{markdown_table(*cells(lines), left={0, 1, 2})}\n{note}\n\n```\n{command}\n```\n"
+    head, table = cells(lines)
+    coded = [[f"`{name}`", *others] for name, *others in table]  # labels such as SM[2/2.*](t) would be links
+    return f"{markdown_table(head, coded, left={0, 1, 2})}\n{note}\n\n```\n{command}\n```\n"
 
 
 def as_json(lines: Sequence[Line]) -> list[dict[str, Any]]:

@@ -175,7 +175,7 @@ def test_a_toy_run(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert plain["start_perplexity"] == changed["start_perplexity"]
     assert (plain["softmaxes"], changed["softmaxes"]) == (2, 1)
     assert re.search(r"static-attention\{heads=0\.[01]\}", changed["recipe"])
-    assert "| SM+R | AERO |" in (tmp_path / "pareto.md").read_text()
+    assert "| `SM+R` | AERO |" in (tmp_path / "pareto.md").read_text()
     assert "<svg" in (tmp_path / "pareto.html").read_text()
     assert (tmp_path / "pareto.svg").read_text().startswith("<svg xmlns=")
     capsys.readouterr()
