@@ -135,7 +135,7 @@ def test_the_front_and_the_means() -> None:
     page = pareto_table.html(lines, {"title": "<t>", "command": "python <x>", "versions": {}})
     assert "half: 11.4 at 6" in page
     assert not re.search(r"(?:src|href)\s*=|@import|url\(|<t>|<x>", page)
-    assert "| half | changed | ● |" in pareto_table.markdown(lines, "python x")
+    assert "| `half` | changed | ● |" in pareto_table.markdown(lines, "python x")
 
 
 def test_equal_models_have_one_price(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
