@@ -170,7 +170,7 @@ def remaining(label: str) -> tuple[str, ...]:
     first, *terms = split_terms(_in_block(label)[1], "+")
     attention = re.split(r"[(\[]", first)[0]
     others = {name: written for name, (written, *_) in _ATTENTION_OPTIONS.items()} | {"2quad": "2Quad"}
-    found = [others.get(attention, attention.upper())]
+    found = [] if first.partition("(")[0] == "sm[none]" else [others.get(attention, attention.upper())]
     for term in terms:
         name = term.partition("(")[0]
         if name in kinds and term != "ln(frozen)":

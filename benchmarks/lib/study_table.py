@@ -94,7 +94,8 @@ def markdown(rows: Sequence[StudyRow], command: str) -> str:
     """The table with the command that made it, as Markdown; columns without a figure are left out."""
     head, table = cells(rows)
     kept = [i for i in range(len(head)) if i == 0 or any(line[i] != "–" for line in table)]
-    shown = markdown_table([head[i] for i in kept], [[line[i] for i in kept] for line in table], left={0})
+    coded = [[f"`{label}`", *others] for label, *others in table]  # labels such as SM[2/2.*](t) would be links
+    shown = markdown_table([head[i] for i in kept], [[line[i] for i in kept] for line in coded], left={0})
     return f"{shown}\nMean ± standard deviation over seeds.\n\n```\n{command}\n```\n"
 
 
