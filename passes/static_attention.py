@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -123,7 +123,7 @@ class StaticAttention(HeadsPass):
         if not length:
             raise UnsupportedGraphError(
                 f"{self.name} needs a number for each position, but {model.convention.family} does not limit the "
-                "sequence length; write max_positions=N"
+                f"sequence length; say how long, for instance {replace(self, max_positions=1024)}"
             )
         shape = (length,) if self.by == "distance" else (length, length)
         return {head: torch.zeros(shape) for head in chosen}

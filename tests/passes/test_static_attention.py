@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch import Tensor
 import aero_compile
 from aero_compile import TransformedModel
 from aero_compile.analysis.head_sets import chosen_heads, heads_text
-from aero_compile.errors import InputError, RecipeError
+from aero_compile.errors import InputError, RecipeError, UnsupportedGraphError
 from tests.support import tiny_models
 from tests.support.budgets import by_default
 from tests.support.static_heads import uniform, with_pattern
@@ -195,6 +197,18 @@ def test_learned_patterns_start_uniform() -> None:
     shorter = transformed("gpt2-eager", "static-attention{pattern=learned,max_positions=14}")
     assert shorter.max_positions == 14
     assert shorter.get_parameter("static_attention.1.0.scores").shape == (HEADS, 14, 14)
+
+
+def test_models_without_limit_are_told_what_to_write() -> None:
+    """A label cannot say how long its tables are: the message has the pass that can."""
+    model = copy.deepcopy(captured("gpt2-eager"))
+    model.max_positions = None
+    with pytest.raises(UnsupportedGraphError) as caught:
+        aero_compile.transform(model, "SM[*.1/2]+LN+G")
+    written = re.search(r"static-attention\{.*\}", str(caught.value))
+    assert written is not None
+    limited = aero_compile.transform(model, written[0])
+    assert limited.get_parameter("static_attention.0.2.scores").shape == (HEADS // 2, 1024)
 
 
 @pytest.mark.parametrize(
