@@ -63,6 +63,11 @@ class SoftmaxTemperature(GraphPass):
         if self.max_positions and self.per != "position":
             raise RecipeError(f"{self.name}: one value for each {self.per} limits no length: leave max_positions out")
 
+    @property
+    def takes_the_models_length(self) -> bool:
+        """Whether there are values of positions, as many as the model has positions."""
+        return self.per == "position" and not self.max_positions
+
     def call(self, model: TransformedModel) -> PassResult:
         if any(name.startswith("softmax_temperature.") for name, _ in model.named_parameters()):
             return PassResult(model, modified=False)

@@ -83,6 +83,11 @@ class StaticAttention(HeadsPass):
         if is_measured(self.keep):
             raise RecipeError(f"{self.name}: keep={self.keep} depends on entropies; write heads=entropy:-N")
 
+    @property
+    def takes_the_models_length(self) -> bool:
+        """Whether tables are learned that are as long as the model has positions."""
+        return (self.pattern, self.start) == ("learned", "uniform") and not self.max_positions
+
     def open_heads(self, model: TransformedModel) -> frozenset[Head]:
         return super().open_heads(model) - chosen_heads(self.keep, model.num_heads, self.name)
 

@@ -52,7 +52,7 @@ def _counted(args: argparse.Namespace) -> dict[str, Any]:
     from aero_compile.census import census
     from aero_compile.pipeline import transform
     from aero_compile.recipe.recipe import recipe_names, recipes, resolve
-    from aero_compile.training.models import find_shape
+    from aero_compile.training.models import find_shape, with_length
 
     length = 128 if args.seq_len is None else args.seq_len
     paper = ",".join(name for name, recipe in recipes().items() if recipe.group == "architectures of the paper")
@@ -69,4 +69,8 @@ def _counted(args: argparse.Namespace) -> dict[str, Any]:
         saved: Any = model
         return {saved.recipe or "as captured": census(saved, length)}
     captured = transform(model, "baseline")
-    return {recipe.label or recipe.text: census(transform(captured, recipe), length) for recipe in wanted}
+    counted = {}
+    for recipe in wanted:
+        sized = with_length(recipe, captured.max_positions, length)
+        counted[recipe.label or recipe.text] = census(transform(captured, sized), length)
+    return counted

@@ -11,7 +11,7 @@ import sys
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import nn
 
 from aero_compile.errors import AeroError, InputError
 from aero_compile.passes.softmax_temperature import SoftmaxTemperature
+from aero_compile.passes.static_attention import StaticAttention
 from aero_compile.recipe.recipe import Recipe, resolve
 from aero_compile.training.options import DEFAULT_WEIGHT, RetrainOptions
 from aero_compile.training.sources import cause_line
@@ -292,13 +293,16 @@ def continued_weight(trained: Mapping[str, Any], reduction: str) -> float:
 
 
 def with_length(recipe: Recipe, positions: int | None, context: int) -> Recipe:
-    """Give temperatures of positions a length where the model has no limit of `positions`."""
-    open_ended = any(
-        isinstance(one, SoftmaxTemperature) and one.per == "position" and not one.max_positions for one in recipe.passes
+    """Give temperatures and learned patterns a length where the model has no limit of `positions`."""
+    if positions is not None:
+        return recipe
+    sized = tuple(
+        replace(one, max_positions=context)
+        if isinstance(one, SoftmaxTemperature | StaticAttention) and one.takes_the_models_length
+        else one
+        for one in recipe.passes
     )
-    if positions is None and open_ended:
-        return recipe.with_option("softmax-temperature", max_positions=context)
-    return recipe
+    return replace(recipe, passes=sized)
 
 
 def check_context(context: int, positions: int | None) -> None:

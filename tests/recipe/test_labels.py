@@ -100,6 +100,7 @@ def test_softmax_of_some_heads() -> None:
     assert label_passes("SM[last:2.* + 0.1]+LN+G") == learned
     assert label_passes("SM[none]+LN+G") == learned.replace("last:2.*+0.1", "none")
     assert remaining("SM[2/2.*](t)+R") == ("SM", "R")
-    assert remaining("SM[none]+R") == ("R",) and remaining("sm[none](t)+ScFFN") == ()
+    assert remaining("SM[none]+R") == ("R",)
+    assert remaining("sm[none](t)+ScFFN") == ()
     with pytest.raises(RecipeError, match="set of heads"):
         label_passes("SM[2/2.x]")

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from transformers import GPT2Config
 
+from aero_compile.__main__ import main
 from aero_compile.errors import InputError
+from aero_compile.recipe.recipe import parse_pass, resolve
 from aero_compile.training import models
-from aero_compile.training.models import continued_weight, find_model, find_shape, parse_overrides
+from aero_compile.training.models import continued_weight, find_model, find_shape, parse_overrides, with_length
 from tests.support.tiny_runs import same_tensors, tiny_gpt2
 
 
@@ -108,3 +110,29 @@ def test_a_model_that_is_continued_has_the_lambda_that_it_was_trained_with(
     trained: dict[str, Any], reduction: str, weight: float
 ) -> None:
     assert continued_weight(trained, reduction) == weight
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sized"),
+    [
+        ("SM(t)+R", "softmax-temperature{max_positions=20}"),
+        ("SM[*.1/2]+R", "static-attention{max_positions=20,pattern=learned,by=distance,keep=*.1/2}"),
+        ("SM(t/head)+R", "softmax-temperature{per=head}"),
+        ("softmax-temperature{max_positions=9}", "softmax-temperature{max_positions=9}"),
+        ("static-attention{heads=0.1}", "static-attention{heads=0.1}"),
+        ("static-attention{pattern=learned,start=relative}", "static-attention{pattern=learned,start=relative}"),
+    ],
+)
+def test_tables_are_as_long_as_the_text_where_the_model_has_no_limit(recipe: str, sized: str) -> None:
+    given = resolve(recipe)
+    assert with_length(given, 64, 20) == given
+    assert {str(one) for one in with_length(given, None, 20).passes} >= {str(parse_pass(sized))}
+
+
+@pytest.mark.parametrize("recipe", ["softmax_only", "SM[*.1/2]+R"])
+def test_census_of_a_model_without_limit(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"model_type": "bloom", "hidden_size": 24, "n_layer": 2, "n_head": 3, "vocab_size": 60}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["census", "--model", str(tmp_path), "--recipes", recipe, "--seq-len", "16"]) == 0
+    heads = {"softmax_only": 6, "SM[*.1/2]+R": 2}[recipe]
+    assert f"SM:{heads}×R^{{16×16}}" in capsys.readouterr().out
