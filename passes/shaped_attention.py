@@ -162,9 +162,13 @@ def _uniform_attention(model: TransformedModel, heads: Heads, product: fx.Node, 
     for step, source in reversed(steps):
         swap = {source: current}
         args, kwargs = fx.map_arg((step.args, step.kwargs), functools.partial(_swapped, swap))
-        key = (step.target, str(args), str(kwargs))
+        # the centre is an average, whatever stands in the place of the softmax
+        target, args, kwargs = (
+            (aten.softmax.int, (current, -1), {}) if step is heads.softmax else (step.target, args, kwargs)
+        )
+        key = (target, str(args), str(kwargs))
         if key not in known:
-            known[key] = Rewriter(product).call(step.target, *args, **kwargs)
+            known[key] = Rewriter(product).call(target, *args, **kwargs)
         current = known[key]
     current.meta["dtype"] = structure.values[heads.softmax].dtype
     return current

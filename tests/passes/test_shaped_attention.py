@@ -228,3 +228,11 @@ def test_queries_of_computed_weights_cannot_be_set_to_zero() -> None:
     torch.nn.utils.parametrizations.weight_norm(attention)
     with pytest.raises(UnsupportedGraphError, match=r"shaped-attention changes rows of the weight.*computed by"):
         aero_compile.transform(model, "shaped-attention")
+
+
+@pytest.mark.parametrize("rival", ["relu-attention", "quad-softmax", "sigmoid-attention"])
+def test_the_centre_is_an_average_behind_other_nonlinearities(rival: str) -> None:
+    ids = tokens(2, 7)
+    centre = "shaped-attention{init_identity=0.0,init_attention=0.0,init_centre=-1.0,zero_queries=False}"
+    behind = all_logits(transformed("gpt2-eager", f"{rival},{centre}"), ids)
+    torch.testing.assert_close(behind, all_logits(transformed("gpt2-eager", centre), ids), rtol=0, atol=1e-10)

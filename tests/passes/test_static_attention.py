@@ -46,6 +46,21 @@ def test_against_probabilities_that_are_replaced(name: str, heads: str) -> None:
     assert aero_compile.census(model, 8).total("softmax") == LAYERS * HEADS - len(chosen)
 
 
+@pytest.mark.parametrize(
+    "rival", ["relu-attention", "power-softmax", "sigmoid-attention", "quad-softmax", "linear-attention"]
+)
+def test_averages_stay_averages_behind_other_nonlinearities(rival: str) -> None:
+    """Layers and heads keep their numbers, and the order of the two passes changes nothing."""
+    ids, kept = tokens(2, 7), SOME.replace("0.1", "0.*")
+    behind, before = transformed("gpt2-eager", f"{rival},{kept}"), transformed("gpt2-eager", f"{kept},{rival}")
+    torch.testing.assert_close(logits(behind, ids), logits(before, ids), rtol=0, atol=1e-10)
+    assert behind.num_heads == before.num_heads == captured("gpt2-eager").num_heads
+    stepwise = aero_compile.transform(
+        transformed("gpt2-eager", f"{rival},static-attention{{heads=0.*}}"), "static-attention{heads=1.2-3}"
+    )
+    torch.testing.assert_close(logits(stepwise, ids), logits(behind, ids), rtol=0, atol=1e-10)
+
+
 def test_padding_is_left_out_of_the_average() -> None:
     base, model = captured("gpt2-eager"), transformed("gpt2-eager", SOME)
     ids = tokens(2, 9)
