@@ -66,6 +66,8 @@ def make_plan(args: argparse.Namespace, base: Sequence[str]) -> Plan:
         raise InputError("how many steps is a run? Give --max-steps N behind --")
     tune = parse_axes(args.tune or ["learning-rate=1e-3,3e-3"], "--tune")
     vary = parse_axes(args.vary, "--vary")
+    own = ("--recipe", "--seed", "--output-dir", "--resume", "--max-steps")
+    refuse_flags([f"--{name}" for name in (*tune, *vary)], own, "is set by the study itself", "as an axis")
     trial = max(1, round(args.trial_share * steps))
     kept = without_flag(base, "--max-steps")
     return Plan(tuple(args.architectures), tuple(range(args.seeds)), steps, trial, vary, tune, kept)

@@ -8,7 +8,9 @@ With --state a search that was stopped goes on where it was.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
     for path in (args.out, args.html):
         refuse_existing(path, args.overwrite)
+    _check_files([path for path in (args.state, args.out, args.html) if path])
     source = find_model(args.model, from_scratch=False, overrides=None, context=args.seq_len)
     torch.manual_seed(args.seed)
     model: Any = source.build(50257, None)
@@ -103,6 +106,16 @@ def run(args: argparse.Namespace) -> int:
         found.write_html(args.html)
     sys.stdout.write(found.to_json() if args.json else f"{found}\n")
     return 0
+
+
+def _check_files(paths: Sequence[str]) -> None:
+    """Raise InputError for files that could not be written when the search is done, or would replace each other."""
+    if len({Path(path).resolve() for path in paths}) < len(paths):
+        raise InputError("--state, --out and --html must name different files")
+    for path in map(Path, paths):
+        folder = next(each for each in path.resolve().parents if each.exists())
+        if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise InputError(f"{path} cannot be written: give a file in a folder that you can write in")
 
 
 def _blocks(args: argparse.Namespace, own: str | None) -> tuple[Tensor, Tensor]:

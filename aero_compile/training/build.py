@@ -253,6 +253,7 @@ def identity(plan: Plan, built: Built) -> dict[str, Any]:
     return {
         "model": plan.source.description,
         "parameters": sum(parameter.numel() for parameter in transformed.parameters()),
+        "config_overrides": options.config_overrides or None,
         "recipe": transformed.recipe,
         "dataset": data.name,
         "tokens": data.fingerprint,

@@ -14,7 +14,7 @@ about these alone. They are not compared up to scale, because without norms what
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -121,9 +121,23 @@ class Distiller:
             pairs = zip(out["inside"]["hidden"], wanted["inside"]["hidden"], strict=True)
             found["hidden"] = torch.stack([relative_distance(s, t, weights) for s, t in pairs]).mean()
         if terms.attention:
-            pairs = zip(out["inside"]["attention"], wanted["inside"]["attention"], strict=True)
-            found["attention"] = torch.stack([attention_divergence(s, t) for s, t in pairs]).mean()
+            heads = _same_heads(out["inside"]["attention"], wanted["inside"]["attention"])
+            found["attention"] = torch.stack([attention_divergence(s, t) for s, t in heads]).mean()
         return found
+
+
+def _same_heads(student: Sequence[Tensor], teacher: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Probabilities of the same heads beside each other; raises InputError where one side has fewer."""
+    if [each.shape for each in student] == [each.shape for each in teacher]:
+        return list(zip(student, teacher, strict=True))
+    raise InputError(
+        f"--distill attention compares heads one by one, but the softmaxes of the student are {_shapes(student)} and "
+        f"those of the teacher {_shapes(teacher)}: use --distill kl or hidden where heads lose their softmax"
+    )
+
+
+def _shapes(groups: Sequence[Tensor]) -> str:
+    return ", ".join(str(list(each.shape)) for each in groups) or "none"
 
 
 def distill_logits(student: Tensor, teacher: Tensor, weights: Tensor, temperature: float = 1.0) -> Tensor:

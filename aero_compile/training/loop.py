@@ -363,8 +363,8 @@ class RegularizedTrainer(Trainer):
         return wrapper.model
 
     def final_metrics(self) -> dict[str, float]:
-        """The metrics of the last evaluation if nothing was trained since, else of a new one."""
-        last = self.state.log_history[-2:]
+        """The metrics of the last evaluation if it was of this model, else of a new one."""
+        last = [] if self.args.load_best_model_at_end else self.state.log_history[-2:]
         for event in reversed(last):
             if "eval_loss" in event and event.get("step") == self.state.global_step:
                 return dict(event)

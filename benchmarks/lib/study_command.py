@@ -57,11 +57,11 @@ def check_limits(args: argparse.Namespace) -> None:
         raise OutputDirError(f"{args.output_dir} is a file, not a folder")
 
 
-def refuse_flags(base: Sequence[str], own: Sequence[str], why: str) -> None:
-    """Raise InputError if one of the flags `own` stands behind `--`."""
+def refuse_flags(base: Sequence[str], own: Sequence[str], why: str, where: str = "behind --") -> None:
+    """Raise InputError if one of the flags `own` stands in `base`."""
     taken = [flag for flag in base if flag.replace("_", "-").partition("=")[0] in own]
     if taken:
-        raise InputError(f"{', '.join(taken)} behind -- {why}")
+        raise InputError(f"{', '.join(taken)} {where} {why}")
 
 
 def carry_out(study: Stoppable, table: Callable[[], str]) -> int:

@@ -45,8 +45,10 @@ class Task:
         if changes and "--config-overrides" in base:
             place = base.index("--config-overrides") + 1
             base[place] = ",".join([base[place], *changes])
-        elif changes:
-            base += ["--config-overrides", ",".join(changes)]
+        elif changes:  # the flag may be written as --config-overrides=… or --config_overrides
+            given = read_flags(base)[0].config_overrides
+            merged = ",".join([*([given] if given else []), *changes])
+            base = [*without_flag(base, "--config-overrides"), "--config-overrides", merged]
         own = ["--recipe", self.label, "--seed", str(self.seed), "--max-steps", str(self.steps)]
         return [*base, *own, *plain]
 

@@ -66,6 +66,8 @@ def test_flags_are_those_of_retrain() -> None:
     assert options.config_overrides == "n_layer=1,n_embd=16,n_head=2,initializer_range=0.5"
     assert (options.gamma, options.recipe, options.weight) == (0.0, "EReg(SM+R)", 0.05)
     assert (arguments.learning_rate, arguments.max_steps, arguments.seed) == (2e-3, 4, 0)
+    one = next(iter(plan(tune=tune, base=("--config-overrides=n_layer=1",), labels=("SM+R",)).rows({})))
+    assert parse_command_line(one.flags)[0].config_overrides == "n_layer=1,initializer_range=0.5"
     plain = next(iter(plan(tune=tune).rows({})))
     assert parse_command_line(plain.flags)[0].config_overrides == "initializer_range=0.5"
 
@@ -94,6 +96,7 @@ def test_axes_and_flags_are_read() -> None:
         (["--output-dir", "pyproject.toml", "--", "--max-steps", "8"], "pyproject.toml is a file"),
         (["--", "--max-steps", "8", "--output_dir", "here"], "--output_dir behind -- is set by the study itself"),
         (["--", "--context", "16"], "how many steps is a run"),
+        (["--vary", "seed=7,8", "--", "--max-steps", "8"], "--seed as an axis is set by the study itself"),
         (["--trial-share", "2", "--", "--max-steps", "8"], "--trial-share must be"),
     ],
 )

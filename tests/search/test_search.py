@@ -15,6 +15,7 @@ import torch
 
 import aero_compile
 from aero_compile import AeroError
+from aero_compile.__main__ import main
 from aero_compile.errors import InputError, UnsupportedGraphError
 from aero_compile.search import run
 from aero_compile.search.budget import parse_budget
@@ -223,3 +224,15 @@ def test_positions_share_a_temperature_where_they_differ_little() -> None:
 
 def test_what_is_tried_by_default() -> None:
     assert set(searched(choices=None).base.given_up) == set(DEFAULT)
+
+
+def test_files_that_could_not_be_written_are_refused_before_the_search(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, folder = str(tmp_path / "one.json"), str(tmp_path)
+    for flags, message in (
+        (["--state", one, "--out", one], "must name different files"),
+        (["--html", folder, "--overwrite"], "cannot be written"),
+    ):
+        assert main(["search", "--model", "tiny", *flags]) == 2
+        assert message in capsys.readouterr().err

@@ -178,3 +178,12 @@ def test_a_resumed_run_has_the_same_teacher(tmp_path: Path) -> None:
     with pytest.raises(OutputDirError, match=r"teacher was .* now "):
         retrain(options(**chosen, resume="last"), arguments(tmp_path / "run"), datasets=blocks())
     assert whole.model.max_positions == CONTEXT
+
+
+@pytest.mark.parametrize("recipe", ["static-attention{heads=0.0}", "static-attention{heads=0.*}"])
+def test_heads_without_a_softmax_are_not_compared_with_others(recipe: str, tmp_path: Path) -> None:
+    chosen = {"recipe": recipe, "distill": "attention=1"}
+    tiny_gpt2().save_pretrained(tmp_path / "source")
+    asked = options(model=str(tmp_path / "source"), **chosen)
+    with pytest.raises(InputError, match="use --distill kl or hidden"):
+        retrain(asked, arguments(tmp_path / "run", max_steps=1), datasets=blocks())

@@ -10,7 +10,7 @@ import huggingface_hub
 import numpy as np
 import pytest
 
-from aero_compile.errors import InputError
+from aero_compile.errors import InputError, OutputDirError
 from aero_compile.retrain import RetrainOptions, retrain
 from aero_compile.training.data import Blocks, TrainingData
 from aero_compile.training.hub import HubTarget
@@ -80,3 +80,30 @@ def test_data_must_fit_the_model(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="--label_smoothing_factor is not supported"):
         retrain(regularized(), evaluating(tmp_path / "run", label_smoothing_factor=0.1), model=softmax_only())
     assert not (tmp_path / "run").exists()
+
+
+def test_another_shape_is_another_run(tmp_path: Path) -> None:
+    """Not only what changes the number of parameters."""
+    args = evaluating(tmp_path / "run", max_steps=1, eval_strategy="no")
+    shape = "n_layer=1,n_embd=16,n_head=2,n_positions=32"
+    retrain(RetrainOptions(recipe="SM+LN+G", config_overrides=shape), args, datasets=blocks())
+    again = RetrainOptions(recipe="SM+LN+G", config_overrides=f"{shape},activation_function=relu", resume="last")
+    with pytest.raises(OutputDirError, match="config_overrides was"):
+        retrain(again, args, datasets=blocks())
+
+
+def test_the_best_checkpoint_is_reported_with_its_own_loss(tmp_path: Path) -> None:
+    best = {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "save_steps": 1,
+        "save_strategy": "steps",
+    }
+    bad = {"learning_rate": 3.0, "lr_scheduler_type": "constant", "warmup_steps": 0}
+    args = evaluating(tmp_path / "run", max_steps=4, eval_strategy="steps", eval_steps=1, **best, **bad)
+    result = retrain(
+        RetrainOptions(recipe="softmax_only", entropy_weight=0.0), args, model=captured(), datasets=blocks()
+    )
+    losses = [each["eval_loss"] for each in lines(tmp_path / "run" / "metrics.jsonl") if "eval_loss" in each]
+    assert result.eval_loss == pytest.approx(min(losses), rel=1e-5)
+    assert min(losses) < losses[3]
