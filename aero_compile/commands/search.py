@@ -69,9 +69,10 @@ def run(args: argparse.Namespace) -> int:
 
     from aero_compile.pipeline import transform
     from aero_compile.progress import Line
+    from aero_compile.recipe.recipe import resolve
     from aero_compile.search import search
     from aero_compile.search.run import ORDERS
-    from aero_compile.training.models import find_model
+    from aero_compile.training.models import find_model, with_length
 
     for path in (args.out, args.html):
         refuse_existing(path, args.overwrite)
@@ -79,9 +80,11 @@ def run(args: argparse.Namespace) -> int:
     source = find_model(args.model, from_scratch=False, overrides=None, context=args.seq_len)
     torch.manual_seed(args.seed)
     model: Any = source.build(50257, None)
-    if args.recipe:
-        model = transform(model, args.recipe)
     calibration, held_out = _blocks(args, source.tokenizer)
+    if args.recipe:
+        captured = transform(model, "baseline")
+        recipe = with_length(resolve(args.recipe), captured.max_positions, args.seq_len)
+        model = transform(captured, recipe, calibration=calibration)
     line = Line()
     found = search(
         model,

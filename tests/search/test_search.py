@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import random
 import re
@@ -16,6 +17,7 @@ import torch
 import aero_compile
 from aero_compile import AeroError
 from aero_compile.__main__ import main
+from aero_compile.commands import search as command
 from aero_compile.errors import InputError, UnsupportedGraphError
 from aero_compile.search import run
 from aero_compile.search.budget import parse_budget
@@ -27,6 +29,7 @@ from aero_compile.search.sites import in_force
 from aero_compile.search.state import identity_of
 from tests.support import tiny_models
 from tests.support.counted_costs import counted
+from tests.support.tiny_runs import VOCABULARY, tiny_gpt2
 
 CALIBRATION, HELD_OUT = tiny_models.tokens(6, 9, seed=1), tiny_models.tokens(5, 9, seed=2)
 
@@ -236,3 +239,20 @@ def test_files_that_could_not_be_written_are_refused_before_the_search(
     ):
         assert main(["search", "--model", "tiny", *flags]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_recipe_before_the_search_is_given_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads by entropy are measured on the calibration blocks."""
+    text = torch.randint(0, VOCABULARY, (4, 8), generator=torch.Generator().manual_seed(1))
+    tiny_gpt2().save_pretrained(tmp_path / "model")
+    given: list[Any] = []
+
+    def searched(model: Any, *args: Any, **options: Any) -> str:
+        given.append(model)
+        return "found"
+
+    monkeypatch.setattr(command, "_blocks", lambda args, own: (text, text))
+    monkeypatch.setattr(importlib.import_module("aero_compile.search"), "search", searched)
+    recipe = ["--recipe", "static-attention{heads=entropy:2}"]
+    assert main(["search", "--model", str(tmp_path / "model"), "--seq-len", "8", *recipe]) == 0
+    assert re.fullmatch(r"static-attention\{heads=[0-9.+-]+\}", given[0].recipe)
