@@ -182,6 +182,10 @@ def _check_one_device(plan: Plan, flag: str) -> None:
     args = plan.args
     if args.world_size > 1 or args.n_gpu > 1 or spread_by(args) or args.torch_compile:
         raise InputError(f"{flag} changes the model while it is trained: on one device, without --torch-compile")
+    if args.load_best_model_at_end:
+        raise InputError(
+            f"{flag} changes the model while it is trained, so that --load-best-model-at-end finds another"
+        )
 
 
 def _switching_identity(plan: Plan) -> dict[str, Any] | None:

@@ -414,6 +414,10 @@ def check_training_arguments(arguments: TrainingArguments) -> None:
         value = getattr(arguments, name, off)
         if value not in (off, None, False):
             raise InputError(f"--{name} is not supported for transformed models")
+    for name, least in _LEAST:
+        value = getattr(arguments, name)
+        if not (math.isfinite(value) and value >= least):
+            raise InputError(f"--{name.replace('_', '-')} must be a number of at least {least}, not {value}")
     _check_reporters(arguments.report_to or ())
     plugin = getattr(arguments, "deepspeed_plugin", None)
     if plugin is not None and plugin.zero_stage == 3:
@@ -425,6 +429,13 @@ def check_training_arguments(arguments: TrainingArguments) -> None:
     if half and arguments.device.type == "cpu":
         raise InputError(f"--{half[0]} needs a GPU, and this run is on a CPU: leave it out, or take --bf16")
 
+
+_LEAST = (
+    *((f"per_device_{kind}_batch_size", 1) for kind in ("train", "eval")),
+    ("gradient_accumulation_steps", 1),
+    *((name, 0) for name in ("seed", "dataloader_num_workers", "learning_rate", "weight_decay")),
+)
+"""Flags of Trainer that it takes below their range, and the least value of each."""
 
 # Asked for by name; Trainer itself knows more, and says in its own words what they need.
 _REPORTERS = ("tensorboard", "wandb", "mlflow", "trackio", "comet_ml", "clearml")

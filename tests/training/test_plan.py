@@ -107,3 +107,28 @@ def test_the_best_checkpoint_is_reported_with_its_own_loss(tmp_path: Path) -> No
     losses = [each["eval_loss"] for each in lines(tmp_path / "run" / "metrics.jsonl") if "eval_loss" in each]
     assert result.eval_loss == pytest.approx(min(losses), rel=1e-5)
     assert min(losses) < losses[3]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"seed": -1},
+        {"per_device_train_batch_size": 0},
+        {"per_device_eval_batch_size": 0},
+        {"gradient_accumulation_steps": 0},
+        {"learning_rate": float("nan")},
+        {"learning_rate": -1.0},
+        {"weight_decay": -1.0},
+    ],
+)
+def test_flags_of_trainer_below_their_range(wrong: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=f"--{next(iter(wrong)).replace('_', '-')} must be"):
+        retrain(regularized(), evaluating(tmp_path / "run", **wrong), model=softmax_only(), datasets=blocks())
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_best_of_several_graphs_is_not_loaded(tmp_path: Path) -> None:
+    best = {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 4, "eval_steps": 4}
+    args = evaluating(tmp_path / "run", max_steps=-1, **best)
+    with pytest.raises(InputError, match="load-best-model-at-end"):
+        retrain(regularized(stages="2: ; 2: strip-layer-norm"), args, model=captured(), datasets=blocks())
