@@ -93,7 +93,7 @@ class Pareto:
         assert first is not None
         if first.status == "finished":
             if model.budget:
-                data = self.study.data.of(read_flags(start.text_flags)[0])
+                data = self.study.data.of(*read_flags(start.text_flags))
                 change = search_change(model, start, data, self.pricing, self.folder, progress.say)
             second = self.plan.second(start, change, self.folder)
             row = self.study.done(second) or self.study.train(second)

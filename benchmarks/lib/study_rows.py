@@ -23,7 +23,7 @@ from aero_compile.training.command_line import parse_command_line
 from aero_compile.training.data import TrainingData
 from aero_compile.training.loop import perplexity
 from aero_compile.training.models import choose_recipe, find_model, with_length
-from aero_compile.training.options import RetrainOptions
+from aero_compile.training.options import RetrainArguments, RetrainOptions
 from aero_compile.training.run_directory import (
     ENTROPIES_FILE,
     METRICS_FILE,
@@ -79,13 +79,14 @@ class Data:
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], TrainingData] = {}
 
-    def of(self, options: RetrainOptions) -> TrainingData:
-        """The blocks for a run with these options."""
+    def of(self, options: RetrainOptions, arguments: RetrainArguments) -> TrainingData:
+        """The blocks for a run with these options; streamed ones come in an order of the seed."""
         names = ("dataset", "dataset_config", "dataset_column", "tokenizer", "vocab_size", "context", "model")
-        limits = ("validation_fraction", "max_train_tokens", "max_eval_tokens")
-        key = tuple(getattr(options, name) for name in (*names, *limits))
+        limits = ("validation_fraction", "max_train_tokens", "max_eval_tokens", "dedup", "streaming", "shuffle_buffer")
+        seed = arguments.seed if options.streaming else None
+        key = (*(getattr(options, name) for name in (*names, *limits, "from_scratch")), seed)
         if key not in self._known:
-            self._known[key] = load_data(options)
+            self._known[key] = load_data(options, arguments=arguments)
         return self._known[key]
 
 
@@ -94,11 +95,11 @@ def run_task(task: Task, folder: Path, data: Data) -> StudyRow:
     run = folder / "runs" / task.key
     flags = [*_usual(task), *task.flags, "--output-dir", str(run)]
     options, arguments = parse_command_line([*flags, "--resume"])
-    text, _ = parse_command_line([*task.text_flags, "--output-dir", str(run)])
+    text, reading = parse_command_line([*task.text_flags, "--output-dir", str(run)])
     status, step, place = "finished", None, None
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # its records are in metrics.jsonl
-            result = retrain(options, arguments, datasets=data.of(text))
+            result = retrain(options, arguments, datasets=data.of(text, reading))
         steps = arguments.max_steps
         final: float | None = result.perplexity
     except TrainingError as error:

@@ -20,7 +20,7 @@ from aero_compile.training.loop import RegularizedTrainer
 from benchmarks import study
 from benchmarks.lib import study_page, study_table
 from benchmarks.lib.study_plan import Plan, parse_axes, without_flag
-from benchmarks.lib.study_rows import StudyRow, near_uniform_share
+from benchmarks.lib.study_rows import Data, StudyRow, near_uniform_share
 from benchmarks.lib.study_run import Study, human
 
 SHAPE = ("--config-overrides", "n_layer=1,n_embd=16,n_head=2", "--context", "16", "--vocab-size", "300")
@@ -220,3 +220,19 @@ def test_heads_by_entropy() -> None:
     assert some_row(quartiles=[0.25, 0.0, 0.25, 0.5]).overload_share == 0.5
     assert some_row().overload_share is None
     assert [human(seconds) for seconds in (math.nan, 5, 600, 9000)] == ["?", "5 s", "10 min", "2.5 h"]
+
+
+def test_text_is_shared_where_it_is_the_same(tmp_path: Path) -> None:
+    """And streamed in the order of each seed."""
+    data, file = Data(), tmp_path / "text.jsonl"
+    file.write_text("".join(json.dumps({"text": f"document {i} says {i * i} twice. " * 9}) + "\n" for i in range(60)))
+
+    def of(seed: str, *flags: str) -> Any:
+        text = ("--dataset", str(file), "--context", "16", "--vocab-size", "300", "--max-steps", "2")
+        return data.of(*parse_command_line([*text, "--seed", seed, "--output-dir", "none", *flags]))
+
+    assert of("0") is of("1")
+    assert of("0", "--dedup", "true") is not of("0", "--dedup", "false")
+    first, second = of("0", "--streaming"), of("1", "--streaming")
+    assert first is of("0", "--streaming")
+    assert first is not second
