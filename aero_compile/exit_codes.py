@@ -11,7 +11,7 @@ MISTAKE, INTERRUPTED = 2, 130
 
 
 def exit_code(command: Callable[[], int], kept: str = "") -> int:
-    """Run a command and return its exit code: its own, 2 for an error of ours, 130 when interrupted.
+    """Run a command and return its exit code: its own, 2 for an error of ours or a file's, 130 when interrupted.
 
     `kept` says, after "interrupted", what is left of the work and how to go on.
     """
@@ -19,6 +19,11 @@ def exit_code(command: Callable[[], int], kept: str = "") -> int:
         return command()
     except AeroError as error:
         print(f"error: {error}", file=sys.stderr)
+        return MISTAKE
+    except OSError as error:
+        if error.filename is None:  # no file that the user named: a bug, or a network
+            raise
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
         return MISTAKE
     except KeyboardInterrupt:
         print(f"\ninterrupted{f'; {kept}' if kept else ''}", file=sys.stderr)

@@ -20,11 +20,19 @@ def refuse_existing(path: Path | None, overwrite: bool) -> None:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write `content` (text as UTF-8) beside `path` and rename it into place; folders are made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write `content` (text as UTF-8) beside `path` and rename it into place; folders are made.
+
+    Raises OSError with `path` as the name of the file.
+    """
     umask = os.umask(0)
     os.umask(umask)
-    _write(path, lambda file: file.write(content.encode() if isinstance(content, str) else content), 0o666 & ~umask)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(path, lambda file: file.write(content.encode() if isinstance(content, str) else content), 0o666 & ~umask)
+    except FileExistsError as error:
+        raise NotADirectoryError(errno.ENOTDIR, f"{path.parent} is no folder", str(path)) from error
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
 def write_private(path: Path, write: Callable[[Any], object]) -> None:

@@ -155,6 +155,8 @@ def _trainer(plan: Plan, built: Built) -> RegularizedTrainer:
     if teacher is not None and plan.distillation is not None:
         check_context(plan.context, teacher.max_positions)
         distiller = Distiller(teacher, transformed, plan.distillation)
+        if built.last_stage is not None:
+            distiller.check(built.last_stage)
     wrapper = EntropyRegularizedModel(
         transformed.train().prepare(data.train.context, spreads=options.spread_weight > 0),
         weight=options.weight,
@@ -212,7 +214,8 @@ def _failure_recorded(run: RunDirectory) -> Iterator[None]:
 def _train(plan: Plan, trainer: RegularizedTrainer) -> tuple[list[list[float]], list[list[float]], dict[str, float]]:
     """Train to the end; returns headwise entropies before and after, and the final metrics."""
     plan.run.rewind(-1 if plan.checkpoint is None else plan.step)
-    starts = [r["entropies"] for r in plan.run.read_lines(ENTROPIES_FILE) if r["event"] == "start"]
+    lines = plan.run.read_lines(ENTROPIES_FILE)
+    starts = [line["entropies"] for line in lines if line.get("event") == "start" and "entropies" in line]
     before = starts[0] if starts and plan.checkpoint is not None else trainer.measure("start")
     trainer.train_to_end(plan.checkpoint)
     metrics = trainer.final_metrics()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from aero_compile.errors import InputError
 from aero_compile.exit_codes import exit_code
+from aero_compile.files import write_atomically
 
 
 def raising(error: BaseException) -> int:
@@ -29,6 +32,23 @@ def test_an_interruption_says_what_is_left(kept: str, said: str, capsys: pytest.
     assert capsys.readouterr() == ("", f"\n{said}\n")
 
 
+def test_files_that_cannot_be_written_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    for path, reason in ((tmp_path / "file" / "new.json", "file is no folder"), (Path("/proc/new.json"), "No such")):
+
+        def write(path: Path = path) -> int:
+            write_atomically(path, "{}")
+            return 0
+
+        assert exit_code(write) == 2
+        told = capsys.readouterr()
+        assert told.err.startswith(f"error: {path}: ")
+        assert reason in told.err
+        assert told.err.count("\n") == 1
+
+
 def test_bugs_are_not_hidden() -> None:
     with pytest.raises(ZeroDivisionError):
         exit_code(lambda: 1 // 0)
+    with pytest.raises(OSError, match="no file"):
+        exit_code(lambda: raising(OSError("no file of a user's")))

@@ -66,6 +66,8 @@ def _output(args: argparse.Namespace) -> Path:
         raise InputError(f"{output} is a folder: name the file to write, such as {output / 'report.html'}")
     if output.suffix.lower() not in (".html", ".htm"):
         raise InputError(f"{output} does not end in .html: --output names the page; --csv is for the numbers")
+    if args.csv is not None and args.csv.exists() and not args.csv.is_dir():
+        raise InputError(f"{args.csv} is a file: --csv names the folder for tables")
     return output
 
 

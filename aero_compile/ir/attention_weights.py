@@ -65,6 +65,11 @@ def row_shares(weights: Tensor) -> Tensor:
 _RELU = {1: "relu_attention", 2: "squared_relu_attention"}
 
 
+def rows_sum_to_one(node: fx.Node) -> bool:
+    """Whether the weights of a softmax, or of what stands in its place, are shares of each row."""
+    return node.target is not attention_weights or _filled(node.args)[2] == "normalized"
+
+
 def kind_of_weights(node: fx.Node) -> str:
     """What the node that makes attention weights is counted as: `softmax`, `2quad`, `relu_attention`, …"""
     if node.target is not attention_weights:

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from aero_compile.errors import InputError
+from aero_compile.training.probes import PLACES
 from aero_compile.training.run_directory import (
     ACTIVATIONS_FILE,
     ENTROPIES_FILE,
     METRICS_FILE,
     PARAMETERS_FILE,
     RUN_FILE,
+    RunDirectory,
 )
 
 ESTIMATE_FILE = "estimate.json"
@@ -43,7 +45,9 @@ class RunRecords:
 
     @property
     def status(self) -> str:
-        return str(self.settings.get("status", "unknown"))
+        """How `run.json` says that the run ended; "killed" where it says that it goes on and no process does."""
+        said = str(self.settings.get("status", "unknown"))
+        return "killed" if said == "running" and not RunDirectory(self.path).in_use() else said
 
     @property
     def context(self) -> int | None:
@@ -110,7 +114,8 @@ class RunRecords:
             found = json.loads((self.path / ESTIMATE_FILE).read_text("utf-8"))
         except (OSError, ValueError):
             return None
-        return found if isinstance(found, dict) and _number(found.get("bytes")) else None
+        needed = ("bytes", "messages", "seconds", "seq_len")
+        return found if isinstance(found, dict) and all(_number(found.get(key)) for key in needed) else None
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[RunRecords]:
@@ -257,8 +262,17 @@ def _is_activation(record: Record) -> bool:
     layers = record["layers"]
     if not isinstance(layers, list) or not all(map(_whole, layers)):
         return False
-    spectra = record.get("spectra", {})
-    if not isinstance(spectra, dict):
+    scales = all(_has(record.get(place), ("rms", "max", "non_finite"), len(layers)) for place in PLACES)
+    return scales and ("spectra" not in record or _is_spectra(record["spectra"], len(layers)))
+
+
+def _is_spectra(spectra: Any, count: int) -> bool:
+    if not _has(spectra, ("layers", "width"), count) or not all(map(_whole, spectra["layers"])):
         return False
-    places = [v for v in [*record.values(), *spectra.values()] if isinstance(v, dict) and v is not spectra]
-    return all(_numbers(values) and len(values) == len(layers) for place in places for values in place.values())
+    sides = all(_has(spectra.get(side), ("entropy", "participation"), count) for side in ("before", "after"))
+    return sides and _whole(spectra.get("samples"))
+
+
+def _has(part: Any, names: Sequence[str], count: int) -> bool:
+    """Whether `part` has so many numbers under each name."""
+    return isinstance(part, dict) and all(_numbers(part.get(name)) and len(part[name]) == count for name in names)

@@ -98,7 +98,12 @@ def _lead(runs: Sequence[RunRecords]) -> str:
     value, step, name = min(last)
     if len(runs) > 1:
         return f"{len(runs)} runs; the lowest last held-out perplexity is {value:.4g}, of {name}."
-    ended = {"running": "; the run goes on", "failed": "; the run failed later", "interrupted": "; it was interrupted"}
+    ended = {
+        "running": "; the run goes on",
+        "failed": "; the run failed later",
+        "interrupted": "; it was interrupted",
+        "killed": "; it was killed, and --resume goes on with it",
+    }
     return f"Held-out perplexity {value:.4g} at step {step:,}{ended.get(runs[0].status, '')}."
 
 
@@ -227,8 +232,8 @@ def _made(run: RunRecords) -> str:
     cost = "not estimated: --estimate does so, once"
     if bill:
         cost = (
-            f"{human_bytes(bill['bytes'])}, {bill.get('messages', 0):,} messages, {bill.get('seconds', 0):.3g} s on "
-            f"one machine; {bill.get('seq_len')} tokens, logits of the last one"
+            f"{human_bytes(bill['bytes'])}, {bill['messages']:,} messages, {bill['seconds']:.3g} s on "
+            f"one machine; {bill['seq_len']} tokens, logits of the last one"
         )
     heads = run.settings.get("heads")
     lines = [

@@ -14,13 +14,13 @@ from torch import nn
 from transformers import TrainingArguments, set_seed
 from transformers.trainer_utils import IntervalStrategy
 
-from aero_compile.errors import InputError
+from aero_compile.errors import DataError, InputError
 from aero_compile.model import TransformedModel
 from aero_compile.pipeline import transform
 from aero_compile.recipe.recipe import Recipe
 from aero_compile.training.data import TrainingData, load_text, prepare
 from aero_compile.training.distillation import fingerprint
-from aero_compile.training.initialization import initialize
+from aero_compile.training.initialization import automatic, initialize
 from aero_compile.training.learning_rates import parse_lr_scale
 from aero_compile.training.models import ModelSource, check_context, find_model, with_length
 from aero_compile.training.options import RetrainOptions, settings_that_matter, spread_by
@@ -35,6 +35,9 @@ from aero_compile.training.tokenizer import load_tokenizer
 if TYPE_CHECKING:
     from aero_compile.search.result import SearchResult
 
+TRAINED = "train"
+"""What `--tokenizer` calls a tokenizer that is trained here."""
+
 logger = logging.getLogger("aero_compile.retrain")
 
 
@@ -42,7 +45,7 @@ logger = logging.getLogger("aero_compile.retrain")
 class Built:
     """The model with its recipe, the data, a teacher if there is one, and what changes the model while it is trained.
 
-    `last_stage`: the model behind all stages.
+    `last_stage`: the model behind all stages. `init`: how new weights began.
     """
 
     model: TransformedModel
@@ -51,6 +54,7 @@ class Built:
     stages: StagedRemoval | None = None
     last_stage: TransformedModel | None = None
     switching: HeadSwitching | None = None
+    init: str = "default"
 
 
 def build(plan: Plan) -> Built:
@@ -92,10 +96,21 @@ def _transformed(plan: Plan) -> Built:
     elif plan.teacher is not None:
         teacher = _capture(plan.teacher.build(0, None), plan.context)
     transformed = captured if plan.recipe is None else _with_recipe(plan, captured, data)
-    if plan.options.init != "default":
-        initialize(captured, plan.options.init, transformed)
+    init = _scheme(plan, captured, transformed)
+    if init != "default":
+        initialize(captured, init, transformed)
         transformed = captured if plan.recipe is None else _with_recipe(plan, captured, data)
-    return Built(transformed, data, teacher)
+    return Built(transformed, data, teacher, init=init)
+
+
+def _scheme(plan: Plan, captured: TransformedModel, transformed: TransformedModel) -> str:
+    """How the weights of a model from scratch begin."""
+    if plan.options.init != "auto":
+        return plan.options.init
+    chosen = automatic(captured, transformed) if plan.source.from_scratch else "default"
+    if chosen != "default":
+        logger.info("the recipe leaves no norm: weights begin by --init %s (default: as the model's own)", chosen)
+    return chosen
 
 
 def _with_recipe(plan: Plan, captured: TransformedModel, data: TrainingData) -> TransformedModel:
@@ -222,9 +237,9 @@ def load_data(
             overrides=options.config_overrides,
             context=options.context,
         )
-    name = options.tokenizer or source.tokenizer
+    name = None if options.tokenizer == TRAINED else options.tokenizer or source.tokenizer
     vocabulary = options.vocab_size if captured is None else min(options.vocab_size, captured.vocab_size)
-    read_tokenizer = None if name is None else load_tokenizer(name)
+    read_tokenizer = None if name is None else _read_tokenizer(name)
     if options.streaming:
         return prepare_stream(
             options.dataset,
@@ -251,6 +266,13 @@ def load_data(
     )
 
 
+def _read_tokenizer(name: str) -> Any:
+    try:
+        return load_tokenizer(name)
+    except DataError as error:
+        raise DataError(f"{error}. --tokenizer {TRAINED} makes one of the text") from error
+
+
 def identity(plan: Plan, built: Built) -> dict[str, Any]:
     """What must stay the same for a run to be continued."""
     options, transformed, data, teacher = plan.options, built.model, built.data, built.teacher
@@ -274,7 +296,7 @@ def identity(plan: Plan, built: Built) -> dict[str, Any]:
         "spread_weight": options.spread_weight or None,
         "distill": plan.distillation and dataclasses.asdict(plan.distillation),
         "teacher": plan.teacher and teacher and f"{plan.teacher.description}, weights {fingerprint(teacher)}",
-        "init": None if options.init == "default" else options.init,
+        "init": None if built.init == "default" else built.init,
         "stages": built.stages and built.stages.described(),
         "lr_scale": parse_lr_scale(options.lr_scale) or None,
         "switch_static": _switching_identity(plan),

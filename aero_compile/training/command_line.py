@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import HfArgumentParser
 
-from aero_compile.errors import InputError
+from aero_compile.errors import InputError, first_line
 from aero_compile.plain_help import PlainHelp
 from aero_compile.training.options import RetrainArguments, RetrainOptions
 from aero_compile.training.presets import with_preset
@@ -98,4 +98,6 @@ def parse_command_line(arguments: list[str]) -> tuple[RetrainOptions, RetrainArg
         options, training_args = make_parser().parse_args_into_dataclasses(_with_bf16(arguments))
     except (ValueError, ImportError) as error:
         raise InputError(str(error)) from error
+    except (OSError, TypeError, KeyError, AttributeError) as error:  # of flags that name files or hold JSON
+        raise InputError(f"a flag cannot be read: {first_line(error)}") from error
     return options, training_args

@@ -22,8 +22,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from aero_compile.analysis.parts import Heads
 from aero_compile.attention.row_measures import Measures, measures_of
 from aero_compile.errors import InputError
+from aero_compile.ir.attention_weights import kind_of_weights, rows_sum_to_one
 from aero_compile.ir.call_convention import CausalOutput, next_token_loss
 from aero_compile.ir.compile_graph import compile_graph
 from aero_compile.model import TransformedModel
@@ -46,6 +48,10 @@ class Distillation:
         return self.hidden > 0 or self.attention > 0
 
 
+_HOTTEST = 1e4
+"""At higher temperatures float32 tells no two logits apart."""
+
+
 def parse_distillation(text: str | None) -> Distillation | None:
     """The terms of `kl=1,hidden=0.5,attention=0.1,temperature=2`; None for no text.
 
@@ -60,8 +66,8 @@ def parse_distillation(text: str | None) -> Distillation | None:
         if name not in known:
             raise InputError(f"--distill has no {name!r}: it takes {', '.join(known)}")
     chosen = Distillation(**given)
-    if chosen.temperature == 0:
-        raise InputError("--distill: the temperature must be above 0")
+    if not 0 < chosen.temperature <= _HOTTEST:
+        raise InputError(f"--distill: the temperature must be above 0 and at most {_HOTTEST:g}")
     if not (chosen.kl or chosen.hidden or chosen.attention):
         raise InputError("--distill needs a weight above 0 of kl, hidden or attention")
     return chosen
@@ -83,6 +89,11 @@ class Distiller:
         """Raises InputError where the two cannot be compared, naming the sizes that differ."""
         self.terms = terms
         self.teacher = teacher.eval().requires_grad_(False)
+        self.check(student)
+
+    def check(self, student: TransformedModel) -> None:
+        """Raise InputError where a student, now or behind a stage, cannot be compared with the teacher."""
+        terms, teacher = self.terms, self.teacher
         self._same("vocabulary", teacher.vocab_size, student.vocab_size)
         if terms.inside:
             self._same("layers", teacher.num_layers, student.num_layers)
@@ -90,6 +101,11 @@ class Distiller:
             self._same("width", *(_block_outputs(each)[1] for each in (teacher, student)))
         if terms.attention:
             self._same("heads", teacher.num_heads, student.num_heads)
+            for model, whose in ((teacher, "teacher"), (student, "student")):
+                _check_rows(model, whose)
+            counts = [[heads.count for heads in _groups(each)] for each in (student, teacher)]
+            if counts[0] != counts[1]:
+                raise InputError(_other_heads(*map(str, counts)))
 
     @staticmethod
     def _same(what: str, teacher: Any, student: Any) -> None:
@@ -130,10 +146,27 @@ def _same_heads(student: Sequence[Tensor], teacher: Sequence[Tensor]) -> list[tu
     """Probabilities of the same heads beside each other; raises InputError where one side has fewer."""
     if [each.shape for each in student] == [each.shape for each in teacher]:
         return list(zip(student, teacher, strict=True))
-    raise InputError(
-        f"--distill attention compares heads one by one, but the softmaxes of the student are {_shapes(student)} and "
-        f"those of the teacher {_shapes(teacher)}: use --distill kl or hidden where heads lose their softmax"
+    raise InputError(_other_heads(_shapes(student), _shapes(teacher)))
+
+
+def _other_heads(student: str, teacher: str) -> str:
+    return (
+        f"--distill attention compares heads one by one, but the softmaxes of the student are {student} and those of "
+        f"the teacher {teacher}: use --distill kl or hidden where heads lose their softmax"
     )
+
+
+def _groups(model: TransformedModel) -> list[Heads]:
+    return [heads for each in model.structure.attentions for heads in each.groups]
+
+
+def _check_rows(model: TransformedModel, whose: str) -> None:
+    for heads in _groups(model):
+        if not rows_sum_to_one(heads.softmax):
+            raise InputError(
+                f"--distill attention compares rows that sum to one, and the {whose} has "
+                f"{kind_of_weights(heads.softmax)} in the place of a softmax: use --distill kl or hidden"
+            )
 
 
 def _shapes(groups: Sequence[Tensor]) -> str:
@@ -238,4 +271,4 @@ def _taps(model: TransformedModel, terms: Distillation) -> Iterator[tuple[str, l
     if terms.hidden:
         yield "hidden", _block_outputs(model)[0]
     if terms.attention:
-        yield "attention", [heads.softmax for each in model.structure.attentions for heads in each.groups]
+        yield "attention", [heads.softmax for heads in _groups(model)]

@@ -1,16 +1,22 @@
-"""How far apart a model from scratch begins: `--init residual` or `--init signal` instead of the source's own scales.
+"""How far apart the weights of a model from scratch begin, `--init`.
 
+default     as far as the source's own code says
 residual    what is added to the residual stream (output projections of attention and FFN) has 1/√(2L) of the spread of
             the FFN's in-projection, as in GPT-2, L the number of layers
 signal      every projection of n inputs has the spread 1/√n, so that a value of spread 1 stays one; the FFN's
             out-projection makes up for its activation f by 1/√E[f(z)²], z ~ N(0, 1), √2 for ReLU (He et al. 2015);
             output projections have 1/√(2L) of it
 
+auto        signal for a recipe that leaves no norm, which would make up for weights that are too small, else default
+            (docs/evidence.md)
+
 Weights keep their direction and are scaled as wholes, so that a seed means the same model. Embeddings stay as they are.
 """
 
 from __future__ import annotations
 
+import copy
+import logging
 import math
 
 import torch
@@ -23,7 +29,29 @@ from aero_compile.ir.weight_values import weight_value
 from aero_compile.model import TransformedModel
 from aero_compile.passes._weights import stored
 
-SCHEMES = ("default", "residual", "signal")
+SCHEMES = ("auto", "default", "residual", "signal")
+
+_SCALED_OTHERWISE = frozenset(
+    {
+        *("freeze-layer-norm", "layer-norm-to-dyt"),
+        *("shaped-attention", "drop-attention-skip", "identity-values", "ffn-gains"),
+    }
+)
+"""Passes that leave something in the place of norms, or make simplified blocks, which have gains of their own."""
+
+logger = logging.getLogger("aero_compile.retrain")
+
+
+def automatic(model: TransformedModel, target: TransformedModel) -> str:
+    """The scheme that `auto` stands for: `model` has no recipe yet, `target` has; "signal" has been tried then."""
+    if target.structure.norms or _SCALED_OTHERWISE & {one.name for one in target.history}:
+        return "default"
+    try:
+        initialize(copy.deepcopy(model), "signal", target)
+    except InputError as error:
+        logger.warning("weights begin as the source's own code says: %s", error)
+        return "default"
+    return "signal"
 
 
 def initialize(model: TransformedModel, scheme: str, target: TransformedModel) -> None:

@@ -14,6 +14,12 @@ from transformers import TrainingArguments
 from aero_compile.errors import InputError
 from aero_compile.model import TransformedModel
 from aero_compile.recipe.recipe import Recipe
+from aero_compile.training.check_arguments import (
+    check_made_of_flags,
+    check_streaming,
+    check_training_arguments,
+    check_weights_type,
+)
 from aero_compile.training.checkpoints import step_of
 from aero_compile.training.data import TrainingData
 from aero_compile.training.distillation import Distillation, parse_distillation
@@ -22,9 +28,6 @@ from aero_compile.training.models import ModelSource, check_context, choose_reci
 from aero_compile.training.options import (
     RetrainArguments,
     RetrainOptions,
-    check_streaming,
-    check_training_arguments,
-    check_weights_type,
 )
 from aero_compile.training.run_directory import RunDirectory
 
@@ -61,6 +64,7 @@ def resolve(
     check_training_arguments(args)
     check_weights_type(options, args)
     check_streaming(options, args)
+    check_made_of_flags(args)
     # Non-finite losses must be seen, and tokens counted in the state that checkpoints keep.
     args.logging_nan_inf_filter = False
     args.include_num_input_tokens_seen = "all"
@@ -89,7 +93,7 @@ def resolve(
     check_context(context, source.positions if model is None else None)
     if model is not None:
         source = ModelSource(type(model).__name__, lambda _vocab, _end: model)
-    if options.init != "default" and not source.from_scratch:
+    if options.init not in ("auto", "default") and not source.from_scratch:
         raise InputError(f"--init {options.init} is for new weights, and {source.description} has its own")
     distillation, teacher = parse_distillation(options.distill), None
     if options.teacher is not None:

@@ -20,10 +20,14 @@ Value = str | int | float | bool
 
 @dataclass(frozen=True)
 class Preset:
-    """Flags with their values; `needs` is a flag that only the user can give, and why."""
+    """Flags with their values; `needs` is a flag that only the user can give, and why.
+
+    `each`: how many norms a stage of `each` stands for in its model.
+    """
 
     flags: Mapping[str, Value]
     needs: tuple[str, str] | None = None
+    each: int = 12
 
 
 PRESETS: Mapping[str, Preset] = {
@@ -32,6 +36,7 @@ PRESETS: Mapping[str, Preset] = {
             "model": "gpt2",
             "from_scratch": True,
             "config_overrides": "n_positions=128,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",
+            "init": "default",
             "recipe": "EReg(SM(t)+ScFFN)",
             "temperature_init": 0.01,
             "entropy_reduction": "listing",
@@ -56,6 +61,7 @@ PRESETS: Mapping[str, Preset] = {
             "model": "gpt2",
             "from_scratch": True,
             "config_overrides": "n_positions=512,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",
+            "init": "default",
             "recipe": "EReg(SM(t)+ScFFN)",
             "temperature_init": 0.1,
             "entropy_reduction": "listing",
@@ -146,18 +152,24 @@ def preset_flags(name: str, scale: float, given: set[str]) -> tuple[dict[str, Va
     needs = PRESETS[name].needs
     if needs is not None and needs[0] not in given:
         raise InputError(f"--preset {name} needs --{needs[0]}: {needs[1]}")
-    flags, changed = dict(PRESETS[name].flags), []
-    for flag in _COUNTS:
-        value = flags.get(flag)
-        if scale < 1 and isinstance(value, int):
-            flags[flag] = max(1, round(value * scale))
-            changed.append(f"{flag} {value:,} → {flags[flag]:,}")
+    flags, changed, share = dict(PRESETS[name].flags), [], scale
     stages = flags.get("stages")
     if scale < 1 and isinstance(stages, str):
         flags["stages"] = "; ".join(_shorter(stage, scale) for stage in stages.split(";"))
         steps = [[one.steps for one in parse_stages(str(text))] for text in (stages, flags["stages"])]
-        changed.append(f"steps of stages {steps[0]} → {steps[1]}")
+        totals = [_steps_of(str(text), PRESETS[name].each) for text in (stages, flags["stages"])]
+        share = totals[1] / totals[0]  # a stage keeps a step at least, and its steps need their text
+        changed.append(f"steps of stages {steps[0]} → {steps[1]}, of all {totals[0]} → {totals[1]}")
+    for flag in _COUNTS:
+        value = flags.get(flag)
+        if scale < 1 and isinstance(value, int):
+            flags[flag] = max(1, round(value * share))
+            changed.append(f"{flag} {value:,} → {flags[flag]:,}")
     return flags, changed
+
+
+def _steps_of(stages: str, each: int) -> int:
+    return sum(one.steps * (1 if one.each is None else each) for one in parse_stages(stages))
 
 
 def _shorter(stage: str, scale: float) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import json
 import logging
 import math
@@ -68,7 +70,7 @@ class RunDirectory:
     def __init__(self, path: str | Path, *, writes: bool = True) -> None:
         self.path, self.writes = Path(path), writes
         self.record: dict[str, Any] = {}
-        self._lock = FileLock(self.path / LOCK_FILE, timeout=0)
+        self._lock = FileLock(self.path / LOCK_FILE, timeout=0.5)  # whoever asks `in_use` holds it for a moment
 
     def check(self, resume: bool) -> None:
         """Raise OutputDirError unless a run may start (or, with `resume`, go on) here. Writes nothing."""
@@ -94,9 +96,21 @@ class RunDirectory:
             content = json.loads((self.path / RUN_FILE).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
-            raise OutputDirError(f"{self.path / RUN_FILE} cannot be read: {error}") from error
-        return content if isinstance(content, dict) else None
+        except (OSError, ValueError, RecursionError) as error:
+            raise self._unreadable(str(error)) from error
+        parts = {"identity": dict, "training_arguments": dict, "sessions": list}
+        if not isinstance(content, dict):
+            raise self._unreadable("it holds no settings of a run")
+        wrong = [name for name, kind in parts.items() if not isinstance(content.get(name, kind()), kind)]
+        if wrong:
+            raise self._unreadable(f"its entry {wrong[0]!r} is {content[wrong[0]]!r:.60}")
+        return content
+
+    def _unreadable(self, reason: str) -> OutputDirError:
+        return OutputDirError(
+            f"{self.path / RUN_FILE} cannot be read: {reason}. Put a copy back; or move it away and go on elsewhere "
+            f"with --resume {self.path}/checkpoint-N --output-dir OTHER"
+        )
 
     def check_identity(self, identity: Mapping[str, Any]) -> None:
         """Raise OutputDirError, naming each difference, if the run here was started with other settings.
@@ -150,6 +164,17 @@ class RunDirectory:
             }
             write_json(self.path / RUN_FILE, finite_or_none(self.record))
 
+    def in_use(self) -> bool:
+        """Whether a process trains there; true too where that cannot be found out."""
+        try:
+            with (self.path / LOCK_FILE).open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        return False
+
     def finish(self, status: str, **results: Any) -> None:
         """Write how the run ended into `run.json`; the folder is free then."""
         try:
@@ -189,23 +214,37 @@ class RunDirectory:
                 stream.write(line)
 
     def read_lines(self, file: str) -> list[dict[str, Any]]:
-        """The records of a `.jsonl` file; an incomplete last line (a killed run) is left out."""
-        path = self.path / file
-        records = []
-        for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-            try:
-                records.append(json.loads(line))
-            except ValueError:
-                continue
-        return records
+        """The records of a `.jsonl` file, without lines that are damaged."""
+        return _records(self.path / file)[0]
 
     def rewind(self, step: int) -> None:
-        """Forget what was recorded after `step`: a resumed run records it again."""
+        """Forget what was recorded after `step`, and put later checkpoints aside: a resumed run makes them again.
+
+        A file with damaged lines is kept as `FILE.damaged`, and named in a warning.
+        """
+        if not self.writes:
+            return
         for file in (METRICS_FILE, ENTROPIES_FILE, PARAMETERS_FILE, ACTIVATIONS_FILE):
-            if self.writes and (self.path / file).is_file():
-                kept = [record for record in self.read_lines(file) if _stands(record, step)]
-                with self.writing(file):
-                    write_atomically(self.path / file, "".join(json.dumps(record) + "\n" for record in kept))
+            path = self.path / file
+            records, damaged = _records(path)
+            with self.writing(file):
+                if damaged:
+                    kept = _free_name(path.with_name(f"{file}.damaged"))
+                    shutil.copyfile(path, kept)
+                    logger.warning("%s: damaged lines left out: %s; as it was: %s", path, _listed(damaged), kept)
+                if path.is_file():
+                    standing = (json.dumps(record) + "\n" for record in records if _stands(record, step))
+                    write_atomically(path, "".join(standing))
+        self._put_aside(step)
+
+    def _put_aside(self, step: int) -> None:
+        """Later checkpoints are of a course that was given up: `--resume` would go on with it, behind a gap."""
+        for folder in self._checkpoints():
+            if (checkpoints.step_of(folder) or 0) > step and checkpoints.was_finished(folder):
+                aside = _free_name(self.path / f"superseded-{folder.name}")
+                with self.writing(folder.name):
+                    folder.rename(aside)
+                logger.warning("%s is later than what is resumed from: renamed to %s", folder.name, aside.name)
 
     def mark_complete(self, step: int, keep: int | None = None, best: str | None = None) -> None:
         """Note that `checkpoint-<step>` is whole; then remove all but the newest `keep`, and `best`."""
@@ -256,11 +295,46 @@ class RunDirectory:
         return path
 
 
+def _records(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """The records of a `.jsonl` file, and the numbers of its damaged lines.
+
+    A last line without an end is of a run that was killed, and no damage.
+    """
+    records, damaged = [], []
+    *lines, last = path.read_bytes().split(b"\n") if path.is_file() else [b""]
+    for number, line in enumerate([*lines, last], start=1):
+        record = _record(line)
+        if record is not None:
+            records.append(record)
+        elif number <= len(lines):
+            damaged.append(number)
+    return records, damaged
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    step = record.get("step") if isinstance(record, dict) else None
+    return record if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else None
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:5])) + (" …" if len(numbers) > 5 else "")
+
+
+def _free_name(path: Path) -> Path:
+    """The path, or the first of `path-2`, `path-3`, … that nothing has."""
+    names = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(each for each in itertools.chain([path], names) if not each.exists())
+
+
 def _stands(record: Mapping[str, Any], step: int) -> bool:
     """Whether a run that is resumed at `step` does not record this again; stages begin behind their checkpoint."""
     if record.get("event") == "stage":
-        return bool(record.get("step", 0) < step)
-    return bool(record.get("step", 0) <= step and record.get("event") != "end")
+        return bool(record["step"] < step)
+    return bool(record["step"] <= step and record.get("event") != "end")
 
 
 def _flat(identity: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import itertools
+import json
 import sysconfig
 import tokenize
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from aero_compile.errors import DataError, first_line
@@ -170,10 +174,11 @@ def cause_line(error: BaseException) -> str:
     return first_line(error.__cause__ or error)
 
 
-def open_stream(name: str, config: str | None, column: str | None) -> tuple[Any, Any | None]:
+def open_stream(name: str, config: str | None, column: str | None) -> tuple[Any, Any | None, str]:
     """Train and (if there is one) validation split of a dataset that is read as it is used, with one `text` column.
 
-    `name`: a Hub dataset, or local JSON lines, Parquet or CSV files. Raises DataError for anything else.
+    `name`: a Hub dataset, or local JSON lines, Parquet or CSV files. Also returned: a text that is another one for
+    other content, by the digests of local files or by what the Hub says of its own. Raises DataError for anything else.
     """
     import datasets
 
@@ -183,23 +188,54 @@ def open_stream(name: str, config: str | None, column: str | None) -> tuple[Any,
             raise DataError(f"{name} cannot be streamed: a Hub dataset, JSON lines, Parquet and CSV files can")
         kind = _BUILDERS[files[0].suffix.lower()] if files else name
         given: dict[str, Any] = {"data_files": {"train": [str(path) for path in files]}} if files else {"name": config}
-        loaded = datasets.load_dataset(kind, streaming=True, **given)
+        builder = datasets.load_dataset_builder(kind, **given)
+        loaded = builder.as_streaming_dataset()
         if "train" not in loaded:
             raise DataError(f"the dataset {name!r} has no split 'train', only {', '.join(loaded)}")
         held_out = next((loaded[key] for key in ("validation", "valid", "dev") if key in loaded), None)
         train = _streamed_text(loaded["train"], column, name)
-        return train, None if held_out is None else _streamed_text(held_out, column, name)
+        origin = _content_of(files) if files else _origin_of(builder)
+        return train, None if held_out is None else _streamed_text(held_out, column, name), origin
     except DataError:
         raise
     except Exception as error:  # the Hub client's errors are many and of no common base
         raise DataError(f"the dataset {name!r} cannot be streamed: {cause_line(error)}") from error
 
 
+def _content_of(files: list[Path]) -> str:
+    """The digests of files, which are read whole, several at a time."""
+    with ThreadPoolExecutor() as pool:
+        return " ".join(pool.map(_digest_of, files))
+
+
+def _digest_of(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"{path} could not be read: {error.strerror}") from error
+
+
+def _origin_of(builder: Any) -> str:
+    """Where the files of a dataset come from; the addresses of the Hub's have the commit in them."""
+    files = builder.config.data_files or {}
+    return json.dumps({split: [*map(str, found)] for split, found in sorted(files.items())})
+
+
+_LOOKED_AT = 1000
+"""Rows that may be without text before the first that has one."""
+
+
 def _streamed_text(dataset: Any, column: str | None, name: str) -> Any:
-    first = next(iter(dataset), None)
-    if first is None:
+    kinds: dict[str, str] = {}
+    for row in itertools.islice(dataset, _LOOKED_AT):
+        for key, value in row.items():
+            if kinds.get(key, "nothing") == "nothing":
+                kinds[key] = {str: "string", NoneType: "nothing"}.get(type(value), type(value).__name__)
+        if "string" in kinds.values() and "nothing" not in kinds.values():
+            break
+    if not kinds:
         raise DataError(f"the dataset {name!r} is empty")
-    kinds = {key: "string" if isinstance(value, str) else type(value).__name__ for key, value in first.items()}
     column = _choose_column(kinds, column, name)
     chosen = dataset.select_columns([column])
     return chosen if column == "text" else chosen.rename_column(column, "text")

@@ -22,11 +22,12 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from torch import Tensor
 
-from aero_compile.errors import InputError, RecipeError
+from aero_compile.errors import InputError, RecipeError, first_line
 from aero_compile.graph_pass import GraphPass
 from aero_compile.model import TransformedModel
 from aero_compile.passes._norms import NormPass
@@ -71,7 +72,7 @@ def parse_stages(text: str) -> tuple[Stage, ...]:
         raise InputError(
             f"--stages: {text.strip()!r} is neither a file nor stages such as '100: each strip-layer-norm'"
         )
-    content = text if path is None else path.read_text(encoding="utf-8")
+    content = text if path is None else _content(path)
     if path is not None and path.suffix == ".json":
         found = tuple(map(_from_json, _json_list(content, path)))
     else:
@@ -82,10 +83,17 @@ def parse_stages(text: str) -> tuple[Stage, ...]:
     return found
 
 
+def _content(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--stages {path} cannot be read as UTF-8 text: {first_line(error)}") from error
+
+
 def _json_list(content: str, path: Path) -> list[Any]:
     try:
         items = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"--stages {path} is no JSON: {error}") from error
     if not isinstance(items, list):
         raise InputError(f"--stages {path} holds no list of stages")
@@ -93,9 +101,13 @@ def _json_list(content: str, path: Path) -> list[Any]:
 
 
 def _from_json(item: Any) -> Stage:
-    known = {"steps": int, "passes": str, "learning_rate": float, "each": str}
+    known: dict[str, Any] = {"steps": int, "passes": str, "learning_rate": (int, float, NoneType)}
+    known["each"] = (str, NoneType)
     if not isinstance(item, dict) or not set(item) <= set(known) or "steps" not in item:
         raise InputError(f"--stages: {item!r} is no stage: its entries are {', '.join(known)}")
+    for name, value in item.items():
+        if not isinstance(value, known[name]) or isinstance(value, bool):
+            raise InputError(f"--stages: {item!r}: {name} cannot be {value!r}")
     return _stage(item, str(item["steps"]), item.get("learning_rate"), item.get("passes", ""), item.get("each"))
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from aero_compile.errors import DataError, InputError
 from aero_compile.files import write_atomically
 from aero_compile.training.data import Blocks, TrainingData
-from aero_compile.training.sources import open_stream
+from aero_compile.training.sources import cause_line, open_stream
 from aero_compile.training.tokenizer import train_tokenizer
 
 STATE_FILE = "stream.npz"
@@ -148,8 +148,24 @@ class StreamedBlocks(torch.utils.data.IterableDataset[dict[str, Tensor]]):
 
 
 def texts(source: Any) -> Iterator[str]:
-    """The documents of a streamed dataset that have text."""
-    return (row["text"] for row in source if row["text"])
+    """The documents of a streamed dataset that have text; DataError where a row cannot be read, or holds none."""
+    rows = iter(source)
+    for number in itertools.count(1):
+        try:
+            text = next(rows)["text"]
+        except StopIteration:
+            return
+        except Exception as error:  # of Arrow, of every format and of the network, without a common base
+            raise DataError(
+                f"the streamed dataset cannot be read behind its row {number - 1:,} ({cause_line(error)}): mend or "
+                "leave out the file that holds it"
+            ) from error
+        if text is not None and not isinstance(text, str):
+            raise DataError(
+                f"row {number:,} of the streamed dataset holds {type(text).__name__}, not text: {text!r:.60}"
+            )
+        if text:
+            yield text
 
 
 def is_held_out(text: str, fraction: float) -> bool:
@@ -185,7 +201,7 @@ def prepare_stream(
     """
     if shuffle < 1:
         raise InputError(f"the buffer must hold at least 1 block, not {shuffle}")
-    source, own = open_stream(name, config, column)
+    source, own, origin = open_stream(name, config, column)
     fraction = 0.0 if own is not None else validation_fraction
     if tokenizer is None:
         trained_on = (text for text in texts(source) if not is_held_out(text, fraction))
@@ -206,6 +222,7 @@ def prepare_stream(
     train = StreamedBlocks(source, fraction, tokenizer, context, shuffle, seed)
     digest = hashlib.blake2b(f"{name} {context} {shuffle} {tokenizer.backend_tokenizer.to_str()}".encode())
     digest.update(np.ascontiguousarray(validation.tokens).data)
+    digest.update(origin.encode())
     info = {"dataset": f"{name} (streamed)", "context": context, "vocabulary": len(tokenizer)}
     info |= {"validation_tokens": len(validation.tokens), "shuffle_buffer": shuffle}
     return TrainingData(name, train, validation, tokenizer, digest.hexdigest()[:32], info)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import re
@@ -89,6 +90,12 @@ class Plan:
         twice += sorted(set(self.vary) & set(self.tune))
         if twice:
             raise InputError(f"given twice: {', '.join(twice)}")
+        idle = sorted(set(self.vary) & set(REGULARIZED))
+        if idle and not any(_regularized(self.base, label) for label in self.labels):
+            raise InputError(
+                f"--vary {idle[0]} changes nothing: none of the architectures is regularized. Name EReg(…), or give "
+                "--lambda behind --"
+            )
 
     def trials(self, label: str) -> list[Task]:
         """The trials of an architecture, as many as of every other; none where there is nothing to choose."""
@@ -100,7 +107,7 @@ class Plan:
 
     def settings(self, label: str) -> list[Setting]:
         """Every setting of the axes for an architecture."""
-        regularized = RetrainOptions(recipe=label).weight > 0
+        regularized = _regularized(self.base, label)
         axes = {name: values for name, values in self.vary.items() if regularized or name not in REGULARIZED}
         return _settings(axes)
 
@@ -112,6 +119,11 @@ class Plan:
 
     def _task(self, label: str, seed: int, axes: Setting, tuned: Setting, steps: int, *, trial: bool = False) -> Task:
         return Task(label, seed, steps, axes, tuned, trial, self.base)
+
+
+@functools.cache
+def _regularized(base: tuple[str, ...], label: str) -> bool:
+    return read_flags([*base, "--recipe", label])[0].weight > 0
 
 
 def _settings(axes: Mapping[str, Sequence[str]]) -> list[Setting]:

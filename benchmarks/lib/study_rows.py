@@ -10,12 +10,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 
 from aero_compile.entropy import EntropyRegularizedModel
-from aero_compile.errors import InputError, TrainingError
+from aero_compile.errors import InputError, OutputDirError, TrainingError
 from aero_compile.pipeline import transform
 from aero_compile.reporting.entropy_states import heads_of, quartile_shares
 from aero_compile.retrain import load_data, retrain
@@ -105,9 +106,11 @@ def run_task(task: Task, folder: Path, data: Data) -> StudyRow:
     except TrainingError as error:
         status, step, place, final = "not finite", error.step, error.place, None
         steps = step or 0
+    except OutputDirError as error:
+        raise InputError(f"{task.key} cannot be gone on with: {error}. Remove {run} to train it anew") from error
     record = RunDirectory(run)
     metrics, entropies = record.read_lines(METRICS_FILE), record.read_lines(ENTROPIES_FILE)
-    losses = [(int(m["step"]), float(m["eval_loss"])) for m in metrics if m.get("eval_loss") is not None]
+    losses = [(int(m["step"]), float(m["eval_loss"])) for m in metrics if _fits(m.get("eval_loss"), float)]
     heads = entropies[-1]["entropies"] if entropies else []
     last = [[math.nan if value is None else value for value in layer] for layer in heads]
     row = StudyRow(
@@ -142,11 +145,32 @@ def read_row(task: Task, folder: Path) -> StudyRow | None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         content["eval_loss"] = [(int(step), float(loss)) for step, loss in content["eval_loss"]]
-        return StudyRow(**content)
+        content["entropies"] = [[math.nan if e is None else e for e in layer] for layer in content["entropies"]]
+        row = StudyRow(**content)
+        wrong = [name for name, kind in get_type_hints(StudyRow).items() if not _fits(getattr(row, name), kind)]
+        if wrong:
+            raise ValueError(f"{wrong[0]} is {getattr(row, wrong[0])!r:.60}")
+        return row
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise InputError(f"{path} is no row of this version: {error}. Remove it to train it again") from error
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of the type that an annotation says; whole numbers are numbers, True is none."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        return any(_fits(value, part) for part in parts)
+    if origin is list:
+        return isinstance(value, list) and all(_fits(item, parts[0]) for item in value)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(map(_fits, value, parts))
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(item, parts[1]) for item in value.values())
+    if isinstance(value, bool) and kind is not bool:
+        return False
+    return isinstance(value, (int, float) if kind is float else kind)
 
 
 _USUAL = {"logging-steps": "0.02", "eval-steps": "0.1", "save-steps": "0.1", "save-total-limit": "1"}

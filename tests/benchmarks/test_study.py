@@ -20,7 +20,7 @@ from aero_compile.training.loop import RegularizedTrainer
 from benchmarks import study
 from benchmarks.lib import study_page, study_table
 from benchmarks.lib.study_plan import Plan, parse_axes, without_flag
-from benchmarks.lib.study_rows import Data, StudyRow, near_uniform_share
+from benchmarks.lib.study_rows import Data, StudyRow, near_uniform_share, read_row
 from benchmarks.lib.study_run import Study, human
 
 SHAPE = ("--config-overrides", "n_layer=1,n_embd=16,n_head=2", "--context", "16", "--vocab-size", "300")
@@ -66,7 +66,7 @@ def test_flags_are_those_of_retrain() -> None:
     assert options.config_overrides == "n_layer=1,n_embd=16,n_head=2,initializer_range=0.5"
     assert (options.gamma, options.recipe, options.weight) == (0.0, "EReg(SM+R)", 0.05)
     assert (arguments.learning_rate, arguments.max_steps, arguments.seed) == (2e-3, 4, 0)
-    one = next(iter(plan(tune=tune, base=("--config-overrides=n_layer=1",), labels=("SM+R",)).rows({})))
+    one = next(iter(plan(tune=tune, base=("--config-overrides=n_layer=1",), vary={}).rows({})))
     assert parse_command_line(one.flags)[0].config_overrides == "n_layer=1,initializer_range=0.5"
     plain = next(iter(plan(tune=tune).rows({})))
     assert parse_command_line(plain.flags)[0].config_overrides == "initializer_range=0.5"
@@ -87,6 +87,43 @@ def test_axes_and_flags_are_read() -> None:
         plan(labels=("SM+Q",))
     with pytest.raises(InputError, match="given twice: gamma"):
         plan(tune={"gamma": ("1",)})
+
+
+def test_axes_of_the_regularization_are_for_whatever_is_regularized() -> None:
+    gammas = {"vary": {"gamma": ("0", "0.2")}, "seeds": (0,)}
+    by_flag = plan(labels=("SM+R",), base=("--lambda", "0.05"), **gammas)
+    assert [dict(row.axes)["gamma"] for row in by_flag.rows({})] == ["0", "0.2"]
+    with pytest.raises(InputError, match="--vary gamma changes nothing"):
+        plan(labels=("SM+R", "SM+ScFFN"), **gammas)
+    with pytest.raises(InputError, match="--vary gamma changes nothing"):
+        plan(labels=("EReg(SM+R)",), base=("--lambda=0",), **gammas)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(
+            {name: "x"}
+            for name in ("seed", "steps", "seconds", "entropies", "eval_loss", "quartiles", "axes", "versions")
+        ),
+        *({"final_perplexity": [1]}, {"axes": {"gamma": 1}}, {"eval_loss": [[1]]}, {"seed": True}, {"key": None}),
+    ],
+)
+def test_damaged_rows_are_named_with_the_way_out(change: dict[str, Any], tmp_path: Path) -> None:
+    task = next(iter(plan().rows({})))
+    (tmp_path / "rows").mkdir()
+    path = tmp_path / "rows" / f"{task.key}.json"
+    good = dataclasses.asdict(
+        StudyRow(task.key, "SM+R", 0, False, {}, {}, [], "finished", 4, 9, 1.0, entropies=[[0.5, math.nan]])
+    )
+    good["eval_loss"] = [[4, 1.5]]
+    path.write_text(json.dumps(good).replace("NaN", "null"))
+    row = read_row(task, tmp_path)
+    assert row is not None
+    assert (row.eval_loss, row.final_perplexity) == ([(4, 1.5)], None)
+    path.write_text(json.dumps(good | change))
+    with pytest.raises(InputError, match=r"is no row of this version.* Remove it to train it again"):
+        read_row(task, tmp_path)
 
 
 @pytest.mark.parametrize(

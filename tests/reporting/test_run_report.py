@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from filelock import FileLock
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -214,11 +215,51 @@ def test_whatever_is_damaged_there_is_a_report(original: Path, changes: list[tup
             (original / name).write_bytes(content)
 
 
+@pytest.mark.parametrize("place", ["ffn_input", "ffn_output", "stream"])
+def test_measurements_without_a_part_are_left_out(place: str, tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run", steps=[0, 10])
+    fail(run, 11)
+    path = run / "activations.jsonl"
+    good = [json.loads(line) for line in path.read_text().splitlines()]
+    bad = [{key: value for key, value in good[0].items() if key != place}]
+    bad += [good[0] | {place: {k: v for k, v in good[0][place].items() if k != part}} for part in good[0][place]]
+    for spectra in (5, {}, {"before": good[0]["spectra"]["before"]}, good[0]["spectra"] | {"after": {"entropy": [1]}}):
+        bad.append(good[0] | {"spectra": spectra})
+    bad.append({key: value for key, value in good[-1].items() if key != place})
+    path.write_text("".join(json.dumps(line) + "\n" for line in [*good, *bad]))
+    found = report(run)
+    assert len(found.runs[0].activations) == len(good)
+    assert "damaged, left out" in found.html()
+
+
+@pytest.mark.parametrize("key", ["bytes", "messages", "seconds", "seq_len"])
+@pytest.mark.parametrize("value", ["many", None, [1]])
+def test_a_damaged_estimate_is_none(key: str, value: Any, tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run", steps=[0, 10])
+    bill = {"bytes": 5, "messages": 4, "seconds": 0.5, "seq_len": 16}
+    (run / "estimate.json").write_text(json.dumps(bill))
+    assert "4 messages" in report(run).html()
+    (run / "estimate.json").write_text(json.dumps(bill | {key: value}))
+    assert "not estimated" in report(run).html()
+
+
+def test_a_run_that_was_killed_does_not_go_on(tmp_path: Path) -> None:
+    """`run.json` says "running" for ever; the lock of its process is gone."""
+    run = run_folder(tmp_path / "run", status="running")
+    (run / "run.lock").touch()
+    found = report(run)
+    assert not found.going_on
+    assert "it was killed, and --resume goes on with it" in found.html()
+    with FileLock(run / "run.lock"):
+        assert report(run).going_on
+
+
 def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text('{"status": "running", "identity": {"context": 16}}')
-    found = report(tmp_path / "run")
-    assert found.going_on
+    with FileLock(tmp_path / "run" / "run.lock"):
+        found = report(tmp_path / "run")
+        assert found.going_on
     assert "No held-out perplexity has been measured yet" in found.html()
     assert "NaN" not in found.html().split("</style>")[1].split("<script>")[0]
 
@@ -236,8 +277,12 @@ def test_folders_without_a_run_are_refused(tmp_path: Path, capsys: pytest.Captur
     assert main(["report", str(run), "--output", str(tmp_path)]) == 2
     assert main(["report", str(run), "--output", str(tmp_path / "page.csv")]) == 2
     assert main(["report", str(run), "--estimate"]) == 2
+    (tmp_path / "file").touch()
+    assert main(["report", str(run), "--csv", str(tmp_path / "file")]) == 2
+    assert main(["report", str(run), "--output", str(tmp_path / "file" / "page.html")]) == 2
+    assert main(["report", str(run), "--output", "/proc/page.html"]) == 2
     told = capsys.readouterr().err
-    assert told.count("error: ") == 4
+    assert told.count("error: ") == 7
     assert "has not finished" in told
 
 
@@ -339,7 +384,8 @@ def test_watching_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             (run / "run.json").write_text(json.dumps(settings | {"status": "finished"}))
 
     monkeypatch.setattr("time.sleep", sleep)
-    assert main(["report", str(run), "--watch", "--every", "3"]) == 0
+    with FileLock(run / "run.lock"):
+        assert main(["report", str(run), "--watch", "--every", "3"]) == 0
     assert len(pages) == 2
     assert all('http-equiv="refresh" content="3"' in page for page in pages)
     assert "http-equiv" not in (run / "report.html").read_text()

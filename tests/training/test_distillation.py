@@ -132,7 +132,16 @@ def test_block_outputs_are_found_by_structure(name: str) -> None:
 
 
 def test_what_cannot_be_read_or_compared() -> None:
-    for text in ("kl", "kl=-1", "kl=1,kl=2", "logits=1", "ce=1", "kl=0", "kl=1,temperature=0"):
+    for text in (
+        "kl",
+        "kl=-1",
+        "kl=1,kl=2",
+        "logits=1",
+        "ce=1",
+        "kl=0",
+        "kl=1,temperature=0",
+        "kl=1,temperature=1e300",
+    ):
         with pytest.raises(InputError, match="--distill"):
             parse_distillation(text)
     assert parse_distillation(" ") is None
@@ -187,3 +196,20 @@ def test_heads_without_a_softmax_are_not_compared_with_others(recipe: str, tmp_p
     asked = options(model=str(tmp_path / "source"), **chosen)
     with pytest.raises(InputError, match="use --distill kl or hidden"):
         retrain(asked, arguments(tmp_path / "run", max_steps=1), datasets=blocks())
+
+
+@pytest.mark.parametrize("passes", ["relu-attention", "sigmoid-attention", "static-attention{heads=0.0}"])
+def test_stages_whose_rows_cannot_be_compared_are_refused_at_once(passes: str, tmp_path: Path) -> None:
+    """Divergences of rows that do not sum to one mean nothing, and a later stage would end a run that has begun."""
+    tiny_gpt2().save_pretrained(tmp_path / "source")
+    for chosen in ({"stages": f"2: ; 2: {passes}"}, {"recipe": passes}):
+        asked = options(model=str(tmp_path / "source"), distill="attention=1", **chosen)
+        with pytest.raises(InputError, match="use --distill kl or hidden"):
+            retrain(asked, arguments(tmp_path / "run", max_steps=-1), datasets=blocks())
+        assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("passes", ["quad-softmax", "power-softmax", "linear-attention"])
+def test_rivals_whose_rows_are_shares_are_compared(passes: str) -> None:
+    teacher = aero_compile.transform(tiny_gpt2(dropout=0.0), "baseline")
+    Distiller(teacher, aero_compile.transform(tiny_gpt2(), passes), Distillation(attention=1.0))

@@ -13,8 +13,9 @@ import yaml
 
 from aero_compile.errors import InputError
 from aero_compile.reporting.model_card import model_card
+from aero_compile.training.check_arguments import check_training_arguments
 from aero_compile.training.hub import HubTarget
-from aero_compile.training.options import RetrainArguments, check_training_arguments
+from aero_compile.training.options import RetrainArguments
 
 RECORD = {
     "identity": {
@@ -114,9 +115,11 @@ def test_a_login_that_the_hub_does_not_take(monkeypatch: pytest.MonkeyPatch) -> 
 def test_metrics_go_to_tensorboard_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     for installed, expected in ((True, ["tensorboard"]), (False, [])):
-        monkeypatch.setattr(
-            "aero_compile.training.options.find_spec", lambda name, there=installed: find("json") if there else None
-        )
+        for module in ("options", "check_arguments"):
+            monkeypatch.setattr(
+                f"aero_compile.training.{module}.find_spec",
+                lambda name, there=installed: find("json") if there else None,
+            )
         made = RetrainArguments(output_dir=str(tmp_path), use_cpu=True)
         assert made.report_to == expected
         check_training_arguments(made)

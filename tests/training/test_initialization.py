@@ -14,8 +14,8 @@ from torch import nn
 import aero_compile
 from aero_compile.errors import InputError
 from aero_compile.retrain import retrain
-from aero_compile.training.initialization import activation_gains, initialize
-from tests.support.tiny_runs import arguments, blocks, captured, options
+from aero_compile.training.initialization import activation_gains, automatic, initialize
+from tests.support.tiny_runs import arguments, blocks, captured, options, record, tiny_gpt2
 
 
 def spread(model: nn.Module, name: str) -> float:
@@ -89,3 +89,46 @@ def test_the_driver_initializes_new_weights_alone(tmp_path: Path) -> None:
         retrain(options(init="signal"), arguments(tmp_path / "no"), model=captured(), datasets=blocks())
     with pytest.raises(InputError, match="--init must be one of"):
         options(init="kaiming")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "scheme"),
+    [
+        *(("SM+LN+G", None), ("SM+R", "signal"), ("SM(t)+ScFFN", "signal"), ("SM+LN(frozen)+G", None)),
+        *(
+            ("strip-layer-norm{norms=ffn}", None),
+            ("SM+DyT+G", None),
+            ("simplified_softmax_only", None),
+            ("SM[2/2.*]+R", "signal"),
+        ),
+    ],
+)
+def test_new_weights_begin_by_what_the_evidence_says(recipe: str, scheme: str | None, tmp_path: Path) -> None:
+    shape = "n_layer=2,n_head=2,n_embd=18"
+    args = arguments(tmp_path / "run", max_steps=1, save_strategy="no")
+    chosen = options(recipe=recipe, config_overrides=shape, context=12)
+    result = retrain(chosen, args, datasets=blocks())
+    assert record(tmp_path / "run")["identity"]["init"] == scheme
+    inner = spread(result.model, "transformer.h.0.attn.c_attn.weight") if scheme else 18**-0.5
+    assert inner == pytest.approx(18**-0.5, rel=0.1)
+
+
+def test_trained_weights_stay_as_they_are(tmp_path: Path) -> None:
+    tiny_gpt2().save_pretrained(tmp_path / "source")
+    args = arguments(tmp_path / "run", max_steps=1, save_strategy="no", learning_rate=0.0)
+    result = retrain(options(model=str(tmp_path / "source"), recipe="SM+R"), args, datasets=blocks())
+    for name, value in tiny_gpt2().state_dict().items():
+        if name in result.model.state_dict():
+            assert torch.equal(result.model.state_dict()[name], value), name
+
+
+def test_a_model_without_the_parts_that_signal_scales_begins_as_it_says(caplog: pytest.LogCaptureFixture) -> None:
+    model = copy.deepcopy(captured())
+    with pytest.MonkeyPatch.context() as patch, caplog.at_level("WARNING", logger="aero_compile.retrain"):
+
+        def refuse(*_: object) -> None:
+            raise InputError("no output projection was found in h.0")
+
+        patch.setattr("aero_compile.training.initialization.initialize", refuse)
+        assert automatic(model, aero_compile.transform(captured(), "SM+R")) == "default"
+    assert "no output projection was found in h.0" in caplog.text

@@ -10,7 +10,7 @@ import pytest
 
 from aero_compile.errors import InputError, OutputDirError
 from aero_compile.retrain import RetrainOptions, retrain
-from aero_compile.training.options import check_weights_type
+from aero_compile.training.check_arguments import check_weights_type
 from tests.support.tiny_runs import blocks, contents, evaluating, regularized, same_tensors, softmax_only, stopped
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from aero_compile.errors import InputError, OutputDirError
 from aero_compile.retrain import RetrainOptions, retrain
+from aero_compile.training.command_line import parse_command_line
 from aero_compile.training.data import Blocks, TrainingData
 from aero_compile.training.hub import HubTarget
 from tests.support.tiny_runs import CONTEXT, blocks, captured, evaluating, finished, lines, regularized, softmax_only
@@ -125,6 +126,33 @@ def test_flags_of_trainer_below_their_range(wrong: dict[str, Any], tmp_path: Pat
     with pytest.raises(InputError, match=f"--{next(iter(wrong)).replace('_', '-')} must be"):
         retrain(regularized(), evaluating(tmp_path / "run", **wrong), model=softmax_only(), datasets=blocks())
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"lr_scheduler_kwargs": "foo"}, "--lr-scheduler-kwargs foo"),
+        ({"lr_scheduler_kwargs": {"a": 1}}, "--lr-scheduler-kwargs .*'a'"),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, "min_lr"),
+        ({"optim_args": "foo"}, "--optim-args foo"),
+        ({"torch_compile": True, "torch_compile_mode": "foo"}, "--torch-compile with inductor, foo"),
+        ({"torch_compile_backend": "foo"}, "--torch-compile with foo"),
+    ],
+)
+def test_what_a_schedule_or_an_optimizer_does_not_take(wrong: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=message):
+        retrain(regularized(), evaluating(tmp_path / "run", **wrong), model=softmax_only(), datasets=blocks())
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("flag", ["--accelerator-config", "--fsdp-config"])
+@pytest.mark.parametrize("content", [None, b"\xff\xfe{", b"{", b"[]"])
+def test_configurations_that_cannot_be_read(flag: str, content: bytes | None, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(InputError):
+        parse_command_line([flag, str(path), "--fsdp", "full_shard", "--use-cpu"])
 
 
 def test_the_best_of_several_graphs_is_not_loaded(tmp_path: Path) -> None:

@@ -74,8 +74,14 @@ def test_scales_keep_shares_and_at_least_one_step() -> None:
     flags, changed = preset_flags("ln-free-gpt2", 0.1, set())
     stages = [one.steps for one in parse_stages(str(flags["stages"]))]
     assert stages == [2, 1, 1, 1, 20]
-    assert flags["warmup_steps"] == 2
-    assert any("steps of stages [20, 2, 2, 3, 196] → [2, 1, 1, 1, 20]" in each for each in changed)
+    assert any("[20, 2, 2, 3, 196] → [2, 1, 1, 1, 20], of all 300 → 58" in each for each in changed)
+    # every norm keeps a step, and 58 steps need more text than a tenth of it
+    assert flags["max_train_tokens"] == round(160e6 * 58 / 300)
+    assert flags["warmup_steps"] == round(25 * 58 / 300)
+    for scale in (0.001, 0.01, 0.3, 1.0):
+        flags = preset_flags("ln-free-gpt2", scale, set())[0]
+        steps = sum(one.steps * (1 if one.each is None else 12) for one in parse_stages(str(flags["stages"])))
+        assert flags["max_train_tokens"] >= steps * 2**19
     assert preset_flags("codeparrot", 0.1, set())[0]["warmup_steps"] == 0.05
     assert preset_flags("tiny", 1.0, set()) == (dict(PRESETS["tiny"].flags), [])
 

@@ -22,7 +22,8 @@ from aero_compile import across_processes
 from aero_compile.entropy import EntropyRegularizedModel, headwise
 from aero_compile.errors import InputError
 from aero_compile.retrain import main
-from aero_compile.training.options import RetrainArguments, check_training_arguments
+from aero_compile.training.check_arguments import check_training_arguments
+from aero_compile.training.options import RetrainArguments
 from aero_compile.training.run_directory import METRICS_FILE, RunDirectory
 from tests.support.tiny_models import tokens, transformed
 

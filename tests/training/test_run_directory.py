@@ -11,12 +11,14 @@ import pytest
 
 from aero_compile.errors import OutputDirError
 from aero_compile.retrain import retrain
-from aero_compile.training.run_directory import RunDirectory
+from aero_compile.training.run_directory import METRICS_FILE, RunDirectory
 from tests.support.tiny_runs import (
     blocks,
     contents,
     evaluating,
     finished,
+    killed_at,
+    lines,
     regularized,
     same_tensors,
     softmax_only,
@@ -51,22 +53,87 @@ def test_output_directories_of_others_are_left_alone(tmp_path: Path) -> None:
     (foreign / "thesis.txt").write_text("years of work")
     refused(foreign, "holds no training run", resume="last")
     refused(foreign, "holds no training run")
-    (folder / "run.json").write_text("{")
-    refused(folder, "cannot be read")
+    good = json.loads((folder / "run.json").read_text())
+    no_identity: list[Any] = [None, 5, []]
+    for content in ("{", "[]", "5", "[" * 100_000, *(json.dumps(good | {"identity": bad}) for bad in no_identity)):
+        (folder / "run.json").write_text(content)
+        for resume in (None, "last", str(folder / "checkpoint-4")):
+            refused(folder, "cannot be read.* --output-dir OTHER", resume=resume)
+    for part in ("sessions", "training_arguments"):
+        (folder / "run.json").write_text(json.dumps(good | {part: None}))
+        refused(folder, f"its entry '{part}' is None", resume="last")
     file = tmp_path / "file"
     file.write_text("x")
     with pytest.raises(OutputDirError, match="is a file"):
         RunDirectory(file).check(resume=False)
 
 
+def test_a_run_without_its_record_goes_on_elsewhere(tmp_path: Path) -> None:
+    """The way out that the error names."""
+    folder = shutil.copytree(stopped(), tmp_path / "run")
+    (folder / "run.json").unlink()
+    options = regularized(resume=str(folder / "checkpoint-4"))
+    result = retrain(options, evaluating(tmp_path / "other"), model=softmax_only(), datasets=blocks())
+    assert same_tensors(result.model, finished().model)
+
+
+def test_going_back_to_an_earlier_checkpoint_gives_up_the_later_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else the next `--resume` would go on with them, and what was recorded between would be missing."""
+    folder = shutil.copytree(finished().output_dir, tmp_path / "run")
+    later = contents(folder / "checkpoint-8")
+    options = regularized(resume=str(folder / "checkpoint-4"))
+    with killed_at(6), caplog.at_level("WARNING", logger="aero_compile.retrain"):
+        retrain(options, evaluating(folder), model=softmax_only(), datasets=blocks())
+    assert "checkpoint-8 is later than what is resumed from" in caplog.text
+    assert contents(folder / "superseded-checkpoint-8") == later
+    assert RunDirectory(folder).last_checkpoint() == folder / "checkpoint-4"
+    result = retrain(regularized(resume="last"), evaluating(folder), model=softmax_only(), datasets=blocks())
+    assert same_tensors(result.model, finished().model)
+    steps = [[each["step"] for each in lines(run / METRICS_FILE)] for run in (folder, finished().output_dir)]
+    assert steps[0] == steps[1]
+
+
+@pytest.mark.parametrize("damage", [b"5", b"null", b"[]", b'{"step": null}', b'{"step": "4"}', b"\xff{", b"{"])
+def test_damaged_lines_are_named_and_kept(damage: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = shutil.copytree(stopped(), tmp_path / "run")
+    for file in ("metrics.jsonl", "entropies.jsonl"):
+        path = folder / file
+        path.write_bytes(damage + b"\n" + path.read_bytes() + b'{"step": 6, "lo')
+    damaged = contents(folder)
+    with caplog.at_level("WARNING", logger="aero_compile.retrain"):
+        result = retrain(regularized(resume="last"), evaluating(folder), model=softmax_only(), datasets=blocks())
+    assert same_tensors(result.model, finished().model)
+    for file in ("metrics.jsonl", "entropies.jsonl"):
+        assert f"{file}: damaged lines left out: 1; as it was:" in caplog.text
+        assert (folder / f"{file}.damaged").read_bytes() == damaged[file]
+        assert [each["step"] for each in lines(folder / file)] == [
+            each["step"] for each in lines(finished().output_dir / file)
+        ]
+
+
+def test_lines_that_only_the_end_lacks_are_no_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = shutil.copytree(stopped(), tmp_path / "run")
+    with (folder / METRICS_FILE).open("a") as file:
+        file.write('{"step": 6, "lo')
+    with caplog.at_level("WARNING", logger="aero_compile.retrain"):
+        retrain(regularized(resume="last"), evaluating(folder), model=softmax_only(), datasets=blocks())
+    assert "damaged" not in caplog.text
+    assert not list(folder.glob("*.damaged*"))
+
+
 def test_two_do_not_train_in_one_folder_at_a_time(tmp_path: Path) -> None:
     first, second = RunDirectory(tmp_path / "run"), RunDirectory(tmp_path / "run")
     record: dict[str, Any] = {"training_arguments": {}}
+    assert not first.in_use()
     first.start(record)
+    assert second.in_use()
     with pytest.raises(OutputDirError, match="is in use: another process trains there"):
         second.start(record)
     assert len(json.loads((tmp_path / "run" / "run.json").read_text())["sessions"]) == 1
     first.finish("finished")
+    assert not second.in_use()
     second.start(record)
     assert len(json.loads((tmp_path / "run" / "run.json").read_text())["sessions"]) == 2
     second.finish("finished")

@@ -61,6 +61,22 @@ def test_what_is_no_stage_is_named(text: str) -> None:
         options(stages=text)
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("{}", "5", "[", "[" * 100_000, "[5]", '[{"passes": ""}]', '[{"steps": 2, "steps_": 3}]'),
+        *('[{"steps": 2, "passes": 5}]', '[{"steps": 2, "each": 5}]', '[{"steps": "2"}]', '[{"steps": true}]'),
+        *('[{"steps": 2, "learning_rate": []}]', '[{"steps": 2, "passes": null}]', "[]", "\xff"),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["json", "txt"])
+def test_what_is_no_file_of_stages_is_named(content: str, suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"stages.{suffix}"
+    path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(InputError, match="--stages"):
+        options(stages=str(path))
+
+
 def test_steps_belong_to_stages() -> None:
     stages = StagedRemoval((Stage(2), Stage(3, (), 1e-4), Stage(1)), ())
     assert stages.steps == 6

@@ -15,6 +15,7 @@ import torch
 import aero_compile
 from aero_compile.errors import DataError, InputError
 from aero_compile.retrain import main
+from aero_compile.training import sources
 from aero_compile.training.loop import RegularizedTrainer
 from aero_compile.training.stream import Snapshot, StreamedBlocks, encoded, is_held_out, prepare_stream
 
@@ -108,6 +109,56 @@ def test_what_cannot_be_streamed_is_named(files: str, tmp_path: Path) -> None:
     empty = StreamedBlocks(datasets.Dataset.from_dict({"text": [""]}).to_iterable_dataset(), 0.0, None, 8)
     with pytest.raises(DataError, match="no text to train on"):
         next(iter(empty))
+
+
+def lines_file(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def test_the_text_column_is_found_behind_rows_without_text(tmp_path: Path) -> None:
+    rows: list[Any] = [{"id": 1}, {"id": 2, "text": None}, *({"id": 3, "text": text} for text in TEXTS)]
+    late = opened(str(lines_file(tmp_path / "late.jsonl", rows)))
+    plain = opened(str(lines_file(tmp_path / "plain.jsonl", rows[2:])))
+    assert ids(late.train, 100) == ids(plain.train, 100)
+    with pytest.raises(DataError, match=r"column 'text' holds nothing, not text"):
+        opened(str(lines_file(tmp_path / "none.jsonl", [{"text": None}] * 3)), column="text")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
+def test_other_text_is_another_dataset(suffix: str, tmp_path: Path) -> None:
+    """Also where the held-out text is the same: a resumed run would go on with other blocks."""
+    path = tmp_path / f"t.{suffix}"
+
+    def written(texts: list[str]) -> str:
+        table = datasets.Dataset.from_dict({"text": texts})
+        {"jsonl": table.to_json, "csv": table.to_csv, "parquet": table.to_parquet}[suffix](str(path))
+        return str(opened(str(path), tokenizer=tokenizer).fingerprint)
+
+    tokenizer = None
+    written(TEXTS)
+    tokenizer = opened(str(path)).tokenizer
+    before = written(TEXTS)
+    assert written(TEXTS) == before
+    changed = [text.replace("return", "yield") if not is_held_out(text, 0.1) else text for text in TEXTS]
+    assert written(changed) != before
+
+
+def test_rows_that_cannot_be_read_stop_training_by_name(tmp_path: Path) -> None:
+    lines_file(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    lines_file(tmp_path / "b.jsonl", [{"text": "more"}, "{broken"])
+    given = opened(str(tmp_path / "a.jsonl"))
+    source = sources.open_stream(str(tmp_path / "*.jsonl"), None, None)[0]
+    with pytest.raises(DataError, match=r"row 12\d"):
+        ids(dataclasses.replace(given.train, source=source), 10_000)
+    with pytest.raises(DataError, match=r"row 12\d"):  # looked through for held-out text
+        opened(str(tmp_path / "*.jsonl"))
+
+
+def test_rows_of_another_type_are_no_text() -> None:
+    numbers = datasets.Dataset.from_dict({"text": [5]}).to_iterable_dataset()
+    with pytest.raises(DataError, match=r"row 1 of the streamed dataset holds int, not text: 5"):
+        next(iter(StreamedBlocks(numbers, 0.0, None, 8)))
 
 
 def test_a_streamed_run_resumes_bit_for_bit(

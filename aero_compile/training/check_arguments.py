@@ -1,0 +1,112 @@
+"""Flags of Trainer that a transformed model or this machine does not take, refused before anything is written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainingArguments, get_scheduler
+
+from aero_compile.errors import InputError, first_line
+from aero_compile.training.options import RetrainOptions
+
+_UNSUPPORTED = (
+    ("label_smoothing_factor", 0.0),
+    ("neftune_noise_alpha", None),
+    ("use_liger_kernel", False),
+)
+
+
+def check_streaming(options: RetrainOptions, arguments: TrainingArguments) -> None:
+    """Raise InputError for a streamed dataset, which has no length, without a number of steps."""
+    if options.streaming and arguments.max_steps < 1:
+        raise InputError("--streaming reads a dataset whose length is not known: give --max-steps N")
+    if options.streaming and arguments.dataloader_num_workers:
+        raise InputError("--streaming reads in the main process: leave --dataloader-num-workers out")
+    if options.streaming and (options.dedup or options.max_train_tokens is not None):
+        raise InputError("--streaming goes with neither --dedup nor --max-train-tokens, which look at all of the text")
+
+
+_SMALLEST_EPSILON = 1e-7
+"""About the smallest positive number of float16; less is zero there, and Adam divides by it."""
+
+
+def check_weights_type(options: RetrainOptions, arguments: TrainingArguments) -> None:
+    """Raise InputError for float16 weights that could not be trained with these flags."""
+    if options.dtype != "float16":
+        return
+    if arguments.fp16:
+        raise InputError("--fp16 scales gradients of float32 weights: leave it, or --dtype float16, out")
+    if "adam" in str(arguments.optim).lower() and arguments.adam_epsilon < _SMALLEST_EPSILON:
+        raise InputError(f"--dtype float16: --adam-epsilon {arguments.adam_epsilon} is zero in it; 1e-4 is usual")
+
+
+def check_training_arguments(arguments: TrainingArguments) -> None:
+    """Raise InputError for flags of Trainer that a transformed model, or this machine, does not support."""
+    for name, off in _UNSUPPORTED:
+        value = getattr(arguments, name, off)
+        if value not in (off, None, False):
+            raise InputError(f"--{name} is not supported for transformed models")
+    for name, least in _LEAST:
+        value = getattr(arguments, name)
+        if not (math.isfinite(value) and value >= least):
+            raise InputError(f"--{name.replace('_', '-')} must be a number of at least {least}, not {value}")
+    _check_reporters(arguments.report_to or ())
+    plugin = getattr(arguments, "deepspeed_plugin", None)
+    if plugin is not None and plugin.zero_stage == 3:
+        raise InputError(
+            "DeepSpeed's ZeRO stage 3 gathers weights module by module, and a transformed model is one graph: take "
+            "stage 1 or 2, or --fsdp"
+        )
+    half = [name for name in ("fp16", "fp16_full_eval") if getattr(arguments, name)]
+    if half and arguments.device.type == "cpu":
+        raise InputError(f"--{half[0]} needs a GPU, and this run is on a CPU: leave it out, or take --bf16")
+
+
+_LEAST = (
+    *((f"per_device_{kind}_batch_size", 1) for kind in ("train", "eval")),
+    ("gradient_accumulation_steps", 1),
+    *((name, 0) for name in ("seed", "dataloader_num_workers", "learning_rate", "weight_decay")),
+)
+"""Flags of Trainer that it takes below their range, and the least value of each."""
+
+# Asked for by name; Trainer itself knows more, and says in its own words what they need.
+_REPORTERS = ("tensorboard", "wandb", "mlflow", "trackio", "comet_ml", "clearml")
+
+
+def _check_reporters(names: str | Iterable[str]) -> None:
+    for name in [names] if isinstance(names, str) else names:
+        if name in _REPORTERS and find_spec(name) is None:
+            raise InputError(f"--report-to {name} needs the package {name}, not installed: pip install {name}")
+
+
+def check_made_of_flags(arguments: TrainingArguments) -> None:
+    """Make a schedule, an optimizer and a compiler of their flags once: Trainer does so behind the first record.
+
+    Raises InputError, naming the flag.
+    """
+    weight = torch.nn.Parameter(torch.zeros(1))
+    schedule = partial(get_scheduler, num_warmup_steps=0, num_training_steps=1)
+    sgd = torch.optim.SGD([weight])
+    kind, settings = arguments.lr_scheduler_type, arguments.lr_scheduler_kwargs or {}
+    _try("lr-scheduler-kwargs", settings, lambda: schedule(kind, sgd, scheduler_specific_kwargs=settings))
+    _try("optim-args", arguments.optim_args, lambda: Trainer.get_optimizer_cls_and_kwargs(arguments))
+    if arguments.torch_compile:
+        mode: Any = arguments.torch_compile_mode
+        backend = arguments.torch_compile_backend or "inductor"
+        _try(
+            "torch-compile with",
+            f"{backend}, {mode}",
+            lambda: torch.compile(torch.nn.Identity(), backend=backend, mode=mode),
+        )
+
+
+def _try(flag: str, value: Any, make: Callable[[], object]) -> None:
+    try:
+        make()
+    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, ImportError) as error:
+        raise InputError(f"--{flag} {value}: {first_line(error)}") from error
