@@ -7,6 +7,9 @@ Before → after (per head, n the number of keys that a position sees):
     features=relu    φ(x) = relu(x)
     features=square  φ(x) = x²
 
+Not among them: exp(x) and the random features of Performers (Choromanski et al. 2021). Their exponents have either sign
+and are tamed by a maximum over features and keys, which costs two parties more than the softmax that it replaces.
+
 The scale c, which stands before the softmax, cancels but for ε. What is computed is their causal attention (eq. 9)
 with the products in the other order, T×T weights a head, as masks and private matrix products have them. Two parties
 compute φ for T·d values a head and side instead of T²/2 exponentials, and one reciprocal a row. A bias of positions

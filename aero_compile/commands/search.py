@@ -12,14 +12,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aero_compile.commands.options import MODEL, names, positive
+from aero_compile.commands.text import add_text, blocks_of_text
 from aero_compile.errors import InputError
 from aero_compile.files import refuse_existing
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 SUMMARY = "which nonlinear ops to give up for the least loss under a budget; a recipe and the whole curve"
 
@@ -31,9 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--recipe", help="what the model is transformed by first (default: as it is)")
     add("--budget", help="'0.8 GB', '40 s' (on --network), '900 rounds', '5000 messages'; default: the curve alone")
     add("--seq-len", type=positive, default=128, metavar="T", help="tokens of the text priced (default: %(default)s)")
-    add("--dataset", default="stdlib", help="stdlib, files, a folder or a Hub dataset (default: %(default)s)")
-    add("--text-column", metavar="NAME", help="column of the dataset that holds the text")
-    add("--tokenizer", help="Hub name or folder (default: the model's own)")
+    add_text(parser)
     add(
         "--blocks",
         type=positive,
@@ -80,7 +76,10 @@ def run(args: argparse.Namespace) -> int:
     source = find_model(args.model, from_scratch=False, overrides=None, context=args.seq_len)
     torch.manual_seed(args.seed)
     model: Any = source.build(50257, None)
-    calibration, held_out = _blocks(args, source.tokenizer)
+    calibration, held_out = blocks_of_text(args, source.tokenizer, args.blocks)
+    for side, blocks in (("training", calibration), ("held-out", held_out)):
+        if len(blocks) < args.blocks:
+            print(f"note: the {side} side of the text has {len(blocks):,} blocks, not {args.blocks:,}", file=sys.stderr)
     if args.recipe:
         captured = transform(model, "baseline")
         recipe = with_length(resolve(args.recipe), captured.max_positions, args.seq_len)
@@ -103,11 +102,12 @@ def run(args: argparse.Namespace) -> int:
         say=line.show,
     )
     line.clear()
+    sys.stdout.write(found.to_json() if args.json else f"{found}\n")
+    sys.stdout.flush()  # before files, which a full disk may refuse
     if args.out:
         found.write_json(args.out)
     if args.html:
         found.write_html(args.html)
-    sys.stdout.write(found.to_json() if args.json else f"{found}\n")
     return 0
 
 
@@ -119,25 +119,3 @@ def _check_files(paths: Sequence[str]) -> None:
         folder = next(each for each in path.resolve().parents if each.exists())
         if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
             raise InputError(f"{path} cannot be written: give a file in a folder that you can write in")
-
-
-def _blocks(args: argparse.Namespace, own: str | None) -> tuple[Tensor, Tensor]:
-    """Blocks of token ids `[N, T]` of both sides of the dataset."""
-    import torch
-
-    from aero_compile.training.data import load_text, prepare
-
-    name = args.tokenizer or own
-    if name is None:
-        raise InputError(f"--model {args.model} has no tokenizer of its own: name one with --tokenizer")
-    tokens = args.blocks * args.seq_len
-    data = prepare(
-        load_text(args.dataset, column=args.text_column),
-        context=args.seq_len,
-        tokenizer=name,
-        max_train_tokens=tokens,
-        max_validation_tokens=tokens,
-    )
-    sides = (data.train, data.validation)
-    train, validation = (torch.stack([side[i]["input_ids"] for i in range(len(side))]) for side in sides)
-    return train, validation

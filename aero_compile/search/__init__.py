@@ -67,8 +67,11 @@ def search(
         UnsupportedGraphError: the model has nothing of what `choices` name.
         LoweringError, RuntimeUnavailableError: as `estimate`.
     """
+    from aero_compile.errors import InputError
     from aero_compile.search.run import Search, Settings
 
+    if isinstance(choices, str):
+        raise InputError(f"choices are a list of names, as ({choices!r},), not one text")
     settings = Settings(
         budget=budget,
         seq_len=seq_len,

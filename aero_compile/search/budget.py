@@ -53,4 +53,6 @@ def amount(measure: str, value: float) -> str:
     """So much of a measure, as people read it."""
     if measure == "bytes":
         return human_bytes(value)
-    return f"{value:,.2f} s" if measure == "seconds" else f"{value:,.0f} {measure}"
+    if measure == "seconds":
+        return f"{value:,.2f} s" if value >= 1 else f"{value:.3g} s"
+    return f"{value:,.0f} {measure}" if round(value) != 1 else f"1 {measure.removesuffix('s')}"

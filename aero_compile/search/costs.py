@@ -9,6 +9,7 @@ linear. So is what temperatures save where some of the heads that have them are 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -62,6 +63,21 @@ def estimated(model: TransformedModel, found: Any) -> dict[str, Any]:
             if row["place"] == prefix or row["place"].startswith(prefix + "."):
                 layers[str(layer)].append((row["op"], row["bytes"]))
     return {"price": {name: float(getattr(found, name)) for name in MEASURES}, "layers": layers}
+
+
+def is_estimated(value: Any) -> bool:
+    """Whether plain data is what `estimated` gives."""
+    try:
+        rows = [row for found in value["layers"].values() for row in found]
+        numbers = [*(value["price"][name] for name in MEASURES), *(number for _, number in rows)]
+        return all(map(str.isdecimal, value["layers"])) and all(map(is_number, numbers))
+    except (TypeError, ValueError, KeyError, AttributeError):
+        return False
+
+
+def is_number(value: Any) -> bool:
+    """Whether plain data is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class Costs:

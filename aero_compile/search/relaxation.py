@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from aero_compile.search.costs import is_number
 from aero_compile.search.gated_model import GatedModel
 from aero_compile.search.orders import Problem, in_order
 from aero_compile.search.sites import Decisions
@@ -87,6 +89,17 @@ class Relaxation:
                 savings[gated.starts[site] + 1 :][: len(own)] = torch.tensor(own)
             most[group[0].group] = max(0.0, most.get(group[0].group, 0.0), *(len(group) * each for each in own))
         return savings, sum(most.values()) or 1.0
+
+
+def is_relaxation(value: Any) -> bool:
+    """Whether plain data is what a relaxation keeps of its training."""
+    try:
+        lists = [value[key] for key in ("numbers", "first", "second")]
+        numbers = [value["step"], value["multiplier"], *(number for each in lists for number in each)]
+    except (TypeError, KeyError):
+        return False
+    same = len({len(each) for each in lists}) == 1 and isinstance(value["step"], int)
+    return same and all(map(is_number, numbers))
 
 
 def _saved(gated: GatedModel, gates: Tensor, savings: Tensor) -> Tensor:

@@ -113,8 +113,9 @@ class SearchResult:
         """
         if not self.recipe:
             raise InputError("stages lead to a recipe: search with a budget")
-        if not 1 <= count <= steps:
+        if count < 1:
             raise InputError(f"{steps} steps cannot be divided into {count} stages")
+        check_stages_fit(count, steps)
         base, end = (getattr(price, self.measure) for price in (self.base.price, self.price))
         ends = [steps * (i + 1) // count - steps * i // count for i in range(count)]
         recipes = []
@@ -193,6 +194,12 @@ class SearchResult:
                 row.append(_percent(point.held_out_loss - self.base.held_out_loss))
             rows.append([*row, point.recipe] if recipes else row)
         return head, rows
+
+
+def check_stages_fit(count: int, steps: int) -> None:
+    """Raise InputError for more stages than steps."""
+    if count > steps:
+        raise InputError(f"{steps} steps cannot be divided into {count} stages")
 
 
 def _percent(rise: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -20,11 +21,11 @@ from aero_compile.runtime.hosts.network_spec import Network
 from aero_compile.search.budget import Budget, amount, parse_budget
 from aero_compile.search.choices import DEFAULT, choices_of
 from aero_compile.search.choices.attention import HEADS
-from aero_compile.search.costs import Costs, Estimated, Price, estimated
+from aero_compile.search.costs import Costs, Estimated, Price, estimated, is_estimated
 from aero_compile.search.gated_model import GatedModel
 from aero_compile.search.orders import Problem, at_random, by_score, greedy, single
 from aero_compile.search.progress import Meter
-from aero_compile.search.relaxation import Relaxation
+from aero_compile.search.relaxation import Relaxation, is_relaxation
 from aero_compile.search.result import Point, SearchResult
 from aero_compile.search.sites import Decisions, Site, in_force, key_of
 from aero_compile.search.state import State, identity_of
@@ -33,6 +34,9 @@ ORDERS = ("greedy", "single", "relaxation", "entropy", "random")
 
 _POINTS = 16
 """Points of a curve whose losses are measured on all text."""
+
+_CLOSE = 1.05
+"""How far over a budget the cheapest decisions may be so that others are worth a look: their prices are sums."""
 
 _CHECKS = 5
 """Full estimates of candidates for a budget, at most; more only until one fits."""
@@ -69,6 +73,8 @@ class Search:
         for order in (settings.order, *settings.compare):
             if order not in ORDERS:
                 raise InputError(f"unknown order {order!r}{nearest(order, ORDERS)}")
+        if settings.logits not in ("last", "all"):
+            raise InputError(f"logits are those of the last position or of all, not {settings.logits!r}")
         wanted = choices_of(settings.choices)
         for name in ("probe_tokens", "relaxation_steps"):
             if getattr(settings, name) < 1:
@@ -88,7 +94,7 @@ class Search:
             if batch.shape[1] < 2:
                 raise InputError("a loss needs texts of two tokens or more")
         what = (settings.seq_len, str(settings.network), settings.logits)
-        self._state = State(state, identity_of(self._model, what, self._calibration))
+        self._state = State(state, identity_of(self._model, what, self._calibration), _is_measurement)
         self._meter = Meter(say)
         self._gated = GatedModel(self._model, wanted, self._calibration)
         for batch in self._held_out:
@@ -111,6 +117,8 @@ class Search:
         settings = self._settings
         with self._meter.phase("estimates", len(self._costs.wanted())):
             self._costs.measure()
+        if self._budget is not None:
+            self._check_reachable(self._budget)
         paths = {order: list(self._path(order)) for order in dict.fromkeys((settings.order, *settings.compare))}
         chosen = None if self._budget is None else self._fitting(paths[settings.order], self._budget)
         curves = {order: self._curve(order, path) for order, path in paths.items()}
@@ -214,6 +222,19 @@ class Search:
 
     # -- results -----------------------------------------------------------------------------------------
 
+    def _check_reachable(self, budget: Budget) -> None:
+        """Raise InputError, before any loss is measured, for a budget far below the least that the choices reach."""
+        cheapest = Problem(self._gated.sites, self._price, lambda _: 0.0).cheapest()
+        least = float(getattr(self._estimated(cheapest).price, self._measure))
+        if least > _CLOSE * budget.limit:
+            raise self._unreachable(budget, least, cheapest)
+
+    def _unreachable(self, budget: Budget, least: float, decisions: Decisions) -> InputError:
+        return InputError(
+            f"a budget of {budget} cannot be reached: the least that these choices reach at {self._settings.seq_len} "
+            f"tokens is {amount(self._measure, least)}, with {self._recipe(decisions)}"
+        )
+
     def _fitting(self, path: Sequence[Decisions], budget: Budget) -> Decisions:
         """The first decisions of `path` that a full estimate has within the budget.
 
@@ -229,10 +250,7 @@ class Search:
         if fits < len(path):
             return path[fits]
         least = float(getattr(self._estimated(path[-1]).price, self._measure))
-        raise InputError(
-            f"a budget of {budget} cannot be reached: the least that these choices reach at {self._settings.seq_len} "
-            f"tokens is {amount(self._measure, least)}, with {self._recipe(path[-1])}"
-        )
+        raise self._unreachable(budget, least, path[-1])
 
     def _curve(self, order: str, path: Sequence[Decisions]) -> list[Point]:
         """Points evenly spread over the prices of a path, with their losses on all text."""
@@ -253,6 +271,23 @@ class Search:
             self._loss(decisions, self._held_out) if self._held_out else None,
             {kind: kinds.count(kind) for kind in dict.fromkeys(site.kind for site in self._gated.sites)},
         )
+
+
+def _is_measurement(name: str, value: Any) -> bool:
+    """Whether `value` is what a search keeps under `name`."""
+    kind = name.partition(" ")[0]
+    return {"estimate": is_estimated, "loss": _is_loss, "relaxation": is_relaxation}.get(kind, _nothing)(value)
+
+
+def _is_loss(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and not math.isnan(float(value))
+    except ValueError:
+        return False
+
+
+def _nothing(_: Any) -> bool:
+    return False
 
 
 _ROWS = 8

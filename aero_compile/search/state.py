@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aero_compile.errors import InputError
+from aero_compile.errors import InputError, first_line
 from aero_compile.files import write_atomically
 from aero_compile.model import TransformedModel
 from aero_compile.version import __version__
@@ -27,18 +27,24 @@ _SECONDS = 2.0
 """Measurements of so long are lost at most when the process is killed."""
 
 
+_WAY_OUT = "move it away to search anew"
+
+
 class State:
     """Measurements by name, in memory and, with a `path`, in a file.
 
-    `identity` tells searches apart whose measurements differ.
+    `identity` tells searches apart whose measurements differ; `fits(name, value)` says whether a value of the file can
+    be a measurement of that name.
 
     Raises:
         InputError: the file is damaged, or of another search.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None, identity: str) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str] | None, identity: str, fits: Callable[[str, Any], bool] = lambda *_: True
+    ) -> None:
         self._path = None if path is None else Path(path)
-        self._identity = identity
+        self._identity, self._fits = identity, fits
         self._written = time.monotonic()
         self._found: dict[str, Any] = {}
         if self._path is not None and self._path.exists():
@@ -75,13 +81,15 @@ class State:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             form, identity, measured = content["format"], content["identity"], dict(content["measured"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{path} is no state of a search: {error}; name another file or remove it") from error
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise InputError(f"{path} is no state of a search: {first_line(error)}; {_WAY_OUT}") from error
         if form != _FORMAT or identity != self._identity:
             raise InputError(
-                f"{path} belongs to a search of another model, calibration, length, network or version; name another "
-                "file or remove it"
+                f"{path} belongs to a search of another model, calibration, length, network or version; {_WAY_OUT}"
             )
+        damaged = [name for name, value in measured.items() if not self._fits(name, value)]
+        if damaged:
+            raise InputError(f"{path} is damaged at {damaged[0]!r:.60}; {_WAY_OUT}")
         return measured
 
 

@@ -70,6 +70,9 @@ def _with_removals(plan: Plan) -> Built:
         for each in filter(None, (built.model, built.teacher)):
             each.to(getattr(torch, dtype))
     if plan.options.search_budget is not None:
+        from aero_compile.search.result import check_stages_fit
+
+        check_stages_fit(plan.options.search_stages, _steps(plan, built.data))
         found = _searched(plan, built)
         if plan.options.search_stages:
             return _with_stages(plan, built, found.stages(plan.options.search_stages, _steps(plan, built.data)))
@@ -138,7 +141,9 @@ def _searched(plan: Plan, built: Built) -> SearchResult:
             options.search_budget,
             plan.context,
             calibration=_search_blocks(plan, built.data),
-            choices=[name.strip() for name in options.search_choices.split(",")],
+            choices=options.chosen_choices,
+            network=options.search_network,
+            logits=options.search_logits,
             state=plan.run.path / SEARCH_FILE,
             say=logger.info,
         )
@@ -238,6 +243,11 @@ def load_data(
             context=options.context,
         )
     name = None if options.tokenizer == TRAINED else options.tokenizer or source.tokenizer
+    if name is None and source.pretrained and options.tokenizer is None:
+        raise InputError(
+            f"{source.description} has no tokenizer beside it: name the one that it was trained with by --tokenizer, "
+            f"or take --tokenizer {TRAINED} if that does not matter"
+        )
     vocabulary = options.vocab_size if captured is None else min(options.vocab_size, captured.vocab_size)
     read_tokenizer = None if name is None else _read_tokenizer(name)
     if options.streaming:

@@ -50,7 +50,7 @@ class ModelSource:
     """A model that can be built: `build(vocab_size, end_id)`; both are ignored where the model is fixed.
 
     `from_scratch`: the vocabulary follows the tokenizer. `transformed`: it is a saved artifact.
-    `tokenizer`: name or folder of the tokenizer that belongs to it, if any.
+    `tokenizer`: name or folder of the tokenizer that belongs to it, if any. `pretrained`: its weights know one.
     `positions`: the longest context, where known before building.
     `trained`: what an artifact says of its training (`retrain` writes lambda and the penalty's form), and its recipe.
     """
@@ -60,6 +60,7 @@ class ModelSource:
     from_scratch: bool = False
     transformed: bool = False
     tokenizer: str | None = None
+    pretrained: bool = False
     positions: int | None = None
     trained: Mapping[str, Any] = field(default_factory=dict)
 
@@ -85,14 +86,15 @@ def find_model(name: str, *, from_scratch: bool, overrides: str | None, context:
         return ModelSource(f"factory {name}", lambda _vocab, _end: _call_factory(name))
     elif path.suffix == ".json" or name.startswith((".", "/", "~")):
         raise InputError(f"--model {name}: no such file or folder")
+    # Of a folder without a tokenizer transformers makes an empty one, which writes no text at all.
+    own = name if (path.is_dir() and has_tokenizer(path)) or not (path.is_dir() or name in SHAPES) else None
     if from_scratch:
-        local = path.is_dir()
         config = _shape(name, changes) if name in SHAPES else _load_config(name, changes)
-        own = name if (local and has_tokenizer(path)) or not (local or name in SHAPES) else None
         return _from_config(config, name, own)
     if overrides:
         raise InputError("--config-overrides changes models that start from scratch: add --from-scratch")
-    return ModelSource(f"pretrained {name}", lambda _vocab, _end: _with_weights(name), tokenizer=name)
+    own = name if name in SHAPES else own
+    return ModelSource(f"pretrained {name}", lambda _vocab, _end: _with_weights(name), tokenizer=own, pretrained=True)
 
 
 def find_shape(name: str, context: int) -> ModelSource:

@@ -89,6 +89,14 @@ class RetrainOptions:
         "activations, neurons, temperatures; see docs/search.md.",
     )
     search_blocks: int = _option(64, "Training blocks on which --search-budget measures losses.")
+    search_logits: str = _option(
+        "last",
+        "Of which positions the forward of --search-budget gives logits: the last, or all.",
+        choices=["last", "all"],
+    )
+    search_network: str = _option(
+        "loopback", "What --search-budget assumes between the parties: wan, lan or MBPS:RTT_MS; loopback: nothing."
+    )
     dataset: str = _option(
         "stdlib",
         "Text to train on: 'stdlib' (source code of this Python's standard library), 'site-packages' (that of all "
@@ -234,7 +242,19 @@ class RetrainOptions:
         need(not self.search_stages or self.search_budget is not None, "search-stages", "given with --search-budget")
         need(not self.search_stages or self.stages is None, "search-stages", "given without --stages")
         need(self.search_blocks >= 1, "search-blocks", f"at least 1, not {self.search_blocks}")
+        need(self.search_logits in ("last", "all"), "search-logits", f"last or all, not {self.search_logits}")
+        if self.search_budget is not None:
+            self._check_search()
         need(self.entropy_blocks >= 1, "entropy-blocks", f"at least 1, not {self.entropy_blocks}")
+
+    def _check_search(self) -> None:
+        from aero_compile.runtime.hosts.network_spec import parse_network
+        from aero_compile.search.budget import parse_budget
+        from aero_compile.search.choices import choices_of
+
+        parse_budget(str(self.search_budget))
+        choices_of(self.chosen_choices)
+        parse_network(self.search_network)
 
     def _check_switching(self, need: Callable[[object, str, str], None]) -> None:
         for name in ("static", "entropy", "until"):
@@ -245,6 +265,11 @@ class RetrainOptions:
         need(self.switch_static or not changed, "switch-entropy", "given with --switch-static")
         staged = self.stages is not None or self.search_stages
         need(not (self.switch_static and staged), "switch-static", "given without --stages and --search-stages")
+
+    @property
+    def chosen_choices(self) -> tuple[str, ...]:
+        """The kinds of choices of a search."""
+        return tuple(name.strip() for name in self.search_choices.split(",") if name.strip())
 
     @property
     def chosen_recipe(self) -> str:

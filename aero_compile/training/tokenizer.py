@@ -31,11 +31,16 @@ def load_tokenizer(name: str | Path) -> Any:
 
             raw = Tokenizer.from_file(str(path))
             eos = END_OF_TEXT if raw.token_to_id(END_OF_TEXT) is not None else None
-            return _wrap(raw, eos)
-        return AutoTokenizer.from_pretrained(str(name))
+            found = _wrap(raw, eos)
+        else:
+            found = AutoTokenizer.from_pretrained(str(name))
+        written = found("def text", add_special_tokens=False)["input_ids"]
     # The tokenizers library raises bare Exception for a damaged file.
     except Exception as error:
         raise DataError(f"no tokenizer could be loaded from {str(name)!r}: {cause_line(error)}") from error
+    if not written:  # of a folder with a configuration alone transformers makes a tokenizer without entries
+        raise DataError(f"no tokenizer could be loaded from {str(name)!r}: what is there turns text into nothing")
+    return found
 
 
 def has_tokenizer(folder: str | Path) -> bool:

@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -30,8 +31,11 @@ from aero_compile.errors import ExportError
 from aero_compile.onnx import export as onnx_export
 from aero_compile.onnx.census import onnx_census
 from aero_compile.onnx.export import OnnxReport
+from aero_compile.training.data import load_text, prepare
+from aero_compile.training.tokenizer import train_tokenizer
 from tests.support import tiny_models
 from tests.support.tiny_models import POSITIONS, VOCAB, transformed
+from tests.support.tiny_runs import tiny_gpt2
 
 NONLINEAR = {"Gelu", "LayerNormalization", "RMSNormalization", "Relu", "LeakyRelu", "Sigmoid", "Tanh", "Erf", "Pow"}
 NONLINEAR |= {"Sqrt", "Reciprocal", "Div", "Exp", "Log", "ReduceMean", "ReduceMax", "Max", "Min", "Clip", "Abs"}
@@ -350,6 +354,31 @@ def test_operator_sets_that_cannot_be_written(opset: int, tmp_path: Path) -> Non
 
 
 # -- on the command line ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["freeze-layer-norm", "static-attention{heads=entropy:2,pattern=mean}"])
+def test_recipes_that_measure_text_are_given_some(
+    recipe: str, quick: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is exported is what `transform` makes with the same blocks; without a tokenizer there are none."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for i in range(20):
+        (texts / f"{i}.txt").write_text(f"def f{i}(x):\n    return {i} * x\n" * (1 + i % 4), encoding="utf-8")
+    tiny_gpt2().save_pretrained(tmp_path / "model")
+    flags = ["--model", str(tmp_path / "model"), "--recipe", recipe, "--seq-len", "8", "--dataset", str(texts)]
+    out = tmp_path / "model.onnx"
+    assert main(["export", *flags, str(out)]) == 2
+    assert "has no tokenizer of its own" in capsys.readouterr().err
+    train_tokenizer(["return x"], 270).save_pretrained(str(tmp_path / "tokenizer"))
+    assert main(["export", *flags, "--blocks", "5", "--tokenizer", str(tmp_path / "tokenizer"), str(out)]) == 0
+    data = prepare(load_text(str(texts)), context=8, tokenizer=str(tmp_path / "tokenizer"), max_train_tokens=40)
+    text = torch.stack([data.train[i]["input_ids"] for i in range(5)])
+    expected = aero_compile.transform(tiny_gpt2().eval(), recipe, calibration=text)
+    ids = torch.randint(0, 270, (2, 7), generator=torch.Generator().manual_seed(3))
+    fed = {"input_ids": ids.numpy(), "attention_mask": np.ones((2, 7), np.int64)}
+    (found,) = onnxruntime.InferenceSession(str(out)).run(["logits"], fed)
+    assert np.allclose(found, expected(ids).logits.detach().numpy(), atol=1e-4)
 
 
 def test_the_command(quick: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,8 +32,15 @@ def test_no_budget(text: str) -> None:
         parse_budget(text)
 
 
+def test_one_is_singular_and_little_is_not_nothing() -> None:
+    assert [amount("rounds", 1.0), amount("messages", 2.0), amount("seconds", 0.0012)] == [
+        *("1 round", "2 messages", "0.0012 s")
+    ]
+
+
 def test_amounts_are_read_back() -> None:
-    for measure, value in (("bytes", 123456789.0), ("seconds", 12.34), ("rounds", 77.0), ("messages", 1234.0)):
+    few = (("seconds", 3e-6), ("rounds", 1.0))
+    for measure, value in (("bytes", 123456789.0), ("seconds", 12.34), ("rounds", 77.0), ("messages", 1234.0), *few):
         found = parse_budget(amount(measure, value))
         assert found.measure == measure
         assert found.limit == pytest.approx(value, rel=5e-3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,54 @@ def test_stages_of_a_search_lead_to_its_recipe(model: Any, data: TrainingData, m
     assert sizes[-1] == found.price.bytes
     with pytest.raises(InputError, match="2 steps cannot be divided into 3 stages"):
         found.stages(3, 2)
+
+
+def test_the_forward_of_the_budget_is_that_of_the_command(
+    tmp_path: Path, data: TrainingData, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`aero-compile search` prices the last logits on loopback; both can be chosen."""
+    asked: list[Any] = []
+
+    def stop(*args: Any, **options: Any) -> Any:
+        asked.append((options["logits"], options["network"]))
+        raise InputError("enough")
+
+    monkeypatch.setattr(importlib.import_module("aero_compile.search"), "search", stop)
+    arguments = RetrainArguments(output_dir=str(tmp_path / "run"), max_steps=4, disable_tqdm=True, use_cpu=True)
+    choices: list[dict[str, Any]] = [{}, {"search_logits": "all", "search_network": "wan"}]
+    for chosen in choices:
+        with pytest.raises(InputError, match="enough"):
+            retrain(RetrainOptions(search_budget="9 s", **chosen), arguments, model=model, datasets=data)
+    assert asked == [("last", "loopback"), ("all", "wan")]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"search_budget": "1 parsec"}, "is no budget"),
+        ({"search_choices": "local:8,local:4"}, "a head has one window"),
+        ({"search_choices": " , "}, "no kind of choice"),
+        ({"search_network": "wam"}, "wan"),
+        ({"search_logits": "first"}, "--search-logits must be last or all"),
+    ],
+)
+def test_what_a_search_cannot_be_asked(wrong: dict[str, Any], message: str) -> None:
+    asked: dict[str, Any] = {"search_budget": "1 GB", **wrong}
+    with pytest.raises(InputError, match=message):
+        RetrainOptions(**asked)
+
+
+def test_more_stages_than_steps_are_refused_before_the_search(
+    tmp_path: Path, data: TrainingData, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("searched")
+
+    monkeypatch.setattr(importlib.import_module("aero_compile.search"), "search", never)
+    arguments = RetrainArguments(output_dir=str(tmp_path / "run"), max_steps=4, disable_tqdm=True, use_cpu=True)
+    options = RetrainOptions(search_budget="1 GB", search_stages=5)
+    with pytest.raises(InputError, match="4 steps cannot be divided into 5 stages"):
+        retrain(options, arguments, model=model, datasets=data)
 
 
 def test_new_weights_are_not_searched(tmp_path: Path) -> None:

@@ -72,6 +72,19 @@ def test_a_budget_out_of_reach_names_what_is_in_reach() -> None:
         searched("24 MB")
 
 
+@pytest.mark.parametrize("order", run.ORDERS[:3])
+def test_a_budget_far_out_of_reach_is_refused_before_a_loss_is_measured(
+    order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> float:
+        raise AssertionError("a loss was measured")
+
+    monkeypatch.setattr(GatedModel, "loss", refused)
+    monkeypatch.setattr(GatedModel, "loss_at", refused)
+    with pytest.raises(InputError, match=r"a budget of 1 MB cannot be reached.* is 25 MB, with .*gelu-to-identity"):
+        searched("1 MB", order=order)
+
+
 def test_a_budget_in_reach_is_found_however_much_sums_promise() -> None:
     """Each step saves half of what the sums have: six full estimates until one fits."""
     asked: list[int] = []
@@ -118,9 +131,35 @@ def test_a_stopped_search_goes_on_and_measures_nothing_twice(tmp_path: Path, mon
 
     with pytest.raises(InputError, match="another model, calibration"):
         searched(state=state, seq_len=8)
-    state.write_text("{")
-    with pytest.raises(InputError, match="no state of a search"):
-        searched(state=state)
+    for content in ("{", "[]", "null", "[" * 100_000, '{"format": 1}'):
+        state.write_text(content)
+        with pytest.raises(InputError, match=r"no state of a search.* move it away to search anew|another model"):
+            searched(state=state)
+
+
+_BAD: list[Any] = [None, "x", 5, [], {}, True]
+
+
+@pytest.mark.parametrize("kind", ["estimate", "loss", "relaxation"])
+def test_damaged_measurements_are_named(kind: str, tmp_path: Path) -> None:
+    state = tmp_path / "state.json"
+    searched(f"{base() - 15_000_000} B", order="relaxation", relaxation_steps=2, state=state)
+    good = json.loads(state.read_text())
+    name = next(each for each in good["measured"] if each.startswith(kind))
+    value = good["measured"][name]
+    inner = [value | {key: bad} for key in value for bad in _BAD] if isinstance(value, dict) else []
+    for bad in [*_BAD, *inner, "nan"]:
+        if bad == value or (kind == "loss" and bad == "x" and value == "x"):
+            continue
+        if kind == "estimate" and isinstance(bad, dict) and bad.get("layers") == {}:
+            continue  # a model may have no layer of its own in an estimate
+        state.write_text(json.dumps(good | {"measured": good["measured"] | {name: bad}}))
+        if kind == "relaxation" and isinstance(bad, dict) and bad.get("step") == 5:
+            continue
+        if kind == "relaxation" and isinstance(bad, dict) and bad.get("multiplier") == 5:
+            continue
+        with pytest.raises(InputError, match=f"is damaged at '{kind} .* move it away to search anew"):
+            searched(f"{base() - 15_000_000} B", order="relaxation", relaxation_steps=2, state=state)
 
 
 def test_a_model_is_known_again_whatever_the_order_of_its_tensors() -> None:
@@ -157,6 +196,10 @@ def test_what_is_written(tmp_path: Path) -> None:
         ({"choices": ("norm",)}, InputError, "unknown kind of choice 'norm'.*norms"),
         ({"choices": ("heads:2",)}, InputError, "unknown kind of choice 'heads:2'"),
         ({"choices": ("local:0",)}, InputError, "'local:0': a window is a number of positions"),
+        ({"choices": ("local:8", "local:4")}, InputError, "local:8 and local:4: a head has one window"),
+        ({"choices": ()}, InputError, "no kind of choice was named: take some of norms"),
+        ({"choices": "heads"}, InputError, "choices are a list of names"),
+        ({"logits": "first"}, InputError, "not 'first'"),
         ({"choices": ("static-patterns",), "held_out": tiny_models.tokens(2, 11)}, InputError, "has 9 positions"),
         ({"probe_tokens": 0}, InputError, "probe_tokens must be at least 1"),
         ({"calibration": tiny_models.tokens(2, 1)}, InputError, "two tokens"),
@@ -197,7 +240,7 @@ def test_heads_that_a_whole_layer_overrides_are_no_decisions() -> None:
 def test_every_kind_composes_with_every_other() -> None:
     """Passes that measure change what the next one measures a little; all of them find what they look for."""
     model, pick = tiny_models.captured("gpt2-eager"), random.Random(0)
-    gated = GatedModel(model, choices_of(("local:3", *CHOICES)), (CALIBRATION,))
+    gated = GatedModel(model, choices_of(["local:3" if kind == "local" else kind for kind in CHOICES]), (CALIBRATION,))
     for _ in range(2):
         decided = {site: pick.choice(site.options) for site in gated.sites}
         passes = [p for choice, sites in gated.of_choice.items() for p in choice.passes(sites, decided)]
@@ -241,7 +284,9 @@ def test_files_that_could_not_be_written_are_refused_before_the_search(
         assert message in capsys.readouterr().err
 
 
-def test_a_recipe_before_the_search_is_given_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_before_the_search_is_given_the_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Heads by entropy are measured on the calibration blocks."""
     text = torch.randint(0, VOCABULARY, (4, 8), generator=torch.Generator().manual_seed(1))
     tiny_gpt2().save_pretrained(tmp_path / "model")
@@ -251,8 +296,30 @@ def test_a_recipe_before_the_search_is_given_the_text(tmp_path: Path, monkeypatc
         given.append(model)
         return "found"
 
-    monkeypatch.setattr(command, "_blocks", lambda args, own: (text, text))
+    monkeypatch.setattr(command, "blocks_of_text", lambda args, own, count: (text, text))
     monkeypatch.setattr(importlib.import_module("aero_compile.search"), "search", searched)
     recipe = ["--recipe", "static-attention{heads=entropy:2}"]
-    assert main(["search", "--model", str(tmp_path / "model"), "--seq-len", "8", *recipe]) == 0
+    assert main(["search", "--model", str(tmp_path / "model"), "--seq-len", "8", "--blocks", "9", *recipe]) == 0
     assert re.fullmatch(r"static-attention\{heads=[0-9.+-]+\}", given[0].recipe)
+    assert "note: the training side of the text has 4 blocks, not 9" in capsys.readouterr().err
+
+
+def test_what_was_found_is_told_though_no_file_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Found:
+        def __str__(self) -> str:
+            return "recipe: strip-layer-norm"
+
+        def write_json(self, path: Path) -> None:
+            raise OSError(28, "No space left on device", str(path))
+
+    tiny_gpt2().save_pretrained(tmp_path / "model")
+    text = torch.zeros(4, 8, dtype=torch.int64)
+    monkeypatch.setattr(command, "blocks_of_text", lambda args, own, count: (text, text))
+    monkeypatch.setattr(importlib.import_module("aero_compile.search"), "search", lambda *_, **__: Found())
+    out = str(tmp_path / "found.json")
+    assert main(["search", "--model", str(tmp_path / "model"), "--seq-len", "8", "--blocks", "4", "--out", out]) == 2
+    told = capsys.readouterr()
+    assert told.out == "recipe: strip-layer-norm\n"
+    assert told.err.endswith(f"error: {out}: No space left on device\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aero_compile.errors import DataError, InputError
+from aero_compile.retrain import RetrainOptions, load_data
 from aero_compile.training import data
 from aero_compile.training.data import Blocks, Documents, load_text, prepare, split_documents, tokenize_documents
 from aero_compile.training.sources import standard_library
 from aero_compile.training.tokenizer import END_OF_TEXT, has_tokenizer, load_tokenizer, train_tokenizer
+from tests.support.tiny_runs import tiny_gpt2
 
 WORDS = ["alpha beta gamma", "def f(x):\n    return x", "for i in range(10):", "naïve café ☕"]
 
@@ -260,6 +263,25 @@ def test_documents_without_text_are_counted_and_left_out() -> None:
     assert own.info["documents_without_text"] == 3
     clean = prepare(Documents("rows", table, as_dataset(texts(5))), context=8, tokenizer=data.tokenizer)
     assert own.fingerprint == clean.fingerprint
+
+
+def test_a_model_without_a_tokenizer_does_not_get_an_empty_one(tmp_path: Path) -> None:
+    """Of a configuration alone transformers makes a tokenizer that turns every text into nothing."""
+    tiny_gpt2().save_pretrained(tmp_path / "model")
+    with pytest.raises(DataError, match="turns text into nothing"):
+        load_tokenizer(tmp_path / "model")
+    (tmp_path / "a.txt").write_text("def f(x):\n    return x\n" * 50, encoding="utf-8")
+    asked = RetrainOptions(model=str(tmp_path / "model"), dataset=str(tmp_path / "a.txt"), context=8)
+    with pytest.raises(InputError, match="has no tokenizer beside it: name the one that it was trained with"):
+        load_data(asked)
+    for flag in ("train", str(tmp_path / "tokenizer")):
+        texts = [f"def f{i}(x):\n    return {i}\n" * 3 for i in range(20)]
+        (tmp_path / "texts").mkdir(exist_ok=True)
+        for i, text in enumerate(texts):
+            (tmp_path / "texts" / f"{i}.txt").write_text(text, encoding="utf-8")
+        train_tokenizer(texts, 270).save_pretrained(str(tmp_path / "tokenizer"))
+        found = load_data(dataclasses.replace(asked, dataset=str(tmp_path / "texts"), tokenizer=flag, vocab_size=270))
+        assert len(found.tokenizer) > 257
 
 
 def test_slow_tokenizer_is_refused() -> None:

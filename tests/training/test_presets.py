@@ -81,7 +81,7 @@ def test_scales_keep_shares_and_at_least_one_step() -> None:
     for scale in (0.001, 0.01, 0.3, 1.0):
         flags = preset_flags("ln-free-gpt2", scale, set())[0]
         steps = sum(one.steps * (1 if one.each is None else 12) for one in parse_stages(str(flags["stages"])))
-        assert flags["max_train_tokens"] >= steps * 2**19
+        assert int(flags["max_train_tokens"]) >= steps * 2**19
     assert preset_flags("codeparrot", 0.1, set())[0]["warmup_steps"] == 0.05
     assert preset_flags("tiny", 1.0, set()) == (dict(PRESETS["tiny"].flags), [])
 

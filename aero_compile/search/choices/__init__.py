@@ -36,7 +36,13 @@ def choices_of(names: Sequence[str] | None) -> tuple[Choice, ...]:
     Raises:
         InputError: an unknown name.
     """
-    wanted = {name.partition(":")[0]: name for name in (DEFAULT if names is None else names)}
+    if names is not None and not names:
+        raise InputError(f"no kind of choice was named: take some of {', '.join(CHOICES)}, or leave the list out")
+    wanted: dict[str, str] = {}
+    for name in DEFAULT if names is None else names:
+        kind = name.partition(":")[0]
+        if wanted.setdefault(kind, name) != name:
+            raise InputError(f"{wanted[kind]} and {name}: a head has one window; search with one after the other")
     for kind, name in wanted.items():
         if kind not in CHOICES or (kind != name and kind != "local"):
             raise InputError(f"unknown kind of choice {name!r}{nearest(kind, CHOICES)}")
