@@ -21,7 +21,7 @@ from aero_compile.recipe.recipe import Recipe
 from aero_compile.training.data import TrainingData, load_text, prepare
 from aero_compile.training.distillation import fingerprint
 from aero_compile.training.initialization import automatic, initialize
-from aero_compile.training.learning_rates import parse_lr_scale
+from aero_compile.training.learning_rates import USUAL_RATE, parse_lr_scale, rate_of_new_weights
 from aero_compile.training.models import ModelSource, check_context, find_model, with_length
 from aero_compile.training.options import RetrainOptions, settings_that_matter, spread_by
 from aero_compile.training.plan import Plan
@@ -103,6 +103,10 @@ def _transformed(plan: Plan) -> Built:
     if init != "default":
         initialize(captured, init, transformed)
         transformed = captured if plan.recipe is None else _with_recipe(plan, captured, data)
+    if plan.args.learning_rate is None:
+        new = plan.source.from_scratch and plan.options.init == "auto"
+        plan.args.learning_rate = rate_of_new_weights(captured, init) if new else USUAL_RATE
+        logger.info("learning rate %.2g%s", plan.args.learning_rate, ", by the model's size" if new else "")
     return Built(transformed, data, teacher, init=init)
 
 

@@ -53,7 +53,7 @@ def check_training_arguments(arguments: TrainingArguments) -> None:
             raise InputError(f"--{name} is not supported for transformed models")
     for name, least in _LEAST:
         value = getattr(arguments, name)
-        if not (math.isfinite(value) and value >= least):
+        if value is not None and not (math.isfinite(value) and value >= least):
             raise InputError(f"--{name.replace('_', '-')} must be a number of at least {least}, not {value}")
     _check_reporters(arguments.report_to or ())
     plugin = getattr(arguments, "deepspeed_plugin", None)

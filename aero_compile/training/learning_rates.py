@@ -14,13 +14,29 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from aero_compile.errors import InputError
+from aero_compile.model import TransformedModel
 from aero_compile.recipe.recipe import PASSES
 from aero_compile.training.named_numbers import named_numbers
+
+USUAL_RATE = 1e-3
 
 _LETTERS = {"log_t": "t"}
 _PREFIXES = "|".join(name.replace("-", "_") for name in PASSES)
 _ADDED = re.compile(rf"(?:(?:model|module|_orig_mod)\.)*({_PREFIXES})\.(?:.+\.)?(\w+)")
 _THRESHOLDS = re.compile(r"(?:(?:module|_orig_mod)\.)*thresholds")
+
+
+def rate_of_new_weights(model: TransformedModel, init: str) -> float:
+    """The learning rate of a model from scratch whose weights begin by `--init auto`, which was `init` for it.
+
+    0.6/width without norms ("signal"), half of that with them, and over more than 4 layers less in proportion: what
+    trials at widths of 64 and 128 found good or, with 12 layers, safe (docs/evidence.md). Between the usual rate, which
+    it is from a width of 600 or 300 on, and ten times that.
+    """
+    structure = model.structure
+    width = int(structure.values[structure.embedding].shape[-1])
+    most = 2.4 if init == "signal" else 1.2
+    return min(10 * USUAL_RATE, max(USUAL_RATE, most / (width * max(4, model.num_layers))))
 
 
 def parse_lr_scale(text: str | None) -> dict[str, float]:

@@ -20,7 +20,7 @@ from aero_compile.recipe.labels import label_passes
 from aero_compile.recipe.recipe import resolve
 from aero_compile.training.distillation import parse_distillation
 from aero_compile.training.initialization import SCHEMES
-from aero_compile.training.learning_rates import parse_lr_scale
+from aero_compile.training.learning_rates import USUAL_RATE, parse_lr_scale
 from aero_compile.training.stages import check_stages
 
 DEFAULT_RECIPE = "EReg(SM(t)+ScFFN)"
@@ -316,7 +316,13 @@ class RetrainArguments(TrainingArguments):
     per_device_train_batch_size: int = _like("per_device_train_batch_size", 16)
     per_device_eval_batch_size: int = _like("per_device_eval_batch_size", 16)
     num_train_epochs: float = _like("num_train_epochs", 1.0)
-    learning_rate: float = _like("learning_rate", 1e-3)
+    learning_rate: float | None = field(
+        default=None,
+        metadata={
+            "help": "Peak of the learning rate. Default: 1e-3, or, from scratch by --init auto, 1e-3 to 1e-2 by the "
+            "model's width and number of layers."
+        },
+    )
     lr_scheduler_type: SchedulerType | str = _like("lr_scheduler_type", "cosine")  # noqa: RUF009
     warmup_steps: float = _like("warmup_steps", 0.05)
     weight_decay: float = _like("weight_decay", 0.1)
@@ -348,6 +354,8 @@ class RetrainArguments(TrainingArguments):
                 "DeepSpeed is asked for and not installed: pip install deepspeed, or spread the weights by --fsdp, "
                 "which needs nothing more"
             )
+        if self.learning_rate is None and self.deepspeed:  # whose configuration is filled in now
+            self.learning_rate = USUAL_RATE
         if self.report_to in ("auto", ["auto"]):
             self.report_to = "tensorboard" if find_spec("tensorboard") else "none"
         super().__post_init__()

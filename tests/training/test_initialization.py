@@ -113,6 +113,27 @@ def test_new_weights_begin_by_what_the_evidence_says(recipe: str, scheme: str | 
     assert inner == pytest.approx(18**-0.5, rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "more", "rate"),
+    [
+        *(("SM+R", {}, 1e-2), ("SM+LN+G", {}, 1e-2), ("SM+R", {"init": "default"}, 1e-3)),
+        *(("SM+R", {"init": "signal"}, 1e-3), ("SM+R", {"config_overrides": "n_layer=1,n_head=2,n_embd=90"}, 0.6 / 90)),
+        *(("SM+R", {"config_overrides": f"n_layer={n},n_head=1,n_embd=50"}, 2.4 / 50 / n) for n in (5, 6)),
+        ("SM+LN+G", {"config_overrides": "n_layer=1,n_head=2,n_embd=90"}, 0.3 / 90),
+        ("SM+R", {"config_overrides": "n_layer=1,n_head=2,n_embd=700"}, 1e-3),
+    ],
+)
+def test_the_learning_rate_of_new_weights(recipe: str, more: dict[str, Any], rate: float, tmp_path: Path) -> None:
+    chosen: dict[str, Any] = {"config_overrides": "n_layer=1,n_head=2,n_embd=18", "recipe": recipe, **more}
+    args = arguments(tmp_path / "run", max_steps=1, save_strategy="no", learning_rate=None)
+    retrain(options(context=12, **chosen), args, datasets=blocks())
+    assert args.learning_rate is None
+    assert record(tmp_path / "run")["identity"]["training"]["learning_rate"] == pytest.approx(rate)
+    again = arguments(tmp_path / "other", max_steps=1, save_strategy="no", learning_rate=2e-3)
+    retrain(options(context=12, **chosen), again, datasets=blocks())
+    assert record(tmp_path / "other")["identity"]["training"]["learning_rate"] == 2e-3
+
+
 def test_trained_weights_stay_as_they_are(tmp_path: Path) -> None:
     tiny_gpt2().save_pretrained(tmp_path / "source")
     args = arguments(tmp_path / "run", max_steps=1, save_strategy="no", learning_rate=0.0)
