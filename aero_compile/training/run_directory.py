@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import json
 import logging
@@ -166,6 +165,10 @@ class RunDirectory:
 
     def in_use(self) -> bool:
         """Whether a process trains there; true too where that cannot be found out."""
+        try:
+            import fcntl
+        except ImportError:  # Windows
+            return True
         try:
             with (self.path / LOCK_FILE).open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
