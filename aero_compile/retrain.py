@@ -44,6 +44,7 @@ from aero_compile.training.run_directory import (
     ENTROPIES_FILE,
     METRICS_FILE,
     RunDirectory,
+    check_checkpoint,
     versions,
     write_json,
 )
@@ -114,7 +115,7 @@ def _set_up(plan: Plan, built: Built) -> RegularizedTrainer:
     marks = identity(plan, built)
     plan.run.check_identity(marks)
     if plan.checkpoint is not None:
-        RunDirectory(plan.checkpoint.parent).check_identity(marks)
+        check_checkpoint(plan.checkpoint, marks)
     plain_arguments: Any = plan.args
     record = {
         "identity": marks,

@@ -18,11 +18,12 @@ from aero_compile.errors import DataError, InputError
 from aero_compile.model import TransformedModel
 from aero_compile.pipeline import transform
 from aero_compile.recipe.recipe import Recipe
+from aero_compile.training.check_arguments import check_made_of_flags
 from aero_compile.training.data import TrainingData, load_text, prepare
 from aero_compile.training.distillation import fingerprint
 from aero_compile.training.initialization import automatic, initialize
 from aero_compile.training.learning_rates import USUAL_RATE, parse_lr_scale, rate_of_new_weights
-from aero_compile.training.models import ModelSource, check_context, find_model, with_length
+from aero_compile.training.models import ModelSource, check_context, find_model, parse_overrides, with_length
 from aero_compile.training.options import RetrainOptions, settings_that_matter, spread_by
 from aero_compile.training.plan import Plan
 from aero_compile.training.run_directory import SEARCH_FILE
@@ -106,6 +107,7 @@ def _transformed(plan: Plan) -> Built:
     if plan.args.learning_rate is None:
         new = plan.source.from_scratch and plan.options.init == "auto"
         plan.args.learning_rate = rate_of_new_weights(captured, init) if new else USUAL_RATE
+        check_made_of_flags(plan.args)
         logger.info("learning rate %.2g%s", plan.args.learning_rate, ", by the model's size" if new else "")
     return Built(transformed, data, teacher, init=init)
 
@@ -114,7 +116,9 @@ def _scheme(plan: Plan, captured: TransformedModel, transformed: TransformedMode
     """How the weights of a model from scratch begin."""
     if plan.options.init != "auto":
         return plan.options.init
-    chosen = automatic(captured, transformed) if plan.source.from_scratch else "default"
+    said = [name for name in parse_overrides(plan.options.config_overrides) if "init" in name]
+    new = plan.source.from_scratch and not said  # initializer_range, init_std, … decide it themselves
+    chosen = automatic(captured, transformed) if new else "default"
     if chosen != "default":
         logger.info("the recipe leaves no norm: weights begin by --init %s (default: as the model's own)", chosen)
     return chosen

@@ -23,7 +23,7 @@ _UNSUPPORTED = (
 
 def check_streaming(options: RetrainOptions, arguments: TrainingArguments) -> None:
     """Raise InputError for a streamed dataset, which has no length, without a number of steps."""
-    if options.streaming and arguments.max_steps < 1:
+    if options.streaming and arguments.max_steps < 1 and options.stages is None:
         raise InputError("--streaming reads a dataset whose length is not known: give --max-steps N")
     if options.streaming and arguments.dataloader_num_workers:
         raise InputError("--streaming reads in the main process: leave --dataloader-num-workers out")
@@ -43,6 +43,18 @@ def check_weights_type(options: RetrainOptions, arguments: TrainingArguments) ->
         raise InputError("--fp16 scales gradients of float32 weights: leave it, or --dtype float16, out")
     if "adam" in str(arguments.optim).lower() and arguments.adam_epsilon < _SMALLEST_EPSILON:
         raise InputError(f"--dtype float16: --adam-epsilon {arguments.adam_epsilon} is zero in it; 1e-4 is usual")
+
+
+def name_best_metric(arguments: TrainingArguments) -> None:
+    """Let `--metric-for-best-model` be what `metrics.jsonl` calls it; InputError for what is not measured.
+
+    The best perplexity is that of the best loss.
+    """
+    name = arguments.metric_for_best_model
+    if name in ("perplexity", "eval_perplexity"):
+        arguments.metric_for_best_model, arguments.greater_is_better = "eval_loss", False
+    elif name not in (None, "loss", "eval_loss"):
+        raise InputError(f"--metric-for-best-model {name} is not measured: take eval_loss or perplexity")
 
 
 def check_training_arguments(arguments: TrainingArguments) -> None:
@@ -70,7 +82,7 @@ def check_training_arguments(arguments: TrainingArguments) -> None:
 _LEAST = (
     *((f"per_device_{kind}_batch_size", 1) for kind in ("train", "eval")),
     ("gradient_accumulation_steps", 1),
-    *((name, 0) for name in ("seed", "dataloader_num_workers", "learning_rate", "weight_decay")),
+    *((name, 0) for name in ("seed", "dataloader_num_workers", "learning_rate", "weight_decay", "num_train_epochs")),
 )
 """Flags of Trainer that it takes below their range, and the least value of each."""
 
@@ -87,26 +99,35 @@ def _check_reporters(names: str | Iterable[str]) -> None:
 def check_made_of_flags(arguments: TrainingArguments) -> None:
     """Make a schedule, an optimizer and a compiler of their flags once: Trainer does so behind the first record.
 
-    Raises InputError, naming the flag.
+    Without a learning rate, which the model's size may decide, nothing is made. Raises InputError, naming the flag.
     """
-    weight = torch.nn.Parameter(torch.zeros(1))
-    schedule = partial(get_scheduler, num_warmup_steps=0, num_training_steps=1)
-    sgd = torch.optim.SGD([weight])
+    if arguments.learning_rate is None:
+        return
+    _try(f"optim {_text(arguments.optim)} {arguments.optim_args or ''}".strip(), lambda: _optimizer(arguments))
+    sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=arguments.learning_rate)
     kind, settings = arguments.lr_scheduler_type, arguments.lr_scheduler_kwargs or {}
-    _try("lr-scheduler-kwargs", settings, lambda: schedule(kind, sgd, scheduler_specific_kwargs=settings))
-    _try("optim-args", arguments.optim_args, lambda: Trainer.get_optimizer_cls_and_kwargs(arguments))
+    schedule = partial(get_scheduler, kind, sgd, num_warmup_steps=0, num_training_steps=1)
+    text = f"lr-scheduler-type {_text(kind)} --lr-scheduler-kwargs {settings}"
+    _try(text, lambda: schedule(scheduler_specific_kwargs=settings))
     if arguments.torch_compile:
         mode: Any = arguments.torch_compile_mode
         backend = arguments.torch_compile_backend or "inductor"
-        _try(
-            "torch-compile with",
-            f"{backend}, {mode}",
-            lambda: torch.compile(torch.nn.Identity(), backend=backend, mode=mode),
-        )
+        compiled = partial(torch.compile, torch.nn.Identity(), backend=backend, mode=mode)
+        _try(f"torch-compile with {backend}, {mode}", compiled)
 
 
-def _try(flag: str, value: Any, make: Callable[[], object]) -> None:
+def _optimizer(arguments: TrainingArguments) -> Any:
+    kind, settings = Trainer.get_optimizer_cls_and_kwargs(arguments)
+    own = kind.__module__.startswith("torch.optim")  # those of other packages may need the model
+    return kind([torch.nn.Parameter(torch.zeros(1))], **settings) if own else None
+
+
+def _text(value: Any) -> str:
+    return str(getattr(value, "value", value))
+
+
+def _try(flags: str, make: Callable[[], object]) -> None:
     try:
         make()
     except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, ImportError) as error:
-        raise InputError(f"--{flag} {value}: {first_line(error)}") from error
+        raise InputError(f"--{flags}: {first_line(error)}") from error

@@ -103,6 +103,11 @@ class Distiller:
             self._same("heads", teacher.num_heads, student.num_heads)
             for model, whose in ((teacher, "teacher"), (student, "student")):
                 _check_rows(model, whose)
+            if _windows(student) != _windows(teacher):
+                raise InputError(
+                    "--distill attention: where local-attention hides what the teacher sees, the divergence of the "
+                    "rows is infinite: use --distill kl or hidden"
+                )
             counts = [[heads.count for heads in _groups(each)] for each in (student, teacher)]
             if counts[0] != counts[1]:
                 raise InputError(_other_heads(*map(str, counts)))
@@ -158,6 +163,10 @@ def _other_heads(student: str, teacher: str) -> str:
 
 def _groups(model: TransformedModel) -> list[Heads]:
     return [heads for each in model.structure.attentions for heads in each.groups]
+
+
+def _windows(model: TransformedModel) -> list[str]:
+    return [str(one) for one in model.history if one.name == "local-attention"]
 
 
 def _check_rows(model: TransformedModel, whose: str) -> None:

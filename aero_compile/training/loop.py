@@ -96,9 +96,11 @@ class RegularizedTrainer(Trainer):
 
     def train_to_end(self, checkpoint: Path | None) -> None:
         """Train, from `checkpoint` on if there is one; no step where there is none left to take."""
-        if isinstance(self.train_dataset, StreamedBlocks):
+        blocks: Any = self.train_dataset
+        if isinstance(blocks, StreamedBlocks):
             state = None if checkpoint is None else checkpoint / STATE_FILE
-            self.train_dataset.start = Snapshot.load(state) if state is not None and state.is_file() else Snapshot()
+            start = Snapshot.load(state) if state is not None and state.is_file() else Snapshot()
+            self.train_dataset: Any = blocks.begun_at(start)
         with contextlib.suppress(NothingToTrain):
             self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         if self.stages is not None and self.state.global_step >= self.stages.steps:

@@ -19,6 +19,7 @@ from aero_compile.training.check_arguments import (
     check_streaming,
     check_training_arguments,
     check_weights_type,
+    name_best_metric,
 )
 from aero_compile.training.checkpoints import step_of
 from aero_compile.training.data import TrainingData
@@ -65,6 +66,7 @@ def resolve(
     check_weights_type(options, args)
     check_streaming(options, args)
     check_made_of_flags(args)
+    name_best_metric(args)
     # Non-finite losses must be seen, and tokens counted in the state that checkpoints keep.
     args.logging_nan_inf_filter = False
     args.include_num_input_tokens_seen = "all"
@@ -96,6 +98,9 @@ def resolve(
     if options.init not in ("auto", "default") and not source.from_scratch:
         raise InputError(f"--init {options.init} is for new weights, and {source.description} has its own")
     distillation, teacher = parse_distillation(options.distill), None
+    keeps_inputs = args.gradient_checkpointing or getattr(args, "activation_checkpointing", False)
+    if distillation is not None and distillation.inside and keeps_inputs:
+        raise InputError("--distill hidden and attention cannot be combined with gradient checkpointing")
     if options.teacher is not None:
         teacher = find_model(options.teacher, from_scratch=False, overrides=None, context=context)
     elif distillation is not None:

@@ -31,6 +31,8 @@ PARAMETERS_FILE = "parameters.jsonl"
 ACTIVATIONS_FILE = "activations.jsonl"
 ARTIFACT_FOLDER = "artifact"
 SEARCH_FILE = "search.json"
+IDENTITY_FILE = "identity.json"
+"""In each checkpoint: what it was trained with."""
 LOCK_FILE = "run.lock"
 
 logger = logging.getLogger("aero_compile.retrain")
@@ -101,6 +103,8 @@ class RunDirectory:
         if not isinstance(content, dict):
             raise self._unreadable("it holds no settings of a run")
         wrong = [name for name, kind in parts.items() if not isinstance(content.get(name, kind()), kind)]
+        if not wrong and not isinstance(content.get("identity", {}).get("training", {}), dict):
+            wrong = ["identity"]
         if wrong:
             raise self._unreadable(f"its entry {wrong[0]!r} is {content[wrong[0]]!r:.60}")
         return content
@@ -118,20 +122,9 @@ class RunDirectory:
         compared.
         """
         known = self.read_record()
-        if known is None:
-            return
-        before = _flat({"training": known.get("training_arguments", {}), **known.get("identity", {})})
-        now = _flat(json.loads(json.dumps(identity)))
-        differences = [
-            f"{key} was {before.get(key)!r}, now {value!r}"
-            for key, value in now.items()
-            if before.get(key) != value and (key in before or key not in identity.get("training", {}))
-        ]
-        if differences:
-            raise OutputDirError(
-                f"{self.path} holds another run: {'; '.join(differences)}. Resume with the settings it was started "
-                "with, or choose another --output-dir"
-            )
+        if known is not None:
+            before = {"training": known.get("training_arguments", {}), **known.get("identity", {})}
+            _compare(self.path, before, identity)
 
     def start(self, record: Mapping[str, Any], step: int = 0) -> None:
         """Create the folder and `run.json`; a resumed run keeps its start and counts its sessions.
@@ -255,6 +248,7 @@ class RunDirectory:
         if not self.writes or not folder.is_dir():
             return
         with self.writing(folder.name):
+            write_json(folder / IDENTITY_FILE, finite_or_none(self.record.get("identity", {})))
             checkpoints.vouch(folder)
         # Only now: an older one is given up for one that is known to be whole.
         older = [other for other in self._checkpoints() if (checkpoints.step_of(other) or 0) < step]
@@ -290,7 +284,13 @@ class RunDirectory:
         if resume is None:
             return None
         if resume.lower() in ("last", "true"):
-            return self.last_checkpoint()
+            last = self.last_checkpoint()
+            if last is None and (self.read_record() or {}).get("status") == "finished":
+                raise OutputDirError(
+                    f"{self.path} holds a finished run without checkpoints: there is nothing to go on from. Train its "
+                    f"{ARTIFACT_FOLDER}/ further (--model), or choose another --output-dir"
+                )
+            return last
         path = Path(resume)
         found = checkpoints.fault(path)
         if found is not None:
@@ -338,6 +338,39 @@ def _stands(record: Mapping[str, Any], step: int) -> bool:
     if record.get("event") == "stage":
         return bool(record["step"] < step)
     return bool(record["step"] <= step and record.get("event") != "end")
+
+
+def check_checkpoint(checkpoint: Path, identity: Mapping[str, Any]) -> None:
+    """Raise OutputDirError, naming each difference, if a checkpoint was trained with other settings.
+
+    They stand in the checkpoint; of one of an earlier version, in the run that it lies in. Where they do not, that is
+    said.
+    """
+    try:
+        before = json.loads((checkpoint / IDENTITY_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        run = RunDirectory(checkpoint.parent)
+        if run.read_record() is None:
+            logger.warning("%s: nothing tells how it was trained; that is taken to be as is asked for now", checkpoint)
+        run.check_identity(identity)
+        return
+    except (OSError, ValueError) as error:
+        raise OutputDirError(f"{checkpoint / IDENTITY_FILE} cannot be read: {error}") from error
+    _compare(checkpoint, before, identity)
+
+
+def _compare(path: Path, known: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    before, now = _flat(known), _flat(json.loads(json.dumps(identity)))
+    differences = [
+        f"{key} was {before.get(key)!r}, now {value!r}"
+        for key, value in now.items()
+        if before.get(key) != value and (key in before or key not in identity.get("training", {}))
+    ]
+    if differences:
+        raise OutputDirError(
+            f"{path} holds another run: {'; '.join(differences)}. Resume with the settings it was started with, or "
+            "choose another --output-dir"
+        )
 
 
 def _flat(identity: Mapping[str, Any]) -> dict[str, Any]:

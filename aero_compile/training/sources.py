@@ -186,6 +186,8 @@ def open_stream(name: str, config: str | None, column: str | None) -> tuple[Any,
         files = [] if name in ("stdlib", "site-packages") else local_files(name)
         if name in ("stdlib", "site-packages") or any(path.suffix.lower() not in _BUILDERS for path in files):
             raise DataError(f"{name} cannot be streamed: a Hub dataset, JSON lines, Parquet and CSV files can")
+        if files and all(path.stat().st_size == 0 for path in files):
+            raise DataError(f"{files[0]} is empty")
         kind = _BUILDERS[files[0].suffix.lower()] if files else name
         given: dict[str, Any] = {"data_files": {"train": [str(path) for path in files]}} if files else {"name": config}
         builder = datasets.load_dataset_builder(kind, **given)

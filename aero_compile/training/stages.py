@@ -85,7 +85,7 @@ def parse_stages(text: str) -> tuple[Stage, ...]:
 
 def _content(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--stages {path} cannot be read as UTF-8 text: {first_line(error)}") from error
 

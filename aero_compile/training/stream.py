@@ -7,6 +7,7 @@ of from the beginning.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import io
 import itertools
@@ -14,7 +15,7 @@ import json
 import zipfile
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,8 @@ class StreamedBlocks(torch.utils.data.IterableDataset[dict[str, Tensor]]):
         start = self.start
         buffer = [list(block) for block in start.buffer]
         given, epoch = start.blocks, start.epoch
-        reader = self._reader(start)
+        source = copy.deepcopy(self.source)  # its place belongs to this reading alone
+        reader = self._reader(source, start)
         for block, left, epoch in reader:
             if len(buffer) < self.shuffle:
                 buffer.append(block)
@@ -107,18 +109,18 @@ class StreamedBlocks(torch.utils.data.IterableDataset[dict[str, Tensor]]):
             given += 1
             if given % self.note_every == 0:
                 frozen = tuple(map(tuple, buffer))
-                self.notes.append(Snapshot(given, epoch, self.source.state_dict(), tuple(left), frozen))
+                self.notes.append(Snapshot(given, epoch, source.state_dict(), tuple(left), frozen))
             yield torch.tensor(chosen)
 
-    def _reader(self, start: Snapshot) -> Iterator[tuple[list[int], list[int], int]]:
+    def _reader(self, source: Any, start: Snapshot) -> Iterator[tuple[list[int], list[int], int]]:
         """Blocks in the order of the text, with the tokens of the document that are left behind each, and the epoch."""
         left, epoch = list(start.left), start.epoch
         if start.source is not None:
-            self.source.load_state_dict(start.source)
+            source.load_state_dict(start.source)
         while True:
             found = start.source is not None and epoch == start.epoch
-            self.source.set_epoch(epoch)
-            for text in texts(self.source):
+            source.set_epoch(epoch)
+            for text in texts(source):
                 # Tokens left by the document before are given first: the source's state is behind them already.
                 left += [] if is_held_out(text, self.fraction) else encoded(self.tokenizer, text)
                 while len(left) >= self.context:
@@ -130,8 +132,13 @@ class StreamedBlocks(torch.utils.data.IterableDataset[dict[str, Tensor]]):
             epoch += 1
 
     def note_before(self, blocks: int) -> Snapshot | None:
-        """The last note at or before so many blocks; None where there is none yet."""
-        return next((note for note in reversed(self.notes) if note.blocks <= blocks), None)
+        """The last note at or before so many blocks, that of the start included; None where there is none yet."""
+        notes = (note for note in (*reversed(self.notes), self.start) if note.blocks <= blocks)
+        return next((note for note in notes if note.source is not None), None)
+
+    def begun_at(self, start: Snapshot) -> StreamedBlocks:
+        """The same blocks, to be read from a note on; this one stays as it is."""
+        return replace(self, start=start, notes=deque(maxlen=self.notes.maxlen))
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise InputError if the tokenizer knows tokens that the model does not."""
@@ -142,8 +149,9 @@ class StreamedBlocks(torch.utils.data.IterableDataset[dict[str, Tensor]]):
             )
 
     def sample(self, batches: int, size: int) -> list[Tensor]:
-        """The first `batches` batches of token ids `[size, context]`."""
-        blocks = [block["input_ids"] for block in itertools.islice(iter(self), batches * size)]
+        """The first `batches` batches of token ids `[size, context]`, wherever reading is to begin."""
+        first_blocks = itertools.islice(iter(self.begun_at(Snapshot())), batches * size)
+        blocks = [block["input_ids"] for block in first_blocks]
         return [torch.stack(blocks[first : first + size]) for first in range(0, len(blocks), size)]
 
 

@@ -198,7 +198,9 @@ def test_heads_without_a_softmax_are_not_compared_with_others(recipe: str, tmp_p
         retrain(asked, arguments(tmp_path / "run", max_steps=1), datasets=blocks())
 
 
-@pytest.mark.parametrize("passes", ["relu-attention", "sigmoid-attention", "static-attention{heads=0.0}"])
+@pytest.mark.parametrize(
+    "passes", ["relu-attention", "sigmoid-attention", "static-attention{heads=0.0}", "local-attention{window=4}"]
+)
 def test_stages_whose_rows_cannot_be_compared_are_refused_at_once(passes: str, tmp_path: Path) -> None:
     """Divergences of rows that do not sum to one mean nothing, and a later stage would end a run that has begun."""
     tiny_gpt2().save_pretrained(tmp_path / "source")

@@ -153,3 +153,12 @@ def test_a_model_without_the_parts_that_signal_scales_begins_as_it_says(caplog: 
         patch.setattr("aero_compile.training.initialization.initialize", refuse)
         assert automatic(model, aero_compile.transform(captured(), "SM+R")) == "default"
     assert "no output projection was found in h.0" in caplog.text
+
+
+def test_a_spread_that_is_asked_for_is_kept(tmp_path: Path) -> None:
+    for scheme, expected in (("auto", 0.05), ("signal", 18**-0.5)):
+        shape = "n_layer=1,n_head=2,n_embd=18,initializer_range=0.05"
+        chosen = options(recipe="SM+R", init=scheme, config_overrides=shape, context=12)
+        args = arguments(tmp_path / scheme, max_steps=1, save_strategy="no", learning_rate=0.0)
+        found = spread(retrain(chosen, args, datasets=blocks()).model, "transformer.h.0.attn.c_attn.weight")
+        assert found == pytest.approx(expected, rel=0.1)

@@ -12,10 +12,21 @@ import pytest
 
 from aero_compile.errors import InputError, OutputDirError
 from aero_compile.retrain import RetrainOptions, retrain
+from aero_compile.training.check_arguments import check_made_of_flags, name_best_metric
 from aero_compile.training.command_line import parse_command_line
 from aero_compile.training.data import Blocks, TrainingData
 from aero_compile.training.hub import HubTarget
-from tests.support.tiny_runs import CONTEXT, blocks, captured, evaluating, finished, lines, regularized, softmax_only
+from tests.support.tiny_runs import (
+    CONTEXT,
+    blocks,
+    captured,
+    evaluating,
+    finished,
+    lines,
+    regularized,
+    softmax_only,
+    tiny_gpt2,
+)
 
 
 def test_a_push_is_asked_for_before_training_and_made_of_the_artifact(
@@ -131,10 +142,16 @@ def test_flags_of_trainer_below_their_range(wrong: dict[str, Any], tmp_path: Pat
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"lr_scheduler_kwargs": "foo"}, "--lr-scheduler-kwargs foo"),
+        ({"lr_scheduler_kwargs": "foo"}, "--lr-scheduler-type cosine --lr-scheduler-kwargs foo"),
         ({"lr_scheduler_kwargs": {"a": 1}}, "--lr-scheduler-kwargs .*'a'"),
         ({"lr_scheduler_type": "cosine_with_min_lr"}, "min_lr"),
-        ({"optim_args": "foo"}, "--optim-args foo"),
+        ({"optim_args": "foo"}, "--optim adamw_torch.* foo"),
+        ({"adam_beta1": 2.0}, "--optim adamw_torch"),
+        ({"adam_epsilon": -1.0}, "--optim adamw_torch"),
+        ({"lr_scheduler_type": "polynomial", "learning_rate": 1e-8}, "--lr-scheduler-type polynomial"),
+        ({"num_train_epochs": float("nan")}, "--num-train-epochs must be"),
+        ({"num_train_epochs": -1.0}, "--num-train-epochs must be"),
+        ({"metric_for_best_model": "bleu"}, "--metric-for-best-model bleu is not measured"),
         ({"torch_compile": True, "torch_compile_mode": "foo"}, "--torch-compile with inductor, foo"),
         ({"torch_compile_backend": "foo"}, "--torch-compile with foo"),
     ],
@@ -142,6 +159,28 @@ def test_flags_of_trainer_below_their_range(wrong: dict[str, Any], tmp_path: Pat
 def test_what_a_schedule_or_an_optimizer_does_not_take(wrong: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=message):
         retrain(regularized(), evaluating(tmp_path / "run", **wrong), model=softmax_only(), datasets=blocks())
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop"])
+def test_legal_schedules_and_optimizers_are_taken(optim: str, tmp_path: Path) -> None:
+    chosen = {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 0.002}, "optim": optim}
+    check_made_of_flags(evaluating(tmp_path, learning_rate=0.01, **chosen))
+    check_made_of_flags(evaluating(tmp_path, learning_rate=0.0, optim=optim))
+
+
+def test_the_best_perplexity_is_that_of_the_best_loss(tmp_path: Path) -> None:
+    for name in ("perplexity", "eval_perplexity"):
+        args = evaluating(tmp_path, load_best_model_at_end=True, save_strategy="steps", metric_for_best_model=name)
+        name_best_metric(args)
+        assert (args.metric_for_best_model, args.greater_is_better) == ("eval_loss", False)
+
+
+def test_gradient_checkpointing_hides_what_distillation_compares(tmp_path: Path) -> None:
+    tiny_gpt2().save_pretrained(tmp_path / "model")
+    asked = RetrainOptions(model=str(tmp_path / "model"), recipe="SM+R", distill="hidden=1")
+    with pytest.raises(InputError, match="gradient checkpointing"):
+        retrain(asked, evaluating(tmp_path / "run", gradient_checkpointing=True), datasets=blocks())
     assert not (tmp_path / "run").exists()
 
 

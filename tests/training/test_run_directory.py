@@ -11,6 +11,7 @@ import pytest
 
 from aero_compile.errors import OutputDirError
 from aero_compile.retrain import retrain
+from aero_compile.training import checkpoints
 from aero_compile.training.run_directory import METRICS_FILE, RunDirectory
 from tests.support.tiny_runs import (
     blocks,
@@ -54,7 +55,7 @@ def test_output_directories_of_others_are_left_alone(tmp_path: Path) -> None:
     refused(foreign, "holds no training run", resume="last")
     refused(foreign, "holds no training run")
     good = json.loads((folder / "run.json").read_text())
-    no_identity: list[Any] = [None, 5, []]
+    no_identity: list[Any] = [None, 5, [], {"training": 5}]
     for content in ("{", "[]", "5", "[" * 100_000, *(json.dumps(good | {"identity": bad}) for bad in no_identity)):
         (folder / "run.json").write_text(content)
         for resume in (None, "last", str(folder / "checkpoint-4")):
@@ -69,12 +70,42 @@ def test_output_directories_of_others_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_run_without_its_record_goes_on_elsewhere(tmp_path: Path) -> None:
-    """The way out that the error names."""
+    """The way out that the error names; the checkpoint itself knows how it was trained."""
     folder = shutil.copytree(stopped(), tmp_path / "run")
     (folder / "run.json").unlink()
-    options = regularized(resume=str(folder / "checkpoint-4"))
-    result = retrain(options, evaluating(tmp_path / "other"), model=softmax_only(), datasets=blocks())
+    point = str(folder / "checkpoint-4")
+    for wrong, message in (({"gamma": 0.3}, "gamma was 0.1, now 0.3"), ({"entropy_weight": 3.0}, "lambda was 0.1")):
+        asked = regularized(resume=point, **wrong)
+        with pytest.raises(OutputDirError, match=message):
+            retrain(asked, evaluating(tmp_path / "other"), model=softmax_only(), datasets=blocks())
+        assert not (tmp_path / "other").exists()
+    faster = evaluating(tmp_path / "other", learning_rate=0.5)
+    with pytest.raises(OutputDirError, match="learning_rate was"):
+        retrain(regularized(resume=point), faster, model=softmax_only(), datasets=blocks())
+    result = retrain(regularized(resume=point), evaluating(tmp_path / "other"), model=softmax_only(), datasets=blocks())
     assert same_tensors(result.model, finished().model)
+
+
+def test_a_checkpoint_of_which_nothing_is_known_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One of an earlier version, away from its run."""
+    point = shutil.copytree(stopped() / "checkpoint-4", tmp_path / "checkpoint-4")
+    (point / "identity.json").unlink()
+    checkpoints.vouch(point)
+    with caplog.at_level("WARNING", logger="aero_compile.retrain"):
+        asked = regularized(resume=str(point))
+        result = retrain(asked, evaluating(tmp_path / "run"), model=softmax_only(), datasets=blocks())
+    assert "nothing tells how it was trained" in caplog.text
+    assert same_tensors(result.model, finished().model)
+
+
+def test_a_finished_run_without_checkpoints_is_not_trained_again(tmp_path: Path) -> None:
+    folder = shutil.copytree(finished().output_dir, tmp_path / "run")
+    for point in folder.glob("checkpoint-*"):
+        shutil.rmtree(point)
+    before = contents(folder)
+    with pytest.raises(OutputDirError, match="a finished run without checkpoints"):
+        retrain(regularized(resume="last"), evaluating(folder), model=softmax_only(), datasets=blocks())
+    assert contents(folder) == before
 
 
 def test_going_back_to_an_earlier_checkpoint_gives_up_the_later_ones(

@@ -94,7 +94,7 @@ def test_what_cannot_be_streamed_is_named(files: str, tmp_path: Path) -> None:
     for name, message in (("stdlib", "cannot be streamed"), (str(tmp_path / "a.txt"), "cannot be streamed")):
         with pytest.raises(DataError, match=message):
             opened(name)
-    with pytest.raises(DataError, match=r"empty|cannot be streamed"):
+    with pytest.raises(DataError, match=r"empty\.jsonl is empty"):
         opened(str(tmp_path / "empty.jsonl"))
     with pytest.raises(DataError, match="there is no column 'absent'; columns: id, content"):
         opened(files, column="absent")
@@ -109,6 +109,28 @@ def test_what_cannot_be_streamed_is_named(files: str, tmp_path: Path) -> None:
     empty = StreamedBlocks(datasets.Dataset.from_dict({"text": [""]}).to_iterable_dataset(), 0.0, None, 8)
     with pytest.raises(DataError, match="no text to train on"):
         next(iter(empty))
+
+
+def test_what_one_run_read_is_nothing_to_the_next(files: str) -> None:
+    """Runs of a study share their text, and one of them may have been resumed."""
+    data = opened(files)
+    whole = ids(data.train, 300)
+    noting = dataclasses.replace(data.train, note_every=50)
+    assert ids(noting, 200) == whole[:200]
+    resumed = data.train.begun_at(noting.notes[-1])
+    assert ids(resumed, 300, 200) == whole[200:]
+    assert ids(data.train, 300) == whole
+    assert ids(resumed.begun_at(Snapshot()), 300) == whole
+    assert [batch.tolist() for batch in resumed.sample(2, 3)] == [whole[:3], whole[3:6]]
+
+
+def test_a_note_is_not_lost_by_reading_on(files: str) -> None:
+    noting = dataclasses.replace(opened(files).train, note_every=50)
+    ids(noting, 120)
+    resumed = opened(files).train.begun_at(noting.notes[-1])
+    ids(resumed, 130)
+    assert resumed.note_before(130) == noting.notes[-1]
+    assert resumed.note_before(99) is None
 
 
 def lines_file(path: Path, rows: list[Any]) -> Path:
