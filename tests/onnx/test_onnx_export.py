@@ -34,6 +34,7 @@ from aero_compile.onnx.export import OnnxReport
 from aero_compile.training.data import load_text, prepare
 from aero_compile.training.tokenizer import train_tokenizer
 from tests.support import tiny_models
+from tests.support.budgets import by_default
 from tests.support.tiny_models import POSITIONS, VOCAB, transformed
 from tests.support.tiny_runs import tiny_gpt2
 
@@ -356,7 +357,9 @@ def test_operator_sets_that_cannot_be_written(opset: int, tmp_path: Path) -> Non
 # -- on the command line ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", ["freeze-layer-norm", "static-attention{heads=entropy:2,pattern=mean}"])
+@pytest.mark.parametrize(
+    "recipe", by_default(["freeze-layer-norm", "static-attention{heads=entropy:2,pattern=mean}"], "freeze-layer-norm")
+)
 def test_recipes_that_measure_text_are_given_some(
     recipe: str, quick: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,11 @@ from torch import nn
 
 import aero_compile
 from aero_compile.errors import InputError
+from aero_compile.recipe.recipe import resolve
 from aero_compile.retrain import retrain
 from aero_compile.training.initialization import activation_gains, automatic, initialize
+from aero_compile.training.learning_rates import rate_of_new_weights
+from aero_compile.training.models import with_length
 from tests.support.tiny_runs import arguments, blocks, captured, options, record, tiny_gpt2
 
 
@@ -94,44 +98,49 @@ def test_the_driver_initializes_new_weights_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("recipe", "scheme"),
     [
-        *(("SM+LN+G", None), ("SM+R", "signal"), ("SM(t)+ScFFN", "signal"), ("SM+LN(frozen)+G", None)),
-        *(
-            ("strip-layer-norm{norms=ffn}", None),
-            ("SM+DyT+G", None),
-            ("simplified_softmax_only", None),
-            ("SM[2/2.*]+R", "signal"),
-        ),
+        *(("SM+LN+G", "default"), ("SM+R", "signal"), ("SM(t)+ScFFN", "signal"), ("SM+LN(frozen)+G", "default")),
+        *(("strip-layer-norm{norms=ffn}", "default"), ("SM+DyT+G", "default"), ("SM[2/2.*]+R", "signal")),
+        ("simplified_softmax_only", "default"),
     ],
 )
-def test_new_weights_begin_by_what_the_evidence_says(recipe: str, scheme: str | None, tmp_path: Path) -> None:
-    shape = "n_layer=2,n_head=2,n_embd=18"
-    args = arguments(tmp_path / "run", max_steps=1, save_strategy="no")
-    chosen = options(recipe=recipe, config_overrides=shape, context=12)
-    result = retrain(chosen, args, datasets=blocks())
-    assert record(tmp_path / "run")["identity"]["init"] == scheme
-    inner = spread(result.model, "transformer.h.0.attn.c_attn.weight") if scheme else 18**-0.5
-    assert inner == pytest.approx(18**-0.5, rel=0.1)
+def test_new_weights_begin_by_what_the_evidence_says(recipe: str, scheme: str) -> None:
+    text = blocks().train.sample(1, 2)
+    sized = with_length(resolve(recipe), captured().max_positions, 12)
+    assert automatic(captured(), aero_compile.transform(captured(), sized, calibration=text)) == scheme
+
+
+def sized_model(width: int, layers: int) -> Any:
+    """As much of a model as says how large it is."""
+    embedding = object()
+    values = {embedding: torch.empty(1, 3, width, device="meta")}
+    return SimpleNamespace(structure=SimpleNamespace(embedding=embedding, values=values), num_layers=layers)
 
 
 @pytest.mark.parametrize(
-    ("recipe", "more", "rate"),
+    ("width", "layers", "signal", "default"),
     [
-        *(("SM+R", {}, 1e-2), ("SM+LN+G", {}, 1e-2), ("SM+R", {"init": "default"}, 1e-3)),
-        *(("SM+R", {"init": "signal"}, 1e-3), ("SM+R", {"config_overrides": "n_layer=1,n_head=2,n_embd=90"}, 0.6 / 90)),
-        *(("SM+R", {"config_overrides": f"n_layer={n},n_head=1,n_embd=50"}, 2.4 / 50 / n) for n in (5, 6)),
-        ("SM+LN+G", {"config_overrides": "n_layer=1,n_head=2,n_embd=90"}, 0.3 / 90),
-        ("SM+R", {"config_overrides": "n_layer=1,n_head=2,n_embd=700"}, 1e-3),
+        *((18, 2, 1e-2, 1e-2), (64, 4, 0.6 / 64, 0.3 / 64), (128, 4, 0.6 / 128, 0.3 / 128)),
+        *((64, 12, 0.2 / 64, 0.1 / 64), (768, 12, 1e-3, 1e-3)),
     ],
 )
-def test_the_learning_rate_of_new_weights(recipe: str, more: dict[str, Any], rate: float, tmp_path: Path) -> None:
-    chosen: dict[str, Any] = {"config_overrides": "n_layer=1,n_head=2,n_embd=18", "recipe": recipe, **more}
-    args = arguments(tmp_path / "run", max_steps=1, save_strategy="no", learning_rate=None)
-    retrain(options(context=12, **chosen), args, datasets=blocks())
-    assert args.learning_rate is None
-    assert record(tmp_path / "run")["identity"]["training"]["learning_rate"] == pytest.approx(rate)
-    again = arguments(tmp_path / "other", max_steps=1, save_strategy="no", learning_rate=2e-3)
-    retrain(options(context=12, **chosen), again, datasets=blocks())
-    assert record(tmp_path / "other")["identity"]["training"]["learning_rate"] == 2e-3
+def test_the_learning_rate_of_new_weights(width: int, layers: int, signal: float, default: float) -> None:
+    model = sized_model(width, layers)
+    assert rate_of_new_weights(model, "signal") == pytest.approx(signal)
+    assert rate_of_new_weights(model, "default") == pytest.approx(max(1e-3, default))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "more", "rate"), [("SM+R", {}, 0.6 / 90), ("SM+LN+G", {}, 0.3 / 90), ("SM+R", {"init": "default"}, 1e-3)]
+)
+def test_a_run_takes_it_unless_another_is_given(recipe: str, more: dict[str, Any], rate: float, tmp_path: Path) -> None:
+    chosen: dict[str, Any] = {"config_overrides": "n_layer=1,n_head=2,n_embd=90", "recipe": recipe, **more}
+    for given, expected in ((None, rate), (2e-3, 2e-3)):
+        args = arguments(tmp_path / str(given), max_steps=0, save_strategy="no", learning_rate=given)
+        retrain(options(context=12, **chosen), args, datasets=blocks())
+        assert args.learning_rate == given
+        identity = record(tmp_path / str(given))["identity"]
+        assert identity["training"]["learning_rate"] == pytest.approx(expected)
+        assert identity["init"] == ("signal" if recipe == "SM+R" and not more else None)
 
 
 def test_trained_weights_stay_as_they_are(tmp_path: Path) -> None:
