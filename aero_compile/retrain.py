@@ -266,10 +266,9 @@ def _run(arguments: list[str], handler: logging.Handler) -> int:
     options, training_args = parse_command_line(arguments)
     result = retrain(options, training_args)
     if training_args.process_index == 0:
-        print(
-            f"held-out loss {result.eval_loss:.4f}, perplexity {result.perplexity:.2f}; "
-            f"model in {result.output_dir / ARTIFACT_FOLDER}"
-        )
+        perplexity = f"{result.perplexity:.2f}" if result.perplexity < 1e6 else f"{result.perplexity:.3g}"
+        folder = result.output_dir / ARTIFACT_FOLDER
+        print(f"held-out loss {result.eval_loss:.4f}, perplexity {perplexity}; model in {folder}")
     return 0
 
 
