@@ -77,7 +77,7 @@ def is_estimated(value: Any) -> bool:
 
 def is_number(value: Any) -> bool:
     """Whether plain data is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
 
 
 class Costs:

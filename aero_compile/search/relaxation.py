@@ -98,7 +98,8 @@ def is_relaxation(value: Any) -> bool:
         numbers = [value["step"], value["multiplier"], *(number for each in lists for number in each)]
     except (TypeError, KeyError):
         return False
-    same = len({len(each) for each in lists}) == 1 and isinstance(value["step"], int)
+    same = len({len(each) for each in lists}) == 1 and all(isinstance(each, list) for each in lists)
+    same = same and isinstance(value["step"], int) and value["step"] >= 0
     return same and all(map(is_number, numbers))
 
 

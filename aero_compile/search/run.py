@@ -35,8 +35,8 @@ ORDERS = ("greedy", "single", "relaxation", "entropy", "random")
 _POINTS = 16
 """Points of a curve whose losses are measured on all text."""
 
-_CLOSE = 1.05
-"""How far over a budget the cheapest decisions may be so that others are worth a look: their prices are sums."""
+_FAR = 2.0
+"""A budget of bytes that the cheapest decisions by sums exceed by more is out of reach; sums of others tell too little."""
 
 _CHECKS = 5
 """Full estimates of candidates for a budget, at most; more only until one fits."""
@@ -117,7 +117,7 @@ class Search:
         settings = self._settings
         with self._meter.phase("estimates", len(self._costs.wanted())):
             self._costs.measure()
-        if self._budget is not None:
+        if self._budget is not None and self._measure == "bytes":
             self._check_reachable(self._budget)
         paths = {order: list(self._path(order)) for order in dict.fromkeys((settings.order, *settings.compare))}
         chosen = None if self._budget is None else self._fitting(paths[settings.order], self._budget)
@@ -226,7 +226,7 @@ class Search:
         """Raise InputError, before any loss is measured, for a budget far below the least that the choices reach."""
         cheapest = Problem(self._gated.sites, self._price, lambda _: 0.0).cheapest()
         least = float(getattr(self._estimated(cheapest).price, self._measure))
-        if least > _CLOSE * budget.limit:
+        if least > _FAR * budget.limit:
             raise self._unreachable(budget, least, cheapest)
 
     def _unreachable(self, budget: Budget, least: float, decisions: Decisions) -> InputError:
