@@ -7,6 +7,7 @@ as it is (dual ascent). A falling temperature of the softmax drives the weights 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +47,10 @@ class Relaxation:
         yield from in_order(problem, [{site: kept[site][1]} for site in ranked])
 
     def _train(self, problem: Problem, gated: GatedModel, state: State, tick: Callable[[], None]) -> Tensor:
-        name = f"relaxation {self.steps} {self.target:.6g} {len(problem.sites)}"
+        sites = [(str(site), site.options) for site in problem.sites]
+        texts = [batch.tolist() for batch in self.batches]
+        digest = hashlib.blake2b(repr((sites, texts)).encode(), digest_size=8).hexdigest()
+        name = f"relaxation {self.steps} {self.target:.6g} {digest}"
         savings, scale = self._savings(problem, gated)
         numbers = torch.zeros(gated.total)
         numbers[list(gated.starts.values())] = _START

@@ -36,7 +36,7 @@ _POINTS = 16
 """Points of a curve whose losses are measured on all text."""
 
 _FAR = 2.0
-"""A budget of bytes that the cheapest decisions by sums exceed by more is out of reach; sums of others tell too little."""
+"""Budgets of bytes that the cheapest decisions by sums exceed by more are out of reach; other sums tell too little."""
 
 _CHECKS = 5
 """Full estimates of candidates for a budget, at most; more only until one fits."""
