@@ -179,7 +179,7 @@ def test_it_goes_with_distillation() -> None:
 @functools.cache
 def run(folder: Path, weight: float) -> RetrainResult:
     chosen = options(recipe="softmax-temperature{init=0.3,per=head}", spread_weight=weight)
-    return retrain(chosen, arguments(folder, save_strategy="no"), model=tiny_captured(), datasets=blocks())
+    return retrain(chosen, arguments(folder), model=tiny_captured(), datasets=blocks())
 
 
 def told(result: RetrainResult, event: str) -> Any:

@@ -11,6 +11,7 @@ from aero_compile.reporting.charts import Points, heatmap_over_time, line_chart,
 from aero_compile.reporting.entropy_states import QUARTILES, Table, quartile_shares
 from aero_compile.reporting.page import figure, table
 from aero_compile.reporting.run_records import Record, RunRecords
+from aero_compile.training.run_directory import PLACES
 
 _MOST_FRAMES = 200
 _FIGURES_OF_SCALARS = {
@@ -18,7 +19,6 @@ _FIGURES_OF_SCALARS = {
     "scaled_ffn beta": "Scaling factor β of the FFN's residual (Figure 14 (b) of the paper)",
     "leaky_relu slope": "Negative slope of LeakyReLU (Figure 5 of the paper)",
 }
-_PLACES = {"ffn_input": "what the FFN reads", "ffn_output": "what the FFN gives", "stream": "the stream behind the FFN"}
 
 
 def measured(run: RunRecords) -> tuple[str, list[tuple[int, Table]]]:
@@ -291,7 +291,7 @@ def scales(run: RunRecords) -> str:
     """How large activations are, over training, and on the batch that failed."""
     records = [r for r in run.activations if r.get("event") != "failure" and "layers" in r]
     out = []
-    for place, words in _PLACES.items():
+    for place, words in PLACES.items():
         rows = [(r["step"], r["layers"], r[place]["rms"]) for r in records if place in r]
         lines = _by_layer(rows)
         if lines:
@@ -306,7 +306,7 @@ def scales(run: RunRecords) -> str:
 
 def _failed(failed: Record, records: Sequence[Record]) -> str:
     title = "Figure 7 (a) of the paper: layers with NaN"
-    shares = {words: list(enumerate(_percent(failed[p]["non_finite"]))) for p, words in _PLACES.items() if p in failed}
+    shares = {words: list(enumerate(_percent(failed[p]["non_finite"]))) for p, words in PLACES.items() if p in failed}
     caption = f"Values that are NaN or infinite on the batch of step {failed['step']}, in evaluation mode."
     found = figure(title, line_chart(shares, title, "FFN", "% of values not finite"), caption)
     lines = {f"step {failed['step']}, the batch that failed": list(enumerate(failed["stream"]["rms"]))}

@@ -23,6 +23,7 @@ from aero_compile.reporting.page import shell, table
 from aero_compile.reporting.run_figures import measured
 from aero_compile.reporting.run_records import RunRecords, read_runs
 from aero_compile.reporting.run_tables import csv_tables
+from aero_compile.training.run_directory import PLACES
 from aero_compile.units import human_bytes
 
 _NONE = "–"
@@ -191,17 +192,17 @@ def _first_bad(run: RunRecords) -> str:
     failed = run.failure
     if failed is None or "layers" not in failed:
         return ""
-    places = [(i, place) for i in range(len(failed["layers"])) for place in figures._PLACES if place in failed]
+    places = [(i, place) for i in range(len(failed["layers"])) for place in PLACES if place in failed]
     bad = next(((i, p) for i, p in places if failed[p]["non_finite"][i] > 0), None)
     if bad is None:
         return "<p>All activations of that batch were finite in evaluation mode.</p>"
     number, place = bad
-    told = f"First values that were not finite: {figures._PLACES[place]}, layer {failed['layers'][number]}."
+    told = f"First values that were not finite: {PLACES[place]}, layer {failed['layers'][number]}."
     finite = [(i, p) for i, p in places[: places.index(bad)]]
     if finite:
         i, p = finite[-1]
         told += (
-            f" Just before, {figures._PLACES[p]} (layer {failed['layers'][i]}) had a root mean square of "
+            f" Just before, {PLACES[p]} (layer {failed['layers'][i]}) had a root mean square of "
             f"{failed[p]['rms'][i]:.3g} and reached {failed[p]['max'][i]:.3g}."
         )
     return f"<p>{escape(told)}</p>"

@@ -57,7 +57,7 @@ def search(
         probe_tokens: about so many tokens of the calibration, evenly spread, decide what goes first; losses of the
             curve are of all of it.
         relaxation_steps: of training the weights of "relaxation".
-        seed: of "random" and of the batches of "relaxation".
+        seed: of "random"; the other orders draw nothing.
         state: a file that keeps every measurement; a search that was stopped goes on from it.
         say: takes lines of progress; None: silent.
 

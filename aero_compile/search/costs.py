@@ -56,7 +56,7 @@ class Estimated:
 
 def estimated(model: TransformedModel, found: Any) -> dict[str, Any]:
     """What a search keeps of an `Estimate` of `model`, as plain data."""
-    prefixes = block_prefixes([attention.name for attention in model.structure.attentions])
+    prefixes = _blocks(model)
     layers: dict[str, list[tuple[str, float]]] = {str(layer): [] for layer in range(len(prefixes))}
     for row in found.per_step:
         for layer, prefix in enumerate(prefixes):
@@ -65,12 +65,17 @@ def estimated(model: TransformedModel, found: Any) -> dict[str, Any]:
     return {"price": {name: float(getattr(found, name)) for name in MEASURES}, "layers": layers}
 
 
-def is_estimated(value: Any) -> bool:
-    """Whether plain data is what `estimated` gives."""
+def _blocks(model: TransformedModel) -> list[str]:
+    return block_prefixes([attention.name for attention in model.structure.attentions])
+
+
+def is_estimated(model: TransformedModel, value: Any) -> bool:
+    """Whether plain data is what `estimated` gives of `model`."""
     try:
         rows = [row for found in value["layers"].values() for row in found]
-        numbers = [*(value["price"][name] for name in MEASURES), *(number for _, number in rows)]
-        return all(map(str.isdecimal, value["layers"])) and all(map(is_number, numbers))
+        numbers = [*value["price"].values(), *(number for _, number in rows)]
+        layers = {str(layer) for layer in range(len(_blocks(model)))}
+        return {*value["price"]} == {*MEASURES} and {*value["layers"]} == layers and all(map(is_number, numbers))
     except (TypeError, ValueError, KeyError, AttributeError):
         return False
 

@@ -47,11 +47,12 @@ class Problem:
             found.setdefault((site.group, site.covers), []).append(site)
         return list(found.values())
 
-    def cheapest(self) -> dict[Site, str]:
-        """Of every group the alternative that saves most, where one saves anything."""
+    def cheapest(self, last: bool = False) -> dict[Site, str]:
+        """Of every group the alternative that saves most, the first of such (or the last), where one saves anything."""
         found: dict[Site, str] = {}
         for group in self.groups():
-            savings = {option: self.saving({}, dict.fromkeys(group, option)) for option in group[0].options[1:]}
+            options = reversed(group[0].options[1:]) if last else group[0].options[1:]
+            savings = {option: self.saving({}, dict.fromkeys(group, option)) for option in options}
             best = max(savings, key=lambda option: savings[option])
             if savings[best] > 0:
                 found |= dict.fromkeys(group, best)

@@ -58,6 +58,8 @@ class Relaxation:
         begin = 0
         saved = state.find(name)
         if saved is not None:
+            if len(saved["numbers"]) != gated.total:
+                raise state.damaged(name)
             begin, multiplier = int(saved["step"]), float(saved["multiplier"])
             numbers, first, second = (torch.tensor(saved[key]) for key in ("numbers", "first", "second"))
         for step in range(begin, self.steps):

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from aero_compile.calibration import token_batches
 from aero_compile.entropy import headwise
 from aero_compile.errors import InputError, UnsupportedGraphError, nearest
+from aero_compile.model import TransformedModel
 from aero_compile.pipeline import transform
 from aero_compile.runtime.costs.model import estimate
 from aero_compile.runtime.hosts.network_spec import Network
@@ -94,12 +96,14 @@ class Search:
             if batch.shape[1] < 2:
                 raise InputError("a loss needs texts of two tokens or more")
         what = (settings.seq_len, str(settings.network), settings.logits)
-        self._state = State(state, identity_of(self._model, what, self._calibration), _is_measurement)
+        identity = identity_of(self._model, what, self._calibration)
+        self._state = State(state, identity, partial(_is_measurement, self._model))
         self._meter = Meter(say)
         self._gated = GatedModel(self._model, wanted, self._calibration)
         for batch in self._held_out:
             self._gated.check_tokens(batch)  # what was measured by position may be shorter
         self._probe = _spread(self._calibration, settings.probe_tokens)
+        self._known = dict[str, tuple[Decisions, Price]]()  # what has a full estimate
         self._costs = Costs(self._gated.sites, self._estimated)
 
     @property
@@ -166,8 +170,10 @@ class Search:
 
         found = self._state.get(f"estimate {key_of(decisions)}", make)
         self._meter.tick()
+        price = Price(**found["price"])
+        self._known[key_of(decisions)] = decisions, price
         layers = {int(layer): [(str(op), float(n)) for op, n in rows] for layer, rows in found["layers"].items()}
-        return Estimated(Price(**found["price"]), layers)
+        return Estimated(price, layers)
 
     def _price(self, decisions: Decisions) -> float:
         return float(getattr(self._costs.of(decisions), self._measure))
@@ -224,12 +230,23 @@ class Search:
 
     def _check_reachable(self, budget: Budget) -> None:
         """Raise InputError, before any loss is measured, for a budget far below the least that the choices reach."""
-        cheapest = Problem(self._gated.sites, self._price, lambda _: 0.0).cheapest()
-        least = float(getattr(self._estimated(cheapest).price, self._measure))
-        if least > _FAR * budget.limit:
-            raise self._unreachable(budget, least, cheapest)
+        self._estimated(self._cheapest())
+        if self._least()[0] > _FAR * budget.limit:
+            raise self._unreachable(budget)
 
-    def _unreachable(self, budget: Budget, least: float, decisions: Decisions) -> InputError:
+    def _cheapest(self) -> dict[Site, str]:
+        """What costs least by sums, and gives up more where sums see no difference."""
+        return Problem(self._gated.sites, self._price, lambda _: 0.0).cheapest(last=True)
+
+    def _exact(self) -> list[tuple[float, Decisions]]:
+        """What has a full estimate, and what that says."""
+        return [(float(getattr(price, self._measure)), decisions) for decisions, price in self._known.values()]
+
+    def _least(self) -> tuple[float, Decisions]:
+        return min(self._exact(), key=lambda each: each[0])
+
+    def _unreachable(self, budget: Budget) -> InputError:
+        least, decisions = self._least()
         return InputError(
             f"a budget of {budget} cannot be reached: the least that these choices reach at {self._settings.seq_len} "
             f"tokens is {amount(self._measure, least)}, with {self._recipe(decisions)}"
@@ -249,8 +266,14 @@ class Search:
             too_dear, fits = (too_dear, i) if actual <= budget.limit else (i, fits)
         if fits < len(path):
             return path[fits]
-        least = float(getattr(self._estimated(path[-1]).price, self._measure))
-        raise self._unreachable(budget, least, path[-1])
+        # Sums have their limits: what they do not tell apart, and what costs less than they say.
+        cheapest = self._cheapest()
+        for decisions in (cheapest, {**path[-1], **cheapest}):
+            self._estimated(decisions)
+        within = [(self._loss(each, self._probe), price, each) for price, each in self._exact() if price <= budget.limit]
+        if not within:
+            raise self._unreachable(budget)
+        return min(within, key=lambda each: each[:2])[2]
 
     def _curve(self, order: str, path: Sequence[Decisions]) -> list[Point]:
         """Points evenly spread over the prices of a path, with their losses on all text."""
@@ -273,15 +296,17 @@ class Search:
         )
 
 
-def _is_measurement(name: str, value: Any) -> bool:
-    """Whether `value` is what a search keeps under `name`."""
+def _is_measurement(model: TransformedModel, name: str, value: Any) -> bool:
+    """Whether `value` is what a search of `model` keeps under `name`."""
     kind = name.partition(" ")[0]
-    return {"estimate": is_estimated, "loss": _is_loss, "relaxation": is_relaxation}.get(kind, _nothing)(value)
+    if kind == "estimate":
+        return is_estimated(model, value)
+    return {"loss": _is_loss, "relaxation": is_relaxation}.get(kind, _nothing)(value)
 
 
 def _is_loss(value: Any) -> bool:
     try:
-        return isinstance(value, str) and not math.isnan(float(value))
+        return isinstance(value, str) and float(value) > -math.inf
     except ValueError:
         return False
 

@@ -60,6 +60,10 @@ class State:
         """The measurement `name`, or None."""
         return self._found.get(name)
 
+    def damaged(self, name: str) -> InputError:
+        """What to raise where the measurement `name` cannot be one."""
+        return InputError(f"{self._path} is damaged at {name!r:.60}; {_WAY_OUT}")
+
     def count(self, prefix: str) -> int:
         """Measurements whose names begin so."""
         return sum(name.startswith(prefix) for name in self._found)
@@ -89,7 +93,7 @@ class State:
             )
         damaged = [name for name, value in measured.items() if not self._fits(name, value)]
         if damaged:
-            raise InputError(f"{path} is damaged at {damaged[0]!r:.60}; {_WAY_OUT}")
+            raise self.damaged(damaged[0])
         return measured
 
 

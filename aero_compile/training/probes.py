@@ -14,9 +14,7 @@ from aero_compile.ir.dataflow import live_inputs
 from aero_compile.ir.graph_model import remove_dead_nodes
 from aero_compile.model import TransformedModel
 from aero_compile.recipe.recipe import PASSES
-
-PLACES = ("ffn_input", "ffn_output", "stream")
-"""Where activations are measured in each layer: what the FFN reads, what it gives, and the stream that this joins."""
+from aero_compile.training.run_directory import PLACES
 
 _ADDED = tuple(f"{name.replace('-', '_')}." for name in PASSES)
 _MOST_BYTES = 512 << 20  # of covariances that are held at once

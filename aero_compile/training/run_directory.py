@@ -31,6 +31,8 @@ PARAMETERS_FILE = "parameters.jsonl"
 ACTIVATIONS_FILE = "activations.jsonl"
 ARTIFACT_FOLDER = "artifact"
 SEARCH_FILE = "search.json"
+PLACES = {"ffn_input": "what the FFN reads", "ffn_output": "what the FFN gives", "stream": "the stream behind the FFN"}
+"""Where each layer's activations are measured, as their records call it and in words."""
 IDENTITY_FILE = "identity.json"
 """In each checkpoint: what it was trained with."""
 LOCK_FILE = "run.lock"

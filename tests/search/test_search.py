@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib
 import json
 import random
@@ -100,6 +101,36 @@ def test_a_budget_in_reach_is_found_however_much_sums_promise() -> None:
     assert asked == [18, 27, 32, 34, 35, 36]
 
 
+def test_what_sums_do_not_tell_apart_is_estimated_before_a_budget_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms that are frozen cost nothing by themselves and something together, as where a layer's parts share one."""
+
+    def shared(model: Any, seq_len: int, **_: Any) -> Any:
+        found = counted(model, seq_len)
+        frozen = model.recipe.count("freeze-layer-norm")
+        return dataclasses.replace(found, bytes=found.bytes + 1_000_000 * max(0, frozen - 1))
+
+    monkeypatch.setattr(run, "estimate", shared)
+    least = searched("25 MB")
+    assert least.price.bytes == 25_000_000
+    assert "strip-layer-norm" in least.recipe
+    assert least.loss > searched("27 MB").loss
+
+
+def test_the_least_that_is_named_is_no_more_than_what_was_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each operation that goes saves a message by itself, and costs five with any other."""
+
+    def alone(model: Any, seq_len: int, **_: Any) -> Any:
+        found = counted(model, seq_len)
+        gone = 70 - found.bytes // 1_000_000
+        return dataclasses.replace(found, messages=100 - (gone > 0) + 5 * (gone > 7))
+
+    monkeypatch.setattr(run, "estimate", alone)
+    assert searched("99 messages").price.messages == 99
+    assert searched("100 messages").recipe == "baseline"
+    with pytest.raises(InputError, match=r"98 messages cannot be reached.* is 99 messages"):
+        searched("98 messages")
+
+
 def test_a_stopped_search_goes_on_and_measures_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = searched(f"{base() - 15_000_000} B", compare=run.ORDERS[:3] + ("random",), relaxation_steps=3)
     state, measured = tmp_path / "state.json", list[str]()
@@ -138,14 +169,16 @@ def test_a_stopped_search_goes_on_and_measures_nothing_twice(tmp_path: Path, mon
 
 
 _DAMAGE: dict[str, list[Any]] = {
-    "loss": [None, 5, [], {}, True, "x", "nan"],
+    "loss": [None, 5, [], {}, True, "x", "nan", "-inf"],
     "estimate": [
         *(None, 5, [], {"price": None}, {"price": {}}, {"price": {"bytes": "1"}}, {"layers": []}, {"layers": None}),
-        *({"layers": {"a": []}}, {"layers": {"0": [["op", "x"]]}}, {"layers": {"0": [["op"]]}}),
+        *({"layers": {"a": []}}, {"layers": {"0": [["op", "x"]]}}, {"layers": {"0": [["op"]]}}, {"layers": {}}),
+        {"price": {"bytes": 1.0, "seconds": 1.0, "rounds": 1.0, "messages": 1.0, "joules": 1.0}},
     ],
     "relaxation": [
         *(None, 5, [], {"step": "1"}, {"step": None}, {"multiplier": None}, {"numbers": [1.0]}, {"first": None}),
         {"second": "x"},
+        {"numbers": [1.0], "first": [1.0], "second": [1.0]},
     ],
 }
 
