@@ -191,14 +191,15 @@ class TransformedModel(Checkpointable, GraphModel):
             )
         tokens = next(n for n in graph.nodes if n.op == "placeholder" and n.target == self.convention.tokens)
         for attention in self.structure.attentions:
-            groups: tuple[Heads | StaticHeads, ...] = (*attention.groups, *attention.static)
+            groups: list[tuple[Heads | StaticHeads, fx.Node]] = [(heads, heads.softmax) for heads in attention.groups]
+            groups += [(heads, heads.probabilities) for heads in attention.static]
             found = [
-                taps.get((heads.softmax, measure))
-                or measured(graph, nodes[heads.softmax], measure, static=isinstance(heads, StaticHeads))
-                for heads in groups
+                taps.get((weights, measure))
+                or measured(graph, nodes[weights], measure, static=isinstance(heads, StaticHeads))
+                for heads, weights in groups
             ]
             numbers = (*attention.numbers, *attention.dropped)
-            args = (found, tokens, [heads.count for heads in groups], numbers, first)
+            args = (found, tokens, [heads.count for heads, _ in groups], numbers, first)
             yield graph.call_function(_by_head, args)
 
     def prepare(self, length: int | None = None, spreads: bool = False) -> TransformedModel:
@@ -387,7 +388,7 @@ def _by_head(
     parts = []
     for found, count in zip(rows, heads, strict=True):
         if found.numel() != batch * count * found.shape[-1]:
-            found = found.expand(batch, count, -1)
+            found = (found.flatten(1, -2) if found.dim() > 3 else found).expand(batch, count, -1)
         parts.append(found.reshape(batch, count, -1)[..., first : first + length])
     if sum(heads) < len(numbers):
         like = parts[0] if parts else torch.empty(0, device=tokens.device)

@@ -84,9 +84,12 @@ def find_static(node: fx.Node, live: set[fx.Node], values: Mapping[fx.Node, Any]
     """
     if node.target is not aten.matmul.default or node.args[0] in live or node.args[1] not in live:
         return None
-    softmax = node.args[0]
+    softmax, some = node.args[0], None
     while isinstance(softmax, fx.Node) and (softmax.target in VIEWS or softmax.target in _JOINS):
-        softmax = softmax.all_input_nodes[0]
+        table = softmax.all_input_nodes[0]
+        if softmax.target is aten.slice.Tensor and values[softmax].shape[-2:] == values[table].shape[-2:]:
+            some = some or softmax  # those of heads that went since are left out
+        softmax = table
     if not isinstance(softmax, fx.Node) or softmax.target is not aten.softmax.int or softmax.args[1] != -1:
         return None
     if any(user.target is aten.mul.Tensor for user in node.users):
@@ -95,4 +98,4 @@ def find_static(node: fx.Node, live: set[fx.Node], values: Mapping[fx.Node, Any]
     result = values[shared[0] if shared else node]
     # rows of several heads may be folded together behind the softmax; one row may be all that is taken of it
     rows = min(values[each].shape[-2] for each in (node.all_input_nodes[0], softmax))
-    return StaticHeads(softmax, node, result.numel() // (batch * result.shape[-1] * rows))
+    return StaticHeads(softmax, node, result.numel() // (batch * result.shape[-1] * rows), some or softmax)

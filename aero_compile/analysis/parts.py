@@ -49,11 +49,15 @@ class Heads:
 
 @dataclass(frozen=True)
 class StaticHeads:
-    """Heads whose probabilities depend on no token: `softmax` makes them of constants, `product` mixes the values."""
+    """Heads whose probabilities depend on no token: `softmax` makes them of constants, `product` mixes the values.
+
+    `probabilities` are those of these heads alone: `softmax` itself, or what is left of it where heads went since.
+    """
 
     softmax: fx.Node
     product: fx.Node
     count: int
+    probabilities: fx.Node
 
 
 @dataclass(frozen=True)

@@ -78,4 +78,5 @@ def _transformed(
     except InputError:
         if not any(isinstance(one, CalibratedPass) for one in recipe.passes):
             raise
-    return transform(captured, recipe, calibration=blocks_of_text(args, tokenizer, args.blocks)[0])
+    text = blocks_of_text(args, tokenizer, args.blocks, captured.max_positions)[0]
+    return transform(captured, recipe, calibration=text)

@@ -19,10 +19,13 @@ def add_text(parser: argparse.ArgumentParser) -> None:
     add("--tokenizer", help="Hub name or folder (default: the model's own)")
 
 
-def blocks_of_text(args: argparse.Namespace, own: str | None, count: int) -> tuple[Tensor, Tensor]:
+def blocks_of_text(
+    args: argparse.Namespace, own: str | None, count: int, most: int | None = None
+) -> tuple[Tensor, Tensor]:
     """At most `count` blocks of token ids `[N, T]` of each side of the dataset, T being `args.seq_len`.
 
-    `own`: the tokenizer that belongs to the model. Raises InputError without any, and DataError.
+    `own`: the tokenizer that belongs to the model; `most`: the longest T that it takes. Raises InputError without any
+    tokenizer, and DataError.
     """
     import torch
 
@@ -31,10 +34,11 @@ def blocks_of_text(args: argparse.Namespace, own: str | None, count: int) -> tup
     name = args.tokenizer or own
     if name is None:
         raise InputError(f"--model {args.model} has no tokenizer of its own: name one with --tokenizer")
-    tokens = count * args.seq_len
+    length = args.seq_len if most is None else min(args.seq_len, most)
+    tokens = count * length
     data = prepare(
         load_text(args.dataset, column=args.text_column),
-        context=args.seq_len,
+        context=length,
         tokenizer=name,
         max_train_tokens=tokens,
         max_validation_tokens=tokens,

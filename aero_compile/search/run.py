@@ -270,10 +270,10 @@ class Search:
         cheapest = self._cheapest()
         for decisions in (cheapest, {**path[-1], **cheapest}):
             self._estimated(decisions)
-        within = [(self._loss(each, self._probe), price, each) for price, each in self._exact() if price <= budget.limit]
+        within = [(price, each) for price, each in self._exact() if price <= budget.limit]
         if not within:
             raise self._unreachable(budget)
-        return min(within, key=lambda each: each[:2])[2]
+        return min(within, key=lambda each: (self._loss(each[1], self._probe), each[0]))[1]
 
     def _curve(self, order: str, path: Sequence[Decisions]) -> list[Point]:
         """Points evenly spread over the prices of a path, with their losses on all text."""

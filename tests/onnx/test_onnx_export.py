@@ -27,6 +27,7 @@ import onnxruntime
 import aero_compile
 from aero_compile import TransformedModel, export_onnx
 from aero_compile.__main__ import main
+from aero_compile.commands import export as command
 from aero_compile.errors import ExportError
 from aero_compile.onnx import export as onnx_export
 from aero_compile.onnx.census import onnx_census
@@ -36,7 +37,7 @@ from aero_compile.training.tokenizer import train_tokenizer
 from tests.support import tiny_models
 from tests.support.budgets import by_default
 from tests.support.tiny_models import POSITIONS, VOCAB, transformed
-from tests.support.tiny_runs import tiny_gpt2
+from tests.support.tiny_runs import CONTEXT, tiny_gpt2
 
 NONLINEAR = {"Gelu", "LayerNormalization", "RMSNormalization", "Relu", "LeakyRelu", "Sigmoid", "Tanh", "Erf", "Pow"}
 NONLINEAR |= {"Sqrt", "Reciprocal", "Div", "Exp", "Log", "ReduceMean", "ReduceMax", "Max", "Min", "Clip", "Abs"}
@@ -382,6 +383,29 @@ def test_recipes_that_measure_text_are_given_some(
     fed = {"input_ids": ids.numpy(), "attention_mask": np.ones((2, 7), np.int64)}
     (found,) = onnxruntime.InferenceSession(str(out)).run(["logits"], fed)
     assert np.allclose(found, expected(ids).logits.detach().numpy(), atol=1e-4)
+
+
+def test_no_block_is_longer_than_what_the_model_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, lengths = list[tuple[int, int | None]](), list[int]()
+    two_sides = command.blocks_of_text
+
+    def blocks_of_text(args: Any, own: str | None, count: int, most: int | None) -> tuple[Tensor, Tensor]:
+        found = two_sides(args, own, count, most)
+        asked.append((args.seq_len, most))
+        lengths.append(found[0].shape[1])
+        return found
+
+    monkeypatch.setattr(command, "blocks_of_text", blocks_of_text)
+    monkeypatch.setattr(onnx_export, "export_onnx", lambda *_, **__: "written")
+    (tmp_path / "texts").mkdir()
+    for i in range(9):
+        (tmp_path / "texts" / f"{i}.txt").write_text(f"def f{i}(x):\n    return {i} * x\n" * 5, encoding="utf-8")
+    tiny_gpt2().save_pretrained(tmp_path / "model")
+    train_tokenizer(["return x"], 270).save_pretrained(str(tmp_path / "model"))
+    flags = ["--model", str(tmp_path / "model"), "--dataset", str(tmp_path / "texts"), "--recipe", "freeze-layer-norm"]
+    assert main(["export", *flags, str(tmp_path / "model.onnx")]) == 0
+    assert asked == [(128, CONTEXT)]
+    assert lengths == [CONTEXT]
 
 
 def test_the_command(quick: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,6 +84,21 @@ def test_with_static_heads_in_any_order() -> None:
         assert [each.dropped for each in model.structure.attentions] == [(0, 1), (0,)]
 
 
+@pytest.mark.parametrize("name", by_default((*tiny_models.EVERY, "bloom-eager", "mpt-eager"), "bloom-eager"))
+@pytest.mark.parametrize("static", ["all", "1.*", "1.0-2"])
+def test_entropies_of_static_heads_that_go_later(name: str, static: str) -> None:
+    ids = tokens(2, 7)
+    base = transformed(name, f"static-attention{{heads={static}}}")
+    model = transformed(name, f"static-attention{{heads={static}}},drop-heads{{heads=1.0+1.2}}")
+    expected = [layer.clone() for layer in base(ids, output_entropies=True).entropies]
+    expected[1][:, [0, 2]] = 0.0
+    found = model(ids, output_entropies=True).entropies
+    torch.testing.assert_close(found[1][:, [0, 2]], expected[1][:, [0, 2]])
+    torch.testing.assert_close(found[0], expected[0])
+    kept = [1] if static == "1.0-2" else [1, 3]  # a softmax depends on what reaches it
+    torch.testing.assert_close(found[1][:, kept], expected[1][:, kept])
+
+
 def test_entropies_and_temperatures_follow() -> None:
     ids = tokens()
     base, model = (

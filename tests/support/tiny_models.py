@@ -66,6 +66,11 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
 
 EVERY = tuple(FAMILIES)
 
+_BIASED: Mapping[str, Callable[[], nn.Module]] = {
+    f"{kind}-eager": functools.partial(hugging_face, kind) for kind in ("bloom", "mpt")
+}
+"""Attention with linear biases (ALiBi), for the tests that ask for it."""
+
 UNLIKE = ("gpt2-eager", "llama-sdpa", "nanogpt", "lecture", "functional", "encoder-post")
 """Six that share the least: layers, heads, norms, positions and outputs are written another way in each."""
 
@@ -75,7 +80,7 @@ def source(name: str) -> nn.Module:
     """The model of a family, in evaluation mode, the same in every process; shared, so it must not be changed."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)  # `randomize` adds to biases that are drawn when a model is made
-        return FAMILIES[name]().eval()
+        return (FAMILIES | _BIASED)[name]().eval()
 
 
 @made_once
