@@ -270,10 +270,10 @@ class Search:
         cheapest = self._cheapest()
         for decisions in (cheapest, {**path[-1], **cheapest}):
             self._estimated(decisions)
-        within = [(price, each) for price, each in self._exact() if price <= budget.limit]
-        if not within:
+        known = [(price, each) for price, each in self._exact() if price <= budget.limit]
+        if not known:
             raise self._unreachable(budget)
-        return min(within, key=lambda each: (self._loss(each[1], self._probe), each[0]))[1]
+        return min(known, key=lambda each: (self._loss(each[1], self._probe), each[0]))[1]
 
     def _curve(self, order: str, path: Sequence[Decisions]) -> list[Point]:
         """Points evenly spread over the prices of a path, with their losses on all text."""

@@ -96,6 +96,7 @@ class RegularizedTrainer(Trainer):
 
     def train_to_end(self, checkpoint: Path | None) -> None:
         """Train, from `checkpoint` on if there is one; no step where there is none left to take."""
+        self.args.eval_on_start &= checkpoint is None  # what is resumed was looked at when it began
         blocks: Any = self.train_dataset
         if isinstance(blocks, StreamedBlocks):
             state = None if checkpoint is None else checkpoint / STATE_FILE

@@ -28,6 +28,7 @@ import aero_compile
 from aero_compile import TransformedModel, export_onnx
 from aero_compile.__main__ import main
 from aero_compile.commands import export as command
+from aero_compile.commands import text
 from aero_compile.errors import ExportError
 from aero_compile.onnx import export as onnx_export
 from aero_compile.onnx.census import onnx_census
@@ -387,10 +388,9 @@ def test_recipes_that_measure_text_are_given_some(
 
 def test_no_block_is_longer_than_what_the_model_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, lengths = list[tuple[int, int | None]](), list[int]()
-    two_sides = command.blocks_of_text
 
     def blocks_of_text(args: Any, own: str | None, count: int, most: int | None) -> tuple[Tensor, Tensor]:
-        found = two_sides(args, own, count, most)
+        found = text.blocks_of_text(args, own, count, most)
         asked.append((args.seq_len, most))
         lengths.append(found[0].shape[1])
         return found

@@ -80,7 +80,7 @@ def source(name: str) -> nn.Module:
     """The model of a family, in evaluation mode, the same in every process; shared, so it must not be changed."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)  # `randomize` adds to biases that are drawn when a model is made
-        return (FAMILIES | _BIASED)[name]().eval()
+        return {**FAMILIES, **_BIASED}[name]().eval()
 
 
 @made_once

@@ -111,6 +111,14 @@ def test_resume_gives_what_an_uninterrupted_run_gives(tmp_path: Path) -> None:
     assert len(record["sessions"]) == 2
 
 
+def test_what_is_resumed_is_not_evaluated_once_more_at_its_start(tmp_path: Path) -> None:
+    folder = shutil.copytree(stopped(), tmp_path / "run")
+    asked = evaluating(folder, eval_on_start=True)
+    result = retrain(regularized(resume="last"), asked, model=softmax_only(), datasets=blocks())
+    steps = [line["step"] for line in result.history if "eval_loss" in line]
+    assert steps == sorted(set(steps))
+
+
 def test_a_retrained_artifact_is_resumed_with_the_optimizer_states_of_its_parameters(tmp_path: Path) -> None:
     """The artifact is read anew, and the optimizer's states have numbers instead of names."""
     artifact = aero_compile.save(captured(), tmp_path / "artifact")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from aero_compile.training import probes
+from aero_compile.training.run_directory import PLACES
 from tests.support.budgets import by_default, few
 from tests.support.tiny_models import UNLIKE, captured, source, tokens, transformed
 
@@ -127,7 +128,7 @@ def test_every_ffn_of_a_family_is_measured(family: str) -> None:
     count = len(model.structure.ffns)
     scales, spectra = probes.activation_scales(model, batches), probes.ffn_spectra(model, batches)
     assert count > 0
-    for place in probes.PLACES:
+    for place in PLACES:
         assert len(scales[place]["rms"]) == count
         assert all(0 < rms <= top for rms, top in zip(scales[place]["rms"], scales[place]["max"], strict=True))
     for side in ("before", "after"):
