@@ -2,10 +2,10 @@
 
 Ways: the source model with PyTorch's fused attention (`source`), the transformed one without (`transformed`) and with
 entropy regularization (`entropies`), and the paper's listing, entropies from probabilities that are held (`listing`).
-A step is forward and backward. Each way runs in a process of its own with one thread, several times, the least is kept.
-Ratios are of processor seconds, which other work on the machine hardly changes; the clock's seconds are told as well.
-Memory is what the process's largest resident set grew by from before the first step; that of the source is no measure
-for the others, whose capture has loaded and allocated much of it before.
+A step is forward and backward. Each way runs in a process of its own with one thread. They take their steps in turn,
+and the least is kept. Ratios are of processor seconds, which other work on the machine hardly changes; the clock's
+seconds are told as well. Memory is what the process's largest resident set grew by from before the first step; that of
+the source is no measure for the others, whose capture has loaded and allocated much of it before.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def step_of(way: str, family: str, length: int, batch: int, compiled: bool) -> C
     return step
 
 
-def measure(way: str, family: str, length: int, batch: int, repeats: int, compiled: bool) -> dict[str, Any]:
-    """One row: seconds of a step and memory, in this process."""
+def measure(connection: Any, way: str, family: str, length: int, batch: int, compiled: bool) -> None:
+    """Take a step, then one whenever `connection` asks for its seconds; at the end send the memory."""
     import torch
 
     torch.set_num_threads(1)
@@ -116,16 +116,12 @@ def measure(way: str, family: str, length: int, batch: int, repeats: int, compil
     gc.collect()
     before = _resident()
     step()
-    runs = []
-    for _ in range(repeats):
+    connection.send("ready")
+    while connection.recv():
         wall, processor = time.perf_counter(), time.process_time()
         step()
-        runs.append({"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - processor})
-    cuda = torch.cuda.is_available()
-    peak = torch.cuda.max_memory_allocated() if cuda else _largest() - before
-    row = {"family": family, "length": length, "batch": batch, "way": way, "compiled": compiled, "runs": runs}
-    key = "wall_s" if cuda else "cpu_s"
-    return {**row, **{k: min(run[k] for run in runs) for k in ("wall_s", "cpu_s")}, "by": key, "peak_bytes": peak}
+        connection.send({"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - processor})
+    connection.send(torch.cuda.max_memory_allocated() if torch.cuda.is_available() else _largest() - before)
 
 
 def _resident() -> int:
@@ -138,30 +134,66 @@ def _largest() -> int:
 
 def _child(connection: Any, arguments: tuple[Any, ...]) -> None:
     try:
-        connection.send(measure(*arguments))
+        measure(connection, *arguments)
     except Exception as error:
-        connection.send(f"{type(error).__name__}: {error}")
+        connection.send(InputError(f"measuring {arguments} failed: {type(error).__name__}: {error}"))
 
 
-def measure_apart(*arguments: Any) -> dict[str, Any]:
+class _Apart:
     """`measure` in a process of its own, a copy of this one, which has computed nothing yet."""
+
+    def __init__(self, *arguments: Any) -> None:
+        import torch
+
+        forks: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
+        self._connection, theirs = forks.Pipe()
+        self._arguments = arguments
+        self._process = forks.Process(target=_child, args=(theirs, arguments), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._answer()
+
+    def seconds(self) -> dict[str, float]:
+        """Of one more step, by the clock and of the processor."""
+        self._connection.send(True)
+        found: dict[str, float] = self._answer()
+        return found
+
+    def end(self) -> int:
+        """The memory in bytes, and no more steps."""
+        self._connection.send(False)
+        found: int = self._answer()
+        self._process.join()
+        return found
+
+    def _answer(self) -> Any:
+        try:
+            found = self._connection.recv()
+        except EOFError:
+            raise InputError(f"measuring {self._arguments} ended without a result") from None
+        if isinstance(found, InputError):
+            raise found
+        return found
+
+
+def measure_in_turn(
+    ways: Sequence[str], family: str, length: int, batch: int, repeats: int, compiled: bool
+) -> list[dict[str, Any]]:
+    """A row of each way. They take their steps in turn, so that a machine that slows down slows all alike."""
     import torch
 
-    forks: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
-    ours, theirs = forks.Pipe()
-    child = forks.Process(target=_child, args=(theirs, arguments))
-    child.start()
-    theirs.close()
-    try:
-        found = ours.recv()
-    except EOFError:
-        raise InputError(f"measuring {arguments} ended without a result") from None
-    finally:
-        child.join()
-    if isinstance(found, str):
-        raise InputError(f"measuring {arguments} failed: {found}")
-    result: dict[str, Any] = found
-    return result
+    apart = {way: _Apart(way, family, length, batch, compiled) for way in ways}
+    runs: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+    for _ in range(repeats):
+        for way, process in apart.items():
+            runs[way].append(process.seconds())
+    by = "wall_s" if torch.cuda.is_available() else "cpu_s"
+    rows = []
+    for way, process in apart.items():
+        row = {"family": family, "length": length, "batch": batch, "way": way, "compiled": compiled, "runs": runs[way]}
+        least = {key: min(run[key] for run in runs[way]) for key in ("wall_s", "cpu_s")}
+        rows.append({**row, **least, "by": by, "peak_bytes": process.end()})
+    return rows
 
 
 def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -216,13 +248,13 @@ def _run(arguments: list[str]) -> int:
     rows = []
     for family in options.families:
         for length in options.lengths:
-            for way in options.ways:
-                batch = max(1, options.tokens // length)
-                rows.append(measure_apart(way, family, length, batch, options.repeats, options.compiled))
-                rows[-1]["command"] = command_line()
-                print(f"{family} T={length} {way}: {rows[-1]['cpu_s']:.3f} s", file=sys.stderr, flush=True)
-                if options.output is not None:
-                    _write(options.output, rows)
+            batch = max(1, options.tokens // length)
+            found = measure_in_turn(options.ways, family, length, batch, options.repeats, options.compiled)
+            for row in found:
+                print(f"{family} T={length} {row['way']}: {row['cpu_s']:.3f} s", file=sys.stderr, flush=True)
+            rows += [{**row, "command": command_line()} for row in found]
+            if options.output is not None:
+                _write(options.output, rows)
     print(text(with_ratios(rows)))
     return 0
 

@@ -1,4 +1,4 @@
-"""Attention in blocks of query rows, whose scores the backward pass computes again.
+"""Attention in blocks of query rows, whose scores the backward pass computes again unless they are few.
 
 What is held is one block of scores, `[…, rows, keys]`, and gradients of keys and values: memory grows with T, not T².
 Dropout draws block by block: other numbers than over the whole matrix, and the same ones for the same seed.
@@ -24,6 +24,9 @@ BLOCK_ELEMENTS = {"cpu": 2**21, "cuda": 2**26}
 
 _FEWEST, _MOST = 16, 256
 """Rows of a block."""
+
+KEPT = 2**21
+"""Scores of a layer that are held for the backward pass, if one block has all: so few cost less memory than time."""
 
 
 @dataclass(frozen=True)
@@ -82,24 +85,21 @@ def attention_function(plan: Plan) -> Callable[..., tuple[Tensor, ...]]:
 def _by_blocks(plan: Plan, inputs: Sequence[Any], dropouts: Sequence[nn.Module], drawn: bool) -> tuple[Tensor, ...]:
     query, key = inputs[plan.query], inputs[plan.key]
     rows, keys = query.shape[_dim(plan.axes[plan.query].rows)], key.shape[_dim(plan.axes[plan.key].keys)]
-    size = _block_size(query, rows, keys)
+    of_row = query.numel() // (rows * query.shape[-1]) * keys
+    size = max(_FEWEST, min(_MOST, BLOCK_ELEMENTS.get(query.device.type, BLOCK_ELEMENTS["cuda"]) // of_row))
+    held = size >= rows and rows * of_row <= KEPT
     found = []
     for first in range(0, rows, size):
         count = min(size, rows - first)
         seen = first + count if plan.causal and rows == keys else keys
         cut = [_cut(value, axes, first, count, seen) for value, axes in zip(inputs, plan.axes, strict=True)]
         arguments = (first, count, seen, *cut, *dropouts)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not held:
             found.append(checkpoint(plan.block, *arguments, use_reentrant=False, preserve_rng_state=drawn))
         else:
             found.append(plan.block(*arguments))
     dims = (plan.result, *(-1 for _ in plan.measures))
     return tuple(torch.cat(parts, dim) for parts, dim in zip(zip(*found, strict=True), dims, strict=True))
-
-
-def _block_size(query: Tensor, rows: int, keys: int) -> int:
-    each = query.numel() // (rows * query.shape[-1]) * keys
-    return max(_FEWEST, min(_MOST, BLOCK_ELEMENTS.get(query.device.type, BLOCK_ELEMENTS["cuda"]) // each))
 
 
 def _cut(value: Any, axes: Axes, first: int, count: int, seen: int) -> Any:

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import aero_compile
 from aero_compile import TransformedModel, model
@@ -161,6 +162,27 @@ def test_no_tensor_of_all_pairs_of_positions(kind: str, monkeypatch: pytest.Monk
     with Largest() as seen:  # type: ignore[no-untyped-call]
         results(transformed, ids)
     assert seen.elements >= 512 * 512
+
+
+@pytest.mark.usefixtures("rewritten")
+def test_scores_are_held_where_one_block_has_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = list[str]()
+
+    def counted(*values: Any, **options: Any) -> Any:
+        calls.append("again")
+        return checkpoint(*values, **options)
+
+    monkeypatch.setattr(blocks, "checkpoint", counted)
+    transformed, ids = copy.deepcopy(tiny_models.captured("bloom-eager")).train(), tiny_models.tokens(2, 13)
+    expected = results(transformed, ids)
+    assert calls  # several blocks
+    monkeypatch.setattr(blocks, "_MOST", 64)
+    scores = 2 * tiny_models.HEADS * 13 * 13
+    for kept, again in ((scores, False), (scores - 1, True)):
+        calls.clear()
+        monkeypatch.setattr(blocks, "KEPT", kept)
+        torch.testing.assert_close(results(transformed, ids), expected)
+        assert bool(calls) == again
 
 
 @pytest.mark.usefixtures("rewritten")
