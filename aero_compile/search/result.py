@@ -52,6 +52,8 @@ class SearchResult:
         measure: what the budget limits, a field of `Price`; `limit` is how much of it, or None.
         estimates: full estimates that were made, those of an earlier run included.
         seed, settings: what the search was told.
+        way: parts of the recipe as recipes, each with more than the one before it, in the order of the search, with the
+            share of what the whole saves (by sums).
     """
 
     recipe: str
@@ -66,6 +68,7 @@ class SearchResult:
     estimates: int
     seed: int
     settings: Mapping[str, Any] = field(default_factory=dict)
+    way: Sequence[tuple[float, str]] = ()
 
     @property
     def curve(self) -> tuple[Point, ...]:
@@ -106,7 +109,8 @@ class SearchResult:
     def stages(self, count: int, steps: int) -> str:
         """The recipe in `count` parts of about equal savings, in the order of the search, for `retrain --stages`.
 
-        Each has its share of `steps`; what an earlier one replaced stays.
+        Each has its share of `steps`, and all that those before it gave up. Parts that the search took at once are not
+        divided: then there are fewer stages, and the longer ones.
 
         Raises:
             InputError: there is no recipe, or fewer steps than stages.
@@ -116,15 +120,12 @@ class SearchResult:
         if count < 1:
             raise InputError(f"{steps} steps cannot be divided into {count} stages")
         check_stages_fit(count, steps)
-        base, end = (getattr(price, self.measure) for price in (self.base.price, self.price))
-        ends = [steps * (i + 1) // count - steps * i // count for i in range(count)]
-        recipes = []
-        for i in range(1, count):
-            wanted = base + (end - base) * i / count
-            before = [p for p in self.curves[self.order] if getattr(p.price, self.measure) >= max(wanted, end)]
-            recipes.append(min(before, key=lambda p: getattr(p.price, self.measure)).recipe)
-        texts = ["" if recipe == "baseline" else recipe for recipe in (*recipes, self.recipe)]
-        return "; ".join(f"{steps}: {text}" for steps, text in zip(ends, texts, strict=True))
+        parts: dict[str, int] = {}
+        for i in range(count):
+            most = (recipe for share, recipe in self.way if share >= (i + 1) / count)
+            recipe = self.recipe if i == count - 1 else next(most, self.recipe)
+            parts[recipe] = parts.get(recipe, 0) + steps * (i + 1) // count - steps * i // count
+        return "; ".join(f"{steps}: {'' if text == 'baseline' else text}" for text, steps in parts.items())
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain data, with versions, command and settings."""

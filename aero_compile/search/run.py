@@ -145,6 +145,7 @@ class Search:
             limit=None if self._budget is None else self._budget.limit,
             estimates=self._state.count("estimate "),
             seed=settings.seed,
+            way=() if chosen is None else self._way(paths[settings.order], chosen),
             settings={
                 **asdict(settings),
                 "network": str(settings.network),
@@ -158,6 +159,17 @@ class Search:
         for choice, sites in self._gated.of_choice.items():
             passes += choice.passes(sites, decisions)
         return ",".join(passes) or "baseline"
+
+    def _way(self, path: Sequence[Decisions], chosen: Decisions) -> tuple[tuple[float, str], ...]:
+        """Parts of `chosen`, each with more than the one before it, in the order in which `path` comes to them."""
+        final, parts = in_force(chosen), list[Decisions]()
+        for decisions in (*path, chosen):
+            part = {site: option for site, option in final.items() if site in decisions}
+            if len(part) > (len(parts[-1]) if parts else 0):
+                parts.append(part)
+        base, saved = self._price({}), self._price({}) - self._price(final)
+        shares = [(base - self._price(part)) / saved if saved > 0 else 1.0 for part in parts]
+        return tuple((share, self._recipe(part)) for share, part in zip(shares, parts, strict=True))
 
     # -- measurements ------------------------------------------------------------------------------------
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -16,6 +18,7 @@ import aero_compile
 from aero_compile.errors import InputError
 from aero_compile.retrain import RetrainArguments, RetrainOptions, retrain
 from aero_compile.search import run
+from aero_compile.search.sites import Site
 from aero_compile.training.data import Documents, TrainingData, prepare
 from aero_compile.training.run_directory import SEARCH_FILE
 from aero_compile.training.stages import parse_stages
@@ -54,22 +57,67 @@ def test_the_model_is_searched_then_trained(
     assert found.history[-1]["step"] == 6
 
 
-def test_stages_of_a_search_lead_to_its_recipe(model: Any, data: TrainingData, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "choices", [("activations", "heads"), ("activations", "norms"), ("heads", "local:4", "neurons"), ("drops", "norms")]
+)
+def test_stages_of_a_search_lead_to_its_recipe(
+    choices: tuple[str, ...], model: Any, data: TrainingData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every stage gives up a part of it, and no head, norm or activation becomes something else in between."""
     monkeypatch.setattr(run, "estimate", counted)
     limit = counted(model, CONTEXT).bytes - 20_000_000
     blocks = data.train.sample(1, 4)
-    found = aero_compile.search(model, f"{limit} B", CONTEXT, calibration=blocks, choices=("activations", "heads"))
+    found = aero_compile.search(model, f"{limit} B", CONTEXT, calibration=blocks, choices=choices)
     stages = parse_stages(found.stages(3, 10))
-    assert [stage.steps for stage in stages] == [3, 3, 4]
+    assert sum(stage.steps for stage in stages) == 10
+    assert len({stage.text for stage in stages}) == len(stages)
     assert stages[-1].text == found.recipe
+    at_once = aero_compile.transform(model, found.recipe, calibration=blocks)
     sizes = [counted(model, CONTEXT).bytes]
     for stage in stages:
-        model = aero_compile.transform(model, stage.text)
+        model = aero_compile.transform(model, stage.text, calibration=blocks)
         sizes.append(counted(model, CONTEXT).bytes)
-    assert all(later <= earlier for earlier, later in itertools.pairwise(sizes))
+    assert all(later < earlier for earlier, later in itertools.pairwise(sizes))
     assert sizes[-1] == found.price.bytes
+    if not any(word in found.recipe for word in ("freeze", "mean")):  # what is measured, is where it goes
+        ids = data.train.sample(1, 2)[0]
+        torch.testing.assert_close(model.eval()(ids).logits, at_once.eval()(ids).logits)
     with pytest.raises(InputError, match="2 steps cannot be divided into 3 stages"):
         found.stages(3, 2)
+
+
+def test_a_stage_gives_up_what_the_recipe_does() -> None:
+    """What the order changed its mind about, and what it gave up behind the chosen decisions, is in no stage."""
+    one, two, three = (Site("heads", f"0.{i}", 0, "heads", ("softmax", "uniform", "mean")) for i in range(3))
+    told: Any = SimpleNamespace(
+        _price=lambda decisions: 10.0 - 2 * len(decisions),
+        _recipe=lambda decisions: ",".join(f"{site.name}={option}" for site, option in decisions.items()),
+    )
+    path = [
+        {},
+        {one: "mean"},
+        {one: "uniform"},
+        {one: "uniform", two: "mean"},
+        {one: "mean", two: "mean", three: "mean"},
+    ]
+    way = run.Search._way(told, path, path[3])
+    assert way == ((0.5, "0.0=uniform"), (1.0, "0.0=uniform,0.1=mean"))
+    assert run.Search._way(told, path, {}) == ()
+    off_the_path = run.Search._way(told, path, {three: "uniform"})
+    assert off_the_path == ((1.0, "0.2=uniform"),)
+
+
+def test_stages_have_about_equal_savings(model: Any, data: TrainingData, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "estimate", counted)
+    limit, blocks = counted(model, CONTEXT).bytes - 10_000_000, data.train.sample(1, 4)
+    found = aero_compile.search(model, f"{limit} B", CONTEXT, calibration=blocks, choices=("activations",))
+    fine = dataclasses.replace(found, recipe="d", way=[(0.1, "a"), (0.4, "b"), (0.7, "c"), (1.0, "d")])
+    assert fine.stages(2, 8) == "4: c; 4: d"
+    assert fine.stages(3, 9) == "3: b; 3: c; 3: d"
+    assert fine.stages(4, 8) == "2: b; 2: c; 4: d"
+    assert fine.stages(1, 8) == "8: d"
+    nothing = dataclasses.replace(found, recipe="baseline", way=())
+    assert nothing.stages(2, 8) == "8: "
 
 
 def test_the_forward_of_the_budget_is_that_of_the_command(
