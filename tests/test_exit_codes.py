@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,3 +55,27 @@ def test_bugs_are_not_hidden() -> None:
         exit_code(lambda: 1 // 0)
     with pytest.raises(OSError, match="no file"):
         exit_code(lambda: raising(OSError("no file of a user's")))
+    with pytest.raises(BrokenPipeError):
+        exit_code(lambda: raising(BrokenPipeError("a link to the other party")))
+
+
+@pytest.mark.parametrize("buffered", ["", "1"])
+def test_output_that_nobody_reads_ends_quietly(buffered: str) -> None:
+    code = "from aero_compile.exit_codes import exit_code\nprint('started', flush=True)\ninput()\n"
+    code += "raise SystemExit(exit_code(lambda: print('told') or 0))\n"
+    child = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": buffered},
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    assert child.stderr is not None
+    child.stdout.readline()
+    child.stdout.close()
+    child.stdin.write(b"\n")
+    child.stdin.close()
+    assert child.stderr.read() == b""
+    assert child.wait() == 141
