@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aero_compile.analysis.layer_sets import chosen_layers
-from aero_compile.analysis.parts import Heads
+from aero_compile.analysis.parts import Attention, Heads
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.graph_pass import PassResult
 from aero_compile.ir.attention_weights import attention_weights, kind_of_weights
@@ -29,21 +29,21 @@ class AttentionWeightsPass(LayersPass):
     def weights(self) -> dict[str, Any]:
         """What `attention_weights` is called with, beside scores and their axis."""
 
-    def prepare(self, model: TransformedModel, heads: Heads) -> None:
+    def prepare(self, model: TransformedModel, attention: Attention, heads: Heads) -> None:
         """Change what the scores of `heads` are computed from, before their softmax is replaced."""
 
     def call(self, model: TransformedModel) -> PassResult:
         chosen = chosen_layers(self.layers, model.num_layers, self.name)
         attentions = [each for each in model.structure.attentions if each.layer in chosen]
-        found = [heads for attention in attentions for heads in attention.groups if not self._is_made(heads)]
-        for heads in found:
+        found = [(each, heads) for each in attentions for heads in each.groups if not self._is_made(heads)]
+        for attention, heads in found:
             kind = kind_of_weights(heads.softmax)
             if kind != "softmax":
                 raise UnsupportedGraphError(
                     f"{self.name} replaces softmaxes, but {place(heads.softmax)} has {kind} in its place already"
                 )
-            self.prepare(model, heads)
-        for heads in found:
+            self.prepare(model, attention, heads)
+        for _, heads in found:
             rewriter = Rewriter(heads.softmax)
             rewriter.replace(rewriter.call(attention_weights, *self._arguments(heads)))
         if found:

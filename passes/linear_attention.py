@@ -3,17 +3,22 @@
 Before → after (per head, n the number of keys that a position sees):
     softmax(mask(c·Q·Kᵀ))  → s/(Σs + n·ε), s = c·φ(Q)·φ(K)ᵀ           where not hidden, else 0
 
-    features=elu     φ(x) = elu(x) + 1 = relu(x) + exp(min(x, 0)), theirs (eq. 7)
-    features=relu    φ(x) = relu(x)
-    features=square  φ(x) = x²
-
-Not among them: exp(x) and the random features of Performers (Choromanski et al. 2021). Their exponents have either sign
-and are tamed by a maximum over features and keys, which costs two parties more than the softmax that it replaces.
+    features=elu        φ(x) = elu(x) + 1 = relu(x) + exp(min(x, 0)), theirs (eq. 7)
+    features=relu       φ(x) = relu(x)
+    features=square     φ(x) = x²
+    features=exp        φ(x) = exp(x)
+    features=performer  φ(x) = exp(√c·W·x − c·|x|²/2)/√m, W of m random directions, orthogonal in blocks, fixed for each
+                        layer, so that c·φ(q)·φ(k) is c·exp(c·q·k) on average (Performers, Choromanski et al. 2021)
 
 The scale c, which stands before the softmax, cancels but for ε. What is computed is their causal attention (eq. 9)
 with the products in the other order, T×T weights a head, as masks and private matrix products have them. Two parties
 compute φ for T·d values a head and side instead of T²/2 exponentials, and one reciprocal a row. A bias of positions
 that is added to the scores (ALiBi) has no place in it: such models are refused.
+
+Directions are a buffer, `linear_attention.<layer>.directions`, `[d, m]`: the server's, or with
+`public="linear_attention.*"` known to clients, so that products with them are local work. Exponents of either sign are
+not tamed by a maximum over keys, as the Performer's are, which a position could not know of later ones: a private run
+checks that they lie where its exponential holds, and refuses others by name.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ import torch
 from torch import fx
 
 from aero_compile.analysis.causality import added_to_scores
-from aero_compile.analysis.parts import Heads
+from aero_compile.analysis.parts import Attention, Heads
 from aero_compile.errors import RecipeError, UnsupportedGraphError
 from aero_compile.graph_pass import PassResult
 from aero_compile.ir.dataflow import live_inputs
@@ -35,10 +40,11 @@ from aero_compile.ir.places import place
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
 from aero_compile.passes._attention_weights import AttentionWeightsPass
+from aero_compile.passes._feature_maps import BY_ELEMENT, by_element, orthogonal_directions, random_features
 
 aten = torch.ops.aten
 
-FEATURES = ("elu", "relu", "square")
+FEATURES = (*BY_ELEMENT, "performer")
 
 _PLAIN = VIEWS | SCALES | SUMS | CHOICES | {aten.maximum.default, aten.clamp.default, aten.clamp_min.default}
 """How scores are scaled and masked."""
@@ -49,12 +55,16 @@ class LinearAttention(AttentionWeightsPass):
     """Replace softmax attention by linear attention.
 
     Options:
-        features: `elu`, `relu` or `square`.
+        features: `elu`, `relu`, `square`, `exp` or `performer`.
         eps: ε ≥ 0. With 1/64, the default, a private run refuses no row for being small.
+        random_features: m of `performer`; 0 takes as many as a head is wide.
+        seed: of the directions of `performer`.
     """
 
     features: str = "elu"
     eps: float = 0.015625
+    random_features: int = 0
+    seed: int = 0
 
     name: ClassVar[str] = "linear-attention"
     preserves_numerics: ClassVar[bool] = False
@@ -64,52 +74,87 @@ class LinearAttention(AttentionWeightsPass):
         self.check_one_of("features", FEATURES)
         if not (math.isfinite(self.eps) and self.eps >= 0):
             raise RecipeError(f"{self.name}: eps must be at least 0, got {self.eps}")
+        for option in ("random_features", "seed"):
+            if getattr(self, option) < 0:
+                raise RecipeError(f"{self.name}: {option} must not be negative, got {getattr(self, option)}")
+            if getattr(self, option) and self.features != "performer":
+                raise RecipeError(f"{self.name}: {option} is of features=performer alone")
 
     def weights(self) -> dict[str, Any]:
         return {"kind": "normalized", "power": 1, "eps": self.eps}
 
     def call(self, model: TransformedModel) -> PassResult:
-        others = [
-            each for each in model.history if isinstance(each, LinearAttention) and each.features != self.features
-        ]
+        others = [each for each in model.history if isinstance(each, LinearAttention) and each._map != self._map]
         if others:
             raise UnsupportedGraphError(f"{self.name}: the model has other features already, by {others[0]}")
         return super().call(model)
 
-    def prepare(self, model: TransformedModel, heads: Heads) -> None:
-        self._require_plain_scores(model, heads)
+    @property
+    def _map(self) -> tuple[str, int, int]:
+        return self.features, self.random_features, self.seed
+
+    def prepare(self, model: TransformedModel, attention: Attention, heads: Heads) -> None:
+        scale = self._scale_of_plain_scores(model, heads)
+        if self.features == "performer":
+            self._take_random_features(model, attention, heads, scale)
+            return
         for side in (0, 1):
             value, reader = heads.scores.args[side], heads.scores
             assert isinstance(value, fx.Node)
             while value.target in VIEWS and len(value.users) == len(value.all_input_nodes[0].users) == 1:
                 value, reader = value.all_input_nodes[0], value
-            features = self._features(value, heads.scores)
+            features = by_element(Rewriter.after(value, like=heads.scores), self.features, value)
             if reader is heads.scores:  # which may read one value on both sides
                 reader.args = tuple(features if at == side else each for at, each in enumerate(reader.args))
             else:
                 reader.replace_input_with(value, features)
 
-    def _features(self, value: fx.Node, like: fx.Node) -> fx.Node:
-        call = Rewriter.after(value, like=like).call
-        if self.features == "square":
-            return call(aten.mul.Tensor, value, value)
-        positive = call(aten.relu.default, value)
-        if self.features == "relu":
-            return positive
-        negative = call(aten.sub.Tensor, value, positive)
-        return call(aten.add.Tensor, positive, call(aten.exp.default, negative))
+    def _take_random_features(
+        self, model: TransformedModel, attention: Attention, heads: Heads, scale: float | None
+    ) -> None:
+        if scale is None or scale <= 0:
+            raise self._refused(heads.softmax, "scores that are multiplied by anything but a positive number")
+        queries, keys = heads.scores.args
+        assert isinstance(queries, fx.Node)
+        width = int(model.structure.values[queries].shape[-1])
+        count, group = self.random_features or width, attention.groups.index(heads)
+        drawn = orthogonal_directions(width, count, (self.seed * model.num_layers + attention.layer) * 1024 + group)
+        name = f"linear_attention.{attention.layer}.{group}.directions"
+        model.add_tensor(name, drawn.to(next(model.parameters())))
+        rewriter = Rewriter(heads.scores)
+        directions = rewriter.parameter(name)
+        found = []
+        for side in (queries, rewriter.call(aten.transpose.int, keys, -1, -2)):
+            scaled = rewriter.call(aten.mul.Tensor, side, math.sqrt(scale))
+            found.append(random_features(rewriter, directions, count, scaled))
+        heads.scores.args = (found[0], rewriter.call(aten.transpose.int, found[1], -1, -2))
 
-    def _require_plain_scores(self, model: TransformedModel, heads: Heads) -> None:
-        """Refuse what is done to scores beside scaling and masking."""
-        node = heads.softmax.args[0]
+    def _scale_of_plain_scores(self, model: TransformedModel, heads: Heads) -> float | None:
+        """What scores are multiplied by before they are masked; None if that is no number.
+
+        Raises:
+            UnsupportedGraphError: something is done to scores beside scaling and masking.
+        """
+        node, scale = heads.softmax.args[0], 1.0
         while isinstance(node, fx.Node) and node is not heads.scores:
             if node.target not in _PLAIN:
                 raise self._refused(node, f"{node.target} of the scores")
+            if node.target in SCALES:
+                scale *= _factor(node)
             node = live_inputs(node, model.structure.live)[0]
         if added_to_scores(model, heads):
             raise self._refused(heads.softmax, "a bias of positions added to the scores")
+        return None if math.isnan(scale) else scale
 
     def _refused(self, node: fx.Node, what: str) -> UnsupportedGraphError:
         return UnsupportedGraphError(
             f"{self.name} leaves no place for {what} ({place(node)}); take a model without it, or quad-softmax"
         )
+
+
+def _factor(node: fx.Node) -> float:
+    """What a node multiplies by; NaN if that is no number."""
+    number = node.args[1]
+    if not isinstance(number, int | float):
+        return math.nan
+    return 1 / number if node.target is aten.div.Tensor else number

@@ -8,7 +8,7 @@ A label says what remains of a GPT-2; every term may be left out but the first:
     SM[2/2.*], SM[*.1/2](t)             the same for these heads (the layers of the second half, half of the heads of
                                         each layer); all others attend by distance, as they learn to
     2Quad, PSM(4), RA, R2A, SA, LA(elu) in place of SM: MPCFormer's 2Quad, even powers, ReLU attention and its square,
-                                        sigmoid attention, linear attention with the features elu, relu or square
+                                        sigmoid attention, linear attention with the features elu, relu, …
     LN, LN(final), LN(frozen), DyT      LayerNorm kept, the final one only, frozen statistics, tanh instead
     G, R, G(last:3), R(even), G(25%)    GELU or ReLU in all FFNs, in a set of layers, for a share of the neurons
     LR(0.05), LR(layer), LR(global)     LeakyReLU of fixed slope, of one learnable slope a layer, of one for all

@@ -15,6 +15,7 @@ import aero_compile
 from aero_compile.census_result import ATTENTION
 from aero_compile.errors import RecipeError, nearest
 from aero_compile.graph_pass import GraphPass
+from aero_compile.passes.linear_attention import FEATURES
 from aero_compile.passes.scaled_ffn import ScaledFFN
 from aero_compile.passes.share_temperature import ShareTemperature
 from aero_compile.passes.softmax_temperature import SoftmaxTemperature
@@ -97,7 +98,7 @@ WORDS: dict[str, st.SearchStrategy[str]] = {
     "learn": st.sampled_from(["none", "layer", "global"]),
     "per": st.sampled_from(["position", "head", "layer"]),
     "to": st.sampled_from(["identity", "relu"]),
-    "features": st.sampled_from(["elu", "relu", "square"]),
+    "features": st.sampled_from(FEATURES),
     "form": st.sampled_from(["bolt", "puma"]),
     "on": st.sampled_from(["ffn", "qk", "qk+ffn", "qkvo+ffn", "v+o"]),
 }
@@ -124,12 +125,14 @@ def options_of(kind: type[GraphPass]) -> st.SearchStrategy[GraphPass]:
     if kind is StaticAttention:
         known |= {"keep": st.sampled_from(["none", "2.*", "*.1/2+last:1.0-3"]), "by": st.just("position")}
     values = {f.name: known.get(f.name, by_type.get(type(f.default))) for f in dataclasses.fields(kind)}
-    fitting = st.fixed_dictionaries(values).map(_limiting_nothing)  # type: ignore[arg-type]
+    fitting = st.fixed_dictionaries(values).map(_fitting)  # type: ignore[arg-type]
     return fitting.map(lambda drawn: kind(**drawn))
 
 
-def _limiting_nothing(drawn: dict[str, Any]) -> dict[str, Any]:
-    """Temperatures of heads and layers have no number of positions."""
+def _fitting(drawn: dict[str, Any]) -> dict[str, Any]:
+    """Temperatures of heads and layers have no number of positions, features by element none of directions."""
+    if "random_features" in drawn and drawn["features"] != "performer":
+        return drawn | {"random_features": 0, "seed": 0}
     if "max_positions" in drawn and drawn.get("per") in ("head", "layer"):
         return drawn | {"max_positions": 0}
     return drawn

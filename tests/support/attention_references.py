@@ -41,15 +41,19 @@ def by_row(row: Row) -> Reference:
     return lambda _: mock.patch.object(F, "softmax", softmax)
 
 
-def by_features(features: Row) -> Reference:
-    """An attention of Hugging Face by the recurrence of Katharopoulos et al. 2020: a state that grows with each key."""
+def by_features(features: Row, *, scaled: bool = False) -> Reference:
+    """An attention of Hugging Face by the recurrence of Katharopoulos et al. 2020: a state that grows with each key.
+
+    `scaled`: features are those of queries and keys times the root of the scale of scores.
+    """
 
     def attention(
         module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, scaling: float | None = None, **__: Any
     ) -> Any:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling  # OPT scales its queries before
         groups = query.shape[1] // key.shape[1]
-        q, k = features(query) * scale, features(key.repeat_interleave(groups, 1))
+        root = scale**0.5 if scaled else 1.0
+        q, k = features(query * root) * scale, features(key.repeat_interleave(groups, 1) * root)
         value = value.repeat_interleave(groups, 1)
         state, norm, found = torch.zeros_like(q[:, :, :1].mT @ value[:, :, :1]), torch.zeros_like(q[:, :, 0]), []
         for i in range(q.shape[2]):

@@ -40,6 +40,8 @@ RECIPES = (
     "sigmoid-attention",
     "linear-attention",
     "linear-attention{features=square}",
+    "linear-attention{features=exp}",
+    "linear-attention{features=performer,random_features=6}",
 )
 CASES = [f"{name} {recipe}" for name in tiny_models.UNLIKE for recipe in RECIPES]
 DEFAULT = ("gpt2-eager quad-softmax", "llama-sdpa relu-attention{power=2}", "gpt2-eager linear-attention")
