@@ -3,13 +3,14 @@
 Found from data flow. Going back from the logits, a value that depends on tokens is needed at the new positions, or
 whole: keys and values, which products of attention read at all positions. What is needed whole is *cached* from step to
 step, and a step computes its new rows. Views between it and its product, repetitions for grouped queries and tables in
-front of it (learned prefixes) are made anew at each step, so that of several forms the smallest is cached.
+front of it (learned prefixes) are made anew at each step, so that of several forms the smallest is cached. Of values
+that are averaged over all positions so far, a sum is enough.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,15 +38,22 @@ class NewPositions:
         cuts: live nodes that are computed at the new positions, and how.
         cached: those of them whose values at all positions are needed, and the axis that runs over positions.
         whole: live nodes that are made of cached values, at all positions; they only move elements.
+        averaged: products that average values over all positions so far, and these values, `[..., T, d]`.
     """
 
     cuts: dict[fx.Node, Cut] = field(default_factory=dict)
     cached: dict[fx.Node, Axis] = field(default_factory=dict)
     whole: tuple[fx.Node, ...] = ()
+    averaged: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
 
 def find_new_positions(
-    tokens: fx.Node, logits: fx.Node, live: set[fx.Node], samples: Sequence[Sample], count: int
+    tokens: fx.Node,
+    logits: fx.Node,
+    live: set[fx.Node],
+    samples: Sequence[Sample],
+    count: int,
+    means: Collection[fx.Node] = (),
 ) -> NewPositions:
     """How the logits `[B, T, V]` are computed at `count` consecutive positions.
 
@@ -55,6 +63,7 @@ def find_new_positions(
         live: nodes whose values depend on the values of the tokens, `tokens` among them.
         samples: at least one.
         count: at least one.
+        means: tables (`aero_compile.analysis.causal_means`) of whose products the values are not needed whole.
 
     Raises:
         UnsupportedModelError: a live value mixes positions in another way than a product with a cached one does; the
@@ -66,6 +75,7 @@ def find_new_positions(
     cuts: dict[fx.Node, Cut] = {}
     cached: dict[fx.Node, Axis] = {}
     whole: list[fx.Node] = []
+    averaged: dict[fx.Node, fx.Node] = {}
     for node in reversed(list(logits.graph.nodes)):
         if node not in live or node is tokens:
             continue
@@ -84,6 +94,11 @@ def find_new_positions(
             if cut is None:
                 raise _mixes(node, _MIXES)
             cuts[node] = cut
+            if node.target is aten.matmul.default and node.args[0] in means and axis == _rows_of(node, samples):
+                (values,) = live_inputs(node, live)
+                averaged[node] = values
+                at_new.setdefault(values, set()).add(_rows_of(values, samples))
+                continue
             for parent in live_inputs(node, live):
                 if parent in cut.inputs:
                     at_new.setdefault(parent, set()).add(cut.inputs[parent])
@@ -93,8 +108,16 @@ def find_new_positions(
         raise _mixes(tokens, "tokens of all positions are needed")
     ordered = sorted(cuts)
     return NewPositions(
-        {n: cuts[n] for n in ordered}, {n: cached[n] for n in ordered if n in cached}, tuple(reversed(whole))
+        {n: cuts[n] for n in ordered},
+        {n: cached[n] for n in ordered if n in cached},
+        tuple(reversed(whole)),
+        {n: averaged[n] for n in ordered if n in averaged},
     )
+
+
+def _rows_of(matrices: fx.Node, samples: Sequence[Sample]) -> Axis:
+    """The axis of the rows of matrices, `[..., T, d]`."""
+    return Axis(_tensor(samples[0].values[matrices]).dim() - 2, (1,) * len(samples))
 
 
 def _axes(tokens: fx.Node, live: set[fx.Node], samples: Sequence[Sample], count: int) -> dict[fx.Node, set[Axis]]:
@@ -121,10 +144,8 @@ def _mixes_by_table(node: fx.Node, axis: Axis, along: dict[fx.Node, set[Axis]], 
         return False
     table, values = node.all_input_nodes
     shapes = [_tensor(sample.values[table]).shape for sample in samples]
-    rank = _tensor(samples[0].values[node]).dim()
     square = all(shape[-2:] == (s.length, s.length) for shape, s in zip(shapes, samples, strict=True))
-    contracted = Axis(_tensor(samples[0].values[values]).dim() - 2, (1,) * len(samples))
-    return square and axis == Axis(rank - 2, (1,) * len(samples)) and contracted in along[values]
+    return square and axis == _rows_of(node, samples) and _rows_of(values, samples) in along[values]
 
 
 def _candidates(node: fx.Node, samples: Sequence[Sample]) -> Iterator[Axis]:

@@ -36,6 +36,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--fills", type=counts, default=(), metavar="LIST", help=text)
     text = "how many tokens of a text are checked at once where clients guess, divided by commas: a program for each"
     add("--checks", type=counts, default=(), metavar="LIST", help=text)
+    text = (
+        "hold one sum instead of the values of all positions, of heads that attend to all of them alike; a text that "
+    )
+    text += "does not go on where the last one ended is computed anew"
+    add("--running-sums", action="store_true", help=text)
     text = "lengths of whole texts whose logits clients may ask for, divided by commas"
     add("--lengths", type=counts, default=(), metavar="LIST", help=text)
     text = "private folder where compiled programs are kept for the next start (default: nowhere)"
@@ -87,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
         room=args.room,
         fills=args.fills,
         checks=args.checks,
+        running_sums=args.running_sums,
         folder=args.keep,
         compiling=compiling,
         limits=Limits(**asked),

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from aero_compile.analysis.causal_means import causal_means
 from aero_compile.analysis.new_positions import find_new_positions
 from aero_compile.analysis.position_slicing import Sample
 from aero_compile.decoding.prefixes import require_same_prefixes
@@ -34,7 +35,7 @@ class DecodeStep:
             the cached values as the last step left them. It returns the logits `[batch, count, V]` and the cached
             values with the new rows in their places.
         cached: the values, in the order of inputs and outputs. What they hold of positions that have not come yet may
-            be any finite numbers: the masks hide them.
+            be any finite numbers: the masks hide them. Running sums hold all positions so far and no others.
         anywhere: no shape in the graph follows from the position, so that one program serves all positions.
     """
 
@@ -73,7 +74,13 @@ class DecodeStep:
 
 
 def decode_step(
-    model: InferenceModel, batch: int, length: int, count: int = 1, *, anywhere: bool = False
+    model: InferenceModel,
+    batch: int,
+    length: int,
+    count: int = 1,
+    *,
+    anywhere: bool = False,
+    running_sums: bool = False,
 ) -> DecodeStep:
     """The step of `model` that computes `count` new positions.
 
@@ -87,6 +94,8 @@ def decode_step(
         count: new positions of one step, at most `length`.
         anywhere: let no shape in the graph follow from the position, by writing new rows one by one. A step of one
             position is always so.
+        running_sums: of heads that attend to all positions so far alike, cache the sum of the values instead of the
+            values: one row, whatever the length. Each step must begin where the last one ended, or at position 0.
 
     Raises:
         InputError: sizes that the model cannot take, or a model that computes the last position alone.
@@ -99,7 +108,8 @@ def decode_step(
     tokens = placeholder(model.graph, model.convention.tokens)
     live = tainted_nodes(model.graph, model.convention.tokens)
     results: Any = next(node for node in reversed(model.graph.nodes) if node.op == "output").args[0]
-    plan = find_new_positions(tokens, results[0], live, samples, count)
+    means = causal_means(model, live, samples[0]) if running_sums else set()
+    plan = find_new_positions(tokens, results[0], live, samples, count, means)
     everywhere = anywhere or count == 1
     graph, cached = step_graph(model, live, plan, samples[0], count, everywhere)
     return DecodeStep(model, graph, batch, length, count, cached, everywhere)

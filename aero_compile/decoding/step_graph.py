@@ -13,6 +13,7 @@ from torch import fx
 
 from aero_compile.analysis.new_positions import NewPositions
 from aero_compile.analysis.position_slicing import Axis, Sample
+from aero_compile.decoding.cached_names import CACHED, RUNNING_SUM
 from aero_compile.errors import UnsupportedModelError
 from aero_compile.inference_model import InferenceModel
 from aero_compile.ir.decompose_norms import decompose_deviation_norms
@@ -30,7 +31,10 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class CachedValue:
-    """A value that steps hand on: its name as an input, its shape at all positions, and its dtype."""
+    """A value that steps hand on: its name as an input, its shape, and its dtype.
+
+    It has rows for all positions, or, by its name a running sum, one row that is the sum of those so far.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -43,16 +47,16 @@ def step_graph(
     """The graph that computes `count` new positions at the batch and length of `sample`, and what it caches.
 
     Its inputs are `input_ids`, int64 `[batch, count]`, the int `position`, and the cached values; its outputs the
-    logits `[batch, count, V]` and the cached values with the new rows in their places. What follows from no token is
-    computed as for the whole length, and its new rows are taken. `anywhere`: no shape in the graph follows from the
-    position.
+    logits `[batch, count, V]` and the cached values with the new rows in their places, or added to a running sum. What
+    follows from no token is computed as for the whole length, and its new rows are taken. `anywhere`: no shape in the
+    graph follows from the position.
 
     Raises:
         UnsupportedModelError: the model takes something beside tokens and their padding.
     """
     writer = _Writer(model, live, plan, sample, count, anywhere)
     writer.write()
-    return writer.graph, tuple(writer.cached.values())
+    return writer.graph, (*writer.cached.values(), *writer.sums.values())
 
 
 class _Writer:
@@ -72,9 +76,13 @@ class _Writer:
         self.ids = self.graph.placeholder("input_ids")
         self.position = self.graph.placeholder(POSITION)
         self.after = self._call(operator.add, (self.position, count))
-        self.cached = {node: self._describe(number, node) for number, node in enumerate(plan.cached)}
+        self.cached = {node: self._describe(f"{CACHED}{number}", node) for number, node in enumerate(plan.cached)}
+        summed = enumerate(dict.fromkeys(plan.averaged.values()))
+        self.sums = {node: self._describe(f"{RUNNING_SUM}{number}", node, -2) for number, node in summed}
         with self.graph.inserting_before(self.after):
             self._before = {node: self.graph.placeholder(each.name) for node, each in self.cached.items()}
+            self._so_far = {node: self.graph.placeholder(each.name) for node, each in self.sums.items()}
+        self._sum_before: dict[fx.Node, fx.Node] = {}
         self._new: dict[fx.Node, fx.Node] = {}
         self._whole: dict[fx.Node, Any] = {}
         self._rows: dict[tuple[fx.Node, Axis], fx.Node] = {}
@@ -84,7 +92,8 @@ class _Writer:
         for node in self.model.graph.nodes:
             if node.op == "output":
                 (logits, *_) = node.args[0]
-                self.graph.output((self._new[logits], *(self._whole[each] for each in self.cached)))
+                left = [*(self._whole[each] for each in self.cached), *map(self._sum_after, self.sums)]
+                self.graph.output((self._new[logits], *left))
             elif node not in self.live:
                 self._whole[node] = self._independent(node)
             elif node.op == "placeholder":
@@ -95,9 +104,13 @@ class _Writer:
         decompose_deviation_norms(self.graph)
         self.graph.lint()
 
-    def _describe(self, number: int, node: fx.Node) -> CachedValue:
+    def _describe(self, name: str, node: fx.Node, single: int | None = None) -> CachedValue:
+        """`single`: the dimension of which there is one row alone."""
         value = self.sample.values[node]
-        return CachedValue(f"cached_{number}", tuple(map(int, value.shape)), value.dtype)
+        shape = [int(size) for size in value.shape]
+        if single is not None:
+            shape[single] = 1
+        return CachedValue(name, tuple(shape), value.dtype)
 
     # -- what follows from no token --------------------------------------------------------------------------------
 
@@ -126,7 +139,9 @@ class _Writer:
     # -- what does -------------------------------------------------------------------------------------------------
 
     def _dependent(self, node: fx.Node) -> None:
-        if node in self.plan.cuts:
+        if node in self.plan.averaged:
+            self._new[node] = self._average(node)
+        elif node in self.plan.cuts:
             self._new[node] = self._at_new(node)
         if node in self.plan.cached:
             self._whole[node] = self._joined(node, self.plan.cached[node])
@@ -175,6 +190,32 @@ class _Writer:
             is_new = call(aten.eq.Scalar, (places, call(operator.add, (self.position, at))))
             self._new_one[behind, at] = call(aten.reshape.default, (is_new, sizes))
         return self._new_one[behind, at]
+
+    # -- averages of all positions so far --------------------------------------------------------------------------
+
+    def _average(self, node: fx.Node) -> fx.Node:
+        """A product of a table of causal means: each row is 1/(i+1) times the sum before and the new values so far."""
+        values, table = self.plan.averaged[node], node.args[0]
+        assert isinstance(table, fx.Node)
+        rows = self._rows_of(table, self.plan.cuts[node].inputs[table])
+        of_sum = self._call(aten.slice.Tensor, (rows, -1, 0, 1))
+        of_new = self._call(aten.slice.Tensor, (rows, -1, self.position, self.after))
+        factors = self._call(aten.cat.default, ([of_sum, of_new], -1))
+        added = self._call(aten.cat.default, ([self._sum_of(values), self._new[values]], -2))
+        return self._call(aten.matmul.default, (factors, added))
+
+    def _sum_of(self, values: fx.Node) -> fx.Node:
+        """The sum over all positions before the new ones: zeros in front of the first, whatever is handed on."""
+        if values not in self._sum_before:
+            spec = self.sums[values]
+            none = self._call(aten.eq.Scalar, (self._call(aten.arange.default, (1,)), self.position))
+            zeros = self._filled(aten.zeros.default, spec.shape, spec.dtype)
+            self._sum_before[values] = self._call(aten.where.self, (none, zeros, self._so_far[values]))
+        return self._sum_before[values]
+
+    def _sum_after(self, values: fx.Node) -> fx.Node:
+        new = self._call(aten.sum.dim_IntList, (self._new[values], [-2], True))
+        return self._call(aten.add.Tensor, (self._sum_of(values), new))
 
     # -- positions that share a dimension --------------------------------------------------------------------------
 

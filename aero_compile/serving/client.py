@@ -307,6 +307,7 @@ class _Decoder:
         self._connection, self._conversation, self._programs = connection, conversation, conversation.generation
         self.room, self.vocabulary = self._programs.room, self._programs.vocabulary
         self.set_up, self.checks = conversation.set_up, tuple(sorted(self._programs.checks))
+        self.takes_back = self._programs.takes_back
 
     def fill(self, ids: Sequence[int], position: int) -> Cost:
         """Compute keys and values of `ids` at `position` and behind it."""

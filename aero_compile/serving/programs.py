@@ -27,6 +27,7 @@ def find_programs(
     room: int | Sequence[int] | None = None,
     fills: Sequence[int] = (),
     checks: Sequence[int] = (),
+    running_sums: bool = False,
     **options: Any,
 ) -> list[Path]:
     """Return folders that hold one program each, with its weights, or all programs of a generation.
@@ -42,6 +43,7 @@ def find_programs(
         fills: how many positions from the first on of such a text are computed at once, one program for each; none:
             as many as `compile_generation` makes.
         checks: how many positions with guesses of the client are computed at once, one program for each.
+        running_sums: as of `compile_generation`.
         options: of `aero_compile.runtime.compile_model`.
 
     Raises:
@@ -64,10 +66,9 @@ def find_programs(
     }
     if room:
         rooms = sorted({room} if isinstance(room, int) else {*room})
-        sizes = "-".join(
-            ["+".join(map(str, rooms)), *map(str, sorted(set(fills))), *(f"c{size}" for size in sorted(set(checks)))]
-        )
-        told = {"fills": tuple(fills) or None, "checks": tuple(checks), **options}
+        many = [*map(str, sorted(set(fills))), *(f"c{size}" for size in sorted(set(checks)))]
+        sizes = "-".join(["+".join(map(str, rooms)), *many, *(["sums"] if running_sums else [])])
+        told = {"fills": tuple(fills) or None, "checks": tuple(checks), "running_sums": running_sums, **options}
         made[f"steps-{sizes}"] = partial(_compile_steps, source, rooms, protocol, told)
     return [_compiled(Path(folder) / f"{key}{name}", bool(key), make) for name, make in made.items()]
 

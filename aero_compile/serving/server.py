@@ -123,6 +123,7 @@ def serve(
     room: int | Sequence[int] | None = None,
     fills: Sequence[int] = (),
     checks: Sequence[int] = (),
+    running_sums: bool = False,
     folder: str | os.PathLike[str] | None = None,
     protocol: str = "cheetah",
     compiling: Mapping[str, Any] = MappingProxyType({}),
@@ -140,6 +141,8 @@ def serve(
             numbers a text has the smallest room, where a token costs least, until that is full, and then the next.
         fills: how many tokens of a prompt are computed at once, one program for each number; none: 8, 16, 32, …
         checks: how many tokens are checked at once where the client guesses, one program for each number.
+        running_sums: let both parties hold one sum instead of the values of all positions, of heads that attend to all
+            of them alike; then what is held of a text only goes on (`compile_generation`).
         folder: where compiled programs and their weights are kept (mode 0700); an artifact's are found there again. By
             default they go when the server does.
         protocol: "cheetah" (secure against semi-honest parties) or "semi2k" (for tests: the server could open shares).
@@ -156,7 +159,8 @@ def serve(
     with contextlib.ExitStack() as held:
         held.enter_context(_written(log or sys.stderr))
         place = held.enter_context(scratch_folder()) if folder is None else folder
-        programs = find_programs(source, lengths, protocol, place, room=room, fills=fills, checks=checks, **compiling)
+        sizes: dict[str, Any] = {"room": room, "fills": fills, "checks": checks, "running_sums": running_sums}
+        programs = find_programs(source, lengths, protocol, place, **sizes, **compiling)
         asyncio.run(_until_signal(Server(programs, address, protocol=protocol, **options)))
 
 

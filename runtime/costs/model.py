@@ -187,7 +187,9 @@ def estimate(
     if batch != 1:
         raise InputError("one text is generated at a time: batch=1")
     fills = [seq_len - 1] if seq_len > 2 else []
-    programs = compile_for_generation(with_weights(model), max(2, seq_len + new_tokens - 1), fills, options).programs
+    programs = compile_for_generation(
+        with_weights(model), max(2, seq_len + new_tokens - 1), fills, options, running_sums=True
+    ).programs
     return estimate_generation(programs, seq_len, new_tokens, network=emulated, warm=warm, table=costs)
 
 

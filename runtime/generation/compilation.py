@@ -38,6 +38,7 @@ def compile_for_generation(
     text: Tokens | None = None,
     say: Callable[[str], None] = lambda what: None,
     checks: Iterable[int] = (),
+    running_sums: bool = False,
 ) -> CompiledGeneration:
     """Compile the programs of texts of up to `room` positions, or of several rooms, through which a text grows.
 
@@ -51,9 +52,10 @@ def compile_for_generation(
             random tokens.
         say: is told what is being done.
         checks: how many positions anywhere are computed at once with the logits of all, by one program each.
+        running_sums: hold sums instead of values of heads that attend to all positions so far alike (`decode_step`).
 
     Raises:
-        InputError: room or counts that the model cannot take.
+        InputError: room or counts that the model cannot take, or checks beside running sums.
         UnsupportedModelError: new positions cannot be computed by themselves, with the op and its place.
         LoweringError: the model cannot be computed privately, or its logits would be too far off.
     """
@@ -62,6 +64,8 @@ def compile_for_generation(
     sizes = [*((count, rooms[-1]) for count in counts), *((count, rooms[0]) for count in several)] if rooms else []
     if not rooms or rooms[0] < 2 or not all(2 <= count <= most for count, most in sizes):
         raise InputError(f"no programs for {counts} and {several} positions and room for {rooms}: each takes 2 or more")
+    if several and running_sums:
+        raise InputError("guesses that are wrong cannot be taken back from running sums: leave checks or them out")
     say("compiling")
     given = with_graph(model)
     ids = np.zeros((1, rooms[-1]), np.int64) if text is None else text
@@ -72,7 +76,7 @@ def compile_for_generation(
         parts: dict[str, Partition] = {}
         for at, size in enumerate(rooms):
             own = [count for count in counts if count <= size and (at == 0 or count > rooms[at - 1])]
-            found = _parts(optimized, size, own, several)
+            found = _parts(optimized, size, own, several, running_sums)
             parts |= {in_room(name, size) if at else name: part for name, part in found.items()}
         compiled = _compiled(optimized, parts, seen, ready, text)
         if ready.form.tolerances.logits is not None:
@@ -82,13 +86,16 @@ def compile_for_generation(
     return compiled
 
 
-def _parts(model: InferenceModel, room: int, fills: Iterable[int], checks: Iterable[int]) -> dict[str, Partition]:
+def _parts(
+    model: InferenceModel, room: int, fills: Iterable[int], checks: Iterable[int], running_sums: bool
+) -> dict[str, Partition]:
     """What is computed at which party, of each program of a room."""
-    one = decode_step(model, 1, room)
-    parts = {str(n): partition_step(decode_step(model, 1, room, n), 0, opens=False) for n in fills}
+    step = partial(decode_step, model, 1, room, running_sums=running_sums)
+    one = step()
+    parts = {str(n): partition_step(step(n), 0, opens=False) for n in fills}
     parts |= {"advance": partition_step(one, opens=False), "step": partition_step(one)}
     for count in checks:
-        parts[check_name(count)] = partition_step(decode_step(model, 1, room, count, anywhere=True))
+        parts[check_name(count)] = partition_step(step(count, anywhere=True))
     return parts
 
 

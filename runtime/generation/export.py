@@ -34,6 +34,7 @@ def compile_generation(
     *,
     fills: Iterable[int] | None = None,
     checks: Iterable[int] = (),
+    running_sums: bool = False,
     optimize: bool = True,
     calibration: Any = None,
     clamp: bool = True,
@@ -56,6 +57,9 @@ def compile_generation(
             None: 8, 16, 32, … and `room` less one.
         checks: how many tokens are checked at once, by one program each: the last one of a text and those that the
             client guesses behind it.
+        running_sums: of heads that attend to all positions so far alike, let the parties hold one sum instead of the
+            values of all positions. What they hold then only goes on: a text that is changed anywhere is computed anew
+            from its first token, nothing is guessed, and prompts take programs that they fill.
         optimize, calibration, clamp, guards, public, offline, tolerances, field, fraction_bits, network: as of
             `compile_model`.
 
@@ -71,7 +75,7 @@ def compile_generation(
     import_spu()
     rooms = [room] if isinstance(room, int) else sorted({*room})
     prompts = usual_fills(max(rooms, default=0)) if fills is None else fills
-    return compile_for_generation(model, rooms, prompts, options, checks=checks)
+    return compile_for_generation(model, rooms, prompts, options, checks=checks, running_sums=running_sums)
 
 
 def usual_fills(room: int) -> list[int]:

@@ -105,6 +105,7 @@ class _Party:
         set_up = Cost(sum(way.read()), 0, time.perf_counter() - started)
         programs = self.programs
         sizes = {"room": programs.room, "vocabulary": programs.vocabulary, "checks": sorted(programs.checks)}
+        sizes["takes_back"] = programs.takes_back
         print_event("ready", set_up=asdict(set_up), **sizes)
         (self._serve if self.rank == SERVER else self._obey)(link, computation)
         stop_watch.set()

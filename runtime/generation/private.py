@@ -120,7 +120,7 @@ def private_generate(
     text = _continued(given, prompt, room)
     fills = [prompt.shape[1] - 1] if prompt.shape[1] > 2 else []
     checks = [at_once] if guess is not None else []
-    compiled = compile_for_generation(given, max(room, 2), fills, options, text, checks=checks)
+    compiled = compile_for_generation(given, max(room, 2), fills, options, text, checks=checks, running_sums=not checks)
     length, programs = prompt.shape[1], compiled.programs
     ahead = [*(name for name, _ in programs.plan(length - 1, 0)), *["step"] * max_new_tokens] if offline else []
     with local_decoder(compiled, set_up, timeout, tls, emulated) as decoder:

@@ -43,6 +43,7 @@ class ProcessDecoder:
         ready = self._wait("ready")
         self.room, self.vocabulary = int(ready["room"]), int(ready["vocabulary"])
         self.set_up, self.checks = Cost(**ready["set_up"]), tuple(ready["checks"])
+        self.takes_back = bool(ready["takes_back"])
 
     def fill(self, ids: Sequence[int], position: int) -> Cost:
         """Compute keys and values of `ids` at `position` and behind it."""

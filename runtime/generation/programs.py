@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy.typing as npt
 
+from aero_compile.decoding.cached_names import is_running_sum
 from aero_compile.errors import InputError
 from aero_compile.files import read_regular, write_atomically
 from aero_compile.runtime.program import Program
@@ -58,6 +59,11 @@ class Programs:
         return self.step.tokens.shape[2]
 
     @property
+    def takes_back(self) -> bool:
+        """Whether a position can be computed anew; of a running sum nothing is taken off again."""
+        return not any(is_running_sum(spec.name) for spec in self.step.cached)
+
+    @property
     def all(self) -> dict[str, Program]:
         """All programs by name: those that fill by their counts, those that check by `check_name`.
 
@@ -80,14 +86,16 @@ class Programs:
         their positions are kept.
 
         A prompt that no fill fits takes the next larger one: what it computes behind the prompt is overwritten before
-        anything looks at it.
+        anything looks at it. Where that cannot be it takes the next smaller one, and one position after another.
         """
         found: list[tuple[str, int]] = []
         fills = {count_of(name): name for name in self.all if is_fill(name)}
         if position == 0 and count > 1 and fills:
-            larger = [size for size in fills if size >= count]
-            size = min(larger) if larger else max(fills)
-            found.append((fills[size], min(size, count)))
+            larger = [size for size in fills if size == count or (size > count and self.takes_back)]
+            smaller = [size for size in fills if size < count]
+            if larger or smaller:
+                size = min(larger) if larger else max(smaller)
+                found.append((fills[size], min(size, count)))
         begun = position + sum(kept for _, kept in found)
         return found + [(self.at("advance", place), 1) for place in range(begun, position + count)]
 
@@ -209,14 +217,13 @@ def check(programs: Programs) -> None:
 
 
 def _check_growth(step: Program, larger: Program) -> None:
-    """What is held in one room must become what is held in the next by more positions, and nothing else."""
+    """What is held in one room must become what is held in the next by more positions, or be a sum, and no more."""
     rooms = step.positions, larger.positions
     same = len(step.cached) == len(larger.cached) and rooms[0] < rooms[1] and step.tokens == larger.tokens
     for one, other in zip(step.cached, larger.cached, strict=False):
         unlike = [pair for pair in zip(one.shape, other.shape, strict=False) if pair[0] != pair[1]]
-        same &= (one.name, one.dtype, len(one.shape)) == (other.name, other.dtype, len(other.shape)) and unlike == [
-            rooms
-        ]
+        same &= (one.name, one.dtype, len(one.shape)) == (other.name, other.dtype, len(other.shape))
+        same &= unlike == ([] if is_running_sum(one.name) else [rooms])
     if not same:
         raise InputError(f"what {rooms[0]} positions leave does not go on in a room for {rooms[1]}: serve one room")
 
@@ -224,6 +231,8 @@ def _check_growth(step: Program, larger: Program) -> None:
 def _check_room(programs: Programs) -> None:
     step = programs.step
     shared = (step.protocol, step.field, step.fraction_bits, step.cached, step.versions)
+    if programs.checks and not programs.takes_back:
+        raise InputError("programs with running sums check nothing: what was guessed wrong could not be taken back")
     for name, each in programs.all.items():
         theirs = (each.protocol, each.field, each.fraction_bits, each.cached, each.versions)
         if theirs != shared or not each.cached:

@@ -118,7 +118,8 @@ class Decoder(Protocol):
     """Two parties that compute the logits of one text, position by position.
 
     They hold keys and values of the positions before `position`; nothing else of earlier steps. A position that is
-    computed anew takes the place of what was held of it and of all behind it.
+    computed anew takes the place of what was held of it and of all behind it. One that has `takes_back`, and that
+    false, holds sums: each call begins where the last one ended, or at position 0.
     """
 
     vocabulary: int
@@ -169,6 +170,7 @@ class Session:
             raise InputError(f"bucket must be a whole number from 1 to the room of {decoder.room}, not {bucket!r}")
         self._decoder, self._bucket = decoder, bucket
         self._held: list[int] = []
+        self._takes_back = bool(getattr(decoder, "takes_back", True))
 
     @property
     def room(self) -> int:
@@ -283,10 +285,14 @@ class Session:
         return [size for size in getattr(self._decoder, "checks", ()) if len(text) - 1 + size <= self.room]
 
     def _go_back(self, text: list[int], size: int = 1) -> None:
-        """Forget what is held behind the beginning that `text` has in common with it, as far as that fills buckets."""
+        """Forget what is held behind the beginning that `text` has in common with it, as far as that fills buckets.
+
+        All of it where nothing can be taken back alone.
+        """
         pairs = zip(self._held, text[:-1], strict=False)
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        self._held = self._held[: same - same % size]
+        same -= same % size
+        self._held = self._held[:same] if self._takes_back or same == len(self._held) else []
 
     def _pad(self, prompt: int, made: int, token: int) -> Cost:
         """Compute `token` again and again, up to a position that follows from the buckets of the prompt alone."""
@@ -305,6 +311,8 @@ class Session:
         """The logits behind `text` and behind each guess, what its earlier tokens cost, and what the rest did."""
         self._go_back(text)  # of what fails in between nothing is taken for held
         begin, last = len(self._held), len(text) - 1
+        if not self._takes_back:
+            self._held = []
         steps = max(begin, last // self._bucket * self._bucket)
         filled = self._decoder.fill(text[begin:steps], begin) if begin < steps else Cost()
         for at in range(steps, last):

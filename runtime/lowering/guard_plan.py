@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from aero_compile.decoding.cached_names import is_running_sum
 from aero_compile.errors import LoweringError
 from aero_compile.ir.dataflow import ancestors
 from aero_compile.ir.ops import NORMS, PRODUCTS, SCALES, names_of, of_form
@@ -25,7 +26,7 @@ from aero_compile.runtime.lowering.known_values import ARRANGING, KnownValues
 from aero_compile.runtime.lowering.masks import Masked, find_mask
 from aero_compile.runtime.lowering.norms import NO_DOUBLINGS, Doublings
 from aero_compile.runtime.lowering.partition import Partition, op_name, place_of
-from aero_compile.runtime.lowering.positions import new_rows
+from aero_compile.runtime.lowering.positions import averaged_sum, new_rows
 from aero_compile.runtime.lowering.schedule import SOFTMAX
 from aero_compile.runtime.operators import registry
 from aero_compile.runtime.operators.limits import (
@@ -166,7 +167,7 @@ class Planner(KnownValues):
             return
         self._inside(node, given)
         if not self._missing:
-            found = RULES[op_name(node)](self, node, given)
+            found = self._average(node) or RULES[op_name(node)](self, node, given)
             most = 2 * self.form.limit if op_name(node) in _PRODUCTS else self.form.sum_limit  # 2: of a bias
             if not self._missing and not found.peak <= most:
                 raise self._unbounded(node)
@@ -305,9 +306,23 @@ class Planner(KnownValues):
         return self._of_known[value]
 
     def _of_cached(self, node: fx.Node) -> Bound:
+        new = self._rows[node]
+        if not is_running_sum(str(node.target)):
+            return bounds.of_cached(self._of_rows(node), self.shape(new), self.shape(node))
+        return self._of_rows(node).scaled(0.0, self.part.room).fitted(self.shape(node))
+
+    def _of_rows(self, node: fx.Node) -> Bound:
+        """Rows that a cached value holds, or that a running sum adds up."""
         new, others = self._rows[node], self._others.get(node)
-        found = self.of(new) if others is None else bounds.hull(self.of(new), others)
-        return bounds.of_cached(found, self.shape(new), self.shape(node))
+        return self.of(new) if others is None else bounds.hull(self.of(new), others)
+
+    def _average(self, node: fx.Node) -> Bound | None:
+        """Bounds of an average of rows, which none of its factors tells: no further out than the rows; None if not."""
+        held = averaged_sum(node)
+        if held is None:
+            return None
+        rows = self._of_rows(held)
+        return Bound(min(rows.low, 0.0), max(rows.high, 0.0), length=rows.length, total=rows.total)
 
     def mask(self, node: fx.Node) -> Masked:
         scores = node.args[0]

@@ -31,7 +31,7 @@ from aero_compile.ir.ops import name_of
 from aero_compile.ir.ownership import Domain, domains_of
 from aero_compile.ir.places import source_path
 from aero_compile.ir.weight_values import node_value
-from aero_compile.runtime.lowering.positions import Positions
+from aero_compile.runtime.lowering.positions import Positions, begin_sums
 
 SOFTMAX = torch.ops.aten.softmax.int
 
@@ -48,8 +48,9 @@ class Partition:
 
     `known` holds the value of each public and server node; `shapes` and `is_float` describe the live
     tensors. `masks` keeps what `masks.find_mask` found. `cached` are inputs that only exist as shares, and `results`
-    what they become, in the same order: those of a step (`aero_compile.decoding`). A step for any position has
-    `positions`, and `known` is for the last one. `opens`: the output are logits, which the client learns.
+    what they become, in the same order: those of a step (`aero_compile.decoding`), which has room for `room` positions.
+    A step for any position has `positions`, and `known` is for the last one. `opens`: the output are logits, which the
+    client learns.
     """
 
     graph: fx.Graph
@@ -63,6 +64,7 @@ class Partition:
     cached: tuple[fx.Node, ...] = ()
     results: tuple[fx.Node, ...] = ()
     positions: Positions | None = None
+    room: int = 0
     opens: bool = True
 
     def is_live(self, value: object) -> bool:
@@ -129,6 +131,8 @@ def partition_step(step: DecodeStep, position: int | None = None, *, opens: bool
     graph = fx.Graph()
     outputs = graph.graph_copy(step.graph, {})
     assert isinstance(outputs, tuple)
+    if position is not None:
+        begin_sums(graph, anew=position == 0)
     graph.output(outputs)
     logits, *results = outputs
     shared = {each.name: torch.zeros(each.shape, dtype=each.dtype) for each in step.cached}
@@ -137,6 +141,7 @@ def partition_step(step: DecodeStep, position: int | None = None, *, opens: bool
     part = _sorted(step.model, graph, inputs, logits, tuple(results), tuple(shared), step.model.graph)
     places = step.length - step.count + 1
     anywhere = Positions(step.model, placeholder(graph, POSITION), places) if position is None else None
+    part = replace(part, room=step.length)
     return replace(part, positions=anywhere, opens=opens, output=part.output if opens else part.results[-1])
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from aero_compile.decoding.cached_names import is_running_sum
 from aero_compile.ir.dataflow import values_read
 from aero_compile.ir.weight_values import node_value
 
@@ -55,8 +56,15 @@ class Positions:
 
 
 def new_rows(result: fx.Node) -> fx.Node:
-    """What a step puts in the place of rows of a cached value, of which this is what it becomes (`step_graph`)."""
+    """What a step puts in the place of rows of a cached value, of which this is what it becomes (`step_graph`).
+
+    Of a running sum, what it adds.
+    """
     node = result
+    if node.target is torch.ops.aten.add.Tensor:
+        total: Any = node.args[1]
+        added: fx.Node = total.args[0]
+        return added
     while node.target not in (torch.ops.aten.where.self, torch.ops.aten.cat.default):
         (node, *_) = node.all_input_nodes
     joined: Any = node.args if node.target is torch.ops.aten.where.self else node.args[0]
@@ -64,3 +72,36 @@ def new_rows(result: fx.Node) -> fx.Node:
     one_by_one = old.target is torch.ops.aten.where.self
     found: fx.Node = new.args[0] if one_by_one else new
     return found
+
+
+def begin_sums(graph: fx.Graph, *, anew: bool) -> None:
+    """Let the running sums of a step at a known position begin with zeros, or with what is held.
+
+    Of zeros that are chosen in the run the program would be told that they are no secret, which it must not leave.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.where.self):
+        if held_by(node) is not None:
+            node.replace_all_uses_with(node.args[1] if anew else node.args[2])
+            graph.erase_node(node)
+
+
+def held_by(chosen: fx.Node) -> fx.Node | None:
+    """The running sum that a choice of what to begin with takes, or not (`step_graph`); None of any other node."""
+    held = chosen.args[2] if chosen.target is torch.ops.aten.where.self else None
+    return held if isinstance(held, fx.Node) and is_sum(held) else None
+
+
+def is_sum(node: fx.Node) -> bool:
+    """Whether a node is a running sum that a step takes."""
+    return node.op == "placeholder" and is_running_sum(str(node.target))
+
+
+def averaged_sum(node: fx.Node) -> fx.Node | None:
+    """The running sum that a step's product averages with new rows (`step_graph`); None of any other node."""
+    if node.target is not torch.ops.aten.matmul.default or not isinstance(node.args[1], fx.Node):
+        return None
+    joined = node.args[1]
+    if joined.target is not torch.ops.aten.cat.default:
+        return None
+    first: Any = joined.args[0][0]  # type: ignore[index]
+    return held_by(first) or (first if is_sum(first) else None)

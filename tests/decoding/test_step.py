@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor, fx
 
 import aero_compile
+from aero_compile.decoding.cached_names import is_running_sum
 from aero_compile.decoding.step import DecodeStep, decode_step
+from aero_compile.decoding.step_graph import CachedValue
 from aero_compile.errors import InputError, UnsupportedModelError
 from aero_compile.inference_model import InferenceModel, inference_copy
 from aero_compile.optimize import optimize_for_inference
@@ -34,10 +37,13 @@ def optimized(family: str) -> InferenceModel:
 
 
 @torch.no_grad()
-def assert_same_text(model: InferenceModel, counts: Sequence[int], batch: int = 2, room: int = 0) -> None:
+def assert_same_text(
+    model: InferenceModel, counts: Sequence[int], batch: int = 2, room: int = 0, running_sums: bool = False
+) -> None:
     """Steps of so many positions each give, at each position, the logits of the text that ends there."""
     total = sum(counts)
-    steps = {count: decode_step(model, batch, total + room, count) for count in set(counts)}
+    made = functools.partial(decode_step, model, batch, total + room, running_sums=running_sums)
+    steps = {count: made(count) for count in set(counts)}
     ids = tokens(batch, total, model.vocab_size, seed=total)
     cached: Sequence[Tensor] = [1e4 * torch.randn_like(each) for each in steps[counts[0]].empty()]
     for begin, count in zip(itertools.accumulate(counts, initial=0), counts, strict=False):
@@ -113,6 +119,51 @@ def test_what_static_and_dropped_heads_cache(recipe: str, widths: list[int]) -> 
     model = optimize_for_inference(tiny_models.transformed("gpt2-eager", recipe), steps=True)
     step = decode_step(model, 2, 9)
     assert sorted(torch.Size(each.shape).numel() for each in step.cached) == sorted(2 * 9 * HEAD * n for n in widths)
+
+
+def sums_of(model: InferenceModel, length: int = 9) -> list[CachedValue]:
+    step = decode_step(model, 2, length, running_sums=True)
+    return [each for each in step.cached if is_running_sum(each.name)]
+
+
+@pytest.mark.parametrize("family", by_default(tiny_models.EVERY, "llama-sdpa", "lecture"))
+@pytest.mark.parametrize("folded", [True, False])
+def test_running_sums_go_on_where_they_were(family: str, folded: bool) -> None:
+    """Whether exact passes made one product of the static heads of a layer or not."""
+    model = tiny_models.transformed(family, "static-attention{heads=0.1+0.3+1.*}")
+    ready = optimize_for_inference(model, steps=True) if folded else inference_copy(model)
+    assert_same_text(ready, (3, 1, 2, 1), room=2, running_sums=True)
+    assert sum(each.shape[-2] for each in sums_of(ready)) == len(sums_of(ready)) > 0
+
+
+def test_a_running_sum_is_all_that_a_static_model_caches() -> None:
+    """As many numbers for any length."""
+    model = optimize_for_inference(tiny_models.transformed("gpt2-eager", "static-attention"), steps=True)
+    for length in (2, 9, 12):
+        step = decode_step(model, 2, length, running_sums=True)
+        assert [each.shape for each in step.cached] == [(2, 1, WIDTH)] * LAYERS
+    assert not sums_of(optimized("gpt2-eager"))
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "static-attention{pattern=learned,max_positions=12}",
+        "static-attention{pattern=learned,by=distance,max_positions=12}",
+    ],
+)
+def test_patterns_of_the_server_are_not_told_by_sums(recipe: str) -> None:
+    """What is learned starts as the same average: a program that sums would say so."""
+    assert not sums_of(optimize_for_inference(tiny_models.transformed("gpt2-eager", recipe), steps=True))
+
+
+def test_windows_need_the_values() -> None:
+    source = hugging_face("mistral", sliding_window=WINDOW).eval()
+    model = optimize_for_inference(aero_compile.transform(source, "static-attention{heads=0.1}"), steps=True)
+    assert not sums_of(model)
+    assert_same_text(model, (2, 1, 3), running_sums=True)
+    (sums,) = sums_of(model, WINDOW)  # none is further back than the window
+    assert sums.shape[-2] == 1
 
 
 class Products(fx.Interpreter):

@@ -54,6 +54,19 @@ def small_growing() -> CompiledGeneration:
     return compile_for_generation(small_captured(), (ROOM // 2, ROOM), FILLS, options, checks=CHECKS)
 
 
+@made_once
+def small_static() -> TransformedModel:
+    """The same model, of which one head attends to all positions so far alike."""
+    return aero_compile.transform(small_captured(), "static-attention{heads=0.1}")
+
+
+@made_once
+def small_sums(guards: bool = False) -> CompiledGeneration:
+    """Programs of that one which hold a sum of its values, for two rooms."""
+    options = Options("semi2k", Format(64, 18, DEFAULT), guards=guards)
+    return compile_for_generation(small_static(), (ROOM // 2, ROOM), FILLS, options, running_sums=True)
+
+
 def eager_logits(text: list[int]) -> npt.NDArray[np.float32]:
     """The logits behind a text, [V], in eager PyTorch."""
     with torch.no_grad():

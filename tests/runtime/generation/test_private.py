@@ -11,6 +11,7 @@ import torch
 from aero_compile import private_generate
 from aero_compile.errors import InputError, OutOfRangeError, PartyError
 from aero_compile.runtime import compile_generation
+from aero_compile.runtime.generation.compilation import compile_for_generation
 from aero_compile.runtime.generation.private import local_decoder, local_session
 from aero_compile.runtime.generation.session import Logits, Session, Token
 from tests.support.tiny_generation import (
@@ -22,6 +23,8 @@ from tests.support.tiny_generation import (
     small_captured,
     small_compiled,
     small_growing,
+    small_static,
+    small_sums,
 )
 from tests.support.tiny_models import all_logits, hugging_face, transformed
 
@@ -73,6 +76,48 @@ def test_static_and_dropped_heads(recipe: str) -> None:
             text.append(int(all_logits(model, torch.tensor([text]))[0, -1].argmax()))
     made = private_generate(model, torch.tensor([PROMPT]), 4, protocol="semi2k", set_up=False)
     assert made.ids == text[len(PROMPT) :]
+
+
+def static_logits(text: list[int]) -> Logits:
+    with torch.no_grad():
+        return np.asarray(all_logits(small_static(), torch.tensor([text]))[0, -1].numpy(), np.float32)
+
+
+@pytest.mark.parametrize("guards", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_running_sums_grow_with_the_text_and_begin_anew(guards: bool) -> None:
+    """Through both rooms, and with texts that are no continuation of what is held."""
+    with local_session(small_sums(guards), set_up=False) as session:
+        assert session.most_guesses == 0
+        made = session.generate(PROMPT, ROOM + 1 - len(PROMPT))
+        for at, token in enumerate(made.tokens):
+            np.testing.assert_allclose(token.logits, static_logits(PROMPT + made.ids[:at]), rtol=0, atol=CLOSE_TO)
+        for text in ([9, 9], [9, 9, 3], [2, 7, 1, 8, 2, 8, 1, 8], [2, 7, 1]):
+            np.testing.assert_allclose(session.logits(text), static_logits(text), rtol=0, atol=CLOSE_TO)
+
+
+def test_one_text_holds_sums_and_checks_hold_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of one text is taken back, unless tokens are guessed; the tokens are the same."""
+    made = {}
+    compiled = {}
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        compiled[kwargs["running_sums"]] = found = compile_for_generation(*args, **kwargs)
+        return found
+
+    monkeypatch.setattr("aero_compile.runtime.generation.private.compile_for_generation", noted)
+    for guess in (None, lambda text: [1, 2]):
+        text = private_generate(small_static(), PROMPT, 4, "semi2k", guess=guess, set_up=False)
+        made[guess is None] = text.ids
+    assert made[True] == made[False]
+    held = {
+        sums: {spec.name.rstrip("0123456789") for spec in each.programs.step.cached} for sums, each in compiled.items()
+    }
+    assert held == {True: {"cached_", "running_sum_"}, False: {"cached_"}}
+
+
+def test_sums_check_nothing() -> None:
+    with pytest.raises(InputError, match="leave checks or them out"):
+        compile_generation(small_static(), ROOM, "semi2k", checks=(3,), running_sums=True)
 
 
 def test_a_text_grows_through_the_rooms() -> None:

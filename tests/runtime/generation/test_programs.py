@@ -11,7 +11,7 @@ import pytest
 
 from aero_compile.errors import InputError
 from aero_compile.runtime.generation.programs import INDEX, Programs, check
-from tests.support.tiny_generation import CHECKS, FILLS, ROOM, VOCABULARY, small_compiled, small_growing
+from tests.support.tiny_generation import CHECKS, FILLS, ROOM, VOCABULARY, small_compiled, small_growing, small_sums
 
 pytest.importorskip("spu")
 
@@ -44,6 +44,26 @@ def test_plans(programs: Programs) -> None:
     assert programs.plan(7, 0) == [("5", 5), ("advance", 1), ("advance", 1)]
     assert programs.plan(1, 0) == [("advance", 1)]
     assert programs.plan(2, 3) == [("advance", 1), ("advance", 1)]
+
+
+def test_running_sums_are_not_taken_back(programs: Programs, tmp_path: Path) -> None:
+    sums = small_sums().programs
+    assert programs.takes_back
+    assert not sums.takes_back
+    assert sums.plan(2, 0) == [("advance", 1), ("advance", 1)]  # no fill is so small
+    assert sums.plan(3, 0) == [("3", 3)]
+    assert sums.plan(4, 0) == [("3", 3), ("advance", 1)]
+    assert sums.plan(7, 0) == [("5@8", 5), ("advance@8", 1), ("advance@8", 1)]
+    assert sums.plan(2, 3) == [("advance", 1), ("advance@8", 1)]
+    sums.save(tmp_path)
+    assert Programs.load(tmp_path) == sums
+    small, large = sums.rooms
+    longer = [dataclasses.replace(spec, shape=(*spec.shape[:-2], 2, spec.shape[-1])) for spec in large.step.cached]
+    other = dataclasses.replace(large, step=dataclasses.replace(large.step, cached=tuple(longer)))
+    with pytest.raises(InputError, match="does not go on in a room for"):
+        check(dataclasses.replace(small, larger=other))
+    with pytest.raises(InputError, match="could not be taken back"):
+        check(dataclasses.replace(small, larger=None, checks={3: small.fills[3]}))
 
 
 def test_rooms(tmp_path: Path) -> None:

@@ -141,6 +141,52 @@ def test_what_both_hold_already_is_not_computed_again() -> None:
     assert decoder.asked == [("step", 1, 1)]
 
 
+class OneWay(Sums):
+    """It goes on where it ended, or begins anew: what it fails at is done in part."""
+
+    takes_back = False
+    fails = False
+
+    def fill(self, ids: Sequence[int], position: int) -> Cost:
+        assert position in (0, len(self.held))
+        return super().fill(ids, position)
+
+    def step(self, token: int, position: int) -> tuple[Logits, Cost]:
+        assert position in (0, len(self.held))
+        found = super().step(token, position)
+        if self.fails:
+            raise OutOfRangeError("too large")
+        return found
+
+
+@pytest.mark.parametrize("bucket", [1, 2, 3])
+def test_what_cannot_be_taken_back_is_computed_anew(bucket: int) -> None:
+    decoder = OneWay()
+    session = Session(decoder, bucket)
+    made = session.generate([3, 1, 4], 2).ids
+    assert made == continuation([3, 1, 4], 2)
+    decoder.asked.clear()
+    np.testing.assert_array_equal(session.logits([3, 1, 4, *made]), expected([3, 1, 4, *made]))
+    assert bucket > 1 or decoder.asked == [("step", 4, 1)]
+    for text in ([3, 1, 4, *made], [3, 1, 5, 5, 5], [3, 1], [3, 1, 2]):
+        decoder.asked.clear()
+        np.testing.assert_array_equal(session.logits(text), expected(text))
+        assert bucket > 1 or decoder.asked[0][:2] == (("step", 2) if text == [3, 1, 2] else ("fill", 0))
+
+
+def test_a_sum_that_was_left_in_the_middle_is_made_anew() -> None:
+    decoder = OneWay()
+    session = Session(decoder)
+    session.logits([3, 1, 4])
+    decoder.fails = True
+    with pytest.raises(OutOfRangeError):
+        session.logits([3, 1, 4, 1, 5])
+    decoder.fails = False
+    decoder.asked.clear()
+    np.testing.assert_array_equal(session.logits([3, 1, 4, 1, 5]), expected([3, 1, 4, 1, 5]))
+    assert decoder.asked == [("fill", 0, 4), ("step", 4, 1)]
+
+
 @pytest.mark.parametrize("made", [1, 2, 3, 4])
 @pytest.mark.parametrize("before", [[], [2, 2], [3, 1, 4, 1]])
 def test_lengths_of_one_bucket_look_the_same(before: list[int], made: int) -> None:

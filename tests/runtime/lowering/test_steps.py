@@ -33,14 +33,21 @@ jax = pytest.importorskip("jax")
 
 
 def assert_same_text(
-    model: InferenceModel, counts: Sequence[int], *, room: int = 0, defer: bool = False, anywhere: bool = False
+    model: InferenceModel,
+    counts: Sequence[int],
+    *,
+    room: int = 0,
+    defer: bool = False,
+    anywhere: bool = False,
+    running_sums: bool = False,
 ) -> None:
     """Steps of so many positions each give, at each position, the logits of the text that ends there.
 
     `anywhere`: the program of so many positions is the same wherever they are.
     """
     batch, total = 2, sum(counts)
-    steps = {count: decode_step(model, batch, total + room, count, anywhere=anywhere) for count in set(counts)}
+    made = functools.partial(decode_step, model, batch, total + room, anywhere=anywhere, running_sums=running_sums)
+    steps = {count: made(count) for count in set(counts)}
     ids = tokens(batch, total, model.vocab_size, seed=total)
     cached: Sequence[Any] = [np.random.default_rng(0).normal(size=each.shape) for each in steps[counts[0]].cached]
     for begin, count in zip(itertools.accumulate(counts, initial=0), counts, strict=False):
@@ -83,9 +90,16 @@ def test_one_program_is_the_step_at_every_position(family: str) -> None:
     ],
 )
 def test_static_and_dropped_heads(family: str, recipe: str) -> None:
-    model = tiny_models.transformed(family, recipe)
-    for anywhere in (False, True):
-        assert_same_text(optimize_for_inference(model, steps=True), (4, 1, 1), room=1, anywhere=anywhere)
+    model = optimize_for_inference(tiny_models.transformed(family, recipe), steps=True)
+    for anywhere, running_sums in itertools.product((False, True), repeat=2):
+        assert_same_text(model, (4, 1, 1), room=1, anywhere=anywhere, running_sums=running_sums)
+
+
+def test_running_sums_in_the_place_of_values() -> None:
+    model = optimize_for_inference(
+        tiny_models.transformed("gpt2-eager", "static-attention{heads=0.1-2+1.*}"), steps=True
+    )
+    assert_same_text(model, (3, 1, 2), room=1, defer=True, anywhere=True, running_sums=True)
 
 
 @every_decoder
