@@ -234,6 +234,8 @@ def read_order(content: bytes, programs: Programs, held: int) -> tuple[str, int,
     last = max(0, programs.all[name].positions - 1)
     if not (0 <= position <= min(held, last) and 1 <= kept <= count):
         raise PartyError(f"server: the client asked for {name!r} at {position}, and both hold {held} positions")
+    if not programs.takes_back and not (position in (0, held) and kept == count):
+        raise PartyError(f"server: the client asked for {name!r} at {position}, and both hold sums of {held} positions")
     return name, position, kept
 
 

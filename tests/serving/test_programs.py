@@ -26,6 +26,7 @@ from tests.support.tiny_generation import (
     eager_text,
     small_captured,
     small_compiled,
+    small_static,
 )
 from tests.support.tiny_models import captured, logits_of
 
@@ -88,6 +89,24 @@ def test_texts_are_generated_over_the_port_as_the_model_goes_on_with_them(tmp_pa
                 caller.greet()
                 caller.say(asked)
                 assert why in caller.hear()["message"]
+
+
+@pytest.mark.slow
+def test_running_sums_are_served(tmp_path: Path) -> None:
+    """A text that goes on is not computed again; any other is, from its first token on."""
+    sizes: dict[str, Any] = {"room": ROOM, "fills": FILLS}
+    (folder,) = find_programs(small_static(), (), "semi2k", tmp_path, **sizes, running_sums=True, guards=False)
+    with serving(folder) as running, connect(running.address, **SEMI2K) as connection:
+        made = connection.generate(PROMPT, 3)
+        counted = [event["length"] for event in running.events("computed", 4)]
+        assert counted == [3, 1, 1, 1]
+        for text, more in (([*PROMPT, *made.ids], [1]), ([*PROMPT, 7], [3, 1, 1])):
+            with torch.no_grad():
+                wanted = logits_of(small_static()(torch.tensor([text])))[0, -1].numpy()
+            np.testing.assert_allclose(connection.next_logits(text), wanted, rtol=0, atol=5e-3)
+            counted += more
+            assert [event["length"] for event in running.events("computed", len(counted))] == counted
+        assert connection.most_guesses == 0
 
 
 def test_what_there_is_nothing_to_serve_of(tmp_path: Path) -> None:

@@ -29,7 +29,15 @@ from aero_compile.runtime.hosts.parties import PartyProcess
 from aero_compile.runtime.program import one_hot
 from aero_compile.runtime.program_parts import KernelStep
 from aero_compile.runtime.roles import CLIENT, SERVER
-from tests.support.tiny_generation import PROMPT, ROOM, VOCABULARY, eager_text, small_captured, small_compiled
+from tests.support.tiny_generation import (
+    PROMPT,
+    ROOM,
+    VOCABULARY,
+    eager_text,
+    small_captured,
+    small_compiled,
+    small_sums,
+)
 from tests.support.two_hosts import Wire, holds
 
 pytest.importorskip("spu")
@@ -68,6 +76,15 @@ def test_orders_are_read_as_they_are_written() -> None:
 def test_an_order_for_anything_else_ends_the_session(order: bytes) -> None:
     with pytest.raises(PartyError, match="the client asked for"):
         read_order(order, small_compiled().programs, held=4)
+
+
+def test_sums_go_on_or_begin_anew() -> None:
+    programs = small_sums().programs
+    for order in (("step", 3, 1), ("advance", 0, 1), ("3", 0, 3)):
+        assert read_order(write_order(*order), programs, held=3) == order
+    for order in (("step", 2, 1), ("advance", 1, 1), ("3", 0, 2), ("step", 4, 1)):
+        with pytest.raises(PartyError, match="and both hold"):
+            read_order(write_order(*order), programs, held=3)
 
 
 def test_wire_and_files_hold_nothing_of_the_other_party(tmp_path: Path) -> None:

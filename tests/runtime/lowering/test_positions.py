@@ -13,11 +13,15 @@ from aero_compile.decoding.step import decode_step
 from aero_compile.errors import InputError, LoweringError
 from aero_compile.ir.ownership import Domain
 from aero_compile.optimize import optimize_for_inference
+from aero_compile.runtime.arithmetic.tolerances import DEFAULT
+from aero_compile.runtime.lowering.guard_plan import Planner
 from aero_compile.runtime.lowering.masks import find_mask
 from aero_compile.runtime.lowering.partition import SOFTMAX, partition_step
-from aero_compile.runtime.lowering.positions import Positions, new_rows
+from aero_compile.runtime.lowering.positions import Positions, averaged_sum, new_rows
+from aero_compile.runtime.lowering.schedule import Schedule
 from aero_compile.runtime.lowering.to_jax import lower
-from tests.support.tiny_models import captured
+from aero_compile.runtime.operators.limits import Format
+from tests.support.tiny_models import LAYERS, captured, transformed
 
 aten = torch.ops.aten
 pytest.importorskip("jax")
@@ -27,6 +31,41 @@ ROOM = 7
 
 def _part(family: str) -> Any:
     return partition_step(decode_step(optimize_for_inference(captured(family), steps=True), 1, ROOM))
+
+
+def _static(recipe: str, count: int, at: int | None, running_sums: bool) -> Any:
+    model = optimize_for_inference(transformed("gpt2-eager", recipe), steps=True)
+    step = decode_step(model, 1, ROOM, count, anywhere=at is None, running_sums=running_sums)
+    return partition_step(step, at)
+
+
+@pytest.mark.parametrize(("count", "at"), [(1, None), (3, 0), (3, 2)])
+@pytest.mark.parametrize("recipe", ["softmax_only,static-attention{heads=0.0-2+1.*}", "static-attention{heads=1.1}"])
+def test_an_average_of_a_running_sum_reaches_no_further_than_its_rows(count: int, at: int | None, recipe: str) -> None:
+    """So that the values behind it need no other private checks than with all values at hand."""
+    plans = []
+    for running_sums in (False, True):
+        part = _static(recipe, count, at, running_sums)
+        schedule = Schedule(part)
+        planner = Planner(part, schedule.order, Format(64, 18, DEFAULT), schedule.is_tokens)
+        plans.append({node.name: each for node, each in planner.plan().guards.items()})
+        sums = {node: held for node in schedule.order if (held := averaged_sum(node)) is not None}
+        assert bool(sums) is (running_sums and at != 0)
+        for node, held in sums.items():
+            rows = planner.of(planner._rows[held]).peak
+            assert planner.of(node).peak <= rows
+            assert planner.of(held).peak == pytest.approx(ROOM * rows)
+    assert plans[0] == plans[1]
+
+
+def test_sums_at_a_known_position_begin_with_zeros_or_with_what_is_held() -> None:
+    for at in (0, 2):
+        part = _static("static-attention", 3, at, True)
+        assert not part.graph.find_nodes(op="call_function", target=aten.where.self)
+        assert [bool(node.users) for node in part.cached] == [at > 0] * LAYERS
+        assert [new_rows(result).name in {n.name for n in part.graph.nodes} for result in part.results] == [
+            True
+        ] * LAYERS
 
 
 def test_tables_hold_the_value_at_every_position() -> None:
