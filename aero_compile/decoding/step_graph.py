@@ -202,7 +202,7 @@ class _Writer:
         of_new = self._call(aten.slice.Tensor, (rows, -1, self.position, self.after))
         factors = self._call(aten.cat.default, ([of_sum, of_new], -1))
         added = self._call(aten.cat.default, ([self._sum_of(values), self._new[values]], -2))
-        return self._call(aten.matmul.default, (factors, added))
+        return self._named(node, (factors, added), {})
 
     def _sum_of(self, values: fx.Node) -> fx.Node:
         """The sum over all positions before the new ones: zeros in front of the first, whatever is handed on."""
@@ -243,9 +243,12 @@ class _Writer:
     def _copy(self, node: fx.Node, read: Callable[[fx.Node], Any]) -> fx.Node:
         """A copy under the node's own name, by which is found what is known of the model's values; a second one has
         a name as of `_call`."""
+        args, kwargs = fx.map_arg((node.args, node.kwargs), read)
+        return self._named(node, args, kwargs)
+
+    def _named(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         name = node.name if node.name not in self._copied else _ADDED + node.name
         self._copied.add(node.name)
-        args, kwargs = fx.map_arg((node.args, node.kwargs), read)
         copy = self.graph.create_node(node.op, node.target, args, kwargs, name, node.type)
         copy.meta = {**node.meta}
         return copy
