@@ -14,6 +14,8 @@ from aero_compile.ir.ops import VIEWS, of_form
 aten = torch.ops.aten
 
 _JOINS = of_form("cat", "stack")
+_HANDED_ON = VIEWS | _JOINS | of_form("cast")
+"""What probabilities go through on their way to the product; a model that got another dtype casts them."""
 
 Pieces = tuple[object, ...]
 """The heads that a value holds, in order; None for one that is constant."""
@@ -85,7 +87,7 @@ def find_static(node: fx.Node, live: set[fx.Node], values: Mapping[fx.Node, Any]
     if node.target is not aten.matmul.default or node.args[0] in live or node.args[1] not in live:
         return None
     softmax, some = node.args[0], None
-    while isinstance(softmax, fx.Node) and (softmax.target in VIEWS or softmax.target in _JOINS):
+    while isinstance(softmax, fx.Node) and softmax.target in _HANDED_ON:
         table = softmax.all_input_nodes[0]
         if softmax.target is aten.slice.Tensor and values[softmax].shape[-2:] == values[table].shape[-2:]:
             some = some or softmax  # those of heads that went since are left out

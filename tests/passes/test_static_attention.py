@@ -46,6 +46,39 @@ def test_against_probabilities_that_are_replaced(name: str, heads: str) -> None:
     assert aero_compile.census(model, 8).total("softmax") == LAYERS * HEADS - len(chosen)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("gpt2-eager", "static-attention"),
+        ("llama-sdpa", "static-attention{heads=0.*+1.1,pattern=learned,max_positions=12}"),
+        pytest.param("lecture", SOME, marks=pytest.mark.slow),
+        pytest.param("gpt2-sdpa", f"drop-heads{{heads=0.1}},{SOME}", marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_of_another_dtype_has_the_same_heads(name: str, recipe: str, dtype: torch.dtype) -> None:
+    """The table of probabilities is cast then, and its heads are still heads: counted, measured and taken out."""
+    model, ids = transformed(name, recipe).eval(), tokens(2, 7)
+    other = copy.deepcopy(model).to(dtype)
+    for one, two in zip(model.structure.attentions, other.structure.attentions, strict=True):
+        assert (one.numbers, one.heads, [each.count for each in one.static]) == (
+            *(two.numbers, two.heads),
+            [each.count for each in two.static],
+        )
+    assert other.num_heads == model.num_heads
+    close: dict[str, Any] = {"rtol": 0, "atol": 1e-5 if dtype is torch.float32 else 0.5}
+    with torch.no_grad():
+        found, wanted = other(ids, output_entropies=True), model(ids, output_entropies=True)
+    torch.testing.assert_close(found.logits.double(), wanted.logits, **close)
+    for one, two in zip(found.entropies, wanted.entropies, strict=True):
+        torch.testing.assert_close(one.double(), two, **close)
+    fewer = aero_compile.transform(other, "drop-heads{heads=1.1}")
+    assert fewer.reports[-1].modified
+    torch.testing.assert_close(
+        logits(fewer, ids).double(), logits(aero_compile.transform(model, "drop-heads{heads=1.1}"), ids), **close
+    )
+
+
 @pytest.mark.parametrize(
     "rival", ["relu-attention", "power-softmax", "sigmoid-attention", "quad-softmax", "linear-attention"]
 )
