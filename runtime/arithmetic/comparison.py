@@ -71,4 +71,4 @@ def minimum(x: Any, y: Any) -> Any:
 
 def magnitude(x: Any) -> Any:
     """|x| for a JAX array of floats."""
-    return jnp().where(below(x, 0.0), -x, x) if compares_small() else jnp().abs(x)
+    return jnp().where(below(x, 0.0), -x, x)

@@ -39,3 +39,23 @@ def test_a_decoder_is_billed_as_it_runs(case: str, monkeypatch: pytest.MonkeyPat
     for row in expected.per_op:
         for column in ("bytes", "offline_bytes"):
             assert row[column] == pytest.approx(measured[row["op"]][column], rel=5e-3, abs=500), (row["op"], column)
+
+
+def test_polynomials_have_a_price_at_every_length() -> None:
+    model = transformed("gpt2-eager", "polynomial-gelu")
+    prices = [
+        estimate(model, length, warm="setup", logits=logits).bytes for length in (5, 12) for logits in ("last", "all")
+    ]
+    assert prices == sorted(prices)
+    assert prices[0] > 1e6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["bolt", "puma"])
+def test_polynomials_are_billed_as_they_run(form: str) -> None:
+    """Few elements are compared in the one ring that there is; many, as above, in a second one."""
+    model, ids = transformed("gpt2-eager", f"polynomial-gelu{{form={form}}}"), tokens(1, 5)
+    expected = estimate(model, 5, warm="setup")
+    _, bill = private_inference(model, ids, warm="setup")
+    assert expected.bytes == pytest.approx(bill.bytes, rel=5e-3)
+    assert expected.messages == bill.messages
