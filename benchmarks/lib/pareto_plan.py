@@ -26,6 +26,14 @@ def rivals() -> list[str]:
     return [recipe.label for recipe in recipes().values() if recipe.group == RIVALS]
 
 
+def others_nonlinearities() -> frozenset[type]:
+    """The passes that these recipes have and that no other recipe does."""
+    types = {True: set[type](), False: set[type]()}
+    for recipe in recipes().values():
+        types[recipe.group == RIVALS].update(map(type, recipe.passes))
+    return frozenset(types[True] - types[False])
+
+
 @dataclass(frozen=True)
 class Model:
     """A line of the table: `label` is trained, then changed by the passes `change`, or by a search for `budget`.
@@ -52,9 +60,10 @@ class Model:
             return SEARCHED
         if self.change:
             return CHANGED
-        if any(isinstance(one, StaticAttention) for one in resolve(self.label).passes):
+        types = {type(one) for one in resolve(self.label).passes}
+        if StaticAttention in types:
             return STATIC
-        return RIVALS if self.label in rivals() else AERO
+        return RIVALS if types & others_nonlinearities() else AERO
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 from aero_compile.analysis.head_sets import chosen_heads
 from aero_compile.artifact import load
 from aero_compile.errors import InputError
+from aero_compile.ir.attention_weights import kind_of_weights
 from aero_compile.model import TransformedModel
 from aero_compile.runtime.costs.model import estimate
 from aero_compile.search import search
@@ -99,7 +100,7 @@ def make_point(
         perplexity=row.final_perplexity if row else None,
         start_perplexity=start.final_perplexity,
         price=price,
-        softmaxes=sum(each.heads for each in made.structure.attentions) if made else None,
+        softmaxes=softmaxes_of(made) if made else None,
         commands=[each.command for each in rows],
         versions=versions(),
     )
@@ -197,3 +198,9 @@ def check_budgets(budgets: Sequence[str]) -> None:
             share(budget)
         else:
             parse_budget(budget)
+
+
+def softmaxes_of(model: TransformedModel) -> int:
+    """Heads with a softmax of hidden values, and not with what others put in its place."""
+    groups = [heads for attention in model.structure.attentions for heads in attention.groups]
+    return sum(heads.count for heads in groups if kind_of_weights(heads.softmax) == "softmax")

@@ -20,7 +20,7 @@ from aero_compile.training.command_line import parse_command_line
 from benchmarks import pareto
 from benchmarks.lib import pareto_points, pareto_run, pareto_table
 from benchmarks.lib.pareto_plan import Model, ParetoPlan, make_models, rivals
-from benchmarks.lib.pareto_points import Point, Pricing
+from benchmarks.lib.pareto_points import Point, Pricing, softmaxes_of
 from benchmarks.lib.study_plan import Plan, Task
 from benchmarks.lib.study_rows import StudyRow
 from tests.support import tiny_models
@@ -70,12 +70,17 @@ def test_both_parts_share_text_and_settings() -> None:
 
 def test_models_by_family() -> None:
     made = make_models(
-        ["SM+R", "RA+LN+G", "SM[2/2.*]+R"], {"SM+R": ["gelu-to-identity"]}, {"SM+G": ["60%", "2 MB"]}, ["greedy"]
+        ["SM+R", "RA+LN+G", "SM[2/2.*]+R", "LA(performer)+R", "SM+LN+PG(puma)"],
+        {"SM+R": ["gelu-to-identity"]},
+        {"SM+G": ["60%", "2 MB"]},
+        ["greedy"],
     )
     assert [(model.name, model.family) for model in made] == [
         ("SM+R", "AERO"),
         ("RA+LN+G", "other nonlinearities"),
         ("SM[2/2.*]+R", "static heads"),
+        ("LA(performer)+R", "other nonlinearities"),
+        ("SM+LN+PG(puma)", "other nonlinearities"),
         ("SM+G", "AERO"),
         ("SM+R, gelu-to-identity", "changed"),
         ("SM+G, 60% by greedy", "searched"),
@@ -107,6 +112,11 @@ def test_models_by_family() -> None:
 def test_mistakes(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert pareto.main(options) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(("recipe", "count"), [("SM+R", 8), ("SM[3]+R", 3), ("2Quad+LN+Quad", 0), ("LA(exp)+LN+G", 0)])
+def test_softmaxes_are_counted_and_not_what_stands_in_their_place(recipe: str, count: int) -> None:
+    assert softmaxes_of(tiny_models.transformed("gpt2-eager", recipe)) == count
 
 
 def test_the_front_and_the_means() -> None:
