@@ -37,7 +37,7 @@ from aero_compile.training.distillation import Distiller
 from aero_compile.training.learning_rates import choose_roles, parse_lr_scale
 from aero_compile.training.loop import RegularizedTrainer
 from aero_compile.training.models import check_context
-from aero_compile.training.options import RetrainArguments, RetrainOptions, spread_by
+from aero_compile.training.options import RetrainOptions
 from aero_compile.training.plan import Plan, resolve
 from aero_compile.training.run_directory import (
     ARTIFACT_FOLDER,
@@ -49,6 +49,7 @@ from aero_compile.training.run_directory import (
     write_json,
 )
 from aero_compile.training.switching import SWITCHED_FILE
+from aero_compile.training.trainer_arguments import RetrainArguments, spread_by
 
 __all__ = ["RetrainArguments", "RetrainOptions", "RetrainResult", "load_data", "main", "retrain"]
 

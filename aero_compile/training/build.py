@@ -24,7 +24,7 @@ from aero_compile.training.distillation import fingerprint
 from aero_compile.training.initialization import automatic, initialize
 from aero_compile.training.learning_rates import USUAL_RATE, parse_lr_scale, rate_of_new_weights
 from aero_compile.training.models import ModelSource, check_context, find_model, parse_overrides, with_length
-from aero_compile.training.options import RetrainOptions, settings_that_matter, spread_by
+from aero_compile.training.options import RetrainOptions
 from aero_compile.training.plan import Plan
 from aero_compile.training.run_directory import SEARCH_FILE
 from aero_compile.training.stages import StagedRemoval, expand, parse_stages
@@ -32,6 +32,7 @@ from aero_compile.training.stream import prepare_stream
 from aero_compile.training.switching import HeadSwitching, SwitchRule, check_heads
 from aero_compile.training.token_cache import token_folder
 from aero_compile.training.tokenizer import load_tokenizer
+from aero_compile.training.trainer_arguments import settings_that_matter, spread_by
 
 if TYPE_CHECKING:
     from aero_compile.search.result import SearchResult

@@ -12,8 +12,9 @@ from transformers import HfArgumentParser
 
 from aero_compile.errors import InputError, first_line
 from aero_compile.plain_help import PlainHelp
-from aero_compile.training.options import RetrainArguments, RetrainOptions
+from aero_compile.training.options import RetrainOptions
 from aero_compile.training.presets import with_preset
+from aero_compile.training.trainer_arguments import RetrainArguments
 
 logger = logging.getLogger("aero_compile.retrain")
 

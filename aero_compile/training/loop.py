@@ -22,14 +22,13 @@ from transformers import (
 )
 from transformers.trainer_utils import EvalLoopOutput, IntervalStrategy
 
-from aero_compile.entropy import EntropyRegularizedModel
 from aero_compile.errors import OutputDirError, TrainingError
 from aero_compile.model import TransformedModel
 from aero_compile.passes._head_edits import heads_with_softmax
 from aero_compile.training import held_out
 from aero_compile.training.learning_rates import fill_groups, scale_by_stage, split_groups
 from aero_compile.training.model_records import ModelRecords
-from aero_compile.training.nonfinite import first_non_finite, non_finite_parameter
+from aero_compile.training.nonfinite import bad_gradient, non_finite_parameter, where_values_broke
 from aero_compile.training.progress_bar import Pace, TrainingProgress
 from aero_compile.training.recorder import NothingToTrain, Recorder
 from aero_compile.training.run_directory import METRICS_FILE, RunDirectory
@@ -247,28 +246,18 @@ class RegularizedTrainer(Trainer):
 
     def _diagnose(self) -> str:
         model: Any = self.model
-        wrapper: Any = self.accelerator.unwrap_model(model)
-        if self.is_fsdp_enabled or not self._inputs or not isinstance(wrapper, EntropyRegularizedModel):
-            found = non_finite_parameter(model.named_parameters(), "parameter")
-            return found or "a place that cannot be looked at in this mode of training"
+        if self.is_fsdp_enabled or not self._inputs:
+            return where_values_broke(model, None)
         batch = self._prepare_inputs({k: self._inputs[k] for k in ("input_ids", "attention_mask") if k in self._inputs})
-        with torch.no_grad(), self.accelerator.autocast():
-            found = first_non_finite(wrapper.model, batch["input_ids"], batch.get("attention_mask"))
-        if found:
-            return found
-        thresholds = non_finite_parameter([("thresholds", wrapper.thresholds)], "parameter")
-        return thresholds or "the loss itself: the logits of this batch are finite here"
+        with self.accelerator.autocast():
+            return where_values_broke(self.accelerator.unwrap_model(model), batch)
 
     def _bad_gradient(self) -> str | None:
-        """Repeat the last batch, unclipped, and name the bad gradient nearest to the output."""
-        wrapper: Any = self.accelerator.unwrap_model(self.model)
         if self.is_fsdp_enabled or not self._inputs:
             return None
-        wrapper.zero_grad()
-        with torch.enable_grad(), self.accelerator.autocast():
-            wrapper(**self._prepare_inputs(self._inputs))["loss"].backward()
-        named = [(name, p.grad) for name, p in wrapper.named_parameters()]
-        return non_finite_parameter(reversed(named), "the gradient of parameter")
+        wrapper: Any = self.accelerator.unwrap_model(self.model)
+        with self.accelerator.autocast():
+            return bad_gradient(wrapper, self._prepare_inputs(self._inputs))
 
     # -- what is recorded -------------------------------------------------------------------------------
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from aero_compile.entropy import EntropyRegularizedModel
+
 # Ops that write -inf on purpose: masks of attention scores.
 _MASKING = ("masked_fill", "where", "full", "scalar_tensor", "fill")
 
@@ -110,3 +112,25 @@ def first_non_finite(model: Any, input_ids: Tensor, attention_mask: Tensor | Non
     except _Found as found:
         return found.where
     return None
+
+
+def where_values_broke(wrapper: Any, batch: dict[str, Tensor] | None) -> str:
+    """Where a model in training began to give NaN or infinity, in words, as far as a batch that it did so for tells.
+
+    Without a batch, or where `wrapper` is no EntropyRegularizedModel, parameters alone are looked at.
+    """
+    if batch is None or not isinstance(wrapper, EntropyRegularizedModel):
+        found = non_finite_parameter(wrapper.named_parameters(), "parameter")
+        return found or "a place that cannot be looked at in this mode of training"
+    found = first_non_finite(wrapper.model, batch["input_ids"], batch.get("attention_mask"))
+    found = found or non_finite_parameter([("thresholds", wrapper.thresholds)], "parameter")
+    return found or "the loss itself: the logits of this batch are finite here"
+
+
+def bad_gradient(wrapper: Any, inputs: Any) -> str | None:
+    """Repeat a batch, unclipped, and name the gradient that is not finite nearest to the output, or None."""
+    wrapper.zero_grad()
+    with torch.enable_grad():
+        wrapper(**inputs)["loss"].backward()
+    named = [(name, p.grad) for name, p in wrapper.named_parameters()]
+    return non_finite_parameter(reversed(named), "the gradient of parameter")

@@ -26,11 +26,9 @@ from aero_compile.training.data import TrainingData
 from aero_compile.training.distillation import Distillation, parse_distillation
 from aero_compile.training.hub import HubTarget
 from aero_compile.training.models import ModelSource, check_context, choose_recipe, continued_weight, find_model
-from aero_compile.training.options import (
-    RetrainArguments,
-    RetrainOptions,
-)
+from aero_compile.training.options import RetrainOptions
 from aero_compile.training.run_directory import RunDirectory
+from aero_compile.training.trainer_arguments import RetrainArguments
 
 logger = logging.getLogger("aero_compile.retrain")
 

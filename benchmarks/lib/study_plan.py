@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from aero_compile.errors import InputError
 from aero_compile.recipe.recipe import resolve
 from aero_compile.training.command_line import parse_command_line
-from aero_compile.training.options import RetrainArguments, RetrainOptions
+from aero_compile.training.options import RetrainOptions
+from aero_compile.training.trainer_arguments import RetrainArguments
 
 CONFIG = "config."
 """Begins the name of an axis that is a field of the model's configuration, such as config.initializer_range."""

@@ -24,7 +24,7 @@ from aero_compile.training.command_line import parse_command_line
 from aero_compile.training.data import TrainingData
 from aero_compile.training.loop import perplexity
 from aero_compile.training.models import choose_recipe, find_model, with_length
-from aero_compile.training.options import RetrainArguments, RetrainOptions
+from aero_compile.training.options import RetrainOptions
 from aero_compile.training.run_directory import (
     ENTROPIES_FILE,
     METRICS_FILE,
@@ -33,6 +33,7 @@ from aero_compile.training.run_directory import (
     versions,
     write_json,
 )
+from aero_compile.training.trainer_arguments import RetrainArguments
 from benchmarks.lib.study_plan import Task, read_flags
 
 

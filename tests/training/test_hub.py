@@ -15,7 +15,7 @@ from aero_compile.errors import InputError
 from aero_compile.reporting.model_card import model_card
 from aero_compile.training.check_arguments import check_training_arguments
 from aero_compile.training.hub import HubTarget
-from aero_compile.training.options import RetrainArguments
+from aero_compile.training.trainer_arguments import RetrainArguments
 
 RECORD = {
     "identity": {
