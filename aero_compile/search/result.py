@@ -27,7 +27,8 @@ FORMAT = "aero_compile.search_result/1"
 class Point:
     """One variant of the model.
 
-    `price` is the sum of differences of estimates, `loss` in nats a token on the calibration, `held_out_loss` on the
+    `price` is the sum of differences of estimates, set right by full estimates of a few points (and exact at those),
+    `loss` in nats a token on the calibration, `held_out_loss` on the
     held-out text (None: there is none). `recipe` makes the variant of the searched model, `given_up` counts what it
     replaces, by kind of choice.
     """

@@ -37,8 +37,14 @@ ORDERS = ("greedy", "single", "relaxation", "entropy", "random")
 _POINTS = 16
 """Points of a curve whose losses are measured on all text."""
 
+_ANCHORS = (1.0, 0.75, 0.5)
+"""Shares of a curve at whose ends a full estimate sets its sums right: they err most where much has gone."""
+
 _FAR = 2.0
 """Budgets of bytes that the cheapest decisions by sums exceed by more are out of reach; other sums tell too little."""
+
+_WORTH = 1e-3
+"""Nats a token: who gives up more than the budget asks for must lose less by so much."""
 
 _CHECKS = 5
 """Full estimates of candidates for a budget, at most; more only until one fits."""
@@ -265,9 +271,10 @@ class Search:
         )
 
     def _fitting(self, path: Sequence[Decisions], budget: Budget) -> Decisions:
-        """The first decisions of `path` that a full estimate has within the budget.
+        """The decisions of `path` that lose least of those that a full estimate has within the budget.
 
-        Prices are sums; by how much the last full estimate differs from its sum decides what is estimated next.
+        Losses mostly rise along a path, so those are the first ones, or some that lose clearly less. Prices are sums;
+        by how much the last full estimate differs from its sum decides what is estimated next.
         """
         too_dear, fits, off, checks = -1, len(path), 0.0, 0
         while (candidates := range(too_dear + 1, fits)) and (checks < _CHECKS or fits == len(path)):
@@ -277,7 +284,7 @@ class Search:
             off, checks = actual - self._price(path[i]), checks + 1
             too_dear, fits = (too_dear, i) if actual <= budget.limit else (i, fits)
         if fits < len(path):
-            return path[fits]
+            return self._better(path[fits:], budget) if fits else path[0]
         # Sums have their limits: what they do not tell apart, and what costs less than they say.
         cheapest = self._cheapest()
         for decisions in (cheapest, {**path[-1], **cheapest}):
@@ -287,6 +294,16 @@ class Search:
             raise self._unreachable(budget)
         return min(known, key=lambda each: (self._loss(each[1], self._probe), each[0]))[1]
 
+    def _better(self, path: Sequence[Decisions], budget: Budget) -> Decisions:
+        """The first decisions of `path`, which fit the budget, or those after them that fit and lose clearly less."""
+        losses = [self._loss(decisions, self._probe) for decisions in path]
+        for i in sorted(range(1, len(path)), key=losses.__getitem__):
+            if losses[i] > losses[0] - _WORTH:
+                break
+            if getattr(self._estimated(path[i]).price, self._measure) <= budget.limit:
+                return path[i]
+        return path[0]
+
     def _curve(self, order: str, path: Sequence[Decisions]) -> list[Point]:
         """Points evenly spread over the prices of a path, with their losses on all text."""
         prices = [self._price(decisions) for decisions in path]
@@ -294,14 +311,32 @@ class Search:
         chosen = {
             min(range(len(path)), key=lambda i: abs(prices[i] - (prices[0] - n * step))) for n in range(_POINTS)
         } | {0, len(path) - 1}
-        with self._meter.phase(f"{order}: curve", len(chosen) * (2 if self._held_out else 1)):
-            return [self._point(path[i]) for i in sorted(chosen)]
+        points = sorted(chosen)
+        asked = [points[round(share * (len(points) - 1))] for share in _ANCHORS]
+        with self._meter.phase(f"{order}: estimates", len(asked)):
+            for i in asked:
+                self._estimated(path[i])
+        known = [i for i in range(len(path)) if key_of(path[i]) in self._known]
+        with self._meter.phase(f"{order}: curve", len(points) * (2 if self._held_out else 1)):
+            return [self._point(path[i], self._set_right(path, i, known)) for i in points]
 
-    def _point(self, decisions: Decisions) -> Point:
+    def _set_right(self, path: Sequence[Decisions], i: int, known: Sequence[int]) -> Price:
+        """The sum of the i-th decisions, and by how much sums are off there, between what `known` ones are off by."""
+        before, after = max(k for k in known if k <= i), min(k for k in known if k >= i)
+        if before == after:
+            return self._known[key_of(path[i])][1]
+        start, here, end = (self._price(path[k]) for k in (before, i, after))
+        share = min(1.0, max(0.0, (here - start) / (end - start))) if end != start else 0.0
+        price = self._costs.of(path[i])
+        for k, weight in ((before, 1.0 - share), (after, share)):
+            price = price.plus(self._known[key_of(path[k])][1], weight).plus(self._costs.of(path[k]), -weight)
+        return price
+
+    def _point(self, decisions: Decisions, price: Price) -> Point:
         kinds = [site.kind for site in in_force(decisions)]
         return Point(
             self._recipe(decisions),
-            self._costs.of(decisions),
+            price,
             self._loss(decisions, self._calibration),
             self._loss(decisions, self._held_out) if self._held_out else None,
             {kind: kinds.count(kind) for kind in dict.fromkeys(site.kind for site in self._gated.sites)},
