@@ -120,7 +120,8 @@ def test_what_gives_up_more_and_loses_less_is_taken(
 
     kept: Any = SimpleNamespace(_loss=lambda at, _: losses[at], _probe=(), _estimated=full, _measure="bytes")
     path: Any = range(3)
-    assert run.Search._better(kept, path, parse_budget("10 B")) == best
+    found: Any = run.Search._better(kept, path, parse_budget("10 B"))
+    assert found == best
 
 
 def test_what_sums_do_not_tell_apart_is_estimated_before_a_budget_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
