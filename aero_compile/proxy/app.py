@@ -64,7 +64,7 @@ def make_app(writer: Writer, name: str, hosts: Collection[str]) -> Starlette:
         yield
         await asyncio.to_thread(writer.close)  # what is being computed ends with it
 
-    return Starlette(routes=routes, lifespan=held, exception_handlers={HTTPException: _refused, Exception: _broken})
+    return Starlette(routes=routes, lifespan=held, exception_handlers={HTTPException: _refused})
 
 
 class _API:
@@ -81,6 +81,12 @@ class _API:
                 return await endpoint(request)
             except AeroError as error:
                 return _error(error)
+            except HTTPException:
+                raise
+            except Exception as error:
+                # Raised further, it would make the server drop the connection, which the caller may be about to use.
+                logger.exception("a request could not be answered")
+                return JSONResponse(_bug(error), 500, headers=NO_RETRY)
 
         return answer
 
@@ -229,11 +235,6 @@ async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = "model_not_found" if error.status_code == 404 and "model" in error.detail else None
     return JSONResponse(answers.error(error.detail, "invalid_request_error", code=code), error.status_code)
-
-
-async def _broken(request: Request, error: Exception) -> Response:
-    """The framework logs it."""
-    return JSONResponse(_bug(error), 500, headers=NO_RETRY)
 
 
 def _bug(error: Exception) -> dict[str, Any]:

@@ -423,6 +423,21 @@ def test_a_bug_is_told_in_the_form_of_the_api(endpoint: Endpoint) -> None:
             list(endpoint.client.completions.create(model=NAME, prompt="ab", max_tokens=2, stream=stream))
 
 
+def test_a_connection_outlives_a_bug(endpoint: Endpoint) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", endpoint.port, timeout=60)
+    body = json.dumps({"model": NAME, "prompt": "ab", "max_tokens": 1})
+    with contextlib.closing(connection):
+        for status in (500, 200, 500, 200):
+            endpoint.writer.open()
+            endpoint.decoder.fails, endpoint.decoder.fails_after = ZeroDivisionError() if status == 500 else None, 0
+            connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+            used = connection.sock
+            answer = connection.getresponse()
+            answer.read()
+            assert answer.status == status
+            assert connection.sock is used is not None, "the server has closed it"
+
+
 def test_texts_are_written_one_after_the_other(endpoint: Endpoint) -> None:
     from aero_compile.proxy.writer import MOST_WAITING
 
