@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from aero_compile.ir.extra_inputs import dtype_of, shape_of
@@ -20,10 +21,14 @@ from aero_compile.ir.weight_values import call_in_eval
 
 
 class _Known:
-    """What was found for one model at one batch and length: the values of nodes, and of the tensors they read."""
+    """What was found for one model at one batch and length: the values of nodes, and of the tensors they read.
 
-    def __init__(self, mode: FakeTensorMode | None = None) -> None:
-        self.mode = mode if mode is not None else FakeTensorMode(allow_non_fake_inputs=True)
+    That of a copy shares the mode and what calls gave, of which one may stand for another: layers look alike.
+    """
+
+    def __init__(self, original: _Known | None = None) -> None:
+        self.mode: FakeTensorMode = original.mode if original else FakeTensorMode(allow_non_fake_inputs=True)
+        self.results: dict[Any, Any] = original.results if original else {}
         self.nodes: dict[fx.Node, tuple[Any, Any]] = {}
         self.tensors: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -40,9 +45,23 @@ class _Known:
             self.tensors[name] = real, fake
         return fake
 
+    def call(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """What a call gives; of one that looks like an earlier one, what that gave."""
+        looks = _looks((args, kwargs)) if isinstance(op, OpOverload) and not op._schema.is_mutable else None
+        if looks is None:
+            return op(*args, **kwargs)
+        key = op, looks, torch.get_default_dtype()
+        if key in self.results:
+            return self.results[key]
+        found = op(*args, **kwargs)
+        if _looks(found) is not None:
+            self.results[key] = found
+        return found
+
 
 _known: WeakKeyDictionary[torch.nn.Module, dict[Any, _Known]] = WeakKeyDictionary()
 
+_PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 Guard = tuple[Callable[[fx.Node, Mapping[fx.Node, Any]], None], Callable[[fx.Node, Any], None]]
 """Called before a node is looked at, with what is known of those before it, and after, with its value."""
@@ -98,7 +117,7 @@ def carry(model: torch.nn.Module, twin: torch.nn.Module, copies: Mapping[fx.Node
     A model is copied before every rewrite; looking at all of it again would cost more than most rewrites do.
     """
     for key, known in list(_known.get(model, {}).items()):
-        own = _known.setdefault(twin, {}).setdefault(key, _Known(known.mode))
+        own = _known.setdefault(twin, {}).setdefault(key, _Known(known))
         for node, (call, value) in list(known.nodes.items()):
             if node in copies and call == _call(node):
                 own.nodes[copies[node]] = _call(copies[node]), value
@@ -145,7 +164,7 @@ def _value(
     if node.op == "output":
         return args[0]
     if node.op == "call_function":
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        return known.call(node.target, args, kwargs)
 
     module = model.get_submodule(str(node.target))
     state = {name: known.tensor(model, f"{node.target}.{name}") for name, _ in module.named_buffers()}
@@ -161,6 +180,19 @@ def _reported(node: fx.Node) -> Iterator[None]:
         error.add_note(f"while finding the shape of {node.format_node()}")
         error.__dict__.setdefault("place", place(node))
         raise
+
+
+def _looks(value: Any) -> Any:
+    """What is equal for arguments that look alike, with their types; None where a look does not tell all."""
+    if isinstance(value, tuple | list):
+        keys = tuple(map(_looks, value))
+        return None if None in keys else (type(value), keys)
+    if isinstance(value, dict):
+        return _looks([*value, *value.values()])
+    if isinstance(value, FakeTensor):
+        known = value.constant is not None or value.layout != torch.strided
+        return None if known else (value.shape, value.stride(), value.dtype, value.device, value.storage_offset())
+    return (type(value), value) if value is None or isinstance(value, _PLAIN) else None
 
 
 def _same(left: Any, right: Any) -> bool:

@@ -343,14 +343,12 @@ def test_a_real_estimate(tmp_path: Path) -> None:
     pytest.importorskip("spu")
     pi_rows._optimized.clear()  # the stand-in leaves models as they are
     out = tmp_path / "r.json"
-    command = ["--estimate", "--layers", "1", "--recipes", "SM+LN+G,softmax_only", "--seq-len", "16", "64"]
+    command = ["--estimate", "--layers", "1", "--recipes", "SM+LN+G,softmax_only", "--seq-len", "16"]
     assert pi_bench.main([*command, "--json", str(out), "--compare", "paper"]) == 0
     rows = json.loads(out.read_text())["rows"]
-    assert [r["seq_len"] for r in rows] == [16, 16, 64, 64]
+    assert [r["seq_len"] for r in rows] == [16, 16]
     sizes = [r["bytes"] for r in rows]
     assert sizes[0] > sizes[1] > 0
-    assert sizes[2] > sizes[0]
-    assert sizes[3] > sizes[1]
     for made in rows:
         assert sum(made["per_op"].values()) == pytest.approx(made["bytes"], rel=0.01)
         assert made["messages"] > 0

@@ -178,6 +178,7 @@ def test_results_say_what_was_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 FAR, PADDED = 20032, 182
 
 
+@pytest.mark.slow
 def test_what_leaves_its_range_between_hosts_ends_without_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     found = torture_private.private_run(FAR, "semi2k")
     assert (found.outcome, found.kind, found.mode) == (REFUSED, "private range check", "between hosts")
@@ -253,6 +254,7 @@ def test_capture_is_its_source_in_both_modes_or_refused(seed: int) -> None:
     assert found.outcome == WITHIN or (found.outcome == REFUSED and not found.ordinary), found
 
 
+@pytest.mark.slow
 def test_what_training_leaves_frozen_is_a_silent_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     from aero_compile.frontend import caches, capture
 

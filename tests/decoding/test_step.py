@@ -71,7 +71,8 @@ WINDOW = 3
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("mistral", {"sliding_window": WINDOW}),  # what is further back than the window is hidden again
+        # What is further back than the window is hidden again.
+        pytest.param("mistral", {"sliding_window": WINDOW}, marks=pytest.mark.slow),
         ("bloom", {}),  # ALiBi
         pytest.param("gptj", {}, marks=pytest.mark.slow),  # rotary in pairs, of a part of each head
         pytest.param("falcon", {"multi_query": True}, marks=pytest.mark.slow),  # one key for all heads

@@ -134,6 +134,42 @@ def test_a_model_that_is_moved_is_looked_at_anew() -> None:
     assert values[model.structure.attentions[0].groups[0].softmax].dtype == torch.float32
 
 
+def test_calls_that_look_alike_are_made_once() -> None:
+    model = copy.deepcopy(tiny_models.captured("gpt2-eager"))
+    shapes._known.pop(model, None)
+    node_values(model, 3, 11)
+    (known,) = shapes._known[model].values()
+    assert len(known.results) < 0.8 * sum(node.op == "call_function" for node in model.graph.nodes), "layers look alike"
+    made = len(known.results)
+    node_values(aero_compile.transform(model, "SM+ScFFN"), 3, 11)
+    assert len(known.results) <= made + 30, "copies share them"
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.float64])
+def test_calls_that_look_alike_differ_by_the_types_of_numbers(default: torch.dtype) -> None:
+    torch.set_default_dtype(default)
+    known = shapes._Known()
+    for _ in range(2):
+        with known.mode:
+            dtypes = [known.call(aten.full.default, ([2], value), {}).dtype for value in (1, 1.0, True)]
+        assert dtypes == [torch.int64, default, torch.bool]
+    torch.set_default_dtype(torch.float16)
+    with known.mode:
+        assert known.call(aten.full.default, ([2], 1.0), {}).dtype == torch.float16
+
+
+def test_calls_that_know_numbers_or_write_are_made_each_time() -> None:
+    known = shapes._Known()
+    with known.mode:
+        numbers = [aten.lift_fresh_copy.default(torch.tensor(value)) for value in (2, 3)]
+        assert [known.call(aten._local_scalar_dense.default, (each,), {}) for each in numbers] == [2, 3]
+        written = torch.zeros(3)
+        assert known.call(aten.add_.Tensor, (written, 1.0), {}) is written
+        rows = [torch.zeros(4, 6).t(), torch.zeros(6, 4)]
+        strides = [known.call(aten.mul.Tensor, (each, 2.0), {}).stride() for each in rows]
+    assert strides == [(1, 6), (4, 1)]
+
+
 def test_errors_name_the_node() -> None:
     model = transformed("gpt2-eager", "baseline")
     norm = model.structure.norms[0].node

@@ -60,7 +60,7 @@ class _Scaled(nn.Module):
         pytest.param(1e-6, True, "parameter", marks=pytest.mark.slow),
         pytest.param(1e-6, True, "buffer", marks=pytest.mark.slow),
         (1e-6, True, "attribute"),
-        (1e-6, False, "attribute"),
+        pytest.param(1e-6, False, "attribute", marks=pytest.mark.slow),
         pytest.param(3e-2, True, "attribute", marks=pytest.mark.slow),
     ],
 )

@@ -1,4 +1,4 @@
-"""What many tests need, made once: captured models for all workers of a run, SPU's programs in each worker."""
+"""What many tests need, made once for all workers of a run: captured models, and what SPU compiles."""
 
 from __future__ import annotations
 
@@ -23,21 +23,29 @@ def made_once(make: Callable[..., R]) -> Callable[..., R]:
 
     @functools.cache
     def kept(*arguments: Any) -> R:
-        folder = os.environ.get(SHARED_FOLDER)
-        if folder is None:
+        if SHARED_FOLDER not in os.environ:
             return make(*arguments)
         call = f"{make.__module__}.{make.__qualname__}{arguments!r}"
-        path = Path(folder) / f"{hashlib.sha256(call.encode()).hexdigest()}.pickle"
-        if path.exists():
-            found: R = pickle.loads(path.read_bytes())
-            return found
-        made = make(*arguments)
-        own = path.with_suffix(f".{os.getpid()}")  # both workers may be at it
-        own.write_bytes(pickle.dumps(made))
-        own.replace(path)
+        name = f"{hashlib.sha256(call.encode()).hexdigest()}.pickle"
+        made: R = pickle.loads(_shared(name, lambda: pickle.dumps(make(*arguments))))
         return made
 
     return kept
+
+
+def _shared(name: str, make: Callable[[], bytes]) -> bytes:
+    """The content of a file of the run's folder, made by the worker that is the first to need it."""
+    folder = os.environ.get(SHARED_FOLDER)
+    if folder is None:
+        return make()
+    path = Path(folder) / name
+    if path.exists():
+        return path.read_bytes()
+    made = make()
+    own = path.with_suffix(f".{os.getpid()}")  # both workers may be at it
+    own.write_bytes(made)
+    own.replace(path)
+    return made
 
 
 def compile_each_program_once() -> None:
@@ -52,15 +60,16 @@ def compile_each_program_once() -> None:
     import jaxlib.xla_extension
 
     compiler: Any = libspu.compile
-    kept: dict[Any, Any] = {}
+    kept: dict[str, bytes] = {}
     form = jaxlib.xla_extension.HloPrintOptions()
     form.print_large_constants = True
 
-    def compile(source: Any, options: Any) -> Any:
+    def compile(source: Any, options: Any) -> bytes:
         text = jaxlib.xla_client.XlaComputation(source.ir_txt).get_hlo_module().to_string(form)
-        key = text, tuple(source.input_visibility), id(options)
+        settings = [(name, str(getattr(options, name))) for name in dir(options) if not name.startswith("_")]
+        key = hashlib.sha256(repr((text, list(map(str, source.input_visibility)), settings)).encode()).hexdigest()
         if key not in kept:
-            kept[key] = compiler(source, options)
+            kept[key] = _shared(f"{key}.spu", lambda: compiler(source, options))
         return kept[key]
 
     compile.kept = kept  # type: ignore[attr-defined]

@@ -44,7 +44,7 @@ def test_a_decoder_is_billed_as_it_runs(case: str, monkeypatch: pytest.MonkeyPat
 def test_polynomials_have_a_price_at_every_length() -> None:
     model = transformed("gpt2-eager", "polynomial-gelu")
     prices = [
-        estimate(model, length, warm="setup", logits=logits).bytes for length in (5, 12) for logits in ("last", "all")
+        estimate(model, length, warm="setup", logits=logits).bytes for length, logits in ((5, "last"), (12, "all"))
     ]
     assert prices == sorted(prices)
     assert prices[0] > 1e6
