@@ -38,8 +38,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="blocks of T tokens of each side (default: %(default)s)",
     )
     text = (
-        "kinds of choices, divided by commas: norms, heads, activations (the default), static-patterns, drops, local, "
-        "layers, neurons, temperatures; see docs/search.md"
+        "kinds of choices, divided by commas: norms, heads, activations (the default), static-patterns, "
+        "learned-patterns, drops, local, layers, neurons, temperatures; see docs/search.md"
     )
     add("--choices", type=names, metavar="LIST", help=text)
     text = "what goes first is found by: greedy, single, relaxation, entropy or random (default: %(default)s)"

@@ -78,8 +78,8 @@ class RetrainOptions:
     )
     search_choices: str = _option(
         "heads,activations",
-        "What --search-budget chooses among, divided by commas: norms, heads, static-patterns, drops, local, layers, "
-        "activations, neurons, temperatures; see docs/search.md.",
+        "What --search-budget chooses among, divided by commas: norms, heads, static-patterns, "
+        "learned-patterns, drops, local, layers, activations, neurons, temperatures; see docs/search.md.",
     )
     search_blocks: int = _option(64, "Training blocks on which --search-budget measures losses.")
     search_logits: str = _option(

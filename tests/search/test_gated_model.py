@@ -21,7 +21,7 @@ IDS = tiny_models.tokens(4, 9)
 WIDER = (
     "norms",
     "heads",
-    "static-patterns",
+    "static-patterns,learned-patterns",
     "drops",
     "local:3",
     "layers",
@@ -53,12 +53,12 @@ def one_by_one(model: aero_compile.TransformedModel, kinds: str, pick: random.Ra
 
 
 def one_of_them_measured(decisions: dict[Site, str], pick: random.Random) -> dict[Site, str]:
-    """Passes that measure do so one after the other: of two patterns one."""
-    other = pick.choice(("mean", "relative"))
-    return {site: "softmax" if option == other else option for site, option in decisions.items()}
+    """Passes that measure do so one after the other: of all patterns one."""
+    others = pick.sample(("mean", "relative", "learned"), 2)
+    return {site: "softmax" if option in others else option for site, option in decisions.items()}
 
 
-@pytest.mark.parametrize("kinds", by_default(WIDER, "norms", "static-patterns", WIDER[-1]))
+@pytest.mark.parametrize("kinds", by_default(WIDER, "norms", "static-patterns,learned-patterns", WIDER[-1]))
 @pytest.mark.parametrize("family", by_default(tiny_models.UNLIKE, "gpt2-eager"))
 def test_gates_of_one_are_what_the_passes_make(family: str, kinds: str) -> None:
     one_by_one(tiny_models.captured(family), kinds, random.Random(family + kinds))

@@ -330,6 +330,22 @@ def test_every_kind_composes_with_every_other() -> None:
         assert sum(each.heads for each in made.structure.attentions) == sum(model.num_heads) - static, passes
 
 
+def test_patterns_that_are_learned_begin_as_they_were_measured_and_can_be_trained() -> None:
+    model = tiny_models.captured("gpt2-eager")
+    found = aero_compile.search(
+        model, f"{base() - 10_000_000} B", calibration=CALIBRATION, seq_len=9, choices=("learned-patterns",)
+    )
+    assert re.fullmatch(r"static-attention\{heads=[0-3.+-]+,pattern=learned,start=relative\}", found.recipe)
+    learned = aero_compile.transform(model, found.recipe, calibration=CALIBRATION)
+    fixed = aero_compile.transform(model, found.recipe.replace("learned,start=", ""), calibration=CALIBRATION)
+    both = [GatedModel(each, (), ()).loss({}, (CALIBRATION,)) for each in (learned, fixed)]
+    assert both == pytest.approx([found.loss, found.loss])
+    learned(CALIBRATION, labels=CALIBRATION).loss.backward()
+    tables = [p for name, p in learned.named_parameters() if name.startswith("static_attention")]
+    assert tables
+    assert all(table.grad is not None and table.grad.abs().sum() > 0 for table in tables)
+
+
 def test_positions_share_a_temperature_where_they_differ_little() -> None:
     """One for each head loses next to nothing, none more; both cost the same, and are estimated once."""
     model = tiny_models.warmed(tiny_models.transformed("gpt2-eager", "softmax-temperature"), mean=2.0, spread=0.01)

@@ -15,6 +15,7 @@ CHOICES: Mapping[str, str] = {
     "norms": "each norm: frozen, or none",
     "heads": "each attention head: the mean of what its mask lets see",
     "static-patterns": "each attention head: its mean attention, by position or by distance",
+    "learned-patterns": "each attention head: its mean attention by distance, to be trained further",
     "drops": "each attention head: gone, or its mean output",
     "local": "each attention head: the last 16 positions alone; local:8 for another window",
     "layers": "the attention of a whole layer: the mean of what its mask lets see, gone, or its mean output",
@@ -61,6 +62,7 @@ def choices_of(names: Sequence[str] | None) -> tuple[Choice, ...]:
 
 _HEADS: Mapping[str, tuple[str, ...]] = {
     "static-patterns": ("mean", "relative"),
+    "learned-patterns": ("learned",),
     "heads": ("uniform",),
     "drops": ("output mean", "none"),
 }

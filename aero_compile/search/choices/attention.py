@@ -24,11 +24,13 @@ from aero_compile.search.sites import Choice, Decisions, GateInput, OptionPrice,
 HEADS, LAYERS = "heads", "layers"
 _NOW = "softmax"
 _WHOLE = ("uniform", "output mean", "none")
-_MEASURED = ("mean", "relative")
+_MEASURED = {"mean": "mean", "relative": "relative", "learned": "relative"}
+"""Patterns that are measured on text, by their options; those that are learned begin as they are by distance."""
 _PRICES: Mapping[str, OptionPrice] = {
     "uniform": OptionPrice("public pattern", 1),
     "mean": OptionPrice("server's pattern", 1),
     "relative": OptionPrice("server's pattern", 1),
+    "learned": OptionPrice("server's pattern", 1),
     "output mean": OptionPrice("nothing", 0),
     "none": OptionPrice("nothing", 0),
 }
@@ -49,7 +51,7 @@ class Attention(Choice):
     """`static-attention`, `local-attention` and `drop-heads` of some heads, `drop-attention` of whole layers.
 
     Options:
-        heads: what each head may be: `uniform`, `mean`, `relative`, `output mean`, `none` or `local N`.
+        heads: what each head may be: `uniform`, `mean`, `relative`, `learned`, `output mean`, `none` or `local N`.
         layers: the heads of a layer may be `uniform`, `output mean` or `none` together.
     """
 
@@ -71,10 +73,11 @@ class Attention(Choice):
         layers = {site.layer for site in sites if site.layer is not None}
         parts = [each for each in model.structure.attentions if each.layer in layers]
         scores: dict[tuple[str, int], Tensor] = {}
-        for option in _MEASURED if set(_MEASURED) <= {*self.heads} else ():
-            for part in parts:
-                means = [mean for each in mean_attention(model, part.groups, calibration) for mean in each]
-                scores[option, part.layer] = torch.stack([scores_of(mean, option) for mean in means])
+        patterns = {option: form for option, form in _MEASURED.items() if option in self.heads}
+        for part in parts if patterns else ():
+            means = [mean for each in mean_attention(model, part.groups, calibration) for mean in each]
+            for option, form in patterns.items():
+                scores[option, part.layer] = torch.stack([scores_of(mean, form) for mean in means])
         outputs: dict[int, Tensor] = {}
         if self.layers or "output mean" in self.heads:
             shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
@@ -113,6 +116,7 @@ _PASSES: Mapping[str, str] = {
     "uniform": "static-attention{heads=%s}",
     "mean": "static-attention{heads=%s,pattern=mean}",
     "relative": "static-attention{heads=%s,pattern=relative}",
+    "learned": "static-attention{heads=%s,pattern=learned,start=relative}",
     "output mean": "drop-heads{heads=%s,output=mean}",
     "none": "drop-heads{heads=%s}",
 }
