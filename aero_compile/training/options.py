@@ -77,7 +77,7 @@ class RetrainOptions:
         "Give up what --search-budget found in so many stages of equal length; 0: all before the first step.",
     )
     search_choices: str = _option(
-        "heads,activations",
+        "heads,learned-patterns,activations",
         "What --search-budget chooses among, divided by commas: norms, heads, static-patterns, "
         "learned-patterns, drops, local, layers, activations, neurons, temperatures; see docs/search.md.",
     )

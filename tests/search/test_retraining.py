@@ -58,7 +58,13 @@ def test_the_model_is_searched_then_trained(
 
 
 @pytest.mark.parametrize(
-    "choices", [("activations", "heads"), ("activations", "norms"), ("heads", "local:4", "neurons"), ("drops", "norms")]
+    "choices",
+    [
+        ("activations", "heads", "learned-patterns"),
+        ("activations", "norms"),
+        ("heads", "local:4", "neurons"),
+        ("drops", "norms"),
+    ],
 )
 def test_stages_of_a_search_lead_to_its_recipe(
     choices: tuple[str, ...], model: Any, data: TrainingData, monkeypatch: pytest.MonkeyPatch
@@ -79,11 +85,24 @@ def test_stages_of_a_search_lead_to_its_recipe(
         sizes.append(counted(model, CONTEXT).bytes)
     assert all(later < earlier for earlier, later in itertools.pairwise(sizes))
     assert sizes[-1] == found.price.bytes
-    if not any(word in found.recipe for word in ("freeze", "mean")):  # what is measured, is where it goes
+    if not any(word in found.recipe for word in ("freeze", "mean", "relative")):  # what is measured, is where it goes
         ids = data.train.sample(1, 2)[0]
         torch.testing.assert_close(model.eval()(ids).logits, at_once.eval()(ids).logits)
     with pytest.raises(InputError, match="2 steps cannot be divided into 3 stages"):
         found.stages(3, 2)
+
+
+def test_a_later_stage_leaves_alone_what_an_earlier_one_has_learned(model: Any, data: TrainingData) -> None:
+    blocks, learned = data.train.sample(1, 4), "static-attention{heads=%s,pattern=learned,start=relative}"
+    trained = aero_compile.transform(model, learned % "0.0", calibration=blocks)
+    (table,) = [p for name, p in trained.named_parameters() if name.startswith("static_attention")]
+    with torch.no_grad():
+        table.add_(torch.randn_like(table))
+    later, alone = (
+        aero_compile.transform(trained, learned % heads, calibration=blocks).eval() for heads in ("0.0+1.1", "1.1")
+    )
+    torch.testing.assert_close(later(blocks[0]).logits, alone(blocks[0]).logits)
+    assert not torch.allclose(later(blocks[0]).logits, trained.eval()(blocks[0]).logits)
 
 
 def test_a_stage_gives_up_what_the_recipe_does() -> None:
