@@ -115,7 +115,7 @@ def test_a_login_that_the_hub_does_not_take(monkeypatch: pytest.MonkeyPatch) -> 
 def test_metrics_go_to_tensorboard_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     for installed, expected in ((True, ["tensorboard"]), (False, [])):
-        for module in ("options", "check_arguments"):
+        for module in ("trainer_arguments", "check_arguments"):
             monkeypatch.setattr(
                 f"aero_compile.training.{module}.find_spec",
                 lambda name, there=installed: find("json") if there else None,
