@@ -323,7 +323,7 @@ def test_every_kind_composes_with_every_other() -> None:
         passes = [p for choice, sites in gated.of_choice.items() for p in choice.passes(sites, decided)]
         made = aero_compile.transform(model, ",".join(passes), calibration=CALIBRATION)
         taken = in_force(decided)
-        gone = {"uniform", "mean", "relative", "none", "output mean"}
+        gone = {"uniform", "mean", "relative", "learned", "none", "output mean"}
         static = sum(
             site.covers or 1 for site, option in taken.items() if option in gone and site.kind in (HEADS, LAYERS)
         )
