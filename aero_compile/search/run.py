@@ -296,9 +296,10 @@ class Search:
 
     def _better(self, path: Sequence[Decisions], budget: Budget) -> Decisions:
         """The first decisions of `path`, which fit the budget, or those after them that fit and lose clearly less."""
-        losses = [self._loss(decisions, self._probe) for decisions in path]
-        for i in sorted(range(1, len(path)), key=losses.__getitem__):
-            if losses[i] > losses[0] - _WORTH:
+        with self._meter.phase("losses within the budget", len(path)):
+            losses = [self._loss(decisions, self._probe) for decisions in path]
+        for i in sorted(range(1, len(path)), key=losses.__getitem__)[:_CHECKS]:
+            if losses[i] >= losses[0] - _WORTH:  # also where both are infinite
                 break
             if getattr(self._estimated(path[i]).price, self._measure) <= budget.limit:
                 return path[i]

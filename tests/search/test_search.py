@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import importlib
 import json
+import math
 import random
 import re
 from pathlib import Path
@@ -25,6 +26,7 @@ from aero_compile.search.budget import parse_budget
 from aero_compile.search.choices import CHOICES, DEFAULT, choices_of
 from aero_compile.search.choices.attention import HEADS, LAYERS
 from aero_compile.search.gated_model import GatedModel
+from aero_compile.search.progress import Meter
 from aero_compile.search.result import SearchResult
 from aero_compile.search.sites import in_force
 from aero_compile.search.state import identity_of
@@ -110,6 +112,8 @@ def test_a_budget_in_reach_is_found_however_much_sums_promise() -> None:
         ((2.0, 1.9995, 2.2), (9, 8, 7), 0),  # noise
         ((2.0, 1.7, 1.8), (9, 11, 10), 2),  # sums had said that the second fits
         ((2.0, 1.7, 1.8), (9, 11, 11), 0),
+        ((math.inf, math.inf, math.inf), (9, 8, 7), 0),
+        ((math.inf, 3.0, math.inf), (9, 8, 7), 1),
     ],
 )
 def test_what_gives_up_more_and_loses_less_is_taken(
@@ -118,7 +122,9 @@ def test_what_gives_up_more_and_loses_less_is_taken(
     def full(at: Any) -> Any:
         return SimpleNamespace(price=SimpleNamespace(bytes=prices[at]))
 
-    kept: Any = SimpleNamespace(_loss=lambda at, _: losses[at], _probe=(), _estimated=full, _measure="bytes")
+    kept: Any = SimpleNamespace(
+        _loss=lambda at, _: losses[at], _probe=(), _estimated=full, _measure="bytes", _meter=Meter(None)
+    )
     path: Any = range(3)
     found: Any = run.Search._better(kept, path, parse_budget("10 B"))
     assert found == best
