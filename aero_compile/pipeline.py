@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -25,6 +26,9 @@ from aero_compile.ir.submodules import kind_of
 from aero_compile.ir.verify import verify
 from aero_compile.model import TransformedModel
 from aero_compile.recipe.recipe import Recipe, resolve
+
+_turn = threading.RLock()
+"""One thread rewrites at a time: neither export nor fake tensors, which copies of a model share, bear two."""
 
 
 @dataclass(frozen=True)
@@ -78,19 +82,20 @@ def transform(
     """
     chosen = resolve(recipe)
     batches = None if calibration is None else token_batches(calibration)
-    transformed = capture(model, example_inputs)
-    if not isinstance(model, TransformedModel):
-        with _dtypes_named(transformed):
-            canonicalize(transformed)
-            limits = (transformed.max_positions, position_limit(transformed))
-            transformed.max_positions = min((n for n in limits if n is not None), default=None)
-            require_logits(transformed)
-            require_past_only(transformed)
-    _ = transformed.structure  # refuses what is no causal decoder, also when there is no pass to run
-    verify(transformed, "canonicalization")
-    transformed.train(model.training)
-    run_passes(transformed, chosen.passes, batches)
-    return transformed.prepare().train(model.training)
+    with _turn:
+        transformed = capture(model, example_inputs)
+        if not isinstance(model, TransformedModel):
+            with _dtypes_named(transformed):
+                canonicalize(transformed)
+                limits = (transformed.max_positions, position_limit(transformed))
+                transformed.max_positions = min((n for n in limits if n is not None), default=None)
+                require_logits(transformed)
+                require_past_only(transformed)
+        _ = transformed.structure  # refuses what is no causal decoder, also when there is no pass to run
+        verify(transformed, "canonicalization")
+        transformed.train(model.training)
+        run_passes(transformed, chosen.passes, batches)
+        return transformed.prepare().train(model.training)
 
 
 @contextmanager

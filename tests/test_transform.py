@@ -7,6 +7,7 @@ import io
 import math
 import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -648,3 +649,11 @@ def test_pass_that_finds_nothing_says_so() -> None:
         aero_compile.transform(model, "strip-layer-norm")
     with pytest.raises(UnsupportedGraphError, match=r"gelu-to-relu .*activation.*linear"):
         aero_compile.transform(model, "gelu-to-relu")
+
+
+def test_threads_transform_one_model_in_turns() -> None:
+    model = aero_compile.transform(tiny_models.captured("gpt2-eager"), "baseline")
+    recipes = ("SM+R", "softmax_only", "SM+ScFFN") * 2
+    with ThreadPoolExecutor(len(recipes)) as pool:
+        together = [str(made.graph) for made in pool.map(lambda recipe: aero_compile.transform(model, recipe), recipes)]
+    assert together == [str(aero_compile.transform(model, recipe).graph) for recipe in recipes]
