@@ -3,7 +3,8 @@
 The code of each step is read line by line. A line must be one of the few forms that our compiler emits, with listed
 operations on tensors; anything else is refused, never skipped. What is computed from a secret is secret, and so is
 every result, so nothing is opened but the logits, by the party itself. Values are named once, have the shapes that are
-declared, and the logits are computed from the tokens.
+declared, and the logits are computed from the tokens. No product of matrices shows the other party what a party
+multiplies with (`evaluated`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import re
 from collections.abc import Iterator
 
 from aero_compile.errors import AeroError, InputError
+from aero_compile.runtime.evaluated import check_products
 from aero_compile.runtime.kernels.encrypted_lookup import EncryptedLookup
 from aero_compile.runtime.prefix import check_prefix
 from aero_compile.runtime.program_parts import SET_UP, SET_UP_INPUTS, KernelStep, ProgramContent, Step, TensorSpec
@@ -140,6 +142,7 @@ def check_program(program: ProgramContent) -> None:
         raise InputError(f"the program opens {logits.name!r}, which is no result of its steps")
     if logits.name not in from_tokens or known[logits.name] != _declared(logits):
         raise InputError(f"the program opens {logits.name!r}, which is not made of the tokens in the shape it declares")
+    check_products(program)
 
 
 def _check_positions(program: ProgramContent) -> None:

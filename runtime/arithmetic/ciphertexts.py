@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
+
 DEGREE = 8192
 """Coefficients of a polynomial, and values that one ciphertext of an element-wise product holds."""
 
@@ -105,19 +107,19 @@ def _block(m: int, k: int, n: int, *, packing: bool) -> Dims:
 
     Among equals the last one tried is taken, with rows in the outer loop and depth in the inner one.
     """
-    best, least = (1, 1, 1), math.inf
-    for rows in range(1, min(DEGREE, m) + 1):
-        depth = 1
-        while depth <= k and rows * depth <= DEGREE:
-            columns = min(n, DEGREE // rows // depth)
-            over_m, over_k, over_n = _counts((m, k, n), (rows, depth, columns))
-            exchanged = min(over_m, over_n) * over_k + _up(over_m * over_n, depth)
-            rotations = _up(m * n, DEGREE) * depth if packing else 0
-            cost = exchanged * 1000.0 + rotations * 1.0 + over_m * over_k * over_n * 1.0 / 10.0
-            if cost <= least:
-                best, least = (rows, depth, columns), cost
-            depth = depth * 2 if packing else depth + 1
-    return best
+    heights = np.arange(1, min(DEGREE, m) + 1)
+    deepest = np.minimum(k, DEGREE // heights)
+    tries = np.frexp(deepest)[1] if packing else deepest  # powers of two, or all
+    rows = np.repeat(heights, tries)
+    step = np.arange(len(rows)) - np.repeat(np.cumsum(tries) - tries, tries)
+    depth = 1 << step if packing else 1 + step
+    columns = np.minimum(n, DEGREE // rows // depth)
+    over_m, over_k, over_n = (-(-size // block) for size, block in ((m, rows), (k, depth), (n, columns)))
+    exchanged = np.minimum(over_m, over_n) * over_k + -(-(over_m * over_n) // depth)
+    rotations = _up(m * n, DEGREE) * depth if packing else 0 * depth
+    cost = exchanged * 1000.0 + rotations * 1.0 + over_m * over_k * over_n * 1.0 / 10.0
+    at = len(cost) - 1 - int(np.argmin(cost[::-1]))
+    return int(rows[at]), int(depth[at]), int(columns[at])
 
 
 def tiles(m: int, k: int, n: int) -> list[Dims]:

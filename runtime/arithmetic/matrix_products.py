@@ -3,106 +3,166 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from aero_compile.runtime.arithmetic.ciphertexts import DEGREE, matmul
-from aero_compile.runtime.arithmetic.prices import cached_by_worth, price, round_trip_bytes
+from aero_compile.runtime.arithmetic.ciphertexts import DEGREE, MatmulCount, matmul
+from aero_compile.runtime.arithmetic.evaluators import Owner, is_hidden
+from aero_compile.runtime.arithmetic.prices import cached_by_worth, price, round_trip_bytes, sent
 from aero_compile.runtime.arithmetic.ring import fraction_bits, in_words
 from aero_compile.runtime.arithmetic.truncation import truncated
 from aero_compile.runtime.kernels.calls import call_kernel
 from aero_compile.runtime.kernels.whole_numbers import WholeNumbers
 from aero_compile.runtime.lazy_jax import jnp
+from aero_compile.runtime.roles import SERVER
 
 MOST_POLYNOMIALS = 20_000
 """Polynomials that one product may hold at once in Cheetah, of 0.2 MB each: 4 GB."""
 
+FULL = 4
+"""Ciphertexts of results or of one factor, beyond which joining more heads is not tried: all of them are full."""
+
+Owners = tuple[Owner, Owner]
+"""Who knows the left and the right factor."""
+
+SHARES: Owners = (None, None)
+
+SERVERS_RIGHT: Owners = (None, SERVER)
+"""What the client has or what both share, times a matrix of the server."""
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """How to cut [rows, inner] × [inner, columns]: into pieces [height, depth] × [depth, width], of which there are `count`.
+
+    `exchanged`: bytes of one cross term; `price`: the same and its seconds as bytes, without round trips.
+    """
+
+    height: int
+    depth: int
+    width: int
+    count: int
+    exchanged: float
+    price: float
+
+
+def _evaluated(rows: int, inner: int, columns: int, owners: Owners) -> MatmulCount:
+    """The ciphertexts of one cross term, as SPU multiplies: transposed, where only the left factor has an owner."""
+    transposed = owners[0] is not None and owners[1] is None
+    return matmul(columns, inner, rows) if transposed else matmul(rows, inner, columns)
+
 
 @cached_by_worth
-def packed_columns(rows: int, inner: int, columns: int) -> int:
+def packed_columns(rows: int, inner: int, columns: int, owners: Owners = SERVERS_RIGHT) -> int:
     """How many columns [rows, inner] × [inner, columns] is best filled up to: as many as it has, or more.
 
     Answers hold one result in so many coefficients as a block is deep. If all results fit between two of them, SPU
     packs them one by one, with an automorphism for each; one result more, and it packs whole ciphertexts, of which
     there are few: 1 × 128 × 128 takes 140 automorphisms, 1 × 128 × 129 takes 32, for the same bytes.
     """
-    found = {columns: price(matmul(rows, inner, columns))}
+    found = {columns: price(_evaluated(rows, inner, columns, owners))}
     depth = 1
     while (depth := 2 * depth) <= min(inner, DEGREE):
-        if depth >= rows * columns:
-            found[depth // rows + 1] = price(matmul(rows, inner, depth // rows + 1))
+        wide = depth // rows + 1
+        if depth >= rows * columns and is_hidden((rows, inner, wide), *owners):
+            found[wide] = price(_evaluated(rows, inner, wide, owners))
     return min(found, key=found.__getitem__)
 
 
-def _price(rows: int, inner: int, columns: int) -> float:
-    return price(matmul(rows, inner, packed_columns(rows, inner, columns)))
-
-
-def _product(left: Any, right: Any) -> Any:
+def _product(left: Any, right: Any, owners: Owners) -> Any:
     """[..., rows, inner] × [..., inner, columns], filled up by columns that are there already.
 
     Who knows the right matrix knows these too; zeros would make a share of it.
     """
     columns = right.shape[-1]
-    wanted = packed_columns(left.shape[-2], left.shape[-1], columns)
-    if wanted == columns or isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
+    wanted = packed_columns(left.shape[-2], left.shape[-1], columns, owners)
+    if wanted == columns:
         return jnp().matmul(left, right)
     wide = jnp().concatenate([right] * -(-wanted // columns), axis=-1)[..., :wanted]
     return jnp().matmul(left, wide)[..., :columns]
 
 
 @cached_by_worth
-def piece_size(rows: int, inner: int, columns: int) -> tuple[int, int]:
-    """How many rows, and how much of the inner dimension, of [rows, inner] × [inner, columns] to multiply at once.
+def pieces_of(rows: int, inner: int, columns: int, owners: Owners = SERVERS_RIGHT) -> Pieces:
+    """The cheapest pieces of a product that fit into memory and show nothing of a party's matrix (`evaluators`).
 
     Cheetah encodes the matrix that is not encrypted once for each group of rows that share a ciphertext, and holds all
     of it: about rows·inner·columns / 8192 polynomials. Each piece packs its answers anew, and waits for the one before;
     pieces of few rows or of little depth leave ciphertexts empty.
     """
-    found: dict[tuple[int, int], float] = {}
-    height = rows
-    while True:
-        depth = inner
-        while depth > 1 and matmul(height, depth, columns).plains > MOST_POLYNOMIALS:
-            depth = depth * MOST_POLYNOMIALS // matmul(height, depth, columns).plains
-        depth = -(-inner // -(-inner // depth))
-        found[height, depth] = sum(
-            _price(min(height, rows - top), min(depth, inner - left), columns) + round_trip_bytes()
-            for top in range(0, rows, height)
-            for left in range(0, inner, depth)
-        )
-        if height == 1:
-            return min(found, key=found.__getitem__)
-        height = -(-height // 2)
+    whole = _cut(rows, inner, columns, rows, columns, owners)
+    if whole is not None and owners != SERVERS_RIGHT:
+        return whole  # an evaluator's one answer is not worth parting
+    found = []
+    for height in _heights(rows, columns):
+        width = columns
+        while not (fits := _cut(rows, inner, columns, height, width, owners)) and width > 1:
+            width = -(-width // 2)
+        found += [fits] if fits else []
+    return min(found, key=lambda pieces: pieces.price + pieces.count * round_trip_bytes())
 
 
-def matrix_product(left: Any, right: Any) -> Any:
-    """[rows, inner] × [inner, columns], in as many pieces as memory asks for."""
-    rows, inner = left.shape
-    height, depth = piece_size(rows, inner, right.shape[1])
-    strips = []
+def _heights(rows: int, columns: int) -> list[int]:
+    """Heights to try: halves of halves, and those at which the results of a piece just fill one ciphertext."""
+    full = -(-rows * columns // DEGREE)
+    halves = [-(-rows // 2**at) for at in range(rows.bit_length() + 1)]
+    return sorted({*halves, *(-(-rows // count) for count in range(full, min(rows, full + 3) + 1))})
+
+
+def _cut(rows: int, inner: int, columns: int, height: int, width: int, owners: Owners) -> Pieces | None:
+    """Pieces of this height and width, of a depth that memory allows; None where their answers would show a matrix."""
+    depth = inner
+    while depth > 1 and (plains := _evaluated(height, depth, width, owners).plains) > MOST_POLYNOMIALS:
+        depth = depth * MOST_POLYNOMIALS // plains
+    depth = -(-inner // -(-inner // depth))
+    count, exchanged, total = 0, 0.0, 0.0
     for top in range(0, rows, height):
-        strip = None
-        for at in range(0, inner, depth):
-            part = _product(left[top : top + height, at : at + depth], right[at : at + depth])
-            strip = part if strip is None else strip + part
-        strips.append(strip)
-    return strips[0] if len(strips) == 1 else jnp().concatenate(strips, axis=0)
+        for left in range(0, columns, width):
+            for at in range(0, inner, depth):
+                size = (min(height, rows - top), min(depth, inner - at), min(width, columns - left))
+                filled = (*size[:2], packed_columns(*size, owners))
+                if not is_hidden(filled, *owners):
+                    return None
+                ciphertexts = _evaluated(*filled, owners)
+                count, exchanged, total = count + 1, exchanged + sent(ciphertexts), total + price(ciphertexts)
+    return Pieces(height, depth, width, count, exchanged, total)
+
+
+def matrix_product(left: Any, right: Any, owners: Owners = SERVERS_RIGHT) -> Any:
+    """[..., rows, inner] × [..., inner, columns] of equal leading sizes, in the pieces that `pieces_of` finds."""
+    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
+        return jnp().matmul(left, right)
+    rows, inner, columns = *left.shape[-2:], right.shape[-1]
+    cut = pieces_of(rows, inner, columns, owners)
+    strips = []
+    for top in range(0, rows, cut.height):
+        blocks = []
+        for begin in range(0, columns, cut.width):
+            block = None
+            for at in range(0, inner, cut.depth):
+                strip = left[..., top : top + cut.height, at : at + cut.depth]
+                part = _product(strip, right[..., at : at + cut.depth, begin : begin + cut.width], owners)
+                block = part if block is None else block + part
+            blocks.append(block)
+        strips.append(blocks[0] if len(blocks) == 1 else jnp().concatenate(blocks, axis=-1))
+    return strips[0] if len(strips) == 1 else jnp().concatenate(strips, axis=-2)
 
 
 @cached_by_worth
-def heads_at_once(heads: int, rows: int, inner: int, columns: int) -> int:
+def heads_at_once(heads: int, rows: int, inner: int, columns: int, owners: Owners = SHARES) -> int:
     """How many of `heads` products [rows, inner] × [inner, columns] to join into one, for the least price.
 
     Products side by side are one product with a block-diagonal matrix, [rows, h·inner] × [h·inner, h·columns]: more
     work, but small products leave most of their ciphertexts empty, joined ones fill them.
     """
+    most = max(1, FULL * DEGREE // (rows * max(inner, columns)))
+    tries = range(1, min(heads, most) + 1)
+    return min(tries, key=lambda joined: joined_price(heads, rows, inner, columns, joined, owners))
 
-    return min(range(1, heads + 1), key=lambda joined: joined_price(heads, rows, inner, columns, joined))
 
-
-def joined_price(heads: int, rows: int, inner: int, columns: int, joined: int) -> float:
+def joined_price(heads: int, rows: int, inner: int, columns: int, joined: int, owners: Owners = SHARES) -> float:
     """The price of one cross term of `heads` products, `joined` at once and the rest together.
 
     One product waits for the one before: half a round trip for each of two cross terms, which go side by side. Infinite
@@ -111,32 +171,35 @@ def joined_price(heads: int, rows: int, inner: int, columns: int, joined: int) -
     found = 0.0
     for size, pieces in ((joined, heads // joined), (heads % joined, 1)):
         if size:
-            one = _price(rows, size * inner, size * columns) + round_trip_bytes() / 2
-            plains = matmul(rows, size * inner, size * columns).plains
-            found += pieces * one if plains <= MOST_POLYNOMIALS or size == 1 else math.inf
+            cut = pieces_of(rows, size * inner, size * columns, owners)
+            whole = cut.depth == size * inner
+            one = cut.price + cut.count * round_trip_bytes() / 2
+            found += pieces * one if whole or size == 1 else math.inf
     return found
 
 
-def batched_product(left: Any, right: Any, owned: tuple[bool, bool] = (False, False)) -> Any:
+def batched_product(left: Any, right: Any, owners: Owners = SHARES) -> Any:
     """[..., rows, inner] × [..., inner, columns] of equal leading sizes, several at once where that is cheaper.
 
-    `owned`: which of the two one party knows. Several products of shares are truncated together, in one exchange.
+    Several products of shares are truncated together, in one exchange.
     """
-    (*lead, rows, inner), columns = left.shape, right.shape[-1]
-    heads = math.prod(lead)
-    step = heads_at_once(heads, rows, inner, columns)
-    public = isinstance(left, np.ndarray) or isinstance(right, np.ndarray)
-    if public or tuple(lead) != tuple(right.shape[:-2]):
+    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
         return jnp().matmul(left, right)
+    lead = jnp().broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    left, right = (jnp().broadcast_to(each, (*lead, *each.shape[-2:])) for each in (left, right))
+    rows, inner, columns = *left.shape[-2:], right.shape[-1]
+    heads = math.prod(lead)
+    step = heads_at_once(heads, rows, inner, columns, owners)
     left, right = left.reshape((heads, rows, inner)), right.reshape((heads, inner, columns))
-    bits = fraction_bits() if step < heads and in_words() and not all(owned) and _are_floats(left, right) else None
-    if bits is not None and owned[0]:
+    several = step < heads or pieces_of(rows, step * inner, step * columns, owners).count > 1
+    bits = fraction_bits() if several and in_words() and None in owners and _are_floats(left, right) else None
+    if bits is not None and owners[0] is not None:
         (right,) = call_kernel(WholeNumbers(bits), right)
     elif bits is not None:
         (left,) = call_kernel(WholeNumbers(bits), left)
-    pieces = [_product(left, right)] if step == 1 else []
-    pieces = pieces or [_joined(left[at : at + step], right[at : at + step]) for at in range(0, heads, step)]
-    found = (pieces[0] if len(pieces) == 1 else jnp().concatenate(pieces, axis=0)).reshape((*lead, rows, columns))
+    made = [matrix_product(left, right, owners)] if step == 1 else []
+    made = made or [_joined(left[at : at + step], right[at : at + step], owners) for at in range(0, heads, step)]
+    found = (made[0] if len(made) == 1 else jnp().concatenate(made, axis=0)).reshape((*lead, rows, columns))
     return found if bits is None else truncated(found)
 
 
@@ -144,11 +207,11 @@ def _are_floats(*factors: Any) -> bool:
     return all(jnp().issubdtype(each.dtype, np.floating) for each in factors)
 
 
-def _joined(left: Any, right: Any) -> Any:
+def _joined(left: Any, right: Any, owners: Owners) -> Any:
     """[h, rows, inner] × [h, inner, columns] as one product with a block-diagonal matrix."""
     heads, rows, inner = left.shape
     columns = right.shape[2]
     blocks = [jnp().pad(right[i], ((0, 0), (i * columns, (heads - 1 - i) * columns))) for i in range(heads)]
     wide = jnp().swapaxes(left, 0, 1).reshape((rows, heads * inner))
-    product = _product(wide, jnp().concatenate(blocks, axis=0))
+    product = matrix_product(wide, jnp().concatenate(blocks, axis=0), owners)
     return jnp().swapaxes(product.reshape((rows, heads, columns)), 0, 1)

@@ -49,12 +49,16 @@ def round_trip_bytes() -> float:
     return count * round_trip
 
 
+def sent(count: MatmulCount) -> float:
+    """The bytes of one cross term of a matrix product, both ways."""
+    return count.sent * REQUEST_BYTES + count.answer_share * RESPONSE_BYTES
+
+
 def price(count: MatmulCount) -> float:
     """The bytes of one cross term of a matrix product, and its seconds as bytes; not its round trip."""
-    exchanged = count.sent * REQUEST_BYTES + count.answer_share * RESPONSE_BYTES
     rates = shipped().seconds
     seconds = sum(rates[f"matmul_{name}"] * amount for name, amount in count.work().items())
-    return exchanged + seconds * second_bytes()
+    return sent(count) + seconds * second_bytes()
 
 
 def element_seconds(rate: str) -> float:

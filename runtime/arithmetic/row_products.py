@@ -16,10 +16,11 @@ import numpy as np
 
 from aero_compile.runtime.arithmetic.ciphertexts import DEGREE
 from aero_compile.runtime.arithmetic.filling import PAIR, multiply, product_parts
-from aero_compile.runtime.arithmetic.matrix_products import batched_product, heads_at_once, joined_price
+from aero_compile.runtime.arithmetic.matrix_products import SHARES, batched_product, heads_at_once, joined_price
 from aero_compile.runtime.arithmetic.prices import cached_by_worth, element_seconds, round_trip_bytes, second_bytes
 from aero_compile.runtime.arithmetic.ring import in_words
 from aero_compile.runtime.lazy_jax import jnp
+from aero_compile.runtime.roles import SERVER
 
 HIGHEST = 256
 """Rows of the highest strip that is tried: a higher one only takes longer."""
@@ -29,11 +30,18 @@ SHARED_BYTES, OWNED_BYTES, STORED_BYTES = 221, 143, 310
 
 
 @cached_by_worth
-def scaling_strips(rows: int, width: int) -> tuple[int, float]:
-    """The height of the cheapest strips of diag(r)·X for X [rows, width], and the price in bytes of one cross term."""
-    return cheapest_strips(
-        rows, lambda size, count: joined_price(count, size, size, width, heads_at_once(count, size, size, width))
-    )
+def scaling_strips(rows: int, width: int, owned: bool = False) -> tuple[int, float]:
+    """The height of the cheapest strips of diag(r)·X for X [rows, width], and the price in bytes of one cross term.
+
+    `owned`: r is the server's.
+    """
+    owners = (SERVER, None) if owned else SHARES
+
+    def price_of(size: int, count: int) -> float:
+        joined = heads_at_once(count, size, size, width, owners)
+        return joined_price(count, size, size, width, joined, owners)
+
+    return cheapest_strips(rows, price_of)
 
 
 def cheapest_strips(rows: int, price_of: Callable[[int, int], float]) -> tuple[int, float]:
@@ -52,7 +60,7 @@ def scaling_price(rows: int, width: int, owned: bool) -> float:
 
     Infinite where a function is not traced for the 64-bit ring: in others, SPU does not pack answers.
     """
-    return scaling_strips(rows, width)[1] * (1 if owned else 2) if in_words() else math.inf
+    return scaling_strips(rows, width, owned)[1] * (1 if owned else 2) if in_words() else math.inf
 
 
 def element_price(size: int, owned: bool) -> float:
@@ -84,14 +92,15 @@ def products_of_rows(x: Any, numbers: Any) -> Any:
 def by_matrices(x: Any, numbers: Any, owned: bool) -> Any:
     """Rows of x [R, w] times `numbers` [R], as products of matrices; `owned`: the numbers are one party's."""
     rows, width = x.shape
-    height, _ = scaling_strips(rows, width)
+    height, _ = scaling_strips(rows, width, owned)
+    owners = (SERVER, None) if owned else SHARES
     whole = rows // height * height
     strips = []
     for start, end, size in ((0, whole, height), (whole, rows, rows - whole)):
         if end > start:
             diagonals = _diagonals(numbers[start:end].reshape((-1, size)), owned)
             part = x[start:end].reshape((-1, size, width))
-            strips.append(batched_product(diagonals, part, (owned, False)).reshape((-1, width)))
+            strips.append(batched_product(diagonals, part, owners).reshape((-1, width)))
     return strips[0] if len(strips) == 1 else jnp().concatenate(strips, axis=0)
 
 

@@ -7,11 +7,13 @@ after they were added: 2^62 is room for sums up to 2^26 (18 fraction bits).
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
 from aero_compile.runtime.arithmetic.ciphertexts import DEGREE, matmul
+from aero_compile.runtime.arithmetic.evaluators import is_hidden
 from aero_compile.runtime.arithmetic.filling import square_parts
 from aero_compile.runtime.arithmetic.prices import (
     cached_by_worth,
@@ -25,6 +27,7 @@ from aero_compile.runtime.arithmetic.row_products import STORED_BYTES, cheapest_
 from aero_compile.runtime.kernels.calls import call_kernel
 from aero_compile.runtime.kernels.square_terms import SquareTerms
 from aero_compile.runtime.lazy_jax import jnp
+from aero_compile.runtime.roles import CLIENT, SERVER
 
 SQUARE_BYTES = 144
 """Of a square of a share."""
@@ -32,8 +35,17 @@ SQUARE_BYTES = 144
 
 @cached_by_worth
 def square_strips(rows: int, width: int) -> tuple[int, float]:
-    """The height of the cheapest strips of X_0·X_1ᵀ for shares [rows, width], and the price in bytes."""
-    return cheapest_strips(rows, lambda size, count: count * (price(matmul(size, width, size)) + round_trip_bytes()))
+    """The height of the cheapest strips of X_0·X_1ᵀ for shares [rows, width], and the price in bytes.
+
+    Each has one answer: several would show the evaluator's share (`evaluators`).
+    """
+
+    def price_of(size: int, count: int) -> float:
+        if not is_hidden((size, width, size), SERVER, CLIENT):
+            return math.inf
+        return count * (price(matmul(size, width, size)) + round_trip_bytes())
+
+    return cheapest_strips(rows, price_of)
 
 
 def norms_by_rows(rows: int, width: int) -> bool:

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aero_compile.runtime.arithmetic.ciphertexts import REQUEST_BYTES, RESPONSE_BYTES, matmul
-from aero_compile.runtime.arithmetic.matrix_products import batched_product
+from aero_compile.runtime.arithmetic.matrix_products import SHARES, batched_product, pieces_of
 from aero_compile.runtime.lazy_jax import jnp
 
 MOST_STRIPS = 16
@@ -42,12 +41,8 @@ def _strips(allowed: npt.NDArray[np.bool_], count: int) -> tuple[Strip, ...]:
     return tuple(found)
 
 
-def _bytes(strips: tuple[Strip, ...], width: int) -> int:
-    total = 0
-    for first, end, low, high in strips:
-        count = matmul(end - first, width, high - low)
-        total += count.sent * REQUEST_BYTES + count.answers * RESPONSE_BYTES
-    return total
+def _bytes(strips: tuple[Strip, ...], width: int) -> float:
+    return sum(pieces_of(end - first, width, high - low, SHARES).exchanged for first, end, low, high in strips)
 
 
 def blocked_scores(queries: Any, keys: Any, strips: tuple[Strip, ...]) -> Any:

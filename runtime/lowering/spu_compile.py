@@ -15,6 +15,7 @@ import numpy as np
 from aero_compile.errors import AeroError, LoweringError
 from aero_compile.runtime.arithmetic.ring import fixed_point
 from aero_compile.runtime.arithmetic.squares import squares_by_exp
+from aero_compile.runtime.evaluated import check_products
 from aero_compile.runtime.kernels.registry import to_json
 from aero_compile.runtime.lowering import warm_up
 from aero_compile.runtime.lowering.cut import cut
@@ -33,7 +34,8 @@ def compile_steps(
     `known`: codes of programs that were compiled for the same protocol and format, which are not compiled again.
 
     Raises:
-        InputError: no approximation is as close as was asked for.
+        InputError: no approximation is as close as was asked for; or matrices are multiplied in Cheetah in another ring
+            than that of 64 bits.
         LoweringError: SPU's compiler refuses an operator; the message names it and its place.
     """
     spu, form = import_spu(), (fraction_bits, field, live.offline)
@@ -56,7 +58,7 @@ def compile_steps(
             steps.append(replace(piece, free=free, continues=continues, preparation=found.key if found else ""))
         else:
             steps.append(Step(piece.label, piece.place, piece.key, piece.inputs, piece.outputs, free, continues))
-    return Program(
+    program = Program(
         protocol,
         field,
         fraction_bits,
@@ -76,6 +78,8 @@ def compile_steps(
         tuple(sorted(live.by_position)),
         live.opens,
     )
+    check_products(program)
+    return program
 
 
 def _preparation(step: KernelStep) -> LiveStep | None:

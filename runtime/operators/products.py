@@ -18,7 +18,7 @@ from aero_compile.runtime.arithmetic.constants import (
     scaled_table,
     times,
 )
-from aero_compile.runtime.arithmetic.matrix_products import batched_product, matrix_product
+from aero_compile.runtime.arithmetic.matrix_products import Owners, batched_product, matrix_product
 from aero_compile.runtime.arithmetic.ring import fraction_bits
 from aero_compile.runtime.arithmetic.roots import inverse_root
 from aero_compile.runtime.arithmetic.row_scaling import scaled_rows
@@ -28,6 +28,7 @@ from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.lazy_jax import jnp
 from aero_compile.runtime.operators.registry import operator
 from aero_compile.runtime.operators.watching import watch
+from aero_compile.runtime.roles import SERVER
 
 
 def embed(ids: Any, table: Any) -> Any:
@@ -48,10 +49,19 @@ def _product(left: Any, right: Any, product: Callable[[Any, Any], Any]) -> Any:
 
 
 @operator("linear")
-def _linear(input: Any, weight: Any, bias: Any = None, given: Collection[str] = (), **_: Any) -> Any:
+def _linear(
+    input: Any,
+    weight: Any,
+    bias: Any = None,
+    owned: Collection[str] = (),
+    given: Collection[str] = (),
+    **_: Any,
+) -> Any:
+    owners = (None, SERVER if "weight" in owned else None)
+
     def product(rows: Any, columns: Any) -> Any:
         flat = rows.reshape((-1, rows.shape[-1]))  # one matrix product, whatever the batch dimensions
-        multiply = jnp().matmul if "weight" in given else matrix_product
+        multiply = jnp().matmul if "weight" in given else partial(matrix_product, owners=owners)
         return multiply(flat, columns).reshape((*rows.shape[:-1], columns.shape[1]))
 
     out = _product(input, weight.T, product)
@@ -61,10 +71,21 @@ def _linear(input: Any, weight: Any, bias: Any = None, given: Collection[str] = 
 @operator("matmul")
 def _matmul(x: Any, other: Any, owned: Collection[str] = (), given: Collection[str] = (), **_: Any) -> Any:
     if other.ndim == 2 and x.ndim > 2:
-        return _linear(x, other.T, given=("weight",) if "other" in given else ())
-    known = ("x" in owned, "other" in owned)
-    shared = x.ndim > 2 and not given
-    return _product(x, other, partial(batched_product, owned=known) if shared else jnp().matmul)
+        held = [("weight",) if "other" in names else () for names in (owned, given)]
+        return _linear(x, other.T, owned=held[0], given=held[1])
+    owners = tuple(SERVER if name in owned else None for name in ("x", "other"))
+    if given or min(x.ndim, other.ndim) < 2:
+        return _product(x, other, jnp().matmul if given else partial(_vector_product, owners=owners))
+    return _product(x, other, partial(batched_product, owners=owners))
+
+
+def _vector_product(left: Any, right: Any, owners: Owners) -> Any:
+    """A product of which a factor is a vector, as one of matrices."""
+    wide = left if left.ndim > 1 else left[None]
+    high = right if right.ndim > 1 else right[:, None]
+    found = batched_product(wide, high, owners)
+    found = found if left.ndim > 1 else found[..., 0, :]
+    return found if right.ndim > 1 else found[..., 0]
 
 
 NORM_GAIN = 4.0

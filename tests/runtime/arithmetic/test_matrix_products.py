@@ -12,11 +12,14 @@ from hypothesis import strategies as st
 
 from aero_compile.runtime.arithmetic import ciphertexts, matrix_products
 from aero_compile.runtime.arithmetic.matrix_products import (
+    SERVERS_RIGHT,
+    SHARES,
+    Pieces,
     batched_product,
     heads_at_once,
     matrix_product,
     packed_columns,
-    piece_size,
+    pieces_of,
 )
 from aero_compile.runtime.arithmetic.prices import price as price_of
 from tests.support.budgets import in_both
@@ -48,8 +51,7 @@ def test_joined_heads_give_each_head_its_product(lead: list[int], sizes: tuple[i
 @given(heads=st.integers(1, 16), rows=st.integers(1, 200), inner=st.integers(1, 128), columns=st.integers(1, 200))
 def test_joining_never_costs_more(heads: int, rows: int, inner: int, columns: int) -> None:
     def price(size: int) -> float:
-        wide = packed_columns(rows, size * inner, size * columns) if size else 0
-        return price_of(ciphertexts.matmul(rows, size * inner, wide)) if size else 0.0
+        return pieces_of(rows, size * inner, size * columns, SHARES).price if size else 0.0
 
     joined = heads_at_once(heads, rows, inner, columns)
     assert heads // joined * price(joined) + price(heads % joined) <= heads * price(1)
@@ -80,12 +82,12 @@ def test_filling_up_changes_no_product(owned: bool, monkeypatch: pytest.MonkeyPa
     pytest.importorskip("spu")
     import jax.numpy as jnp
 
-    monkeypatch.setattr(matrix_products, "packed_columns", lambda rows, inner, columns: 2 * columns + 1)
+    monkeypatch.setattr(matrix_products, "packed_columns", lambda rows, inner, columns, owners: 2 * columns + 1)
     random = np.random.default_rng(0)
     clients, servers = random.normal(size=(5, 5)), random.normal(size=(5, 5))
 
     def function(server: Any, shared: Any) -> Any:
-        found = matrix_product(shared[:1], server if owned else shared)
+        found = matrix_product(shared[:1], server if owned else shared, SERVERS_RIGHT if owned else SHARES)
         assert found.shape == (1, 5)
         return jnp.broadcast_to(found, (5, 5)) + 0.0 * shared
 
@@ -119,7 +121,7 @@ def test_public_factors_are_not_joined() -> None:
 
 @pytest.mark.parametrize(("rows", "limit"), [(7, 3), (8, 1), (5, 100)])
 def test_large_products_are_made_in_pieces(rows: int, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matrix_products, "piece_size", lambda *_: (min(rows, limit), 2))
+    monkeypatch.setattr(matrix_products, "pieces_of", lambda *_: Pieces(min(rows, limit), 2, limit, 9, 0.0, 0.0))
     left, right = np.random.default_rng(0).standard_normal((2, rows, rows)).astype(np.float32)
     np.testing.assert_allclose(np.asarray(matrix_product(left, right)), left @ right, rtol=1e-5, atol=1e-5)
 
@@ -129,8 +131,10 @@ def test_large_products_are_made_in_pieces(rows: int, limit: int, monkeypatch: p
     [(128, 50257, 768), (128, 768, 3072), (128, 3072, 768), (128, 768, 2304), (256, 50257, 1024), (1, 768, 50257)],
 )
 def test_products_of_gpt2_fit_into_memory(rows: int, inner: int, columns: int) -> None:
-    height, depth = piece_size(rows, inner, columns)
+    cut = pieces_of(rows, inner, columns)
+    height, depth = cut.height, cut.depth
     whole, piece = ciphertexts.matmul(rows, inner, columns), ciphertexts.matmul(height, depth, columns)
+    assert cut.width == columns
     assert piece.plains <= matrix_products.MOST_POLYNOMIALS
     times = math.ceil(rows / height) * math.ceil(inner / depth)
     assert times * (piece.sent + piece.answers) < 1.2 * (whole.sent + whole.answers)
@@ -167,13 +171,16 @@ def test_the_truncations_of_heads_take_one_round_trip() -> None:
     pytest.importorskip("spu")
 
     def rounds(heads: int) -> tuple[float, int]:
-        row = costs_of(lambda value: _heads(value, heads, 64), heads * 128, 64)
+        row = costs_of(lambda value: _heads(value, heads, 64), heads * 64, 64)
         return row["rounds"], row["messages"]
 
-    one, six = rounds(1), rounds(6)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matrix_products, "heads_at_once", lambda *_: 1)
+        one, six = rounds(1), rounds(6)
     assert one[0] == 2.0  # an exchange of ciphertexts, a truncation
     assert six[0] == 6 * 1.0 + 1.0
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matrix_products, "heads_at_once", lambda *_: 1)
         patch.setattr(matrix_products, "in_words", lambda: False)
         apart = rounds(6)
     assert apart[0] == 12.0

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aero_compile.runtime.arithmetic.ciphertexts import MatmulCount, matmul
-from aero_compile.runtime.arithmetic.matrix_products import heads_at_once, packed_columns, piece_size
+from aero_compile.runtime.arithmetic.matrix_products import heads_at_once, joined_price, pieces_of
 from aero_compile.runtime.arithmetic.prices import SECOND_BYTES, price, round_trip_bytes, second_bytes, second_worth
 from aero_compile.runtime.arithmetic.ring import fixed_point
 from aero_compile.runtime.arithmetic.row_products import scaling_strips
@@ -40,26 +39,29 @@ def strips_of(rows: int, width: int) -> list[MatmulCount]:
     return [matmul(min(height, rows - top), width, min(height, rows - top)) for top in range(0, rows, height)]
 
 
-def joined(heads: int, rows: int, width: int) -> list[MatmulCount]:
-    """The products of so many heads."""
-    size = heads_at_once(heads, rows, width, rows)
-    sizes = [size] * (heads // size) + [heads % size] * (heads % size > 0)
-    return [matmul(rows, n * width, packed_columns(rows, n * width, n * rows)) for n in sizes]
+@settings(deadline=None, max_examples=15)
+@given(rows=st.integers(1, 200), width=st.integers(1, 300))
+def test_dearer_seconds_are_saved_for_bytes(rows: int, width: int) -> None:
+    found = []
+    for worth in WORTHS:
+        with second_worth(worth):
+            found.append(parts(strips_of(rows, width)))
+    sent, seconds = zip(*found, strict=True)
+    assert list(sent) == pytest.approx(sorted(sent), rel=1e-9)
+    assert list(seconds) == pytest.approx(sorted(seconds, reverse=True), rel=1e-6, abs=1e-9)
 
 
 @settings(deadline=None, max_examples=15)
 @given(rows=st.integers(1, 200), width=st.integers(1, 300))
-@pytest.mark.parametrize("form", [strips_of, lambda rows, width: joined(7, rows, width)])
-def test_dearer_seconds_are_saved_for_bytes(
-    form: Callable[[int, int], list[MatmulCount]], rows: int, width: int
-) -> None:
-    found = []
+def test_heads_are_joined_as_is_cheapest_at_each_worth(rows: int, width: int) -> None:
+    chosen = {}
     for worth in WORTHS:
         with second_worth(worth):
-            found.append(parts(form(rows, width)))
-    sent, seconds = zip(*found, strict=True)
-    assert list(sent) == pytest.approx(sorted(sent), rel=1e-9)
-    assert list(seconds) == pytest.approx(sorted(seconds, reverse=True), rel=1e-6, abs=1e-9)
+            chosen[worth] = heads_at_once(7, rows, width, rows)
+    for worth, own in chosen.items():
+        with second_worth(worth):
+            prices = {size: joined_price(7, rows, width, rows, size) for size in set(chosen.values())}
+            assert prices[own] == min(prices.values())
 
 
 def test_every_kind_of_work_has_its_price() -> None:
@@ -79,7 +81,7 @@ def test_the_worth_is_that_of_the_context() -> None:
     for worth in (1.0, 1e12):
         with second_worth(worth):
             assert second_bytes() == worth
-            chosen[worth] = (scaling_strips(128, 768)[0], piece_size(128, 768, 3072))
+            chosen[worth] = (scaling_strips(128, 768)[0], pieces_of(128, 768, 3072).height)
             with pytest.raises(KeyError), second_worth(3.0):
                 raise KeyError
             assert second_bytes() == worth

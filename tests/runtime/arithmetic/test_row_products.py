@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from aero_compile.runtime.arithmetic import ciphertexts, row_products
-from aero_compile.runtime.arithmetic.prices import price
+from aero_compile.runtime.arithmetic import row_products
+from aero_compile.runtime.arithmetic.matrix_products import SHARES, pieces_of
 from aero_compile.runtime.arithmetic.ring import fixed_point
 from aero_compile.runtime.arithmetic.row_products import (
     element_price,
@@ -39,4 +39,4 @@ def test_no_strips_of_one_height_are_cheaper(rows: int, width: int) -> None:
     for tried in (rows, -(-rows // 2), -(-rows // 8), 1):
         if tried <= row_products.HIGHEST:
             sizes = [min(tried, rows - start) for start in range(0, rows, tried)]
-            assert found <= sum(price(ciphertexts.matmul(size, size, width)) for size in sizes)
+            assert found <= sum(pieces_of(size, size, width, SHARES).price for size in sizes)

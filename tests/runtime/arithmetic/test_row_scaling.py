@@ -20,7 +20,7 @@ UNIT = 2.0**-18
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrix products wherever one factor has less numbers, in strips of five rows."""
     monkeypatch.setattr(row_scaling, "scaling_price", lambda *_: 0.0)
-    monkeypatch.setattr(row_products, "scaling_strips", lambda rows, width: (min(5, rows), 0.0))
+    monkeypatch.setattr(row_products, "scaling_strips", lambda rows, width, owned: (min(5, rows), 0.0))
 
 
 @settings(deadline=None, max_examples=10)  # XLA compiles each shape anew
@@ -30,7 +30,7 @@ def test_rows_are_scaled(rows: int, width: int, height: int, owned: bool) -> Non
 
     x, numbers = np.random.default_rng(0).standard_normal((rows, width)).astype(np.float32), np.arange(rows)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_products, "scaling_strips", lambda rows, width: (min(height, rows), 0.0))
+        patch.setattr(row_products, "scaling_strips", lambda rows, width, owned: (min(height, rows), 0.0))
         found = jax.jit(lambda a, b: scaled_rows(a, b, owned))(x, numbers.astype(np.float32))
     np.testing.assert_allclose(np.asarray(found), x * numbers[:, None], rtol=1e-6)
 
@@ -80,7 +80,7 @@ def test_bytes_that_are_sent_fall_by_half() -> None:
 @pytest.mark.parametrize("protocol", ["semi2k", "cheetah"])
 def test_the_servers_numbers_in_several_strips(protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Truncated together; the server's numbers stay the server's."""
-    monkeypatch.setattr(row_products, "scaling_strips", lambda rows, width: (2, 0.0))
+    monkeypatch.setattr(row_products, "scaling_strips", lambda rows, width, owned: (2, 0.0))
     servers, clients = np.random.default_rng(1).integers(-(2**12), 2**12, (2, 7, 3)) * 2.0**-10
     found = with_servers(lambda own, shared: scaled_rows(shared, own[:, 0], True), servers, clients, protocol)
     assert np.abs(found - (servers + clients) * servers[:, :1]).max() <= 4 * UNIT
