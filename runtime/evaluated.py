@@ -115,8 +115,8 @@ def _check(program: ProgramContent, operation: Operation, operands: Sequence[Kno
     dims = _dims(operation)
     if program.field != WORD:
         raise InputError(
-            f"it multiplies matrices {_text(dims)} in a {program.field}-bit ring of Cheetah, where nobody has shown that "
-            f"the answers hide what a party multiplies with; compile it with field={WORD}"
+            f"it multiplies matrices {_text(dims)} in a {program.field}-bit ring of Cheetah, whose answers are not "
+            f"known to hide what a party multiplies with; compile it with field={WORD}"
         )
     for found in evaluations(dims, *operands):
         if not found.is_hidden:

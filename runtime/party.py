@@ -27,10 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from aero_compile.files import make_private_folder, write_private
-from aero_compile.runtime.hosts.computation import Computation, config_of, print_event
+from aero_compile.runtime.hosts.computation import Computation, Opened, config_of, print_event
 from aero_compile.runtime.hosts.ending import Deadline, die, end_with_parent, leave
 from aero_compile.runtime.hosts.link import Way, parse_address, watch_peer
 from aero_compile.runtime.hosts.party_inputs import read_inputs, tls_config
@@ -86,16 +85,17 @@ class _Party:
             options.timeout, lambda: f"{self.role}: the computation took longer than {options.timeout:g} s"
         )
         stop_watch = watch_peer(way.answers, lambda: die(f"{self.role}: lost the other party"))
-        stats, logits = self._compute(spu, link, log, way)
+        stats, opened = self._compute(spu, link, log, way)
         stop_watch.set()
-        if logits is not None:
+        if (logits := opened.logits) is not None:
             write_private(self.output / "logits.npy", lambda file: np.save(file, logits, allow_pickle=False))
         write_private(self.output / "stats.json", lambda file: file.write(json.dumps(stats).encode()))
         link.barrier()  # the peer holds its results too: both may close
         part(link, way)
+        opened.refuse_outside()
 
-    def _compute(self, spu: Any, link: Any, log: SpuLog, way: Way) -> tuple[dict[str, Any], npt.NDArray[Any] | None]:
-        """Set up, prepare and run as often as was asked; returns what it cost and, at the client, the logits."""
+    def _compute(self, spu: Any, link: Any, log: SpuLog, way: Way) -> tuple[dict[str, Any], Opened]:
+        """Set up, prepare and run as often as was asked; returns what it cost, and what the last run opened."""
         started = time.perf_counter()
         computation = Computation(spu, link, self.inputs, log, way)
         if self.options.set_up:
@@ -104,10 +104,12 @@ class _Party:
         setup = {"seconds": time.perf_counter() - started, "wire": way.read()}
         offline = [computation.prepare() for _ in range(self.options.offline)]
         runs = []
-        logits: npt.NDArray[Any] | None = None
+        opened = Opened()
         for number in range(self.options.runs):
             print_event("run", number=number, steps=len(self.inputs.program.steps))
-            record, logits = computation.forward()
+            in_range = opened.in_range
+            record, opened = computation.forward()
+            opened.in_range &= in_range
             runs.append(record)
         stats = {
             "role": self.role,
@@ -117,7 +119,7 @@ class _Party:
             "program": self.inputs.program.digest,
             "versions": {"python": platform.python_version(), "spu": str(spu.__version__)},
         }
-        return stats, logits
+        return stats, opened
 
     def _agree(self, link: Any) -> None:
         """Compare role, program and configuration with the peer's before any share exists."""

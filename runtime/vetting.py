@@ -100,10 +100,6 @@ _SAME = "@spu.prefer_a("
 """Calls of a function that gives its argument, a choice which several selections share."""
 
 _VALUE = re.compile(r"%(?:arg)?\d+")
-_COMPARISON = re.compile(rf"(%\d+) = pphlo\.less %(?:arg)?\d+, %(?:arg)?\d+ : \({_TYPE}, {_TYPE}\) -> {_TYPE}")
-_BIT = re.compile(rf"(%\d+) = pphlo\.multiply (%\d+), (%\d+) : \({_TYPE}, {_TYPE}\) -> {_TYPE}")
-_FOR_A_BIT = frozenset(["constant", "add", "less", "multiply", "free", "secret"])
-
 _Types = dict[str, str]
 
 
@@ -182,7 +178,7 @@ def _check_clients(program: ProgramContent) -> None:
 
 
 def _check_guard(program: ProgramContent, known: _Types, inputs: set[str]) -> None:
-    """What both parties open before the logits must be one bit: a comparison, times a public number."""
+    """The bit of the private checks, which the client opens for itself, must be a single number of a step."""
     guard = program.guard
     if guard is None:
         return
@@ -190,22 +186,6 @@ def _check_guard(program: ProgramContent, known: _Types, inputs: set[str]) -> No
         raise InputError(
             f"the program opens {str(guard)[:50]!r} as its range check, which is no single number of a step"
         )
-    (makes,) = [step for step in program.steps if guard in step.outputs]
-    if isinstance(makes, KernelStep) or len(makes.outputs) != 1 or not _gives_one_bit(program.codes[makes.code]):
-        raise InputError(f"the program opens {guard[:50]!r} as its range check, which is no result of a comparison")
-
-
-def _gives_one_bit(code: str) -> bool:
-    """Whether a code that was read before returns a comparison of its own, times a constant, and does little else."""
-    lines = [line.strip() for line in code.splitlines()[2:]]
-    operations = {name for line in lines for name in re.findall(r"pphlo\.(\w+)", line)}
-    constants = {found[1] for line in lines if (found := _CONSTANT.fullmatch(line))}
-    compared = {found[1] for line in lines if (found := _COMPARISON.fullmatch(line))}
-    bits = {
-        found[1] for line in lines if (found := _BIT.fullmatch(line)) and found[2] in compared and found[3] in constants
-    }
-    returned = [found[1] for line in lines if (found := _RETURN.fullmatch(line))]
-    return operations <= _FOR_A_BIT and len(returned) == 1 and returned[0] in bits
 
 
 def _elements(kind: str) -> int:

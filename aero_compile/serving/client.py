@@ -18,6 +18,7 @@ from aero_compile.runtime.generation.programs import check_name
 from aero_compile.runtime.generation.session import Choose, Cost, Generation, Guess, Logits, Session, Token
 from aero_compile.runtime.hosts.scratch import scratch_folder
 from aero_compile.runtime.hosts.tls import TLSConfig
+from aero_compile.runtime.padding import filled_up
 from aero_compile.serving.ahead import Ahead, runs_ahead
 from aero_compile.serving.cache import Cache
 from aero_compile.serving.conversation import Conversation, Terms
@@ -144,7 +145,14 @@ class Connection:
         texts, single = _checked(ids, self._programs[0].vocabulary)
         facts = self._program_for(texts.shape[1])
         with self._in_use():
-            found = [self._forward(facts, text) for text in texts]
+            found, outside = list[npt.NDArray[np.float32]](), None
+            for text in texts:
+                try:
+                    found.append(self._forward(facts, text))
+                except OutOfRangeError as error:  # the server must not notice: the others follow
+                    outside = error
+        if outside is not None:
+            raise outside
         return found[0] if single else np.stack(found)
 
     def next_logits(self, ids: Sequence[int]) -> npt.NDArray[np.float32]:
@@ -152,7 +160,8 @@ class Connection:
 
         Raises:
             InputError: no tokens, too many, or unknown ones, or the server generates nothing; nothing was sent.
-            OutOfRangeError, PartyError: the connection is closed.
+            OutOfRangeError: a value left its range; the server does not learn it, and the connection stays open.
+            PartyError: the connection is closed.
         """
         session = self._generating()
         with self._in_use():
@@ -174,7 +183,8 @@ class Connection:
 
         Raises:
             InputError: as of `next_logits`, or prompt and tokens do not fit into `room`.
-            OutOfRangeError, PartyError: the connection is closed.
+            OutOfRangeError: a value left its range; the server does not learn it, and the connection stays open.
+            PartyError: the connection is closed.
         """
         session = self._generating()
         with self._in_use():
@@ -269,7 +279,7 @@ class Connection:
         raise InputError(f"the text has {length} tokens, and the server takes up to {self._programs[-1].length}")
 
     def _forward(self, facts: Facts, text: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-        filled = np.resize(text, (1, facts.length))  # repeated: what comes behind changes nothing before it
+        filled = np.array([filled_up(text.ravel().tolist(), facts.length, facts.vocabulary)])
         logits, self.last_cost = self.run(lambda: self._conversation.forward(facts, filled))
         found: npt.NDArray[np.float32] = logits[0, : text.size]
         return found
@@ -311,10 +321,15 @@ class _Decoder:
 
     def fill(self, ids: Sequence[int], position: int) -> Cost:
         """Compute keys and values of `ids` at `position` and behind it."""
-        total, left = Cost(), list(ids)
+        total, left, outside = Cost(), list(ids), None
         for name, kept in self._programs.plan(len(left), position):
-            total += self._run(name, position, left[:kept])[1]
+            try:
+                total += self._run(name, position, left[:kept])[1]
+            except OutOfRangeError as error:  # the server must not notice: the others follow
+                outside = error
             left, position = left[kept:], position + kept
+        if outside is not None:
+            raise outside
         return total
 
     def step(self, token: int, position: int) -> tuple[Logits, Cost]:

@@ -20,6 +20,7 @@ from aero_compile.errors import AeroError, InputError, OutOfRangeError, PartyErr
 from aero_compile.runtime.generation.programs import Programs
 from aero_compile.runtime.generation.session import Cost
 from aero_compile.runtime.hosts.tls import TLSConfig
+from aero_compile.runtime.padding import filled_up
 from aero_compile.runtime.roles import CLIENT
 from aero_compile.serving.cache import Cache
 from aero_compile.serving.process import orders
@@ -165,17 +166,17 @@ class Conversation:
         """Run a program of the generation at `position` on the text's next `ids`; the logits [V], if it opens some.
 
         Raises:
-            PartyError, OutOfRangeError: the conversation is over.
+            OutOfRangeError: of these tokens; the conversation goes on.
+            PartyError: it is over.
         """
         assert self._worker is not None
         count = self.offer_of(name).length
         await self._say(Step(program=name, position=position, kept=len(ids)))
         await self._next(Started)
-        filled = (*map(int, ids), *[int(ids[-1])] * (count - len(ids)))
-        order = Advance(program=name, position=position, tokens=filled)
+        order = Advance(program=name, position=position, tokens=filled_up(ids, count, self.offer_of(name).vocabulary))
+        self.prepared[name] -= self.prepared[name] > 0
         done, content = await self._both(self._worker.compute(order, self._terms.timeout))
         logits = None if done.shape is None else np.frombuffer(content, "<f4").reshape(done.shape).astype(np.float32)
-        self.prepared[name] -= self.prepared[name] > 0
         return logits, Cost(done.bytes, done.messages, done.seconds)
 
     def most_prepared(self, name: str) -> int:

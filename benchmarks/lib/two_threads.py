@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from aero_compile.errors import OutOfRangeError
 from aero_compile.runtime.hosts.lookup_files import made_tables
-from aero_compile.runtime.hosts.opening import check_guard
+from aero_compile.runtime.hosts.opening import OUT_OF_RANGE, open_bit, send_share
 from aero_compile.runtime.kernels.run import run_kernel
 from aero_compile.runtime.kernels.side import Side
 from aero_compile.runtime.offline.prepare import prepare
@@ -40,7 +40,7 @@ def simulate(
         for name, array in arrays.items()
     }
     tables = made_tables(program, weights)
-    refused: list[OutOfRangeError] = []
+    refused: list[str] = []
 
     def party(side: Side, io: Any, runtime: Any) -> Any:
         for name, pieces in shares.items():
@@ -54,17 +54,15 @@ def simulate(
                 continue
             code = program.codes[step.code].encode()
             runtime.run(spu.Executable(step.label, list(step.inputs), list(step.outputs), code))
-        if program.guard is not None:
-            try:
-                check_guard(side.link, runtime.get_var(program.guard), io, side.rank)
-            except OutOfRangeError as error:
-                refused.append(error)
+        if program.guard is not None and side.rank == SERVER:
+            send_share(side.link, runtime.get_var(program.guard))
+        elif program.guard is not None and not open_bit(side.link, runtime.get_var(program.guard), io)[1]:
+            refused.append(OUT_OF_RANGE)
         return runtime.get_var(program.logits.name)
 
     results = both_parties(program, party)
     if refused:
-        assert len(refused) == 2, "one party alone found a value outside"
-        raise refused[0]
+        raise OutOfRangeError(refused[0])
     return np.asarray(io.reconstruct([results[SERVER], results[CLIENT]]), dtype=np.float64)
 
 

@@ -1,11 +1,11 @@
 """The party that computes on the other's ciphertexts in a matrix product of Cheetah, and with what.
 
-Of each cross term one party encrypts its matrix, the other (the evaluator) multiplies the ciphertexts with its own matrix
-in the clear and sends the answers back. SPU 0.9.5 makes one encryption of zero for all answers of a call
-(`cheetah_dot.cc`, H2A), so the second parts of two answers differ by a function of the evaluator's matrix alone,
-without noise: whoever holds the secret key sees which blocks of that matrix are equal, can confirm a guess of two
-blocks, and can solve for a few unknown numbers. A single answer has an encryption of zero to itself and shows nothing.
-Shares are no way out: the other party knows its own share, so a guess of the value is a guess of the share.
+Of each cross term one party encrypts its matrix; the other (the evaluator) multiplies the ciphertexts with its own
+matrix in the clear and sends the answers back. SPU 0.9.5 makes one encryption of zero for all answers of a call
+(`cheetah_dot.cc`, H2A). So the second parts of two answers differ by a function of the evaluator's matrix alone,
+without noise: the party with the secret key sees which blocks of that matrix are equal, can confirm a guess of two
+blocks, and can solve for a few unknown numbers. A single answer has an encryption of zero of its own and shows nothing.
+Shares do not help: the other party knows its own share, so a guess of the value is a guess of the share.
 
 Hence the rule that `is_hidden` states: a product has one answer, or its evaluator is the server with its own weights.
 """
@@ -24,7 +24,7 @@ Owner = int | None
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One cross term: the `evaluator`'s rank, who knows the matrix that it multiplies with, and the number of answers."""
+    """One cross term: the `evaluator`'s rank, the `owner` of the matrix that it multiplies with, the answers."""
 
     evaluator: int
     owner: Owner

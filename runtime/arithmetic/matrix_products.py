@@ -35,7 +35,7 @@ SERVERS_RIGHT: Owners = (None, SERVER)
 
 @dataclass(frozen=True)
 class Pieces:
-    """How to cut [rows, inner] × [inner, columns]: into pieces [height, depth] × [depth, width], of which there are `count`.
+    """How to cut [rows, inner] × [inner, columns]: into `count` pieces [height, depth] × [depth, width].
 
     `exchanged`: bytes of one cross term; `price`: the same and its seconds as bytes, without round trips.
     """
@@ -134,7 +134,7 @@ def matrix_product(left: Any, right: Any, owners: Owners = SERVERS_RIGHT) -> Any
     """[..., rows, inner] × [..., inner, columns] of equal leading sizes, in the pieces that `pieces_of` finds."""
     if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
         return jnp().matmul(left, right)
-    rows, inner, columns = *left.shape[-2:], right.shape[-1]
+    (rows, inner), columns = left.shape[-2:], right.shape[-1]
     cut = pieces_of(rows, inner, columns, owners)
     strips = []
     for top in range(0, rows, cut.height):
@@ -187,7 +187,7 @@ def batched_product(left: Any, right: Any, owners: Owners = SHARES) -> Any:
         return jnp().matmul(left, right)
     lead = jnp().broadcast_shapes(left.shape[:-2], right.shape[:-2])
     left, right = (jnp().broadcast_to(each, (*lead, *each.shape[-2:])) for each in (left, right))
-    rows, inner, columns = *left.shape[-2:], right.shape[-1]
+    (rows, inner), columns = left.shape[-2:], right.shape[-1]
     heads = math.prod(lead)
     step = heads_at_once(heads, rows, inner, columns, owners)
     left, right = left.reshape((heads, rows, inner)), right.reshape((heads, inner, columns))

@@ -302,8 +302,8 @@ def _forward(
         spent = session.bill()
         total.add(spent)
         rows.append(_row(step.label, step.place, spent, network) | before.get(at, {}))
-    if program.guard is not None:  # both send their share of one number
-        session.swap(_SHARE_BYTES)
+    if program.guard is not None:
+        session.send(SERVER, _SHARE_BYTES)
     if program.opens:
         session.send(SERVER, _SHARE_BYTES * math.prod(program.logits.shape))
     reveal = session.bill()

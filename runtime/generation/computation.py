@@ -67,18 +67,23 @@ class StepComputation(Computation):
         """Run a program at a position, on the client's token ids [1, count].
 
         The client gets the logits [V] of a step, [count, V] of a check.
+
+        Raises:
+            OutOfRangeError: at the client, a value left its range; the program ran to its end all the same.
         """
         self._name, self._position = name, position
         self._program = self._programs.all[name]
         late = self.prepare_for(name) if self._program.is_prepared and not self._prepared[name] else Cost()
         published = self._inputs.published
         self._of_client = client_inputs(self._program, ids, published) if ids is not None else {}
-        record, logits = self.forward()
+        record, opened = self.forward()
         runtime = self._runtime
         for spec, result in zip(self._program.cached, self._program.results, strict=True):
             runtime.set_var(spec.name, runtime.get_var(result))
             runtime.del_var(result)
         self._held = self._program.cached
+        opened.refuse_outside()
+        logits = opened.logits
         return late + cost_of(record), None if logits is None else logits[0, -1] if count_of(name) == 1 else logits[0]
 
     def _take_prepared(self) -> Prepared:

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from aero_compile.errors import InputError, PartyError
+from aero_compile.errors import InputError, OutOfRangeError, PartyError
 from aero_compile.files import make_private_folder, write_private
 from aero_compile.runtime.generation.arrays import read_published, read_weights
 from aero_compile.runtime.generation.computation import StepComputation
@@ -39,6 +39,7 @@ from aero_compile.runtime.hosts.ending import Deadline, die, end_orphaned, end_w
 from aero_compile.runtime.hosts.link import parse_address, watch_peer
 from aero_compile.runtime.hosts.party_inputs import Arrays, tls_config
 from aero_compile.runtime.hosts.party_process import agree_on, exit_code_of, meet, part, party_parser
+from aero_compile.runtime.padding import filled_up
 from aero_compile.runtime.roles import CLIENT, ROLES, SERVER
 from aero_compile.runtime.spu_config import SpuLog, import_spu, load_spu_alone
 
@@ -175,18 +176,24 @@ class _Party:
             ids, position = order["ids"], order["position"]
             programs, do = self.programs, order["do"]
             plan = programs.plan(len(ids), position) if do == "fill" else [(programs.at(do, position), len(ids))]
+            outside = ""
             for name, kept in plan:
                 link.send(SERVER, write_order(name, position, kept))
-                cost = self._run(computation, name, position, ids[:kept])
-                ids, position, total = ids[kept:], position + kept, total + cost
-            print_event("answer", cost=asdict(total))
+                try:
+                    total += self._run(computation, name, position, ids[:kept])
+                except OutOfRangeError as error:  # the server must not notice: the others follow
+                    outside = str(error)
+                ids, position = ids[kept:], position + kept
+            print_event("answer", cost=asdict(total), outside=outside)
 
     def _run(self, computation: StepComputation, name: str, position: int, ids: list[int]) -> Cost:
         """Run a program on these tokens, and any others behind them that it takes; keep the logits, if it has some."""
-        padded = ids + ids[-1:] * (self.programs.all[name].tokens.shape[1] - len(ids))
+        _, count, vocabulary = self.programs.all[name].tokens.shape
         self._computing()
-        cost, logits = computation.run(name, position, np.array([padded], np.int64))
-        self._deadline.clear()
+        try:
+            cost, logits = computation.run(name, position, np.array([filled_up(ids, count, vocabulary)], np.int64))
+        finally:
+            self._deadline.clear()
         if logits is not None:
             write_private(self.output / LOGITS, lambda file: np.save(file, logits, allow_pickle=False))
         return cost

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from aero_compile.errors import PartyError
+from aero_compile.errors import OutOfRangeError, PartyError
 from aero_compile.runtime.generation.programs import check_name
 from aero_compile.runtime.generation.session import Cost, Logits
 from aero_compile.runtime.hosts.parties import PartyProcess, raise_failure
@@ -75,7 +75,10 @@ class ProcessDecoder:
 
     def _ask(self, what: str, ids: Sequence[int], position: int) -> Cost:
         self._say({"do": what, "ids": [int(each) for each in ids], "position": position})
-        return Cost(**self._wait("answer")["cost"])
+        answer = self._wait("answer")
+        if answer["outside"]:
+            raise OutOfRangeError(answer["outside"])
+        return Cost(**answer["cost"])
 
     def _say(self, order: dict[str, Any]) -> None:
         stream = self._client.process.stdin

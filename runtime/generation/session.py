@@ -7,16 +7,20 @@ the tokens, chooses the next one from the logits, and remembers what both partie
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import takewhile
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from aero_compile.errors import InputError, OutOfRangeError
 from aero_compile.units import human_bytes
+
+T = TypeVar("T")
 
 Logits = npt.NDArray[np.float32]
 """Of the next token, [V]."""
@@ -170,6 +174,8 @@ class Session:
             raise InputError(f"bucket must be a whole number from 1 to the room of {decoder.room}, not {bucket!r}")
         self._decoder, self._bucket = decoder, bucket
         self._held: list[int] = []
+        self._clean = 0
+        self._outside: OutOfRangeError | None = None
         self._takes_back = bool(getattr(decoder, "takes_back", True))
 
     @property
@@ -207,9 +213,11 @@ class Session:
         """
         text = self._checked(ids, 1)
         self._go_back(text, self._bucket)
-        (found,), _, _ = self._rows(text, [])
-        self._pad(len(text), 1, text[-1])
-        return found
+        self._outside = None
+        found, _, _ = self._rows(text, [])
+        self._pad(len(text), 1)
+        self._refuse_outside([])
+        return found[0]
 
     def generate(
         self,
@@ -243,13 +251,12 @@ class Session:
         text = self._checked(ids, max_new_tokens)
         self._go_back(text, self._bucket)
         chooses, made, prefill, guessed, right = choose or greedy, list[Token](), Cost(), 0, 0
-        enough = False
+        enough, self._outside = False, None
         while len(made) < max_new_tokens and not enough:
             guesses = self._guesses(text, max_new_tokens - len(made) - 1, guess)
-            try:
-                rows, before, cost = self._rows(text, guesses)
-            except OutOfRangeError as error:
-                raise _ended(error, made) from error
+            rows, before, cost = self._rows(text, guesses)
+            if self._outside is not None:
+                break
             prefill = prefill if made else before
             guessed += len(guesses)
             for logits, guessed_id in zip(rows, [*guesses, None], strict=True):
@@ -259,9 +266,43 @@ class Session:
                 right += token.id == guessed_id
                 if enough or token.id != guessed_id:
                     break
-        padding = self._pad(len(ids), len(made), text[-1])
+        count = len(made)
+        if self._outside is not None:
+            count += self._go_on(text, max_new_tokens - len(made), guess)
+        padding = self._pad(len(ids), count)
+        self._refuse_outside(made)
         found = Generation(tuple(ids), tuple(made), prefill, self._decoder.set_up, padding=padding)
         return replace(found, guessed=guessed, right=right)
+
+    def _go_on(self, text: list[int], most: int, guess: Guess | None) -> int:
+        """Go on with a text on which a value left its range as if it were any other; returns the tokens that it got.
+
+        The server must not notice, so the text ends somewhere among the `most` tokens that were left, drawn uniformly.
+        """
+        end, count = 1 + secrets.randbelow(most), 1
+        text = [*text, secrets.randbelow(self.vocabulary)]
+        while count < end:
+            guesses = self._guesses(text, end - count - 1, guess)
+            self._rows(text, guesses)
+            new = [*guesses[: secrets.randbelow(len(guesses) + 1)], secrets.randbelow(self.vocabulary)]
+            text, count = [*text, *new], count + len(new)
+        return count
+
+    def _refuse_outside(self, made: Sequence[Token]) -> None:
+        """Raise the error of a text on which a value left its range; nothing that follows it counts as held."""
+        if self._outside is None:
+            return
+        error, self._outside = self._outside, None
+        self._held = self._held[: self._clean] if self._takes_back else []
+        raise _ended(error, made) from error
+
+    def _unnoticed(self, work: Callable[[], T], otherwise: T) -> T:
+        """Do work that may find a value out of range, which is told once all is done that the server expects."""
+        try:
+            return work()
+        except OutOfRangeError as error:
+            self._outside = self._outside or error
+            return otherwise
 
     def close(self) -> None:
         """End the session on both sides."""
@@ -294,13 +335,20 @@ class Session:
         same -= same % size
         self._held = self._held[:same] if self._takes_back or same == len(self._held) else []
 
-    def _pad(self, prompt: int, made: int, token: int) -> Cost:
-        """Compute `token` again and again, up to a position that follows from the buckets of the prompt alone."""
+    def _pad(self, prompt: int, made: int) -> Cost:
+        """Compute tokens that mean nothing up to a position that follows from the buckets of the prompt alone.
+
+        They are drawn uniformly, so that nothing tells them from a text's by being alike.
+        """
         total = Cost()
         while len(self._held) < self._end(prompt, made):
-            total += self._decoder.step(token, len(self._held))[1]
+            token, at = secrets.randbelow(self.vocabulary), len(self._held)
+            total += self._unnoticed(partial(self._step_cost, token, at), Cost())
             self._held.append(token)
         return total
+
+    def _step_cost(self, token: int, position: int) -> Cost:
+        return self._decoder.step(token, position)[1]
 
     def _end(self, prompt: int, made: int) -> int:
         """Positions computed for so many tokens of prompt and generated ones: as of the bucket's longest prompt."""
@@ -311,21 +359,29 @@ class Session:
         """The logits behind `text` and behind each guess, what its earlier tokens cost, and what the rest did."""
         self._go_back(text)  # of what fails in between nothing is taken for held
         begin, last = len(self._held), len(text) - 1
+        if self._outside is None:
+            self._clean = begin
         if not self._takes_back:
             self._held = []
-        steps = max(begin, last // self._bucket * self._bucket)
-        filled = self._decoder.fill(text[begin:steps], begin) if begin < steps else Cost()
+        steps, filled = max(begin, last // self._bucket * self._bucket), Cost()
+        if begin < steps:
+            filled = self._unnoticed(lambda: self._decoder.fill(text[begin:steps], begin), filled)
         for at in range(steps, last):
-            filled += self._decoder.step(text[at], at)[1]
+            filled += self._unnoticed(partial(self._step_cost, text[at], at), Cost())
+        nothing = np.zeros((1, self.vocabulary), np.float32), Cost()
+        rows, cost = self._unnoticed(lambda: self._last(text, guesses), nothing)
+        self._held = [*text, *guesses]
+        return list(rows), filled, cost
+
+    def _last(self, text: list[int], guesses: list[int]) -> tuple[Logits, Cost]:
+        """The logits behind the last token of `text` and behind each guess."""
+        last = len(text) - 1
         if guesses:
             checker: Checker = self._decoder  # type: ignore[assignment]
             size = next(size for size in self._sizes(text) if size > len(guesses))
-            rows, cost = checker.check([text[last], *guesses], last, size)
-        else:
-            logits, cost = self._decoder.step(text[last], last)
-            rows = logits[None]
-        self._held = [*text, *guesses]
-        return list(rows), filled, cost
+            return checker.check([text[last], *guesses], last, size)
+        logits, cost = self._decoder.step(text[last], last)
+        return logits[None], cost
 
     def _checked(self, ids: Sequence[int], more: int) -> list[int]:
         text = [self._known(each) for each in ids]

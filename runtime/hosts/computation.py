@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import math
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from aero_compile.errors import OutOfRangeError
 from aero_compile.runtime.hosts.link import Way
 from aero_compile.runtime.hosts.measure import check_against_wire, check_profile
-from aero_compile.runtime.hosts.opening import check_guard, open_logits, send_share
+from aero_compile.runtime.hosts.opening import OUT_OF_RANGE, open_bit, open_logits, send_share
 from aero_compile.runtime.hosts.party_inputs import PartyInputs
 from aero_compile.runtime.kernels.run import run_kernel
 from aero_compile.runtime.kernels.side import Exchanged, Side
@@ -30,6 +32,28 @@ EVENT = "aero-party "
 def config_of(program: Program) -> Any:
     """SPU's configuration of the runtime that `program` is compiled for."""
     return runtime_config(program.protocol, program.field, program.fraction_bits)
+
+
+@dataclass
+class Opened:
+    """What a run ended with: bytes that this party sent and received, messages of both, and what the client learns.
+
+    `logits`: none at the server, nor where a value left its range (`in_range`), which the client alone knows.
+    """
+
+    sent: int = 0
+    received: int = 0
+    messages: int = 0
+    in_range: bool = True
+    logits: npt.NDArray[np.float32] | None = None
+
+    def refuse_outside(self) -> None:
+        """Raise OutOfRangeError if a value left its range.
+
+        The client calls it once it went through all messages that follow, so that the server does not notice.
+        """
+        if not self.in_range:
+            raise OutOfRangeError(OUT_OF_RANGE)
 
 
 class Computation:
@@ -88,8 +112,8 @@ class Computation:
         check_profile(found, what)
         return found
 
-    def forward(self) -> tuple[dict[str, Any], npt.NDArray[Any] | None]:
-        """Run the program once; returns what it cost and, at the client, the logits."""
+    def forward(self) -> tuple[dict[str, Any], Opened]:
+        """Run the program once; returns what it cost, and what was opened."""
         before = self._way.read()  # the peer sends nothing of this forward before both have reached the barrier
         self._link.barrier()
         started = time.monotonic()
@@ -97,20 +121,20 @@ class Computation:
         self._set_inputs()
         self._log.read()
         steps = [self._run(at, step, prepared) for at, step in enumerate(self._program.steps)]
-        revealed, opened, logits = self._open()
+        opened = self._open()
         ended = time.monotonic()
         self._link.barrier()
         record = {
             "begun": started,
             "seconds": ended - started,
             "steps": steps,
-            "revealed_bytes": revealed,
-            "opened_bytes": opened,
-            "openings": 2 * (self._program.guard is not None) + self._program.opens,
+            "revealed_bytes": opened.sent,
+            "opened_bytes": opened.received,
+            "openings": opened.messages,
             "wire": self._wire_since(before),
         }
-        check_against_wire(record, opened)
-        return record, logits
+        check_against_wire(record, opened.received)
+        return record, opened
 
     def _take_prepared(self) -> Prepared:
         """What was made for this run before its tokens were known."""
@@ -160,23 +184,25 @@ class Computation:
             runtime.del_var(name)
         return {"op": step.label, "place": step.place, "begun": begun, "seconds": seconds, **profile}
 
-    def _open(self) -> tuple[int, int, npt.NDArray[Any] | None]:
-        """Open the guard's bit and the logits: bytes revealed, bytes received, and the client's logits."""
+    def _open(self) -> Opened:
+        """Open the bit of the private checks and the logits, both to the client alone."""
         program, runtime, link, io = self._program, self._runtime, self._link, self._io
-        sent, received = 0, 0
-        if program.guard is not None:
-            sent, received = check_guard(link, runtime.get_var(program.guard), io, self._rank)
-            runtime.del_var(program.guard)
-        if not program.opens:
-            return sent, received, None
-        share, logits = runtime.get_var(program.logits.name), None
-        if self._rank == SERVER:
-            sent += send_share(link, share)
-        else:
-            opened, logits = open_logits(link, share, io, program)
-            received += opened
-        runtime.del_var(program.logits.name)
-        return sent, received, logits
+        found = Opened()
+        for name, is_bit in ((program.guard, True), (program.logits.name if program.opens else None, False)):
+            if name is None:
+                continue
+            share = runtime.get_var(name)
+            found.messages += 1
+            if self._rank == SERVER:
+                found.sent += send_share(link, share)
+            elif is_bit:
+                received, found.in_range = open_bit(link, share, io)
+                found.received += received
+            else:
+                received, found.logits = open_logits(link, share, io, program, found.in_range)
+                found.received += received
+            runtime.del_var(name)
+        return found
 
     def _wire_since(self, before: tuple[int, int]) -> list[int]:
         return [after - was for after, was in zip(self._way.read(), before, strict=True)]

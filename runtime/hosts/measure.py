@@ -291,7 +291,7 @@ class _Run:
         self.steps = by_operator(rows, steps)
         self.bytes = sum(self.sent.values())
         self.opened = {name: int(run["revealed_bytes"]) for name, run in (("server", server), ("client", client))}
-        self.openings = 3 if self.opened["client"] else 1  # the client sends only its share of the range check
+        self.openings = int(server["openings"])
         self.messages = sum(step["messages"] for step in self.steps) + self.openings
 
     def split(self) -> dict[str, float]:

@@ -73,7 +73,7 @@ def _matmul(x: Any, other: Any, owned: Collection[str] = (), given: Collection[s
     if other.ndim == 2 and x.ndim > 2:
         held = [("weight",) if "other" in names else () for names in (owned, given)]
         return _linear(x, other.T, owned=held[0], given=held[1])
-    owners = tuple(SERVER if name in owned else None for name in ("x", "other"))
+    owners: Owners = (SERVER if "x" in owned else None, SERVER if "other" in owned else None)
     if given or min(x.ndim, other.ndim) < 2:
         return _product(x, other, jnp().matmul if given else partial(_vector_product, owners=owners))
     return _product(x, other, partial(batched_product, owners=owners))

@@ -26,7 +26,7 @@ _FIELDS = struct.Struct("<?QQQdQ")
 
 @dataclass(frozen=True)
 class Ciphertext:
-    """A ciphertext as SEAL serializes it: `polynomials`, uint64 [2, primes, degree], or one with the seed of the other."""
+    """A ciphertext as SEAL serializes it: `polynomials`, uint64 [2, primes, degree]; none if it is `seeded`."""
 
     polynomials: npt.NDArray[np.uint64]
     seeded: bool
@@ -59,7 +59,7 @@ def _ciphertext(content: bytes) -> Ciphertext | None:
 
 
 def _inflated(body: bytes) -> bytes:
-    import pyarrow as pa
+    import pyarrow as pa  # type: ignore[import-untyped]
 
     with pa.CompressedInputStream(pa.BufferReader(body), "zstd") as stream:
         return bytes(stream.read())
@@ -71,7 +71,7 @@ def flows_of(
     owned: tuple[Mapping[str, npt.NDArray[Any]], Mapping[str, npt.NDArray[Any]]],
     outputs: int = 1,
 ) -> tuple[list[bytes], list[bytes]]:
-    """Run one executable of SPU on inputs that the server and the client own; what went to the server and to the client."""
+    """Run one executable of SPU on inputs of the server and of the client; the connections to each, as recorded."""
     import spu
 
     addresses = free_addresses(2)

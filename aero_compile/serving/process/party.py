@@ -156,8 +156,9 @@ class SessionParty:
         return Loaded()
 
     def _compute(self, order: Compute) -> tuple[Computed, bytes]:
-        record, logits = self._computation(order.program).forward()
-        return _computed(cost_of(record), logits)
+        record, opened = self._computation(order.program).forward()
+        opened.refuse_outside()
+        return _computed(cost_of(record), opened.logits)
 
     def _advance(self, order: Advance) -> tuple[Computed, bytes]:
         ids = None if order.tokens is None else np.array([order.tokens], np.int64)
@@ -210,7 +211,7 @@ def main(argv: list[str]) -> int:
         try:
             say(*party.follow(order))
         except AeroError as error:
-            goes_on = isinstance(order, Take) or (isinstance(order, Compute) and isinstance(error, OutOfRangeError))
+            goes_on = isinstance(order, Take) or isinstance(error, OutOfRangeError)
             if not goes_on:
                 time.sleep(LINGER_SECONDS)  # before the fault is told, which may be the end of this process
             say(Fault(error=type(error).__name__, message=str(error)))

@@ -75,7 +75,7 @@ def _party(sent: int, received: int, seconds: float, revealed: int) -> dict[str,
         {"op": "softmax", **parse_profile(""), **step, "send_actions": 0},
         {"op": "softmax", "send_bytes": 4, "recv_bytes": 5, **step, "send_actions": 0},
     ]
-    run = {"seconds": seconds, "steps": steps, "revealed_bytes": revealed, "wire": [0, 500]}
+    run = {"seconds": seconds, "steps": steps, "revealed_bytes": revealed, "openings": 1, "wire": [0, 500]}
     cold = {**run, "seconds": seconds * 3}
     return {"setup": {"seconds": 0.5, "wire": [0, 50]}, "runs": [cold, run], "versions": {"spu": "x"}}
 

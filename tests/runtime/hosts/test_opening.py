@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from aero_compile.errors import OutOfRangeError, PartyError
-from aero_compile.runtime.hosts.opening import check_guard, open_logits, send_share
+from aero_compile.errors import PartyError
+from aero_compile.runtime.hosts.opening import open_bit, open_logits, send_share
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.program_parts import TensorSpec
 from aero_compile.runtime.roles import CLIENT, SERVER
@@ -22,7 +22,7 @@ spu = pytest.importorskip("spu")
 LOGITS = np.random.default_rng(0).normal(size=(1, 3, 5)).astype(np.float32)
 
 
-def opened(logits: npt.NDArray[Any], change: Any = lambda share: share) -> tuple[int, int, npt.NDArray[Any]]:
+def opened(logits: npt.NDArray[Any], change: Any = lambda share: share, in_range: bool = True) -> tuple[int, int, Any]:
     """Open shares of `logits` between two threads; the server's share is first put through `change`."""
     spec = TensorSpec("out", LOGITS.shape, "float32")
     program = Program("semi2k", 64, 18, (), TensorSpec("tokens", (1, 3, 5), "int32"), spec, (), {}, {})
@@ -35,7 +35,7 @@ def opened(logits: npt.NDArray[Any], change: Any = lambda share: share) -> tuple
     with ThreadPoolExecutor(2) as threads:
         links = list(threads.map(lambda rank: spu.link.create_mem(desc, rank), (SERVER, CLIENT)))
         sent = threads.submit(send_share, links[SERVER], change(shares[SERVER]))
-        received, found = open_logits(links[CLIENT], shares[CLIENT], io, program)
+        received, found = open_logits(links[CLIENT], shares[CLIENT], io, program, in_range)
         return sent.result(), received, found
 
 
@@ -77,8 +77,9 @@ def test_another_share_is_refused(change: Any, words: str) -> None:
         opened(LOGITS, change)
 
 
-@pytest.mark.parametrize(("bit", "error"), [(0.0, None), (1.0, OutOfRangeError), (7.5, PartyError)])
-def test_both_parties_learn_one_bit_of_the_range_check(bit: float, error: type[PartyError] | None) -> None:
+@pytest.mark.parametrize(("bit", "in_range"), [(0.0, True), (1.0, False), (7.5, None)])
+def test_the_client_alone_opens_the_bit_of_the_range_check(bit: float, in_range: bool | None) -> None:
+    """The server sends its share and receives nothing, whatever the bit is."""
     io = spu.Io(2, runtime_config("semi2k", 64, 18))
     shares = io.make_shares(np.array([bit], np.float32), spu.Visibility.VIS_SECRET)
     desc = spu.link.Desc()
@@ -87,12 +88,18 @@ def test_both_parties_learn_one_bit_of_the_range_check(bit: float, error: type[P
         desc.add_party(f"party{rank}", f"thread{rank}")
     with ThreadPoolExecutor(2) as threads:
         links = list(threads.map(lambda rank: spu.link.create_mem(desc, rank), (SERVER, CLIENT)))
-        runs = [threads.submit(check_guard, links[rank], shares[rank], io, rank) for rank in (SERVER, CLIENT)]
-        found = [run.exception() for run in runs]
-        assert [type(each) for each in found] == [error or type(None)] * 2
-        if error is None:
-            (sent, received), (theirs, mine) = (run.result() for run in runs)
-            assert (sent, received) == (mine, theirs)
+        sent = threads.submit(send_share, links[SERVER], shares[SERVER])
+        opened = threads.submit(open_bit, links[CLIENT], shares[CLIENT], io)
+        if in_range is None:
+            with pytest.raises(PartyError, match="which is no bit"):
+                opened.result()
+        else:
+            assert opened.result() == (sent.result(), in_range)
+
+
+def test_logits_of_a_text_that_left_its_range_are_received_and_not_kept() -> None:
+    assert opened(LOGITS, in_range=False)[1] == opened(LOGITS)[1]
+    assert opened(LOGITS, in_range=False)[2] is None
 
 
 @pytest.mark.parametrize("length", [0, 1000])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ import torch
 
 import aero_compile
 from aero_compile.errors import LoweringError, OutOfRangeError
-from aero_compile.runtime import compile_model
+from aero_compile.runtime import compile_model, export
 from aero_compile.runtime.hosts.parties import run_parties
 from aero_compile.runtime.lowering import guard_plan
 from aero_compile.runtime.lowering.guards import COMBINATIONS, GUARD, Guard, GuardCheck, combinations, comparing_step
@@ -22,10 +24,14 @@ from aero_compile.runtime.lowering.plaintext import run_in_the_clear
 from aero_compile.runtime.lowering.to_jax import lower
 from aero_compile.runtime.operators.limits import Format, SmallRows
 from aero_compile.runtime.program import one_hot
+from aero_compile.runtime.roles import SERVER
 from benchmarks.lib import zoo
 from benchmarks.lib.two_threads import simulate
+from tests.support.link_messages import payloads
 from tests.support.outliers import normed, table_with_outlier
 from tests.support.runtime_graphs import TokenRows, aten
+from tests.support.runtime_tiny import Exported
+from tests.support.two_hosts import watched
 from tests.support.two_parties import costs_of
 
 FORM = Format(64, 18)
@@ -237,7 +243,7 @@ def test_text_that_fits_gets_its_logits(compiled: Any) -> None:
     np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-2)
 
 
-def test_values_that_wrap_end_both_parties_without_logits(compiled: Any) -> None:
+def test_values_that_wrap_end_the_run_without_logits(compiled: Any) -> None:
     with pytest.raises(OutOfRangeError, match="a value left the range"):
         run_parties(compiled.program, compiled.weights, np.array([[1, 2, 5, 60]]), runs=1, timeout=120)
     unchecked = compile_model(normed(table_with_outlier(3e4)), 1, 4, "semi2k", guards=False)
@@ -248,7 +254,28 @@ def test_values_that_wrap_end_both_parties_without_logits(compiled: Any) -> None
     assert np.abs(found - wanted).max() > 1  # silently wrong: what the check is for
 
 
-def test_rows_of_a_norm_that_are_too_small_end_both_parties_without_logits() -> None:
+def test_the_server_sees_the_same_messages_whatever_the_bit_is(compiled: Any, tmp_path: Path) -> None:
+    """As between two hosts: the bit tells about the text, and the server chooses the weights that it depends on."""
+    seen = []
+    for name, ids in (("within", [[1, 2, 3, 60]]), ("outside", [[1, 2, 5, 60]])):
+        server, client = tmp_path / name / "server", tmp_path / name / "client"
+        export(compiled, server)
+        client.mkdir()
+        compiled.program.save(client / "program.json")
+        np.save(client / "tokens.npy", np.array(ids))
+        with watched(Exported(compiled, server, client)) as (at_server, at_client, wires):
+            outputs = [process.communicate(timeout=100)[0] for process in (at_server, at_client)]
+        assert (client / "out" / "logits.npy").exists() == (name == "within")
+        assert (at_server.returncode, at_client.returncode) == (0, 0 if name == "within" else 2), outputs
+        assert "range" not in outputs[SERVER]
+        messages = [payloads(bytes(flow)) for wire in wires for flow in wire.flows]
+        seen.append(sorted((key.partition(":")[2], len(content)) for each in messages for key, content in each))
+        (run,) = json.loads((server / "out" / "stats.json").read_text())["runs"]
+        assert run["opened_bytes"] == 0
+    assert seen[0] == seen[1]
+
+
+def test_rows_of_a_norm_that_are_too_small_end_the_run_without_logits() -> None:
     """Nothing wraps and everything is finite: the answer would be wrong without a sign of it."""
     pytest.importorskip("spu")
     model, text = normed(table_with_outlier(1e-3)), torch.tensor([[1, 2, 3, 60]])
