@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import threading
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.runtime.hosts.link import free_addresses
+from aero_compile.runtime.lowering import spu_compile
+from aero_compile.runtime.lowering.live import LiveStep
 from aero_compile.runtime.roles import CLIENT, SERVER
+from aero_compile.runtime.spu_config import runtime_config
 from tests.support.link_messages import payloads
 from tests.support.two_hosts import Wire
 
@@ -99,3 +102,28 @@ def flows_of(
         thread.join()
     to_server, to_client = ([bytes(flow) for flow in wire.flows] for wire in wires)
     return to_server, to_client
+
+
+def code_of(function: Callable[..., Any], *arguments: npt.NDArray[Any]) -> str:
+    """The executable of a JAX function of secrets in the 64-bit ring, as the compiler makes it of a step's function."""
+    import spu
+
+    names = tuple(f"in{at}" for at in range(len(arguments)))
+    shapes, kinds = tuple(each.shape for each in arguments), tuple(str(each.dtype) for each in arguments)
+    step = LiveStep("product", "here", "product", names, ("out0",), shapes, kinds, lambda *values: (function(*values),))
+    return spu_compile._compile(spu, step, (18, 64, False), ())
+
+
+def answers(function: Callable[..., Any], servers: npt.NDArray[Any], clients: npt.NDArray[Any]) -> list[list[bytes]]:
+    """The second parts of the answers that the server and the client receive in Cheetah.
+
+    `function` is of what the server alone knows and of what the client alone knows, and multiplies matrices once.
+    """
+    config = runtime_config("cheetah", 64, 18)
+    config.enable_pphlo_profile = False
+    flows = flows_of(code_of(function, servers, clients), config, ({"in0": servers}, {"in1": clients}))
+    found = []
+    for each in flows:
+        whole = [ciphertext.polynomials for ciphertext in ciphertexts_in(each) if not ciphertext.seeded]
+        found.append([polynomials[1].tobytes() for polynomials in whole])
+    return found

@@ -266,6 +266,42 @@ def test_what_was_generated_before_a_value_left_its_range_is_told() -> None:
         assert list(caught.value.generated) == before
 
 
+class Outside(Sums):
+    """Values leave their range at every step from one on."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.first = first
+
+    def step(self, token: int, position: int) -> tuple[Logits, Cost]:
+        found = super().step(token, position)
+        if position >= self.first:
+            raise OutOfRangeError("too large")
+        return found
+
+
+@pytest.mark.parametrize("bucket", [1, 3])
+@pytest.mark.parametrize("first", [1, 3])
+def test_a_text_that_left_its_range_looks_like_one_that_ended(bucket: int, first: int) -> None:
+    """The decoder, which is the server's view, is asked what it is asked of a text of some length that was allowed."""
+    usual = {}
+    for count in range(1, 6):
+        decoder = Sums()
+        Session(decoder, bucket).generate([1, 2], count)
+        usual[tuple(decoder.asked)] = count
+    seen = set[tuple[tuple[str, int, int], ...]]()
+    for _ in range(60):
+        outside = Outside(first)
+        session = Session(outside, bucket)
+        with pytest.raises(OutOfRangeError) as caught:
+            session.generate([1, 2], 5)
+        assert len(caught.value.generated) == first - 1
+        assert session.held <= first
+        seen.add(tuple(outside.asked))
+    assert seen <= set(usual)
+    assert {usual[each] for each in seen} == {count for count in usual.values() if count >= first}
+
+
 def test_the_client_chooses_and_stops() -> None:
     session = Session(Sums())
     least = session.generate([2], 3, choose=lambda logits: int(logits.argmin()))
