@@ -41,7 +41,11 @@ class Side:
         self.exchanged = Exchanged()
 
     def send(self, words: Words) -> None:
-        """Send words to the other party, and go on before they have arrived."""
+        """Send words to the other party, and go on before they have arrived.
+
+        Never a share as it is: shares that SPU makes of one party's input come from seeds that both hold, so the
+        owner's is its value plus a number that the other knows. What is sent is masked by words that this party drew.
+        """
         content = words.astype("<u8").tobytes()
         self.link.send_async(1 - self.rank, content)
         self.exchanged.send_actions += 1

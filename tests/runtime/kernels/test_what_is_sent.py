@@ -1,0 +1,92 @@
+"""Kernels send no share as it is: SPU makes shares from seeds that both parties hold, so the other knows their mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aero_compile.runtime.kernels.encrypted_lookup import EncryptedLookup
+from aero_compile.runtime.kernels.exponential_factors import ExponentialFactors
+from aero_compile.runtime.kernels.kernel import Kernel, LocalKernel
+from aero_compile.runtime.kernels.lookup_table import encrypted_table
+from aero_compile.runtime.kernels.negative import Negative
+from aero_compile.runtime.kernels.prepared_product import PreparedProduct
+from aero_compile.runtime.kernels.registry import KERNELS
+from aero_compile.runtime.kernels.square_terms import SquareTerms
+from aero_compile.runtime.kernels.triple_elements import TripleElements
+from aero_compile.runtime.kernels.triple_product import TripleProduct
+from aero_compile.runtime.kernels.whole_numbers import WholeNumbers
+from aero_compile.runtime.roles import CLIENT, SERVER
+from tests.support.kernel_sides import run_both
+
+ROWS = 40
+
+PREPARED: list[tuple[Kernel, tuple[tuple[int, ...], ...]]] = [
+    (PreparedProduct(9, False), ((ROWS, 9), (9, 7))),
+    (TripleProduct(ROWS, 9, 7), ((ROWS, 9), (9, 7))),
+    (TripleElements(True), ((ROWS, 1), (ROWS,))),
+    (TripleElements(False, 9), ((ROWS, 9), (ROWS,))),
+]
+ALONE: list[tuple[Kernel, tuple[int, ...]]] = [
+    (SquareTerms(9, 18), (ROWS, 9)),
+    (WholeNumbers(18), (ROWS, 9)),
+    (ExponentialFactors(17, 11), (ROWS,)),
+]
+
+
+def test_every_kernel_is_here() -> None:
+    """`Negative` sends nothing itself: SPU compares in its second runtime."""
+    kinds = {type(kernel) for kernel, _ in (*PREPARED, *ALONE)} | {EncryptedLookup, Negative}
+    assert kinds == set(KERNELS.values())
+
+
+def _drawn(kernel: Kernel, shapes: tuple[tuple[int, ...], ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What each party prepared, by the rules of `Preparation`, with a product that means nothing."""
+    plan = kernel.preparation(*shapes)
+    assert plan is not None
+    found: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    draw = np.random.default_rng()
+    for rank in (SERVER, CLIENT):
+        for words in plan.randoms:
+            if words.owner in (rank, None):
+                found[rank][words.name] = draw.integers(2**64, size=int(np.prod(words.shape)), dtype=np.uint64)
+        found[rank]["product"] = draw.integers(2**64, size=int(np.prod(plan.gives)), dtype=np.uint64)
+    return found
+
+
+@pytest.mark.parametrize(("kernel", "shapes"), PREPARED)
+def test_what_is_sent_is_masked_by_what_the_sender_has_drawn(
+    kernel: Kernel, shapes: tuple[tuple[int, ...], ...]
+) -> None:
+    """Of the same shares, all of one word as a value that the other can guess, every word sent is another each time."""
+    shares = ([np.full(shape, 7, np.uint64) for shape in shapes],) * 2
+    sent: list[Any] = []
+    for _ in range(2):
+        _, pair = run_both(kernel, shares, _drawn(kernel, shapes))
+        sent.append([np.frombuffer(b"".join(pair.sent[rank]), np.uint64) for rank in (SERVER, CLIENT)])
+    assert sum(words.size for words in sent[0]) > 0
+    for first, second in zip(*sent, strict=True):
+        assert (first != second).all()
+        assert np.unique(first).size == first.size, "not one mask for all"
+
+
+@pytest.mark.parametrize(("kernel", "shape"), ALONE)
+def test_what_a_party_computes_alone_sends_nothing(kernel: Kernel, shape: tuple[int, ...]) -> None:
+    assert isinstance(kernel, LocalKernel)
+    shares = ([np.full(shape, 7, np.uint64)],) * 2
+    _, pair = run_both(kernel, shares, ({}, {}))
+    assert pair.sent == {SERVER: [], CLIENT: []}
+
+
+def test_a_lookup_sends_other_words_for_the_same_token() -> None:
+    table = np.arange(63, dtype=np.uint64).reshape(7, 9) << np.uint64(18)
+    tokens = np.eye(7, dtype=np.uint64)[np.zeros(5, int)]
+    unread = np.zeros(0, np.uint64)
+    _, pair = run_both(
+        EncryptedLookup(7, 9, 18), ([np.zeros_like(tokens), unread], [tokens, unread]), encrypted_table(table)
+    )
+    assert pair.sent[SERVER] == []
+    words = np.frombuffer(b"".join(pair.sent[CLIENT]), np.uint64)
+    assert np.unique(words).size == words.size
