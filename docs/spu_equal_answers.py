@@ -1,7 +1,7 @@
 """Show that answers of SPU's Cheetah matrix product tell which blocks of the evaluator's plaintext are equal.
 
-Two parties as threads, joined by TCP. A forwarder, which has no key, records what the client sends and compares the second
-polynomials of its answers. Needs spu 0.9.5 and pyarrow (for zstd): python spu_equal_answers.py
+Two parties as threads, joined by TCP. A forwarder, which has no key, records what the client sends and compares the
+second polynomials of its answers. Needs spu 0.9.5 and pyarrow (for zstd): python spu_equal_answers.py
 """
 
 import socket
@@ -41,7 +41,7 @@ def forwarder(target):
                 threading.Thread(target=pump, args=ends, daemon=True).start()
 
     threading.Thread(target=accept, daemon=True).start()
-    return "127.0.0.1:%d" % listener.getsockname()[1], seen
+    return f"127.0.0.1:{listener.getsockname()[1]}", seen
 
 
 def second_polynomials(stream):
@@ -76,8 +76,8 @@ def answers(ids):
     def party(rank):
         desc = spu.link.Desc()
         desc.id = str(ports)
-        desc.add_party("server", called if rank == 1 else "127.0.0.1:%d" % ports[0])
-        desc.add_party("client", "127.0.0.1:%d" % ports[1])
+        desc.add_party("server", called if rank == 1 else f"127.0.0.1:{ports[0]}")
+        desc.add_party("client", f"127.0.0.1:{ports[1]}")
         link, io = spu.link.create_brpc(desc, rank), spu.Io(2, config)
         runtime = spu.Runtime(link, config)
         for name, array, owner in (("table", table, 0), ("rows", rows, 1)):
