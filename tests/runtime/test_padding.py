@@ -1,0 +1,24 @@
+"""Tokens that mean nothing are drawn uniformly, and never those of the text again."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from aero_compile.runtime.padding import filled_up
+
+
+def test_what_fills_a_program_up_is_drawn_uniformly() -> None:
+    text, vocabulary = [3, 1, 4], 50
+    found = [filled_up(text, 203, vocabulary) for _ in range(50)]
+    assert all(list(each[:3]) == text and len(each) == 203 for each in found)
+    drawn = np.array([each[3:] for each in found])
+    assert drawn.min() >= 0
+    assert drawn.max() < vocabulary
+    expected = drawn.size / vocabulary
+    squares = ((np.bincount(drawn.ravel(), minlength=vocabulary) - expected) ** 2 / expected).sum()
+    assert squares < vocabulary + 6 * (2 * vocabulary) ** 0.5  # of χ² with 49 degrees of freedom, one in 10^7 is larger
+    assert len({each[3:] for each in found}) == len(found)
+
+
+def test_a_text_that_fills_the_program_stays_as_it_is() -> None:
+    assert filled_up([np.int64(2), 0], 2, 3) == (2, 0)
