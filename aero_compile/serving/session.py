@@ -46,6 +46,7 @@ from aero_compile.serving.transport.messages import (
     Step,
     Waiting,
 )
+from aero_compile.serving.transport.revocation import REVOKED
 from aero_compile.serving.transport.wire import Channel, Garbled, Lost, send_content
 from aero_compile.serving.turns import Busy, Turns
 
@@ -107,9 +108,11 @@ class Session:
         note("greeted", session=self._number, client=self._caller.name, host=self._caller.host)
         try:
             outcome, why = await self._until_end(hello)
-        except asyncio.CancelledError:
-            outcome = "stopped"
-            await self._tell(Refused(reason="stopping", message="the server is shutting down"))
+        except asyncio.CancelledError as error:
+            outcome = "revoked" if error.args == (REVOKED,) else "stopped"
+            why = f"the client's certificate: {REVOKED}" if outcome == "revoked" else ""
+            reason, message = ("revoked", why) if why else ("stopping", "the server is shutting down")
+            await self._tell(Refused(reason=reason, message=message))
             raise
         finally:
             seconds = round(time.monotonic() - started, 3)
