@@ -56,12 +56,12 @@ def way_of(args: argparse.Namespace, own: str) -> dict[str, Any]:
     return {"tls": tls, "insecure_plain": False, "protocol": args.protocol}
 
 
-def add_client(parser: argparse.ArgumentParser) -> None:
+def add_client(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """Add what a client needs: the server, what is accepted of it, and the tokenizer."""
     add = parser.add_argument
-    add("--server", required=True, metavar="HOST:PORT", help="where aero-compile serve listens")
+    add("--server", required=required, metavar="HOST:PORT", help="where aero-compile serve listens")
     text = "the model's tokenizer: a tokenizer.json, a folder that has one, or a Hub name"
-    add("--tokenizer", required=True, metavar="PATH", help=text)
+    add("--tokenizer", required=required, metavar="PATH", help=text)
     add_way(parser, "client")
     add("--server-name", metavar="NAME", help="name in the server's certificate (default: the host of --server)")
     add("--model-digest", metavar="HEX", help="accept this model alone, as the server's log tells its digest")

@@ -15,6 +15,7 @@ from aero_compile.runtime import TLSConfig
 from aero_compile.runtime.hosts.certificate_changes import revoke_certificates
 from aero_compile.runtime.hosts.certificates import make_certificates
 from aero_compile.serving.client import connect
+from tests.support.certificates import made_config
 from tests.support.service import Bare, Running, is_served, serving, tiny_offer
 
 pytest.importorskip("spu")
@@ -35,19 +36,14 @@ def keys(tmp_path: Path) -> Path:
     return tmp_path / "keys"
 
 
-def config(keys: Path, name: str) -> TLSConfig:
-    files = (keys / f"{name}.pem", keys / f"{name}.key", keys / "authority.pem")
-    return TLSConfig(*map(str, files), revoked=str(keys / "revoked.pem"))
-
-
 def unchecked(keys: Path, name: str) -> TLSConfig:
     """A client that does not look at the list itself."""
-    return TLSConfig(*(str(keys / file) for file in (f"{name}.pem", f"{name}.key", "authority.pem")))
+    return made_config(keys, name, listed=False)
 
 
 @pytest.fixture
 def running(offer: Path, keys: Path) -> Iterator[Running]:
-    with serving(offer, config(keys, "server")) as found:
+    with serving(offer, made_config(keys, "server")) as found:
         yield found
 
 
@@ -67,7 +63,7 @@ def test_the_next_connection_is_refused_without_a_restart(running: Running, keys
         assert caller.greet() is None
     assert refused(running, "its certificate is refused: certificate revoked")
     with pytest.raises(InputError, match="certificate revoked"):
-        connect(running.address, tls=config(keys, "alice"), protocol="semi2k")
+        connect(running.address, tls=made_config(keys, "alice"), protocol="semi2k")
     assert is_served(running, unchecked(keys, "bob"))
 
 
@@ -106,7 +102,7 @@ def test_without_a_list_nobody_new_is_let_in_and_nobody_is_sent_away(running: Ru
 @pytest.mark.parametrize("name", ["alice", "server"])
 def test_a_session_that_runs_is_ended_at_both_ends(running: Running, keys: Path, name: str) -> None:
     """Whichever end's certificate is revoked, and whether or not the other is told."""
-    with connect(running.address, tls=config(keys, "alice"), protocol="semi2k") as connection:
+    with connect(running.address, tls=made_config(keys, "alice"), protocol="semi2k") as connection:
         length = connection.programs[0].length
         assert connection.logits(np.zeros(length, np.int64)).shape[0] == length
         revoke_certificates(keys, [name])

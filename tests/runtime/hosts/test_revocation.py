@@ -12,10 +12,10 @@ import pytest
 
 from aero_compile.__main__ import main
 from aero_compile.errors import InputError
-from aero_compile.runtime import TLSConfig
 from aero_compile.runtime.hosts.certificate_changes import renew_certificates, revoke_certificates
 from aero_compile.runtime.hosts.certificates import make_certificates
 from aero_compile.runtime.hosts.revocation import RevokedSerials, read_list
+from tests.support.certificates import made_config
 from tests.support.handshakes import shake_hands
 
 x509 = pytest.importorskip("cryptography.x509")
@@ -27,50 +27,45 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "keys"
 
 
-def config(folder: Path, name: str) -> TLSConfig:
-    files = (folder / f"{name}.pem", folder / f"{name}.key", folder / "authority.pem")
-    return TLSConfig(*map(str, files), revoked=str(folder / "revoked.pem"))
-
-
 def serial(path: Path) -> int:
     return int(x509.load_pem_x509_certificate(path.read_bytes()).serial_number)
 
 
 def test_a_revoked_client_is_refused_and_others_are_not(folder: Path) -> None:
-    server = config(folder, "server")
-    shake_hands(server, config(folder, "alice"), "127.0.0.1")
+    server = made_config(folder, "server")
+    shake_hands(server, made_config(folder, "alice"), "127.0.0.1")
     revoke_certificates(folder, ["alice"])
     with pytest.raises(ssl.SSLCertVerificationError, match="certificate revoked"):
-        shake_hands(server, config(folder, "alice"), "127.0.0.1")
-    shake_hands(server, config(folder, "bob"), "127.0.0.1")
+        shake_hands(server, made_config(folder, "alice"), "127.0.0.1")
+    shake_hands(server, made_config(folder, "bob"), "127.0.0.1")
     revoke_certificates(folder, ["bob"])  # and alice stays on the list
     for name in ("alice", "bob"):
         with pytest.raises(ssl.SSLCertVerificationError, match="certificate revoked"):
-            shake_hands(server, config(folder, name), "127.0.0.1")
+            shake_hands(server, made_config(folder, name), "127.0.0.1")
 
 
 def test_a_revoked_server_is_refused_by_its_clients(folder: Path) -> None:
     revoke_certificates(folder, ["server"])
     with pytest.raises(ssl.SSLCertVerificationError, match="certificate revoked"):
-        shake_hands(config(folder, "server"), config(folder, "alice"), "127.0.0.1")
+        shake_hands(made_config(folder, "server"), made_config(folder, "alice"), "127.0.0.1")
 
 
 def test_without_a_list_nothing_is_checked(folder: Path) -> None:
     revoke_certificates(folder, ["alice"])
-    plain = replace(config(folder, "server"), revoked=None)
-    shake_hands(plain, replace(config(folder, "alice"), revoked=None), "127.0.0.1")
+    plain = replace(made_config(folder, "server"), revoked=None)
+    shake_hands(plain, replace(made_config(folder, "alice"), revoked=None), "127.0.0.1")
 
 
 def test_an_own_certificate_that_is_revoked_is_found_at_the_start(folder: Path) -> None:
-    config(folder, "alice").check()
+    made_config(folder, "alice").check()
     revoke_certificates(folder, ["alice"])
     with pytest.raises(InputError, match=r"alice\.pem will be refused by the other party: certificate revoked"):
-        config(folder, "alice").check()
+        made_config(folder, "alice").check()
 
 
 @pytest.mark.parametrize("kind", ["missing", "empty", "junk", "cut", "certificate", "with a certificate", "folder"])
 def test_a_list_that_is_missing_or_malformed_is_an_error(folder: Path, kind: str) -> None:
-    place, tls = folder / "revoked.pem", config(folder, "server")
+    place, tls = folder / "revoked.pem", made_config(folder, "server")
     whole = place.read_bytes()
     place.unlink()
     if kind == "folder":
@@ -100,11 +95,11 @@ def test_a_list_that_is_missing_or_malformed_is_an_error(folder: Path, kind: str
 def test_a_list_of_another_authority_is_an_error(folder: Path, tmp_path: Path) -> None:
     make_certificates(tmp_path / "other", ["127.0.0.1"])
     shutil.copy(tmp_path / "other" / "revoked.pem", folder / "revoked.pem")
-    tls = config(folder, "server")
+    tls = made_config(folder, "server")
     with pytest.raises(InputError, match=r"revoked\.pem is not a list of revoked certificates that the authority"):
         tls.check()
     with pytest.raises(ssl.SSLCertVerificationError, match="CRL"):
-        shake_hands(tls, replace(config(folder, "alice"), revoked=None), "127.0.0.1")
+        shake_hands(tls, replace(made_config(folder, "alice"), revoked=None), "127.0.0.1")
     with pytest.raises(InputError, match="is not signed by the authority"):
         read_list(folder / "revoked.pem", folder / "authority.pem")
 
@@ -121,7 +116,7 @@ def test_a_list_whose_content_was_changed_is_an_error(folder: Path) -> None:
     content = x509.load_der_x509_crl(forged).public_bytes(Encoding.PEM)
     (folder / "revoked.pem").write_bytes(content)
     with pytest.raises(ssl.SSLCertVerificationError, match="CRL"):
-        shake_hands(config(folder, "server"), replace(config(folder, "alice"), revoked=None), "127.0.0.1")
+        shake_hands(made_config(folder, "server"), replace(made_config(folder, "alice"), revoked=None), "127.0.0.1")
     with pytest.raises(InputError, match="is not signed by the authority"):
         read_list(folder / "revoked.pem", folder / "authority.pem")
 
@@ -171,24 +166,24 @@ def test_what_cannot_be_revoked_or_renewed_is_named(folder: Path, name: str, mes
 
 
 def test_a_renewed_certificate_has_a_new_key_and_the_one_before_holds_until_it_is_revoked(folder: Path) -> None:
-    server, old = config(folder, "server"), folder.parent / "old"
+    server, old = made_config(folder, "server"), folder.parent / "old"
     shutil.copytree(folder, old)
     (kept,) = renew_certificates(folder, ["alice"], 30)
     assert (folder / "alice.key").read_bytes() != (old / "alice.key").read_bytes()
     assert stat.S_IMODE((folder / "alice.key").stat().st_mode) == 0o600
     assert kept == f"alice.{serial(old / 'alice.pem'):x}"
     for place in (folder, old):
-        assert shake_hands(server, config(place, "alice"), "127.0.0.1")["subjectAltName"] == (("DNS", "alice"),)
+        assert shake_hands(server, made_config(place, "alice"), "127.0.0.1")["subjectAltName"] == (("DNS", "alice"),)
     revoke_certificates(folder, [kept])
-    shake_hands(server, config(folder, "alice"), "127.0.0.1")
+    shake_hands(server, made_config(folder, "alice"), "127.0.0.1")
     with pytest.raises(ssl.SSLCertVerificationError, match="certificate revoked"):
-        shake_hands(server, config(old, "alice"), "127.0.0.1")
+        shake_hands(server, made_config(old, "alice"), "127.0.0.1")
 
 
 def test_a_renewed_server_has_the_hosts_that_it_had(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["certs", str(folder), "--renew", "server", "--days", "10"]) == 0
     assert "--revoke server." in capsys.readouterr().out
-    shake_hands(config(folder, "server"), config(folder, "alice"), "127.0.0.1")
+    shake_hands(made_config(folder, "server"), made_config(folder, "alice"), "127.0.0.1")
     found = x509.load_pem_x509_certificate((folder / "server.pem").read_bytes())
     assert 10 <= (found.not_valid_after_utc - found.not_valid_before_utc).days <= 11
 

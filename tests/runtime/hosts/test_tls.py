@@ -33,7 +33,7 @@ from aero_compile.runtime.hosts.tls import TLSWay
 from aero_compile.runtime.hosts.tls_context import certifies
 from aero_compile.runtime.hosts.tunnel import CHUNK, HANDSHAKES
 from aero_compile.runtime.roles import CLIENT, SERVER
-from tests.support.certificates import arguments, certificate, needs_openssl
+from tests.support.certificates import arguments, certificate, made_config, needs_openssl
 from tests.support.runtime_tiny import IDS, exported, logits_of, tiny_model
 from tests.support.two_hosts import both, end_server_in_the_middle, party
 
@@ -218,10 +218,10 @@ def test_a_revoked_party_gets_no_connection_from_then_on(tmp_path: Path) -> None
     """The list is read for every connection anew, while both processes go on."""
     pytest.importorskip("cryptography")
     make_certificates(tmp_path / "keys", ["127.0.0.1"], ["alice"])
-    names = ("server", "alice")
-    files = [[f"{tmp_path}/keys/{file}" for file in (f"{name}.pem", f"{name}.key", "authority.pem")] for name in names]
-    revoked = f"{tmp_path}/keys/revoked.pem"
-    server, alice = TLSConfig(*files[0], "alice", revoked), TLSConfig(*files[1], "127.0.0.1", revoked)
+    server, alice = (
+        made_config(tmp_path / "keys", name, peer_name=peer)
+        for name, peer in (("server", "alice"), ("alice", "127.0.0.1"))
+    )
     with Ways(server, alice) as both:
         for end in both.connect(1):
             end.close()
