@@ -123,9 +123,9 @@ def test_the_endpoint_answers_any_client_of_the_api_with_a_key(folder: Path, add
     asked_for = client("proxy", folder, address, "--port", port, "--name", "tiny", "--draft", "ngram", *state)
     with command(*asked_for, until="has the model") as running:
         key = (tmp_path / "state" / "keys").read_text().split()[1]
-        with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as stranger:
-            with pytest.raises(openai.AuthenticationError):
-                stranger.models.list()
+        stranger = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+        with stranger, pytest.raises(openai.AuthenticationError):
+            stranger.models.list()
         with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0) as api:
             asked: dict[str, Any] = {"model": "tiny", "prompt": "w3 w11", "temperature": 0, "max_tokens": 3}
             found = api.completions.create(**asked)

@@ -14,7 +14,6 @@ import pytest
 
 from aero_compile.__main__ import main
 from aero_compile.errors import InputError
-from aero_compile.proxy import keys as keys_module
 from aero_compile.proxy.keys import Keys, default_folder, new_key
 
 
@@ -63,7 +62,7 @@ def test_a_key_is_compared_with_all_others_in_constant_time(folder: Path, monkey
         compared.append((len(one), len(other)))
         return right(one, other)
 
-    monkeypatch.setattr(keys_module.hmac, "compare_digest", compare)
+    monkeypatch.setattr(hmac, "compare_digest", compare)
     for given in (*keys, "x", "y" * 1000):
         compared.clear()
         known.caller(given)
