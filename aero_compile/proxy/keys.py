@@ -23,8 +23,15 @@ _KEY = re.compile(r"[A-Za-z0-9_-]{22,200}")
 
 
 def default_folder() -> Path:
-    """Return the folder where keys are kept by default (https://specifications.freedesktop.org/basedir-spec/)."""
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    """Return the folder where keys are kept by default (https://specifications.freedesktop.org/basedir-spec/).
+
+    Raises:
+        InputError: the user has no home.
+    """
+    try:
+        state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    except RuntimeError as error:
+        raise InputError("this user has no home folder: name a folder for the keys with --state") from error
     return Path(state) / "aero-compile" / "proxy"
 
 

@@ -8,17 +8,20 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from aero_compile.errors import InputError
+from aero_compile.runtime import export_generation
 from aero_compile.serving.client import connect
 from aero_compile.serving.process.users import User, find_user, from_argument, to_argument
 from aero_compile.serving.server import serve
 from tests.support.processes import children
 from tests.support.runtime_tiny import IDS, logits_of, tiny_model
 from tests.support.service import SEMI2K, Running, serving, tiny_offer
+from tests.support.tiny_generation import eager_text, small_compiled
 
 pytest.importorskip("spu")
 
@@ -74,6 +77,18 @@ def test_a_session_computes_as_a_user_without_rights(offer: Path) -> None:
         assert (folder.stat().st_uid, stat.S_IMODE(folder.stat().st_mode)) == (USER, 0o700)
         assert (folder.parent.stat().st_uid, stat.S_IMODE(folder.parent.stat().st_mode)) == (0, 0o700)
         assert rights(os.getpid())[0]["Uid"].startswith("0 ")
+
+
+@as_root
+@pytest.mark.parametrize("protocol", ["semi2k", pytest.param("cheetah", marks=pytest.mark.slow)])
+def test_a_text_is_generated(protocol: str, tmp_path: Path) -> None:
+    export_generation(small_compiled(protocol), tmp_path / "offer")
+    options: dict[str, Any] = {"protocol": protocol, "insecure_plain": True}
+    server = serving(tmp_path / "offer", user=str(USER), **options)
+    with server as running, connect(running.address, **options) as connection:
+        assert connection.generate([3, 11, 7], 3).ids == eager_text([3, 11, 7], 3)
+        (pid,) = parties()
+        assert {found["Uid"] for found in rights(pid)} == {" ".join([str(USER)] * 4)}
 
 
 @as_root

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from aero_compile.__main__ import main
 from aero_compile.errors import InputError
 from aero_compile.runtime import TLSConfig
+from aero_compile.runtime.hosts.certificate_changes import renew_certificates
 from aero_compile.runtime.hosts.certificates import make_certificates
 from aero_compile.runtime.hosts.lookup_files import read_tables
 from aero_compile.runtime.hosts.tls_context import ExposedKeyError, tls_context
@@ -82,6 +85,27 @@ def test_serve_and_chat_refuse_at_once(folder: Path, capsys: pytest.CaptureFixtu
     serve = ["serve", str(folder), "--listen", "127.0.0.1:1", "--certs", str(folder)]
     assert main(serve) == 2
     assert "server.key: holds a secret and has mode 0644" in capsys.readouterr().err
+
+
+def test_keys_are_private_before_they_have_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the most open umask: a file is made under another name with mode 0600, and renamed when it is whole."""
+    modes: dict[str, int] = {}
+    replace = os.replace
+
+    def noted(source: str, target: Path) -> None:
+        modes[target.name] = stat.S_IMODE(os.stat(source).st_mode)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", noted)
+    before = os.umask(0)
+    try:
+        make_certificates(tmp_path / "keys", ["127.0.0.1"])
+        renew_certificates(tmp_path / "keys", ["client"])
+    finally:
+        os.umask(before)
+    assert {name for name in modes if name.endswith(".key")} == {"authority.key", "server.key", "client.key"}
+    for name, mode in modes.items():
+        assert mode == (0o600 if name.endswith(".key") else 0o666), name
 
 
 @pytest.mark.parametrize("mode", MODES)

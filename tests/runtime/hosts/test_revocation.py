@@ -92,6 +92,17 @@ def test_a_list_that_is_missing_or_malformed_is_an_error(folder: Path, kind: str
         revoke_certificates(folder, ["alice"])
 
 
+def test_a_folder_of_certificates_without_its_list_is_an_error(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also for folders that were made before there were lists: the message says how to make one."""
+    (folder / "revoked.pem").unlink()
+    assert main(["serve", str(folder), "--listen", "127.0.0.1:1", "--certs", str(folder)]) == 2
+    said = capsys.readouterr().err
+    assert "revoked.pem, the list of revoked certificates" in said
+    assert "aero-compile certs DIR --revoke" in said
+
+
 def test_a_list_of_another_authority_is_an_error(folder: Path, tmp_path: Path) -> None:
     make_certificates(tmp_path / "other", ["127.0.0.1"])
     shutil.copy(tmp_path / "other" / "revoked.pem", folder / "revoked.pem")
