@@ -89,12 +89,12 @@ class Keys:
 
     def _refresh(self) -> None:
         try:
+            _check_folder(self.path.parent)
             status = os.stat(self.path)
         except OSError as error:
             raise InputError(f"{self.path}: the keys cannot be read: {error.strerror}") from error
         version = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
         if version != self._version:
-            _check_folder(self.path.parent)
             self._digests = [hashlib.sha256(key.encode()).digest() for key in _read(self.path).values()]
             self._version = version
 

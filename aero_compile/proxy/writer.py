@@ -158,7 +158,11 @@ class Writer:
         while len(self._sessions) >= self._most:
             self._end(next(iter(self._sessions)))
         session = self._open()
-        guess = None if self._draft is None else self._draft(session)
+        try:
+            guess = None if self._draft is None else self._draft(session)
+        except BaseException:
+            session.close()
+            raise
         self.room, self.vocabulary = session.room, session.vocabulary
         self._fits = session.most_new_tokens
         return _Held(session, guess)

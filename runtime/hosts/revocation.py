@@ -65,6 +65,7 @@ def read_list(path: Path, authority: Path) -> tuple[frozenset[int], int]:
         InputError: a file is missing or malformed, or the list is not signed by the `authority`, a PEM certificate.
     """
     from cryptography import x509
+    from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPublicKeyTypes
 
     try:
@@ -76,7 +77,7 @@ def read_list(path: Path, authority: Path) -> tuple[frozenset[int], int]:
             raise InputError(f"{path}: the list of revoked certificates is not signed by the authority {authority}")
         number = found.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
         return frozenset(entry.serial_number for entry in found), number
-    except (OSError, ValueError, TypeError, x509.ExtensionNotFound) as error:
+    except (OSError, ValueError, TypeError, x509.ExtensionNotFound, UnsupportedAlgorithm) as error:
         raise InputError(
             f"{path}: the list of revoked certificates cannot be used: {error}; copy it from the authority's folder"
         ) from error

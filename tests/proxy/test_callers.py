@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
+from aero_compile.errors import InputError
 from aero_compile.proxy.keys import new_key
+from aero_compile.proxy.writer import Writer
 from aero_compile.runtime.generation.session import Cost
+from tests.support.clear_session import clear_session
 from tests.support.endpoint import NAME, TEMPLATE, Endpoint, make_tokenizer
 
 for package in ("openai", "uvicorn", "starlette", "transformers"):
@@ -97,6 +100,17 @@ def test_of_more_callers_than_sessions_the_one_of_longest_ago_gives_way(roomy: E
         ask(c)  # in the place of b
         assert ask(a) == again != first
         assert ask(b) == first
+
+
+def test_a_session_in_which_nobody_can_guess_is_not_left_open() -> None:
+    def refuse(session: Any) -> Any:
+        raise InputError("the server checks no guesses")
+
+    tokenizer = make_tokenizer(None)
+    session, decoder = clear_session(len(tokenizer))
+    with pytest.raises(InputError, match="checks no guesses"):
+        Writer(lambda: session, tokenizer, refuse).open()
+    assert decoder.closed
 
 
 def test_a_name_with_a_new_key_is_another_caller(endpoint: Endpoint) -> None:

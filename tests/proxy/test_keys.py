@@ -79,6 +79,12 @@ def test_the_file_is_read_again_when_it_changes(folder: Path) -> None:
     (folder / "keys").chmod(0o644)
     with pytest.raises(InputError, match="has mode 0644, which is open to other users; chmod 600"):
         known.caller(second)
+    (folder / "keys").chmod(0o600)
+    assert known.caller(second) is not None
+    folder.chmod(0o711)
+    with pytest.raises(InputError, match="has mode 0711, and other users can enter it; chmod 700"):
+        known.caller(second)
+    folder.chmod(0o700)
     (folder / "keys").unlink()
     with pytest.raises(InputError, match="the keys cannot be read"):
         known.caller(second)

@@ -160,7 +160,8 @@ class Port:
         for seconds in revocations.looks():
             revoked = revocations.now()
             for task in [task for task, caller in self._known.items() if caller.serial in revoked]:
-                task.cancel(REVOKED)
+                if not task.cancelling():  # a second time would disturb what it does to end
+                    task.cancel(REVOKED)
             await asyncio.sleep(seconds)
 
     def _forget(self, task: asyncio.Task[None]) -> None:
