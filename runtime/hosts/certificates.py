@@ -66,7 +66,9 @@ def make_certificates(
     with written_to(folder):
         make_private_folder(folder)
         check_folder(folder)
-        _refuse_files(folder, [AUTHORITY, *subjects] if hosts else subjects)
+        names = [AUTHORITY, *subjects] if hosts else [*subjects]
+        files = [f"{name}.{kind}" for name in names for kind in ("pem", "key")]
+        _refuse_files(folder, [*files, REVOKED] if hosts else files)
         signer = _new_authority(folder, days) if hosts else read_authority(folder)
         for name, alternatives in subjects.items():
             sign(folder, name, [_alternative(each) for each in dict.fromkeys(alternatives)], signer, days)
@@ -108,10 +110,9 @@ def _check(subjects: dict[str, tuple[str, ...]], hosts: Sequence[str], clients: 
 
 
 def _refuse_files(folder: Path, names: Iterable[str]) -> None:
-    for name in names:
-        for path in (folder / f"{name}.pem", folder / f"{name}.key"):
-            if path.exists() or path.is_symlink():
-                raise OutputDirError(f"{path} exists and is not replaced: remove it, or choose another folder or name")
+    for path in (folder / name for name in names):
+        if path.exists() or path.is_symlink():
+            raise OutputDirError(f"{path} exists and is not replaced: remove it, or choose another folder or name")
 
 
 def _alternative(name: str) -> x509.GeneralName:

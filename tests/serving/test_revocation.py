@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from aero_compile.errors import InputError, PartyError
 from aero_compile.runtime import TLSConfig
-from aero_compile.runtime.hosts.certificate_changes import revoke_certificates
+from aero_compile.runtime.hosts.certificate_changes import renew_certificates, revoke_certificates
 from aero_compile.runtime.hosts.certificates import make_certificates
 from aero_compile.serving.client import connect
 from tests.support.certificates import made_config
@@ -100,14 +101,41 @@ def test_without_a_list_nobody_new_is_let_in_and_nobody_is_sent_away(running: Ru
 
 
 @pytest.mark.parametrize("name", ["alice", "server"])
-def test_a_session_that_runs_is_ended_at_both_ends(running: Running, keys: Path, name: str) -> None:
-    """Whichever end's certificate is revoked, and whether or not the other is told."""
+def test_a_session_that_computes_is_ended_at_both_ends(running: Running, keys: Path, name: str) -> None:
+    """Whichever end's certificate is revoked."""
     with connect(running.address, tls=made_config(keys, "alice"), protocol="semi2k") as connection:
-        length = connection.programs[0].length
-        assert connection.logits(np.zeros(length, np.int64)).shape[0] == length
+        text = np.zeros(connection.programs[0].length, np.int64)
+        assert connection.logits(text).shape[0] == text.size
+        ends: list[tuple[float, str]] = []
+
+        def ask_forever() -> None:
+            try:
+                while True:
+                    connection.logits(text)
+            except PartyError as error:
+                ends.append((time.monotonic(), str(error)))
+
+        thread = threading.Thread(target=ask_forever)
+        thread.start()
         revoke_certificates(keys, [name])
-        time.sleep(STATED_SECONDS)
+        revoked = time.monotonic()
+        thread.join(30)
+        ((ended, why),) = ends
+        assert ended - revoked < STATED_SECONDS
+        assert f"the {'client' if name == 'alice' else 'server'}'s certificate: it was revoked" in why
         assert [event["client"] for event in running.events("left", 1)] == ["alice"]
-        whose = "client" if name == "alice" else "server"
-        with pytest.raises(PartyError, match=f"the {whose}'s certificate: it was revoked"):
-            connection.logits(np.zeros(length, np.int64))
+        assert time.monotonic() - revoked < STATED_SECONDS
+
+
+def test_a_session_that_is_idle_is_ended_too(running: Running, keys: Path) -> None:
+    with connect(running.address, tls=made_config(keys, "alice"), protocol="semi2k"):
+        revoke_certificates(keys, ["server"])
+        revoked = time.monotonic()
+        assert running.events("left", 1)
+        assert time.monotonic() - revoked < STATED_SECONDS
+
+
+def test_a_renewed_certificate_is_shown_without_a_restart(running: Running, keys: Path) -> None:
+    (before,) = renew_certificates(keys, ["server"])
+    revoke_certificates(keys, [before])
+    assert is_served(running, made_config(keys, "bob"))

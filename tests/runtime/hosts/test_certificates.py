@@ -111,7 +111,7 @@ def test_the_authority_signs_more_clients_later(folder: Path) -> None:
         (folder / name).unlink()
 
 
-@pytest.mark.parametrize("left", ["authority.pem", "server.key", "client.pem"])
+@pytest.mark.parametrize("left", ["authority.pem", "server.key", "client.pem", "revoked.pem"])
 def test_nothing_is_replaced(left: str, tmp_path: Path) -> None:
     folder = tmp_path / "made"
     folder.mkdir(mode=0o700)
