@@ -7,6 +7,7 @@ import pwd
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,18 @@ def computes(running: Running) -> None:
             np.testing.assert_allclose(connection.logits(IDS[0]), logits_of(tiny_model())[0], rtol=0, atol=5e-3)
 
 
+@pytest.fixture
+def more_groups() -> Iterator[None]:
+    """Supplementary groups of this process, as those of a server may be: adm and sudo."""
+    before = os.getgroups()
+    os.setgroups([4, 27])
+    yield
+    os.setgroups(before)
+
+
 @as_root
-def test_a_session_computes_as_a_user_without_rights(offer: Path) -> None:
+def test_a_session_computes_as_a_user_without_rights(offer: Path, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue("more_groups")
     with serving(offer, user=str(USER)) as running, connect(running.address, **SEMI2K) as connection:
         (pid,) = parties()
         for found in rights(pid):

@@ -44,9 +44,11 @@ LINE = 300
 class Worker:
     """The process of one party. `folder` is for it alone; Unix sockets `in` and `out` are there (see `links`)."""
 
-    def __init__(self, rank: int, words: BinaryIO, process: subprocess.Popen[bytes], channel: Channel) -> None:
-        self.rank, self.process = rank, process
-        self._words, self._channel = words, channel
+    def __init__(
+        self, rank: int, folder: Path, process: subprocess.Popen[bytes], channel: Channel, words: BinaryIO
+    ) -> None:
+        self.rank, self.folder, self.process = rank, folder, process
+        self._channel, self._words = channel, words
 
     @classmethod
     async def start(cls, rank: int, folder: Path, protocol: str, timeout: float, user: User | None = None) -> Worker:
@@ -76,7 +78,7 @@ class Worker:
                 start_new_session=True,  # a Ctrl-C at the terminal is for the side that started it
             )
         reader, writer = await asyncio.open_connection(sock=near, limit=CHUNK)
-        return cls(rank, words, process, Channel(reader, writer, timeout))
+        return cls(rank, folder, process, Channel(reader, writer, timeout), words)
 
     async def load(self, order: Load | Take, seconds: float) -> None:
         """Let it read its programs, or take the client's tokens.

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aero_compile.errors import InputError, PartyError
+from aero_compile.errors import AeroError, InputError, PartyError
 from aero_compile.runtime import TLSConfig, private_inference
 from aero_compile.runtime.hosts import link
 from aero_compile.runtime.hosts.certificate_changes import revoke_certificates
@@ -102,6 +102,24 @@ def test_the_launcher_refuses_a_certificate_of_another_host(folder: Path) -> Non
     elsewhere = certificate(folder, "elsewhere-host", names="DNS:host.example")
     with pytest.raises(InputError, match=r"not valid for '127\.0\.0\.1'"):
         private_inference(tiny_model(), IDS, "semi2k", tls=elsewhere)
+
+
+def test_the_launcher_hands_the_list_of_revoked_certificates_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the parties, which look at it themselves; by a relative path, too, since they have folders of their own."""
+    pytest.importorskip("cryptography")
+    make_certificates(tmp_path / "keys", ["127.0.0.1"])
+    monkeypatch.chdir(tmp_path)
+    tls = made_config(Path("keys"), "server")
+    logits, _ = private_inference(tiny_model(), IDS, "semi2k", tls=tls)
+    np.testing.assert_allclose(logits, logits_of(tiny_model()), rtol=0, atol=5e-3)
+    revoke_certificates(tmp_path / "keys", ["server"])
+    for launcher_looks in (True, False):
+        if not launcher_looks:
+            monkeypatch.setattr(TLSConfig, "check", lambda self, own_name=None: None)
+        with pytest.raises(AeroError, match="certificate revoked"):
+            private_inference(tiny_model(), IDS, "semi2k", tls=tls)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def test_last_words_are_the_processs_own_whatever_lies_in_its_folder(tmp_path: P
             code = "echo first >&2; echo last >&2; ln -sf secret stderr.txt; exit 3"
             process = subprocess.Popen(["sh", "-c", code], cwd=tmp_path, stderr=said)
             process.wait()
-            return Worker(0, said, process, channel)._last_words("late")
+            return Worker(0, tmp_path, process, channel, said)._last_words("late")
 
     assert asyncio.run(words()) == "the server's party ended with code 3: last"
     assert (tmp_path / "stderr.txt").read_text() == "a secret of the server's\n"
