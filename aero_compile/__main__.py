@@ -28,9 +28,11 @@ EXAMPLES = """examples:
   aero-compile report runs/mine --watch
   aero-compile export --model runs/mine/artifact decoder.onnx
   aero-compile certs keys --host server.example
+  aero-compile certs keys --revoke alice
   aero-compile serve runs/mine/artifact --room 128 --fills 32 --listen server.example:9000 --certs keys
   aero-compile chat --server server.example:9000 --certs keys --tokenizer runs/mine/artifact --prompt 'def f('
   aero-compile proxy --server server.example:9000 --certs keys --tokenizer runs/mine/artifact --port 8000
+  aero-compile proxy --new-key bob
 
 Exit code 2: an input that cannot be used. aero-compile COMMAND --help tells more; python -m aero_compile is the same.
 """

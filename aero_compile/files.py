@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from aero_compile.errors import OutputDirError
+from aero_compile.errors import InputError, OutputDirError
 
 
 def refuse_existing(path: Path | None, overwrite: bool) -> None:
@@ -42,6 +42,25 @@ def write_private(path: Path, write: Callable[[Any], object]) -> None:
     """
     make_private_folder(path.parent)
     _write(path, write, 0o600)
+
+
+def refuse_exposed(path: str | os.PathLike[str]) -> None:
+    """Refuse a file with a secret that users other than its owner can read, write or execute.
+
+    Of a symbolic link the file that it leads to counts. A file that is missing is left to whoever reads it.
+
+    Raises:
+        InputError: the mode has a bit for the group or for others; the message names the file, the mode and chmod.
+    """
+    try:
+        mode = stat.S_IMODE(os.stat(path).st_mode)
+    except OSError:
+        return
+    if mode & 0o077:
+        raise InputError(
+            f"{os.fspath(path)}: holds a secret and has mode {mode:04o}, which is open to other users; "
+            f"chmod 600 {os.fspath(path)}"
+        )
 
 
 def make_private_folder(path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from aero_compile.__main__ import main, parser
+from aero_compile.proxy.keys import new_key
 from aero_compile.runtime import export_generation
 from aero_compile.runtime.hosts.link import free_addresses, parse_address
 from tests.support.command_process import command
@@ -53,9 +54,10 @@ def test_the_image_is_made_of_what_there_is(root: Path) -> None:
 
 def test_each_container_has_its_own_inputs_alone() -> None:
     mounted = {name: {each.split(":")[-2] for each in service["volumes"]} for name, service in services().items()}
-    own = {"server": {"/model"}, "client": {"/tokenizer.json"}}
+    own = {"server": {"/model"}, "client": {"/tokenizer.json", "/state"}}
+    shared = {"/keys/authority.pem", "/keys/revoked.pem"}
     for name, files in own.items():
-        assert mounted[name] == files | {f"/keys/{name}.pem", f"/keys/{name}.key", "/keys/authority.pem"}
+        assert mounted[name] == files | {f"/keys/{name}.pem", f"/keys/{name}.key"} | shared
         named = set(re.findall(r"(?<=\s)/[\w/.]+", services()[name]["command"]))
         assert named == mounted[name]
     assert all(each.startswith("127.0.0.1:") for each in services()["client"]["ports"])
@@ -77,7 +79,8 @@ def test_their_commands_run(tmp_path: Path) -> None:
     assert main(["certs", str(tmp_path / "keys"), "--host", "server"]) == 0
     address, endpoint = free_addresses(2)
     port = str(parse_address(endpoint)[1])
-    place = {f"/{name}": f"{tmp_path}/{name}" for name in ("model", "keys", "tokenizer.json")}
+    key = new_key(tmp_path / "state", "me")
+    place = {f"/{name}": f"{tmp_path}/{name}" for name in ("model", "keys", "tokenizer.json", "state")}
     place |= {"0.0.0.0:9000": address, "server:9000": address, "8000": port}
 
     def here(name: str) -> list[str]:
@@ -89,7 +92,7 @@ def test_their_commands_run(tmp_path: Path) -> None:
     with (
         command(*here("server"), until='"event": "serving"'),
         command(*here("client"), "--server-name", "server", until="has the model"),
-        openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as api,
+        openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0) as api,
     ):
         found = api.completions.create(model="private", prompt="w3", max_tokens=1)
         assert found.usage.completion_tokens == 1

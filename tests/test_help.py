@@ -24,7 +24,6 @@ COMMANDS = [
 WITHOUT_OPTIONS = {
     Path("aero_compile/serving/process/party.py"),
     Path("benchmarks/fit_squares.py"),
-    Path("runtime/hosts/tunnel.py"),
 }
 """Scripts that read no command line, or only what another process of ours gives them."""
 

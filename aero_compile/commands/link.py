@@ -17,11 +17,16 @@ if TYPE_CHECKING:
 def add_way(parser: argparse.ArgumentParser, own: str) -> None:
     """Add how the link is protected; `own` is whose certificate is shown."""
     group = parser.add_argument_group("link")
-    text = f"folder of aero-compile certs: authority.pem, {own}.pem and {own}.key"
+    text = f"folder of aero-compile certs: authority.pem, revoked.pem, {own}.pem and {own}.key"
     group.add_argument("--certs", type=Path, metavar="DIR", help=text)
     group.add_argument("--cert", metavar="FILE", help=f"PEM certificate of the {own}, instead of the one in --certs")
     group.add_argument("--key", metavar="FILE", help="PEM key of that certificate")
     group.add_argument("--ca", metavar="FILE", help="PEM certificate of the authority that signed both")
+    text = (
+        "list of revoked certificates that the authority signed, read for every connection anew (default: the one in "
+        "--certs; with --cert, --key and --ca none, and then certificates cannot be revoked)"
+    )
+    group.add_argument("--revoked", metavar="FILE", help=text)
     text = "no TLS: whoever is on the way can read what the parties exchange and change it"
     group.add_argument("--insecure-plain", action="store_true", help=text)
     text = "semi2k is for tests: the server could open the client's shares (default: %(default)s)"
@@ -31,13 +36,15 @@ def add_way(parser: argparse.ArgumentParser, own: str) -> None:
 def way_of(args: argparse.Namespace, own: str) -> dict[str, Any]:
     """The options `tls`, `insecure_plain` and `protocol` of both ends, as the command line has them."""
     from aero_compile.runtime import TLSConfig
+    from aero_compile.runtime.hosts.revocation import REVOKED
 
-    given = {"cert": args.cert, "key": args.key, "ca": args.ca}
+    given, revoked = {"cert": args.cert, "key": args.key, "ca": args.ca}, args.revoked
     if args.certs is not None:
+        revoked = revoked or str(args.certs / REVOKED)
         there = {"cert": f"{own}.pem", "key": f"{own}.key", "ca": "authority.pem"}
         given = {name: path or str(args.certs / there[name]) for name, path in given.items()}
     missing = [f"--{name}" for name, path in given.items() if path is None]
-    if len(missing) == len(given):
+    if len(missing) == len(given) and revoked is None:
         if not args.insecure_plain:
             raise InputError("no certificates: give --certs DIR (aero-compile certs makes it), or --insecure-plain")
         return {"tls": None, "insecure_plain": True, "protocol": args.protocol}
@@ -45,16 +52,16 @@ def way_of(args: argparse.Namespace, own: str) -> dict[str, Any]:
         raise InputError(f"TLS needs all of --cert, --key and --ca; missing: {', '.join(missing)}")
     if args.insecure_plain:
         raise InputError("--insecure-plain and certificates exclude each other")
-    tls = TLSConfig(given["cert"], given["key"], given["ca"], getattr(args, "server_name", None))
+    tls = TLSConfig(given["cert"], given["key"], given["ca"], getattr(args, "server_name", None), revoked)
     return {"tls": tls, "insecure_plain": False, "protocol": args.protocol}
 
 
-def add_client(parser: argparse.ArgumentParser) -> None:
+def add_client(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """Add what a client needs: the server, what is accepted of it, and the tokenizer."""
     add = parser.add_argument
-    add("--server", required=True, metavar="HOST:PORT", help="where aero-compile serve listens")
+    add("--server", required=required, metavar="HOST:PORT", help="where aero-compile serve listens")
     text = "the model's tokenizer: a tokenizer.json, a folder that has one, or a Hub name"
-    add("--tokenizer", required=True, metavar="PATH", help=text)
+    add("--tokenizer", required=required, metavar="PATH", help=text)
     add_way(parser, "client")
     add("--server-name", metavar="NAME", help="name in the server's certificate (default: the host of --server)")
     add("--model-digest", metavar="HEX", help="accept this model alone, as the server's log tells its digest")

@@ -2,18 +2,26 @@
 
 Any client of that API can use it: /v1/models, /v1/completions, and /v1/chat/completions where the tokenizer has a
 chat template; streamed or whole. Prompts leave this process as secret shares alone. The usage of an answer says what
-it cost.
+it cost. Every request needs a key (api_key=): the first start makes one and shows it, --new-key makes others.
 """
 
 from __future__ import annotations
 
 import argparse
-import errno
-import socket
+import sys
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from aero_compile.commands.draft import add_draft, draft_of
 from aero_compile.commands.link import add_client, open_session
+from aero_compile.commands.options import positive
 from aero_compile.errors import InputError
+
+if TYPE_CHECKING:
+    import socket
+
+    from aero_compile.proxy.keys import Keys
 
 SUMMARY = "an OpenAI-compatible endpoint on this machine, private towards the server"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -23,17 +31,44 @@ GRACE_SECONDS = 5
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
-    add_client(parser)
+    add_client(parser, required=False)
     add_draft(parser)
     group = parser.add_argument_group("endpoint")
-    group.add_argument("--port", type=int, default=8000, metavar="PORT", help="of the endpoint (default: %(default)s)")
-    text = "address to listen at; whoever reaches it can use the session (default: %(default)s)"
-    group.add_argument("--host", default=LOOPBACK[0], help=text)
-    group.add_argument("--name", default="private", help="what clients call the model (default: %(default)s)")
+    add = group.add_argument
+    add("--port", type=int, default=8000, metavar="PORT", help="of the endpoint (default: %(default)s)")
+    text = "address to listen at; keys pass in the clear: beyond this machine put TLS in front (default: %(default)s)"
+    add("--host", default=LOOPBACK[0], help=text)
+    add("--name", default="private", help="what clients call the model (default: %(default)s)")
+    text = "private folder of the callers' keys, made at the first start (default: ~/.local/state/aero-compile/proxy)"
+    add("--state", type=Path, metavar="DIR", help=text)
+    text = "make the key of another caller, print it, and end; an endpoint that runs takes it at once"
+    add("--new-key", metavar="NAME", help=text)
+    text = "listen at a Unix socket of mode 0600 instead of a port, without keys: this user's processes alone may call"
+    add("--socket", type=Path, metavar="PATH", help=text)
+    text = (
+        "sessions with the server that are open at once, of one caller each; beyond them the one used longest ago is "
+        "closed, and its caller pays for set-up and the whole prompt again (default: %(default)s)"
+    )
+    add("--sessions", type=positive, default=1, metavar="N", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer until interrupted."""
+    """Answer until interrupted, or make a key."""
+    from aero_compile.proxy.keys import KEYS, default_folder, new_key
+
+    folder = args.state or default_folder()
+    if args.new_key is not None:
+        key = new_key(folder, args.new_key)
+        print(key)
+        print(f"the key of {args.new_key} is in {folder / KEYS}", file=sys.stderr)
+        return 0
+    missing = [f"--{name}" for name in ("server", "tokenizer") if getattr(args, name) is None]
+    if missing:
+        raise InputError(f"proxy needs {' and '.join(missing)}")
+    return _serve(args, folder)
+
+
+def _serve(args: argparse.Namespace, folder: Path) -> int:
     import uvicorn
 
     from aero_compile.proxy.app import make_app
@@ -41,26 +76,35 @@ def run(args: argparse.Namespace) -> int:
     from aero_compile.training.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(args.tokenizer)
-    with _listener(args.host, args.port) as listener:
-        writer = Writer(lambda: open_session(args), tokenizer, draft_of(args, tokenizer))
+    with _listener(args) as listener:
+        keys = None if args.socket else _keys(folder)
+        writer = Writer(lambda: open_session(args), tokenizer, draft_of(args, tokenizer), args.sessions)
         try:
             writer.open()
-            app = make_app(writer, args.name, {*LOOPBACK, args.host})
-            port = listener.getsockname()[1]
-            print(f"http://{args.host}:{port}/v1 has the model {args.name!r}", flush=True)
-            config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_SECONDS)
+            app = make_app(writer, args.name, {*LOOPBACK, args.host}, keys)
+            place = args.socket or f"http://{args.host}:{listener.getsockname()[1]}/v1"
+            print(f"{place} has the model {args.name!r}", flush=True)
+            config = uvicorn.Config(
+                app, log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_SECONDS, ws="none"
+            )
             uvicorn.Server(config).run(sockets=[listener])
         finally:
             writer.close()
     return 0
 
 
-def _listener(host: str, port: int) -> socket.socket:
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family)
-    except OSError as error:
-        taken = "is in use; choose another --port" if error.errno == errno.EADDRINUSE else f"cannot be: {error}"
-        raise InputError(f"{host}:{port} {taken}") from error
-    except OverflowError as error:
-        raise InputError(f"--port {port} is no port: {error}") from error
+def _listener(args: argparse.Namespace) -> AbstractContextManager[socket.socket]:
+    from aero_compile.proxy.listeners import port_listener, socket_listener
+
+    return socket_listener(args.socket) if args.socket else port_listener(args.host, args.port)
+
+
+def _keys(folder: Path) -> Keys:
+    """The callers' keys; the first is made here, and shown this once."""
+    from aero_compile.proxy.keys import FIRST, KEYS, Keys, new_key
+
+    if not (folder / KEYS).exists():
+        print(f"the key, which is shown this once: {new_key(folder, FIRST)}")
+    keys = Keys(folder)
+    print(f"keys are in {keys.path}", flush=True)
+    return keys

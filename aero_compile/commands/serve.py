@@ -51,6 +51,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--offline", action="store_true", help=text)
     text = "compile for a network: wan, lan or MBPS:RTT_MS (default: %(default)s)"
     add("--network", default="loopback", metavar="NET", help=text)
+    text = "where root starts the server: user that each session becomes once it has read the weights (default: root)"
+    add("--user", metavar="NAME", help=text)
     add_way(parser, "server")
     group = parser.add_argument_group("limits")
     many = group.add_argument
@@ -98,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
         limits=Limits(**asked),
         metrics_port=args.metrics_port,
         set_up=args.set_up,
+        user=args.user,
         **way_of(args, "server"),
     )
     return 0

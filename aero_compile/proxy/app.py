@@ -1,7 +1,7 @@
 """The endpoint: routes, errors in the API's form, and answers that are streamed or whole.
 
-It answers callers of this machine alone. A page in a browser is none: requests must be JSON, which pages of other
-origins may not send unasked, and name one of the hosts that are expected, whatever a name server says.
+Who may call is decided in front of it (`guard`). Requests must be JSON, which pages of other origins in a browser may
+not send unasked.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -25,6 +26,8 @@ from aero_compile.errors import AeroError, InputError
 from aero_compile.proxy import answers
 from aero_compile.proxy.answers import Chat, Completion
 from aero_compile.proxy.forms import BadRequestError, ChatForm, CompletionForm, Form, read_form
+from aero_compile.proxy.guard import CALLER, Guard
+from aero_compile.proxy.keys import Keys
 from aero_compile.proxy.writer import BusyError, Ending, Piece, Wanted, Writer
 
 LARGEST_BODY = 1 << 20
@@ -41,17 +44,18 @@ logger = logging.getLogger("aero_compile.proxy")
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def make_app(writer: Writer, name: str, hosts: Collection[str]) -> Starlette:
+def make_app(writer: Writer, name: str, hosts: Collection[str], keys: Keys | None) -> Starlette:
     """The endpoint as an ASGI application.
 
     Args:
         writer: writes the texts.
         name: of the model, as clients are to call it.
         hosts: names and addresses by which callers reach this endpoint; other `Host` headers are refused.
+        keys: of callers, one of which every request must have; None: whoever can connect may call, as one caller.
 
-    The session is closed when the application is shut down.
+    All sessions are closed when the application is shut down.
     """
-    api = _API(writer, name, frozenset(host.lower() for host in hosts))
+    api = _API(writer, name)
     routes = [
         Route("/v1/models", api.guarded(api.list_models)),
         Route("/v1/models/{name:path}", api.guarded(api.one_model)),
@@ -64,20 +68,19 @@ def make_app(writer: Writer, name: str, hosts: Collection[str]) -> Starlette:
         yield
         await asyncio.to_thread(writer.close)  # what is being computed ends with it
 
-    return Starlette(routes=routes, lifespan=held, exception_handlers={HTTPException: _refused})
+    guard = Middleware(Guard, hosts=hosts, keys=keys)
+    return Starlette(routes=routes, lifespan=held, exception_handlers={HTTPException: _refused}, middleware=[guard])
 
 
 class _API:
-    def __init__(self, writer: Writer, name: str, hosts: frozenset[str]) -> None:
-        self._writer, self._name, self._hosts = writer, name, hosts
+    def __init__(self, writer: Writer, name: str) -> None:
+        self._writer, self._name = writer, name
 
     def guarded(self, endpoint: Endpoint) -> Endpoint:
-        """The endpoint, for callers that mean this one, with errors in the API's form."""
+        """The endpoint, with errors in the API's form."""
 
         async def answer(request: Request) -> Response:
             try:
-                if (request.url.hostname or "").lower() not in self._hosts:
-                    raise HTTPException(403, f"this endpoint is not called {request.url.hostname}")
                 return await endpoint(request)
             except AeroError as error:
                 return _error(error)
@@ -132,7 +135,8 @@ class _API:
             self._writer.check(one)
         count = sum(len(ids) for ids in prompts)
         if form.stream:
-            events = self._events(wanted, form_of_answer, count if form.stream_options.include_usage else None)
+            usage_of = count if form.stream_options.include_usage else None
+            events = self._events(wanted, request.scope[CALLER], form_of_answer, usage_of)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
         texts = [await self._whole(request, one) for one in wanted]
         used = answers.usage(count, [ending for _, ending in texts])
@@ -141,7 +145,7 @@ class _API:
     async def _whole(self, request: Request, wanted: Wanted) -> tuple[list[Piece], Ending]:
         """A text, once it is written; not written to its end for a caller that is gone."""
         pieces: list[Piece] = []
-        written = self._writer.write(wanted)
+        written = self._writer.write(wanted, request.scope[CALLER])
         try:
             async for part in written:
                 if isinstance(part, Ending):
@@ -153,7 +157,9 @@ class _API:
             await written.aclose()  # type: ignore[attr-defined]
         raise InputError("the caller is gone")
 
-    async def _events(self, wanted: list[Wanted], form: Completion, usage_of: int | None) -> AsyncIterator[str]:
+    async def _events(
+        self, wanted: list[Wanted], caller: str, form: Completion, usage_of: int | None
+    ) -> AsyncIterator[str]:
         """The texts as server-sent events; what goes wrong is one, too, since the answer has begun."""
         endings: list[Ending] = []
         try:
@@ -161,7 +167,7 @@ class _API:
                 for event in form.begin(index):
                     yield _event(event)
                 before = 0
-                async for part in _alive(self._writer.write(one)):
+                async for part in _alive(self._writer.write(one, caller)):
                     if part is None:
                         yield ": computing\n\n"
                     elif isinstance(part, Ending):
@@ -231,7 +237,7 @@ def _error(error: AeroError) -> Response:
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    """Errors of the framework, and of `guarded`, in the API's form."""
+    """Errors of the framework, and of ours, in the API's form."""
     assert isinstance(error, HTTPException)
     code = "model_not_found" if error.status_code == 404 and "model" in error.detail else None
     return JSONResponse(answers.error(error.detail, "invalid_request_error", code=code), error.status_code)

@@ -1,4 +1,8 @@
-"""Writes texts by a session of private generation, one after the other, and tells each piece as it comes."""
+"""Writes texts by sessions of private generation, one text after the other, and tells each piece as it comes.
+
+A session belongs to one caller: both parties hold the caller's last text, and what a text costs tells how much it has
+in common with that.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,10 @@ from aero_compile.runtime.generation.session import Choose, Generation, Guess, T
 
 MOST_WAITING = 16
 """Texts that may wait for their turn; more are refused."""
+
+
+NOBODY = ""
+"""The caller of a session that nobody has used yet: the first who asks gets it."""
 
 
 class BusyError(PartyError):
@@ -102,11 +110,22 @@ class Ending:
     made: Generation
 
 
-class Writer:
-    """Owns the session: opens it when it is needed, once more when it was lost, and lets one text at a time use it.
+@dataclass(frozen=True)
+class _Held:
+    """A session of one caller, and what guesses in it."""
 
-    `tokenizer` is a fast one of `transformers`; `open_session` makes a session, which may take long; `draft` gives what
-    guesses the next tokens in a session, None: nobody guesses.
+    session: TextSession
+    guess: Guess | None
+
+
+class Writer:
+    """Owns the sessions: opens a caller's when it is needed, once more when it was lost, and writes one text at a time.
+
+    Args:
+        open_session: makes a session, which may take long.
+        tokenizer: a fast one of `transformers`.
+        draft: gives what guesses the next tokens in a session; None: nobody guesses.
+        sessions: that are open at once, at least 1. Beyond them the one that was used longest ago is closed.
     """
 
     def __init__(
@@ -114,31 +133,51 @@ class Writer:
         open_session: Callable[[], TextSession],
         tokenizer: Any,
         draft: Callable[[TextSession], Guess] | None = None,
+        sessions: int = 1,
     ) -> None:
         self.tokenizer = tokenizer
         self._raw = tokenizer.backend_tokenizer
-        self._open, self._draft = open_session, draft
-        self._guess: Guess | None = None
-        self._session: TextSession | None = None
+        self._open, self._draft, self._most = open_session, draft, sessions
+        self._sessions: dict[str, _Held] = {}  # the one that was used last is the last
         self._turn = asyncio.Lock()
         self._waiting = 0
         self.room = self.vocabulary = 0
         self._fits: Callable[[int], int] = lambda prompt: 0
 
-    def open(self) -> TextSession:
-        """Open the session, unless it is open; raises what opening raises."""
-        if self._session is None:
-            self._session = self._open()
-            self._guess = None if self._draft is None else self._draft(self._session)
-            self.room, self.vocabulary = self._session.room, self._session.vocabulary
-            self._fits = self._session.most_new_tokens
-        return self._session
+    def open(self, caller: str = NOBODY) -> TextSession:
+        """Open the caller's session, unless it is open; raises what opening raises."""
+        return self._held(caller).session
+
+    def _held(self, caller: str) -> _Held:
+        held = self._sessions.pop(caller, None) or self._sessions.pop(NOBODY, None) or self._begun()
+        self._sessions[caller] = held
+        return held
+
+    def _begun(self) -> _Held:
+        """A new session, in place of the one that was used longest ago if there are too many."""
+        while len(self._sessions) >= self._most:
+            self._end(next(iter(self._sessions)))
+        session = self._open()
+        try:
+            guess = None if self._draft is None else self._draft(session)
+        except BaseException:
+            session.close()
+            raise
+        self.room, self.vocabulary = session.room, session.vocabulary
+        self._fits = session.most_new_tokens
+        return _Held(session, guess)
+
+    def _end(self, caller: str) -> None:
+        """End a caller's session, which may be broken."""
+        held = self._sessions.pop(caller, None)
+        if held is not None:
+            with contextlib.suppress(PartyError, OSError):
+                held.session.close()
 
     def close(self) -> None:
-        """End the session, if there is one."""
-        session, self._session = self._session, None
-        if session is not None:
-            session.close()
+        """End all sessions."""
+        for caller in [*self._sessions]:
+            self._end(caller)
 
     def most_new_tokens(self, prompt: int) -> int:
         """Tokens that fit behind a prompt of so many, as of the last session."""
@@ -162,8 +201,10 @@ class Writer:
             )
         TextStream(self._raw, (), wanted.stop)
 
-    async def write(self, wanted: Wanted) -> AsyncIterator[Piece | Ending]:
-        """Write a text: pieces, and at last its ending. Whoever stops reading stops the writing behind this token.
+    async def write(self, wanted: Wanted, caller: str) -> AsyncIterator[Piece | Ending]:
+        """Write a text in the caller's session: pieces, and at last its ending.
+
+        Whoever stops reading stops the writing behind this token.
 
         Raises:
             InputError: as of `check`.
@@ -171,7 +212,7 @@ class Writer:
         """
         self.check(wanted)
         queue: asyncio.Queue[Piece | None] = asyncio.Queue()
-        job = _Job(wanted, self.tokenizer, asyncio.get_running_loop(), queue)
+        job = _Job(wanted, caller, self.tokenizer, asyncio.get_running_loop(), queue)
         task = asyncio.create_task(self._take_turn(job))
         task.add_done_callback(lambda _: queue.put_nowait(None))
         try:
@@ -196,16 +237,15 @@ class Writer:
 
     def _compute(self, job: _Job) -> Generation | None:
         while not job.unwanted.is_set():
-            kept = self._session is not None
-            session = self.open()
+            kept = job.caller in self._sessions or NOBODY in self._sessions
+            held = self._held(job.caller)
             asked = (job.wanted.ids, job.wanted.most_tokens, job.told, job.choose, job.ends)
             try:
-                return session.generate(*asked, self._guess)
+                return held.session.generate(*asked, held.guess)
             except (InputError, OutOfRangeError):
                 raise
             except BaseException as error:
-                with contextlib.suppress(PartyError, OSError):
-                    self.close()
+                self._end(job.caller)
                 if not (kept and isinstance(error, PartyError) and not job.begun):
                     raise  # else it was lost while nobody used it
         return None
@@ -215,9 +255,14 @@ class _Job:
     """One text while it is written: what the computing thread needs, and what it has told so far."""
 
     def __init__(
-        self, wanted: Wanted, tokenizer: Any, loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Piece | None]
+        self,
+        wanted: Wanted,
+        caller: str,
+        tokenizer: Any,
+        loop: asyncio.AbstractEventLoop,
+        queue: asyncio.Queue[Piece | None],
     ) -> None:
-        self.wanted = wanted
+        self.wanted, self.caller = wanted, caller
         self.choose = Sampler(wanted.sampling)
         self.ends = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
         self.text = TextStream(tokenizer.backend_tokenizer, wanted.ids, wanted.stop)

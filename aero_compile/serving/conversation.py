@@ -30,7 +30,7 @@ from aero_compile.serving.taking import check_offer, take_offer
 from aero_compile.serving.transport.agreement import (
     versions,
 )
-from aero_compile.serving.transport.endpoint import dial
+from aero_compile.serving.transport.endpoint import dial, serial_of
 from aero_compile.serving.transport.links import LINKS, Links
 from aero_compile.serving.transport.messages import (
     FROM_SERVER,
@@ -56,6 +56,7 @@ from aero_compile.serving.transport.messages import (
     Step,
     Waiting,
 )
+from aero_compile.serving.transport.revocation import until_revoked
 from aero_compile.serving.transport.wire import Channel, Garbled, Lost
 
 BEAT_SECONDS = 2.0
@@ -117,6 +118,7 @@ class Conversation:
         terms = self._terms
         self._channel = await dial(terms.address, terms.tls, terms.silence)
         await self._say(Hello(wire=WIRE, versions=versions()))
+        self._spawn(self._end_when_revoked())
         self._spawn(self._end_with(self._listen()))
         self._spawn(self._end_with(self._channel.beat(min(BEAT_SECONDS, terms.silence / 4))))
         self.offer = await self._next(Offer)
@@ -310,6 +312,13 @@ class Conversation:
         if not self._over.done():
             self._over.set_exception(reason)
             self._over.exception()  # whoever asks next is told; nobody need
+
+    async def _end_when_revoked(self) -> None:
+        """End the conversation, and all connections of it, once the server's certificate is revoked."""
+        await self._end_with(until_revoked(self._terms.tls, serial_of(self._channel.writer)))
+        self._channel.abort()
+        if self._links is not None:
+            self._links.close()
 
     # --- the link --------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from aero_compile.serving.journal import LOGGER, Lines, note
 from aero_compile.serving.limits import Limits
 from aero_compile.serving.metrics import HOST, Metrics
 from aero_compile.serving.offer import read_offer
+from aero_compile.serving.process.users import find_user
 from aero_compile.serving.programs import find_programs
 from aero_compile.serving.session import Session, Shared
 from aero_compile.serving.transport.endpoint import Caller, Port, check_way, listen
@@ -33,8 +34,10 @@ STOP_SECONDS = 5.0
 class Server:
     """A server that is not running yet: everything that can be wrong beforehand is found here.
 
+    `user`: name or number of the user that sessions run as, where root starts the server; None: the server's.
+
     Raises:
-        InputError: what is offered, the certificates or the limits cannot be used.
+        InputError: what is offered, the certificates, the limits or the user cannot be used.
         PartyError: the port is taken.
     """
 
@@ -49,8 +52,10 @@ class Server:
         set_up: bool = True,
         limits: Limits | None = None,
         metrics_port: int | None = None,
+        user: str | None = None,
     ) -> None:
         check_way(tls, insecure_plain)
+        self._user = None if user is None else find_user(user)
         self.limits = limits or Limits()
         self.limits.check()
         self._offered = read_offer(programs, protocol)
@@ -72,7 +77,7 @@ class Server:
                 held.callback(self.metrics.serve(self._metrics_port))
                 note("metrics", address=f"{HOST}:{self._metrics_port}")
             turns = Turns(self.limits.workers, self.limits.max_waiting)
-            settings = (self._protocol, self._set_up, self.limits, folder, turns, self.metrics)
+            settings = (self._protocol, self._set_up, self.limits, folder, turns, self.metrics, self._user)
             shared = Shared(self._offered, self._contents, *settings)
             self._watch(shared)
 
@@ -148,7 +153,8 @@ def serve(
         protocol: "cheetah" (secure against semi-honest parties) or "semi2k" (for tests: the server could open shares).
         compiling: options of `aero_compile.runtime.compile_model`.
         log: a text file for the log, a JSON object a line; standard error by default.
-        options: of `aero_compile.serving.server.Server`: `tls` or `insecure_plain`, `limits`, `set_up`, `metrics_port`.
+        options: of `aero_compile.serving.server.Server`: `tls` or `insecure_plain`, `limits`, `set_up`, `metrics_port`,
+            `user`.
 
     Raises:
         InputError: what is served, the certificates or the limits cannot be used.
@@ -156,6 +162,8 @@ def serve(
         PartyError: the port is taken.
     """
     check_way(options.get("tls"), options.get("insecure_plain", False))
+    if options.get("user") is not None:
+        find_user(options["user"])  # before anything is compiled
     with contextlib.ExitStack() as held:
         held.enter_context(_written(log or sys.stderr))
         place = held.enter_context(scratch_folder()) if folder is None else folder

@@ -22,6 +22,7 @@ from aero_compile.serving.metrics import Metrics
 from aero_compile.serving.offer import Offered
 from aero_compile.serving.process import orders
 from aero_compile.serving.process.orders import Advance, Compute, Load
+from aero_compile.serving.process.users import User
 from aero_compile.serving.process.worker import Worker
 from aero_compile.serving.session_link import SessionLink
 from aero_compile.serving.transport.agreement import check_versions, versions
@@ -46,6 +47,7 @@ from aero_compile.serving.transport.messages import (
     Step,
     Waiting,
 )
+from aero_compile.serving.transport.revocation import REVOKED
 from aero_compile.serving.transport.wire import Channel, Garbled, Lost, send_content
 from aero_compile.serving.turns import Busy, Turns
 
@@ -58,7 +60,10 @@ ASKED = 4
 
 @dataclass
 class Shared:
-    """What all sessions of a server have in common. `spent`: tokens that were computed for each client."""
+    """What all sessions of a server have in common.
+
+    `user`: that their processes run as; None: the server's. `spent`: tokens that were computed for each client.
+    """
 
     offered: Offered
     contents: dict[tuple[str, str], bytes]
@@ -68,6 +73,7 @@ class Shared:
     folder: Path
     turns: Turns
     metrics: Metrics
+    user: User | None = None
     sessions: dict[str, Session] = field(default_factory=dict)
     spent: Counter[str] = field(default_factory=Counter)
 
@@ -107,9 +113,11 @@ class Session:
         note("greeted", session=self._number, client=self._caller.name, host=self._caller.host)
         try:
             outcome, why = await self._until_end(hello)
-        except asyncio.CancelledError:
-            outcome = "stopped"
-            await self._tell(Refused(reason="stopping", message="the server is shutting down"))
+        except asyncio.CancelledError as error:
+            outcome = "revoked" if error.args == (REVOKED,) else "stopped"
+            why = f"the client's certificate: {REVOKED}" if outcome == "revoked" else ""
+            reason, message = ("revoked", why) if why else ("stopping", "the server is shutting down")
+            await self._tell(Refused(reason=reason, message=message))
             raise
         finally:
             seconds = round(time.monotonic() - started, 3)
@@ -229,9 +237,11 @@ class Session:
         shared.sessions[self._ticket] = self
         self._folder = shared.folder / self._number
         self._folder.mkdir(mode=0o700)
-        self._link = SessionLink(self._folder, self._channel, shared.metrics, limits.silence_seconds)
+        user, seconds = shared.user, limits.computation_seconds
+        owner = None if user is None else user.uid
+        self._link = SessionLink(self._folder, self._channel, shared.metrics, limits.silence_seconds, owner)
         await self._link.listen()
-        self._worker = await Worker.start(SERVER, self._folder, shared.protocol, limits.computation_seconds)
+        self._worker = await Worker.start(SERVER, self._folder, shared.protocol, seconds, user)
         self._link.admit(self._worker.process.pid)
         forwards, generation = shared.offered.forwards, shared.offered.generation
         order = Load(

@@ -18,11 +18,21 @@ T = TypeVar("T")
 
 
 class SessionLink:
-    """The connections of one session. `control`: to its client; `silence`: seconds in which that has to answer."""
+    """The connections of one session.
 
-    def __init__(self, folder: Path, control: Channel, metrics: Metrics, silence: float) -> None:
+    Args:
+        folder: of its party's process.
+        control: to its client.
+        metrics: that count what passes.
+        silence: seconds in which the client has to answer.
+        owner: number of the user that the party runs as; None: this process's.
+    """
+
+    def __init__(
+        self, folder: Path, control: Channel, metrics: Metrics, silence: float, owner: int | None = None
+    ) -> None:
         self._control, self._metrics, self._silence = control, metrics, silence
-        self._links = Links(folder, self._call_back, self._counted, silence)
+        self._links = Links(folder, self._call_back, self._counted, silence, owner)
         self._dialled: dict[int, asyncio.Future[Channel]] = {}
         self._dials = 0
         self._led: set[Channel] = set()

@@ -207,7 +207,8 @@ def _tls(tls: TLSConfig | None) -> list[str]:
         return []
     files = (("cert", tls.certificate), ("key", tls.private_key), ("ca", tls.ca))
     found = [word for name, path in files for word in (f"--tls-{name}", os.path.abspath(path))]
-    return found + (["--tls-peer-name", tls.peer_name] if tls.peer_name is not None else [])
+    found += ["--tls-peer-name", tls.peer_name] if tls.peer_name is not None else []
+    return found + (["--tls-revoked", os.path.abspath(tls.revoked)] if tls.revoked is not None else [])
 
 
 def _continued(model: nn.Module, prompt: Tokens, length: int) -> Tokens:

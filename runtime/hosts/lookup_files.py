@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.errors import InputError
-from aero_compile.files import write_private
+from aero_compile.files import refuse_exposed, write_private
 from aero_compile.runtime.kernels.lookup_table import Held, degree_for, encrypted_table
 from aero_compile.runtime.kernels.ring_encryption import SEED_WORDS
 from aero_compile.runtime.kernels.words import Words
@@ -70,8 +70,11 @@ def read_tables(
     """The name of the key and what a party holds of each table; `weights`: the server's.
 
     Raises:
-        InputError: the file is missing, damaged, of the other party, or made for other weights or another program.
+        InputError: the file is missing, damaged, of the other party, or made for other weights or another program; or
+            it is the server's, which holds the key, and other users can read or write it.
     """
+    if rank == SERVER:
+        refuse_exposed(path)
     found = Tables()
     try:
         with np.load(path, allow_pickle=False) as file:

@@ -131,6 +131,7 @@ def _attempt(
         files = (("cert", tls.certificate), ("key", tls.private_key), ("ca", tls.ca))
         common += [word for name, path in files for word in (f"--tls-{name}", os.path.abspath(path))]
         common += ["--tls-peer-name", tls.peer_name] if tls.peer_name is not None else []
+        common += ["--tls-revoked", os.path.abspath(tls.revoked)] if tls.revoked is not None else []
     inputs = {SERVER: ["--weights", "weights.npz"], CLIENT: ["--tokens", "tokens.npy"]}
     events: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
     parties: list[PartyProcess] = []

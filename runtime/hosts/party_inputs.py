@@ -97,11 +97,11 @@ def tls_config(options: Any) -> TLSConfig | None:
         InputError: they name some of what TLS needs and not all, or a file is not what it should be.
     """
     paths = (options.tls_cert, options.tls_key, options.tls_ca)
-    if not any((*paths, options.tls_peer_name)):
+    if not any((*paths, options.tls_peer_name, options.tls_revoked)):
         return None
     if not all(paths):
         raise InputError("TLS needs all of --tls-cert, --tls-key and --tls-ca")
-    config = TLSConfig(*paths, options.tls_peer_name)
+    config = TLSConfig(*paths, options.tls_peer_name, options.tls_revoked)
     config.check()
     return config
 

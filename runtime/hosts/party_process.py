@@ -39,6 +39,8 @@ def party_parser(module: str, description: str | None) -> argparse.ArgumentParse
     add("--tls-key", help="PEM key of this party")
     add("--tls-ca", help="PEM certificate of the authority that signed both")
     add("--tls-peer-name", metavar="NAME", help="name in the other party's certificate (default: the host of --peer)")
+    text = "list of revoked certificates, signed by that authority (aero-compile certs DIR --revoke NAME)"
+    add("--tls-revoked", metavar="FILE", help=text)
     add("--with-parent", action="store_true", help="end when standard input is closed")
     add("--scratch", type=Path, metavar="DIR", help="a folder to remove then, inputs and all")
     return parser

@@ -18,13 +18,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from aero_compile import errors
 from aero_compile.errors import InputError, PartyError
+from aero_compile.files import refuse_exposed
 from aero_compile.runtime.hosts import tunnel
 from aero_compile.runtime.hosts.link import PORT_TAKEN, parse_address
+from aero_compile.runtime.hosts.tls_context import ListError, tls_context
 
 STATUS_SECONDS = 10.0
 LONGEST_FOLDER = 90
 """Characters of the folder's path: that of a Unix socket may have 107."""
+
+_ROOT = Path(errors.__file__).resolve().parent.parent
+_TUNNEL = """
+import sys
+sys.path.append(sys.argv.pop(1))  # behind the standard library
+from aero_compile.runtime.hosts.tunnel import main
+main()
+"""
 
 
 @dataclass(frozen=True)
@@ -33,13 +44,16 @@ class TLSConfig:
 
     Each party's certificate must name its host among its subject alternative names, as DNS name or IP address, and
     may be used by both sides of a connection (no extended key usage, or both). `peer_name` is the name that the other
-    party's certificate must have; None: the host of the address where the other party is reached.
+    party's certificate must have; None: the host of the address where the other party is reached. `revoked` is a list
+    of revoked certificates (X.509 CRL in PEM) that the authority signed: it is read for every connection anew, and no
+    peer whose certificate is on it is accepted. None: certificates cannot be revoked.
     """
 
     certificate: str
     private_key: str
     ca: str
     peer_name: str | None = None
+    revoked: str | None = None
 
     def check(self, own_name: str | None = None) -> None:
         """Raise InputError when a file is missing or of another kind, or the peer would refuse the certificate.
@@ -49,6 +63,12 @@ class TLSConfig:
         for path in (self.certificate, self.private_key, self.ca):
             if not Path(path).is_file():
                 raise InputError(f"TLS file not found: {path}")
+        if self.revoked is not None and not Path(self.revoked).is_file():
+            raise InputError(
+                f"TLS file not found: {self.revoked}, the list of revoked certificates; copy it from the authority's "
+                "folder, or, where none was ever made, make it there: aero-compile certs DIR --revoke"
+            )
+        refuse_exposed(self.private_key)
         try:
             ssl.create_default_context(cafile=self.ca)
         except OSError as error:
@@ -69,14 +89,28 @@ class TLSConfig:
         try:
             _shake_hands(server, client, own_name)
         except ssl.SSLCertVerificationError as error:
+            if "CRL" in error.verify_message:
+                raise InputError(
+                    f"TLS file {self.revoked} is not a list of revoked certificates that the authority {self.ca} "
+                    f"signed: {error.verify_message}"
+                ) from error
             raise InputError(
                 f"TLS certificate {self.certificate} will be refused by the other party: {error.verify_message} "
                 f"(authority: {self.ca})"
             ) from error
 
     def context(self, server_side: bool) -> ssl.SSLContext:
-        """Return the context of one end; raises as `tunnel.tls_context` does."""
-        return tunnel.tls_context(server_side, self.certificate, self.private_key, self.ca)
+        """Return the context of one end, made of the files as they are now.
+
+        Raises:
+            InputError: other users can read or write the key, or the list of revoked certificates cannot be used.
+            OSError, ValueError: as of `tls_context`.
+        """
+        refuse_exposed(self.private_key)
+        try:
+            return tls_context(server_side, self.certificate, self.private_key, self.ca, self.revoked)
+        except ListError as error:
+            raise InputError(str(error)) from error
 
 
 def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, name: str | None) -> None:
@@ -103,7 +137,7 @@ class TLSWay:
         config.check()
         self.peer = peer
         self._name = config.peer_name or parse_address(peer)[0]
-        self._context = config.context(False)
+        self._config = config
         self._lock = threading.Lock()
         self._ending = False
         outside = _listen(address)
@@ -116,11 +150,12 @@ class TLSWay:
         self._control, remote = socket.socketpair()
         self._control.settimeout(STATUS_SECONDS)
         # -I -S: only the standard library, hence up within a tenth of a second, and nobody's site packages.
-        options: dict[str, Any] = {"certificate": config.certificate, "key": config.private_key, "ca": config.ca}
-        options |= {"peer": peer, "name": self._name, "folder": str(self._folder), "party": os.getpid()}
+        files = {"certificate": config.certificate, "key": config.private_key, "ca": config.ca}
+        options: dict[str, Any] = {"files": {**files, "revoked": config.revoked}, "peer": peer}
+        options |= {"name": self._name, "folder": str(self._folder), "party": os.getpid()}
         options |= (listeners := {"outside": outside.fileno(), "inside": inside.fileno()})
         self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", tunnel.__file__, json.dumps(options)],
+            [sys.executable, "-I", "-S", "-c", _TUNNEL, str(_ROOT), json.dumps(options)],
             stdin=remote.fileno(),
             stdout=subprocess.DEVNULL,
             pass_fds=list(listeners.values()),
@@ -140,13 +175,13 @@ class TLSWay:
         try:
             with socket.create_connection(parse_address(self.peer), timeout=seconds) as plain:
                 plain.settimeout(max(0.01, until - time.monotonic()))
-                with self._context.wrap_socket(plain, server_hostname=self._name) as end:
+                with self._config.context(False).wrap_socket(plain, server_hostname=self._name) as end:
                     end.settimeout(max(0.01, until - time.monotonic()))
                     said = b""
                     while data := end.recv(len(tunnel.GREETING) - len(said)):
                         said += data
                     return said == tunnel.GREETING
-        except OSError:
+        except (OSError, InputError):
             return False
 
     def reason(self) -> str:

@@ -1,7 +1,7 @@
 """The process that carries a party's link over TLS: SPU's own port takes plain requests even when TLS is on.
 
-Started by `aero_compile.runtime.hosts.tls.TLSWay` as a script of its own, so that encryption does not wait for
-the party's interpreter. It knows the standard library only.
+Started by `aero_compile.runtime.hosts.tls.TLSWay` as a process of its own, so that encryption does not wait for
+the party's interpreter. It loads the standard library and what needs nothing else.
 
 Outwards it speaks TLS 1.3 alone, on the party's address and to the peer's. Both ends of every connection show a
 certificate of the authority that names the expected host, and not one byte is passed on before. Inwards it speaks
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import json
 import os
 import signal
@@ -28,6 +27,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
+
+from aero_compile.runtime.hosts.tls_context import certifies, tls_context
 
 GREETING, LONGEST_ANSWER = b"aero-compile link\n", 200
 """What the accepting end says first, once it knows the other; the dialling end learns by it that it is not refused."""
@@ -54,51 +55,6 @@ T = TypeVar("T")
 
 class Refused(OSError):
     """The other end is not the one that is expected."""
-
-
-def tls_context(server_side: bool, certificate: str, key: str, ca: str) -> ssl.SSLContext:
-    """Return a context in which both ends must show a certificate of the authority `ca`, on TLS 1.3.
-
-    Raises:
-        OSError: a file cannot be read (`ssl.SSLError`: or holds something else, or the key is of another one).
-        ValueError: the key needs a passphrase.
-    """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server_side else ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.verify_mode = ssl.CERT_REQUIRED
-    if server_side:
-        context.num_tickets = 0  # nobody resumes: each connection shows its certificate
-    else:
-        context.hostname_checks_common_name = False
-    context.load_verify_locations(ca)
-    context.load_cert_chain(certificate, key, _no_passphrase)
-    return context
-
-
-def _no_passphrase() -> str:  # OpenSSL would ask at the terminal
-    raise ValueError("the key is encrypted")
-
-
-def certifies(certificate: Mapping[str, Any], host: str) -> bool:
-    """Whether a certificate, as `getpeercert` gives it, names `host` among its alternative names (RFC 9525).
-
-    OpenSSL checks this for the end that dials; here it is done for the end that is called.
-    """
-    names = certificate.get("subjectAltName", ())
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        wanted = (host if host.isascii() else host.encode("idna").decode()).lower().rstrip(".").split(".")
-        return any(kind == "DNS" and _stands_for(name, wanted) for kind, name in names)
-    return any(kind == "IP Address" and ipaddress.ip_address(name.strip()) == address for kind, name in names)
-
-
-def _stands_for(pattern: str, wanted: list[str]) -> bool:
-    """Compare label by label; a first label `*` stands for exactly one, above at least two more."""
-    labels = pattern.lower().rstrip(".").split(".")
-    if labels[0] == "*" and len(labels) > 2:
-        return len(labels) == len(wanted) and labels[1:] == wanted[1:]
-    return labels == wanted
 
 
 def wire_bytes(connection: socket.socket) -> tuple[int, int]:
@@ -208,12 +164,13 @@ class Flow:
 class Carrier:
     """The two ways in, and what they have carried.
 
-    Takes the PEM files `certificate`, `key` and `ca`, the `peer` as "host:port", the `name` that its
-    certificate must have, the `folder` of the inner sockets, and the number of the `party`'s process.
+    Takes the PEM `files` by name (`certificate`, `key`, `ca`, and `revoked` or None), which are read for every
+    connection anew, the `peer` as "host:port", the `name` that its certificate must have, the `folder` of the inner
+    sockets, and the number of the `party`'s process.
     """
 
-    def __init__(self, *, certificate: str, key: str, ca: str, peer: str, name: str, folder: str, party: int) -> None:
-        self.called, self.dialling = (tls_context(called, certificate, key, ca) for called in (True, False))
+    def __init__(self, *, files: Mapping[str, str | None], peer: str, name: str, folder: str, party: int) -> None:
+        self._files = files
         host, _, port = peer.rpartition(":")
         self.peer = (host.strip("[]"), int(port))
         self.name, self.folder, self.party = name, Path(folder), party
@@ -237,6 +194,10 @@ class Carrier:
         end = time.monotonic() + LAST_SECONDS
         while any(flow.held for flow in self._flows) and time.monotonic() < end:
             await asyncio.sleep(0.02)
+
+    def _context(self, server_side: bool) -> ssl.SSLContext:
+        certificate, key, ca = (str(self._files[name]) for name in ("certificate", "key", "ca"))
+        return tls_context(server_side, certificate, key, ca, self._files["revoked"])
 
     def status(self) -> dict[str, Any]:
         """Bytes (sent, received) of all connections that carried something, and why the last ones failed."""
@@ -305,7 +266,7 @@ class Carrier:
             ends.enter_context(near)
             try:
                 async with asyncio.timeout(SHAKE_SECONDS):
-                    outer = ends.enter_context(wrapped(self.called, near, server_side=True))
+                    outer = ends.enter_context(wrapped(self._context(True), near, server_side=True))
                     await when_ready(outer, outer.do_handshake)
                     await self._greet(outer)
             except OSError as error:
@@ -342,7 +303,7 @@ class Carrier:
                     far = ends.enter_context(
                         await asyncio.to_thread(socket.create_connection, self.peer, timeout=SHAKE_SECONDS)
                     )
-                    outer = ends.enter_context(wrapped(self.dialling, far, server_hostname=self.name))
+                    outer = ends.enter_context(wrapped(self._context(False), far, server_hostname=self.name))
                     await when_ready(outer, outer.do_handshake)
                     said = b""
                     while not said.endswith(b"\n") and len(said) < LONGEST_ANSWER:
@@ -393,7 +354,3 @@ def main() -> None:
         with contextlib.suppress(OSError):
             carrier.folder.rmdir()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.errors import InputError, PartyError
-from aero_compile.files import make_private_folder, write_private
+from aero_compile.files import make_private_folder, refuse_exposed, write_private
 from aero_compile.runtime.kernels.words import Words
 
 Prepared = dict[int, dict[str, Words]]
@@ -56,9 +56,11 @@ class Store:
 
         Raises:
             PartyError: it was used before.
-            InputError: there is none of this name, or it was made for something else.
+            InputError: there is none of this name, it was made for something else, or other users can read or write it,
+                in which case it is not marked.
         """
         path = self._file(name)
+        refuse_exposed(path)
         self._use(name)
         try:
             with np.load(path, allow_pickle=False) as file:

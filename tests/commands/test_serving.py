@@ -116,13 +116,17 @@ def test_the_prompt_comes_on_standard_input_and_a_stop_string_ends_the_text(
     assert "4 generated" not in bill
 
 
-def test_the_endpoint_answers_any_client_of_the_api(folder: Path, address: str) -> None:
+def test_the_endpoint_answers_any_client_of_the_api_with_a_key(folder: Path, address: str, tmp_path: Path) -> None:
     openai = pytest.importorskip("openai")
     port = str(parse_address(free_addresses(1)[0])[1])
-    with command(
-        *client("proxy", folder, address, "--port", port, "--name", "tiny", "--draft", "ngram"), until="has the model"
-    ) as running:
-        with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as api:
+    state = ["--state", str(tmp_path / "state")]
+    asked_for = client("proxy", folder, address, "--port", port, "--name", "tiny", "--draft", "ngram", *state)
+    with command(*asked_for, until="has the model") as running:
+        key = (tmp_path / "state" / "keys").read_text().split()[1]
+        stranger = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+        with stranger, pytest.raises(openai.AuthenticationError):
+            stranger.models.list()
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0) as api:
             asked: dict[str, Any] = {"model": "tiny", "prompt": "w3 w11", "temperature": 0, "max_tokens": 3}
             found = api.completions.create(**asked)
             assert found.choices[0].text.split() == words(eager_text([3, 11], 3)).split()

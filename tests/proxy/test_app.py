@@ -5,114 +5,29 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from aero_compile.decoding.sampling import Sampler, Sampling, log_probabilities
 from aero_compile.errors import OutOfRangeError, PartyError
-from aero_compile.runtime.generation.session import Cost, Guess, Session
-from tests.support.clear_session import ROOM, ClearDecoder, clear_session
+from aero_compile.runtime.generation.session import Cost
+from tests.support.clear_session import ROOM
+from tests.support.endpoint import NAME, TEMPLATE, Endpoint, make_tokenizer
 
 openai = pytest.importorskip("openai")
-uvicorn = pytest.importorskip("uvicorn")
+pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 pytest.importorskip("transformers")
 
-NAME = "demo"
-TEMPLATE = (
-    "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
-    "{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
-)
-
-
-class Endpoint:
-    """A running endpoint, and what stands behind it."""
-
-    def __init__(self, tokenizer: Any, bucket: int = 1) -> None:
-        from aero_compile.proxy.app import make_app
-        from aero_compile.proxy.writer import Writer
-
-        self.tokenizer, self.bucket = tokenizer, bucket
-        self.decoders: list[ClearDecoder] = []
-        self.fails_to_open: Exception | None = None
-        self.guess: Guess = lambda text: []
-        self.writer = Writer(self._open, tokenizer, None if bucket > 1 else lambda session: self.guess)
-        self.writer.open()
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self.port = self._socket.getsockname()[1]
-        app = make_app(self.writer, NAME, ["127.0.0.1"])
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
-        self._thread.start()
-        self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0)
-
-    def _open(self) -> Session:
-        if self.fails_to_open is not None:
-            raise self.fails_to_open
-        session, decoder = clear_session(len(self.tokenizer), self.bucket)
-        self.decoders.append(decoder)
-        return session
-
-    @contextlib.contextmanager
-    def guessing(self, guess: Guess) -> Iterator[None]:
-        """Guess the next tokens so, in sessions that are opened here."""
-        self.writer.close()
-        self.guess = guess
-        try:
-            yield
-        finally:
-            self.writer.close()
-            self.guess = lambda text: []
-
-    @property
-    def decoder(self) -> ClearDecoder:
-        return self.decoders[-1]
-
-    def continuation(self, prompt: str, count: int, sampler: Any = np.argmax) -> list[int]:
-        """Ids that the model gives, computed anew for every token."""
-        text = start = self.writer.encode(prompt)
-        for _ in range(count):
-            text = [*text, int(sampler(self.decoder.logits(text)))]
-        return text[len(start) :]
-
-    def text(self, ids: list[int]) -> str:
-        return str(self.tokenizer.backend_tokenizer.decode(ids))
-
-    def raw(self, path: str, body: bytes = b"", **headers: str) -> tuple[int, dict[str, Any]]:
-        """Status and content of the answer to a request made by hand."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        connection.request(
-            "POST" if body else "GET", path, body or None, {"content-type": "application/json"} | headers
-        )
-        answer = connection.getresponse()
-        content = json.loads(answer.read())
-        connection.close()
-        return answer.status, content
-
-    def close(self) -> None:
-        self.client.close()
-        self._server.should_exit = True
-        self._thread.join(60)
-        self.writer.close()
-
-
-def make_tokenizer(template: str | None) -> Any:
-    from aero_compile.training.tokenizer import train_tokenizer
-
-    made = train_tokenizer(["for x in range(10): print(x)\n" * 3, "def f(a, b):\n    return a + b\n" * 3], 300, False)
-    made.chat_template = template
-    return made
-
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Endpoint]:
-    with contextlib.closing(Endpoint(make_tokenizer(TEMPLATE))) as found:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
+    with contextlib.closing(Endpoint(make_tokenizer(TEMPLATE), tmp_path_factory.mktemp("home") / "state")) as found:
         yield found
 
 
@@ -279,9 +194,9 @@ def test_a_chat_is_written_by_the_template(endpoint: Endpoint) -> None:
 
 
 @pytest.mark.parametrize("bucket", [1, 8])
-def test_a_chat_without_a_number_of_tokens_takes_what_fits(bucket: int) -> None:
+def test_a_chat_without_a_number_of_tokens_takes_what_fits(bucket: int, tmp_path: Path) -> None:
     asked: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "abcdefgh" * 3}], "temperature": 0}
-    with contextlib.closing(Endpoint(make_tokenizer(TEMPLATE), bucket)) as endpoint:
+    with contextlib.closing(Endpoint(make_tokenizer(TEMPLATE), tmp_path / "state", bucket)) as endpoint:
         fits = endpoint.writer.open()
         found = endpoint.client.chat.completions.create(**asked)
         most = fits.most_new_tokens(found.usage.prompt_tokens)
@@ -430,7 +345,7 @@ def test_a_connection_outlives_a_bug(endpoint: Endpoint) -> None:
         for status in (500, 200, 500, 200):
             endpoint.writer.open()
             endpoint.decoder.fails, endpoint.decoder.fails_after = ZeroDivisionError() if status == 500 else None, 0
-            connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+            connection.request("POST", "/v1/completions", body, endpoint.headers)
             used = connection.sock
             answer = connection.getresponse()
             answer.read()

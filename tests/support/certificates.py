@@ -39,6 +39,15 @@ def certificate(
     return TLSConfig(*(str(folder / file) for file in (f"{name}.pem", f"{name}.key", f"{authority}.pem")))
 
 
+def made_config(folder: Path, name: str, listed: bool = True, peer_name: str | None = None) -> TLSConfig:
+    """The certificate of a name in a folder of `aero-compile certs`, with its list of revoked ones if `listed`."""
+    certificate, key, ca, revoked = (str(folder / file) for file in (f"{name}.pem", f"{name}.key", *_SHARED))
+    return TLSConfig(certificate, key, ca, peer_name, revoked if listed else None)
+
+
+_SHARED = ("authority.pem", "revoked.pem")
+
+
 def arguments(tls: TLSConfig) -> list[str]:
     """The options of a party started by hand."""
     return ["--tls-cert", tls.certificate, "--tls-key", tls.private_key, "--tls-ca", tls.ca]

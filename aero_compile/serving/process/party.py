@@ -49,6 +49,7 @@ from aero_compile.serving.process.orders import (
     Prepare,
     Take,
 )
+from aero_compile.serving.process.users import User, become, from_argument
 from aero_compile.serving.transport.wire import LENGTH
 
 PARENT_GONE = 4
@@ -76,8 +77,8 @@ class _Inwards:
 class SessionParty:
     """One party, from its first order to its last."""
 
-    def __init__(self, rank: int, protocol: str, timeout: float) -> None:
-        self._rank, self._protocol, self._timeout = rank, protocol, timeout
+    def __init__(self, rank: int, protocol: str, timeout: float, user: User | None) -> None:
+        self._rank, self._protocol, self._timeout, self._user = rank, protocol, timeout, user
         self._inputs: dict[str, PartyInputs] = {}
         self._computations: dict[str, Computation] = {}
         self._generation: tuple[Programs, Arrays, Arrays] | None = None
@@ -111,6 +112,9 @@ class SessionParty:
         if order.generation is not None:
             self._generation = self._held_generation(order.generation)
         self._spu = import_spu()
+        if self._user is not None:
+            become(self._user)
+            self._user = None
         return Loaded()
 
     def _held_generation(self, held: Held) -> tuple[Programs, Arrays, Arrays]:
@@ -197,11 +201,11 @@ def _orders(end: socket.socket) -> Iterator[Order]:
 
 
 def main(argv: list[str]) -> int:
-    """Run with the rank, the protocol, the seconds of a computation and the number of the socket."""
-    rank, protocol, timeout, descriptor = int(argv[0]), argv[1], float(argv[2]), int(argv[3])
+    """Run with the rank, the protocol, the seconds of a computation, the number of the socket, and the user to be."""
+    rank, protocol, timeout, descriptor, user = int(argv[0]), argv[1], float(argv[2]), int(argv[3]), argv[4]
     os.umask(0o077)
     end = socket.socket(fileno=descriptor)
-    party = SessionParty(rank, protocol, timeout)
+    party = SessionParty(rank, protocol, timeout, from_argument(user))
 
     def say(report: BaseModel, content: bytes = b"") -> None:
         data = report.model_dump_json().encode()

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from aero_compile import errors
 from aero_compile.errors import AeroError, PartyError
@@ -29,9 +29,13 @@ from aero_compile.serving.process.orders import (
     SetUp,
     Take,
 )
+from aero_compile.serving.process.users import User, to_argument
 from aero_compile.serving.transport.wire import CHUNK, Channel, Lost
 
 R = TypeVar("R", Loaded, Met, Computed)
+
+WORDS = 1 << 16
+"""Bytes at the end of what a process has written to standard error that are looked at."""
 
 LINE = 300
 """Characters of a process's last words that an error shows."""
@@ -40,20 +44,31 @@ LINE = 300
 class Worker:
     """The process of one party. `folder` is for it alone; Unix sockets `in` and `out` are there (see `links`)."""
 
-    def __init__(self, rank: int, folder: Path, process: subprocess.Popen[bytes], channel: Channel) -> None:
+    def __init__(
+        self, rank: int, folder: Path, process: subprocess.Popen[bytes], channel: Channel, words: BinaryIO
+    ) -> None:
         self.rank, self.folder, self.process = rank, folder, process
-        self._channel = channel
+        self._channel, self._words = channel, words
 
     @classmethod
-    async def start(cls, rank: int, folder: Path, protocol: str, timeout: float) -> Worker:
-        """Start the process; `timeout`: seconds that it waits for a message of the other party."""
+    async def start(cls, rank: int, folder: Path, protocol: str, timeout: float, user: User | None = None) -> Worker:
+        """Start the process.
+
+        Args:
+            rank: of the party.
+            folder: for the process alone.
+            protocol: that it computes in.
+            timeout: seconds that it waits for a message of the other party.
+            user: that the process becomes once it has read its programs and weights, before it meets the other party.
+        """
         near, far = socket.socketpair()
         root = str(Path(errors.__file__).resolve().parent.parent)
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         command = [sys.executable, "-m", "aero_compile.serving.process.party", str(rank), protocol, str(timeout)]
-        with far, (folder / "stderr.txt").open("wb") as words:
+        words = (folder / "stderr.txt").open("w+b")  # read through this handle: the folder is the process's to change
+        with far:
             process = subprocess.Popen(
-                [*command, str(far.fileno())],
+                [*command, str(far.fileno()), to_argument(user)],
                 cwd=folder,
                 env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
                 stdin=subprocess.DEVNULL,
@@ -63,7 +78,7 @@ class Worker:
                 start_new_session=True,  # a Ctrl-C at the terminal is for the side that started it
             )
         reader, writer = await asyncio.open_connection(sock=near, limit=CHUNK)
-        return cls(rank, folder, process, Channel(reader, writer, timeout))
+        return cls(rank, folder, process, Channel(reader, writer, timeout), words)
 
     async def load(self, order: Load | Take, seconds: float) -> None:
         """Let it read its programs, or take the client's tokens.
@@ -121,8 +136,9 @@ class Worker:
             return late
         if code < 0:
             return f"the {role}'s party was killed by signal {-code}"
-        said = (self.folder / "stderr.txt").read_text(errors="replace").strip().splitlines()[-1:]
-        return f"the {role}'s party ended with code {code}" + "".join(f": {line[:LINE]}" for line in said)
+        said = os.pread(self._words.fileno(), WORDS, max(0, os.fstat(self._words.fileno()).st_size - WORDS))
+        last = said.decode(errors="replace").strip().splitlines()[-1:]
+        return f"the {role}'s party ended with code {code}" + "".join(f": {line[:LINE]}" for line in last)
 
     async def end(self) -> None:
         """End the process, wherever it is."""
@@ -130,3 +146,4 @@ class Worker:
         if self.process.poll() is None:
             self.process.kill()
         await asyncio.to_thread(self.process.wait)
+        self._words.close()

@@ -18,6 +18,7 @@ from aero_compile.runtime.hosts.link import PORT_TAKEN, parse_address
 from aero_compile.runtime.hosts.tls import TLSConfig, explain
 from aero_compile.runtime.hosts.tunnel import accepted, what_failed
 from aero_compile.serving.transport.messages import FIRST, Hello, Link
+from aero_compile.serving.transport.revocation import REVOKED, Revocations
 from aero_compile.serving.transport.wire import CHUNK, LARGEST_FIRST, Channel
 
 SHAKE_SECONDS = 10.0
@@ -36,6 +37,8 @@ class Caller:
 
     name: str
     host: str
+    serial: int | None = None
+    """Of its certificate; None without TLS."""
 
 
 Take = Callable[[Channel, Hello | Link, Caller], Awaitable[None]]
@@ -68,7 +71,7 @@ async def dial(address: str, tls: TLSConfig | None, silence: float) -> Channel:
     """
     host, port = parse_address(address)
     name = None if tls is None else tls.peer_name or host
-    context = None if tls is None else tls.context(False)
+    context = _dialling(tls, address)
     try:
         async with asyncio.timeout(min(SHAKE_SECONDS, silence)):
             reader, writer = await asyncio.open_connection(
@@ -85,6 +88,14 @@ async def dial(address: str, tls: TLSConfig | None, silence: float) -> Channel:
         raise PartyError(f"{address}: {explain(*what_failed(error))}{checked}") from error
     _no_delay(writer)
     return Channel(reader, writer, silence)
+
+
+def _dialling(tls: TLSConfig | None, address: str) -> ssl.SSLContext | None:
+    """The context of the end that dials, of the files as they are now."""
+    try:
+        return None if tls is None else tls.context(False)
+    except (InputError, OSError, ValueError) as error:
+        raise PartyError(f"{address} is not called: {error}") from error
 
 
 def listen(address: str) -> socket.socket:
@@ -118,12 +129,13 @@ class Port:
         refused: Callable[[str, str], None],
     ) -> None:
         self._listener, self._take, self._refused, self._silence = listener, take, refused, silence
-        self._context = None if tls is None else tls.context(True)
+        self._tls = tls
         self._unknown: dict[asyncio.Task[None], None] = {}
-        self._known: dict[asyncio.Task[None], str] = {}
+        self._known: dict[asyncio.Task[None], Caller] = {}
 
     async def run(self) -> None:
         """Accept until cancelled; then everyone's connection is closed."""
+        expelling = asyncio.create_task(self._expel())
         try:
             while True:
                 near, address = await accepted(self._listener)
@@ -137,10 +149,20 @@ class Port:
                 task.add_done_callback(self._forget)
         finally:
             self._listener.close()
-            tasks = [*self._unknown, *self._known]
+            tasks = [expelling, *self._unknown, *self._known]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _expel(self) -> None:
+        """End the connections of callers whose certificates are revoked while they are here."""
+        revocations = Revocations(self._tls)
+        for seconds in revocations.looks():
+            revoked = revocations.now()
+            for task in [task for task, caller in self._known.items() if caller.serial in revoked]:
+                if not task.cancelling():  # a second time would disturb what it does to end
+                    task.cancel(REVOKED)
+            await asyncio.sleep(seconds)
 
     def _forget(self, task: asyncio.Task[None]) -> None:
         self._unknown.pop(task, None)
@@ -154,15 +176,15 @@ class Port:
             async with asyncio.timeout(SHAKE_SECONDS):
                 channel = await self._shake_hands(near)
                 stage = "it did not say in time what it wants"
-                caller = Caller(_name(channel.writer) or host, host)
+                caller = Caller(_name(channel.writer) or host, host, serial_of(channel.writer))
                 first = await channel.receive(FIRST, LARGEST_FIRST)
-            if sum(name == caller.name for name in self._known.values()) >= KNOWN:
+            if sum(known.name == caller.name for known in self._known.values()) >= KNOWN:
                 raise PartyError(f"{caller.name} has {KNOWN} connections already")
             self._keep(caller)
             await self._take(channel, first, caller)
         except TimeoutError:
             self._refused(host, stage)
-        except PartyError as error:
+        except (PartyError, InputError) as error:
             self._refused(host, str(error))
         except OSError as error:
             self._refused(host, explain(*what_failed(error)))
@@ -174,15 +196,24 @@ class Port:
         task = asyncio.current_task()
         assert task is not None
         self._unknown.pop(task, None)
-        self._known[task] = caller.name
+        self._known[task] = caller
+
+    def _context(self, near: socket.socket) -> ssl.SSLContext | None:
+        """The context for one caller, of the files as they are now; `near` is closed if they cannot be used."""
+        try:
+            return None if self._tls is None else self._tls.context(True)
+        except BaseException:
+            near.close()
+            raise
 
     async def _shake_hands(self, near: socket.socket) -> Channel:
         loop = asyncio.get_running_loop()
+        context = self._context(near)
         reader = asyncio.StreamReader(limit=CHUNK, loop=loop)
         protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
-        timeout = None if self._context is None else SHAKE_SECONDS
+        timeout = None if context is None else SHAKE_SECONDS
         transport, _ = await loop.connect_accepted_socket(
-            lambda: protocol, near, ssl=self._context, ssl_handshake_timeout=timeout
+            lambda: protocol, near, ssl=context, ssl_handshake_timeout=timeout
         )
         writer = asyncio.StreamWriter(transport, protocol, reader, loop)
         _no_delay(writer)
@@ -196,6 +227,13 @@ def _name(writer: asyncio.StreamWriter) -> str:
         return ""
     names = (end.getpeercert() or {}).get("subjectAltName", ())
     return str(names[0][1])[:100] if names else hashlib.sha256(end.getpeercert(True)).hexdigest()
+
+
+def serial_of(writer: asyncio.StreamWriter) -> int | None:
+    """The serial number of the peer's certificate; None without TLS."""
+    end = writer.get_extra_info("ssl_object")
+    serial = "" if end is None else str((end.getpeercert() or {}).get("serialNumber", ""))
+    return int(serial, 16) if serial else None
 
 
 def _no_delay(writer: asyncio.StreamWriter) -> None:

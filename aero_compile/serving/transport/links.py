@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import stat
 import struct
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -28,21 +29,37 @@ Counted = Callable[[int, int], None]
 
 
 class Links:
-    """One side of a session's link. `lead_out` is called with each connection that the own party opens."""
+    """One side of a session's link.
+
+    Args:
+        folder: of the party's process.
+        lead_out: called with each connection that the own party opens.
+        counted: told what passes.
+        silence: seconds that an end of a connection may take over a piece.
+        owner: number of the user that the party runs as; None: this process's. `folder` is given to it.
+    """
 
     def __init__(
-        self, folder: Path, lead_out: Callable[[Channel], Awaitable[None]], counted: Counted, silence: float
+        self,
+        folder: Path,
+        lead_out: Callable[[Channel], Awaitable[None]],
+        counted: Counted,
+        silence: float,
+        owner: int | None = None,
     ) -> None:
         self._descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
         self._folder = Path(f"/proc/self/fd/{self._descriptor}")  # a socket's path may have 107 characters
         self._lead_out, self._counted, self._silence = lead_out, counted, silence
-        self._party = -1
+        self._party, self._owner = -1, os.geteuid() if owner is None else owner
         self._open: set[Channel] = set()
         self._server: asyncio.AbstractServer | None = None
 
     async def listen(self) -> None:
         """Let the party dial, once `admit` has said which process it is."""
         self._server = await asyncio.start_unix_server(self._called, str(self._folder / "out"), limit=CHUNK)
+        if self._owner != os.geteuid():
+            os.chown("out", self._owner, -1, dir_fd=self._descriptor, follow_symlinks=False)
+            os.chown(self._folder, self._owner, -1)
 
     def admit(self, party: int) -> None:
         """Take calls of the process with this number, and no other."""
@@ -54,7 +71,7 @@ class Links:
         channel = Channel(reader, writer, self._silence)
         # CancelledError: the loop ends, and asyncio's own caller would complain about it
         with self._held(channel), contextlib.suppress(PartyError, OSError, asyncio.CancelledError):
-            if caller == self._party and user == os.getuid():
+            if caller == self._party and user == self._owner:
                 await self._lead_out(channel)
 
     async def lead_in(self, outer: Channel) -> None:
@@ -63,10 +80,29 @@ class Links:
         async with asyncio.timeout(WAIT_SECONDS):
             while not path.exists():
                 await asyncio.sleep(0.01)
-            reader, writer = await asyncio.open_unix_connection(str(path), limit=CHUNK)
+            with self._own_socket() as place:
+                reader, writer = await asyncio.open_unix_connection(place, limit=CHUNK)
         inner = Channel(reader, writer, self._silence)
         with self._held(inner):
             await self.join(inner, outer)
+
+    @contextlib.contextmanager
+    def _own_socket(self) -> Iterator[str]:
+        """The path of the socket at which the party listens, and of no other that it may have put in its place.
+
+        Where the party has another user, this process can connect to sockets that the party cannot.
+
+        Raises:
+            PartyError: it is not a socket of the party's user.
+        """
+        descriptor = os.open("in", os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._descriptor)
+        try:
+            found = os.fstat(descriptor)
+            if not stat.S_ISSOCK(found.st_mode) or found.st_uid != self._owner:
+                raise PartyError("the party does not listen at a socket of its own")
+            yield f"/proc/self/fd/{descriptor}"
+        finally:
+            os.close(descriptor)
 
     async def join(self, inner: Channel, outer: Channel) -> None:
         """Pass on what comes from either to the other, until one ends; what was taken by then still arrives."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,8 +12,8 @@ import torch
 
 from aero_compile import private_generate
 from aero_compile.errors import InputError, OutOfRangeError, PartyError
-from aero_compile.runtime import compile_generation
-from aero_compile.runtime.generation.private import local_decoder, local_session
+from aero_compile.runtime import TLSConfig, compile_generation
+from aero_compile.runtime.generation.private import _tls, local_decoder, local_session
 from aero_compile.runtime.generation.session import Logits, Session, Token
 from tests.support.tiny_generation import (
     PROMPT,
@@ -261,3 +263,9 @@ def test_other_positions_and_heads(kind: str, options: dict[str, Any], protocol:
 def test_what_cannot_be_generated_is_refused_first(ids: object, options: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=message):
         private_generate(small_captured(), ids, **{"max_new_tokens": 1, **options})  # type: ignore[arg-type]
+
+
+def test_both_parties_get_the_list_of_revoked_certificates() -> None:
+    tls = TLSConfig("own.pem", "own.key", "ca.pem", revoked="revoked.pem")
+    assert _tls(tls)[-2:] == ["--tls-revoked", os.path.abspath("revoked.pem")]
+    assert "--tls-revoked" not in _tls(replace(tls, revoked=None))

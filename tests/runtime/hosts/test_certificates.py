@@ -13,7 +13,8 @@ from aero_compile.__main__ import main
 from aero_compile.errors import AeroError, InputError, OutputDirError
 from aero_compile.runtime import TLSConfig
 from aero_compile.runtime.hosts.certificates import make_certificates
-from aero_compile.runtime.hosts.tunnel import certifies, tls_context
+from aero_compile.runtime.hosts.tls_context import certifies
+from tests.support.handshakes import shake_hands
 
 x509 = pytest.importorskip("cryptography.x509")
 
@@ -32,28 +33,11 @@ def config(folder: Path, name: str, authority: Path | None = None) -> TLSConfig:
     return TLSConfig(str(folder / f"{name}.pem"), str(folder / f"{name}.key"), str(ca))
 
 
-def shake_hands(server: TLSConfig, client: TLSConfig, host: str) -> dict[str, object]:
-    """Connect two ends in memory as two hosts do; returns the client's certificate as the server sees it."""
-    contexts = [
-        tls_context(called, end.certificate, end.private_key, end.ca)
-        for called, end in ((True, server), (False, client))
-    ]
-    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
-    called = contexts[0].wrap_bio(there, back, server_side=True)
-    dialled = contexts[1].wrap_bio(back, there, server_hostname=host)
-    for end in (dialled, called, dialled, called):
-        try:
-            end.do_handshake()
-        except ssl.SSLWantReadError:
-            continue
-    dialled.write(b"hello")
-    assert called.read(5) == b"hello"
-    return dict(called.getpeercert() or {})
-
-
 def test_keys_are_their_owners_alone(folder: Path) -> None:
     names = {"authority", "server", "client", "10.0.0.2"}
-    assert {path.name for path in folder.iterdir()} == {f"{n}.{kind}" for n in names for kind in ("pem", "key")}
+    assert {path.name for path in folder.iterdir()} == {"revoked.pem"} | {
+        f"{name}.{kind}" for name in names for kind in ("pem", "key")
+    }
     for made in (folder, folder.parent):
         assert stat.S_IMODE(made.stat().st_mode) == 0o700
     for name in names:
@@ -127,7 +111,7 @@ def test_the_authority_signs_more_clients_later(folder: Path) -> None:
         (folder / name).unlink()
 
 
-@pytest.mark.parametrize("left", ["authority.pem", "server.key", "client.pem"])
+@pytest.mark.parametrize("left", ["authority.pem", "server.key", "client.pem", "revoked.pem"])
 def test_nothing_is_replaced(left: str, tmp_path: Path) -> None:
     folder = tmp_path / "made"
     folder.mkdir(mode=0o700)

@@ -21,16 +21,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aero_compile.errors import InputError, PartyError
+from aero_compile.errors import AeroError, InputError, PartyError
 from aero_compile.runtime import TLSConfig, private_inference
 from aero_compile.runtime.hosts import link
+from aero_compile.runtime.hosts.certificate_changes import revoke_certificates
+from aero_compile.runtime.hosts.certificates import make_certificates
 from aero_compile.runtime.hosts.link import free_addresses, not_connected, parse_address
 from aero_compile.runtime.hosts.network import Relay
 from aero_compile.runtime.hosts.network_spec import Network
 from aero_compile.runtime.hosts.tls import TLSWay
-from aero_compile.runtime.hosts.tunnel import CHUNK, HANDSHAKES, certifies
+from aero_compile.runtime.hosts.tls_context import certifies
+from aero_compile.runtime.hosts.tunnel import CHUNK, HANDSHAKES
 from aero_compile.runtime.roles import CLIENT, SERVER
-from tests.support.certificates import arguments, certificate, needs_openssl
+from tests.support.certificates import arguments, certificate, made_config, needs_openssl
 from tests.support.runtime_tiny import IDS, exported, logits_of, tiny_model
 from tests.support.two_hosts import both, end_server_in_the_middle, party
 
@@ -59,6 +62,7 @@ def test_files_that_cannot_work_are_refused_at_once(tls: TLSConfig, folder: Path
     other = certificate(folder, "other")
     junk, locked = folder / "junk.pem", folder / "locked.key"
     junk.write_text("junk")
+    junk.chmod(0o600)
     command = ["openssl", "pkey", "-aes256", "-passout", "pass:word", "-in", tls.private_key, "-out", str(locked)]
     subprocess.run(command, check=True, capture_output=True)
     expired = certificate(folder, "expired", days=-1)
@@ -98,6 +102,24 @@ def test_the_launcher_refuses_a_certificate_of_another_host(folder: Path) -> Non
     elsewhere = certificate(folder, "elsewhere-host", names="DNS:host.example")
     with pytest.raises(InputError, match=r"not valid for '127\.0\.0\.1'"):
         private_inference(tiny_model(), IDS, "semi2k", tls=elsewhere)
+
+
+def test_the_launcher_hands_the_list_of_revoked_certificates_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the parties, which look at it themselves; by a relative path, too, since they have folders of their own."""
+    pytest.importorskip("cryptography")
+    make_certificates(tmp_path / "keys", ["127.0.0.1"])
+    monkeypatch.chdir(tmp_path)
+    tls = made_config(Path("keys"), "server")
+    logits, _ = private_inference(tiny_model(), IDS, "semi2k", tls=tls)
+    np.testing.assert_allclose(logits, logits_of(tiny_model()), rtol=0, atol=5e-3)
+    revoke_certificates(tmp_path / "keys", ["server"])
+    for launcher_looks in (True, False):
+        if not launcher_looks:
+            monkeypatch.setattr(TLSConfig, "check", lambda self, own_name=None: None)
+        with pytest.raises(AeroError, match="certificate revoked"):
+            private_inference(tiny_model(), IDS, "semi2k", tls=tls)
 
 
 @pytest.mark.parametrize(
@@ -208,6 +230,28 @@ def test_bytes_arrive_as_they_were_sent_and_are_counted(tls: TLSConfig) -> None:
         both.connect()
         assert all(way.read()[1] >= was for way, was in zip(both.ways, total, strict=True))
     assert both.lost == []
+
+
+def test_a_revoked_party_gets_no_connection_from_then_on(tmp_path: Path) -> None:
+    """The list is read for every connection anew, while both processes go on."""
+    pytest.importorskip("cryptography")
+    make_certificates(tmp_path / "keys", ["127.0.0.1"], ["alice"])
+    server, alice = (
+        made_config(tmp_path / "keys", name, peer_name=peer)
+        for name, peer in (("server", "alice"), ("alice", "127.0.0.1"))
+    )
+    with Ways(server, alice) as both:
+        for end in both.connect(1):
+            end.close()
+        revoke_certificates(tmp_path / "keys", ["alice"])
+        with dial(both.ways[1].other) as near, contextlib.suppress(ConnectionResetError):
+            near.sendall(b"!")
+            assert near.recv(1) == b""
+        until(lambda: "its certificate is refused: certificate revoked" in both.ways[0].reason())
+        (tmp_path / "keys" / "revoked.pem").unlink()
+        with dial(both.ways[1].other) as near, contextlib.suppress(ConnectionResetError):
+            assert near.recv(1) == b""
+        until(lambda: "the list of revoked certificates cannot be read" in both.ways[1].reason())
 
 
 def test_what_nobody_takes_is_not_taken_in(tls: TLSConfig) -> None:

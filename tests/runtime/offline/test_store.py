@@ -143,6 +143,7 @@ def test_other_weights_roles_or_programs_have_none(tmp_path: Path) -> None:
 def test_damaged_files_are_refused_and_used_up(tmp_path: Path, content: bytes) -> None:
     here = store(tmp_path)
     (here.folder / f"{NAME}.npz").write_bytes(content)
+    (here.folder / f"{NAME}.npz").chmod(0o600)
     with pytest.raises(InputError, match="cannot be read"):
         here.take(NAME)
     assert here.ready() == []
