@@ -12,13 +12,16 @@ _AGREEMENT = b"root:"
 """Begins the key of what the parties compare before there is a share."""
 
 
-def payloads(flow: bytes) -> list[tuple[str, bytes]]:
-    """The key and the content of every message that may have shares, in one direction of one connection, in order."""
-    found = []
+def payloads(flow: bytes, agreed: bool = False) -> list[tuple[str, bytes]]:
+    """The key and the content of every message that may have shares, in one direction of one connection, in order.
+
+    `agreed`: with those on the link itself, which are what the parties agree on and, in Cheetah, ciphertexts.
+    """
+    found, without = [], (_ACKNOWLEDGEMENT,) if agreed else (_ACKNOWLEDGEMENT, _AGREEMENT)
     for frame in _frames(flow):
         fields = dict(_fields(frame))
         key = fields.get(_KEY, b"")
-        if key and _VALUE in fields and not key.startswith((_ACKNOWLEDGEMENT, _AGREEMENT)):
+        if key and _VALUE in fields and not key.startswith(without):
             found.append((key.decode(errors="replace"), fields[_VALUE]))
     return found
 

@@ -37,7 +37,7 @@ class Ciphertext:
 
 def ciphertexts_in(flows: Iterable[bytes]) -> list[Ciphertext]:
     """The ciphertexts in the recorded connections to one party, in order."""
-    contents = [content for flow in flows for _, content in payloads(flow)]
+    contents = [content for flow in flows for _, content in payloads(flow, agreed=True)]
     return [found for content in contents if (found := _ciphertext(content)) is not None]
 
 
