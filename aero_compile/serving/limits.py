@@ -15,7 +15,8 @@ class Limits:
         workers: computations at once.
         max_waiting: requests that wait for their turn; more are refused.
         max_sessions: clients that hold a party at once; each takes the memory of the weights.
-        max_tokens_per_client: tokens that are computed for a client, by the length of the programs; None: any number.
+        max_tokens_per_client: tokens that a client may have computed, over all its sessions and all starts of the
+            server: rows of logits of whole texts, positions of generated ones. None: any number.
         max_prepared: runs of one program that a session holds prepared ahead, of programs compiled with
             `offline=True`; 0: none.
         idle_seconds: a client that asks for nothing for so long is sent away.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TextIO
 
+from aero_compile.errors import InputError
 from aero_compile.runtime.hosts.scratch import scratch_folder
 from aero_compile.runtime.hosts.tls import TLSConfig
 from aero_compile.serving.journal import LOGGER, Lines, note
@@ -21,6 +22,7 @@ from aero_compile.serving.metrics import HOST, Metrics
 from aero_compile.serving.offer import read_offer
 from aero_compile.serving.programs import find_programs
 from aero_compile.serving.session import Session, Shared
+from aero_compile.serving.token_budget import TokenBudget
 from aero_compile.serving.transport.endpoint import Caller, Port, check_way, listen
 from aero_compile.serving.transport.messages import Hello, Link
 from aero_compile.serving.transport.wire import Channel
@@ -33,8 +35,11 @@ STOP_SECONDS = 5.0
 class Server:
     """A server that is not running yet: everything that can be wrong beforehand is found here.
 
+    `state`: folder (made with mode 0700) where the tokens that clients have spent are kept for the next start; one
+    server at a time may use it.
+
     Raises:
-        InputError: what is offered, the certificates or the limits cannot be used.
+        InputError: what is offered, the certificates, the limits or `state` cannot be used.
         PartyError: the port is taken.
     """
 
@@ -49,10 +54,16 @@ class Server:
         set_up: bool = True,
         limits: Limits | None = None,
         metrics_port: int | None = None,
+        state: str | os.PathLike[str] | None = None,
     ) -> None:
         check_way(tls, insecure_plain)
         self.limits = limits or Limits()
         self.limits.check()
+        if self.limits.max_tokens_per_client is not None and state is None:
+            raise InputError(
+                "max_tokens_per_client: a server that is started again must know what clients have spent; give a "
+                "private folder for it, state= (--state DIR)"
+            )
         self._offered = read_offer(programs, protocol)
         self._contents = self._offered.contents
         self._tls, self._protocol, self._set_up, self._metrics_port = tls, protocol, set_up, metrics_port
@@ -60,6 +71,11 @@ class Server:
         self.metrics = Metrics()
         self.address = address
         self._listener = listen(address)
+        try:
+            self._budget = TokenBudget(self.limits.max_tokens_per_client, state)
+        except BaseException:
+            self._listener.close()
+            raise
         self._stop: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -67,12 +83,13 @@ class Server:
         """Serve until `stop` is called; `ready` is called once callers are answered."""
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         with contextlib.ExitStack() as held:
+            held.callback(self._budget.close)
             folder = held.enter_context(scratch_folder())
             if self._metrics_port is not None:
                 held.callback(self.metrics.serve(self._metrics_port))
                 note("metrics", address=f"{HOST}:{self._metrics_port}")
             turns = Turns(self.limits.workers, self.limits.max_waiting)
-            settings = (self._protocol, self._set_up, self.limits, folder, turns, self.metrics)
+            settings = (self._protocol, self._set_up, self.limits, folder, turns, self.metrics, self._budget)
             shared = Shared(self._offered, self._contents, *settings)
             self._watch(shared)
 
@@ -148,7 +165,8 @@ def serve(
         protocol: "cheetah" (secure against semi-honest parties) or "semi2k" (for tests: the server could open shares).
         compiling: options of `aero_compile.runtime.compile_model`.
         log: a text file for the log, a JSON object a line; standard error by default.
-        options: of `aero_compile.serving.server.Server`: `tls` or `insecure_plain`, `limits`, `set_up`, `metrics_port`.
+        options: of `aero_compile.serving.server.Server`: `tls` or `insecure_plain`, `limits`, `set_up`,
+            `metrics_port`, `state`.
 
     Raises:
         InputError: what is served, the certificates or the limits cannot be used.

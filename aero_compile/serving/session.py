@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import shutil
 import time
@@ -24,6 +25,7 @@ from aero_compile.serving.process import orders
 from aero_compile.serving.process.orders import Advance, Compute, Load
 from aero_compile.serving.process.worker import Worker
 from aero_compile.serving.session_link import SessionLink
+from aero_compile.serving.token_budget import OverBudget, Reservation, TokenBudget
 from aero_compile.serving.transport.agreement import check_versions, versions
 from aero_compile.serving.transport.endpoint import Caller
 from aero_compile.serving.transport.messages import (
@@ -58,7 +60,7 @@ ASKED = 4
 
 @dataclass
 class Shared:
-    """What all sessions of a server have in common. `spent`: tokens that were computed for each client."""
+    """What all sessions of a server have in common."""
 
     offered: Offered
     contents: dict[tuple[str, str], bytes]
@@ -68,8 +70,8 @@ class Shared:
     folder: Path
     turns: Turns
     metrics: Metrics
+    budget: TokenBudget
     sessions: dict[str, Session] = field(default_factory=dict)
-    spent: Counter[str] = field(default_factory=Counter)
 
 
 class _End(Exception):
@@ -95,6 +97,7 @@ class Session:
         self._worker: Worker | None = None
         self._link: SessionLink | None = None
         self._folder: Path | None = None
+        self._reserved: Reservation | None = None
         self._positions = 0
         self._prepared: Counter[str] = Counter()
         self._number = secrets.token_hex(4)
@@ -183,7 +186,7 @@ class Session:
             digest=offered.digest,
             programs=tuple(each.facts for each in offered.forwards),
             generation=None if offered.generation is None else offered.generation.facts,
-            tokens_left=self._tokens_left(),
+            tokens_left=self._shared.budget.left(self._caller.name),
             idle_seconds=self._limits.idle_seconds,
             set_up=self._shared.set_up,
             most_prepared=self._limits.max_prepared,
@@ -225,7 +228,10 @@ class Session:
             raise Garbled("the session is open already")
         if len(shared.sessions) >= limits.max_sessions:
             raise _End("sessions", f"the server has {limits.max_sessions} sessions, and takes no more; try later")
-        self._charge(0)
+        try:
+            shared.budget.check(self._caller.name, 0)
+        except OverBudget as error:
+            raise _End("tokens", str(error)) from error
         shared.sessions[self._ticket] = self
         self._folder = shared.folder / self._number
         self._folder.mkdir(mode=0o700)
@@ -257,7 +263,7 @@ class Session:
         if not found:
             raise _no_program(digest)
         (facts,) = found
-        await self._compute(Compute(program=digest), facts.batch * facts.length)
+        await self._compute(Compute(program=digest), facts.batch * facts.length, facts.batch * facts.positions)
 
     async def _step(self, asked: Step) -> None:
         """Compute positions of the text whose cached values both parties hold."""
@@ -269,7 +275,7 @@ class Session:
         if name == CLOSE:
             raise _no_program(name)
         count = generation.programs.all[name].tokens.shape[1]
-        await self._compute(Advance(program=name, position=position, tokens=None), count)
+        await self._compute(Advance(program=name, position=position, tokens=None), count, count)
         self._prepared[name] -= self._prepared[name] > 0
         self._positions = position + kept
 
@@ -294,14 +300,20 @@ class Session:
         said: dict[str, Any] = {"program": name, "bytes": done.bytes, "seconds": round(done.seconds, 3)}
         note("prepared", session=self._number, client=self._caller.name, **said)
 
-    async def _compute(self, order: Compute | Advance, tokens: int) -> None:
-        """Let the own party do its part of a computation of so many tokens, when it is this client's turn."""
+    async def _compute(self, order: Compute | Advance, tokens: int, spends: int) -> None:
+        """Let the own party do its part of a computation of so many tokens, when it is this client's turn.
+
+        The client has `spends` tokens less from now on; `_refund` gives them back if nothing was opened.
+        """
         if self._worker is None or self._link is None:
             raise Garbled("the session is not open")
         shared = self._shared
-        self._charge(tokens)
+        self._worker.forget_opened()
+        try:
+            self._reserved = shared.budget.reserve(self._caller.name, spends)
+        except OverBudget as error:
+            raise _End("tokens", str(error)) from error
         async with self._turn():
-            shared.spent[self._caller.name] += tokens
             await self._channel.send(Started())
             started, outside = time.monotonic(), None
             try:
@@ -309,6 +321,7 @@ class Session:
                 await self._link.while_moving(computing, self._limits.stall_seconds)
             except OutOfRangeError as error:  # the client's party knows it too
                 outside = error
+            self._reserved = None  # computed: spent, out of range or not
             seconds = time.monotonic() - started
             ends = outside if isinstance(order, Advance) else None  # after a whole text, the next may be better
             if ends is None:
@@ -319,15 +332,20 @@ class Session:
         if ends is not None:
             raise ends
 
-    def _tokens_left(self) -> int | None:
-        most = self._limits.max_tokens_per_client
-        return None if most is None else max(0, most - self._shared.spent[self._caller.name])
+    def _refund(self) -> None:
+        """Give back what was reserved for a computation that broke off; only after the party's process has ended.
 
-    def _charge(self, tokens: int) -> None:
-        left = self._tokens_left()
-        if left is not None and (left < tokens or left == 0):
-            most = self._limits.max_tokens_per_client
-            raise _End("tokens", f"{self._caller.name} has {left} of {most} tokens left, and this takes {tokens}")
+        A process that lives could still open the logits.
+        """
+        reserved, self._reserved = self._reserved, None
+        if reserved is None or self._worker is None or self._worker.may_have_opened:
+            return
+        said: dict[str, Any] = {"session": self._number, "client": self._caller.name, "tokens": reserved.tokens}
+        try:
+            reserved.refund()
+            note("refunded", **said)
+        except PartyError as error:
+            note("not refunded", logging.WARNING, **said, why=str(error))
 
     @contextlib.asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
@@ -358,5 +376,6 @@ class Session:
             self._link.close()
         if self._worker is not None:
             await self._worker.end()
+            self._refund()
         if self._folder is not None:
             await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,8 @@ class Computation:
         self._io = spu.Io(2, config)
         self._runtime = spu.Runtime(link, config)
         self._side = Side(spu, link, inputs.rank, small_config(program.protocol))
+        self.before_opening: Callable[[], None] = lambda: None
+        """Called when everything is computed, before this party sends its share of the guard's bit or the logits."""
 
     def set_up(self) -> None:
         """Make keys, oblivious transfers and triples once, so that the first forward costs what a later one does."""
@@ -164,6 +167,8 @@ class Computation:
         """Open the guard's bit and the logits: bytes revealed, bytes received, and the client's logits."""
         program, runtime, link, io = self._program, self._runtime, self._link, self._io
         sent, received = 0, 0
+        if program.guard is not None or program.opens:
+            self.before_opening()
         if program.guard is not None:
             sent, received = check_guard(link, runtime.get_var(program.guard), io, self._rank)
             runtime.del_var(program.guard)

@@ -9,6 +9,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+OPENING = "opening"
+"""File in the folder of a party's process: it is there once the party may have opened something of a computation."""
+
 
 class _Order(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)

@@ -35,6 +35,7 @@ from aero_compile.runtime.program import client_inputs
 from aero_compile.runtime.roles import ROLES
 from aero_compile.runtime.spu_config import SpuLog, import_spu, load_spu_alone, plain_message
 from aero_compile.serving.process.orders import (
+    OPENING,
     ORDER,
     Advance,
     Compute,
@@ -135,7 +136,9 @@ class SessionParty:
         """The runtime of a program, made when it is first needed: in the same order at both parties."""
         if digest not in self._computations:
             inputs = self._inputs[digest]
-            self._computations[digest] = Computation(self._spu, self._link.spawn(), inputs, self._log, self._way)
+            computation = Computation(self._spu, self._link.spawn(), inputs, self._log, self._way)
+            computation.before_opening = Path(OPENING).touch
+            self._computations[digest] = computation
         return self._computations[digest]
 
     def _steps(self) -> StepComputation:
@@ -144,6 +147,7 @@ class SessionParty:
             assert self._generation is not None
             told = (self._log, self._way)
             self._stepping = StepComputation(self._spu, self._link.spawn(), self._rank, *self._generation, *told)
+            self._stepping.before_opening = Path(OPENING).touch
         return self._stepping
 
     def _first(self) -> Computation:

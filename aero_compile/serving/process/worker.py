@@ -15,6 +15,7 @@ from aero_compile import errors
 from aero_compile.errors import AeroError, PartyError
 from aero_compile.runtime.roles import ROLES
 from aero_compile.serving.process.orders import (
+    OPENING,
     REPORT,
     Advance,
     Compute,
@@ -96,6 +97,15 @@ class Worker:
         for each in done.shape:
             size *= each
         return done, await self._channel.content(size)
+
+    @property
+    def may_have_opened(self) -> bool:
+        """True if the party may have opened something since `forget_opened`; final once the process has ended."""
+        return (self.folder / OPENING).exists()
+
+    def forget_opened(self) -> None:
+        """Begin anew, before a computation is ordered."""
+        (self.folder / OPENING).unlink(missing_ok=True)
 
     async def _ask(self, order: Order, seconds: float, wanted: type[R], late: str = "") -> R:
         self._channel.silence = seconds
