@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from aero_compile.commands.link import add_way, way_of
-from aero_compile.commands.options import names, positive
+from aero_compile.commands.options import gigabytes, names, positive
 from aero_compile.errors import InputError
 
 SUMMARY = "serve a model to several clients that keep their texts private"
@@ -59,6 +59,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     many(
         "--max-sessions", type=positive, metavar="N", help="clients at once, each with the weights' memory (default: 4)"
     )
+    text = "memory that the process of one session may hold (default: what its programs and weights can need)"
+    many("--max-session-memory", type=gigabytes, metavar="GB", help=text)
     many(
         "--max-tokens-per-client",
         type=positive,

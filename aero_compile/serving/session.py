@@ -19,13 +19,15 @@ from aero_compile.runtime.generation.party import CLOSE, read_order, write_order
 from aero_compile.runtime.roles import SERVER
 from aero_compile.serving.journal import note
 from aero_compile.serving.limits import Limits
+from aero_compile.serving.link_budget import LinkBudget
 from aero_compile.serving.metrics import Metrics
 from aero_compile.serving.offer import Offered
 from aero_compile.serving.process import orders
+from aero_compile.serving.process.memory import default_memory
 from aero_compile.serving.process.orders import Advance, Compute, Load
 from aero_compile.serving.process.worker import Worker
 from aero_compile.serving.session_link import SessionLink
-from aero_compile.serving.token_budget import OverBudget, Reservation, TokenBudget
+from aero_compile.serving.token_budget import ClientTokens, OverBudget, TokenBudget
 from aero_compile.serving.transport.agreement import check_versions, versions
 from aero_compile.serving.transport.endpoint import Caller
 from aero_compile.serving.transport.messages import (
@@ -50,6 +52,8 @@ from aero_compile.serving.transport.messages import (
 )
 from aero_compile.serving.transport.wire import Channel, Garbled, Lost, send_content
 from aero_compile.serving.turns import Busy, Turns
+
+MEMORY_WAY_OUT = "its session ends; raise --max-session-memory, or offer fewer and shorter lengths"
 
 BEAT_SECONDS = 2.0
 """Between two signs of life; a quarter of the silence that is borne, if that is less."""
@@ -97,7 +101,8 @@ class Session:
         self._worker: Worker | None = None
         self._link: SessionLink | None = None
         self._folder: Path | None = None
-        self._reserved: Reservation | None = None
+        self._tokens = ClientTokens(shared.budget, caller.name)
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._positions = 0
         self._prepared: Counter[str] = Counter()
         self._number = secrets.token_hex(4)
@@ -134,6 +139,9 @@ class Session:
         except _End as end:
             await self._tell(Refused(reason=end.reason, message=str(end)[:2000]))
             return end.reason, str(end)
+        except OverBudget as error:
+            await self._tell(Refused(reason="tokens", message=str(error)[:2000]))
+            return "tokens", str(error)
         except Garbled as error:
             await self._tell(Refused(reason="garbled", message=str(error)[:2000]))
             return "garbled", str(error)
@@ -148,15 +156,25 @@ class Session:
 
     async def _talk(self) -> None:
         beat = min(BEAT_SECONDS, self._limits.silence_seconds / 4)
-        tasks = [asyncio.create_task(each) for each in (self._listen(), self._work(), self._channel.beat(beat))]
+        works = (self._until_broken(), self._listen(), self._work(), self._channel.beat(beat))
+        tasks = [asyncio.create_task(each) for each in works]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        for task in sorted(done, key=tasks.index):  # what the client says itself comes first
+        for task in sorted(done, key=tasks.index):  # a limit that was exceeded, then what the client says itself
             task.result()
+
+    async def _until_broken(self) -> None:
+        await self._broken
+
+    def _break(self, error: PartyError) -> None:
+        """End the session for a limit that its link or its process has exceeded."""
+        if not self._broken.done():
+            self._broken.set_exception(error)
+            self._broken.exception()  # asked for once, or asyncio complains where nobody waits any more
 
     async def _listen(self) -> None:
         """Take what the client says, while it is heard of."""
@@ -186,7 +204,7 @@ class Session:
             digest=offered.digest,
             programs=tuple(each.facts for each in offered.forwards),
             generation=None if offered.generation is None else offered.generation.facts,
-            tokens_left=self._shared.budget.left(self._caller.name),
+            tokens_left=self._tokens.left,
             idle_seconds=self._limits.idle_seconds,
             set_up=self._shared.set_up,
             most_prepared=self._limits.max_prepared,
@@ -228,16 +246,16 @@ class Session:
             raise Garbled("the session is open already")
         if len(shared.sessions) >= limits.max_sessions:
             raise _End("sessions", f"the server has {limits.max_sessions} sessions, and takes no more; try later")
-        try:
-            shared.budget.check(self._caller.name, 0)
-        except OverBudget as error:
-            raise _End("tokens", str(error)) from error
+        self._tokens.check()
         shared.sessions[self._ticket] = self
         self._folder = shared.folder / self._number
         self._folder.mkdir(mode=0o700)
-        self._link = SessionLink(self._folder, self._channel, shared.metrics, limits.silence_seconds)
+        allowances = shared.offered.allowances
+        budget = LinkBudget("client", allowances, self._break)
+        self._link = SessionLink(self._folder, self._channel, shared.metrics, limits.silence_seconds, budget)
         await self._link.listen()
         self._worker = await Worker.start(SERVER, self._folder, shared.protocol, limits.computation_seconds)
+        self._worker.watch(limits.max_session_memory or default_memory(allowances.memory), MEMORY_WAY_OUT, self._break)
         self._link.admit(self._worker.process.pid)
         forwards, generation = shared.offered.forwards, shared.offered.generation
         order = Load(
@@ -251,10 +269,12 @@ class Session:
         note("opened", session=self._number, client=self._caller.name, seconds=round(seconds, 3))
         if shared.set_up:
             async with self._turn():
+                budget.begin_set_up()
                 await self._channel.send(Started())
                 seconds = await self._link.while_moving(
                     self._worker.set_up(limits.computation_seconds), limits.stall_seconds
                 )
+                budget.end()
                 await self._channel.send(Finished(seconds=seconds))
 
     async def _run(self, digest: str) -> None:
@@ -291,9 +311,11 @@ class Session:
             await self._channel.send(Later())
             return
         async with self._turn():
+            self._link.budget.begin_step(name)
             await self._channel.send(Started())
             preparing = self._worker.compute(orders.Prepare(program=name), limits.computation_seconds)
             done, _ = await self._link.while_moving(preparing, limits.stall_seconds)
+            self._link.budget.end(done)
             await self._channel.send(Finished(seconds=done.seconds))
         self._prepared[name] += 1
         shared.metrics.prepared(done.bytes, done.seconds)
@@ -309,19 +331,19 @@ class Session:
             raise Garbled("the session is not open")
         shared = self._shared
         self._worker.forget_opened()
-        try:
-            self._reserved = shared.budget.reserve(self._caller.name, spends)
-        except OverBudget as error:
-            raise _End("tokens", str(error)) from error
+        self._tokens.reserve(spends)
         async with self._turn():
+            budget = self._link.budget
+            (budget.begin_whole if isinstance(order, Compute) else budget.begin_step)(order.program)
             await self._channel.send(Started())
-            started, outside = time.monotonic(), None
+            started, done, outside = time.monotonic(), None, None
             try:
                 computing = self._worker.compute(order, self._limits.computation_seconds)
-                await self._link.while_moving(computing, self._limits.stall_seconds)
+                done, _ = await self._link.while_moving(computing, self._limits.stall_seconds)
             except OutOfRangeError as error:  # the client's party knows it too
                 outside = error
-            self._reserved = None  # computed: spent, out of range or not
+            budget.end(done)
+            self._tokens.keep_spent()  # out of range or not
             seconds = time.monotonic() - started
             ends = outside if isinstance(order, Advance) else None  # after a whole text, the next may be better
             if ends is None:
@@ -333,17 +355,11 @@ class Session:
             raise ends
 
     def _refund(self) -> None:
-        """Give back what was reserved for a computation that broke off; only after the party's process has ended.
-
-        A process that lives could still open the logits.
-        """
-        reserved, self._reserved = self._reserved, None
-        if reserved is None or self._worker is None or self._worker.may_have_opened:
-            return
-        said: dict[str, Any] = {"session": self._number, "client": self._caller.name, "tokens": reserved.tokens}
+        """Give back what was reserved for a computation that broke off, unless something may have been opened."""
+        said: dict[str, Any] = {"session": self._number, "client": self._caller.name}
         try:
-            reserved.refund()
-            note("refunded", **said)
+            if self._worker is not None and not self._worker.may_have_opened and (tokens := self._tokens.refund()):
+                note("refunded", **said, tokens=tokens)
         except PartyError as error:
             note("not refunded", logging.WARNING, **said, why=str(error))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from aero_compile.errors import PartyError
+from aero_compile.serving.link_budget import LinkBudget
 from aero_compile.serving.metrics import Metrics
 from aero_compile.serving.transport.links import LINKS, Links
 from aero_compile.serving.transport.messages import Dial
@@ -18,10 +19,13 @@ T = TypeVar("T")
 
 
 class SessionLink:
-    """The connections of one session. `control`: to its client; `silence`: seconds in which that has to answer."""
+    """The connections of one session.
 
-    def __init__(self, folder: Path, control: Channel, metrics: Metrics, silence: float) -> None:
-        self._control, self._metrics, self._silence = control, metrics, silence
+    `control`: to its client; `silence`: seconds in which that has to answer; `budget`: of what the party may receive.
+    """
+
+    def __init__(self, folder: Path, control: Channel, metrics: Metrics, silence: float, budget: LinkBudget) -> None:
+        self._control, self._metrics, self._silence, self.budget = control, metrics, silence, budget
         self._links = Links(folder, self._call_back, self._counted, silence)
         self._dialled: dict[int, asyncio.Future[Channel]] = {}
         self._dials = 0
@@ -83,6 +87,7 @@ class SessionLink:
     def _counted(self, received: int, sent: int) -> None:
         self._moved = time.monotonic()
         self._metrics.carried(received, sent)
+        self.budget.take(received)
 
     def close(self) -> None:
         """End all connections."""

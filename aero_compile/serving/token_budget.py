@@ -150,6 +150,43 @@ class Reservation:
             self._budget._add(self._client, -tokens)
 
 
+class ClientTokens:
+    """The tokens of one session's client. `reserved`: for the computation that is asked for or runs."""
+
+    def __init__(self, budget: TokenBudget, client: str) -> None:
+        self._budget, self._client = budget, client
+        self._reserved: Reservation | None = None
+
+    @property
+    def left(self) -> int | None:
+        """How many are left; None: any number."""
+        return self._budget.left(self._client)
+
+    def reserve(self, tokens: int) -> None:
+        """Spend tokens for the next computation; raises as `TokenBudget.reserve`."""
+        self._reserved = self._budget.reserve(self._client, tokens)
+
+    def check(self) -> None:
+        """Raise OverBudget if there is not one left."""
+        self._budget.check(self._client, 0)
+
+    def keep_spent(self) -> None:
+        """Let the reserved tokens stay spent: they were computed."""
+        self._reserved = None
+
+    def refund(self) -> int:
+        """Give back what is reserved, and return how many tokens that is; raises as `Reservation.refund`.
+
+        Only after the party's process has ended, and if it has opened nothing: one that lives could still do so.
+        """
+        reserved, self._reserved = self._reserved, None
+        if reserved is None:
+            return 0
+        tokens = reserved.tokens
+        reserved.refund()
+        return tokens
+
+
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[int]:
     """Hold the folder's lock, which ends with this process, however that ends; yields its file's descriptor."""

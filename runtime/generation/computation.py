@@ -60,6 +60,7 @@ class StepComputation(Computation):
         self._log.read()
         kept, steps = prepare(self._side, self._io, self._runtime, program, self._inputs.own, self._profile)
         self._prepared[name].append(kept)
+        self.received += sum(step["recv_bytes"] for step in steps)
         self._link.barrier()
         return cost_of({"steps": steps, "seconds": time.monotonic() - started})
 

@@ -47,6 +47,8 @@ class Computation:
         self._io = spu.Io(2, config)
         self._runtime = spu.Runtime(link, config)
         self._side = Side(spu, link, inputs.rank, small_config(program.protocol))
+        self.received = 0
+        """Payload in bytes that this party has taken from the other in runs and preparations."""
         self.before_opening: Callable[[], None] = lambda: None
         """Called when everything is computed, before this party sends its share of the guard's bit or the logits."""
 
@@ -80,6 +82,7 @@ class Computation:
         name = agreed_name(self._link)
         kept, steps = prepare(self._side, self._io, self._runtime, self._program, self._inputs.own, self._profile)
         store.save(name, kept)
+        self.received += sum(step["recv_bytes"] for step in steps)
         self._link.barrier()  # the other has it too
         record = {"seconds": time.perf_counter() - started, "steps": steps, "wire": self._wire_since(before)}
         check_against_wire(record, 0)
@@ -101,6 +104,7 @@ class Computation:
         self._log.read()
         steps = [self._run(at, step, prepared) for at, step in enumerate(self._program.steps)]
         revealed, opened, logits = self._open()
+        self.received += opened + sum(step["recv_bytes"] for step in steps)
         ended = time.monotonic()
         self._link.barrier()
         record = {

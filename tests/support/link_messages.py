@@ -23,6 +23,34 @@ def payloads(flow: bytes) -> list[tuple[str, bytes]]:
     return found
 
 
+def unasked(flow: bytes, count: int, size: int) -> bytes:
+    """Frames with `count` messages of `size` bytes that nobody waits for, made after one in a recorded `flow`."""
+    at = flow.find(b"PRPC")
+    while True:
+        _, length, head = _HEAD.unpack_from(flow, at)
+        about = flow[at + _HEAD.size : at + _HEAD.size + head]
+        fields = dict(_fields(flow[at + _HEAD.size + head : at + _HEAD.size + length]))
+        if _KEY in fields and _VALUE in fields:
+            break
+        at += _HEAD.size + length
+    first = flow[at + _HEAD.size + head : at + _HEAD.size + length]
+    begin = first[: first.index(fields[_KEY]) - 2]  # the sender, before a tag and a length of one byte
+    found = bytearray()
+    for number in range(count):
+        key, value = f"nobody:{number}".encode(), bytes(size)
+        body = begin + _field(_KEY, key) + _field(_VALUE, value)
+        found += _HEAD.pack(b"PRPC", len(about) + len(body), len(about)) + about + body
+    return bytes(found)
+
+
+def _field(number: int, content: bytes) -> bytes:
+    size, count = bytearray(), len(content)
+    while count > 127:
+        size.append(count & 127 | 128)
+        count >>= 7
+    return bytes([number << 3 | 2, *size, count]) + content
+
+
 def _frames(flow: bytes) -> Iterator[bytes]:
     """The bodies of the frames that a stream holds whole, from the first on."""
     at = flow.find(b"PRPC")

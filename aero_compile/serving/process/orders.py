@@ -96,12 +96,13 @@ class Met(_Order):
 class Computed(_Order):
     """A forward is done; its logits follow, float32, at the client. `bytes`, `messages`: of both directions.
 
-    Or a preparation is, which has no logits.
+    Or a preparation is, which has no logits. `received`: bytes that this party took of the other's.
     """
 
     kind: Literal["computed"] = "computed"
     bytes: int
     messages: int
+    received: int
     seconds: float
     shape: tuple[int, ...] | None
 

@@ -93,7 +93,7 @@ class SessionParty:
         if isinstance(order, Compute | Advance):
             return self._compute(order) if isinstance(order, Compute) else self._advance(order)
         if isinstance(order, Prepare):
-            return _computed(self._steps().prepare_for(order.program), None)
+            return self._prepare(order)
         if isinstance(order, Load | Take):
             return (self._load(order) if isinstance(order, Load) else self._take(order)), b""
         started = time.perf_counter()
@@ -160,19 +160,28 @@ class SessionParty:
         return Loaded()
 
     def _compute(self, order: Compute) -> tuple[Computed, bytes]:
-        record, logits = self._computation(order.program).forward()
-        return _computed(cost_of(record), logits)
+        computation = self._computation(order.program)
+        before = computation.received
+        record, logits = computation.forward()
+        return _computed(cost_of(record), computation.received - before, logits)
 
     def _advance(self, order: Advance) -> tuple[Computed, bytes]:
         ids = None if order.tokens is None else np.array([order.tokens], np.int64)
+        before = self._steps().received
         cost, logits = self._steps().run(order.program, order.position, ids)
-        return _computed(cost, logits)
+        return _computed(cost, self._steps().received - before, logits)
+
+    def _prepare(self, order: Prepare) -> tuple[Computed, bytes]:
+        before = self._steps().received
+        cost = self._steps().prepare_for(order.program)
+        return _computed(cost, self._steps().received - before, None)
 
 
-def _computed(cost: Cost, logits: npt.NDArray[Any] | None) -> tuple[Computed, bytes]:
+def _computed(cost: Cost, received: int, logits: npt.NDArray[Any] | None) -> tuple[Computed, bytes]:
     content = b"" if logits is None else logits.astype("<f4").tobytes()
     shape = None if logits is None else tuple(logits.shape)
-    return Computed(bytes=cost.bytes, messages=cost.messages, seconds=cost.seconds, shape=shape), content
+    done = Computed(bytes=cost.bytes, messages=cost.messages, received=received, seconds=cost.seconds, shape=shape)
+    return done, content
 
 
 def _checked(inputs: PartyInputs, tokens: tuple[tuple[int, ...], ...]) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -8,12 +8,14 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 from aero_compile import errors
 from aero_compile.errors import AeroError, PartyError
 from aero_compile.runtime.roles import ROLES
+from aero_compile.serving.process.memory import watch_memory
 from aero_compile.serving.process.orders import (
     OPENING,
     REPORT,
@@ -44,6 +46,7 @@ class Worker:
     def __init__(self, rank: int, folder: Path, process: subprocess.Popen[bytes], channel: Channel) -> None:
         self.rank, self.folder, self.process = rank, folder, process
         self._channel = channel
+        self._watching: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(cls, rank: int, folder: Path, protocol: str, timeout: float) -> Worker:
@@ -65,6 +68,17 @@ class Worker:
             )
         reader, writer = await asyncio.open_connection(sock=near, limit=CHUNK)
         return cls(rank, folder, process, Channel(reader, writer, timeout))
+
+    def watch(self, most: int, way_out: str, exceeded: Callable[[PartyError], None]) -> None:
+        """Kill the process once it holds more than `most` bytes of memory, and tell `exceeded` so (`watch_memory`)."""
+        self._watching = asyncio.create_task(self._watch(most, way_out, exceeded))
+
+    async def _watch(self, most: int, way_out: str, exceeded: Callable[[PartyError], None]) -> None:
+        try:
+            await watch_memory(self.process.pid, most, f"the {ROLES[self.rank]}'s party", way_out)
+        except PartyError as error:
+            exceeded(error)
+            self.process.kill()
 
     async def load(self, order: Load | Take, seconds: float) -> None:
         """Let it read its programs, or take the client's tokens.
@@ -136,6 +150,8 @@ class Worker:
 
     async def end(self) -> None:
         """End the process, wherever it is."""
+        if self._watching is not None:
+            self._watching.cancel()
         self._channel.abort()
         if self.process.poll() is None:
             self.process.kill()
