@@ -23,24 +23,20 @@ def payloads(flow: bytes) -> list[tuple[str, bytes]]:
     return found
 
 
-def unasked(flow: bytes, count: int, size: int) -> bytes:
-    """Frames with `count` messages of `size` bytes that nobody waits for, made after one in a recorded `flow`."""
+def unasked(flow: bytes, number: int, size: int) -> bytes:
+    """A frame with a message of `size` bytes that nobody waits for, made after one in a recorded `flow`."""
     at = flow.find(b"PRPC")
     while True:
         _, length, head = _HEAD.unpack_from(flow, at)
-        about = flow[at + _HEAD.size : at + _HEAD.size + head]
-        fields = dict(_fields(flow[at + _HEAD.size + head : at + _HEAD.size + length]))
+        about, body = flow[at + _HEAD.size :][:head], flow[at + _HEAD.size + head :][: length - head]
+        fields = dict(_fields(body))
         if _KEY in fields and _VALUE in fields:
             break
         at += _HEAD.size + length
-    first = flow[at + _HEAD.size + head : at + _HEAD.size + length]
-    begin = first[: first.index(fields[_KEY]) - 2]  # the sender, before a tag and a length of one byte
-    found = bytearray()
-    for number in range(count):
-        key, value = f"nobody:{number}".encode(), bytes(size)
-        body = begin + _field(_KEY, key) + _field(_VALUE, value)
-        found += _HEAD.pack(b"PRPC", len(about) + len(body), len(about)) + about + body
-    return bytes(found)
+    sender = body[: body.index(fields[_KEY]) - 2]  # before the key's tag and its length of one byte
+    key = f"root:{1_000_000 + number}:ALLGATHER\1\2{1_000_000 + number}".encode()
+    body = sender + _field(_KEY, key) + _field(_VALUE, bytes([1 + number % 255]) * size)
+    return _HEAD.pack(b"PRPC", len(about) + len(body), len(about)) + about + body
 
 
 def _field(number: int, content: bytes) -> bytes:

@@ -119,7 +119,8 @@ def holds(wire: bytes, values: Any) -> bool:
 class Wire:
     """A TCP forwarder that keeps a copy of everything that passes: `seen`, and by connection and direction `flows`.
 
-    `sinks`: where each of the flows leads.     `delay`: seconds that it holds each piece back, so that few steps last long enough to end a party in the middle.
+    `sinks`: where each of the flows leads. `delay`: seconds that it holds each piece back, so that few steps last
+    long enough to end a party in the middle.
     """
 
     def __init__(self, target: str, delay: float = 0.0) -> None:
