@@ -27,7 +27,7 @@ one layer that is set up in Cheetah on two cores holds 0.9 GiB at the server and
 WORK_FACTOR = 6
 """Times the weights in the ring and what one run exchanges, for copies and ciphertexts under way."""
 
-LEAST_BYTES = 1 << 26
+LEAST_BYTES = 1 << 24
 
 
 def default_memory(weights_and_run: int) -> int:
