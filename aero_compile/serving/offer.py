@@ -93,7 +93,6 @@ def read_offer(folders: Sequence[str | os.PathLike[str]], protocol: str) -> Offe
 
     Raises:
         InputError: a file is missing or damaged, a weight is no finite number, or the programs do not go together.
-        LoweringError: a program holds an operation of which it is not known how many bytes it may exchange.
     """
     if not 1 <= len(folders) <= MOST_PROGRAMS:
         raise InputError(f"a server offers 1 to {MOST_PROGRAMS} programs, not {len(folders)}")

@@ -80,7 +80,6 @@ async def take_offer(offer: Offer, folder: Path, fetch: Fetch, cache: Cache | No
 
     Raises:
         InputError: a program is not one to run.
-        LoweringError: it holds an operation of which it is not known how many bytes it may exchange.
         PartyError: it is not the one that was offered, or cannot be kept.
     """
     taker = _Taker(folder, fetch, cache)

@@ -8,8 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from aero_compile.runtime.costs.allowance import MARGIN, allowance_of
+from aero_compile.errors import LoweringError
+from aero_compile.runtime import compile_model
+from aero_compile.runtime.costs.allowance import MARGIN, RUN_BYTES, allowance_of, by_size
+from aero_compile.runtime.costs.model import estimate_program
 from aero_compile.runtime.roles import CLIENT, SERVER
+from tests.support import operator_cases as cases
 from tests.support.tiny_generation import small_compiled
 
 pytest.importorskip("spu")
@@ -42,3 +46,17 @@ def test_masked_weights_are_allowed_in_semi2k() -> None:
     weights = sum(math.prod(spec.shape) for spec in program.weights if len(spec.shape) == 2)
     masked, encrypted = (allowance_of(each, SERVER).run for each in (program, replace(program, protocol="cheetah")))
     assert masked - encrypted > 8 * MARGIN * 0.5 * weights > 0
+
+
+@pytest.mark.parametrize("protocol", ["cheetah", "semi2k"])
+def test_the_bound_by_size_is_above_that_of_the_cost_model(protocol: str) -> None:
+    for program in small_compiled(protocol, True).programs.all.values():
+        assert by_size(program) > max(allowance_of(program, rank).run for rank in (SERVER, CLIENT))
+
+
+def test_a_program_with_an_operation_of_unknown_cost_has_the_bound_by_size() -> None:
+    batch, length, _ = cases.ALL["amax"].shape
+    program = compile_model(cases.ALL["amax"].build(), batch, length, "semi2k").program
+    with pytest.raises(LoweringError):
+        estimate_program(replace(program, protocol="cheetah"))
+    assert allowance_of(program, SERVER).run == by_size(program) + RUN_BYTES
