@@ -10,12 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from aero_compile.errors import PartyError
-from aero_compile.runtime.costs.allowance import FRAME_BYTES, RUN_BYTES, Allowance
+from aero_compile.runtime.costs.allowance import FRAME_BYTES, IDLE_BYTES, RUN_BYTES, Allowance
 from aero_compile.serving.process.orders import Computed
-
-IDLE_BYTES = 1 << 20
-"""Received at any time beyond what a computation takes: the parties' agreement when they meet, and answers that come
-after a computation has ended."""
 
 LATE_BYTES = 1 << 16
 """Of a computation, what may come after it has ended; the next one does not pay for it."""

@@ -33,6 +33,10 @@ a decoder of one layer, 433 messages in SEMI2K, 737 in Cheetah)."""
 RUN_BYTES = 1 << 14
 """For the barriers of a run and what the parties agree on, which the cost model leaves out."""
 
+IDLE_BYTES = 1 << 20
+"""At any time beyond what a computation takes: the parties' agreement when they meet, and answers that come after a
+computation has ended."""
+
 KEY_BYTES = 16 << 20
 """For the keys of one runtime in Cheetah: 10 MB pass in each direction before the first product, once."""
 

@@ -1,15 +1,12 @@
 """The process that carries a party's link over TLS: SPU's own port takes plain requests even when TLS is on.
 
-Started by `aero_compile.runtime.hosts.tls.TLSWay` as a script of its own, so that encryption does not wait for
-the party's interpreter. It knows the standard library only.
-
-Outwards it speaks TLS 1.3 alone, on the party's address and to the peer's. Both ends of every connection show a
-certificate of the authority that names the expected host, and not one byte is passed on before. Inwards it speaks
-to SPU over two Unix sockets in a folder that only this user may enter: `out`, where SPU dials and no process but the
-party is let in, and `in`, where SPU listens, whose name is removed as soon as it is there.
-
-Standard input is a socket: a line is answered by the bytes carried so far and by what went wrong last, as JSON; its
-end is that of the party, and of this process.
+Started by `aero_compile.runtime.hosts.tls.TLSWay` as a script of its own, so that encryption does not wait for the
+party's interpreter. It knows the standard library only. Outwards it speaks TLS 1.3 alone, on the party's address and to
+the peer's. Both ends of every connection show a certificate of the authority that names the expected host, and not one
+byte is passed on before. Inwards it speaks to SPU over two Unix sockets in a folder that only this user may enter:
+`out`, where SPU dials and no process but the party is let in, and `in`, where SPU listens, whose name is removed as
+soon as it is there. Standard input is a socket: a line is answered by the bytes carried so far and by what went wrong
+last, as JSON; its end is that of the party, and of this process.
 """
 
 from __future__ import annotations
@@ -38,22 +35,16 @@ CHUNK = 1 << 16
 TURNS = 64
 """Pieces that one direction may move before the others have their turn."""
 
-SHAKE_SECONDS = 10.0
-"""Time for connecting, both certificates and the greeting."""
+SHAKE_SECONDS, LAST_SECONDS = 10.0, 3.0
+"""Time for connecting, both certificates and the greeting; for what is held to leave after the party's end."""
 
 HANDSHAKES, CONNECTIONS = 64, 32
 """Unknown callers at once, of which the oldest gives way to a new one; known ones, of which the newest is refused."""
 
-LAST_SECONDS = 3.0
-"""Time for what is held to leave after the party's end."""
+EXCEEDED = 5  # exit code once the peer has sent more than the limit: SPU would keep all of it, asked for or not
 
 WAIT = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
-
 T = TypeVar("T")
-
-
-class Refused(OSError):
-    """The other end is not the one that is expected."""
 
 
 def tls_context(server_side: bool, certificate: str, key: str, ca: str) -> ssl.SSLContext:
@@ -161,6 +152,7 @@ class Flow:
 
     def __init__(self, source: socket.socket, sink: socket.socket, ended: asyncio.Future[None]) -> None:
         self._source, self._sink, self._ended = source, sink, ended
+        self.counted: Callable[[int], None] = lambda count: None
         self._loop = asyncio.get_running_loop()
         self._buffer = memoryview(bytearray(CHUNK))
         self.held = self._buffer[:0]
@@ -182,6 +174,7 @@ class Flow:
                     if not self.held:
                         settle(self._ended)
                         return
+                    self.counted(len(self.held))
                 self.held = self.held[self._sink.send(self.held) :]
         except WAIT:
             self.wait_for(self._sink if self.held else self._source)
@@ -208,15 +201,15 @@ class Flow:
 class Carrier:
     """The two ways in, and what they have carried.
 
-    Takes the PEM files `certificate`, `key` and `ca`, the `peer` as "host:port", the `name` that its
-    certificate must have, the `folder` of the inner sockets, and the number of the `party`'s process.
+    Takes the PEM files `certificate`, `key` and `ca`, the `peer` as "host:port", the `name` that its certificate must
+    have, the `folder` of the inner sockets, and the number of the `party`'s process. `left`: bytes the peer may send.
     """
 
     def __init__(self, *, certificate: str, key: str, ca: str, peer: str, name: str, folder: str, party: int) -> None:
         self.called, self.dialling = (tls_context(called, certificate, key, ca) for called in (True, False))
         host, _, port = peer.rpartition(":")
         self.peer = (host.strip("[]"), int(port))
-        self.name, self.folder, self.party = name, Path(folder), party
+        self.name, self.folder, self.party, self.left = name, Path(folder), party, 0.0
         self.failed: dict[str, list[str]] = {"dialled": [], "called": []}
         self._inner: int | None = None
         self._unknown: dict[asyncio.Task[None], None] = {}
@@ -244,6 +237,11 @@ class Carrier:
             self._sample(connection)
         sums = [sum(column) for column in zip(self._wire_before, *self._wire.values(), strict=True)]
         return {"wire": sums, **self.failed}
+
+    def _receive(self, count: int) -> None:
+        self.left -= count
+        if self.left < 0:
+            os._exit(EXCEEDED)
 
     def _sample(self, connection: ssl.SSLSocket) -> None:
         with contextlib.suppress(OSError):
@@ -331,7 +329,7 @@ class Carrier:
         answer = f"refused: {fault}\n".encode() if fault else GREETING
         await when_ready(outer, lambda: outer.send(answer))
         if fault:
-            raise Refused(fault)
+            raise OSError(fault)
 
     async def _dial(self, inner: socket.socket) -> None:
         """Lead a connection of SPU to the peer."""
@@ -348,7 +346,7 @@ class Carrier:
                     while not said.endswith(b"\n") and len(said) < LONGEST_ANSWER:
                         said += await when_ready(outer, lambda: outer.recv(LONGEST_ANSWER)) or b"\n"
                 if said != GREETING:
-                    raise Refused(f"it says: {said.decode(errors='replace').strip() or 'nothing, and hangs up'}")
+                    raise OSError(f"it says: {said.decode(errors='replace').strip() or 'nothing, and hangs up'}")
             except (OSError, ValueError) as error:
                 self.failed["dialled"] = what_failed(error)
                 return
@@ -359,6 +357,8 @@ class Carrier:
         """Pass on both directions until one ends; what was taken by then still arrives."""
         ended = asyncio.get_running_loop().create_future()
         inwards, outwards = Flow(outer, inner, ended), Flow(inner, outer, ended)
+        inwards.counted = self._receive
+        self._receive(len(first))
         self._wire[outer] = (0, 0)
         self._flows |= {inwards, outwards}
         try:
@@ -379,12 +379,13 @@ class Carrier:
 def main() -> None:
     """Run the tunnel, with the options of `Carrier` and the two inherited listening sockets, by name and as JSON."""
     options = json.loads(sys.argv[1])
-    listeners = (options.pop("outside"), options.pop("inside"))
+    listeners, limit = (options.pop("outside"), options.pop("inside")), options.pop("limit")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the party got it too, and its end is this one's
     sockets = [socket.socket(fileno=descriptor) for descriptor in (*listeners, 0)]
     for each in sockets:
         each.setblocking(False)
     carrier = Carrier(**options)
+    carrier.left = limit
     try:
         asyncio.run(carrier.run(*sockets))
     finally:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from aero_compile.errors import PartyError
-from aero_compile.runtime.costs.allowance import Allowance
+from aero_compile.runtime.costs.allowance import IDLE_BYTES, Allowance
 from aero_compile.serving.client import connect
-from aero_compile.serving.link_budget import IDLE_BYTES, LATE_BYTES, Allowances, LinkBudget, LinkOverflow
+from aero_compile.serving.link_budget import LATE_BYTES, Allowances, LinkBudget, LinkOverflow
 from aero_compile.serving.process.memory import anonymous_bytes
 from aero_compile.serving.process.orders import Computed
 from tests.support.link_messages import payloads, unasked
