@@ -224,11 +224,11 @@ def test_what_nobody_takes_is_not_taken_in(tls: TLSConfig) -> None:
 
 
 def test_a_peer_that_sends_more_than_the_limit_is_cut_off(tls: TLSConfig) -> None:
-    """Though SPU takes all of it, over several connections: not one byte beyond the limit reaches it."""
+    """Over several connections, of which the other end takes all: not one byte beyond the limit reaches it."""
     limit = 3 << 20
     with Ways(tls, tls, limit=limit) as both:
         taken, ends = 0, [both.connect() for _ in range(2)]
-        for near, far in ends:
+        for near, _ in ends:
             near.settimeout(2.0)
             threading.Thread(target=flood, args=(near,), daemon=True).start()
         for _, far in ends:
