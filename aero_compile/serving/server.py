@@ -107,7 +107,8 @@ class Server:
                 Port(self._listener, self._tls, self.limits.silence_seconds, take, self._refused).run()
             )
             said: dict[str, Any] = {"address": self.address, "tls": self._tls is not None, "model_digest": self.digest}
-            note("serving", **said, bytes_per_session=self._offered.weight_bytes, sessions=self.limits.max_sessions)
+            said |= {"bytes_per_session": self._offered.weight_bytes, "most_memory_per_session": shared.memory}
+            note("serving", **said, sessions=self.limits.max_sessions)
             ready()
             await self._stop.wait()
             note("stopping", sessions=len(shared.sessions))

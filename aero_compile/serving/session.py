@@ -77,6 +77,11 @@ class Shared:
     budget: TokenBudget
     sessions: dict[str, Session] = field(default_factory=dict)
 
+    @property
+    def memory(self) -> int:
+        """Bytes of memory that the process of a session may hold."""
+        return self.limits.max_session_memory or default_memory(self.offered.allowances.memory)
+
 
 class _End(Exception):
     """The session ends with a word to the client: the reason and the sentence."""
@@ -250,12 +255,11 @@ class Session:
         shared.sessions[self._ticket] = self
         self._folder = shared.folder / self._number
         self._folder.mkdir(mode=0o700)
-        allowances = shared.offered.allowances
-        budget = LinkBudget("client", allowances, self._break)
+        budget = LinkBudget("client", shared.offered.allowances, self._break)
         self._link = SessionLink(self._folder, self._channel, shared.metrics, limits.silence_seconds, budget)
         await self._link.listen()
         self._worker = await Worker.start(SERVER, self._folder, shared.protocol, limits.computation_seconds)
-        self._worker.watch(limits.max_session_memory or default_memory(allowances.memory), MEMORY_WAY_OUT, self._break)
+        self._worker.watch(shared.memory, MEMORY_WAY_OUT, self._break)
         self._link.admit(self._worker.process.pid)
         forwards, generation = shared.offered.forwards, shared.offered.generation
         order = Load(
