@@ -161,8 +161,8 @@ class Session:
 
     async def _talk(self) -> None:
         beat = min(BEAT_SECONDS, self._limits.silence_seconds / 4)
-        works = (self._until_broken(), self._listen(), self._work(), self._channel.beat(beat))
-        tasks = [asyncio.create_task(each) for each in works]
+        works = [asyncio.create_task(each) for each in (self._listen(), self._work(), self._channel.beat(beat))]
+        tasks: list[asyncio.Future[None]] = [self._broken, *works]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -171,9 +171,6 @@ class Session:
             await asyncio.gather(*tasks, return_exceptions=True)
         for task in sorted(done, key=tasks.index):  # a limit that was exceeded, then what the client says itself
             task.result()
-
-    async def _until_broken(self) -> None:
-        await self._broken
 
     def _break(self, error: PartyError) -> None:
         """End the session for a limit that its link or its process has exceeded."""

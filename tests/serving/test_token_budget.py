@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from aero_compile.errors import AeroError, InputError, PartyError
+from aero_compile.errors import AeroError, InputError, OutOfRangeError, PartyError
 from aero_compile.runtime.hosts.link import free_addresses
 from aero_compile.serving import token_budget
 from aero_compile.serving.client import Connection, connect
@@ -24,7 +24,7 @@ from aero_compile.serving.server import Server
 from aero_compile.serving.token_budget import FILE, LOCK, OverBudget, TokenBudget
 from aero_compile.serving.transport.messages import Run
 from tests.support.runtime_tiny import IDS
-from tests.support.service import SEMI2K, Running, serving, tiny_offer
+from tests.support.service import SEMI2K, Running, server_process, serving, tiny_offer
 from tests.support.tiny_generation import FILLS, PROMPT, ROOM, small_captured
 
 TEXT = IDS[0]
@@ -223,27 +223,52 @@ def test_a_turn_that_breaks_before_anything_is_opened_gives_its_tokens_back(offe
         assert [event["tokens"] for event in running.events("refunded", 2)] == [6, 6]
 
 
-def test_what_may_have_been_opened_stays_spent(offer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server loses its party between the opening of the logits and the report: the client may have them."""
+@pytest.mark.parametrize(
+    ("fails", "ends"),
+    [
+        (PartyError("the server's party was killed by signal 9"), True),
+        (OutOfRangeError("a value left its range"), False),
+    ],
+)
+def test_what_may_have_been_opened_stays_spent(
+    fails: PartyError, ends: bool, offer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server loses its party between the opening and the report, or both learn that a value left its range."""
     opened: list[bool] = []
 
     async def lost(worker: Worker, order: Any, seconds: float) -> Any:
         done = await compute(worker, order, seconds)
         if worker.rank == 0:
             opened.append((worker.folder / OPENING).exists())
-            raise PartyError("the server's party was killed by signal 9")
+            raise fails
         return done
 
     compute = Worker.compute
     monkeypatch.setattr(Worker, "compute", lost)
-    with serving(offer, max_tokens_per_client=18, state=tmp_path / "state") as running:
+    with serving(offer, max_tokens_per_client=18, state=tmp_path) as running:
         connection = connect(running.address, **SEMI2K)
-        with pytest.raises(PartyError, match="killed by signal 9"):
-            connection.logits(TEXT)
+        errors: list[str] = []
+        ask(connection, errors)
+        assert bool(errors) == ends
+        connection.close()
         running.events("left", 1)
         assert opened == [True]
-        assert running.server._budget.left("127.0.0.1") == 12
+        assert spent(tmp_path) == 6
         assert not [event for event in running.log if event["event"] == "refunded"]
+
+
+def test_a_server_that_is_killed_in_the_middle_has_spent_what_was_asked_for(offer: Path, tmp_path: Path) -> None:
+    with server_process(offer, max_tokens_per_client=18, state=str(tmp_path)) as (server, address):
+        connection = connect(address, **SEMI2K)
+        connection.logits(TEXT)
+        only_ask(connection)
+        until(lambda: spent(tmp_path) == 12)
+        server.kill()
+        server.wait(10)
+        connection.close()
+    budget = TokenBudget(18, tmp_path)  # the lock went with the process
+    assert budget.left("127.0.0.1") == 6
+    budget.close()
 
 
 def test_a_program_for_the_last_position_spends_one_token_a_text(tmp_path: Path) -> None:
