@@ -58,12 +58,7 @@ class Server:
     ) -> None:
         check_way(tls, insecure_plain)
         self.limits = limits or Limits()
-        self.limits.check()
-        if self.limits.max_tokens_per_client is not None and state is None:
-            raise InputError(
-                "max_tokens_per_client: a server that is started again must know what clients have spent; give a "
-                "private folder for it, state= (--state DIR)"
-            )
+        _check_limits(self.limits, state)
         self._offered = read_offer(programs, protocol)
         self._contents = self._offered.contents
         self._tls, self._protocol, self._set_up, self._metrics_port = tls, protocol, set_up, metrics_port
@@ -175,12 +170,22 @@ def serve(
         PartyError: the port is taken.
     """
     check_way(options.get("tls"), options.get("insecure_plain", False))
+    _check_limits(options.get("limits") or Limits(), options.get("state"))  # before a model is compiled for minutes
     with contextlib.ExitStack() as held:
         held.enter_context(_written(log or sys.stderr))
         place = held.enter_context(scratch_folder()) if folder is None else folder
         sizes: dict[str, Any] = {"room": room, "fills": fills, "checks": checks, "running_sums": running_sums}
         programs = find_programs(source, lengths, protocol, place, **sizes, **compiling)
         asyncio.run(_until_signal(Server(programs, address, protocol=protocol, **options)))
+
+
+def _check_limits(limits: Limits, state: object) -> None:
+    limits.check()
+    if limits.max_tokens_per_client is not None and state is None:
+        raise InputError(
+            "max_tokens_per_client: a server that is started again must know what clients have spent; give a private "
+            "folder for it, state= (--state DIR)"
+        )
 
 
 @contextlib.contextmanager
