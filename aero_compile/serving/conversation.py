@@ -216,6 +216,7 @@ class Conversation:
         self._budget.begin_step(name)
         await self._say(Prepare(program=name))
         if isinstance(await self._next(Started | Later), Later):
+            self._budget.drop()
             return None
         done, _ = await self._both(self._worker.compute(orders.Prepare(program=name), self._terms.timeout))
         self._budget.end(done)

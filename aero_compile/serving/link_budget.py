@@ -55,6 +55,7 @@ class LinkBudget:
         self._peer, self._allowances, self._exceeded = peer, allowances, exceeded
         self._received = self._taken = 0
         self._allowed, self._what = 0, IDLE
+        self._runtime: str | None = None
         self._has_keys: set[str] = set()
         self._is_over = False
 
@@ -76,15 +77,20 @@ class LinkBudget:
 
     def _begin(self, what: str, runtime: str, allowed: Allowance, count: int) -> None:
         keys = 0 if runtime in self._has_keys else allowed.keys
-        self._has_keys.add(runtime)
-        self._what, self._allowed = what, count + keys
+        self._what, self._allowed, self._runtime = what, count + keys, runtime
 
     def end(self, done: Computed | None = None) -> None:
         """Count what a computation took: `done.received` of payload, or, where that is not known, all that came."""
         most = self._received + LATE_BYTES
         taken = most if done is None else self._taken + done.received + FRAME_BYTES * done.messages + RUN_BYTES
         self._taken = min(most, taken)
-        self._what, self._allowed = IDLE, 0
+        if self._runtime is not None:
+            self._has_keys.add(self._runtime)
+        self.drop()
+
+    def drop(self) -> None:
+        """Allow no more than a session without a computation may receive: one that was asked for did not begin."""
+        self._what, self._allowed, self._runtime = IDLE, 0, None
 
     def take(self, count: int) -> None:
         """Count bytes before they are passed on to the own party.

@@ -71,6 +71,20 @@ def test_each_whole_text_has_keys_of_its_own() -> None:
         one.end(computed(11 * MB))
 
 
+def test_a_computation_that_did_not_begin_takes_no_keys_and_leaves_no_allowance() -> None:
+    one, errors = budget()
+    one.begin_step("step")
+    one.drop()
+    one.begin_step("step")
+    one.take(25 * MB)
+    one.end(computed(25 * MB))
+    assert not errors
+    one.begin_step("step")
+    one.drop()
+    with pytest.raises(LinkOverflow, match="a session without a computation"):
+        one.take(2 * MB)
+
+
 def test_outside_a_computation_little_may_come() -> None:
     one, errors = budget()
     one.take(IDLE_BYTES)
