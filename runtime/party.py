@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from aero_compile.files import make_private_folder, write_private
+from aero_compile.runtime.costs.allowance import IDLE_BYTES, allowance_of
 from aero_compile.runtime.hosts.computation import Computation, Opened, config_of, print_event
 from aero_compile.runtime.hosts.ending import Deadline, die, end_with_parent, leave
 from aero_compile.runtime.hosts.link import Way, parse_address, watch_peer
@@ -79,7 +80,7 @@ class _Party:
         spu = import_spu()
         log = SpuLog(spu, self.output / "spu.log")
         options = self.options
-        link, way = meet(spu, options, self.tls, self._deadline, options.timeout)
+        link, way = meet(spu, options, self.tls, self._deadline, options.timeout, self._limit())
         self._agree(link)
         self._deadline.set(
             options.timeout, lambda: f"{self.role}: the computation took longer than {options.timeout:g} s"
@@ -93,6 +94,12 @@ class _Party:
         link.barrier()  # the peer holds its results too: both may close
         part(link, way)
         opened.refuse_outside()
+
+    def _limit(self) -> int:
+        """Bytes that the other party may send in all that is computed here."""
+        allowed, options = allowance_of(self.inputs.program, self.inputs.rank), self.options
+        runs: int = options.runs + options.offline
+        return IDLE_BYTES + allowed.keys + allowed.set_up * bool(options.set_up) + runs * allowed.run
 
     def _compute(self, spu: Any, link: Any, log: SpuLog, way: Way) -> tuple[dict[str, Any], Opened]:
         """Set up, prepare and run as often as was asked; returns what it cost, and what the last run opened."""

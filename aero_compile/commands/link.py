@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aero_compile.commands.options import positive
+from aero_compile.commands.options import gigabytes, positive
 from aero_compile.errors import InputError
 
 if TYPE_CHECKING:
@@ -76,6 +76,8 @@ def add_client(parser: argparse.ArgumentParser, required: bool = True) -> None:
     text = "tokens of a prompt to prepare for in the same way (default: %(default)s)"
     add("--prompt-ahead", type=int, default=0, metavar="N", help=text)
     add("--prepared", action="store_true", help="wait until all of that is prepared before the first text is computed")
+    text = "memory that the process of the session may hold (default: what the server's programs can need)"
+    add("--max-memory", type=gigabytes, metavar="GB", help=text)
     text = "seconds for one computation, of a part of the prompt or of a token (default: %(default)s)"
     add("--timeout", type=float, default=3600.0, metavar="S", help=text)
 
@@ -84,7 +86,7 @@ def open_session(args: argparse.Namespace) -> Connection:
     """Connect to a server that generates text; whoever waits for a turn is told on standard error."""
     from aero_compile.serving.client import connect
 
-    names = ("model_digest", "timeout", "bucket", "cache", "ahead", "prompt_ahead")
+    names = ("model_digest", "timeout", "bucket", "cache", "ahead", "prompt_ahead", "max_memory")
     asked = {name: getattr(args, name) for name in names}
     connection = connect(args.server, on_wait=_say_wait, **asked, **way_of(args, "client"))
     if not connection.room:

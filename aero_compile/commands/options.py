@@ -19,6 +19,14 @@ def positive(text: str) -> int:
     return value
 
 
+def gigabytes(text: str) -> int:
+    """Parse a positive number of gigabytes (10^9 bytes) for argparse; returns bytes."""
+    value = float(text)
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number of gigabytes")
+    return round(value * 1e9)
+
+
 def names(text: str) -> tuple[str, ...]:
     """Parse names divided by commas."""
     return tuple(name.strip() for name in text.split(",") if name.strip())

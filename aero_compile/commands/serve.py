@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from aero_compile.commands.link import add_way, way_of
-from aero_compile.commands.options import names, positive
+from aero_compile.commands.options import gigabytes, names, positive
 from aero_compile.errors import InputError
 
 SUMMARY = "serve a model to several clients that keep their texts private"
@@ -61,13 +61,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     many(
         "--max-sessions", type=positive, metavar="N", help="clients at once, each with the weights' memory (default: 4)"
     )
+    text = "memory that the process of one session may hold (default: what its programs and weights can need)"
+    many("--max-session-memory", type=gigabytes, metavar="GB", help=text)
     many(
-        "--max-tokens-per-client", type=positive, metavar="N", help="tokens computed for a client (default: any number)"
+        "--max-tokens-per-client",
+        type=positive,
+        metavar="N",
+        help="tokens computed for a client, over all starts of the server; needs --state (default: any number)",
     )
     text = "runs of a program that are prepared for a client at once, with --offline (default: 16)"
     many("--max-prepared", type=int, metavar="N", help=text)
     text = "seconds after which a client that asks for nothing is sent away (default: 300)"
     many("--idle-seconds", type=float, metavar="S", help=text)
+    text = "private folder where the tokens that clients have spent are kept, for one server at a time"
+    add("--state", type=Path, metavar="DIR", help=text)
     text = "answer Prometheus at this port of 127.0.0.1 (default: do not)"
     add("--metrics-port", type=int, metavar="PORT", help=text)
     add(
@@ -99,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
         compiling=compiling,
         limits=Limits(**asked),
         metrics_port=args.metrics_port,
+        state=args.state,
         set_up=args.set_up,
         user=args.user,
         **way_of(args, "server"),

@@ -22,6 +22,7 @@ from aero_compile.runtime.padding import filled_up
 from aero_compile.serving.ahead import Ahead, runs_ahead
 from aero_compile.serving.cache import Cache
 from aero_compile.serving.conversation import Conversation, Terms
+from aero_compile.serving.process.memory import check_memory
 from aero_compile.serving.transport.endpoint import check_way
 from aero_compile.serving.transport.messages import Facts
 
@@ -43,6 +44,7 @@ def connect(
     cache: str | os.PathLike[str] | None = None,
     ahead: int = 8,
     prompt_ahead: int = 0,
+    max_memory: int | None = None,
 ) -> Connection:
     """Open a session with the server at `address`, "host:port", which `aero_compile.serve` runs.
 
@@ -64,6 +66,8 @@ def connect(
         ahead: tokens for which both parties prepare, from now on whenever nothing is computed for this client or
             others, where the server's programs are made for it (`offline=True`). The server sees how many.
         prompt_ahead: length of a prompt for which they do the same.
+        max_memory: bytes of memory that the process of this session's party may hold; beyond it the connection is
+            closed. None: as much as the server's programs can need, whatever size they are.
 
     Returns:
         A connection with `.generate(ids, max_new_tokens)` and `.logits(ids)`, as far as the server has programs for
@@ -83,8 +87,11 @@ def connect(
     for name, value in {"ahead": ahead, "prompt_ahead": prompt_ahead}.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise InputError(f"{name} must be a number of tokens, not {value!r}")
+    check_memory("max_memory", max_memory)
     kept = None if cache is None else Cache(cache)
-    terms = Terms(address, tls, protocol, model_digest, silence_timeout, connect_timeout, timeout, told, kept)
+    terms = Terms(
+        address, tls, protocol, model_digest, silence_timeout, connect_timeout, timeout, told, kept, max_memory
+    )
     return Connection(terms, bucket, ahead, prompt_ahead)
 
 

@@ -19,12 +19,15 @@ from aero_compile import errors
 from aero_compile.errors import AeroError, InputError, OutOfRangeError, PartyError
 from aero_compile.runtime.generation.programs import Programs
 from aero_compile.runtime.generation.session import Cost
+from aero_compile.runtime.hosts.opening import OUT_OF_RANGE
 from aero_compile.runtime.hosts.tls import TLSConfig
 from aero_compile.runtime.padding import filled_up
 from aero_compile.runtime.roles import CLIENT
 from aero_compile.serving.cache import Cache
+from aero_compile.serving.link_budget import LinkBudget
 from aero_compile.serving.process import orders
-from aero_compile.serving.process.orders import Advance, Compute, Take
+from aero_compile.serving.process.memory import default_memory
+from aero_compile.serving.process.orders import Advance, Compute, Computed, Take
 from aero_compile.serving.process.worker import Worker
 from aero_compile.serving.taking import check_offer, take_offer
 from aero_compile.serving.transport.agreement import (
@@ -62,6 +65,8 @@ from aero_compile.serving.transport.wire import Channel, Garbled, Lost
 BEAT_SECONDS = 2.0
 """Between two signs of life; a quarter of the silence that is borne, if that is less."""
 
+MEMORY_WAY_OUT = "raise max_memory (--max-memory), or do not go on with this server"
+
 UNHEARD = 64
 """Messages of the server that may lie unread."""
 
@@ -88,6 +93,9 @@ class Terms:
     cache: Cache | None = None
     """Keeps programs for the next session."""
 
+    memory: int | None = None
+    """Bytes of memory that the own party's process may hold; None: by the programs."""
+
 
 class Conversation:
     """One control connection and, once it is open, the client's party and its link. `folder` is for it alone."""
@@ -100,6 +108,7 @@ class Conversation:
         self._largest = 0
         self._answers = 0
         self._carried = 0
+        self._budget: LinkBudget | None = None
         self._links: Links | None = None
         self._ticket = ""
         self._worker: Worker | None = None
@@ -125,18 +134,23 @@ class Conversation:
         check_offer(self.offer, terms.protocol, terms.model_digest)
         taken = await take_offer(self.offer, self._folder, self._fetch, terms.cache)
         self.generation = taken.generation
+        self._budget = budget = LinkBudget("server", taken.allowances, self._break)
         self._links = Links(self._folder, self._call, self._counted, terms.silence)
         await self._links.listen()
         self._worker = await Worker.start(CLIENT, self._folder, terms.protocol, terms.timeout)
+        self._worker.watch(terms.memory or default_memory(taken.allowances.memory), MEMORY_WAY_OUT, self._break)
         self._links.admit(self._worker.process.pid)
         await self._here(self._worker.load(taken.order, terms.timeout))
         await self._say(Open())
         self._ticket = (await self._next(Opened)).ticket
+        if self.offer.set_up:
+            budget.begin_set_up()  # before the two meet: the server's party may begin first
         await self._both(self._worker.meet(terms.connect_seconds))
         if self.offer.set_up:
             await self._next(Started)
             seconds = await self._both(self._worker.set_up(terms.timeout))
             self.set_up = Cost(bytes=self._carried, seconds=seconds)
+        budget.end()
 
     async def _fetch(self, digest: str, part: Any, size: int) -> bytes:
         self._largest = size
@@ -154,12 +168,16 @@ class Conversation:
             PartyError: it is over.
         """
         assert self._worker is not None
+        assert self._budget is not None
         tokens = tuple(tuple(map(int, row)) for row in ids)
         await self._here(self._worker.load(Take(program=facts.digest, tokens=tokens), self._terms.timeout))
+        self._budget.begin_whole(facts.digest)
         await self._say(Run(program=facts.digest))
         await self._next(Started)
         order = Compute(program=facts.digest)
         done, content = await self._both(self._worker.compute(order, self._terms.timeout))
+        self._budget.end(done)
+        _refuse_outside(done)
         assert done.shape is not None
         logits = np.frombuffer(content, "<f4").reshape(done.shape).astype(np.float32)
         return logits, Cost(done.bytes, done.messages, done.seconds)
@@ -172,12 +190,16 @@ class Conversation:
             PartyError: it is over.
         """
         assert self._worker is not None
+        assert self._budget is not None
         count = self.offer_of(name).length
+        self._budget.begin_step(name)
         await self._say(Step(program=name, position=position, kept=len(ids)))
         await self._next(Started)
         order = Advance(program=name, position=position, tokens=filled_up(ids, count, self.offer_of(name).vocabulary))
         self.prepared[name] -= self.prepared[name] > 0
         done, content = await self._both(self._worker.compute(order, self._terms.timeout))
+        self._budget.end(done)
+        _refuse_outside(done)
         logits = None if done.shape is None else np.frombuffer(content, "<f4").reshape(done.shape).astype(np.float32)
         return logits, Cost(done.bytes, done.messages, done.seconds)
 
@@ -192,10 +214,14 @@ class Conversation:
             PartyError: the conversation is over.
         """
         assert self._worker is not None
+        assert self._budget is not None
+        self._budget.begin_step(name)
         await self._say(Prepare(program=name))
         if isinstance(await self._next(Started | Later), Later):
+            self._budget.drop()
             return None
         done, _ = await self._both(self._worker.compute(orders.Prepare(program=name), self._terms.timeout))
+        self._budget.end(done)
         self.prepared[name] += 1
         return Cost(done.bytes, done.messages, done.seconds)
 
@@ -213,11 +239,7 @@ class Conversation:
 
     async def _both(self, own: Coroutine[Any, Any, T]) -> T:
         """What the own party gives, once the server's has finished too."""
-        try:
-            found = await self._here(own)
-        except OutOfRangeError:
-            await self._next(Finished)
-            raise
+        found = await self._here(own)
         await self._next(Finished)
         return found
 
@@ -229,7 +251,7 @@ class Conversation:
             task.cancel()
             self._over.result()
         error = task.exception()
-        if error is not None and not isinstance(error, (OutOfRangeError, InputError)):
+        if error is not None and not isinstance(error, InputError):
             await asyncio.wait({self._over}, timeout=HINT_SECONDS)
             if self._over.done():
                 self._over.result()
@@ -306,9 +328,13 @@ class Conversation:
         try:
             await task
         except (Lost, Garbled) as error:
-            reason: Exception = PartyError(f"lost the server at {self._terms.address}: {error}")
+            reason: AeroError = PartyError(f"lost the server at {self._terms.address}: {error}")
         except AeroError as error:
             reason = error
+        self._break(reason)
+
+    def _break(self, reason: Exception) -> None:
+        """Let the conversation end for this reason."""
         if not self._over.done():
             self._over.set_exception(reason)
             self._over.exception()  # whoever asks next is told; nobody need
@@ -341,6 +367,8 @@ class Conversation:
 
     def _counted(self, received: int, sent: int) -> None:
         self._carried += received + sent
+        if self._budget is not None:
+            self._budget.take(received)
 
     def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
@@ -365,3 +393,8 @@ class Conversation:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _refuse_outside(done: Computed) -> None:
+    if not done.in_range:
+        raise OutOfRangeError(OUT_OF_RANGE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aero_compile.errors import InputError
+from aero_compile.serving.process.memory import check_memory
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,10 @@ class Limits:
         workers: computations at once.
         max_waiting: requests that wait for their turn; more are refused.
         max_sessions: clients that hold a party at once; each takes the memory of the weights.
-        max_tokens_per_client: tokens that are computed for a client, by the length of the programs; None: any number.
+        max_session_memory: bytes of memory that the process of one session may hold; None: as much as its programs
+            and weights can need (`aero_compile.serving.process.memory.default_memory`).
+        max_tokens_per_client: tokens that a client may have computed, over all its sessions and all starts of the
+            server: rows of logits of whole texts, positions of generated ones. None: any number.
         max_prepared: runs of one program that a session holds prepared ahead, of programs compiled with
             `offline=True`; 0: none.
         idle_seconds: a client that asks for nothing for so long is sent away.
@@ -28,6 +32,7 @@ class Limits:
     workers: int = 1
     max_waiting: int = 16
     max_sessions: int = 4
+    max_session_memory: int | None = None
     max_tokens_per_client: int | None = None
     max_prepared: int = 16
     idle_seconds: float = 300.0
@@ -49,6 +54,7 @@ class Limits:
         for name, (value, least) in counts.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise InputError(f"{name} must be a whole number of at least {least}, not {value!r}")
+        check_memory("max_session_memory", self.max_session_memory)
         for name, seconds in vars(self).items():
             if name.endswith("_seconds") and not 0 < seconds < float("inf"):
                 raise InputError(f"{name} must be a positive number of seconds, not {seconds!r}")

@@ -29,7 +29,6 @@ class Metrics:
         self._refused = Counter("aero_callers_refused", "Callers that were not understood or not admitted", **kept)
         self._ended = Counter("aero_connections", "Connections of clients that ended, by outcome", ["outcome"], **kept)
         self._tokens = Counter("aero_tokens", "Tokens that were computed, by the length of the programs", **kept)
-        self._out_of_range = Counter("aero_out_of_range", "Forwards in which a value left its range", **kept)
         self._prepared = Counter("aero_prepared_bytes", "Bytes of what was prepared ahead, both ways", **kept)
         text = "Seconds of preparing one run ahead"
         self._preparing = Histogram("aero_preparation_seconds", text, buckets=SECONDS, **kept)
@@ -52,12 +51,10 @@ class Metrics:
         """Count a client's connection by how it ended."""
         self._ended.labels(outcome).inc()
 
-    def computed(self, tokens: int, seconds: float, out_of_range: bool) -> None:
+    def computed(self, tokens: int, seconds: float) -> None:
         """Count a forward."""
         self._tokens.inc(tokens)
         self._seconds.observe(seconds)
-        if out_of_range:
-            self._out_of_range.inc()
 
     def prepared(self, count: int, seconds: float) -> None:
         """Count what was prepared for one run, in bytes of both directions."""

@@ -12,11 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.errors import InputError
+from aero_compile.runtime.costs.allowance import Allowance, allowance_of
 from aero_compile.runtime.generation.arrays import published_specs, read_published, read_weights
 from aero_compile.runtime.generation.programs import INDEX, Programs
 from aero_compile.runtime.hosts.party_inputs import held_inputs
 from aero_compile.runtime.program_parts import TensorSpec
 from aero_compile.runtime.roles import SERVER
+from aero_compile.serving.link_budget import Allowances
 from aero_compile.serving.process.orders import Held
 from aero_compile.serving.transport.agreement import facts_of, generation_of, model_digest
 from aero_compile.serving.transport.messages import MOST_PROGRAMS, Facts, Generation
@@ -24,22 +26,30 @@ from aero_compile.serving.transport.messages import MOST_PROGRAMS, Facts, Genera
 
 @dataclass(frozen=True)
 class Served:
-    """A program that is offered: what is agreed about it, its content, the weights that clients are given, files."""
+    """A program that is offered: what is agreed about it, its content, the weights that clients are given, files.
+
+    `allowance`: what the server's party may receive.
+    """
 
     facts: Facts
     content: bytes
     published: bytes
     held: Held
+    allowance: Allowance
 
 
 @dataclass(frozen=True)
 class ServedGeneration:
-    """The programs of a generation that are offered, the arrays that both parties hold, and their files."""
+    """The programs of a generation that are offered, the arrays that both parties hold, and their files.
+
+    `allowances`: what the server's party may receive, by the program's name.
+    """
 
     facts: Generation
     programs: Programs
     published: bytes
     held: Held
+    allowances: Mapping[str, Allowance]
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,12 @@ class Offered:
         return model_digest(
             [each.facts for each in self.forwards], None if self.generation is None else self.generation.facts
         )
+
+    @property
+    def allowances(self) -> Allowances:
+        """Bytes that a session's party may receive."""
+        whole = {each.facts.digest: each.allowance for each in self.forwards}
+        return Allowances(whole, {} if self.generation is None else self.generation.allowances)
 
     @property
     def contents(self) -> dict[tuple[str, str], bytes]:
@@ -108,7 +124,10 @@ def _read(folder: Path, protocol: str) -> tuple[Served, int]:
         weights=str(files["weights.npz"].resolve()),
         published=None if public is None else str(public.resolve()),
     )
-    return Served(facts_of(inputs.program, len(published)), inputs.program.to_bytes(), published, held), count
+    allowance = allowance_of(inputs.program, SERVER)
+    return Served(
+        facts_of(inputs.program, len(published)), inputs.program.to_bytes(), published, held, allowance
+    ), count
 
 
 def _read_generation(folder: Path, protocol: str) -> tuple[ServedGeneration, int]:
@@ -119,7 +138,8 @@ def _read_generation(folder: Path, protocol: str) -> tuple[ServedGeneration, int
     count = _check_finite(folder, weights, public)
     published = pack(published_specs(programs), public)
     held = Held(program=str(folder.resolve()), weights=str(files[0]), published=str(files[1]))
-    return ServedGeneration(generation_of(programs, len(published)), programs, published, held), count
+    allowances = {name: allowance_of(program, SERVER) for name, program in programs.all.items()}
+    return ServedGeneration(generation_of(programs, len(published)), programs, published, held, allowances), count
 
 
 def _check_finite(folder: Path, *found: Mapping[str, npt.NDArray[Any]]) -> int:

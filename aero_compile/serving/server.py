@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TextIO
 
+from aero_compile.errors import InputError
 from aero_compile.runtime.hosts.scratch import scratch_folder
 from aero_compile.runtime.hosts.tls import TLSConfig
 from aero_compile.serving.journal import LOGGER, Lines, note
@@ -22,6 +23,7 @@ from aero_compile.serving.offer import read_offer
 from aero_compile.serving.process.users import find_user
 from aero_compile.serving.programs import find_programs
 from aero_compile.serving.session import Session, Shared
+from aero_compile.serving.token_budget import TokenBudget
 from aero_compile.serving.transport.endpoint import Caller, Port, check_way, listen
 from aero_compile.serving.transport.messages import Hello, Link
 from aero_compile.serving.transport.wire import Channel
@@ -34,10 +36,13 @@ STOP_SECONDS = 5.0
 class Server:
     """A server that is not running yet: everything that can be wrong beforehand is found here.
 
-    `user`: name or number of the user that sessions run as, where root starts the server; None: the server's.
+    Args that are not those of `serve`:
+        user: name or number of the user that sessions run as, where root starts the server; None: the server's.
+        state: folder (made with mode 0700) where the tokens that clients have spent are kept for the next start; one
+            server at a time may use it.
 
     Raises:
-        InputError: what is offered, the certificates, the limits or the user cannot be used.
+        InputError: what is offered, the certificates, the limits, `user` or `state` cannot be used.
         PartyError: the port is taken.
     """
 
@@ -53,11 +58,12 @@ class Server:
         limits: Limits | None = None,
         metrics_port: int | None = None,
         user: str | None = None,
+        state: str | os.PathLike[str] | None = None,
     ) -> None:
         check_way(tls, insecure_plain)
         self._user = None if user is None else find_user(user)
         self.limits = limits or Limits()
-        self.limits.check()
+        _check_limits(self.limits, state)
         self._offered = read_offer(programs, protocol)
         self._contents = self._offered.contents
         self._tls, self._protocol, self._set_up, self._metrics_port = tls, protocol, set_up, metrics_port
@@ -65,6 +71,11 @@ class Server:
         self.metrics = Metrics()
         self.address = address
         self._listener = listen(address)
+        try:
+            self._budget = TokenBudget(self.limits.max_tokens_per_client, state)
+        except BaseException:
+            self._listener.close()
+            raise
         self._stop: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -72,13 +83,14 @@ class Server:
         """Serve until `stop` is called; `ready` is called once callers are answered."""
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         with contextlib.ExitStack() as held:
+            held.callback(self._budget.close)
             folder = held.enter_context(scratch_folder())
             if self._metrics_port is not None:
                 held.callback(self.metrics.serve(self._metrics_port))
                 note("metrics", address=f"{HOST}:{self._metrics_port}")
             turns = Turns(self.limits.workers, self.limits.max_waiting)
-            settings = (self._protocol, self._set_up, self.limits, folder, turns, self.metrics, self._user)
-            shared = Shared(self._offered, self._contents, *settings)
+            settings = (self._protocol, self._set_up, self.limits, folder, turns, self.metrics, self._budget)
+            shared = Shared(self._offered, self._contents, *settings, user=self._user)
             self._watch(shared)
 
             async def take(channel: Channel, first: Hello | Link, caller: Caller) -> None:
@@ -95,7 +107,8 @@ class Server:
                 Port(self._listener, self._tls, self.limits.silence_seconds, take, self._refused).run()
             )
             said: dict[str, Any] = {"address": self.address, "tls": self._tls is not None, "model_digest": self.digest}
-            note("serving", **said, bytes_per_session=self._offered.weight_bytes, sessions=self.limits.max_sessions)
+            said |= {"bytes_per_session": self._offered.weight_bytes, "most_memory_per_session": shared.memory}
+            note("serving", **said, sessions=self.limits.max_sessions)
             ready()
             await self._stop.wait()
             note("stopping", sessions=len(shared.sessions))
@@ -154,7 +167,7 @@ def serve(
         compiling: options of `aero_compile.runtime.compile_model`.
         log: a text file for the log, a JSON object a line; standard error by default.
         options: of `aero_compile.serving.server.Server`: `tls` or `insecure_plain`, `limits`, `set_up`, `metrics_port`,
-            `user`.
+            `user`, `state`.
 
     Raises:
         InputError: what is served, the certificates or the limits cannot be used.
@@ -162,14 +175,24 @@ def serve(
         PartyError: the port is taken.
     """
     check_way(options.get("tls"), options.get("insecure_plain", False))
+    _check_limits(options.get("limits") or Limits(), options.get("state"))  # before a model is compiled for minutes
     if options.get("user") is not None:
-        find_user(options["user"])  # before anything is compiled
+        find_user(options["user"])
     with contextlib.ExitStack() as held:
         held.enter_context(_written(log or sys.stderr))
         place = held.enter_context(scratch_folder()) if folder is None else folder
         sizes: dict[str, Any] = {"room": room, "fills": fills, "checks": checks, "running_sums": running_sums}
         programs = find_programs(source, lengths, protocol, place, **sizes, **compiling)
         asyncio.run(_until_signal(Server(programs, address, protocol=protocol, **options)))
+
+
+def _check_limits(limits: Limits, state: object) -> None:
+    limits.check()
+    if limits.max_tokens_per_client is not None and state is None:
+        raise InputError(
+            "max_tokens_per_client: a server that is started again must know what clients have spent; give a private "
+            "folder for it, state= (--state DIR)"
+        )
 
 
 @contextlib.contextmanager

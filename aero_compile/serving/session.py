@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import shutil
 import time
@@ -13,18 +14,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from aero_compile.errors import AeroError, OutOfRangeError, PartyError
+from aero_compile.errors import AeroError, PartyError
 from aero_compile.runtime.generation.party import CLOSE, read_order, write_order
 from aero_compile.runtime.roles import SERVER
 from aero_compile.serving.journal import note
 from aero_compile.serving.limits import Limits
+from aero_compile.serving.link_budget import LinkBudget
 from aero_compile.serving.metrics import Metrics
 from aero_compile.serving.offer import Offered
 from aero_compile.serving.process import orders
+from aero_compile.serving.process.memory import default_memory
 from aero_compile.serving.process.orders import Advance, Compute, Load
 from aero_compile.serving.process.users import User
 from aero_compile.serving.process.worker import Worker
 from aero_compile.serving.session_link import SessionLink
+from aero_compile.serving.token_budget import ClientTokens, OverBudget, TokenBudget
 from aero_compile.serving.transport.agreement import check_versions, versions
 from aero_compile.serving.transport.endpoint import Caller
 from aero_compile.serving.transport.messages import (
@@ -51,6 +55,8 @@ from aero_compile.serving.transport.revocation import REVOKED
 from aero_compile.serving.transport.wire import Channel, Garbled, Lost, send_content
 from aero_compile.serving.turns import Busy, Turns
 
+MEMORY_WAY_OUT = "its session ends; raise --max-session-memory, or offer fewer and shorter lengths"
+
 BEAT_SECONDS = 2.0
 """Between two signs of life; a quarter of the silence that is borne, if that is less."""
 
@@ -60,10 +66,7 @@ ASKED = 4
 
 @dataclass
 class Shared:
-    """What all sessions of a server have in common.
-
-    `user`: that their processes run as; None: the server's. `spent`: tokens that were computed for each client.
-    """
+    """What all sessions of a server have in common. `user`: that their processes run as; None: the server's."""
 
     offered: Offered
     contents: dict[tuple[str, str], bytes]
@@ -73,9 +76,14 @@ class Shared:
     folder: Path
     turns: Turns
     metrics: Metrics
+    budget: TokenBudget
     user: User | None = None
     sessions: dict[str, Session] = field(default_factory=dict)
-    spent: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of memory that the process of a session may hold."""
+        return self.limits.max_session_memory or default_memory(self.offered.allowances.memory)
 
 
 class _End(Exception):
@@ -101,6 +109,8 @@ class Session:
         self._worker: Worker | None = None
         self._link: SessionLink | None = None
         self._folder: Path | None = None
+        self._tokens = ClientTokens(shared.budget, caller.name)
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._positions = 0
         self._prepared: Counter[str] = Counter()
         self._number = secrets.token_hex(4)
@@ -139,12 +149,15 @@ class Session:
         except _End as end:
             await self._tell(Refused(reason=end.reason, message=str(end)[:2000]))
             return end.reason, str(end)
+        except OverBudget as error:
+            await self._tell(Refused(reason="tokens", message=str(error)[:2000]))
+            return "tokens", str(error)
         except Garbled as error:
             await self._tell(Refused(reason="garbled", message=str(error)[:2000]))
             return "garbled", str(error)
         except AeroError as error:
             await self._tell(Failed(error=type(error).__name__, message=str(error)[:2000]))
-            return "out_of_range" if isinstance(error, OutOfRangeError) else "failed", str(error)
+            return "failed", str(error)
         except OSError as error:
             why = f"the server cannot start a session: {error.strerror or error}"
             await self._tell(Failed(error="PartyError", message=why))
@@ -153,15 +166,22 @@ class Session:
 
     async def _talk(self) -> None:
         beat = min(BEAT_SECONDS, self._limits.silence_seconds / 4)
-        tasks = [asyncio.create_task(each) for each in (self._listen(), self._work(), self._channel.beat(beat))]
+        works = [asyncio.create_task(each) for each in (self._listen(), self._work(), self._channel.beat(beat))]
+        tasks: list[asyncio.Future[None]] = [self._broken, *works]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        for task in sorted(done, key=tasks.index):  # what the client says itself comes first
+        for task in sorted(done, key=tasks.index):  # a limit that was exceeded, then what the client says itself
             task.result()
+
+    def _break(self, error: PartyError) -> None:
+        """End the session for a limit that its link or its process has exceeded."""
+        if not self._broken.done():
+            self._broken.set_exception(error)
+            self._broken.exception()  # asked for once, or asyncio complains where nobody waits any more
 
     async def _listen(self) -> None:
         """Take what the client says, while it is heard of."""
@@ -191,7 +211,7 @@ class Session:
             digest=offered.digest,
             programs=tuple(each.facts for each in offered.forwards),
             generation=None if offered.generation is None else offered.generation.facts,
-            tokens_left=self._tokens_left(),
+            tokens_left=self._tokens.left,
             idle_seconds=self._limits.idle_seconds,
             set_up=self._shared.set_up,
             most_prepared=self._limits.max_prepared,
@@ -233,15 +253,17 @@ class Session:
             raise Garbled("the session is open already")
         if len(shared.sessions) >= limits.max_sessions:
             raise _End("sessions", f"the server has {limits.max_sessions} sessions, and takes no more; try later")
-        self._charge(0)
+        self._tokens.check()
         shared.sessions[self._ticket] = self
         self._folder = shared.folder / self._number
         self._folder.mkdir(mode=0o700)
         user, seconds = shared.user, limits.computation_seconds
         owner = None if user is None else user.uid
-        self._link = SessionLink(self._folder, self._channel, shared.metrics, limits.silence_seconds, owner)
+        budget = LinkBudget("client", shared.offered.allowances, self._break)
+        self._link = SessionLink(self._folder, self._channel, shared.metrics, limits.silence_seconds, budget, owner)
         await self._link.listen()
         self._worker = await Worker.start(SERVER, self._folder, shared.protocol, seconds, user)
+        self._worker.watch(shared.memory, MEMORY_WAY_OUT, self._break)
         self._link.admit(self._worker.process.pid)
         forwards, generation = shared.offered.forwards, shared.offered.generation
         order = Load(
@@ -255,10 +277,12 @@ class Session:
         note("opened", session=self._number, client=self._caller.name, seconds=round(seconds, 3))
         if shared.set_up:
             async with self._turn():
+                budget.begin_set_up()
                 await self._channel.send(Started())
                 seconds = await self._link.while_moving(
                     self._worker.set_up(limits.computation_seconds), limits.stall_seconds
                 )
+                budget.end()
                 await self._channel.send(Finished(seconds=seconds))
 
     async def _run(self, digest: str) -> None:
@@ -267,7 +291,7 @@ class Session:
         if not found:
             raise _no_program(digest)
         (facts,) = found
-        await self._compute(Compute(program=digest), facts.batch * facts.length)
+        await self._compute(Compute(program=digest), facts.batch * facts.length, facts.batch * facts.positions)
 
     async def _step(self, asked: Step) -> None:
         """Compute positions of the text whose cached values both parties hold."""
@@ -279,7 +303,7 @@ class Session:
         if name == CLOSE:
             raise _no_program(name)
         count = generation.programs.all[name].tokens.shape[1]
-        await self._compute(Advance(program=name, position=position, tokens=None), count)
+        await self._compute(Advance(program=name, position=position, tokens=None), count, count)
         self._prepared[name] -= self._prepared[name] > 0
         self._positions = position + kept
 
@@ -295,49 +319,49 @@ class Session:
             await self._channel.send(Later())
             return
         async with self._turn():
+            self._link.budget.begin_step(name)
             await self._channel.send(Started())
             preparing = self._worker.compute(orders.Prepare(program=name), limits.computation_seconds)
             done, _ = await self._link.while_moving(preparing, limits.stall_seconds)
+            self._link.budget.end(done)
             await self._channel.send(Finished(seconds=done.seconds))
         self._prepared[name] += 1
         shared.metrics.prepared(done.bytes, done.seconds)
         said: dict[str, Any] = {"program": name, "bytes": done.bytes, "seconds": round(done.seconds, 3)}
         note("prepared", session=self._number, client=self._caller.name, **said)
 
-    async def _compute(self, order: Compute | Advance, tokens: int) -> None:
-        """Let the own party do its part of a computation of so many tokens, when it is this client's turn."""
+    async def _compute(self, order: Compute | Advance, tokens: int, spends: int) -> None:
+        """Let the own party do its part of a computation of so many tokens, when it is this client's turn.
+
+        The client has `spends` tokens less from now on; `_refund` gives them back if nothing was opened.
+        """
         if self._worker is None or self._link is None:
             raise Garbled("the session is not open")
         shared = self._shared
-        self._charge(tokens)
+        self._worker.forget_opened()
+        self._tokens.reserve(spends)
         async with self._turn():
-            shared.spent[self._caller.name] += tokens
+            budget = self._link.budget
+            (budget.begin_whole if isinstance(order, Compute) else budget.begin_step)(order.program)
             await self._channel.send(Started())
-            started, outside = time.monotonic(), None
-            try:
-                computing = self._worker.compute(order, self._limits.computation_seconds)
-                await self._link.while_moving(computing, self._limits.stall_seconds)
-            except OutOfRangeError as error:  # the client's party knows it too
-                outside = error
+            started = time.monotonic()
+            computing = self._worker.compute(order, self._limits.computation_seconds)
+            done, _ = await self._link.while_moving(computing, self._limits.stall_seconds)
+            budget.end(done)
+            self._tokens.keep_spent()
             seconds = time.monotonic() - started
-            ends = outside if isinstance(order, Advance) else None  # after a whole text, the next may be better
-            if ends is None:
-                await self._channel.send(Finished(seconds=seconds))
-        shared.metrics.computed(tokens, seconds, outside is not None)
-        said: dict[str, Any] = {"length": tokens, "seconds": round(seconds, 3), "out_of_range": outside is not None}
-        note("computed", session=self._number, client=self._caller.name, **said)
-        if ends is not None:
-            raise ends
+            await self._channel.send(Finished(seconds=seconds))
+        shared.metrics.computed(tokens, seconds)
+        note("computed", session=self._number, client=self._caller.name, length=tokens, seconds=round(seconds, 3))
 
-    def _tokens_left(self) -> int | None:
-        most = self._limits.max_tokens_per_client
-        return None if most is None else max(0, most - self._shared.spent[self._caller.name])
-
-    def _charge(self, tokens: int) -> None:
-        left = self._tokens_left()
-        if left is not None and (left < tokens or left == 0):
-            most = self._limits.max_tokens_per_client
-            raise _End("tokens", f"{self._caller.name} has {left} of {most} tokens left, and this takes {tokens}")
+    def _refund(self) -> None:
+        """Give back what was reserved for a computation that broke off, unless something may have been opened."""
+        said: dict[str, Any] = {"session": self._number, "client": self._caller.name}
+        try:
+            if self._worker is not None and not self._worker.may_have_opened and (tokens := self._tokens.refund()):
+                note("refunded", **said, tokens=tokens)
+        except PartyError as error:
+            note("not refunded", logging.WARNING, **said, why=str(error))
 
     @contextlib.asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
@@ -368,5 +392,6 @@ class Session:
             self._link.close()
         if self._worker is not None:
             await self._worker.end()
+            self._refund()
         if self._folder is not None:
             await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)

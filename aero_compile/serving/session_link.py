@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from aero_compile.errors import PartyError
+from aero_compile.serving.link_budget import LinkBudget
 from aero_compile.serving.metrics import Metrics
 from aero_compile.serving.transport.links import LINKS, Links
 from aero_compile.serving.transport.messages import Dial
@@ -25,13 +26,20 @@ class SessionLink:
         control: to its client.
         metrics: that count what passes.
         silence: seconds in which the client has to answer.
+        budget: of what the party may receive.
         owner: number of the user that the party runs as; None: this process's.
     """
 
     def __init__(
-        self, folder: Path, control: Channel, metrics: Metrics, silence: float, owner: int | None = None
+        self,
+        folder: Path,
+        control: Channel,
+        metrics: Metrics,
+        silence: float,
+        budget: LinkBudget,
+        owner: int | None = None,
     ) -> None:
-        self._control, self._metrics, self._silence = control, metrics, silence
+        self._control, self._metrics, self._silence, self.budget = control, metrics, silence, budget
         self._links = Links(folder, self._call_back, self._counted, silence, owner)
         self._dialled: dict[int, asyncio.Future[Channel]] = {}
         self._dials = 0
@@ -93,6 +101,7 @@ class SessionLink:
     def _counted(self, received: int, sent: int) -> None:
         self._moved = time.monotonic()
         self._metrics.carried(received, sent)
+        self.budget.take(received)
 
     def close(self) -> None:
         """End all connections."""

@@ -16,12 +16,15 @@ import numpy.typing as npt
 
 from aero_compile.errors import PartyError
 from aero_compile.files import write_private
+from aero_compile.runtime.costs.allowance import Allowance, allowance_of
 from aero_compile.runtime.generation.arrays import are_published, published_specs
 from aero_compile.runtime.generation.programs import FORMAT, INDEX, Programs
 from aero_compile.runtime.prefix import digest_of
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.program_parts import TensorSpec
+from aero_compile.runtime.roles import CLIENT
 from aero_compile.serving.cache import Cache
+from aero_compile.serving.link_budget import Allowances
 from aero_compile.serving.offer import unpack
 from aero_compile.serving.process.orders import Held, Load
 from aero_compile.serving.transport.agreement import check_same, check_versions, facts_of, generation_of, model_digest
@@ -38,10 +41,11 @@ Fetch = Callable[[str, Part, int], Awaitable[bytes]]
 
 @dataclass(frozen=True)
 class Taken:
-    """What the client's party is to load, and the programs of the generation, if there are some."""
+    """What the client's party is to load and may receive, and the programs of the generation, if there are some."""
 
     order: Load
     generation: Programs | None
+    allowances: Allowances
 
 
 def check_offer(offer: Offer, protocol: str, wanted: str | None) -> None:
@@ -81,20 +85,23 @@ async def take_offer(offer: Offer, folder: Path, fetch: Fetch, cache: Cache | No
     taker = _Taker(folder, fetch, cache)
     held = tuple([await taker.whole(facts) for facts in offer.programs])
     if offer.generation is None:
-        return Taken(Load(programs=held), None)
+        return Taken(Load(programs=held), None, Allowances(taker.allowances, {}))
     programs, steps = await taker.generation(offer.generation)
-    return Taken(Load(programs=held, generation=steps), programs)
+    allowed = {name: await asyncio.to_thread(allowance_of, each, CLIENT) for name, each in programs.all.items()}
+    return Taken(Load(programs=held, generation=steps), programs, Allowances(taker.allowances, allowed))
 
 
 class _Taker:
     def __init__(self, folder: Path, fetch: Fetch, cache: Cache | None) -> None:
         self._folder, self._fetch, self._cache = folder, fetch, cache
+        self.allowances: dict[str, Allowance] = {}
 
     async def whole(self, facts: Facts) -> Held:
         path = self._folder / f"{facts.digest}.json"
         await self._content(facts, path)
         program = await asyncio.to_thread(Program.load, path)
         check_same(facts, facts_of(program, facts.published_size), "the server's program")
+        self.allowances[facts.digest] = await asyncio.to_thread(allowance_of, program, CLIENT)
         if not facts.published_size:
             return Held(program=str(path))
         arrays = path.with_suffix(".npz")

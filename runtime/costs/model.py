@@ -9,9 +9,8 @@ ciphertexts counted as SPU chooses its blocks (`ciphertexts`) and with building 
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -20,29 +19,25 @@ import torch
 from aero_compile.errors import InputError
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.compilation import ONE_HOT, Options
-from aero_compile.runtime.costs import operations, pphlo
-from aero_compile.runtime.costs.operations import BITS, CLIENTS, OWNED, PUBLIC, SERVERS
+from aero_compile.runtime.costs import pphlo
+from aero_compile.runtime.costs.billing import bill_forward, bill_offline, bill_set_up, split_of
 from aero_compile.runtime.costs.session import Cost, Session
 from aero_compile.runtime.costs.table import CostTable, settings_of
 from aero_compile.runtime.costs.unknown_weights import with_weights
 from aero_compile.runtime.generation.compilation import compile_for_generation
 from aero_compile.runtime.generation.programs import Programs
-from aero_compile.runtime.hosts.measure import OFFLINE, by_operator, offline_line, offline_rows
+from aero_compile.runtime.hosts.measure import OFFLINE, offline_line, offline_rows
 from aero_compile.runtime.hosts.network_spec import Network, parse_network
 from aero_compile.runtime.hosts.split import SPLIT, split_line, split_rows
 from aero_compile.runtime.inference import batches, compile_unseen, names_of
-from aero_compile.runtime.offline.prepare import prepared_steps
 from aero_compile.runtime.operators.limits import Format
 from aero_compile.runtime.program import Program
-from aero_compile.runtime.program_parts import SET_UP, TOKENS, KernelStep
-from aero_compile.runtime.roles import SERVER
 from aero_compile.runtime.spu_config import import_spu, runtime_config
 from aero_compile.units import human_bytes
 
 PROTOCOL = "cheetah"
 """The protocol whose costs are modelled."""
 
-_SHARE_BYTES = 8
 _TEXTS = ("op", "place")
 
 
@@ -210,11 +205,11 @@ def estimate_program(
     functions = {key: pphlo.parse(code) for key, code in program.codes.items()}
     session = Session(costs)
     if warm == "setup":
-        _set_up(session, program, functions)
+        bill_set_up(session, program, functions)
     session.meet()
     runs = range(1 if warm == "setup" else 2)
-    before = [_offline(session, program, functions, emulated) for _ in runs][-1]
-    rows, total = [_forward(session, program, functions, emulated, before) for _ in runs][-1]
+    before = [bill_offline(session, program, functions, emulated) for _ in runs][-1]
+    rows, total = [bill_forward(session, program, functions, emulated, before) for _ in runs][-1]
     return _estimate(program, emulated, "setup" if warm == "setup" else "full", rows, total, costs)
 
 
@@ -235,16 +230,16 @@ def estimate_generation(
     steps_at = range(length - 1, length - 1 + new_tokens)
     order = [*prompt, *(programs.all[programs.at("step", position)] for position in steps_at)]
     if warm == "setup":
-        _set_up(session, programs.step, functions)
+        bill_set_up(session, programs.step, functions)
     session.meet()
     if warm != "setup":
         for program in order:
-            _forward(session, program, functions, emulated, _offline(session, program, functions, emulated))
+            bill_forward(session, program, functions, emulated, bill_offline(session, program, functions, emulated))
     warm_up = "setup" if warm == "setup" else "full"
-    before = [_offline(session, program, functions, emulated) for program in order]
+    before = [bill_offline(session, program, functions, emulated) for program in order]
     steps, reveals, total = list[dict[str, Any]](), list[dict[str, Any]](), Cost()
     for program, prepared in zip(order, before, strict=True):
-        (*rows, reveal), spent = _forward(session, program, functions, emulated, prepared)
+        (*rows, reveal), spent = bill_forward(session, program, functions, emulated, prepared)
         steps, reveals = [*steps, *rows], [*reveals, reveal]
         total.add(spent)
     token = _estimate(order[-1], emulated, warm_up, [*rows, reveal], spent, costs)
@@ -263,96 +258,6 @@ def _fitting(table: CostTable | None, program: Program) -> CostTable:
     return costs
 
 
-def _set_up(session: Session, program: Program, functions: Mapping[str, pphlo.Function]) -> None:
-    """Make the stores that the set-up makes, and bill nothing for them."""
-    operations.run(session, functions[SET_UP], (SERVERS, CLIENTS))
-    for kernel in program.kernels:
-        if shapes := kernel.set_up():
-            kernel.bill(session, *shapes)
-    session.bill()
-
-
-def _forward(
-    session: Session,
-    program: Program,
-    functions: Mapping[str, pphlo.Function],
-    network: Network,
-    before: Mapping[int, dict[str, Any]],
-) -> tuple[list[dict[str, Any]], Cost]:
-    """Bill every step; returns the rows of all steps, the opening of the logits last, and their sum.
-
-    `before`: columns of what was prepared for steps, by their numbers.
-    """
-    knows = {TOKENS: CLIENTS, **{spec.name: SERVERS for spec in program.weights}}
-    knows |= {spec.name: CLIENTS for spec in program.clients} | {spec.name: PUBLIC for spec in program.published}
-    knows |= {spec.name: OWNED[None] for spec in program.cached}
-    total = Cost()
-    rows = []
-    for _ in range(1 + program.is_prepared):  # they agree on what was prepared, too
-        session.meet()
-    for at, step in enumerate(program.steps):
-        if isinstance(step, KernelStep):
-            step.kernel.bill(session, *step.shapes)
-            results = step.kernel.results(*step.shapes)
-            found = tuple(BITS if each.dtype == "bool" else OWNED[each.owner] for each in results)
-        else:
-            session.step(len(program.codes[step.code]))
-            found = operations.run(session, functions[step.code], [knows[name] for name in step.inputs])
-        knows.update(zip(step.outputs, found, strict=True))
-        spent = session.bill()
-        total.add(spent)
-        rows.append(_row(step.label, step.place, spent, network) | before.get(at, {}))
-    if program.guard is not None:
-        session.send(SERVER, _SHARE_BYTES)
-    if program.opens:
-        session.send(SERVER, _SHARE_BYTES * math.prod(program.logits.shape))
-    reveal = session.bill()
-    total.add(reveal)
-    session.meet()
-    rows = by_operator(rows, program.steps)
-    rows.append(_row("reveal", "the client's logits", reveal, network))
-    return rows, total
-
-
-def _offline(
-    session: Session, program: Program, functions: Mapping[str, pphlo.Function], network: Network
-) -> dict[int, dict[str, Any]]:
-    """Bill what is prepared for one forward: the columns of each step that takes something, by its number."""
-    found = {}
-    for _ in range(2 * program.is_prepared):  # for the start, and for a name
-        session.meet()
-    for at, step in prepared_steps(program):
-        plan = step.kernel.preparation(*step.shapes)
-        assert plan is not None
-        session.step(len(program.codes[step.preparation]))
-        knows = [*(OWNED[random.owner] for random in plan.randoms), *(SERVERS for _ in plan.weights)]
-        operations.run(session, functions[step.preparation], knows)
-        spent = session.bill()
-        found[at] = dict(zip(OFFLINE, (round(spent.bytes), spent.messages, spent.seconds(network)), strict=True))
-    if program.is_prepared:
-        session.meet()
-    return found
-
-
-def _row(label: str, place: str, spent: Cost, network: Network) -> dict[str, Any]:
-    return {
-        "op": label,
-        "place": place,
-        "seconds": spent.seconds(network),
-        **_split(spent, network),
-        "bytes": round(spent.bytes),
-        "send_bytes": round(spent.server_bytes),
-        "recv_bytes": round(spent.client_bytes),
-        "messages": spent.messages,
-        **dict.fromkeys(OFFLINE, 0),
-    }
-
-
-def _split(spent: Cost, network: Network) -> dict[str, Any]:
-    times = (spent.computing, network.sending(spent.passing), network.waiting(spent.rounds))
-    return {"rounds": spent.rounds, **dict(zip(SPLIT, times, strict=True))}
-
-
 def _estimate(
     program: Program, network: Network, warm_up: str, rows: list[dict[str, Any]], total: Cost, table: CostTable
 ) -> Estimate:
@@ -368,7 +273,7 @@ def _estimate(
         bytes=round(total.bytes),
         messages=total.messages,
         seconds=total.seconds(network),
-        **_split(total, network),
+        **split_of(total, network),
         party_sent_bytes={"server": round(total.server_bytes), "client": round(total.client_bytes)},
         per_op=[*_by_operator(steps), {"count": 1, **{k: v for k, v in reveal.items() if k != "place"}}],
         per_step=steps,

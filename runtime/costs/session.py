@@ -67,10 +67,13 @@ class Cost:
 
 
 class Session:
-    """Two parties that have exchanged keys and nothing else; every method adds to the open `bill`."""
+    """Two parties that have exchanged keys and nothing else; every method adds to the open `bill`.
 
-    def __init__(self, table: CostTable) -> None:
-        self.table = table
+    `stored`: oblivious transfers in each store when it is first drawn from.
+    """
+
+    def __init__(self, table: CostTable, stored: int = SET_UP_TRANSFERS) -> None:
+        self.table, self._stored_at_first = table, stored
         self._cost = Cost()
         self._clock = [0.0, 0.0]
         self._triples = 0
@@ -170,7 +173,7 @@ class Session:
         return [min(most, n - start) for start in range(0, n, most)]
 
     def _draw(self, store: tuple[bool, int, int], count: float) -> None:
-        left = self._stored.get(store, SET_UP_TRANSFERS) - count
+        left = self._stored.get(store, self._stored_at_first) - count
         refill = self.table.refill
         while left < 0:
             left += refill["count"]

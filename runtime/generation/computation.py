@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aero_compile.errors import PartyError
+from aero_compile.errors import OutOfRangeError, PartyError
 from aero_compile.runtime.generation.growth import grow
 from aero_compile.runtime.generation.programs import Programs, count_of
-from aero_compile.runtime.generation.session import Cost, Logits
-from aero_compile.runtime.hosts.computation import Computation
+from aero_compile.runtime.generation.session import Cost
+from aero_compile.runtime.hosts.computation import Computation, Opened
 from aero_compile.runtime.hosts.link import Way
 from aero_compile.runtime.hosts.party_inputs import Arrays, PartyInputs
 from aero_compile.runtime.offline.prepare import prepare
 from aero_compile.runtime.offline.store import Prepared
-from aero_compile.runtime.program import client_inputs
+from aero_compile.runtime.program import client_inputs, one_hot
 from aero_compile.runtime.program_parts import TensorSpec
 from aero_compile.runtime.roles import CLIENT, SERVER
 from aero_compile.runtime.spu_config import SpuLog
@@ -60,31 +60,42 @@ class StepComputation(Computation):
         self._log.read()
         kept, steps = prepare(self._side, self._io, self._runtime, program, self._inputs.own, self._profile)
         self._prepared[name].append(kept)
+        self.received += sum(step["recv_bytes"] for step in steps)
         self._link.barrier()
         return cost_of({"steps": steps, "seconds": time.monotonic() - started})
 
-    def run(self, name: str, position: int, ids: npt.NDArray[np.int64] | None) -> tuple[Cost, Logits | None]:
-        """Run a program at a position, on the client's token ids [1, count].
+    def run(self, name: str, position: int, ids: npt.NDArray[np.int64] | None) -> tuple[Cost, Opened]:
+        """Run a program at a position, on the client's token ids [1, count]; what it cost, and what was opened.
 
         The client gets the logits [V] of a step, [count, V] of a check.
-
-        Raises:
-            OutOfRangeError: at the client, a value left its range; the program ran to its end all the same.
         """
         self._name, self._position = name, position
         self._program = self._programs.all[name]
         late = self.prepare_for(name) if self._program.is_prepared and not self._prepared[name] else Cost()
         published = self._inputs.published
-        self._of_client = client_inputs(self._program, ids, published) if ids is not None else {}
+        self._of_client, in_range = self._inputs_of(ids, published) if ids is not None else ({}, True)
         record, opened = self.forward()
+        opened.in_range &= in_range
         runtime = self._runtime
         for spec, result in zip(self._program.cached, self._program.results, strict=True):
             runtime.set_var(spec.name, runtime.get_var(result))
             runtime.del_var(result)
         self._held = self._program.cached
-        opened.refuse_outside()
-        logits = opened.logits
-        return late + cost_of(record), None if logits is None else logits[0, -1] if count_of(name) == 1 else logits[0]
+        if opened.logits is not None:
+            opened.logits = opened.logits[0, -1] if count_of(name) == 1 else opened.logits[0]
+        return late + cost_of(record), opened
+
+    def _inputs_of(self, ids: npt.NDArray[np.int64], published: Arrays) -> tuple[Arrays, bool]:
+        """What the client brings for token ids, and True if the ring holds it; else numbers that mean nothing.
+
+        The server, which waits already, must not notice.
+        """
+        program = self._program
+        try:
+            return client_inputs(program, ids, published), True
+        except OutOfRangeError:
+            found: Arrays = {spec.name: np.zeros(spec.shape, spec.dtype) for spec in program.clients}
+            return found | {program.tokens.name: one_hot(ids, program.tokens.shape[2])}, False
 
     def _take_prepared(self) -> Prepared:
         return self._prepared[self._name].popleft() if self._program.is_prepared else {}

@@ -190,11 +190,10 @@ class _Party:
         """Run a program on these tokens, and any others behind them that it takes; keep the logits, if it has some."""
         _, count, vocabulary = self.programs.all[name].tokens.shape
         self._computing()
-        try:
-            cost, logits = computation.run(name, position, np.array([filled_up(ids, count, vocabulary)], np.int64))
-        finally:
-            self._deadline.clear()
-        if logits is not None:
+        cost, opened = computation.run(name, position, np.array([filled_up(ids, count, vocabulary)], np.int64))
+        self._deadline.clear()
+        opened.refuse_outside()
+        if (logits := opened.logits) is not None:
             write_private(self.output / LOGITS, lambda file: np.save(file, logits, allow_pickle=False))
         return cost
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +71,10 @@ class Computation:
         self._io = spu.Io(2, config)
         self._runtime = spu.Runtime(link, config)
         self._side = Side(spu, link, inputs.rank, small_config(program.protocol))
+        self.received = 0
+        """Payload in bytes that this party has taken from the other in runs and preparations."""
+        self.before_opening: Callable[[], None] = lambda: None
+        """Called when everything is computed, before this party sends its share of the guard's bit or the logits."""
 
     def set_up(self) -> None:
         """Make keys, oblivious transfers and triples once, so that the first forward costs what a later one does."""
@@ -101,6 +106,7 @@ class Computation:
         name = agreed_name(self._link)
         kept, steps = prepare(self._side, self._io, self._runtime, self._program, self._inputs.own, self._profile)
         store.save(name, kept)
+        self.received += sum(step["recv_bytes"] for step in steps)
         self._link.barrier()  # the other has it too
         record = {"seconds": time.perf_counter() - started, "steps": steps, "wire": self._wire_since(before)}
         check_against_wire(record, 0)
@@ -122,6 +128,7 @@ class Computation:
         self._log.read()
         steps = [self._run(at, step, prepared) for at, step in enumerate(self._program.steps)]
         opened = self._open()
+        self.received += opened.received + sum(step["recv_bytes"] for step in steps)
         ended = time.monotonic()
         self._link.barrier()
         record = {
@@ -191,6 +198,8 @@ class Computation:
         for name, is_bit in ((program.guard, True), (program.logits.name if program.opens else None, False)):
             if name is None:
                 continue
+            if not found.messages:
+                self.before_opening()
             share = runtime.get_var(name)
             found.messages += 1
             if self._rank == SERVER:

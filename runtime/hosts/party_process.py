@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import time
 import traceback
@@ -61,15 +62,18 @@ def exit_code_of(rank: int, run: Callable[[], None]) -> int:
     return 0
 
 
-def meet(spu: Any, options: Any, tls: TLSConfig | None, deadline: Deadline, longest: float) -> tuple[Any, Way]:
+def meet(
+    spu: Any, options: Any, tls: TLSConfig | None, deadline: Deadline, longest: float, limit: float = math.inf
+) -> tuple[Any, Way]:
     """The link to the other party, on which one message may take `longest` seconds, and the way that it takes.
 
+    With TLS, the other may send `limit` bytes; SPU's own port, without it, takes any number.
     Within `--connect-timeout` the process ends if the other does not come, or does not agree: clear `deadline` then.
     """
     role = ROLES[options.rank]
     way: Way = PlainWay(options.address, options.peer)
     if tls is not None:
-        way = TLSWay(options.address, options.peer, tls, lambda why: die(f"{role}: {why}"))
+        way = TLSWay(options.address, options.peer, tls, lambda why: die(f"{role}: {why}"), limit)
     deadline.set(options.connect_timeout, lambda: not_connected(way, options.connect_timeout))
     return connect(spu, options.rank, way, longest, options.connect_timeout), way
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import socket
@@ -126,16 +127,18 @@ def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, name: str | Non
 class TLSWay:
     """The way to the peer through a process that encrypts: SPU's addresses are Unix sockets (see `tunnel`).
 
-    `lost` is called from a thread if that process ends by itself.
+    `lost` is called from a thread if that process ends by itself, and if the peer sends more than `limit` bytes.
 
     Raises:
         InputError: the certificate or the key cannot be used.
         PartyError: the address is taken.
     """
 
-    def __init__(self, address: str, peer: str, config: TLSConfig, lost: Callable[[str], None]) -> None:
+    def __init__(
+        self, address: str, peer: str, config: TLSConfig, lost: Callable[[str], None], limit: float = math.inf
+    ) -> None:
         config.check()
-        self.peer = peer
+        self.peer, self._limit = peer, limit
         self._name = config.peer_name or parse_address(peer)[0]
         self._config = config
         self._lock = threading.Lock()
@@ -152,7 +155,7 @@ class TLSWay:
         # -I -S: only the standard library, hence up within a tenth of a second, and nobody's site packages.
         files = {"certificate": config.certificate, "key": config.private_key, "ca": config.ca}
         options: dict[str, Any] = {"files": {**files, "revoked": config.revoked}, "peer": peer}
-        options |= {"name": self._name, "folder": str(self._folder), "party": os.getpid()}
+        options |= {"name": self._name, "folder": str(self._folder), "party": os.getpid(), "limit": limit}
         options |= (listeners := {"outside": outside.fileno(), "inside": inside.fileno()})
         self.process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _TUNNEL, str(_ROOT), json.dumps(options)],
@@ -223,7 +226,13 @@ class TLSWay:
         code = self.process.wait()
         if not self._ending:
             shutil.rmtree(self._folder, ignore_errors=True)
-            lost(f"the process that encrypts the link ended with code {code}")
+            why = f"the process that encrypts the link ended with code {code}"
+            if code == tunnel.EXCEEDED:
+                why = (
+                    f"the other party sent more than the {self._limit:,} bytes that all runs of the program take, and "
+                )
+                why += "the link was closed; do not compute with it again before you know why"
+            lost(why)
 
 
 def explain(kind: str, what: str) -> str:

@@ -39,22 +39,16 @@ CHUNK = 1 << 16
 TURNS = 64
 """Pieces that one direction may move before the others have their turn."""
 
-SHAKE_SECONDS = 10.0
-"""Time for connecting, both certificates and the greeting."""
+SHAKE_SECONDS, LAST_SECONDS = 10.0, 3.0
+"""Time for connecting, both certificates and the greeting; for what is held to leave after the party's end."""
 
 HANDSHAKES, CONNECTIONS = 64, 32
 """Unknown callers at once, of which the oldest gives way to a new one; known ones, of which the newest is refused."""
 
-LAST_SECONDS = 3.0
-"""Time for what is held to leave after the party's end."""
+EXCEEDED = 5  # exit code once the peer has sent more than the limit: SPU would keep all of it, asked for or not
 
 WAIT = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
-
 T = TypeVar("T")
-
-
-class Refused(OSError):
-    """The other end is not the one that is expected."""
 
 
 def wire_bytes(connection: socket.socket) -> tuple[int, int]:
@@ -117,6 +111,7 @@ class Flow:
 
     def __init__(self, source: socket.socket, sink: socket.socket, ended: asyncio.Future[None]) -> None:
         self._source, self._sink, self._ended = source, sink, ended
+        self.counted: Callable[[int], None] = lambda count: None
         self._loop = asyncio.get_running_loop()
         self._buffer = memoryview(bytearray(CHUNK))
         self.held = self._buffer[:0]
@@ -138,6 +133,7 @@ class Flow:
                     if not self.held:
                         settle(self._ended)
                         return
+                    self.counted(len(self.held))
                 self.held = self.held[self._sink.send(self.held) :]
         except WAIT:
             self.wait_for(self._sink if self.held else self._source)
@@ -166,14 +162,14 @@ class Carrier:
 
     Takes the PEM `files` by name (`certificate`, `key`, `ca`, and `revoked` or None), which are read for every
     connection anew, the `peer` as "host:port", the `name` that its certificate must have, the `folder` of the inner
-    sockets, and the number of the `party`'s process.
+    sockets, and the number of the `party`'s process. `left`: bytes that the peer may send.
     """
 
     def __init__(self, *, files: Mapping[str, str | None], peer: str, name: str, folder: str, party: int) -> None:
         self._files = files
         host, _, port = peer.rpartition(":")
         self.peer = (host.strip("[]"), int(port))
-        self.name, self.folder, self.party = name, Path(folder), party
+        self.name, self.folder, self.party, self.left = name, Path(folder), party, 0.0
         self.failed: dict[str, list[str]] = {"dialled": [], "called": []}
         self._inner: int | None = None
         self._unknown: dict[asyncio.Task[None], None] = {}
@@ -205,6 +201,11 @@ class Carrier:
             self._sample(connection)
         sums = [sum(column) for column in zip(self._wire_before, *self._wire.values(), strict=True)]
         return {"wire": sums, **self.failed}
+
+    def _receive(self, count: int) -> None:
+        self.left -= count
+        if self.left < 0:
+            os._exit(EXCEEDED)
 
     def _sample(self, connection: ssl.SSLSocket) -> None:
         with contextlib.suppress(OSError):
@@ -292,7 +293,7 @@ class Carrier:
         answer = f"refused: {fault}\n".encode() if fault else GREETING
         await when_ready(outer, lambda: outer.send(answer))
         if fault:
-            raise Refused(fault)
+            raise OSError(fault)
 
     async def _dial(self, inner: socket.socket) -> None:
         """Lead a connection of SPU to the peer."""
@@ -309,7 +310,7 @@ class Carrier:
                     while not said.endswith(b"\n") and len(said) < LONGEST_ANSWER:
                         said += await when_ready(outer, lambda: outer.recv(LONGEST_ANSWER)) or b"\n"
                 if said != GREETING:
-                    raise Refused(f"it says: {said.decode(errors='replace').strip() or 'nothing, and hangs up'}")
+                    raise OSError(f"it says: {said.decode(errors='replace').strip() or 'nothing, and hangs up'}")
             except (OSError, ValueError) as error:
                 self.failed["dialled"] = what_failed(error)
                 return
@@ -320,6 +321,8 @@ class Carrier:
         """Pass on both directions until one ends; what was taken by then still arrives."""
         ended = asyncio.get_running_loop().create_future()
         inwards, outwards = Flow(outer, inner, ended), Flow(inner, outer, ended)
+        inwards.counted = self._receive
+        self._receive(len(first))
         self._wire[outer] = (0, 0)
         self._flows |= {inwards, outwards}
         try:
@@ -340,12 +343,13 @@ class Carrier:
 def main() -> None:
     """Run the tunnel, with the options of `Carrier` and the two inherited listening sockets, by name and as JSON."""
     options = json.loads(sys.argv[1])
-    listeners = (options.pop("outside"), options.pop("inside"))
+    listeners, limit = (options.pop("outside"), options.pop("inside")), options.pop("limit")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the party got it too, and its end is this one's
     sockets = [socket.socket(fileno=descriptor) for descriptor in (*listeners, 0)]
     for each in sockets:
         each.setblocking(False)
     carrier = Carrier(**options)
+    carrier.left = limit
     try:
         asyncio.run(carrier.run(*sockets))
     finally:

@@ -54,7 +54,9 @@ def test_a_client_waits_for_what_is_prepared_if_asked_to(monkeypatch: pytest.Mon
     ahead = ["--ahead", "3", "--prompt-ahead", "5"]
     connection, asked = opened(monkeypatch, Cost(10, 1, 0.5), *ahead)
     assert (asked["ahead"], asked["prompt_ahead"], connection.prepares) == (3, 5, 0)
-    connection, asked = opened(monkeypatch, Cost(10, 1, 0.5), *ahead, "--prepared")
+    assert asked["max_memory"] is None
+    connection, asked = opened(monkeypatch, Cost(10, 1, 0.5), *ahead, "--prepared", "--max-memory", "2.5")
+    assert asked["max_memory"] == 2_500_000_000
     assert (connection.prepares, connection.closed) == (1, False)
 
 

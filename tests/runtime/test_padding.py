@@ -21,4 +21,4 @@ def test_what_fills_a_program_up_is_drawn_uniformly() -> None:
 
 
 def test_a_text_that_fills_the_program_stays_as_it_is() -> None:
-    assert filled_up([np.int64(2), 0], 2, 3) == (2, 0)
+    assert filled_up([2, 0], 2, 3) == (2, 0)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from aero_compile.errors import PartyError
+from aero_compile.serving.link_budget import Allowances, LinkBudget
 from aero_compile.serving.metrics import Metrics
 from aero_compile.serving.session_link import SessionLink
 from aero_compile.serving.transport.messages import FROM_SERVER, Dial
@@ -30,7 +31,8 @@ def run(act: Callable[[SessionLink, Channel], Awaitable[Any]], folder: Path, adm
 
     async def run() -> Any:
         control, client = await pair()
-        link = SessionLink(folder, control, Metrics(), 1.0)
+        budget = LinkBudget("client", Allowances({}, {}), lambda error: None)
+        link = SessionLink(folder, control, Metrics(), 1.0, budget)
         await link.listen()
         link.admit(admitted)
         try:

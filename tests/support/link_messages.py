@@ -26,6 +26,30 @@ def payloads(flow: bytes, agreed: bool = False) -> list[tuple[str, bytes]]:
     return found
 
 
+def unasked(flow: bytes, number: int, size: int) -> bytes:
+    """A frame with a message of `size` bytes that nobody waits for, made after one in a recorded `flow`."""
+    at = flow.find(b"PRPC")
+    while True:
+        _, length, head = _HEAD.unpack_from(flow, at)
+        about, body = flow[at + _HEAD.size :][:head], flow[at + _HEAD.size + head :][: length - head]
+        fields = dict(_fields(body))
+        if _KEY in fields and _VALUE in fields:
+            break
+        at += _HEAD.size + length
+    sender = body[: body.index(fields[_KEY]) - 2]  # before the key's tag and its length of one byte
+    key = f"root:{1_000_000 + number}:ALLGATHER\1\2{1_000_000 + number}".encode()
+    body = sender + _field(_KEY, key) + _field(_VALUE, bytes([1 + number % 255]) * size)
+    return _HEAD.pack(b"PRPC", len(about) + len(body), len(about)) + about + body
+
+
+def _field(number: int, content: bytes) -> bytes:
+    size, count = bytearray(), len(content)
+    while count > 127:
+        size.append(count & 127 | 128)
+        count >>= 7
+    return bytes([number << 3 | 2, *size, count]) + content
+
+
 def _frames(flow: bytes) -> Iterator[bytes]:
     """The bodies of the frames that a stream holds whole, from the first on."""
     at = flow.find(b"PRPC")

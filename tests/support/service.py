@@ -12,6 +12,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -68,6 +69,13 @@ class Running:
 @contextlib.contextmanager
 def serving(folder: Path, tls: TLSConfig | None = None, **options: Any) -> Iterator[Running]:
     """Serve the programs of `folder` at a free port, until the end; then nothing of the server may be left."""
+    with contextlib.ExitStack() as held:
+        if "max_tokens_per_client" in options and "state" not in options:
+            options["state"] = held.enter_context(tempfile.TemporaryDirectory())
+        yield from _serving(folder, tls, **options)
+
+
+def _serving(folder: Path, tls: TLSConfig | None, **options: Any) -> Iterator[Running]:
     limits = Limits(**{name: options.pop(name) for name in [*options] if name in Limits.__dataclass_fields__})
     given = {"protocol": "semi2k", "insecure_plain": tls is None, "set_up": False, **options}
     folders = find_programs(folder, (), "semi2k", folder)

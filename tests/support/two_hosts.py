@@ -119,7 +119,8 @@ def holds(wire: bytes, values: Any) -> bool:
 class Wire:
     """A TCP forwarder that keeps a copy of everything that passes: `seen`, and by connection and direction `flows`.
 
-    `delay`: seconds that it holds each piece back, so that few steps last long enough to end a party in the middle.
+    `sinks`: where each of the flows leads. `delay`: seconds that it holds each piece back, so that few steps last
+    long enough to end a party in the middle.
     """
 
     def __init__(self, target: str, delay: float = 0.0) -> None:
@@ -131,6 +132,7 @@ class Wire:
         self._stalled = threading.Event()
         self.seen = bytearray()
         self.flows: list[bytearray] = []
+        self.sinks: list[socket.socket] = []
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -166,7 +168,9 @@ class Wire:
 
     def _pump(self, source: socket.socket, sink: socket.socket) -> None:
         flow = bytearray()
-        self.flows.append(flow)
+        with self._lock:
+            self.flows.append(flow)
+            self.sinks.append(sink)
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 time.sleep(self._delay)

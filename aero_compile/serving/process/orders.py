@@ -9,6 +9,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+OPENING = "opening"
+"""File in the folder of a party's process: it is there once the party may have opened something of a computation."""
+
 
 class _Order(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -93,14 +96,17 @@ class Met(_Order):
 class Computed(_Order):
     """A forward is done; its logits follow, float32, at the client. `bytes`, `messages`: of both directions.
 
-    Or a preparation is, which has no logits.
+    Or a preparation is, which has no logits. `received`: bytes that this party took of the other's. `in_range`: False
+    at a client on whose text a value left its range.
     """
 
     kind: Literal["computed"] = "computed"
     bytes: int
     messages: int
+    received: int
     seconds: float
     shape: tuple[int, ...] | None
+    in_range: bool = True
 
 
 class Fault(_Order):

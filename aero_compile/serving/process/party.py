@@ -18,15 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import BaseModel
 
-from aero_compile.errors import AeroError, InputError, OutOfRangeError
+from aero_compile.errors import AeroError, InputError
 from aero_compile.runtime.generation.arrays import read_published, read_weights
 from aero_compile.runtime.generation.computation import StepComputation, cost_of
 from aero_compile.runtime.generation.programs import Programs
 from aero_compile.runtime.generation.session import Cost
-from aero_compile.runtime.hosts.computation import Computation, config_of
+from aero_compile.runtime.hosts.computation import Computation, Opened, config_of
 from aero_compile.runtime.hosts.ending import LINGER_SECONDS, leave
 from aero_compile.runtime.hosts.link import connect
 from aero_compile.runtime.hosts.party_inputs import Arrays, PartyInputs, held_inputs
@@ -35,6 +34,7 @@ from aero_compile.runtime.program import client_inputs
 from aero_compile.runtime.roles import ROLES
 from aero_compile.runtime.spu_config import SpuLog, import_spu, load_spu_alone, plain_message
 from aero_compile.serving.process.orders import (
+    OPENING,
     ORDER,
     Advance,
     Compute,
@@ -93,7 +93,7 @@ class SessionParty:
         if isinstance(order, Compute | Advance):
             return self._compute(order) if isinstance(order, Compute) else self._advance(order)
         if isinstance(order, Prepare):
-            return _computed(self._steps().prepare_for(order.program), None)
+            return self._prepare(order)
         if isinstance(order, Load | Take):
             return (self._load(order) if isinstance(order, Load) else self._take(order)), b""
         started = time.perf_counter()
@@ -139,7 +139,9 @@ class SessionParty:
         """The runtime of a program, made when it is first needed: in the same order at both parties."""
         if digest not in self._computations:
             inputs = self._inputs[digest]
-            self._computations[digest] = Computation(self._spu, self._link.spawn(), inputs, self._log, self._way)
+            computation = Computation(self._spu, self._link.spawn(), inputs, self._log, self._way)
+            computation.before_opening = Path(OPENING).touch
+            self._computations[digest] = computation
         return self._computations[digest]
 
     def _steps(self) -> StepComputation:
@@ -148,6 +150,7 @@ class SessionParty:
             assert self._generation is not None
             told = (self._log, self._way)
             self._stepping = StepComputation(self._spu, self._link.spawn(), self._rank, *self._generation, *told)
+            self._stepping.before_opening = Path(OPENING).touch
         return self._stepping
 
     def _first(self) -> Computation:
@@ -160,20 +163,34 @@ class SessionParty:
         return Loaded()
 
     def _compute(self, order: Compute) -> tuple[Computed, bytes]:
-        record, opened = self._computation(order.program).forward()
-        opened.refuse_outside()
-        return _computed(cost_of(record), opened.logits)
+        computation = self._computation(order.program)
+        before = computation.received
+        record, opened = computation.forward()
+        return _computed(cost_of(record), computation.received - before, opened)
 
     def _advance(self, order: Advance) -> tuple[Computed, bytes]:
         ids = None if order.tokens is None else np.array([order.tokens], np.int64)
-        cost, logits = self._steps().run(order.program, order.position, ids)
-        return _computed(cost, logits)
+        before = self._steps().received
+        cost, opened = self._steps().run(order.program, order.position, ids)
+        return _computed(cost, self._steps().received - before, opened)
+
+    def _prepare(self, order: Prepare) -> tuple[Computed, bytes]:
+        before = self._steps().received
+        cost = self._steps().prepare_for(order.program)
+        return _computed(cost, self._steps().received - before, Opened())
 
 
-def _computed(cost: Cost, logits: npt.NDArray[Any] | None) -> tuple[Computed, bytes]:
-    content = b"" if logits is None else logits.astype("<f4").tobytes()
-    shape = None if logits is None else tuple(logits.shape)
-    return Computed(bytes=cost.bytes, messages=cost.messages, seconds=cost.seconds, shape=shape), content
+def _computed(cost: Cost, received: int, opened: Opened) -> tuple[Computed, bytes]:
+    content = b"" if opened.logits is None else opened.logits.astype("<f4").tobytes()
+    done = Computed(
+        bytes=cost.bytes,
+        messages=cost.messages,
+        received=received,
+        seconds=cost.seconds,
+        shape=None if opened.logits is None else tuple(opened.logits.shape),
+        in_range=opened.in_range,
+    )
+    return done, content
 
 
 def _checked(inputs: PartyInputs, tokens: tuple[tuple[int, ...], ...]) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -215,7 +232,7 @@ def main(argv: list[str]) -> int:
         try:
             say(*party.follow(order))
         except AeroError as error:
-            goes_on = isinstance(order, Take) or isinstance(error, OutOfRangeError)
+            goes_on = isinstance(order, Take)
             if not goes_on:
                 time.sleep(LINGER_SECONDS)  # before the fault is told, which may be the end of this process
             say(Fault(error=type(error).__name__, message=str(error)))

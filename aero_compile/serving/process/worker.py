@@ -8,13 +8,16 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from aero_compile import errors
 from aero_compile.errors import AeroError, PartyError
 from aero_compile.runtime.roles import ROLES
+from aero_compile.serving.process.memory import watch_memory
 from aero_compile.serving.process.orders import (
+    OPENING,
     REPORT,
     Advance,
     Compute,
@@ -49,6 +52,7 @@ class Worker:
     ) -> None:
         self.rank, self.folder, self.process = rank, folder, process
         self._channel, self._words = channel, words
+        self._watching: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(cls, rank: int, folder: Path, protocol: str, timeout: float, user: User | None = None) -> Worker:
@@ -80,6 +84,17 @@ class Worker:
         reader, writer = await asyncio.open_connection(sock=near, limit=CHUNK)
         return cls(rank, folder, process, Channel(reader, writer, timeout), words)
 
+    def watch(self, most: int, way_out: str, exceeded: Callable[[PartyError], None]) -> None:
+        """Kill the process once it holds more than `most` bytes of memory, and tell `exceeded` so (`watch_memory`)."""
+        self._watching = asyncio.create_task(self._watch(most, way_out, exceeded))
+
+    async def _watch(self, most: int, way_out: str, exceeded: Callable[[PartyError], None]) -> None:
+        try:
+            await watch_memory(self.process.pid, most, f"the {ROLES[self.rank]}'s party", way_out)
+        except PartyError as error:
+            exceeded(error)
+            self.process.kill()
+
     async def load(self, order: Load | Take, seconds: float) -> None:
         """Let it read its programs, or take the client's tokens.
 
@@ -101,7 +116,6 @@ class Worker:
         """Let it run a forward or a step, or prepare one; the report, and the logits' bytes at the client.
 
         Raises:
-            OutOfRangeError: after a forward the process goes on.
             AeroError: what failed; the process has ended, or is to be ended.
         """
         done = await self._ask(order, seconds, Computed)
@@ -111,6 +125,15 @@ class Worker:
         for each in done.shape:
             size *= each
         return done, await self._channel.content(size)
+
+    @property
+    def may_have_opened(self) -> bool:
+        """True if the party may have opened something since `forget_opened`; final once the process has ended."""
+        return (self.folder / OPENING).exists()
+
+    def forget_opened(self) -> None:
+        """Begin anew, before a computation is ordered."""
+        (self.folder / OPENING).unlink(missing_ok=True)
 
     async def _ask(self, order: Order, seconds: float, wanted: type[R], late: str = "") -> R:
         self._channel.silence = seconds
@@ -142,6 +165,8 @@ class Worker:
 
     async def end(self) -> None:
         """End the process, wherever it is."""
+        if self._watching is not None:
+            self._watching.cancel()
         self._channel.abort()
         if self.process.poll() is None:
             self.process.kill()

@@ -25,7 +25,8 @@ LINKS = 32
 """Connections of one session at once; SPU takes two."""
 
 Counted = Callable[[int, int], None]
-"""Told how many bytes were (received, sent)."""
+"""Is told how many bytes were (received, sent) before they are passed on. If it raises they are not, and the connection
+ends."""
 
 
 class Links:
@@ -144,6 +145,6 @@ async def _move(source: Channel, sink: Channel, counted: Callable[[int], None]) 
     """Pass bytes on as they come; more is read only when what was read has left."""
     with contextlib.suppress(OSError):
         while data := await source.reader.read(CHUNK):
+            counted(len(data))
             sink.writer.write(data)
             await sink.writer.drain()
-            counted(len(data))

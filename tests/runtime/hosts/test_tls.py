@@ -6,6 +6,7 @@ import contextlib
 import errno
 import http.client
 import json
+import math
 import os
 import socket
 import ssl
@@ -152,7 +153,9 @@ def test_names(names: list[tuple[str, str]], host: str, wanted: bool) -> None:
 class Ways:
     """Two ends of a tunnel, and what SPU would have at them."""
 
-    def __init__(self, here: TLSConfig, there: TLSConfig, network: Network | None = None) -> None:
+    def __init__(
+        self, here: TLSConfig, there: TLSConfig, network: Network | None = None, limit: float = math.inf
+    ) -> None:
         self.addresses = free_addresses(2)
         self.lost: list[str] = []
         with contextlib.ExitStack() as stack:
@@ -161,7 +164,7 @@ class Ways:
                 seen = stack.enter_context(Relay(network, self.addresses)).addresses
             self.ways = []
             for at, config in enumerate((here, there)):
-                way = TLSWay(self.addresses[at], seen[1 - at], config, self.lost.append)
+                way = TLSWay(self.addresses[at], seen[1 - at], config, self.lost.append, limit)
                 stack.callback(way.close)
                 self.ways.append(way)
             self.listeners = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in self.ways]
@@ -262,6 +265,25 @@ def test_what_nobody_takes_is_not_taken_in(tls: TLSConfig) -> None:
         with near, far:
             assert flood(near) < 40 << 20
         assert max(peak_memory(way.process.pid) for way in both.ways) < 100 << 20
+
+
+def test_a_peer_that_sends_more_than_the_limit_is_cut_off(tls: TLSConfig) -> None:
+    """Over several connections, of which the other end takes all: not one byte beyond the limit reaches it."""
+    limit = 3 << 20
+    with Ways(tls, tls, limit=limit) as both:
+        taken, ends = 0, [both.connect() for _ in range(2)]
+        for near, _ in ends:
+            near.settimeout(2.0)
+            threading.Thread(target=flood, args=(near,), daemon=True).start()
+        for _, far in ends:
+            with far, contextlib.suppress(OSError):
+                while piece := far.recv(1 << 16):
+                    taken += len(piece)
+        assert taken <= limit
+        until(lambda: both.lost)
+        assert both.lost[0].startswith(
+            "the other party sent more than the 3,145,728 bytes that all runs of the program"
+        )
 
 
 def peak_memory(process: int) -> int:

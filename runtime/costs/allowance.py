@@ -1,0 +1,141 @@
+"""Upper bounds on the bytes that a party may receive on its link, by the cost model.
+
+SPU keeps every message that nobody has asked for in memory, so whoever carries the bytes of the link must know when
+there are more than the running program takes. These bounds are not estimates: they start from empty stores of
+correlated randomness, where a run refills as much as it ever can, and have a margin.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from dataclasses import dataclass, replace
+
+from aero_compile.errors import LoweringError
+from aero_compile.runtime.costs import pphlo
+from aero_compile.runtime.costs.billing import bill_forward, bill_offline, bill_set_up
+from aero_compile.runtime.costs.session import Session
+from aero_compile.runtime.costs.table import shipped
+from aero_compile.runtime.hosts.network_spec import UNLIMITED
+from aero_compile.runtime.program import Program
+from aero_compile.runtime.program_parts import SET_UP, KernelStep
+from aero_compile.runtime.roles import CLIENT, SERVER
+
+MARGIN = 1.5
+"""Times the bytes of the cost model: it is within a few percent where it was measured, and the table is of one
+machine."""
+
+FRAME_BYTES = 256
+"""For each message of either party, in each direction: BRPC's head and its answer take 125 bytes on average (a step of
+a decoder of one layer, 433 messages in SEMI2K, 737 in Cheetah)."""
+
+RUN_BYTES = 1 << 14
+"""For the barriers of a run and what the parties agree on, which the cost model leaves out."""
+
+IDLE_BYTES = 1 << 20
+"""At any time beyond what a computation takes: the parties' agreement when they meet, and answers that come after a
+computation has ended."""
+
+KEY_BYTES = 16 << 20
+"""For the keys of one runtime in Cheetah: 10 MB pass in each direction before the first product, once."""
+
+STORE_BYTES = 1 << 20
+"""For the first transfers of one store: half a megabyte passes in each direction, once."""
+
+OPERATION_BYTES, ELEMENT_BYTES = 2 << 20, 1 << 12
+"""For an operation of unknown cost, and for each element of what it takes and gives. The costliest known ones send
+1.1 MB (ciphertexts of a small product) and 1.5 kB (a logarithm's element)."""
+
+WORD = 8
+
+_TENSOR = re.compile(r"tensor<((?:\d+x)*!?[a-z])")
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """Bytes that one party may receive, framing included.
+
+    `run`: in one run of the program, and for what is prepared for it. `keys`: in the set-up or else in the first run of
+    a runtime, for keys and first transfers. `set_up`: in the set-up, beside that. `memory`: bytes of the weights in the
+    ring and of what both parties send in a run, from which the default bound on a process's memory follows.
+    """
+
+    run: int
+    keys: int
+    set_up: int
+    memory: int
+
+
+def allowance_of(program: Program, rank: int) -> Allowance:
+    """Bound what party `rank` may receive of the other while both run `program`.
+
+    A program with an operation that the cost model does not know gets a looser bound, by its size.
+    """
+    run, set_up = _runs(program), _Bound(program)
+    bill_set_up(set_up, program, {SET_UP: pphlo.parse(program.codes[SET_UP])})
+    keys = _keys(program) if program.protocol == "cheetah" else 0
+    weights = sum(WORD * math.prod(spec.shape) for spec in (*program.weights, *program.published))
+    return Allowance(run[rank] + RUN_BYTES, keys, set_up.received(rank) + RUN_BYTES, weights + sum(run))
+
+
+def _runs(program: Program) -> tuple[int, int]:
+    """Bytes that server and client may receive in one run."""
+    run = _Bound(program)
+    try:
+        functions = {key: pphlo.parse(code) for key, code in program.codes.items()}
+        bill_offline(run, program, functions, UNLIMITED)
+        bill_forward(run, program, functions, UNLIMITED, {})
+    except LoweringError:
+        return (by_size(program),) * 2
+    return run.received(SERVER), run.received(CLIENT)
+
+
+def by_size(program: Program) -> int:
+    """Bytes that either party may receive in one run, by the operations of the program and their elements alone."""
+    count = 0
+    for step in program.steps:
+        code = program.codes[step.preparation] if isinstance(step, KernelStep) and step.preparation else ""
+        code += "" if isinstance(step, KernelStep) else program.codes[step.code]
+        shapes = [[int(side) for side in found.split("x")[:-1]] for found in _TENSOR.findall(code)]
+        shapes += [list(shape) for shape in step.shapes] if isinstance(step, KernelStep) else []
+        count += OPERATION_BYTES * (1 + code.count("pphlo.")) + ELEMENT_BYTES * sum(map(math.prod, shapes))
+    return count
+
+
+def _keys(program: Program) -> int:
+    """Bytes of keys and first transfers: kernels have a second runtime, with keys and stores of its own."""
+    runtimes = 1 + bool(program.kernels)
+    return runtimes * (KEY_BYTES + STORE_BYTES * 2 * _cores())
+
+
+def _cores() -> int:
+    """Tiles that a bitwise protocol may have side by side, each with a store for either sender."""
+    return max(shipped().cores, os.cpu_count() or 1)
+
+
+class _Bound(Session):
+    """Bills the most that a run can cost, and counts all of it."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(replace(shipped(), cores=_cores()), stored=0)
+        self._masks = program.protocol != "cheetah"
+        # The table is of 64 bits: bits of a comparison and moduli of a ciphertext both grow with the ring.
+        self._scale = MARGIN * max(1.0, program.field / 64) ** 2
+        self._sent = [0.0, 0.0]
+        self._messages = 0
+
+    def received(self, rank: int) -> int:
+        """Bytes that party `rank` may have received of all that was billed."""
+        return int(self._scale * self._sent[1 - rank]) + FRAME_BYTES * self._messages
+
+    def matmul(self, m: int, k: int, n: int, left_owner: int | None, right_owner: int | None) -> None:
+        super().matmul(m, k, n, left_owner, right_owner)
+        if self._masks:  # SEMI2K opens both operands behind masks, weights too
+            self.swap(WORD * (m * k + k * n))
+
+    def _spend(self, server: float, client: float, messages: int, seconds: float, passing: float) -> None:
+        self._sent[SERVER] += server
+        self._sent[CLIENT] += client
+        self._messages += messages
+        super()._spend(server, client, messages, seconds, passing)

@@ -1,0 +1,112 @@
+"""The bill of one run of a program: its steps, what is prepared for it, and the set-up. It needs no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from aero_compile.runtime.costs import operations, pphlo
+from aero_compile.runtime.costs.operations import BITS, CLIENTS, OWNED, PUBLIC, SERVERS
+from aero_compile.runtime.costs.session import Cost, Session
+from aero_compile.runtime.hosts.measure import OFFLINE, by_operator
+from aero_compile.runtime.hosts.network_spec import Network
+from aero_compile.runtime.hosts.split import SPLIT
+from aero_compile.runtime.offline.prepare import prepared_steps
+from aero_compile.runtime.program import Program
+from aero_compile.runtime.program_parts import SET_UP, TOKENS, KernelStep
+from aero_compile.runtime.roles import SERVER
+
+_SHARE_BYTES = 8
+
+
+def bill_set_up(session: Session, program: Program, functions: Mapping[str, pphlo.Function]) -> None:
+    """Make the stores that the set-up makes, and bill nothing for them."""
+    operations.run(session, functions[SET_UP], (SERVERS, CLIENTS))
+    for kernel in program.kernels:
+        if shapes := kernel.set_up():
+            kernel.bill(session, *shapes)
+    session.bill()
+
+
+def bill_forward(
+    session: Session,
+    program: Program,
+    functions: Mapping[str, pphlo.Function],
+    network: Network,
+    before: Mapping[int, dict[str, Any]],
+) -> tuple[list[dict[str, Any]], Cost]:
+    """Bill every step; returns the rows of all steps, the opening of the logits last, and their sum.
+
+    `before`: columns of what was prepared for steps, by their numbers.
+    """
+    knows = {TOKENS: CLIENTS, **{spec.name: SERVERS for spec in program.weights}}
+    knows |= {spec.name: CLIENTS for spec in program.clients} | {spec.name: PUBLIC for spec in program.published}
+    knows |= {spec.name: OWNED[None] for spec in program.cached}
+    total = Cost()
+    rows = []
+    for _ in range(1 + program.is_prepared):  # they agree on what was prepared, too
+        session.meet()
+    for at, step in enumerate(program.steps):
+        if isinstance(step, KernelStep):
+            step.kernel.bill(session, *step.shapes)
+            results = step.kernel.results(*step.shapes)
+            found = tuple(BITS if each.dtype == "bool" else OWNED[each.owner] for each in results)
+        else:
+            session.step(len(program.codes[step.code]))
+            found = operations.run(session, functions[step.code], [knows[name] for name in step.inputs])
+        knows.update(zip(step.outputs, found, strict=True))
+        spent = session.bill()
+        total.add(spent)
+        rows.append(row_of(step.label, step.place, spent, network) | before.get(at, {}))
+    if program.guard is not None:
+        session.send(SERVER, _SHARE_BYTES)
+    if program.opens:
+        session.send(SERVER, _SHARE_BYTES * math.prod(program.logits.shape))
+    reveal = session.bill()
+    total.add(reveal)
+    session.meet()
+    rows = by_operator(rows, program.steps)
+    rows.append(row_of("reveal", "the client's logits", reveal, network))
+    return rows, total
+
+
+def bill_offline(
+    session: Session, program: Program, functions: Mapping[str, pphlo.Function], network: Network
+) -> dict[int, dict[str, Any]]:
+    """Bill what is prepared for one forward: the columns of each step that takes something, by its number."""
+    found = {}
+    for _ in range(2 * program.is_prepared):  # for the start, and for a name
+        session.meet()
+    for at, step in prepared_steps(program):
+        plan = step.kernel.preparation(*step.shapes)
+        assert plan is not None
+        session.step(len(program.codes[step.preparation]))
+        knows = [*(OWNED[random.owner] for random in plan.randoms), *(SERVERS for _ in plan.weights)]
+        operations.run(session, functions[step.preparation], knows)
+        spent = session.bill()
+        found[at] = dict(zip(OFFLINE, (round(spent.bytes), spent.messages, spent.seconds(network)), strict=True))
+    if program.is_prepared:
+        session.meet()
+    return found
+
+
+def row_of(label: str, place: str, spent: Cost, network: Network) -> dict[str, Any]:
+    """Return the row of a step in the tables of an estimate."""
+    return {
+        "op": label,
+        "place": place,
+        "seconds": spent.seconds(network),
+        **split_of(spent, network),
+        "bytes": round(spent.bytes),
+        "send_bytes": round(spent.server_bytes),
+        "recv_bytes": round(spent.client_bytes),
+        "messages": spent.messages,
+        **dict.fromkeys(OFFLINE, 0),
+    }
+
+
+def split_of(spent: Cost, network: Network) -> dict[str, Any]:
+    """Return the columns that divide the seconds of a cost into computing, sending and waiting."""
+    times = (spent.computing, network.sending(spent.passing), network.waiting(spent.rounds))
+    return {"rounds": spent.rounds, **dict(zip(SPLIT, times, strict=True))}
