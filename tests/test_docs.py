@@ -62,6 +62,21 @@ def test_files_that_are_named_exist(path: Path) -> None:
             assert any((folder / name).exists() for folder in (*roots, *below)), name
 
 
+@functools.cache
+def names_of_tests() -> frozenset[str]:
+    paths = (ROOT / "tests").rglob("test_*.py")
+    files = {path.stem: path.read_text(encoding="utf-8") for path in paths}
+    return frozenset(files) | {name for text in files.values() for name in re.findall(r"^def (test_\w+)", text, re.M)}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+def test_tests_that_are_named_exist(path: Path) -> None:
+    """So that what the threat model says stays what is tested."""
+    text = path.read_text(encoding="utf-8")
+    named = set(re.findall(r"\btest_\w+", text))
+    assert named - names_of_tests() <= set(re.findall(r"tests/(?:\w+/)*(test_\w+)", text))
+
+
 def sources() -> list[Path]:
     folders = ("aero_compile", "passes", "runtime", "benchmarks")
     return [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
