@@ -33,10 +33,11 @@ from aero_compile.plain_help import HelpParser
 from aero_compile.progress import Progress
 from aero_compile.reporting.report import aligned, command_line
 from aero_compile.runtime.costs.model import Estimate, estimate_generation, estimate_program
+from aero_compile.runtime.generation.bill import Cost, Generation
 from aero_compile.runtime.generation.export import compile_generation
 from aero_compile.runtime.generation.private import local_decoder
 from aero_compile.runtime.generation.programs import CompiledGeneration, Programs, check_name
-from aero_compile.runtime.generation.session import Cost, Generation, Guess, Session
+from aero_compile.runtime.generation.session import Guess, Session
 from aero_compile.runtime.hosts.network_spec import Network, parse_network
 from aero_compile.training.run_directory import versions
 from aero_compile.units import human_bytes

@@ -10,9 +10,10 @@ if TYPE_CHECKING:
     from aero_compile.runtime.arithmetic.tolerances import Tolerances
     from aero_compile.runtime.compilation import Compiled
     from aero_compile.runtime.costs.model import Estimate, estimate
+    from aero_compile.runtime.generation.bill import Generation
     from aero_compile.runtime.generation.export import compile_generation, export_generation
     from aero_compile.runtime.generation.private import local_session, private_generate
-    from aero_compile.runtime.generation.session import Generation, Session
+    from aero_compile.runtime.generation.session import Session
     from aero_compile.runtime.hosts.measure import Measurement
     from aero_compile.runtime.hosts.network_spec import Network
     from aero_compile.runtime.hosts.tls import TLSConfig
@@ -30,7 +31,7 @@ _HOME = {
     "compile_model": "inference",
     "export": "inference",
     "private_inference": "inference",
-    "Generation": "generation.session",
+    "Generation": "generation.bill",
     "Session": "generation.session",
     "compile_generation": "generation.export",
     "export_generation": "generation.export",

@@ -75,7 +75,7 @@ def _of_step(program: ProgramContent, step: Step, known: Mapping[str, Known]) ->
 
 
 def _of_kernel(program: ProgramContent, step: KernelStep) -> Sequence[Known]:
-    """What a kernel gives; what is prepared for it is checked, of random words and the server's weights."""
+    """Return who knows the results of a kernel; check what is prepared for it, of random words and weights."""
     found = step.kernel.preparation(*step.shapes)
     if found is not None:
         _checked(program, step.preparation, (*(each.owner for each in found.randoms), *[SERVER] * len(found.weights)))
@@ -99,7 +99,7 @@ def _parsed(code: str) -> Function:
 
 
 def _after(operation: Operation, operands: Sequence[Known]) -> Known:
-    """Who knows the result of an operation."""
+    """Return the party that knows the result of an operation."""
     owners = {each for each in operands if each != PUBLIC}
     if not owners:
         return PUBLIC

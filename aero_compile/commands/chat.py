@@ -19,7 +19,7 @@ from aero_compile.commands.options import positive
 from aero_compile.errors import InputError
 
 if TYPE_CHECKING:
-    from aero_compile.runtime.generation.session import Token
+    from aero_compile.runtime.generation.bill import Token
 
 SUMMARY = "text from a server's model, which learns nothing of it but its length"
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from aero_compile.proxy.writer import Ending, Name, Piece, Written
-from aero_compile.runtime.generation.session import Cost
+from aero_compile.runtime.generation.bill import Cost
 
 
 def usage(prompt_tokens: int, endings: Sequence[Ending]) -> dict[str, Any]:

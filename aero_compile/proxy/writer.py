@@ -16,7 +16,8 @@ from typing import Any, Protocol
 from aero_compile.decoding.sampling import Sampler, Sampling, likeliest, log_probabilities
 from aero_compile.decoding.text import TextStream
 from aero_compile.errors import InputError, OutOfRangeError, PartyError
-from aero_compile.runtime.generation.session import Choose, Generation, Guess, Token
+from aero_compile.runtime.generation.bill import Generation, Token
+from aero_compile.runtime.generation.session import Choose, Guess
 
 MOST_WAITING = 16
 """Texts that may wait for their turn; more are refused."""

@@ -7,8 +7,8 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+from aero_compile.runtime.generation.bill import Cost
 from aero_compile.runtime.generation.programs import Programs
-from aero_compile.runtime.generation.session import Cost
 from aero_compile.serving.conversation import Conversation
 
 AGAIN_SECONDS = 1.0

@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.errors import InputError, OutOfRangeError, PartyError
+from aero_compile.runtime.generation.bill import Cost, Generation, Logits, Token
 from aero_compile.runtime.generation.programs import check_name
-from aero_compile.runtime.generation.session import Choose, Cost, Generation, Guess, Logits, Session, Token
+from aero_compile.runtime.generation.session import Choose, Guess, Session
 from aero_compile.runtime.hosts.scratch import scratch_folder
 from aero_compile.runtime.hosts.tls import TLSConfig
 from aero_compile.runtime.padding import filled_up

@@ -17,8 +17,8 @@ from pydantic import BaseModel
 
 from aero_compile import errors
 from aero_compile.errors import AeroError, InputError, OutOfRangeError, PartyError
+from aero_compile.runtime.generation.bill import Cost
 from aero_compile.runtime.generation.programs import Programs
-from aero_compile.runtime.generation.session import Cost
 from aero_compile.runtime.hosts.opening import OUT_OF_RANGE
 from aero_compile.runtime.hosts.tls import TLSConfig
 from aero_compile.runtime.padding import filled_up

@@ -35,7 +35,7 @@ SERVERS_RIGHT: Owners = (None, SERVER)
 
 @dataclass(frozen=True)
 class Pieces:
-    """How to cut [rows, inner] × [inner, columns]: into `count` pieces [height, depth] × [depth, width].
+    """A cut of [rows, inner] × [inner, columns] into `count` pieces [height, depth] × [depth, width].
 
     `exchanged`: bytes of one cross term; `price`: the same and its seconds as bytes, without round trips.
     """
@@ -94,7 +94,7 @@ def pieces_of(rows: int, inner: int, columns: int, owners: Owners = SERVERS_RIGH
     """
     whole = _cut(rows, inner, columns, rows, columns, owners)
     if whole is not None and owners != SERVERS_RIGHT:
-        return whole  # an evaluator's one answer is not worth parting
+        return whole  # heads and strips were cut already, and more pieces only wait for each other
     found = []
     for height in _heights(rows, columns):
         width = columns

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.errors import OutOfRangeError, PartyError
+from aero_compile.runtime.generation.bill import Cost
 from aero_compile.runtime.generation.growth import grow
 from aero_compile.runtime.generation.programs import Programs, count_of
-from aero_compile.runtime.generation.session import Cost
 from aero_compile.runtime.hosts.computation import Computation, Opened
 from aero_compile.runtime.hosts.link import Way
 from aero_compile.runtime.hosts.party_inputs import Arrays, PartyInputs

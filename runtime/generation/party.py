@@ -31,9 +31,9 @@ import numpy as np
 from aero_compile.errors import InputError, OutOfRangeError, PartyError
 from aero_compile.files import make_private_folder, write_private
 from aero_compile.runtime.generation.arrays import read_published, read_weights
+from aero_compile.runtime.generation.bill import Cost
 from aero_compile.runtime.generation.computation import StepComputation
 from aero_compile.runtime.generation.programs import Programs
-from aero_compile.runtime.generation.session import Cost
 from aero_compile.runtime.hosts.computation import config_of, print_event
 from aero_compile.runtime.hosts.ending import Deadline, die, end_orphaned, end_with_parent, leave
 from aero_compile.runtime.hosts.link import parse_address, watch_peer

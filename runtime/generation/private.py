@@ -15,11 +15,12 @@ from torch import nn
 from aero_compile.errors import InputError, PartyError
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.compilation import Options
+from aero_compile.runtime.generation.bill import Cost, Generation, Token
 from aero_compile.runtime.generation.compilation import compile_for_generation
 from aero_compile.runtime.generation.export import WEIGHTS, export_generation
 from aero_compile.runtime.generation.processes import MODULE, Events, ProcessDecoder
 from aero_compile.runtime.generation.programs import CompiledGeneration
-from aero_compile.runtime.generation.session import Choose, Cost, Generation, Guess, Session, Token
+from aero_compile.runtime.generation.session import Choose, Guess, Session
 from aero_compile.runtime.hosts.link import free_addresses
 from aero_compile.runtime.hosts.network import Relay
 from aero_compile.runtime.hosts.network_spec import UNLIMITED, Network, parse_network

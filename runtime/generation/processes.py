@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from aero_compile.errors import OutOfRangeError, PartyError
+from aero_compile.runtime.generation.bill import Cost, Logits
 from aero_compile.runtime.generation.programs import check_name
-from aero_compile.runtime.generation.session import Cost, Logits
 from aero_compile.runtime.hosts.parties import PartyProcess, raise_failure
 from aero_compile.runtime.roles import CLIENT
 

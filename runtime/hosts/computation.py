@@ -37,7 +37,7 @@ def config_of(program: Program) -> Any:
 
 @dataclass
 class Opened:
-    """What a run ended with: bytes that this party sent and received, messages of both, and what the client learns.
+    """Results of a run: bytes that this party sent and received to open them, messages of both, the client's logits.
 
     `logits`: none at the server, nor where a value left its range (`in_range`), which the client alone knows.
     """

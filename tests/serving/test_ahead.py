@@ -13,7 +13,7 @@ import pytest
 
 from aero_compile import connect
 from aero_compile.errors import InputError, PartyError
-from aero_compile.runtime.generation.session import Cost
+from aero_compile.runtime.generation.bill import Cost
 from aero_compile.serving import ahead
 from aero_compile.serving.ahead import Ahead, runs_ahead
 from aero_compile.serving.programs import find_programs

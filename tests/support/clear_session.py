@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from aero_compile.runtime.generation.session import Cost, Logits, Session
+from aero_compile.runtime.generation.bill import Cost, Logits
+from aero_compile.runtime.generation.session import Session
 
 ROOM = 64
 

@@ -1,4 +1,4 @@
-"""What two parties send each other in a program of SPU, and the ciphertexts in it."""
+"""Recordings of what two parties of SPU send each other, and the ciphertexts in them."""
 
 from __future__ import annotations
 

@@ -22,9 +22,9 @@ from pydantic import BaseModel
 
 from aero_compile.errors import AeroError, InputError
 from aero_compile.runtime.generation.arrays import read_published, read_weights
+from aero_compile.runtime.generation.bill import Cost
 from aero_compile.runtime.generation.computation import StepComputation, cost_of
 from aero_compile.runtime.generation.programs import Programs
-from aero_compile.runtime.generation.session import Cost
 from aero_compile.runtime.hosts.computation import Computation, Opened, config_of
 from aero_compile.runtime.hosts.ending import LINGER_SECONDS, leave
 from aero_compile.runtime.hosts.link import connect
