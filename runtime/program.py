@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aero_compile.errors import InputError
+from aero_compile.errors import InputError, OutOfRangeError
 from aero_compile.files import read_regular, write_atomically
 from aero_compile.runtime.kernels.registry import from_json
 from aero_compile.runtime.prefix import Arrays, PrefixStep, client_values
@@ -123,3 +123,18 @@ def client_inputs(
     limit = largest_value(program.field, program.fraction_bits)
     wanted = [spec.name for spec in program.clients]
     return found | client_values(program.prefix, wanted, ids, published, limit)
+
+
+def hidden_inputs(
+    program: ProgramContent, ids: npt.NDArray[np.int64], published: Mapping[str, npt.NDArray[Any]]
+) -> tuple[dict[str, npt.NDArray[Any]], bool]:
+    """`client_inputs`, and True; or zeros in the place of what cannot be computed of these tokens, and False.
+
+    What the client computes in the clear may fail on some tokens alone, which the server must not notice.
+    """
+    try:
+        return client_inputs(program, ids, published), True
+    except (InputError, OutOfRangeError):
+        found: dict[str, npt.NDArray[Any]] = {spec.name: np.zeros(spec.shape, spec.dtype) for spec in program.clients}
+        tokens = {program.tokens.name: one_hot(ids, program.tokens.shape[2])} if program.reads_tokens else {}
+        return found | tokens, False

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator
 
 from aero_compile.errors import AeroError, InputError
+from aero_compile.runtime.costs.pphlo import parse
 from aero_compile.runtime.evaluated import check_products
 from aero_compile.runtime.kernels.encrypted_lookup import EncryptedLookup
 from aero_compile.runtime.prefix import check_prefix
@@ -255,8 +256,22 @@ def _check_kernel(program: ProgramContent, step: KernelStep, takes: list[str]) -
         raise InputError(f"its kernel gives {len(results)} results, not {len(step.outputs)}")
     if isinstance(step.kernel, EncryptedLookup) and step.inputs[1] not in {spec.name for spec in program.weights}:
         raise InputError(f"its kernel looks up in {step.inputs[1][:60]!r}, which is no weight of the program")
+    if isinstance(step.kernel, EncryptedLookup) and not _are_tokens(program, step.inputs[0]):
+        raise InputError(f"its kernel looks {step.inputs[0][:60]!r} up, which are not the tokens")
     _check_preparation(program, step)
     return [_type(each.shape, each.dtype) for each in results]
+
+
+def _are_tokens(program: ProgramContent, name: str) -> bool:
+    """True if a value is the one-hot tokens, or these in another shape.
+
+    Of other rows a lookup might fail on some tokens alone, which the server would see.
+    """
+    tokens = program.tokens.name
+    made = [step for step in program.steps if name in step.outputs and isinstance(step, Step)]
+    moved = [step for step in made if step.inputs == (tokens,) and len(step.outputs) == 1]
+    kinds = [{each.kind for each in parse(program.codes[step.code]).operations} for step in moved]
+    return name == tokens or any(each <= {"reshape"} for each in kinds)
 
 
 def _check_preparation(program: ProgramContent, step: KernelStep) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from aero_compile.commands.draft import add_draft, draft_of
 from aero_compile.commands.link import add_client, open_session
 from aero_compile.commands.options import positive
-from aero_compile.errors import InputError
+from aero_compile.errors import InputError, OutOfRangeError
 
 if TYPE_CHECKING:
     from aero_compile.runtime.generation.bill import Token
@@ -57,8 +57,15 @@ def run(args: argparse.Namespace) -> int:
         for prompt in prompts:
             if dialog is None:
                 writes.text(_encoded(tokenizer, prompt), args.max_tokens)
-            else:
+                continue
+            try:
                 writes.answer(dialog, prompt)
+            except OutOfRangeError as error:
+                if not isinstance(prompts, Iterator):
+                    raise
+                # The session goes on as after any answer, so that the server does not notice.
+                print(f"error: {error}", file=sys.stderr, flush=True)
+                dialog.answer_in_part("")
     return 0
 
 

@@ -241,7 +241,7 @@ class Connection:
         if programs is None or session is None:
             return Ahead(self._conversation, lambda: ())
         known = programs
-        return Ahead(self._conversation, lambda: runs_ahead(known, session.held, tokens, min(prompt, known.room)))
+        return Ahead(self._conversation, lambda: runs_ahead(known, session.shown, tokens, min(prompt, known.room)))
 
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[None]:

@@ -255,7 +255,7 @@ class Conversation:
             await asyncio.wait({self._over}, timeout=HINT_SECONDS)
             if self._over.done():
                 self._over.result()
-            message = Failed(error=type(error).__name__, message=str(error)[:2000])
+            message = Failed(error=PartyError.__name__, message="it says no more")  # it might depend on the text
             with contextlib.suppress(AeroError):
                 await self._channel.send(message)
         return task.result()

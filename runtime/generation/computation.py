@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aero_compile.errors import OutOfRangeError, PartyError
+from aero_compile.errors import PartyError
 from aero_compile.runtime.generation.bill import Cost
 from aero_compile.runtime.generation.growth import grow
 from aero_compile.runtime.generation.programs import Programs, count_of
@@ -18,7 +18,7 @@ from aero_compile.runtime.hosts.link import Way
 from aero_compile.runtime.hosts.party_inputs import Arrays, PartyInputs
 from aero_compile.runtime.offline.prepare import prepare
 from aero_compile.runtime.offline.store import Prepared
-from aero_compile.runtime.program import client_inputs, one_hot
+from aero_compile.runtime.program import hidden_inputs
 from aero_compile.runtime.program_parts import TensorSpec
 from aero_compile.runtime.roles import CLIENT, SERVER
 from aero_compile.runtime.spu_config import SpuLog
@@ -73,9 +73,9 @@ class StepComputation(Computation):
         self._program = self._programs.all[name]
         late = self.prepare_for(name) if self._program.is_prepared and not self._prepared[name] else Cost()
         published = self._inputs.published
-        self._of_client, in_range = self._inputs_of(ids, published) if ids is not None else ({}, True)
+        if ids is not None:
+            self._of_client, self.in_range = hidden_inputs(self._program, ids, published)
         record, opened = self.forward()
-        opened.in_range &= in_range
         runtime = self._runtime
         for spec, result in zip(self._program.cached, self._program.results, strict=True):
             runtime.set_var(spec.name, runtime.get_var(result))
@@ -84,18 +84,6 @@ class StepComputation(Computation):
         if opened.logits is not None:
             opened.logits = opened.logits[0, -1] if count_of(name) == 1 else opened.logits[0]
         return late + cost_of(record), opened
-
-    def _inputs_of(self, ids: npt.NDArray[np.int64], published: Arrays) -> tuple[Arrays, bool]:
-        """What the client brings for token ids, and True if the ring holds it; else numbers that mean nothing.
-
-        The server, which waits already, must not notice.
-        """
-        program = self._program
-        try:
-            return client_inputs(program, ids, published), True
-        except OutOfRangeError:
-            found: Arrays = {spec.name: np.zeros(spec.shape, spec.dtype) for spec in program.clients}
-            return found | {program.tokens.name: one_hot(ids, program.tokens.shape[2])}, False
 
     def _take_prepared(self) -> Prepared:
         return self._prepared[self._name].popleft() if self._program.is_prepared else {}

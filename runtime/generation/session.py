@@ -75,6 +75,8 @@ class Session:
             steps that mean nothing follow up to a multiple that depends on the number of generated tokens alone. So a
             text takes `bucket` - 1 to 2 `bucket` - 2 steps more.
 
+    `shown`: positions of the last text that the server knows of; `held` has fewer after one that left its range.
+
     Raises:
         InputError: no bucket that there is room for.
     """
@@ -84,7 +86,7 @@ class Session:
             raise InputError(f"bucket must be a whole number from 1 to the room of {decoder.room}, not {bucket!r}")
         self._decoder, self._bucket = decoder, bucket
         self._held: list[int] = []
-        self._clean = 0
+        self._clean = self.shown = 0
         self._outside: OutOfRangeError | None = None
         self._takes_back = bool(getattr(decoder, "takes_back", True))
 
@@ -178,18 +180,20 @@ class Session:
                     break
         count = len(made)
         if self._outside is not None:
-            count += self._go_on(text, max_new_tokens - len(made), guess)
+            may_end = bool(stop) or on_token is not None
+            count += self._go_on(text, max_new_tokens - len(made), guess, may_end)
         padding = self._pad(len(ids), count)
         self._refuse_outside(made)
         found = Generation(tuple(ids), tuple(made), prefill, self._decoder.set_up, padding=padding)
         return replace(found, guessed=guessed, right=right)
 
-    def _go_on(self, text: list[int], most: int, guess: Guess | None) -> int:
+    def _go_on(self, text: list[int], most: int, guess: Guess | None, may_end: bool) -> int:
         """Go on with a text on which a value left its range as if it were any other; returns the tokens that it got.
 
-        The server must not notice, so the text ends somewhere among the `most` tokens that were left, drawn uniformly.
+        The server must not notice, so the text has all `most` tokens that were left or, if others `may_end` before,
+        ends somewhere among them, drawn uniformly.
         """
-        end, count = 1 + secrets.randbelow(most), 1
+        end, count = 1 + secrets.randbelow(most) if may_end else most, 1
         text = [*text, secrets.randbelow(self.vocabulary)]
         while count < end:
             guesses = self._guesses(text, end - count - 1, guess)
@@ -200,6 +204,7 @@ class Session:
 
     def _refuse_outside(self, made: Sequence[Token]) -> None:
         """Raise the error of a text on which a value left its range; nothing that follows it counts as held."""
+        self.shown = len(self._held)
         if self._outside is None:
             return
         error, self._outside = self._outside, None

@@ -60,11 +60,12 @@ class Opened:
 class Computation:
     """One party's runtimes of SPU over a link, and what they run of its program.
 
-    `way`: what counts the bytes of the link; `log`: SPU's, where its own counters are written.
+    `way`: what counts the bytes of the link; `log`: SPU's, where its own counters are written. `in_range`: False where
+    what the client brings to the next run could not be computed, and means nothing.
     """
 
     def __init__(self, spu: Any, link: Any, inputs: PartyInputs, log: SpuLog, way: Way) -> None:
-        program = inputs.program
+        program, self.in_range = inputs.program, inputs.in_range
         self._spu, self._link, self._log, self._way = spu, link, log, way
         self._inputs, self._program, self._rank = inputs, program, inputs.rank
         config = config_of(program)
@@ -194,7 +195,7 @@ class Computation:
     def _open(self) -> Opened:
         """Open the bit of the private checks and the logits, both to the client alone."""
         program, runtime, link, io = self._program, self._runtime, self._link, self._io
-        found = Opened()
+        found = Opened(in_range=self.in_range)
         for name, is_bit in ((program.guard, True), (program.logits.name if program.opens else None, False)):
             if name is None:
                 continue
@@ -205,11 +206,13 @@ class Computation:
             if self._rank == SERVER:
                 found.sent += send_share(link, share)
             elif is_bit:
-                received, found.in_range = open_bit(link, share, io)
+                received, in_range = open_bit(link, share, io)
                 found.received += received
+                found.in_range &= in_range
             else:
                 received, found.logits = open_logits(link, share, io, program, found.in_range)
                 found.received += received
+                found.in_range = found.logits is not None
             runtime.del_var(name)
         return found
 

@@ -16,7 +16,7 @@ from aero_compile.runtime.hosts.lookup_files import FILES, Tables, read_tables
 from aero_compile.runtime.hosts.tls import TLSConfig
 from aero_compile.runtime.offline.store import Store, fingerprint
 from aero_compile.runtime.prefix import digest_of
-from aero_compile.runtime.program import Program, client_inputs
+from aero_compile.runtime.program import Program, hidden_inputs
 from aero_compile.runtime.program_parts import TensorSpec
 from aero_compile.runtime.roles import ROLES, SERVER
 
@@ -32,7 +32,7 @@ class PartyInputs:
 
     `published`: the arrays that both hold; `own`: those of this party alone; `store`: where its preparations are, None
     for a program that takes none; `tables`: what it holds of those that are looked up under encryption, and `key`
-    the name of their keys.
+    the name of their keys. `in_range`: False where the client's own could not be computed of its tokens, and is zeros.
     """
 
     rank: int
@@ -42,6 +42,7 @@ class PartyInputs:
     store: Store | None
     tables: Tables = field(default_factory=dict)
     key: str = ""
+    in_range: bool = True
 
 
 def read_inputs(options: Any) -> PartyInputs:
@@ -52,10 +53,10 @@ def read_inputs(options: Any) -> PartyInputs:
     """
     rank, program = options.rank, _program(options.program, options.protocol)
     published = _published(options.public, options.program, program)
-    own = _weights(options, program) if rank == SERVER else _of_client(options, program, published)
+    own, in_range = (_weights(options, program), True) if rank == SERVER else _of_client(options, program, published)
     weights = own if rank == SERVER else {}
     key, tables = _tables(options, program, weights)
-    return PartyInputs(rank, program, published, own, _store(options, program, weights), tables, key)
+    return PartyInputs(rank, program, published, own, _store(options, program, weights), tables, key, in_range)
 
 
 def held_inputs(rank: int, path: Path, protocol: str, weights: Path | None, public: Path | None) -> PartyInputs:
@@ -126,11 +127,11 @@ def _weights(options: Any, program: Program) -> Arrays:
     return read_arrays(options.weights, program.weights)
 
 
-def _of_client(options: Any, program: Program, published: Arrays) -> Arrays:
+def _of_client(options: Any, program: Program, published: Arrays) -> tuple[Arrays, bool]:
     if options.weights is not None or (options.tokens is None and options.runs):
         raise InputError("the client (rank 1) takes --tokens and no --weights")
     if options.tokens is None:
-        return {}  # it prepares, for tokens that there are not yet
+        return {}, True  # it prepares, for tokens that there are not yet
     spec = program.tokens
     try:
         ids = np.load(options.tokens, allow_pickle=False)
@@ -145,7 +146,7 @@ def _of_client(options: Any, program: Program, published: Arrays) -> Arrays:
         raise InputError(f"the program takes integer tokens {spec.shape[:2]}, not {ids.dtype} {ids.shape}")
     if ids.min() < 0 or ids.max() >= spec.shape[2]:
         raise InputError(f"token ids must lie between 0 and {spec.shape[2] - 1}")
-    return client_inputs(program, ids, published)
+    return hidden_inputs(program, ids, published)
 
 
 def _tables(options: Any, program: Program, weights: Mapping[str, npt.NDArray[Any]]) -> tuple[str, Tables]:

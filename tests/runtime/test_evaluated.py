@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +16,9 @@ from aero_compile.runtime.arithmetic.ciphertexts import Dims
 from aero_compile.runtime.arithmetic.evaluators import Evaluation, Owner, evaluations
 from aero_compile.runtime.evaluated import check_products
 from aero_compile.runtime.program import Program
-from aero_compile.runtime.program_parts import TOKENS, Step, TensorSpec
+from aero_compile.runtime.program_parts import TOKENS, KernelStep, Step, TensorSpec
 from aero_compile.runtime.roles import CLIENT, SERVER
+from aero_compile.runtime.vetting import check_program
 from tests.support.runtime_tiny import tiny_model
 from tests.support.wire import code_of
 
@@ -99,3 +101,71 @@ def test_what_is_prepared_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(evaluated, "evaluations", watched)
     check_products(program)
     assert seen >= {(CLIENT, SERVER), (None, None)}
+
+
+SIDES = (256, 128), (1, 128, 256)
+"""Of a table and tokens in a product in which SPU lets either party evaluate, by how it holds the factors."""
+
+UNSURE: dict[str, Callable[[Any], Any]] = {
+    "maximum": lambda rows: _jax().maximum(rows, 1),
+    "minimum": lambda rows: _jax().minimum(rows, 1),
+    "absolute": abs,
+    "sign": lambda rows: _jax().sign(rows),
+    "bits": lambda rows: rows | 1,
+    "a comparison": lambda rows: (rows < 1).astype(np.int32),
+    "a choice": lambda rows: _jax().where(np.eye(128, 256, dtype=bool), rows, 0),
+    "padded": lambda rows: _jax().pad(rows[1:], ((1, 0), (0, 0))),
+    "other numbers": lambda rows: rows.astype(np.float32) * np.float32(0.5),
+}
+
+
+def _jax() -> Any:
+    import jax.numpy as jnp
+
+    return jnp
+
+
+@pytest.mark.parametrize("name", UNSURE)
+def test_what_spu_may_leave_with_the_client_or_share(name: str) -> None:
+    """SPU keeps some of these with the client and makes shares of others; in either case they could be seen."""
+    with pytest.raises(InputError, match=r"would multiply its (own input|share) with ciphertexts"):
+        check_products(_program(lambda table, tokens: table @ UNSURE[name](tokens[0]), *SIDES))
+
+
+def _edited(old: str, new: str) -> Program:
+    """A program of a public table times the tokens, with a line of its code written anew."""
+    table = np.full((256, 128), 0.5, np.float32)
+    program = _program(lambda weights, tokens: table @ tokens[0], *SIDES)
+    (code,) = program.codes.values()
+    found = re.sub(old, new, code, count=1, flags=re.MULTILINE)
+    assert found != code
+    return replace(program, codes={"p": found})
+
+
+def test_a_public_value_that_is_called_secret_is_taken_for_shares() -> None:
+    """SPU makes shares of it then, and a product with the tokens sends ciphertexts."""
+    shared = r"%99 = pphlo.convert \3 : (tensor<256x128xf32>) -> tensor<256x128x!pphlo.secret<f32>>"
+    line = r"^( *)(%\w+) = pphlo\.dot (%\w+), (%\w+) : \(tensor<256x128xf32>, "
+    secret = r"\1\2 = pphlo.dot %99, \4 : (tensor<256x128x!pphlo.secret<f32>>, "
+    called = _edited(line, f"{shared}\n{secret}")
+    with pytest.raises(InputError, match="would multiply its"):
+        check_products(called)
+
+
+@pytest.mark.parametrize("moved", [True, False])
+def test_a_lookup_under_encryption_takes_the_tokens_alone(moved: bool) -> None:
+    """On other rows it would fail on some tokens alone, and the server would see that."""
+    program = compile_model(tiny_model(), 1, 6, lookup="encrypted").program
+    (at,) = (n for n, each in enumerate(program.steps) if isinstance(each, KernelStep) and each.shapes[0] == (1, 6, 64))
+    code = code_of(
+        lambda rows: rows.reshape(6, 1, 64).reshape(1, 6, 64) if moved else rows * 2, np.zeros((1, 6, 64), np.int32)
+    )
+    step = Step("rows", "here", "rows", (TOKENS,), ("rows",), ())
+    kernel = replace(program.steps[at], inputs=("rows", *program.steps[at].inputs[1:]))
+    steps = (*program.steps[:at], step, kernel, *program.steps[at + 1 :])
+    changed = replace(program, steps=steps, codes={**program.codes, "rows": code})
+    if moved:
+        check_program(changed)
+    else:
+        with pytest.raises(InputError, match="which are not the tokens"):
+            check_program(changed)

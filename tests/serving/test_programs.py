@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from aero_compile import connect
 from aero_compile.errors import InputError, OutOfRangeError
 from aero_compile.runtime import compile_model, export, export_generation
 from aero_compile.runtime.arithmetic.tolerances import Tolerances
+from aero_compile.runtime.prefix import digest_of
 from aero_compile.serving.programs import find_programs
 from tests.support.outliers import normed, table_with_outlier
+from tests.support.runtime_tiny import tiny_model
 from tests.support.service import SEMI2K, Bare, serving
 from tests.support.tiny_generation import (
     FILLS,
@@ -133,6 +136,30 @@ def test_a_text_out_of_range_is_told_and_the_session_goes_on(tmp_path: Path) -> 
         said = [sorted(event) for event in running.events("computed", 3)]
         assert said[0] == said[1] == said[2]
         assert "range" not in str(running.events("computed", 3))
+
+
+@pytest.mark.parametrize("public", [(), ("embedding", "head")])
+def test_weights_that_ask_for_a_token_get_no_answer(public: tuple[str, ...], tmp_path: Path) -> None:
+    """No range is checked here. Of one token the logits, or what the client computes in the clear, leave the ring."""
+    compiled = compile_model(tiny_model(), 1, 6, "semi2k", public=public)
+    arrays = {name: array.copy() for name, array in {**compiled.weights, **compiled.published}.items()}
+    for name in arrays:
+        if name.endswith("table"):
+            arrays[name][5] *= 2e5 if not public else 1e9
+    weights = {name: arrays[name] for name in compiled.weights}
+    published = {name: arrays[name] for name in compiled.published}
+    program = replace(compiled.program, published_digest=digest_of(published) if published else "")
+    export(replace(compiled, program=program, weights=weights, published=published), tmp_path)
+    with serving(tmp_path) as running, connect(running.address, **SEMI2K) as connection:
+        for ids in ([[3, 61, 7, 7, 40, 22]], [[3, 61, 5, 7, 40, 22], [3, 61, 7, 7, 40, 22]], [[3, 61, 7, 7, 40, 22]]):
+            if 5 in ids[0] or public:  # a table that is the head too gives every text a logit of token 5
+                with pytest.raises(OutOfRangeError):
+                    connection.logits(ids)
+            else:
+                connection.logits(ids)
+        events = running.events("computed", 4)
+        assert len({tuple(sorted(event)) for event in events}) == 1
+        assert not [event for event in running.log if event["event"] == "left"]
 
 
 def test_a_text_that_leaves_the_range_in_the_middle_looks_like_one_that_ended(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from aero_compile.runtime.hosts.ending import LINGER_SECONDS, leave
 from aero_compile.runtime.hosts.link import connect
 from aero_compile.runtime.hosts.party_inputs import Arrays, PartyInputs, held_inputs
 from aero_compile.runtime.hosts.party_process import agree_on
-from aero_compile.runtime.program import client_inputs
+from aero_compile.runtime.program import hidden_inputs
 from aero_compile.runtime.roles import ROLES
 from aero_compile.runtime.spu_config import SpuLog, import_spu, load_spu_alone, plain_message
 from aero_compile.serving.process.orders import (
@@ -83,6 +83,7 @@ class SessionParty:
         self._computations: dict[str, Computation] = {}
         self._generation: tuple[Programs, Arrays, Arrays] | None = None
         self._stepping: StepComputation | None = None
+        self._in_range: dict[str, bool] = {}
         self._spu: Any = None
         self._link: Any = None
         self._log: Any = None
@@ -159,12 +160,15 @@ class SessionParty:
 
     def _take(self, order: Take) -> Loaded:
         inputs = self._inputs[order.program]
-        inputs.own.update(client_inputs(inputs.program, _checked(inputs, order.tokens), inputs.published))
+        found, self._in_range[order.program] = hidden_inputs(
+            inputs.program, _checked(inputs, order.tokens), inputs.published
+        )
+        inputs.own.update(found)
         return Loaded()
 
     def _compute(self, order: Compute) -> tuple[Computed, bytes]:
         computation = self._computation(order.program)
-        before = computation.received
+        before, computation.in_range = computation.received, self._in_range.get(order.program, True)
         record, opened = computation.forward()
         return _computed(cost_of(record), computation.received - before, opened)
 

@@ -283,7 +283,8 @@ class Outside(Sums):
 
 @pytest.mark.parametrize("bucket", [1, 3])
 @pytest.mark.parametrize("first", [1, 3])
-def test_a_text_that_left_its_range_looks_like_one_that_ended(bucket: int, first: int) -> None:
+@pytest.mark.parametrize("may_end", [True, False])
+def test_a_text_that_left_its_range_looks_like_one_that_ended(bucket: int, first: int, may_end: bool) -> None:
     """The decoder, which is the server's view, is asked what it is asked of a text of some length that was allowed."""
     usual = {}
     for count in range(1, 6):
@@ -295,12 +296,14 @@ def test_a_text_that_left_its_range_looks_like_one_that_ended(bucket: int, first
         outside = Outside(first)
         session = Session(outside, bucket)
         with pytest.raises(OutOfRangeError) as caught:
-            session.generate([1, 2], 5)
+            session.generate([1, 2], 5, stop=[VOCABULARY] if may_end else [])
         assert len(caught.value.generated) == first - 1
         assert session.held <= first
+        assert session.shown == len(outside.held)
         seen.add(tuple(outside.asked))
     assert seen <= set(usual)
-    assert {usual[each] for each in seen} == {count for count in usual.values() if count >= first}
+    lengths = {count for count in usual.values() if count >= first} if may_end else {5}
+    assert {usual[each] for each in seen} == lengths
 
 
 def test_the_client_chooses_and_stops() -> None:

@@ -61,7 +61,6 @@ def _other_numbers(share: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (_other_numbers, "the ring holds none above"),
         (lambda share: _replaced(share, share.meta, [*share.share_chunks] * 3), "does not fit the client's share"),
         (lambda share: _replaced(share, share.meta, []), "does not fit the client's share"),
         (lambda share: _replaced(share, b"", [share.share_chunks[0] + bytes(len(share.meta))]), "does not fit"),
@@ -77,9 +76,9 @@ def test_another_share_is_refused(change: Any, words: str) -> None:
         opened(LOGITS, change)
 
 
-@pytest.mark.parametrize(("bit", "in_range"), [(0.0, True), (1.0, False), (7.5, None)])
-def test_the_client_alone_opens_the_bit_of_the_range_check(bit: float, in_range: bool | None) -> None:
-    """The server sends its share and receives nothing, whatever the bit is."""
+@pytest.mark.parametrize(("bit", "in_range"), [(0.0, True), (1.0, False), (7.5, False)])
+def test_the_client_alone_opens_the_bit_of_the_range_check(bit: float, in_range: bool) -> None:
+    """The server sends its share and receives nothing, whatever the bit is, or if it is none."""
     io = spu.Io(2, runtime_config("semi2k", 64, 18))
     shares = io.make_shares(np.array([bit], np.float32), spu.Visibility.VIS_SECRET)
     desc = spu.link.Desc()
@@ -90,11 +89,7 @@ def test_the_client_alone_opens_the_bit_of_the_range_check(bit: float, in_range:
         links = list(threads.map(lambda rank: spu.link.create_mem(desc, rank), (SERVER, CLIENT)))
         sent = threads.submit(send_share, links[SERVER], shares[SERVER])
         opened = threads.submit(open_bit, links[CLIENT], shares[CLIENT], io)
-        if in_range is None:
-            with pytest.raises(PartyError, match="which is no bit"):
-                opened.result()
-        else:
-            assert opened.result() == (sent.result(), in_range)
+        assert opened.result() == (sent.result(), in_range)
 
 
 def test_logits_of_a_text_that_left_its_range_are_received_and_not_kept() -> None:
@@ -114,9 +109,9 @@ def test_a_message_that_is_no_share_is_refused(length: int) -> None:
         open_logits(Says(), share, io, None)  # type: ignore[arg-type]
 
 
-def test_logits_that_the_ring_cannot_hold_are_refused() -> None:
-    """A value that wrapped on the way; 2^25 is the limit of 64 bits with 18 for the fraction."""
+def test_logits_that_the_ring_cannot_hold_are_received_and_not_kept() -> None:
+    """A value that wrapped on the way, which follows from the text too; 2^25 is the limit of 64 bits with 18."""
     most = np.full_like(LOGITS, 2.0**25 - 2)
     np.testing.assert_array_equal(opened(most)[2], most)
-    with pytest.raises(PartyError, match=r"numbers up to 6.711e\+07.*no logits are written"):
-        opened(LOGITS + np.float32(2.0**26) * (np.arange(5) == 2))
+    assert opened(LOGITS + np.float32(2.0**26) * (np.arange(5) == 2))[2] is None
+    assert opened(LOGITS, _other_numbers)[2] is None
