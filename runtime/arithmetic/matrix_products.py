@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -118,16 +119,24 @@ def _cut(rows: int, inner: int, columns: int, height: int, width: int, owners: O
         depth = depth * MOST_POLYNOMIALS // plains
     depth = -(-inner // -(-inner // depth))
     count, exchanged, total = 0, 0.0, 0.0
-    for top in range(0, rows, height):
-        for left in range(0, columns, width):
-            for at in range(0, inner, depth):
-                size = (min(height, rows - top), min(depth, inner - at), min(width, columns - left))
-                filled = (*size[:2], packed_columns(*size, owners))
-                if not is_hidden(filled, *owners):
-                    return None
-                ciphertexts = _evaluated(*filled, owners)
-                count, exchanged, total = count + 1, exchanged + sent(ciphertexts), total + price(ciphertexts)
+    sizes = product(_sizes(rows, height), _sizes(inner, depth), _sizes(columns, width))
+    for (high, highs), (deep, deeps), (wide, wides) in sizes:
+        filled = (high, deep, packed_columns(high, deep, wide, owners))
+        if not is_hidden(filled, *owners):
+            return None
+        ciphertexts, times = _evaluated(*filled, owners), highs * deeps * wides
+        count, exchanged, total = (
+            count + times,
+            exchanged + times * sent(ciphertexts),
+            total + times * price(ciphertexts),
+        )
     return Pieces(height, depth, width, count, exchanged, total)
+
+
+def _sizes(whole: int, size: int) -> list[tuple[int, int]]:
+    """The sizes of the parts of a `whole`, each with how many there are."""
+    full, rest = divmod(whole, size)
+    return [(size, full), *([(rest, 1)] if rest else [])]
 
 
 def matrix_product(left: Any, right: Any, owners: Owners = SERVERS_RIGHT) -> Any:
