@@ -4,7 +4,7 @@ The code of each step is read line by line. A line must be one of the few forms 
 operations on tensors; anything else is refused, never skipped. What is computed from a secret is secret, and so is
 every result, so nothing is opened but the logits, by the party itself. Values are named once, have the shapes that are
 declared, and the logits are computed from the tokens. No product of matrices shows the other party what a party
-multiplies with (`evaluated`).
+multiplies with (`vetting_products`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Iterator
 
 from aero_compile.errors import AeroError, InputError
 from aero_compile.runtime.costs.pphlo import parse
-from aero_compile.runtime.evaluated import check_products
 from aero_compile.runtime.kernels.encrypted_lookup import EncryptedLookup
 from aero_compile.runtime.prefix import check_prefix
 from aero_compile.runtime.program_parts import SET_UP, SET_UP_INPUTS, KernelStep, ProgramContent, Step, TensorSpec
 from aero_compile.runtime.spu_config import check_config
+from aero_compile.runtime.vetting_products import check_products
 
 MOST_STEPS = 100_000
 MOST_ELEMENTS = 2**33

@@ -15,7 +15,6 @@ import numpy as np
 from aero_compile.errors import AeroError, LoweringError
 from aero_compile.runtime.arithmetic.ring import fixed_point
 from aero_compile.runtime.arithmetic.squares import squares_by_exp
-from aero_compile.runtime.evaluated import check_products
 from aero_compile.runtime.kernels.registry import to_json
 from aero_compile.runtime.lowering import warm_up
 from aero_compile.runtime.lowering.cut import cut
@@ -24,6 +23,7 @@ from aero_compile.runtime.prefix import digest_of
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.program_parts import SET_UP, TOKENS, KernelStep, Step, TensorSpec
 from aero_compile.runtime.spu_config import import_spu, plain_message
+from aero_compile.runtime.vetting_products import check_products
 
 
 def compile_steps(

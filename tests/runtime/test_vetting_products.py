@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from aero_compile.errors import InputError
-from aero_compile.runtime import compile_model, evaluated
+from aero_compile.runtime import compile_model, vetting_products
 from aero_compile.runtime.arithmetic.ciphertexts import Dims
 from aero_compile.runtime.arithmetic.evaluators import Evaluation, Owner, evaluations
-from aero_compile.runtime.evaluated import check_products
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.program_parts import TOKENS, KernelStep, Step, TensorSpec
 from aero_compile.runtime.roles import CLIENT, SERVER
 from aero_compile.runtime.vetting import check_program
+from aero_compile.runtime.vetting_products import check_products
 from tests.support.runtime_tiny import tiny_model
 from tests.support.wire import code_of
 
@@ -98,7 +98,7 @@ def test_what_is_prepared_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> Non
         seen.add((left, right))
         return evaluations(dims, left, right)
 
-    monkeypatch.setattr(evaluated, "evaluations", watched)
+    monkeypatch.setattr(vetting_products, "evaluations", watched)
     check_products(program)
     assert seen >= {(CLIENT, SERVER), (None, None)}
 
