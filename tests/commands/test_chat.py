@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from aero_compile.__main__ import main
+from aero_compile.errors import OutOfRangeError
 from tests.support.clear_session import ROOM, ClearDecoder, clear_session
 from tests.support.words import save_words, words
 
@@ -70,6 +71,19 @@ def test_lines_are_a_conversation_of_which_nothing_is_computed_twice(
     assert bills.count("4 generated") == 3
     assert filled == [(0, 3), (7, 3), (14, 3)]  # the last token of an answer, and the message up to its last one
     assert decoder.closed
+
+
+def test_a_typed_message_out_of_range_is_told_and_the_conversation_goes_on(
+    asked: tuple[list[str], ClearDecoder], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The session stays open, as after any answer: the server must not notice. A single prompt is an error."""
+    arguments, decoder = asked
+    decoder.fails, decoder.fails_after = OutOfRangeError("a value left its range"), 0
+    monkeypatch.setattr(sys, "stdin", Typed("w5 w6\nw7"))
+    assert main(arguments) == 0
+    assert capfd.readouterr().err.count("error: a value left its range") == 2
+    decoder.closed = False
+    assert main([*arguments, "--prompt", "w5"]) == 2
 
 
 def test_one_prompt_is_one_message_and_raw_text_is_none(

@@ -13,6 +13,7 @@ from aero_compile.errors import InputError, OutOfRangeError
 from aero_compile.ir.ops import name_of, of_form
 from aero_compile.ir.ownership import CLIENT_OPS
 from aero_compile.ir.published import publish
+from aero_compile.runtime import compile_model
 from aero_compile.runtime.lowering.partition import partition
 from aero_compile.runtime.lowering.to_jax import lower
 from aero_compile.runtime.prefix import (
@@ -25,7 +26,10 @@ from aero_compile.runtime.prefix import (
     digest_of,
     run_prefix,
 )
+from aero_compile.runtime.program import hidden_inputs
 from tests.support.runtime_graphs import Body, TokenRows, aten
+from tests.support.runtime_tiny import IDS as TEXT
+from tests.support.runtime_tiny import tiny_model
 
 TABLE = {"p:t": np.arange(12, dtype=np.float32).reshape(4, 3)}
 LOOK = PrefixStep("rows", LOOKUP, {"table": {"of": "p:t"}, "ids": {"of": "ids"}}, (2, 2, 3))
@@ -122,3 +126,19 @@ def test_the_digest_covers_names_types_shapes_and_numbers() -> None:
     ]
     assert digest_of(dict(TABLE)) == digest_of(TABLE)
     assert len({digest_of(each) for each in (TABLE, *others)}) == 6
+
+
+@pytest.mark.parametrize("limit_is_left", [True, False])
+def test_what_cannot_be_computed_of_some_tokens_is_zeros(limit_is_left: bool) -> None:
+    """Numbers beyond the ring, or a table that has no row for a token: the server must not notice either."""
+    compiled = compile_model(tiny_model(), 1, 6, "semi2k", public=("embedding", "head"))
+    program, given = compiled.program, {name: array.copy() for name, array in compiled.published.items()}
+    found, in_range = hidden_inputs(program, TEXT, given)
+    assert in_range
+    assert any(array.any() for array in found.values())
+    for name, array in given.items():
+        given[name] = array * np.float32(1e9) if limit_is_left else array[:10]
+    hidden, in_range = hidden_inputs(program, TEXT, given)
+    assert not in_range
+    assert {name: array.shape for name, array in hidden.items()} == {name: array.shape for name, array in found.items()}
+    assert not any(hidden[spec.name].any() for spec in program.clients)

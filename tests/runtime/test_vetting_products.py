@@ -152,6 +152,17 @@ def test_a_public_value_that_is_called_secret_is_taken_for_shares() -> None:
         check_products(called)
 
 
+def test_a_public_value_that_is_called_secret_beside_the_tokens() -> None:
+    """SPU leaves the joined rows with the client; they are no shares, as their type says."""
+
+    def joined(table: Any, tokens: Any) -> Any:
+        return table @ _jax().concatenate([tokens[0, :64], np.ones((64, 256), np.int32)])
+
+    program = _program(joined, *SIDES)
+    with pytest.raises(InputError, match="would multiply its"):
+        check_products(program)
+
+
 @pytest.mark.parametrize("moved", [True, False])
 def test_a_lookup_under_encryption_takes_the_tokens_alone(moved: bool) -> None:
     """On other rows it would fail on some tokens alone, and the server would see that."""
