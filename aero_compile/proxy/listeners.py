@@ -1,4 +1,4 @@
-"""Where the endpoint listens: a port, or a Unix socket that its owner alone can connect to."""
+"""The endpoint's place: a port, or a Unix socket that its owner alone can connect to."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def port_listener(host: str, port: int) -> Iterator[socket.socket]:
         taken = "is in use; choose another --port" if error.errno == errno.EADDRINUSE else f"cannot be: {error}"
         raise InputError(f"{host}:{port} {taken}") from error
     except OverflowError as error:
-        raise InputError(f"--port {port} is no port: {error}") from error
+        raise InputError(f"--port {port} is not a port: {error}") from error
     with listener:
         yield listener
 

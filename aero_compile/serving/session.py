@@ -66,7 +66,7 @@ ASKED = 4
 
 @dataclass
 class Shared:
-    """What all sessions of a server have in common. `user`: that their processes run as; None: the server's."""
+    """State that all sessions of a server share. `user`: that their processes run as; None: the server's."""
 
     offered: Offered
     contents: dict[tuple[str, str], bytes]

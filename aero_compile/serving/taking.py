@@ -41,7 +41,7 @@ Fetch = Callable[[str, Part, int], Awaitable[bytes]]
 
 @dataclass(frozen=True)
 class Taken:
-    """What the client's party is to load and may receive, and the programs of the generation, if there are some."""
+    """The order that loads the client's party, what that may receive, and the programs of a generation, if any."""
 
     order: Load
     generation: Programs | None

@@ -159,7 +159,7 @@ class ClientTokens:
 
     @property
     def left(self) -> int | None:
-        """How many are left; None: any number."""
+        """Tokens that are left; None: any number."""
         return self._budget.left(self._client)
 
     def reserve(self, tokens: int) -> None:
