@@ -59,7 +59,7 @@ def second_polynomials(stream):
 
 
 def answers(ids):
-    """What the server receives in `one_hot(ids) @ table`: the server owns the table, the client the one-hot rows."""
+    """Second polynomials that the server receives in `one_hot(ids) @ table`; it owns the table, the client the rows."""
     config = spu.RuntimeConfig(protocol=spu.ProtocolKind.CHEETAH, field=spu.FieldType.FM64, fxp_fraction_bits=18)
     config.experimental_enable_colocated_optimization = True  # inputs stay with their owner
     table = np.random.default_rng(0).normal(size=(VOCABULARY, WIDTH)).astype(np.float32)

@@ -48,7 +48,7 @@ class LinkBudget:
     Args:
         peer: role of the other party, for the error.
         allowances: of the programs of the session.
-        exceeded: is told the error, once.
+        exceeded: receives the error, once.
     """
 
     def __init__(self, peer: str, allowances: Allowances, exceeded: Callable[[LinkOverflow], None]) -> None:

@@ -14,11 +14,12 @@ from aero_compile.errors import InputError
 from aero_compile.runtime import compile_model, vetting_products
 from aero_compile.runtime.arithmetic.ciphertexts import Dims
 from aero_compile.runtime.arithmetic.evaluators import Evaluation, Owner, evaluations
+from aero_compile.runtime.costs.pphlo import parse
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.program_parts import TOKENS, KernelStep, Step, TensorSpec
 from aero_compile.runtime.roles import CLIENT, SERVER
 from aero_compile.runtime.vetting import check_program
-from aero_compile.runtime.vetting_products import check_products
+from aero_compile.runtime.vetting_products import PUBLIC, Known, check_products
 from tests.support.runtime_tiny import tiny_model
 from tests.support.wire import code_of
 
@@ -161,6 +162,34 @@ def test_a_public_value_that_is_called_secret_beside_the_tokens() -> None:
     program = _program(joined, *SIDES)
     with pytest.raises(InputError, match="would multiply its"):
         check_products(program)
+
+
+def _after(text: str, *operands: Known) -> Known:
+    """Who may know the result of one operation, as the check follows it."""
+    (operation,) = parse(f"func.func @main() -> () {{\n{text}\nreturn %9 : tensor<2x2xf32>").operations
+    return vetting_products._after(operation, operands)
+
+
+SECRET = "tensor<2x2x!pphlo.secret<f32>>"
+
+
+@pytest.mark.parametrize("owner", [SERVER, CLIENT])
+def test_what_is_converted_to_a_secret_may_be_shares(owner: int) -> None:
+    """SPU makes shares of it, whoever knew it."""
+    text = f"%9 = pphlo.convert %1 : ({SECRET}) -> {SECRET}"
+    assert None in _after(text, frozenset({owner}))
+    assert None in _after(text.replace("<2x2x!pphlo.secret<f32>>)", "<2x2xf32>)"), frozenset({PUBLIC}))
+
+
+def test_a_counter_that_is_called_secret_may_be_public_or_shares() -> None:
+    assert _after(f"%9 = pphlo.iota dim = 0 : {SECRET}") == {PUBLIC, None}
+
+
+def test_a_product_over_nothing_sends_nothing_and_is_no_crash() -> None:
+    text = "%9 = pphlo.dot %1, %2 : (tensor<4x0x!pphlo.secret<f32>>, tensor<0x4x!pphlo.secret<f32>>) -> "
+    (operation,) = parse(f"func.func @main() -> () {{\n{text}{SECRET}\nreturn %9 : {SECRET}").operations
+    program = _program(lambda table, tokens: 0.5 * tokens[0], *SIDES)
+    vetting_products._check(program, operation, frozenset({CLIENT}), frozenset({SERVER}))
 
 
 @pytest.mark.parametrize("moved", [True, False])
