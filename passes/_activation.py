@@ -30,10 +30,18 @@ def ffn_activations(model: TransformedModel, name: str) -> list[tuple[FeedForwar
     """Activations of all FFNs, each with its FFN, in layer order.
 
     Raises:
-        UnsupportedGraphError: no FFN, or an activation outside every FFN that was recognized.
+        UnsupportedGraphError: no FFN, an activation outside every FFN that was recognized, or one that is only a part
+            of its function.
     """
     structure = model.structure
     found = [(ffn, activation) for ffn in require_ffns(structure, name) for activation in ffn.activations]
+    for ffn, activation in found:
+        if not activation.whole:
+            raise UnsupportedGraphError(
+                f"{name}: the {activation.kind} at {place(activation.node)} in layer {ffn.layer} is multiplied by "
+                "another function of its own input, so that it is not an activation by itself; write all that the "
+                "gate computes as one factor, such as u * (g * sigmoid(g))"
+            )
     inside = {node for _, activation in found for node in activation.nodes}
     for node in structure.values:
         kind = ACTIVATIONS.get(node.target) if node in structure.live - inside else None

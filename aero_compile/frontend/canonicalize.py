@@ -9,6 +9,7 @@ Before → after, in the order of the steps:
     conv1d of one token                                           → linear
     matmul, addmm with a weight; addmm of others                  → linear; matmul + add
     linear(x, W) + s·linear(linear(x, A), B)                      → linear(x, W + s·BA) (aero_compile.frontend.adapters)
+    (u·g)·sigmoid(g)                                              → u·(g·sigmoid(g)) (aero_compile.frontend.factors)
     arithmetic and choices that compute gelu, relu, …, LayerNorm, RMSNorm, softmax → the op itself
                                                                     (aero_compile.frontend.recognize)
     linear(x, W) + b                                              → linear(x, W, b)
@@ -26,6 +27,7 @@ from aero_compile.frontend.adapters import join_adapters
 from aero_compile.frontend.attention import decompose_attention
 from aero_compile.frontend.convolutions import open_convolutions
 from aero_compile.frontend.dropouts import make_dropouts
+from aero_compile.frontend.factors import group_factors
 from aero_compile.frontend.products import make_linears, take_up_biases
 from aero_compile.frontend.recognize import recognize
 from aero_compile.frontend.spellings import bound_fills, unify_spellings
@@ -42,6 +44,7 @@ _STEPS: tuple[Callable[[TransformedModel], object], ...] = (
     open_convolutions,
     make_linears,
     join_adapters,
+    group_factors,
     recognize,
     take_up_biases,
     mark_constants,

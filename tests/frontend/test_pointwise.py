@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from aero_compile.frontend.pointwise import classify
+from aero_compile.frontend.pointwise import Classified, classify
 from tests.support.wrapped_functions import canonical
 
 Function = Callable[[Tensor], Tensor]
@@ -58,7 +58,7 @@ def test_leaky_relus_in_many_spellings() -> None:
     "function", [F.hardswish, lambda x: x * F.relu6(x + 3) / 6, lambda x: x * (x / 6 + 0.5).clamp(0, 1)]
 )
 def test_hardswish(function: Function) -> None:
-    assert classify(function, (3.0, 6.0, 0.5, 1.0), "") == ("hardswish",)
+    assert classify(function, (3.0, 6.0, 0.5, 1.0)) == Classified("hardswish", (), 1.0)
 
 
 @pytest.mark.parametrize(
@@ -78,12 +78,18 @@ def test_hardswish(function: Function) -> None:
     ],
 )
 def test_look_alikes(function: Function, literals: tuple[float, ...]) -> None:
-    assert classify(function, literals, "") is None
+    assert classify(function, literals) is None
 
 
 def test_an_op_is_not_found_in_itself() -> None:
-    assert classify(F.relu, (), "relu") is None
-    assert classify(F.relu, (), "clamp") == ("relu",)
+    """Nor a factor of it: recognition ends."""
+    kinds = canonical(lambda _, x: 2.0 * F.relu(x) + torch.sigmoid(x) / 3 - torch.square(F.relu(x)))
+    assert (kinds["relu"], kinds["sigmoid"], kinds["square"]) == (2, 1, 1)
+
+
+@pytest.mark.parametrize("factor", [2.0, -0.5, 1e-3, 1e4])
+def test_a_factor_of_an_activation_is_found(factor: float) -> None:
+    assert classify(lambda x: factor * F.gelu(x), ()) == Classified("gelu", ("none",), factor)
 
 
 def test_rounding_survives() -> None:

@@ -81,7 +81,6 @@ LOOK_ALIKES: dict[str, Callable[[Tensor], Tensor]] = {
     "quick gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "wrong cubic": lambda x: 0.5 * x * (1 + torch.tanh(ROOT * (x + 0.0447 * x**3))),
     "rounded root": lambda x: 0.5 * x * (1 + torch.tanh(0.8 * (x + 0.044715 * x**3))),
-    "without the half": lambda x: x * (1 + torch.erf(x / math.sqrt(2))),
     "shifted": lambda x: 0.5 * x * (1 + torch.erf((x + 0.01) / math.sqrt(2))),
     "silu of twice": lambda x: x * torch.sigmoid(2 * x),
     "gelu then more": lambda x: torch.tanh(0.5 * x * (1 + torch.erf(x / math.sqrt(2)))),
