@@ -90,7 +90,7 @@ def _kind(region: set[fx.Node], live: set[fx.Node]) -> str:
     product = any(node.target in SCALES and len(live_inputs(node, live)) > 1 for node in region)
     if product and set(names) == {"sigmoid"}:
         return "quick_gelu"
-    if not product and len(set(names)) < len(names):
-        return "_".join(names)  # relu(relu(x) + 1) is no relu
-    added = ["squared"] * squared + ["product"] * (product and bool(names))
-    return "_".join([*sorted(set(names)), *added]) or "product"
+    added = "squared" if squared else "product" if product else ""
+    if names == ["relu", "relu"]:  # relu(relu(x) + 1) is not a relu
+        added = "relu"
+    return "_".join(filter(None, [*sorted(set(names)), added]))
