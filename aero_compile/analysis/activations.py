@@ -91,6 +91,6 @@ def _kind(region: set[fx.Node], live: set[fx.Node]) -> str:
     if product and set(names) == {"sigmoid"}:
         return "quick_gelu"
     added = "squared" if squared else "product" if product else ""
-    if names == ["relu", "relu"]:  # relu(relu(x) + 1) is not a relu
+    if not added and len(names) > 1 and set(names) == {"relu"}:  # relu(relu(x) + 1) is not a relu
         added = "relu"
     return "_".join(filter(None, [*sorted(set(names)), added]))
