@@ -169,6 +169,7 @@ def _trainer(plan: Plan, built: Built) -> RegularizedTrainer:
         distiller=distiller,
         spread_weight=options.spread_weight,
     )
+    wrapper.listing_blocks = options.listing_blocks
     names = [name for name, parameter in wrapper.named_parameters() if parameter.requires_grad]
     names += [] if built.last_stage is None else [name for name, _ in built.last_stage.named_parameters()]
     scales = choose_roles(parse_lr_scale(options.lr_scale), names)

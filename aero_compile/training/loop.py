@@ -130,7 +130,14 @@ class RegularizedTrainer(Trainer):
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The schedule of the learning rate, times the factor of the stage that a step is in."""
-        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        given = self.args.warmup_steps
+        # A warm-up of all steps leaves the only one at a rate of 0, and polynomial divides by the steps after it.
+        if self.args.get_warmup_steps(num_training_steps) == num_training_steps > 0:
+            self.args.warmup_steps = num_training_steps - 1
+        try:
+            scheduler = super().create_scheduler(num_training_steps, optimizer)
+        finally:
+            self.args.warmup_steps = given
         if self.stages is not None and any(stage.learning_rate is not None for stage in self.stages.stages):
             scale_by_stage(scheduler, partial(self.stages.rate, peak=self.args.learning_rate))
         return scheduler

@@ -14,6 +14,7 @@ from transformers import TrainingArguments
 from aero_compile.errors import InputError
 from aero_compile.model import TransformedModel
 from aero_compile.recipe.recipe import Recipe
+from aero_compile.training.batch import divide_batch
 from aero_compile.training.check_arguments import (
     check_made_of_flags,
     check_streaming,
@@ -63,6 +64,7 @@ def resolve(
     check_training_arguments(args)
     check_weights_type(options, args)
     check_streaming(options, args)
+    divide_batch(options.global_batch_size, args)
     check_made_of_flags(args)
     name_best_metric(args)
     # Non-finite losses must be seen, and tokens counted in the state that checkpoints keep.
