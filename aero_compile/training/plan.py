@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +37,10 @@ logger = logging.getLogger("aero_compile.retrain")
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run is asked to do; all of it was checked before anything takes time."""
+    """What a run is asked to do; all of it was checked before anything takes time.
+
+    `flags`: those of the command line that a later `--resume` needs; None for a run from Python.
+    """
 
     options: RetrainOptions
     args: TrainingArguments
@@ -49,6 +53,7 @@ class Plan:
     distillation: Distillation | None = None
     teacher: ModelSource | None = None
     hub: HubTarget | None = None
+    flags: Sequence[str] | None = None
 
     @property
     def step(self) -> int:
@@ -57,7 +62,11 @@ class Plan:
 
 
 def resolve(
-    options: RetrainOptions, given: TrainingArguments | None, model: nn.Module | None, datasets: TrainingData | None
+    options: RetrainOptions,
+    given: TrainingArguments | None,
+    model: nn.Module | None = None,
+    datasets: TrainingData | None = None,
+    flags: Sequence[str] | None = None,
 ) -> Plan:
     """Check the arguments and the run's folder, and find the model, its recipe and the checkpoint to go on from."""
     args = RetrainArguments() if given is None else copy.copy(given)
@@ -109,7 +118,7 @@ def resolve(
         raise InputError(
             f"--distill: {teacher.description} has new weights, which teach nothing: name a trained model by --teacher"
         )
-    return Plan(options, args, run, checkpoint, source, recipe, datasets, context, distillation, teacher, hub)
+    return Plan(options, args, run, checkpoint, source, recipe, datasets, context, distillation, teacher, hub, flags)
 
 
 def _hub(args: TrainingArguments) -> HubTarget | None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from aero_compile.errors import InputError, nearest
 from aero_compile.recipe.recipe import Recipe, resolve
+from aero_compile.training.given_flags import given_flags
 from aero_compile.training.options import regularizes
 from aero_compile.training.ranges import UP_TO_ONE
 from aero_compile.training.stages import parse_stages
@@ -150,19 +151,6 @@ def with_preset(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         else ["--config-overrides", f"{flags['config_overrides']},{given['config_overrides']}"]
     )
     return [*texts, *arguments, *joined], notes
-
-
-def given_flags(arguments: Sequence[str]) -> dict[str, str]:
-    """The flags of a command line with their last values, by name; of one without a value, an empty text."""
-    found: dict[str, str] = {}
-    for each, following in zip(arguments, [*arguments[1:], ""], strict=True):
-        if each.startswith("--"):
-            flag, equals, value = each[2:].partition("=")
-            name = flag.replace("-", "_")
-            found["lambda" if name == "entropy_weight" else name] = (
-                value if equals else "" if following.startswith("--") else following
-            )
-    return found
 
 
 def preset_flags(name: str, scale: float, given: Mapping[str, str]) -> tuple[dict[str, Value], list[str]]:
