@@ -42,6 +42,9 @@ class Pace:
 class TrainingProgress(ProgressCallback):
     """Trainer's bar, which tells the time that is left, with loss, perplexity and tokens a second beside it."""
 
+    training_bar: Any
+    prediction_bar: Any
+
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         super().on_train_begin(args, state, control)
         self.shown: dict[str, str] = {}

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, get_type_hints
 
 from aero_compile.errors import InputError
@@ -19,7 +19,7 @@ from aero_compile.errors import InputError
 class Range:
     """Finite numbers from `least` to `most`, in words; `without` names ends that are left out.
 
-    `whole_from`: numbers from here on must be whole (0: all of them; 1: shares below 1 may be fractions).
+    `whole_from`: numbers from here on must be whole (-inf: all are integers; 1: shares may be fractions).
     `also`: a number outside that means something else, such as -1 for "not set".
     """
 
@@ -30,14 +30,16 @@ class Range:
     whole_from: float = math.inf
     also: float | None = None
 
-    def __contains__(self, value: object) -> bool:
-        if isinstance(value, bool) or not isinstance(value, Real):
+    def __contains__(self, value: Any) -> bool:
+        kind: Any = Integral if self.whole_from == -math.inf else Real
+        if isinstance(value, bool) or not isinstance(value, kind):
             return False
-        if value == self.also:
+        found = float(value)
+        if found == self.also:
             return True
-        if not math.isfinite(value) or value in self.without or not self.least <= value <= self.most:
+        if not math.isfinite(found) or found in self.without or not self.least <= found <= self.most:
             return False
-        return float(value) < self.whole_from or float(value).is_integer()
+        return found < self.whole_from or found.is_integer()
 
 
 def whole(least: int, most: float = math.inf, also: int | None = None) -> Range:

@@ -52,6 +52,7 @@ def outside(allowed: Range) -> list[Any]:
     wrong += [] if math.isinf(allowed.least) else [allowed.least - 1, allowed.least - 1e-9]
     wrong += [] if math.isinf(allowed.most) else [allowed.most + 1]
     wrong += [] if math.isinf(allowed.whole_from) and allowed.whole_from > 0 else [max(allowed.least, 1) + 0.5]
+    wrong += [allowed.least + 3.0] if allowed.whole_from == -math.inf else []
     return [each for each in wrong if each != allowed.also]
 
 

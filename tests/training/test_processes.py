@@ -130,9 +130,7 @@ def assert_equal_runs(one: Path, other: Path, weight: float, loss: float, key_bi
     assert len(keys) == 2
     assert first_rest.keys() == rest.keys()
     for name, value in first_rest.items():
-        torch.testing.assert_close(
-            value, rest[name], rtol=0, atol=weight, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        torch.testing.assert_close(value, rest[name], rtol=0, atol=weight, msg=name)
     for name, value in first_keys.items() if key_bias is not None else ():
         torch.testing.assert_close(value, keys[name], rtol=0, atol=key_bias)
 
@@ -145,12 +143,28 @@ FSDP2 = ("--fsdp", "--fsdp-config", '{"fsdp_version": 2, "auto_wrap_policy": "NO
 
 
 def test_two_processes_train_what_one_trains(corpus: Path, tmp_path: Path) -> None:
-    """With whole models (DDP) and with weights spread over processes (FSDP2)."""
+    """With whole models (DDP), with weights spread over processes (FSDP2), and one global batch divided otherwise."""
     double, two = ("--dtype", "float64"), flags(corpus, tmp_path / "ddp", 2)
-    in_two_processes([*two, *double], [*two, "--output-dir", str(tmp_path / "fsdp2"), *double, *FSDP2])
+    divided = [
+        "--global-batch-size",
+        "4",
+        "--entropy-reduction",
+        "listing",
+        "--listing-blocks",
+        "8",
+        "--lambda",
+        "1e-3",
+    ]
+    in_two_processes(
+        [*two, *double],
+        [*flags(corpus, tmp_path / "divided", 2), *double, *divided],
+        [*flags(corpus, tmp_path / "fsdp2", 2), *double, *FSDP2],
+    )
     assert main([*flags(corpus, tmp_path / "one", 4), *double]) == 0
     assert_equal_runs(tmp_path / "one", tmp_path / "ddp", **IN_FLOAT64)
     assert_equal_runs(tmp_path / "one", tmp_path / "fsdp2", **IN_FLOAT64)
+    assert main([*flags(corpus, tmp_path / "whole", 2), *double, *divided]) == 0  # in two forward passes
+    assert_equal_runs(tmp_path / "whole", tmp_path / "divided", **IN_FLOAT64)
 
 
 def test_no_function_of_the_model_depends_on_the_biases_of_its_keys() -> None:
@@ -163,6 +177,7 @@ def test_no_function_of_the_model_depends_on_the_biases_of_its_keys() -> None:
     biases = [(n, p) for n, p in model.named_parameters() if n.endswith("c_attn.bias")]
     assert biases
     for _, bias in biases:
+        assert bias.grad is not None
         query, key, value = bias.grad.abs().chunk(3)
         assert float(key.max()) < 1e-12 * float(torch.cat([query, value]).max())
         with torch.no_grad():

@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import datasets
 import pytest
@@ -93,13 +93,13 @@ def test_bars_of_libraries_are_as_they_were_afterwards(monkeypatch: pytest.Monke
 
 
 def test_only_the_first_process_shows_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    shown, args = TrainingLines(), SimpleNamespace()
+    shown, args = TrainingLines(), cast(Any, SimpleNamespace())
     for first in (False, True):
         state: Any = SimpleNamespace(is_world_process_zero=first, max_steps=8, global_step=2)
-        shown.on_train_begin(args, state, args)  # type: ignore[arg-type]
+        shown.on_train_begin(args, state, args)
         state.global_step = 4
-        shown.on_log(args, state, args, logs={"loss": 1.5, "epoch": 1.0})  # type: ignore[arg-type]
-        shown.on_log(args, state, args, logs={"train_runtime": 1.5})  # type: ignore[arg-type]
+        shown.on_log(args, state, args, logs={"loss": 1.5, "epoch": 1.0})
+        shown.on_log(args, state, args, logs={"train_runtime": 1.5})
         assert capsys.readouterr().err == ("step 4/8: loss 1.5, 0 s left\n" if first else "")
 
 
