@@ -120,7 +120,7 @@ _COUNTS = ("max_train_tokens", "max_steps", "warmup_steps")
 
 
 def with_preset(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The command line with the flags of its preset in front, which later ones replace, and what to tell of it.
+    """The command line, once parsed, with its preset's flags in front, which later ones replace, and what to tell.
 
     Raises:
         InputError: an unknown preset, a scale that is none or stands alone, or a flag that the preset needs.
@@ -132,10 +132,7 @@ def with_preset(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         if text is not None:
             raise InputError("--scale shrinks a preset: give --preset too")
         return list(arguments), []
-    try:
-        scale = 1.0 if text is None else float(text)
-    except ValueError:
-        raise InputError(f"--scale {text} is no number") from None
+    scale = 1.0 if text is None else float(text)
     flags, changed = preset_flags(name, scale, given)
     texts = [part for flag, value in flags.items() for part in (f"--{flag.replace('_', '-')}", str(value))]
     shown = " ".join(f"'{text}'" if " " in text or "{" in text else text for text in texts)

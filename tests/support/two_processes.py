@@ -31,7 +31,7 @@ def in_two_processes(*command_lines: Sequence[str]) -> None:
         for rank in range(2)
     ]
     try:
-        printed = [process.communicate(timeout=300)[0] for process in both]
+        printed = [process.communicate(timeout=600)[0] for process in both]
     finally:
         for process in both:
             process.kill()

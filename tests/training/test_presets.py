@@ -178,7 +178,7 @@ def test_scales_keep_shares_and_at_least_one_step() -> None:
         (["--preset", "code-parrot"], "unknown"),
         (["--preset", "languini"], "needs --dataset"),
         (["--preset", "tiny", "--scale", "0"], "above 0 and at most 1"),
-        (["--preset", "tiny", "--scale", "small"], "is no number"),
+        (["--preset", "tiny", "--scale", "small"], "--scale: invalid float value"),
         (["--scale", "0.1"], "give --preset too"),
     ],
 )

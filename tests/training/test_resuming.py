@@ -138,6 +138,21 @@ def test_a_checkpoint_goes_on_elsewhere_with_the_flags_of_its_run(stopped: Path,
     assert json.loads((stopped / "run.json").read_text(encoding="utf-8"))["status"] == "interrupted"
 
 
+def test_a_run_of_which_no_flags_are_kept_takes_them_again(
+    stopped: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One of an earlier version, or from Python."""
+    run = tmp_path / "run"
+    shutil.copytree(stopped, run)
+    content = {key: value for key, value in record(run).items() if key != "flags"}
+    (run / "run.json").write_text(json.dumps(content), encoding="utf-8")
+    assert main(["--resume", str(run), "--dataset", str(corpus), "--use-cpu", "--context", "8"]) == 2
+    told = capsys.readouterr().err
+    assert "run.json keeps no flags of this run" in told
+    assert "max_steps was 4, now -1" in told
+    assert main(flags(corpus, "--save-steps", "2", "--resume", str(run))) == 0
+
+
 def test_no_record_keeps_a_token() -> None:
     line = ["x.py", "--hub-token", "hf_secret", "--push-to-hub", "--hub_token=hf_secret", "--seed", "-1", "--dedup"]
     assert without(line, ("hub_token",)) == ["x.py", "--push-to-hub", "--seed", "-1", "--dedup"]
