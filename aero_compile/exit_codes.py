@@ -17,7 +17,7 @@ def exit_code(command: Callable[[], int], kept: str = "") -> int:
 
     141, as of any command, if what reads its output has left (`aero-compile recipes | head`).
 
-    `kept` says, after "interrupted", what is left of the work and how to go on.
+    `kept` says, after "interrupted", what is left of the work and how to go on; without it the interruption may say so.
     """
     try:
         code = command()
@@ -33,8 +33,9 @@ def exit_code(command: Callable[[], int], kept: str = "") -> int:
             raise
         print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
         return MISTAKE
-    except KeyboardInterrupt:
-        print(f"\ninterrupted{f'; {kept}' if kept else ''}", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        left = kept or str(stop)
+        print(f"\ninterrupted{f'; {left}' if left else ''}", file=sys.stderr)
         return INTERRUPTED
 
 

@@ -307,6 +307,7 @@ def identity(plan: Plan, built: Built) -> dict[str, Any]:
         "gamma": options.gamma,
         "threshold_init": options.threshold_init,
         "entropy_reduction": options.entropy_reduction,
+        "listing_blocks": options.listing_blocks,
         "dtype": options.dtype,
         "calibration_batches": options.calibration_batches,
         "entropy_blocks": options.entropy_blocks,

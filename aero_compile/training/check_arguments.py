@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.util import find_spec
@@ -13,6 +12,8 @@ from transformers import Trainer, TrainingArguments, get_scheduler
 
 from aero_compile.errors import InputError, first_line
 from aero_compile.training.options import RetrainOptions
+from aero_compile.training.ranges import check_ranges
+from aero_compile.training.trainer_arguments import TRAINER_RANGES
 
 _UNSUPPORTED = (
     ("label_smoothing_factor", 0.0),
@@ -63,10 +64,7 @@ def check_training_arguments(arguments: TrainingArguments) -> None:
         value = getattr(arguments, name, off)
         if value not in (off, None, False):
             raise InputError(f"--{name} is not supported for transformed models")
-    for name, least in _LEAST:
-        value = getattr(arguments, name)
-        if value is not None and not (math.isfinite(value) and value >= least):
-            raise InputError(f"--{name.replace('_', '-')} must be a number of at least {least}, not {value}")
+    check_ranges(arguments, TRAINER_RANGES)
     _check_reporters(arguments.report_to or ())
     plugin = getattr(arguments, "deepspeed_plugin", None)
     if plugin is not None and plugin.zero_stage == 3:
@@ -78,13 +76,6 @@ def check_training_arguments(arguments: TrainingArguments) -> None:
     if half and arguments.device.type == "cpu":
         raise InputError(f"--{half[0]} needs a GPU, and this run is on a CPU: leave it out, or take --bf16")
 
-
-_LEAST = (
-    *((f"per_device_{kind}_batch_size", 1) for kind in ("train", "eval")),
-    ("gradient_accumulation_steps", 1),
-    *((name, 0) for name in ("seed", "dataloader_num_workers", "learning_rate", "weight_decay", "num_train_epochs")),
-)
-"""Flags of Trainer that it takes below their range, and the least value of each."""
 
 # Asked for by name; Trainer itself knows more, and says in its own words what they need.
 _REPORTERS = ("tensorboard", "wandb", "mlflow", "trackio", "comet_ml", "clearml")
