@@ -140,6 +140,32 @@ def _exp(form: Format, given: Mapping[str, Any], public: Collection[str]) -> tup
     return (_argument(power.lowest, power.highest),)
 
 
+def _exp2(form: Format, given: Mapping[str, Any], public: Collection[str]) -> tuple[Quantity, ...]:
+    power = choose_power(form.tolerances.exp)
+    return (_argument(power.lowest / math.log(2), power.highest / math.log(2)),)
+
+
+def _log1p(form: Format, given: Mapping[str, Any], public: Collection[str]) -> tuple[Quantity, ...]:
+    return (_argument(form.least - 1, form.inverse_limit - 1),)
+
+
+def _by_rate(form: Format, rate: float) -> tuple[Quantity, ...]:
+    """Of an activation that looks at rate·x: it must be as small as what is multiplied."""
+    return (_argument(-form.limit / rate, form.limit / rate),) if rate > 1 else ()
+
+
+def _softplus(form: Format, given: Mapping[str, Any], public: Collection[str]) -> tuple[Quantity, ...]:
+    return _by_rate(form, float(given["beta"]))
+
+
+def _elu(form: Format, given: Mapping[str, Any], public: Collection[str]) -> tuple[Quantity, ...]:
+    return _by_rate(form, float(given["input_scale"]))
+
+
+def _celu(form: Format, given: Mapping[str, Any], public: Collection[str]) -> tuple[Quantity, ...]:
+    return _by_rate(form, abs(1 / float(given["alpha"])))
+
+
 LEAST_DEVIATION = "deviation of a row, root of variance and eps"
 LEAST_VARIANCE = "smallest variance and eps (over the size of the result)"
 
@@ -263,7 +289,8 @@ def _attention_weights(form: Format, given: Mapping[str, Any], public: Collectio
 
 _ANYWHERE = """
 add sub rsub mul neg abs square relu leaky_relu prelu gelu silu sigmoid tanh maximum minimum clamp clamp_min clamp_max
-hardtanh hardswish masked_fill where sum mean amax amin gt lt ge le linear matmul embedding softmax
+hardtanh hardswish hardsigmoid hardshrink softshrink mish selu log_sigmoid
+masked_fill where sum mean amax amin gt lt ge le linear matmul embedding softmax
 reshape flatten unflatten transpose t permute unsqueeze squeeze expand expand_as repeat repeat_interleave
 slice select index cat stack split split_with_sizes chunk unbind alias detach to _to_copy type_as
 """
@@ -277,7 +304,12 @@ LIMITS: dict[str, Row] = {
     "aten.reciprocal": _reciprocal,
     "aten.div": _div,
     "aten.pow": _pow,
-    "aten.exp": _exp,
+    **dict.fromkeys(("aten.exp", "aten.expm1"), _exp),
+    "aten.exp2": _exp2,
+    "aten.log1p": _log1p,
+    "aten.softplus": _softplus,
+    "aten.elu": _elu,
+    "aten.celu": _celu,
     "attention_weights": _attention_weights,
 }
 """The row of every live operator, by the name it is registered under."""
