@@ -335,6 +335,7 @@ RULES: dict[str, Rule] = {
     **_named(products.matmul, "matmul"),
     **_named(_embedding, "embedding"),
     **_named(_norm, "layer_norm rms_norm"),
+    "deviation_norm": _norm,
     **_named(_softmax, "softmax"),
     "unnormalized_softmax": _unnormalized,
     "attention_weights": _weights,

@@ -171,16 +171,18 @@ LEAST_VARIANCE = "smallest variance and eps (over the size of the result)"
 
 
 def row_variances(given: Mapping[str, Any], name: str) -> Tensor:
-    """Mean square of each row that a norm ("aten.layer_norm" or "aten.rms_norm") takes, less its mean for the first."""
+    """Mean square of each row that a norm takes; of one that takes the mean off, its variance."""
     x: Tensor = given["input"].double()
     dims = tuple(range(-len(given["normalized_shape"]), 0))
-    x = x - x.mean(dims, keepdim=True) if name == "aten.layer_norm" else x
+    x = x - x.mean(dims, keepdim=True) if name == "aten.layer_norm" or given.get("centered") else x
     return x.square().mean(dims)
 
 
 def eps_of(given: Mapping[str, Any]) -> float:
-    """eps of a norm; PyTorch's RMSNorm takes that of the format for None."""
+    """eps of a norm, on the scale of variances; PyTorch's RMSNorm takes that of the format for None."""
     eps = given.get("eps")
+    if "form" in given:  # beside the root
+        return float(given["eps"]) ** 2
     return float(torch.finfo(given["input"].dtype).eps if eps is None else eps)
 
 
@@ -263,6 +265,10 @@ def _rms_norm(form: Format, given: Mapping[str, Any], public: Collection[str]) -
     return _norm(form, given, "aten.rms_norm")
 
 
+def _deviation_norm(form: Format, given: Mapping[str, Any], public: Collection[str]) -> tuple[Quantity, ...]:
+    return _norm(form, given, "deviation_norm")
+
+
 LARGEST_POWER = "power of a score"
 MEAN_POWER = "mean of a row's powers, and eps"
 
@@ -300,6 +306,7 @@ LIMITS: dict[str, Row] = {
     **dict.fromkeys(("getitem", "dropout"), anywhere),
     "aten.layer_norm": _layer_norm,
     "aten.rms_norm": _rms_norm,
+    "deviation_norm": _deviation_norm,
     **dict.fromkeys(("aten.sqrt", "aten.rsqrt", "aten.log"), _root),
     "aten.reciprocal": _reciprocal,
     "aten.div": _div,

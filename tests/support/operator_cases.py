@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from aero_compile.ir.deviation_norm import deviation_norm
 from tests.support.runtime_graphs import TokenRows, aten
 
 
@@ -104,6 +105,17 @@ CONTRACTIONS = {
     ),
     "layer_norm_bare": Case(lambda x, m: aten.layer_norm.default(x, [8]), tolerance=5e-3),
     "rms_norm": Case(lambda x, m: aten.rms_norm.default(x, [8], m.w, 1e-6), parameters={"w": (8,)}, tolerance=5e-3),
+    "deviation_norm": Case(
+        lambda x, m: deviation_norm(x, [8], m.w, m.b, 1e-5, True, "added"),
+        parameters={"w": (8,), "b": (8,)},
+        tolerance=5e-3,
+    ),
+    "deviation_norm_large_eps": Case(
+        lambda x, m: deviation_norm(x, [8], None, None, 0.7, False, "added"), tolerance=5e-3
+    ),
+    "deviation_norm_at_least": Case(
+        lambda x, m: deviation_norm(x, [8], m.w, None, 1.7, False, "at_least"), parameters={"w": (8,)}, tolerance=5e-3
+    ),
     "sum": Case(lambda x, m: aten.sum.dim_IntList(x, [-1], True)),
     "sum_all": Case(lambda x, m: aten.sum.default(x), tolerance=5e-4),
     "mean": Case(lambda x, m: aten.mean.dim(x, [-1])),

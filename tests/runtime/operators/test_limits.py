@@ -98,7 +98,8 @@ EDGES = {
 def test_every_row_with_ends_is_tried_at_them() -> None:
     tried = {row for row, *_ in EDGES.values()}
     bounded = {name for name, row in LIMITS.items() if row is not anywhere}
-    assert bounded - tried <= {"aten.layer_norm", "aten.rms_norm", "attention_weights"}  # below, and test_other_weights
+    norms = {"aten.layer_norm", "aten.rms_norm", "deviation_norm"}
+    assert bounded - tried <= {*norms, "attention_weights"}  # below, and test_other_weights
 
 
 @pytest.mark.parametrize("name", EDGES)
