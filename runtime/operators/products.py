@@ -196,9 +196,7 @@ def _deviation_norm(
         input = input - mean(input, tuple(range(-len(normalized_shape), 0)), keepdims=True)
     invert = partial(_beside_root, eps=eps, form=form, tolerances=tolerances, doublings=doublings)
     known = ("weight" in owned, "weight" in given)
-    return _scale_rows(
-        input, normalized_shape, 0.0, weight, bias, tolerances, doublings, folded, *known, invert=invert
-    )
+    return _scale_rows(input, normalized_shape, 0.0, weight, bias, tolerances, doublings, folded, *known, invert=invert)
 
 
 NEGLIGIBLE = 2.0**-19
