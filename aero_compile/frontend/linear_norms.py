@@ -6,8 +6,8 @@ Checkpoints without LayerNorm that are to load into the usual classes keep it, w
     layer_norm(x, [d], γ, β, ε)  → (x − mean(x))·(γ/√ε) + β
     rms_norm(x, [d], γ, ε)       → x·(γ/√ε)
 
-This is the one rewrite at capture that is not exact: rows whose deviation is 707 change by a relative 10^-6 of that term
-(smaller ones by less, by the square), which is 16 units of float32.
+This is the one rewrite at capture that is not exact: rows whose deviation is 707 change by a relative 10^-6 (16 units
+of float32), others by the square of their deviation less or more.
 """
 
 from __future__ import annotations

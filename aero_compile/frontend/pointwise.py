@@ -112,16 +112,20 @@ def _candidates(x: Tensor, y: Tensor) -> Iterable[tuple[tuple[Any, ...], Functio
     slope = _written(at[-4.0] / -4.0)
     if slope != 0.0 and abs(slope) < 1.0:
         yield ("leaky_relu", slope), lambda v: F.leaky_relu(v, slope)
-    sharpness = _written(math.log(2) / at[0.0]) if at[0.0] > 0 else 0.0
+    sharpness = _written(math.log(2) / at[0.0]) if at[0.0] > LEAST_BEND else 0.0
     if sharpness > 0:
         yield ("softplus", sharpness, 20.0), lambda v: F.softplus(v, sharpness)
     yield from _exponential_units(at)
 
 
+LEAST_BEND = 1e-3
+"""How far from ReLU an activation with parameters is at least: max(x, 1e-9) guards a division, and is no softplus."""
+
+
 def _exponential_units(at: Mapping[float, float]) -> Iterable[tuple[tuple[Any, ...], Function]]:
     """ELU, CELU and all of their kind, s·x for x > 0 and s·α·(exp(r·x) − 1) below, by the values at some places."""
     first, second = at[-1.0], at[-2.0]
-    step = second / first - 1 if first < 0 else 0.0  # exp(−r)
+    step = second / first - 1 if first < -LEAST_BEND else 0.0  # exp(−r)
     scale = _written(at[4.0] / 4.0)
     if not (0 < step < 1 and scale > 0):
         return
