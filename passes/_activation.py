@@ -25,6 +25,9 @@ aten = torch.ops.aten
 
 Values = Mapping[fx.Node, Any]
 
+_GATES = ("tanh", "sigmoid", "hardsigmoid", "log_sigmoid")
+"""Activations that gates and soft caps outside of feed-forward blocks use."""
+
 
 def ffn_activations(model: TransformedModel, name: str) -> list[tuple[FeedForward, Activation]]:
     """Activations of all FFNs, each with its FFN, in layer order.
@@ -45,7 +48,7 @@ def ffn_activations(model: TransformedModel, name: str) -> list[tuple[FeedForwar
     inside = {node for _, activation in found for node in activation.nodes}
     for node in structure.values:
         kind = ACTIVATIONS.get(node.target) if node in structure.live - inside else None
-        if kind not in (None, "tanh", "sigmoid"):
+        if kind not in (None, *_GATES):
             raise UnsupportedGraphError(
                 f"{name} found the activation {kind} at {place(node)} outside every feed-forward block; supported "
                 "are blocks of two linear layers added to the residual stream"

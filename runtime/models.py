@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from aero_compile.errors import InputError
+from aero_compile.ir.decompose_norms import join_deviation_norms
 from aero_compile.ir.published import publish
 from aero_compile.optimize import optimize_for_inference
 from aero_compile.pipeline import transform
@@ -59,6 +60,7 @@ def logits_graph(model: nn.Module) -> fx.Graph:
     build: Any = model.logits_graph
     graph = build()
     assert isinstance(graph, fx.Graph)
+    join_deviation_norms(graph)
     return graph
 
 

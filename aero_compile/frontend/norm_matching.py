@@ -55,6 +55,7 @@ def match_norm(
         x: random values of the input's rank and width, float64.
     """
     width = x.shape[-1]
+    x = x * max(1.0, *(number**0.5 for number in literals if number > 0), 0.0)  # of the size at which ε tells
     probes = [scale * x + shift for scale, shift in _SCALES]
     results = [run(probe) for probe in probes]
     if not all(isinstance(r, Tensor) and r.shape == x.shape and bool(r.isfinite().all()) for r in results):

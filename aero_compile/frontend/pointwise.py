@@ -34,6 +34,8 @@ _ACTIVATIONS: Mapping[tuple[Any, ...], Function] = {
     ("mish",): F.mish,
     ("hardswish",): F.hardswish,
     ("squared_relu",): lambda x: F.relu(x).square(),
+    ("selu",): F.selu,
+    ("log_sigmoid",): F.logsigmoid,
 }
 
 _FILLED = {
@@ -128,8 +130,34 @@ def _grids(literals: Iterable[float]) -> tuple[Tensor, Tensor]:
 
 def _candidates(x: Tensor, y: Tensor) -> Iterable[tuple[tuple[Any, ...], Function]]:
     yield from _ACTIVATIONS.items()
-    slope = float(-y[x == -4.0][0] / y[x == 4.0][0])
-    if math.isfinite(slope) and abs(slope) < 1.0:
-        slope = float(f"{slope:.12g}")  # the quotient of two roundings → the number that was written
-        if abs(slope) > LEAST_SLOPE:
-            yield ("leaky_relu", slope), lambda v: F.leaky_relu(v, slope)
+    at = {place: float(y[x == place][0]) for place in (-4.0, -2.0, -1.0, 0.0, 4.0)}
+    slope = _written(-at[-4.0] / at[4.0]) if at[4.0] else 0.0
+    if LEAST_SLOPE < abs(slope) < 1.0:
+        yield ("leaky_relu", slope), lambda v: F.leaky_relu(v, slope)
+    sharpness = _written(math.log(2) / at[0.0]) if at[0.0] > LEAST_BEND else 0.0
+    if sharpness > 0:
+        yield ("softplus", sharpness, 20.0), lambda v: F.softplus(v, sharpness)
+    yield from _exponential_units(at)
+
+
+LEAST_BEND = 1e-3
+"""How far from ReLU an activation with parameters is at least: max(x, 1e-9) guards a division, and is no softplus."""
+
+
+def _exponential_units(at: Mapping[float, float]) -> Iterable[tuple[tuple[Any, ...], Function]]:
+    """ELU, CELU and all of their kind, s·x for x > 0 and s·α·(exp(r·x) − 1) below, by the values at some places."""
+    first, second = at[-1.0], at[-2.0]
+    step = second / first - 1 if first < -LEAST_BEND else 0.0  # exp(−r)
+    scale = _written(at[4.0] / 4.0)
+    if not (0 < step < 1 and scale > 0):
+        return
+    rate, alpha = _written(-math.log(step)), _written(first / (step - 1) / scale)
+    if scale == 1.0 and abs(rate * alpha - 1) < 1e-9 and rate != 1.0:
+        yield ("celu", alpha), lambda v: F.celu(v, alpha)
+    options = (alpha,) if scale == rate == 1.0 else (alpha, scale, rate)
+    yield ("elu", *options), lambda v: aten.elu.default(v, *options)
+
+
+def _written(number: float) -> float:
+    """The number that was written, from one that roundings went into; 0 if that is none."""
+    return float(f"{number:.12g}") if math.isfinite(number) else 0.0

@@ -291,6 +291,7 @@ OPS: Mapping[str, Converter] = {
     "Sum": _commutative(aten.add.Tensor),
     **{name: _unary(getattr(aten, name.lower()).default) for name in _SAME_NAME.split()},
     "Elu": lambda b, op: [b.call(aten.elu.default, op.inputs[0], op.attributes.get("alpha", 1.0))],
+    "Celu": lambda b, op: [b.call(aten.celu.default, op.inputs[0], op.attributes.get("alpha", 1.0))],
     "LeakyRelu": _leaky_relu,
     "PRelu": _prelu,
     "Gelu": _gelu,

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import Trainer, TrainingArguments, get_scheduler
 
 from aero_compile.errors import InputError, first_line
 from aero_compile.training.options import RetrainOptions
 from aero_compile.training.ranges import check_ranges
 from aero_compile.training.trainer_arguments import TRAINER_RANGES
+
+logger = logging.getLogger("aero_compile.retrain")
 
 _UNSUPPORTED = (
     ("label_smoothing_factor", 0.0),
@@ -75,6 +79,24 @@ def check_training_arguments(arguments: TrainingArguments) -> None:
     half = [name for name in ("fp16", "fp16_full_eval") if getattr(arguments, name)]
     if half and arguments.device.type == "cpu":
         raise InputError(f"--{half[0]} needs a GPU, and this run is on a CPU: leave it out, or take --bf16")
+
+
+def check_trainable(model: nn.Module, name: str) -> None:
+    """Raise InputError if no weight of the model `name` would be trained, and say so if some would not."""
+    weights = dict(model.named_parameters())
+    trained = [key for key, weight in weights.items() if weight.requires_grad]
+    way_out = "to train them, as after PEFT's merge_and_unload: for p in model.parameters(): p.requires_grad_(True)"
+    if not trained:
+        raise InputError(
+            f"model {name}: all {len(weights)} weights are frozen (requires_grad=False), and nothing would be trained; "
+            f"{way_out}"
+        )
+    if len(trained) < len(weights):
+        some = ", ".join(trained[:3]) + (", …" if len(trained) > 3 else "")
+        frozen = len(weights) - len(trained)
+        logger.warning(
+            "model %s: %d of %d weights are frozen, trained are %s; %s", name, frozen, len(weights), some, way_out
+        )
 
 
 # Asked for by name; Trainer itself knows more, and says in its own words what they need.
