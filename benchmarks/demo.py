@@ -213,7 +213,7 @@ def run(settings: Settings, base: Path) -> int:
                 label=label,
                 model_name=f"GPT-2, {settings.layers} layers, d={settings.width}",
                 protocol=settings.protocol,
-                warm=True,
+                warm="setup",  # one forward: the parties are set up by a short computation, whose cost is told apart
                 perplexity=perplexity,
                 training=training,
             )

@@ -45,6 +45,7 @@ _LOGIC |= {f"{kind}_{name}" for kind in ("logical", "bitwise") for name in ("and
 _REDUCING = frozenset(
     ["mean", "sum", "var", "amax", "max", "std", "norm", "linalg_vector_norm", "logsumexp", "var_mean", "std_mean"]
 )
+_LENGTHS = frozenset(["sum", "norm", "linalg_vector_norm"])
 _BROADCASTING = frozenset(["unsqueeze", "expand", "getitem", "detach"])
 _POINTWISE = _ARITHMETIC | _FUNCTIONS | _COMPARISONS | _BOUNDS | _CHOICES | _LOGIC
 _ALLOWED = _POINTWISE | _REDUCING | _BROADCASTING
@@ -239,7 +240,8 @@ def _classify(
     if _match_softmax(probes, results, shapes):
         return ("softmax",)
     written = [a for node in region.nodes for a in (*node.args, *node.kwargs.values()) if isinstance(a, float)]
-    norm = match_norm(lambda probe: region.run(probe, standins), written, list(standins.values()), x)
+    by_mean = not any(_kind(node) in _LENGTHS for node in region.nodes)
+    norm = match_norm(lambda probe: region.run(probe, standins), written, list(standins.values()), x, by_mean)
     return None if norm is None else ("norm", norm, shapes)
 
 
