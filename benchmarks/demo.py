@@ -69,7 +69,7 @@ class Settings:
     width: int = 128
     vocabulary: int = 1024
     context: int = 64
-    steps: int = 200
+    steps: int = 150
     batch: int = 32
     learning_rate: float = 3e-3
     initializer_range: float = 0.05

@@ -1,4 +1,4 @@
-"""The rotating tenth of the slow tests: every test is in one, they take about as long, and the limit says what it cut."""
+"""The rotating tenth of the slow tests: every test is in one, they take about as long, the limit says what it cut."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support import tenths
+from tests.support.budgets import by_pairs
 
 NAMES = [f"tests/test_{f}.py::test_{t}[{c}]" for f in range(6) for t in range(9) for c in range(1 + t * t)]
 SECONDS = {tenths.function_of(name): random.Random(i).uniform(0, 40) for i, name in enumerate(NAMES)}
@@ -49,6 +50,15 @@ def test_ten_commits_in_a_row_run_all_and_begin_elsewhere_later(monkeypatch: pyt
     for (first, _), (second, _) in zip(*rounds, strict=True):
         assert {item.nodeid for item in first} == {item.nodeid for item in second}
         assert first != second
+
+
+def test_every_two_values_of_two_axes_meet() -> None:
+    axes = [f"n{i}" for i in range(16)], [f"r{i}" for i in range(3)], [f"h{i}" for i in range(3)]
+    cases = [each.values for each in by_pairs(*axes, ("n0", "r1", "h1"))]
+    assert len(cases) == len(set(cases)) <= 49
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        pairs = {(case[one], case[other]) for case in cases}
+        assert len(pairs) == len(axes[one]) * len(axes[other])
 
 
 SUITE = """
