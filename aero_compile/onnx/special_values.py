@@ -7,6 +7,7 @@ checks: they are constants of the file, and no part of what a private computatio
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from aero_compile.onnx.builder import Array, Builder, Op, Value
 
 aten = torch.ops.aten
 
-_FINITE = {aten.matmul.default, aten.linear.default, aten.embedding.default}
+_FINITE = {aten.matmul.default, aten.linear.default, aten.embedding.default, aten.tanh.default}
 """Ops whose results are finite for finite operands; that they are never large enough to overflow is assumed."""
 
 _FOLLOWED = {aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.where.self, aten.softmax.int, *VIEWS}
@@ -46,8 +47,9 @@ def equal(builder: Builder, op: Op) -> list[Value]:
         return [_answer(builder, left, lambda value: ~torch.isnan(value), aten.eq.Tensor, left)]
     for value, other in ((left, right), (right, left)):
         if isinstance(value, fx.Node) and isinstance(other, np.ndarray) and other.size == 1 and np.isinf(other).all():
-            number = float(other.reshape(()))
-            return [_answer(builder, value, lambda known, number=number: known == number, aten.eq.Tensor, other)]
+            return [
+                _answer(builder, value, functools.partial(torch.eq, other=float(other.item())), aten.eq.Tensor, other)
+            ]
     return [builder.call(aten.eq.Tensor, left, right)]
 
 
@@ -73,6 +75,11 @@ class _DependsOnTokens(Exception):
     """Whether a value is finite cannot be said without the tokens."""
 
 
+def _divides_by_live(node: fx.Node) -> bool:
+    divisor = node.args[1] if node.target is aten.div.Tensor else None
+    return isinstance(divisor, fx.Node) and divisor.op != "get_attr"
+
+
 def _example(builder: Builder, value: Any, known: dict[fx.Node, Tensor]) -> Tensor:
     """A value that is NaN or infinite exactly where the real one is, for all tokens."""
     if not isinstance(value, fx.Node):
@@ -83,7 +90,7 @@ def _example(builder: Builder, value: Any, known: dict[fx.Node, Tensor]) -> Tens
         found = builder.tensors[str(value.target)]
     elif value.target in _FINITE:
         found = torch.ones(builder.shape(value))
-    elif value.target in _FOLLOWED:
+    elif callable(value.target) and value.target in _FOLLOWED and not _divides_by_live(value):
         found = value.target(*fx.map_arg(value.args, lambda each: _example(builder, each, known)), **value.kwargs)
     else:
         raise _DependsOnTokens
