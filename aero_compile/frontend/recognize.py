@@ -55,6 +55,7 @@ _LOGIC |= {f"{kind}_{name}" for kind in ("logical", "bitwise") for name in ("and
 _REDUCING = frozenset(
     ["mean", "sum", "var", "amax", "max", "std", "norm", "linalg_vector_norm", "logsumexp", "var_mean", "std_mean"]
 )
+_LENGTHS = frozenset(["sum", "norm", "linalg_vector_norm"])
 _BROADCASTING = frozenset(["unsqueeze", "expand", "getitem", "detach"])
 _POINTWISE = _ARITHMETIC | _FUNCTIONS | _COMPARISONS | _BOUNDS | _CHOICES | _LOGIC
 _ALLOWED = _POINTWISE | _REDUCING | _BROADCASTING
@@ -253,7 +254,8 @@ def _row_function(region: Region, standins: Mapping[fx.Node, Tensor], x: Tensor)
     if not standins and all(agree(run(probe), torch.softmax(probe, -1)) for probe in (x, 37.0 * x + 1.0, 0.01 * x)):
         return _softmax
     written = [a for node in region.nodes for a in (*node.args, *node.kwargs.values()) if isinstance(a, float)]
-    norm = match_norm(run, written, list(standins.values()), x)
+    by_mean = not any(_kind(node) in _LENGTHS for node in region.nodes)
+    norm = match_norm(run, written, list(standins.values()), x, by_mean)
     if norm is None:
         return None
     shapes = [tuple(value.shape) for value in standins.values()]

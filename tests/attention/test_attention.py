@@ -221,9 +221,9 @@ def test_autocast_computes_entropies_in_float32() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["causal", "ALiBi"])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(("kind", "backend"), [("causal", "aot_eager"), ("ALiBi", "aot_eager"), ("ALiBi", "inductor")])
 def test_compiled(kind: str, backend: str) -> None:
+    """By inductor, which takes half a minute, only what has a bias of its own in every block."""
     transformed = aero_compile.transform(build(replace(LONG_KINDS[kind], context=160)), "baseline")
     ids = torch.randint(transformed.vocab_size, (2, 160), generator=torch.Generator().manual_seed(0))
     expected = results(transformed.prepare(160), ids)

@@ -191,6 +191,28 @@ def test_rms_norms_in_many_spellings(spelling: str) -> None:
     assert nonlinear(canonical(RMS_NORMS[spelling], approximately=1e-9)) == {"rms_norm"}
 
 
+def root_mean_square(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+SCALED_BY_A_ROOT: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "after the gain": lambda m, x: m.bias * root_mean_square(x) * 12**-0.5,
+    "divided": lambda m, x: root_mean_square(x) * m.bias / math.sqrt(12),
+    "before the gain": lambda m, x: root_mean_square(x) * 12**-0.5 * m.bias,
+    "without a gain": lambda _, x: 12**-0.5 * root_mean_square(x),
+    "LayerNorm": lambda m, x: m.bias * normalized(x) * math.sqrt(12),
+}
+
+
+@pytest.mark.parametrize("spelling", SCALED_BY_A_ROOT)
+def test_the_scale_of_the_scores_is_no_part_of_a_norm(spelling: str) -> None:
+    """Queries are often scaled by 1/√d after their norm: where norms are stripped, the scale stays."""
+    graph = canonicalize(capture(Wrapped(SCALED_BY_A_ROOT[spelling]))).graph
+    (norm,) = (n for n in graph.nodes if kind(n) in ("rms_norm", "layer_norm"))
+    assert norm.args[2] is None or norm.args[2].op == "get_attr", "the scale is not in the gain"
+    assert sum(kind(n) in ("mul", "div") for n in graph.nodes) == (2 if spelling == "before the gain" else 1)
+
+
 NO_NORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "over positions": lambda x: (x - x.mean(1, keepdim=True)) / torch.sqrt(x.var(1, correction=0, keepdim=True) + 1e-5),
     "share of the sum": lambda x: x.abs() / x.abs().sum(-1, keepdim=True),
