@@ -9,7 +9,7 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     (sent, mine), asking = _timed(lambda: look_up(client, ids))
     theirs, answering = _timed(lambda: opened(server, sent))
     off: Words = theirs + mine - table[ids.astype(np.int64)]
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"part": "the table, once", "bytes": sum(words.nbytes for words in client.values()), "seconds": once},
         {"part": "the client", "bytes": sent.nbytes, "seconds": asking},
         {"part": "the server", "bytes": 0, "seconds": answering},

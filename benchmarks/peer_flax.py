@@ -214,8 +214,8 @@ def timed(measure: Callable[[], Line]) -> Line:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     when, load = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), os.getloadavg()[0]
-    made = {"measured": when, "command": command_line(), "code": code_version()}
-    return replace(line, processor_seconds=spent, load=load, **made)
+    made = replace(line, measured=when, command=command_line(), code=code_version())
+    return replace(made, processor_seconds=spent, load=load)
 
 
 def document(lines: Sequence[Line], args: argparse.Namespace, start: float) -> dict[str, Any]:

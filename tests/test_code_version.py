@@ -7,6 +7,7 @@ import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -115,7 +116,9 @@ def test_variables_of_git_hooks_name_no_other_repository(
 def test_every_results_file_has_the_commit(tmp_path: Path) -> None:
     """Whether its document says versions or not; what it says of its own stays."""
     assert code_version().items() <= versions().items()
-    for document in ({"rows": []}, {"versions": {"platform": "x"}}, {"versions": {**versions(), "platform": "x"}}):
+    mine = {"platform": "x"}
+    documents: list[dict[str, Any]] = [{"rows": []}, {"versions": mine}, {"versions": {**versions(), **mine}}]
+    for document in documents:
         write_json(tmp_path / "x.json", document)
         written = json.loads((tmp_path / "x.json").read_text())
         assert code_version().items() <= written["versions"].items()
