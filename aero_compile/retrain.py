@@ -256,7 +256,7 @@ def _write_results(plan: Plan, trained: TransformedModel, data: TrainingData, me
         with run.writing(ARTIFACT_FOLDER):
             save(trained, folder, provenance={**run.record["identity"], **metrics, "versions": versions()})
             data.tokenizer.save_pretrained(str(folder))
-            write_json(folder / "results.json", metrics)
+            write_json(folder / "results.json", {**metrics, "versions": versions()})
             name = run.path.resolve().name if plan.hub is None else plan.hub.name
             write_atomically(folder / "README.md", model_card(name, run.record, metrics))
 

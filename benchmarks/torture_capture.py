@@ -13,7 +13,6 @@ import argparse
 import copy
 import functools
 import inspect
-import json
 import random
 import sys
 import time
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 import aero_compile
 from aero_compile.errors import AeroError
 from aero_compile.plain_help import HelpParser
+from aero_compile.reporting.report import command_line, write_json
 from benchmarks.lib import written_decoders, zoo
 from benchmarks.lib.fingerprint import fingerprint, generators
 from benchmarks.lib.torture_decoders import POSITIONS, TABLES, VOCAB, Table, Tortured, cached_table, emptied
@@ -156,8 +156,8 @@ def main(argv: list[str] | None = None) -> int:
     counts = Counter(outcome.outcome for outcome in found.values())
     print(f"{len(found)} models in {time.monotonic() - start:.0f} s: {dict(counts)}")
     if arguments.out:
-        document = {"counts": counts, "outcomes": {name: vars(outcome) for name, outcome in found.items()}}
-        arguments.out.write_text(json.dumps(document, indent=1), encoding="utf-8")
+        outcomes = {name: vars(outcome) for name, outcome in found.items()}
+        write_json(arguments.out, {"command": command_line(), "counts": counts, "outcomes": outcomes})
     return int(bool(counts[MISS] or counts[CRASH]))
 
 

@@ -92,7 +92,7 @@ def test_run_directory_of_a_finished_run() -> None:
     assert record["seed"] == 42
     assert record["identity"]["tokens"] == blocks().fingerprint
     assert "softmax-temperature" in record["identity"]["recipe"]
-    assert {"python", "torch", "transformers", "aero_compile", "datasets"} <= record["versions"].keys()
+    assert {"python", "torch", "transformers", "aero_compile", "datasets", "commit"} <= record["versions"].keys()
     assert record["options"]["gamma"] == 0.1
     assert record["training_arguments"]["max_steps"] == 8
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from aero_compile.code_version import code_version
 from aero_compile.errors import AeroError, OutputDirError
 from aero_compile.files import write_atomically
 from aero_compile.training import checkpoints
@@ -42,8 +43,8 @@ logger = logging.getLogger("aero_compile.retrain")
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that results depend on (absent ones left out)."""
-    found = {"python": platform.python_version(), "aero_compile": __version__}
+    """Versions of Python and of the packages that results depend on (absent ones left out), and the code's commit."""
+    found = {"python": platform.python_version(), "aero_compile": __version__, **code_version()}
     for package in ("torch", "transformers", "datasets", "tokenizers", "accelerate", "numpy", "spu"):
         try:
             found[package] = metadata.version(package)

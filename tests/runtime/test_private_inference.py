@@ -227,7 +227,7 @@ def test_measurement_as_json_and_text() -> None:
     content = json.loads(bill.to_json())
     for name in ("protocol", "field", "fraction_bits", "shape", "per_op", "versions", "command", "program"):
         assert content[name]
-    assert {"python", "torch", "spu", "aero_compile"} <= set(content["versions"])
+    assert {"python", "torch", "spu", "aero_compile", "commit", "tree"} <= set(content["versions"])
     assert content["bytes"] == bill.bytes
     text = str(bill)
     assert "warm forward" in text
