@@ -17,6 +17,7 @@ from aero_compile.commands.draft import add_draft, draft_of
 from aero_compile.commands.link import add_client, open_session
 from aero_compile.commands.options import positive
 from aero_compile.errors import InputError, OutOfRangeError
+from aero_compile.terminal import typed
 
 if TYPE_CHECKING:
     from aero_compile.runtime.generation.bill import Token
@@ -73,7 +74,7 @@ def _prompts(args: argparse.Namespace, several: bool) -> Iterable[str]:
     """The text that is given, or, of `several`, one message after the other as they are typed."""
     if several and args.prompt is None and sys.stdin.isatty():
         return _typed()
-    text = sys.stdin.read() if args.prompt is None else args.prompt
+    text = typed(sys.stdin.read() if args.prompt is None else args.prompt)
     if not (text.strip() if several else text):
         raise InputError("the prompt is empty: there is no token to go on from")
     return [text]
@@ -85,7 +86,7 @@ def _typed() -> Iterator[str]:
         if not (line := sys.stdin.readline()):
             return
         if line.strip():
-            yield line.removesuffix("\n")
+            yield typed(line.removesuffix("\n"))
 
 
 def _encoded(tokenizer: Any, text: str) -> list[int]:
@@ -96,7 +97,7 @@ class _Writes:
     """Streams texts of one session to standard output, and their bills to standard error."""
 
     def __init__(self, session: Any, tokenizer: Any, args: argparse.Namespace, choose: Any, guess: Any) -> None:
-        self._session, self._stop, self._most, self._how = session, args.stop, args.max_tokens, (choose, guess)
+        self._session, self._stop, self._most, self._how = session, [*map(typed, args.stop)], args.max_tokens, (choose, guess)
         self._raw = tokenizer.backend_tokenizer
         self._ends = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
 

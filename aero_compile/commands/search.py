@@ -102,12 +102,13 @@ def run(args: argparse.Namespace) -> int:
         say=line.show,
     )
     line.clear()
-    sys.stdout.write(found.to_json() if args.json else f"{found}\n")
-    sys.stdout.flush()  # before files, which a full disk may refuse
-    if args.out:
-        found.write_json(args.out)
-    if args.html:
-        found.write_html(args.html)
+    try:
+        if args.out:
+            found.write_json(args.out)
+        if args.html:
+            found.write_html(args.html)
+    finally:  # a full disk refuses the files, a closed pipe the text: neither may cost the other
+        print(found.to_json() if args.json else f"{found}\n", end="", flush=True)
     return 0
 
 
