@@ -97,7 +97,12 @@ class _Writes:
     """Streams texts of one session to standard output, and their bills to standard error."""
 
     def __init__(self, session: Any, tokenizer: Any, args: argparse.Namespace, choose: Any, guess: Any) -> None:
-        self._session, self._stop, self._most, self._how = session, [*map(typed, args.stop)], args.max_tokens, (choose, guess)
+        self._session, self._stop, self._most, self._how = (
+            session,
+            [*map(typed, args.stop)],
+            args.max_tokens,
+            (choose, guess),
+        )
         self._raw = tokenizer.backend_tokenizer
         self._ends = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
 
