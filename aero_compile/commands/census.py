@@ -20,9 +20,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--onnx", metavar="FILE", help="count what an ONNX file of any exporter holds instead")
     parser.add_argument(
         "--recipes",
-        help="names or labels, separated by commas; passes separated by commas are one recipe, and ; separates recipes of "
-        "passes (default: the paper's architectures; "
-        "a saved artifact is counted as it is)",
+        help="names or labels, separated by commas; passes separated by commas are one recipe, and ; separates recipes "
+        "of passes (default: the paper's architectures; a saved artifact is counted as it is)",
     )
     parser.add_argument(
         "--seq-len", type=int, metavar="T", help="tokens (default: 128; of an ONNX file, what it is fixed to)"

@@ -107,7 +107,6 @@ class Conversation:
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._largest = 0
         self._answers = 0
-        self._carried = 0
         self._budget: LinkBudget | None = None
         self._links: Links | None = None
         self._ticket = ""
@@ -148,8 +147,7 @@ class Conversation:
         await self._both(self._worker.meet(terms.connect_seconds))
         if self.offer.set_up:
             await self._next(Started)
-            seconds = await self._both(self._worker.set_up(terms.timeout))
-            self.set_up = Cost(bytes=self._carried, seconds=seconds)
+            self.set_up = await self._both(self._worker.set_up(terms.timeout))
         budget.end()
 
     async def _fetch(self, digest: str, part: Any, size: int) -> bytes:
@@ -366,7 +364,6 @@ class Conversation:
         return channel
 
     def _counted(self, received: int, sent: int) -> None:
-        self._carried += received + sent
         if self._budget is not None:
             self._budget.take(received)
 

@@ -87,6 +87,7 @@ class Session:
         self._decoder, self._bucket = decoder, bucket
         self._held: list[int] = []
         self._clean = self.shown = 0
+        self._set_up = decoder.set_up
         self._outside: OutOfRangeError | None = None
         self._takes_back = bool(getattr(decoder, "takes_back", True))
 
@@ -184,7 +185,8 @@ class Session:
             count += self._go_on(text, max_new_tokens - len(made), guess, may_end)
         padding = self._pad(len(ids), count)
         self._refuse_outside(made)
-        found = Generation(tuple(ids), tuple(made), prefill, self._decoder.set_up, padding=padding)
+        found = Generation(tuple(ids), tuple(made), prefill, self._set_up, padding=padding)
+        self._set_up = Cost()
         return replace(found, guessed=guessed, right=right)
 
     def _go_on(self, text: list[int], most: int, guess: Guess | None, may_end: bool) -> int:

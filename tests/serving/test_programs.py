@@ -71,6 +71,7 @@ def test_texts_are_generated_over_the_port_as_the_model_goes_on_with_them(tmp_pa
         assert made.ids == told == eager_text(PROMPT, 3)
         assert made.per_token.bytes > 30_000
         assert made.set_up.bytes > 1_000_000
+        assert made.set_up.messages > 10
         assert made.set_up.seconds > 0
         counted = [event["length"] for event in running.events("computed", 4)]
         assert counted == [3, 1, 1, 1]  # a fill, and a step for each token
