@@ -58,8 +58,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--recipes",
         metavar="LIST",
-        help=f"recipe names or labels, divided by commas; passes divided by commas are one recipe, and ; divides recipes of "
-        f"passes; default: {DEFAULT_RECIPES}. "
+        help="recipe names or labels, divided by commas; passes divided by commas are one recipe, and ; divides "
+        f"recipes of passes; default: {DEFAULT_RECIPES}. "
         "An artifact carries its own recipe.",
     )
     text = "tokens; default: 32, or 128 with --compare paper"

@@ -14,14 +14,16 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from aero_compile.commands.draft import add_draft, draft_of
-from aero_compile.commands.link import add_client, open_session
+from aero_compile.commands.link import CLIENT_KEYWORDS, add_client, open_session
 from aero_compile.commands.options import positive
 from aero_compile.errors import InputError, OutOfRangeError
 from aero_compile.terminal import typed
 
 if TYPE_CHECKING:
     from aero_compile.runtime.generation.bill import Token
+    from aero_compile.runtime.generation.session import Session
 
+KEYWORDS = CLIENT_KEYWORDS | {"max_new_tokens": "--max-tokens"}
 SUMMARY = "text from a server's model, which learns nothing of it but its length"
 
 
@@ -53,7 +55,15 @@ def run(args: argparse.Namespace) -> int:
     dialog = Dialog(tokenizer) if tokenizer.chat_template and not args.raw else None
     prompts = _prompts(args, several=dialog is not None)
     draft = draft_of(args, tokenizer)
-    with open_session(args) as session:
+
+    def check(session: Session) -> None:
+        if draft is not None:
+            draft(session)
+        for prompt in prompts if isinstance(prompts, list) else ():
+            ids = _encoded(tokenizer, prompt) if dialog is None else Dialog(tokenizer).ask(prompt)
+            session.check(ids, args.max_tokens if dialog is None else 1)
+
+    with open_session(args, check) as session:
         writes = _Writes(session, tokenizer, args, choose, None if draft is None else draft(session))
         for prompt in prompts:
             if dialog is None:

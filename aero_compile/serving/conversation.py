@@ -65,7 +65,7 @@ from aero_compile.serving.transport.wire import Channel, Garbled, Lost
 BEAT_SECONDS = 2.0
 """Between two signs of life; a quarter of the silence that is borne, if that is less."""
 
-MEMORY_WAY_OUT = "raise max_memory (--max-memory), or do not go on with this server"
+MEMORY_WAY_OUT = "raise max_memory=, or do not go on with this server"
 
 UNHEARD = 64
 """Messages of the server that may lie unread."""
@@ -89,6 +89,9 @@ class Terms:
     timeout: float
     told: Callable[[int], None]
     """Called with how many computations come first, while the server is busy."""
+
+    offered: Callable[[Offer], None] = lambda offer: None
+    """Called with what the server offers, before anything of it is fetched or paid for; may refuse it."""
 
     cache: Cache | None = None
     """Keeps programs for the next session."""
@@ -131,6 +134,7 @@ class Conversation:
         self._spawn(self._end_with(self._channel.beat(min(BEAT_SECONDS, terms.silence / 4))))
         self.offer = await self._next(Offer)
         check_offer(self.offer, terms.protocol, terms.model_digest)
+        terms.offered(self.offer)
         taken = await take_offer(self.offer, self._folder, self._fetch, terms.cache)
         self.generation = taken.generation
         self._budget = budget = LinkBudget("server", taken.allowances, self._break)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from aero_compile.errors import DataError, InputError
+from aero_compile.files import artifact_folder
 from aero_compile.training.sources import cause_line
 
 END_OF_TEXT = "<|endoftext|>"
@@ -22,7 +23,7 @@ def load_tokenizer(name: str | Path) -> Any:
     """
     from transformers import AutoTokenizer
 
-    path = Path(name)
+    path = tokenizer_folder(name)
     if path.is_dir() and (path / "tokenizer.json").is_file() and not (path / "tokenizer_config.json").is_file():
         path = path / "tokenizer.json"
     try:
@@ -33,7 +34,7 @@ def load_tokenizer(name: str | Path) -> Any:
             eos = END_OF_TEXT if raw.token_to_id(END_OF_TEXT) is not None else None
             found = _wrap(raw, eos)
         else:
-            found = AutoTokenizer.from_pretrained(str(name))
+            found = AutoTokenizer.from_pretrained(str(path if path.is_dir() else name))
         written = found("def text", add_special_tokens=False)["input_ids"]
     # The tokenizers library raises bare Exception for a damaged file.
     except Exception as error:
@@ -43,10 +44,18 @@ def load_tokenizer(name: str | Path) -> Any:
     return found
 
 
+_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+
+
 def has_tokenizer(folder: str | Path) -> bool:
-    """Whether a local folder holds a tokenizer that `load_tokenizer` can read."""
-    names = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
-    return any((Path(folder) / name).is_file() for name in names)
+    """True if a local folder, or the artifact in a run's folder, holds a tokenizer that `load_tokenizer` can read."""
+    return any((tokenizer_folder(folder) / name).is_file() for name in _FILES)
+
+
+def tokenizer_folder(name: str | Path) -> Path:
+    """Return the folder that the files of a tokenizer are in: that of the artifact where a run's folder is named."""
+    path = Path(name)
+    return path if any((path / each).is_file() for each in _FILES) else artifact_folder(path)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, show_progress: bool | None = None) -> Any:

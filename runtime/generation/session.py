@@ -116,6 +116,10 @@ class Session:
         size = self._bucket
         return (self.room // size - (prompt - 1) // size - 1) * size + 1
 
+    def check(self, ids: Sequence[int], max_new_tokens: int = 1) -> None:
+        """Raise InputError for a prompt and a number of tokens that `generate` would refuse; nothing is computed."""
+        self._checked(ids, max_new_tokens)
+
     def logits(self, ids: Sequence[int]) -> Logits:
         """The logits of the token behind the text `ids`, float32 [V].
 
@@ -307,7 +311,9 @@ class Session:
         if more > self.most_new_tokens(len(text)):
             asked = f"{len(text)} tokens" + (f" and {more} more" if more > 1 else "")
             asked += f" in buckets of {self._bucket}" if self._bucket > 1 else ""
-            raise InputError(f"{asked} do not fit: the session has room for {self.room} positions")
+            most = self.most_new_tokens(len(text))
+            way_out = f"give max_new_tokens={most} or less" if most > 0 else "give a shorter prompt"
+            raise InputError(f"{asked} do not fit: the session has room for {self.room} positions; {way_out}")
         return text
 
     def _known(self, token: Any) -> int:

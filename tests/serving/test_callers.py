@@ -23,6 +23,7 @@ from aero_compile.runtime.hosts.link import free_addresses, parse_address
 from aero_compile.serving.client import connect
 from aero_compile.serving.limits import Limits
 from aero_compile.serving.server import Server
+from aero_compile.serving.taking import _other_protocol
 from aero_compile.serving.transport import endpoint
 from aero_compile.serving.transport.agreement import versions
 from aero_compile.serving.transport.wire import LENGTH
@@ -323,9 +324,19 @@ def test_the_port_is_taken(plain: Running, offer: Path) -> None:
 def test_a_model_or_protocol_that_was_not_agreed_is_refused_by_name(plain: Running) -> None:
     with pytest.raises(PartyError, match=f"offers the model {plain.server.digest}, not {'ab' * 32}"):
         connect(plain.address, **SEMI2K, model_digest="ab" * 32)
-    with pytest.raises(PartyError, match="computes in semi2k, and this client in cheetah: in semi2k the server could"):
+    with pytest.raises(
+        PartyError, match="in semi2k, and this client accepts cheetah alone: in semi2k the server could"
+    ):
         connect(plain.address, insecure_plain=True)
     assert is_served(plain)
+
+
+def test_the_protocol_is_named_at_the_end_that_has_it() -> None:
+    accepted, other = (_other_protocol(theirs, own) for theirs, own in (("semi2k", "cheetah"), ("cheetah", "semi2k")))
+    assert "in semi2k the server could open the client's shares" in accepted
+    assert accepted.endswith("protocol='semi2k' here")
+    assert "computes in cheetah, and this client accepts semi2k alone, in which the server could open" in other
+    assert other.endswith("leave protocol='semi2k' out here")
 
 
 def test_a_server_that_sends_another_program_than_it_offers_is_refused(offer: Path) -> None:

@@ -98,20 +98,38 @@ def _dialling(tls: TLSConfig | None, address: str) -> ssl.SSLContext | None:
         raise PartyError(f"{address} is not called: {error}") from error
 
 
-def listen(address: str) -> socket.socket:
-    """A socket that listens at "host:port"; port 0 is not one.
+def reserve(address: str) -> socket.socket:
+    """Take "host:port" for a socket that does not listen yet, so that callers are told that nobody does.
 
     Raises:
-        InputError: no address.
+        InputError: no address; port 0 is not one.
         PartyError: the port is taken, or the address is not of this machine.
     """
     host, port = parse_address(address)
+    family = _family(host) or socket.AF_INET
+    taken = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener = socket.create_server((host, port), family=_family(host) or socket.AF_INET, backlog=UNKNOWN)
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            taken.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        taken.bind((host, port))
+    except OSError as error:
+        taken.close()
+        raise PartyError(f"cannot listen on {address}: {PORT_TAKEN}") from error
+    return taken
+
+
+def listen(taken: socket.socket, address: str) -> None:
+    """Let callers in at a socket that has the address.
+
+    Raises:
+        PartyError: somebody else listens there by now.
+    """
+    try:
+        taken.listen(UNKNOWN)
     except OSError as error:
         raise PartyError(f"cannot listen on {address}: {PORT_TAKEN}") from error
-    listener.setblocking(False)
-    return listener
+    taken.setblocking(False)
 
 
 class Port:
