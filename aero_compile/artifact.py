@@ -80,7 +80,7 @@ def save(model: TransformedModel, directory: str | os.PathLike[str], *, provenan
         "max_positions": model.max_positions,
         "dropped_heads": heads_text(model.dropped_heads),
         "convention": {name: value for name, value in vars(model.convention).items() if name != "extras" or value},
-        "census": str(census(model, min(128, model.max_positions or 128))),
+        "census": str(census(model)),
         "tied": aliases,
         "parameters": {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)},
         "non_persistent": sorted(extra),

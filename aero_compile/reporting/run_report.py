@@ -268,6 +268,7 @@ def estimate_costs(run: RunRecords) -> dict[str, Any]:
     """
     from aero_compile.artifact import load
     from aero_compile.errors import InputError
+    from aero_compile.lengths import default_length
     from aero_compile.reporting.run_records import ESTIMATE_FILE
     from aero_compile.runtime.costs.model import estimate
     from aero_compile.training.run_directory import ARTIFACT_FOLDER
@@ -275,7 +276,9 @@ def estimate_costs(run: RunRecords) -> dict[str, Any]:
     folder = run.path / ARTIFACT_FOLDER
     if not folder.is_dir():
         raise InputError(f"{run.path} has no {ARTIFACT_FOLDER}/ to estimate the costs of: the run has not finished")
-    found = estimate(load(folder), run.context or 128, logits="last")
-    bill = {"bytes": found.bytes, "messages": found.messages, "seconds": found.seconds, "seq_len": run.context or 128}
+    model = load(folder)
+    length = run.context or default_length(model.max_positions)
+    found = estimate(model, length, logits="last")
+    bill = {"bytes": found.bytes, "messages": found.messages, "seconds": found.seconds, "seq_len": length}
     write_atomically(run.path / ESTIMATE_FILE, json.dumps(bill, indent=1) + "\n")
     return bill

@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from aero_compile.errors import AeroError, InputError
+from aero_compile.model import TransformedModel
 from aero_compile.passes.softmax_temperature import SoftmaxTemperature
 from aero_compile.passes.static_attention import StaticAttention
 from aero_compile.recipe.recipe import Recipe, resolve
@@ -305,6 +306,25 @@ def with_length(recipe: Recipe, positions: int | None, context: int) -> Recipe:
         for one in recipe.passes
     )
     return replace(recipe, passes=sized)
+
+
+def under_recipe(model: TransformedModel, recipe: Recipe, context: int, calibration: Any = None) -> TransformedModel:
+    """Return a captured model, or one that was transformed before, under a recipe.
+
+    Raises:
+        InputError: the model has been through passes that the recipe does not have, and none of them can be undone.
+        UnsupportedGraphError: a pass does not find what it rewrites.
+    """
+    from aero_compile.pipeline import transform
+
+    own = {one.name for one in recipe.passes}
+    others = [str(one) for one in model.history if one.name not in own]
+    if recipe.label and others:  # a list of passes goes on from what there is; a label says what is left at last
+        raise InputError(
+            f"{recipe.label} cannot be made of a model that has been through {', '.join(others)} already: name the "
+            "model that it was made of, or a list of passes that go on from it"
+        )
+    return transform(model, with_length(recipe, model.max_positions, context), calibration=calibration)
 
 
 def check_context(context: int, positions: int | None) -> None:
