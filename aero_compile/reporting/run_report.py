@@ -9,6 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from aero_compile.analysis.layer_text import layers_text
 from aero_compile.files import write_atomically
 from aero_compile.reporting import run_figures as figures
 from aero_compile.reporting.entropy_states import (
@@ -214,12 +215,13 @@ def _states(run: RunRecords, limits: Limits) -> str:
         return ""
     step, last = tables[-1]
     high, low = (f(last, run.max_entropy, limits) for f in (overloaded, collapsed))
-    lines = []
+    alike: dict[tuple[str, ...], list[int]] = {}
     for i in range(len(last)):
         states = [f(tables, i, run.max_entropy, limits) for f in (layer_overload, layer_collapse)]
         counts = [f"{sum(high[i])} of {len(high[i])}", f"{sum(low[i])} of {len(low[i])}"]
         cells = zip(counts, (_since(state.since) or _NONE for state in states), strict=True)
-        lines.append([f"layer {i}", *(cell for pair in cells for cell in pair)])
+        alike.setdefault(tuple(cell for pair in cells for cell in pair), []).append(i)
+    lines = [[layers_text(layers), *cells] for cells, layers in alike.items()]
     head = ["", "heads above 3max/4", "overloaded", "heads collapsed", "collapsed"]
     caption = (
         f"At step {step:,}, on {where}. Overloaded, collapsed: more than half of the layer's heads, and since when "

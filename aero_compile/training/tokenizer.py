@@ -9,6 +9,7 @@ from typing import Any
 
 from aero_compile.errors import DataError, InputError
 from aero_compile.files import artifact_folder
+from aero_compile.training.hub_access import NO_COPY, copies_alone, is_offline
 from aero_compile.training.sources import cause_line
 
 END_OF_TEXT = "<|endoftext|>"
@@ -34,11 +35,17 @@ def load_tokenizer(name: str | Path) -> Any:
             eos = END_OF_TEXT if raw.token_to_id(END_OF_TEXT) is not None else None
             found = _wrap(raw, eos)
         else:
-            found = AutoTokenizer.from_pretrained(str(path if path.is_dir() else name))
+            offline, place = is_offline(path), str(path if path.is_dir() else name)
+            with copies_alone(offline):
+                found = AutoTokenizer.from_pretrained(place, local_files_only=offline)
         written = found("def text", add_special_tokens=False)["input_ids"]
     # The tokenizers library raises bare Exception for a damaged file.
     except Exception as error:
-        raise DataError(f"no tokenizer could be loaded from {str(name)!r}: {cause_line(error)}") from error
+        reason = cause_line(error)
+        if not path.exists():
+            is_file = str(name).startswith((".", "/", "~")) or path.suffix == ".json"
+            reason = "no such file or folder" if is_file else NO_COPY if is_offline(path) else reason
+        raise DataError(f"no tokenizer could be loaded from {str(name)!r}: {reason}") from error
     if not written:  # of a folder with a configuration alone transformers makes a tokenizer without entries
         raise DataError(f"no tokenizer could be loaded from {str(name)!r}: what is there turns text into nothing")
     return found
