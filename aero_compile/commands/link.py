@@ -88,7 +88,7 @@ def add_client(parser: argparse.ArgumentParser, required: bool = True) -> None:
     add("--timeout", type=float, default=3600.0, metavar="S", help=text)
 
 
-def open_session(args: argparse.Namespace, check: Callable[[Session], object] = lambda session: None) -> Connection:
+def open_session(args: argparse.Namespace, check: Callable[[Session], object] | None = None) -> Connection:
     """Connect to a server that generates text; whoever waits for a turn is told on standard error.
 
     `check`: raises for what the server offers and cannot be used here, before the set-up is paid for.
@@ -98,7 +98,8 @@ def open_session(args: argparse.Namespace, check: Callable[[Session], object] = 
     def offered(session: Session | None) -> None:
         if session is None:
             raise InputError(f"the server at {args.server} generates no text: it was started without --room")
-        check(session)
+        if check is not None:
+            check(session)
 
     names = ("model_digest", "timeout", "bucket", "cache", "ahead", "prompt_ahead", "max_memory")
     asked = {name: getattr(args, name) for name in names}

@@ -80,8 +80,7 @@ def _serve(args: argparse.Namespace, folder: Path) -> int:
     with _listener(args) as listener:
         keys = None if args.socket else _keys(folder)
         draft = draft_of(args, tokenizer)
-        check = draft or (lambda session: None)
-        writer = Writer(lambda: open_session(args, check), tokenizer, draft, args.sessions)
+        writer = Writer(lambda: open_session(args, draft), tokenizer, draft, args.sessions)
         try:
             writer.open()
             app = make_app(writer, args.name, {*LOOPBACK, args.host}, keys)

@@ -61,7 +61,8 @@ def copies_alone(offline: bool) -> Iterator[None]:
     from huggingface_hub import constants
 
     changed: list[tuple[Any, bool]] = []
-    for module in (constants, getattr(sys.modules.get("datasets"), "config", None)) if offline else ():
+    known: tuple[Any, ...] = (constants, getattr(sys.modules.get("datasets"), "config", None))
+    for module in known if offline else ():
         if module is not None:
             changed.append((module, module.HF_HUB_OFFLINE))
             module.HF_HUB_OFFLINE = True

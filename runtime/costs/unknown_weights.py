@@ -33,7 +33,8 @@ def with_weights(model: torch.nn.Module) -> torch.nn.Module:
                 if id(weight) not in filled:
                     filled[id(weight)] = torch.nn.Parameter(_like_trained(weight, name))
                 module._parameters[name] = filled[id(weight)]
-    return empty._apply(lambda tensor: tensor)  # what a graph makes by itself (positions, masks) was made for meta
+    empty.cpu()  # what a graph makes by itself, positions and masks, was made for the meta device
+    return empty
 
 
 def _like_trained(weight: torch.nn.Parameter, name: str) -> torch.Tensor:

@@ -140,7 +140,7 @@ def test_what_does_not_fit_is_refused_before_the_set_up(
 ) -> None:
     arguments, decoder = asked
     session, decoder = clear_session(COUNT)
-    decoder.checks = ()
+    monkeypatch.setattr(decoder, "checks", ())
 
     def open_session(args: argparse.Namespace, check: Callable[[Session], object]) -> Session:
         check(session)

@@ -16,6 +16,7 @@ from aero_compile import connect
 from aero_compile.errors import InputError, OutOfRangeError, PartyError
 from aero_compile.runtime import compile_model, export, export_generation
 from aero_compile.runtime.arithmetic.tolerances import Tolerances
+from aero_compile.runtime.generation.session import Session
 from aero_compile.runtime.hosts.link import free_addresses, parse_address
 from aero_compile.runtime.prefix import digest_of
 from aero_compile.serving.programs import find_programs
@@ -59,6 +60,11 @@ def test_an_artifact_is_compiled_once_for_each_length(tmp_path: Path, monkeypatc
         assert {event["length"] for event in running.events("computed", 5)} == {4, 9}
 
 
+def _wants_more(offered: Session | None) -> None:
+    assert offered is not None
+    offered.check([1], ROOM + 1)
+
+
 def test_texts_are_generated_over_the_port_as_the_model_goes_on_with_them(tmp_path: Path) -> None:
     """Greedy text is the model's own; what a text has in common with the last one is not computed again."""
     (folder,) = find_programs(
@@ -72,7 +78,7 @@ def test_texts_are_generated_over_the_port_as_the_model_goes_on_with_them(tmp_pa
         assert (connection.room, connection.vocabulary, connection.programs) == (ROOM, VOCABULARY, ())
         opened = len(running.events("opened", 1))
         with pytest.raises(InputError, match=rf"room for {ROOM} positions"):  # before anything is fetched or set up
-            connect(running.address, **SEMI2K, on_offer=lambda offered: offered.check([1], ROOM + 1))
+            connect(running.address, **SEMI2K, on_offer=_wants_more)
         with pytest.raises(InputError, match="bucket must be a whole number from 1"):
             connect(running.address, **SEMI2K, bucket=ROOM + 1)
         assert len(running.events("opened")) == opened

@@ -253,9 +253,9 @@ async def _refuse_other_way(near: socket.socket, tls: bool) -> None:
         PartyError: its first bytes are not those of this end's way; the connection is closed.
     """
     loop = asyncio.get_running_loop()
-    begun = loop.create_future()
+    begun: asyncio.Future[None] = loop.create_future()
     try:
-        loop.add_reader(near, lambda: begun.done() or begun.set_result(None))
+        loop.add_reader(near, _settle, begun)
         try:
             await begun
         finally:
@@ -269,6 +269,11 @@ async def _refuse_other_way(near: socket.socket, tls: bool) -> None:
     except BaseException:
         near.close()
         raise
+
+
+def _settle(begun: asyncio.Future[None]) -> None:
+    if not begun.done():
+        begun.set_result(None)
 
 
 def _name(writer: asyncio.StreamWriter) -> str:
