@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from aero_compile.commands.options import positive
+from aero_compile.exit_codes import exit_code
+from aero_compile.plain_help import HelpParser
 from aero_compile.reporting.report import origin, write_json
 from aero_compile.runtime.kernels.lookup_table import encrypted_table, look_up, opened
 from aero_compile.runtime.kernels.words import Words
@@ -24,11 +26,16 @@ T = TypeVar("T")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Look random rows of a random table up; print what it took, and the largest error in units of 2^-18."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = HelpParser(description=(__doc__ or "").split("\n\n")[0])
     for name, default in (("vocabulary", 50257), ("width", 768), ("tokens", 128)):
         parser.add_argument(f"--{name}", type=positive, default=default, help="default: %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     args = parser.parse_args(argv)
+    return exit_code(lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Make the table, look the rows up, and compare them."""
     draw = np.random.default_rng(0)
     table = draw.integers(-(2**41), 2**41, (args.vocabulary, args.width)).view(np.uint64)
     ids = draw.integers(args.vocabulary, size=args.tokens).astype(np.uint64)

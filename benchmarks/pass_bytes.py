@@ -105,11 +105,11 @@ def run(args: argparse.Namespace) -> int:
     shown = Progress(len(todo) * len(passes(args.logits, True)))
     for task in todo:
         found += stages(build(task, args.seed), str(task.recipe), task.seq_len, args.logits, shown)
-    print(table(found))
     if args.json is not None:
         config = {key: getattr(args, key) for key in ("model", "seq_len", "layers", "logits", "seed")}
         content = {"command": command_line(), "config": config, "versions": versions()}
         write_json(args.json, content | {"stages": [asdict(each) for each in found]})
+    print(table(found))
     return 0
 
 

@@ -126,9 +126,9 @@ def run(args: argparse.Namespace) -> int:
         _append(args.output, line)
         _show(args, len(found), len(seeds), found, outcome)
     document = report(sorted(found, key=lambda line: line["seed"]), args)
-    print(f"\r\033[K{table(document)}" if sys.stderr.isatty() else table(document))
     if args.json is not None:
         write_json(args.json, document)
+    print(f"\r\033[K{table(document)}" if sys.stderr.isatty() else table(document))
     return int(any(line["outcome"] in (MISS, CRASH) for line in found))
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from aero_compile.analysis.layer_sets import chosen_layers
+from aero_compile.analysis.layer_text import layers_text
 from aero_compile.analysis.parts import Activation, FeedForward
 from aero_compile.analysis.structure import require_ffns
 from aero_compile.errors import UnsupportedGraphError
@@ -69,7 +70,7 @@ def chosen_activations(
     everywhere = ffn_activations(model, name)
     found = [(ffn, activation) for ffn, activation in everywhere if ffn.layer in chosen]
     if chosen and not found and not applied:
-        where = f"layers {layers}; activations are in layers {sorted({ffn.layer for ffn, _ in everywhere})}"
+        where = f"layers {layers}; activations are in {layers_text(ffn.layer for ffn, _ in everywhere)}"
         raise UnsupportedGraphError(
             f"{name} found no activation in the {len(model.structure.ffns)} feed-forward blocks of "
             f"{model.convention.family}{f', {where}' if everywhere else ': they are linear already'}"

@@ -13,6 +13,7 @@ from torch import fx, nn
 from aero_compile.errors import InputError
 from aero_compile.ir.decompose_norms import join_deviation_norms
 from aero_compile.ir.published import publish
+from aero_compile.ir.usable_weights import check_weights
 from aero_compile.optimize import optimize_for_inference
 from aero_compile.pipeline import transform
 from aero_compile.runtime.lowering.norms import vocabulary
@@ -26,6 +27,7 @@ def with_graph(model: nn.Module) -> nn.Module:
     """The model itself if it has a graph of its logits, or else captured as it is."""
     if not isinstance(model, nn.Module):
         raise InputError(f"private inference takes a torch.nn.Module, not {type(model).__name__}")
+    check_weights(model)
     return model if hasattr(model, "logits_graph") else transform(model, "baseline")
 
 

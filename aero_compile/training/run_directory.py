@@ -20,18 +20,18 @@ from filelock import FileLock, Timeout
 
 from aero_compile.code_version import code_version
 from aero_compile.errors import AeroError, OutputDirError
+from aero_compile.files import ARTIFACT_FOLDER as ARTIFACT_FOLDER
+from aero_compile.files import RUN_FILE as RUN_FILE
 from aero_compile.files import write_atomically
 from aero_compile.training import checkpoints
 from aero_compile.training.given_flags import SECRET, without
 from aero_compile.units import human_bytes
 from aero_compile.version import __version__
 
-RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
 ENTROPIES_FILE = "entropies.jsonl"
 PARAMETERS_FILE = "parameters.jsonl"
 ACTIVATIONS_FILE = "activations.jsonl"
-ARTIFACT_FOLDER = "artifact"
 SEARCH_FILE = "search.json"
 PLACES = {"ffn_input": "what the FFN reads", "ffn_output": "what the FFN gives", "stream": "the stream behind the FFN"}
 """Where each layer's activations are measured, as their records call it and in words."""

@@ -202,8 +202,8 @@ def test_what_is_not_recognized_stays_and_is_told(monkeypatch: pytest.MonkeyPatc
     rewriter.redirect(rewriter.call(aten.mul.Tensor, softmax, 0.5))
     transformed.graph_changed()
     told = transformed.describe_attention()
-    assert "fused in layers 0" in told
-    assert "whole in layers 1 (aten.mul.Tensor changes the probabilities)" in told
+    assert "fused in layer 0" in told
+    assert "whole in layer 1 (aten.mul.Tensor changes the probabilities)" in told
     check_same(transformed, monkeypatch)
 
 
