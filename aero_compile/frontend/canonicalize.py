@@ -2,6 +2,8 @@
 
 Before → after, in the order of the steps:
     values written into tensors                                   → masked_fill (aero_compile.frontend.writes)
+    complex numbers of hidden values                              → real and imaginary parts
+                                                                    (aero_compile.frontend.complex_numbers)
     fill values of masks (−inf, the smallest float of a dtype)    → −65504
     copies, casts, view, mm, glu, clamp(min=0), max(x, dim), …    → gone, or one op (aero_compile.frontend.spellings)
     native_dropout, dropout with its flag baked in                → nn.Dropout modules
@@ -24,6 +26,7 @@ from collections.abc import Callable
 
 from aero_compile.frontend.adapters import join_adapters
 from aero_compile.frontend.attention import decompose_attention
+from aero_compile.frontend.complex_numbers import open_complex
 from aero_compile.frontend.convolutions import open_convolutions
 from aero_compile.frontend.dropouts import make_dropouts
 from aero_compile.frontend.products import make_linears, take_up_biases
@@ -35,6 +38,7 @@ from aero_compile.model import TransformedModel
 
 _STEPS: tuple[Callable[[TransformedModel], object], ...] = (
     open_writes,
+    open_complex,
     bound_fills,
     unify_spellings,
     make_dropouts,
