@@ -4,7 +4,10 @@ Before → after, in the order of the steps:
     values written into tensors                                   → masked_fill (aero_compile.frontend.writes)
     complex numbers of hidden values                              → real and imaginary parts
                                                                     (aero_compile.frontend.complex_numbers)
+    nan_to_num behind a softmax, rows of a mask that see nothing  → zeros in the rows of the product
+                                                                    (aero_compile.frontend.empty_rows)
     fill values of masks (−inf, the smallest float of a dtype)    → −65504
+    lerp, group_norm, log_softmax, padding with edges             → their parts (aero_compile.frontend.composites)
     copies, casts, view, mm, glu, clamp(min=0), max(x, dim), …    → gone, or one op (aero_compile.frontend.spellings)
     native_dropout, dropout with its flag baked in                → nn.Dropout modules
     scaled_dot_product_attention                                  → matmul, mul, where/add, softmax, dropout, matmul
@@ -13,6 +16,7 @@ Before → after, in the order of the steps:
     linear(x, W) + s·linear(linear(x, A), B)                      → linear(x, W + s·BA) (aero_compile.frontend.adapters)
     arithmetic and choices that compute gelu, relu, …, LayerNorm, RMSNorm, softmax → the op itself
                                                                     (aero_compile.frontend.recognize)
+    var, std, logsumexp that are left                             → their parts
     linear(x, W) + b                                              → linear(x, W, b)
 
 Every rewrite preserves the function (to rounding). Casts between floating-point types are dropped from live values,
@@ -27,8 +31,10 @@ from collections.abc import Callable
 from aero_compile.frontend.adapters import join_adapters
 from aero_compile.frontend.attention import decompose_attention
 from aero_compile.frontend.complex_numbers import open_complex
+from aero_compile.frontend.composites import open_composites, open_statistics
 from aero_compile.frontend.convolutions import open_convolutions
 from aero_compile.frontend.dropouts import make_dropouts
+from aero_compile.frontend.empty_rows import open_empty_rows
 from aero_compile.frontend.products import make_linears, take_up_biases
 from aero_compile.frontend.recognize import recognize
 from aero_compile.frontend.spellings import bound_fills, unify_spellings
@@ -39,7 +45,9 @@ from aero_compile.model import TransformedModel
 _STEPS: tuple[Callable[[TransformedModel], object], ...] = (
     open_writes,
     open_complex,
+    open_empty_rows,
     bound_fills,
+    open_composites,
     unify_spellings,
     make_dropouts,
     decompose_attention,
@@ -47,6 +55,7 @@ _STEPS: tuple[Callable[[TransformedModel], object], ...] = (
     make_linears,
     join_adapters,
     recognize,
+    open_statistics,
     take_up_biases,
     mark_constants,
 )
