@@ -50,14 +50,14 @@ def run(args: argparse.Namespace) -> int:
         {"part": "the server", "bytes": 0, "seconds": answering},
     ]
     error = int(np.abs(off.view(np.int64)).max()) / 2**18
-    for row in rows:
-        print(f"{row['part']:<16} {human_bytes(row['bytes']):>10} {row['seconds']:>9.4f} s")
-    print(f"off by at most {error:.4f} units")
     if args.json is not None:
         config = {name: getattr(args, name) for name in ("vocabulary", "width", "tokens")}
         title = "What a lookup under encryption takes"
         found = origin("aero_compile.lookup/1", title=title, seed=0, config=config)
         write_json(args.json, {**found, "rows": rows, "error_units": error})
+    for row in rows:
+        print(f"{row['part']:<16} {human_bytes(row['bytes']):>10} {row['seconds']:>9.4f} s")
+    print(f"off by at most {error:.4f} units")
     return 0
 
 

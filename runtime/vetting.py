@@ -298,7 +298,7 @@ def _check_code(program: ProgramContent, key: str, takes: list[str], count: int)
     if not isinstance(code, str):
         raise InputError(f"the program has no code {key!r}")
     found, results = _read(code)
-    if found != takes:
+    if list(map(_hidden_or_empty, found)) != list(map(_hidden_or_empty, takes)):
         raise InputError(f"its code takes {found}, not {takes}")
     if len(results) != count:
         raise InputError(f"its code gives {len(results)} results, not {count}")
@@ -314,6 +314,11 @@ def _is_secret(kind: str) -> bool:
 def _holds_nothing(kind: str) -> bool:
     """Whether it has no element, as the rows in front of the first position."""
     return re.match(r"tensor<(\d+x)*0x", kind) is not None
+
+
+def _hidden_or_empty(kind: str) -> str:
+    """A type, which says nothing of secrecy if it holds nothing: SPU's compiler takes cuts of no width for public."""
+    return re.sub(r"!pphlo\.secret<(\w+)>", r"\1", kind) if _holds_nothing(kind) else kind
 
 
 def _read(code: str) -> tuple[list[str], list[str]]:

@@ -2,7 +2,12 @@
 
 Before → after, in the order of the steps:
     values written into tensors                                   → masked_fill (aero_compile.frontend.writes)
+    complex numbers of hidden values                              → real and imaginary parts
+                                                                    (aero_compile.frontend.complex_numbers)
+    nan_to_num behind a softmax, rows of a mask that see nothing  → zeros in the rows of the product
+                                                                    (aero_compile.frontend.empty_rows)
     fill values of masks (−inf, the smallest float of a dtype)    → −65504
+    lerp, group_norm, log_softmax, padding with edges             → their parts (aero_compile.frontend.composites)
     copies, casts, view, mm, glu, clamp(min=0), max(x, dim), …    → gone, or one op (aero_compile.frontend.spellings)
     native_dropout, dropout with its flag baked in                → nn.Dropout modules
     scaled_dot_product_attention                                  → matmul, mul, where/add, softmax, dropout, matmul
@@ -16,6 +21,7 @@ Before → after, in the order of the steps:
                                                                     (aero_compile.frontend.linear_norms)
     softmax(s)·m/Σ softmax(s)·m with a mask m of 0 and 1          → softmax of s where m is 1
                                                                     (aero_compile.frontend.renormalized)
+    var, std, logsumexp that are left                             → their parts
     linear(x, W) + b                                              → linear(x, W, b)
 
 Every rewrite preserves the function (to rounding; that of linear norms to a relative 10^-6). Casts between
@@ -30,8 +36,11 @@ from collections.abc import Callable
 
 from aero_compile.frontend.adapters import join_adapters
 from aero_compile.frontend.attention import decompose_attention
+from aero_compile.frontend.complex_numbers import open_complex
+from aero_compile.frontend.composites import open_composites, open_statistics
 from aero_compile.frontend.convolutions import open_convolutions
 from aero_compile.frontend.dropouts import make_dropouts
+from aero_compile.frontend.empty_rows import open_empty_rows
 from aero_compile.frontend.factors import group_factors
 from aero_compile.frontend.linear_norms import open_linear_norms
 from aero_compile.frontend.products import make_linears, take_up_biases
@@ -44,7 +53,10 @@ from aero_compile.model import TransformedModel
 
 _STEPS: tuple[Callable[[TransformedModel], object], ...] = (
     open_writes,
+    open_complex,
+    open_empty_rows,
     bound_fills,
+    open_composites,
     unify_spellings,
     make_dropouts,
     decompose_attention,
@@ -55,6 +67,7 @@ _STEPS: tuple[Callable[[TransformedModel], object], ...] = (
     recognize,
     open_linear_norms,
     mask_before_softmax,
+    open_statistics,
     take_up_biases,
     mark_constants,
 )

@@ -15,9 +15,10 @@ from aero_compile.frontend.caches import export_beyond_caches, longest_length, s
 from aero_compile.frontend.example_call import Sample, config_positions, forward_parameters, sample_call
 from aero_compile.frontend.export import clean_graph, export_program, extra_shapes, feeds
 from aero_compile.frontend.isolation import Memory
+from aero_compile.frontend.library_models import settle_library_models
 from aero_compile.frontend.modes import require_one_form
 from aero_compile.frontend.outputs import choose_outputs, describe, mark, match_outputs, with_loss, without
-from aero_compile.frontend.reasons import foreign_part
+from aero_compile.frontend.reasons import foreign_part, refuse_flex_attention
 from aero_compile.ir.call_convention import CallConvention, Template
 from aero_compile.ir.extra_inputs import describe_extra
 from aero_compile.model import TransformedModel
@@ -59,6 +60,7 @@ def capture(model: nn.Module, example_inputs: Any = None) -> TransformedModel:
         raise UnsupportedModelError(
             f"{type(model).__name__} is an encoder-decoder by its config; supported are decoder-only transformers"
         )
+    refuse_flex_attention(model)
     before = Memory(model)
     try:
         return _capture_copy(_own_copy(model, before), example_inputs)
@@ -151,6 +153,7 @@ def _own_copy(model: nn.Module, before: Memory) -> nn.Module:
         config.use_cache = False  # type: ignore[union-attr]
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         cast("Any", model).gradient_checkpointing_disable()
+    settle_library_models(model)
     return model.train()
 
 

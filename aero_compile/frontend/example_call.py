@@ -59,6 +59,7 @@ def sample_call(model: nn.Module, example_inputs: Any, length: int) -> Sample:
     else:
         args = example_inputs if isinstance(example_inputs, tuple | list) else (example_inputs,)
         kwargs = dict(zip(names, args, strict=False))
+    kwargs = _each_its_own(kwargs)
     found = [name for name, value in kwargs.items() if _is_tokens(value)]
     if not found:
         raise InputError("example_inputs holds no token tensor: an int64 tensor of shape [batch, sequence] is needed")
@@ -83,6 +84,16 @@ def sample_call(model: nn.Module, example_inputs: Any, length: int) -> Sample:
     needs_labels = labels is not None and names[labels].default is inspect.Parameter.empty
     others = tuple(name for name in extras if name not in (tokens, mask, labels))
     return Sample(kwargs, tokens, mask, labels, False, others, needs_labels)
+
+
+def _each_its_own(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments, of which no two are one tensor: tokens given as targets too would be taken for one input."""
+    seen: set[int] = set()
+    found: dict[str, Any] = {}
+    for name, value in kwargs.items():
+        found[name] = value.clone() if isinstance(value, Tensor) and id(value) in seen else value
+        seen.add(id(value))
+    return found
 
 
 def _is_the_librarys(model: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from types import FrameType, TracebackType
 import torch
 from torch import nn
 
-from aero_compile.errors import first_line
+from aero_compile.errors import UnsupportedModelError, first_line
 
 _SILENCED = ("torch", "torch.")
 _GUARDS = "torch.fx.experimental.symbolic_shapes"
@@ -182,6 +182,24 @@ def _is_models(file: str) -> bool:
     path = str(Path(file).resolve())
     in_python = path.startswith(_OWN[2]) and not any(part in path for part in _INSTALLED)
     return not in_python and not path.startswith(_OWN[:2])
+
+
+FLEX = (
+    "flex_attention, whose masks are Python functions inside a compiled kernel: load the model with "
+    'attn_implementation="eager", or compute masked scores and their softmax'
+)
+
+
+def refuse_flex_attention(model: nn.Module) -> None:
+    """Refuse a model of transformers whose attention, or that of a part, is to run as flex_attention.
+
+    Raises:
+        UnsupportedModelError: with the way out.
+    """
+    for name, module in model.named_modules():
+        if getattr(getattr(module, "config", None), "_attn_implementation", None) == "flex_attention":
+            where = f" at {name}" if name else ""
+            raise UnsupportedModelError(f"{type(model).__name__} uses{where} {FLEX}")
 
 
 _FOREIGN = {

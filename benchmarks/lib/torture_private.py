@@ -1,7 +1,7 @@
 """One torture run: exact passes in float64, then two parties; is the answer within tolerance, or refused before?
 
 The parties run as two threads of this process. Everything before they start is `private_inference` itself: what it
-hands to its two processes is run here instead.
+hands to its two processes is run here instead, after the check that each of them makes of a program.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import aero_compile
-from aero_compile.errors import AeroError, OutOfRangeError, first_line
+from aero_compile.errors import AeroError, InputError, OutOfRangeError, first_line
 from aero_compile.inference_model import inference_copy
 from aero_compile.model import TransformedModel
 from aero_compile.optimize import passes
@@ -281,7 +281,10 @@ def check_between_hosts(made: Case, protocol: str) -> tuple[float, float, float]
 
 def _opened(program: Program, weights: Any, ids: Any) -> Tensor:
     tokens = {program.tokens.name: one_hot(ids, program.tokens.shape[2])}
-    return torch.from_numpy(np.asarray(simulate(program, tokens, weights)))
+    try:
+        return torch.from_numpy(np.asarray(simulate(program, tokens, weights)))
+    except InputError as error:  # no refusal in time: the user was told that the model can run
+        raise AssertionError(f"the parties refuse a program of the compiler: {first_line(error)}") from error
 
 
 def judge(

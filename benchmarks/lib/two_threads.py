@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +20,7 @@ from aero_compile.runtime.kernels.run import run_kernel
 from aero_compile.runtime.kernels.side import Side
 from aero_compile.runtime.offline.prepare import prepare
 from aero_compile.runtime.program import Program
-from aero_compile.runtime.program_parts import KernelStep
+from aero_compile.runtime.program_parts import KernelStep, TensorSpec
 from aero_compile.runtime.roles import CLIENT, SERVER
 from aero_compile.runtime.spu_config import runtime_config, small_config
 
@@ -25,13 +28,15 @@ from aero_compile.runtime.spu_config import runtime_config, small_config
 def simulate(
     program: Program, tokens: Mapping[str, npt.NDArray[Any]], weights: Mapping[str, npt.NDArray[Any]]
 ) -> npt.NDArray[np.float64]:
-    """Run a program between two threads and return the opened result.
+    """Run a program between two threads and return the opened result; it is checked first, as parties do.
 
     Raises:
+        InputError: parties would not take the program.
         OutOfRangeError: the private checks of the program found a value outside.
     """
     import spu
 
+    program = as_parties_load(program)
     config = _config(program)
     io = spu.Io(2, config)
     shares = {
@@ -64,6 +69,22 @@ def simulate(
     if refused:
         raise OutOfRangeError(refused[0])
     return np.asarray(io.reconstruct([results[SERVER], results[CLIENT]]), dtype=np.float64)
+
+
+def as_parties_load(program: Program) -> Program:
+    """The program as a party reads it from its file, where it is checked.
+
+    Raises:
+        InputError: parties would not take it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        program.save(Path(folder) / "program.json")
+        return Program.load(Path(folder) / "program.json")
+
+
+def on_numbers(program: Program, numbers: npt.NDArray[Any]) -> Program:
+    """A program of one function that reads an array of numbers in the place of the one-hot tokens, declared as such."""
+    return replace(program, tokens=TensorSpec(program.tokens.name, numbers.shape, str(numbers.dtype)))
 
 
 def both_parties(program: Program, party: Callable[[Side, Any, Any], Any]) -> dict[int, Any]:

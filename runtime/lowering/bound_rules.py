@@ -141,6 +141,18 @@ def _parts(values: Values, node: fx.Node, given: Mapping[str, Any]) -> Bound:
     return values.of(given["x"])
 
 
+def _padded(values: Values, node: fx.Node, given: Mapping[str, Any]) -> Bound:
+    """Zeros lengthen no row."""
+    found, fill = values.of(given["x"]), float(given.get("value") or 0.0)
+    low, high = min(found.low, fill), max(found.high, fill)
+    return replace(found, low=low, high=high) if fill == 0 else Bound(low, high)
+
+
+def _rolled(values: Values, node: fx.Node, given: Mapping[str, Any]) -> Bound:
+    found = values.of(given["x"])
+    return found if given.get("dims") else Bound(found.low, found.high)
+
+
 def _part(values: Values, node: fx.Node, given: Mapping[str, Any]) -> Bound:
     source = node.args[0]
     if isinstance(source, fx.Node) and source.target is torch.ops.aten.unbind.int:
@@ -303,10 +315,12 @@ RULES: dict[str, Rule] = {
     **_named(_moved, "reshape flatten unflatten unsqueeze squeeze"),
     **_named(_moved, "expand expand_as repeat repeat_interleave"),
     **_named(_axes_moved, "transpose t permute"),
-    **_named(_picked, "index"),
+    **_named(_picked, "index index_select"),
     **_named(_selected, "select"),
     **_named(_parts, "slice split split_with_sizes chunk unbind"),
     **_named(_joined, "cat"),
+    **_named(_padded, "constant_pad_nd"),
+    **_named(_rolled, "flip roll"),
     **_named(_stacked, "stack"),
     "getitem": _part,
     **_named(_sum_of_two("x", "other", 1.0), "add"),

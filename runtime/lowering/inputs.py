@@ -70,6 +70,8 @@ class Inputs:
         if not isinstance(known, torch.Tensor):
             return self.argument(slot, known) if isinstance(known, (list, tuple)) else known
         array = to_numpy(known, self.dtype)
+        if not array.size:
+            return array  # without an element there is nothing to hide, nor to send
         if self.part.domains[value] is Domain.PUBLISHED:
             name = self.published.add(value, known)
             slot.inputs.setdefault(name, (array.shape, np.dtype(self.dtype).name))

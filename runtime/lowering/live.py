@@ -147,6 +147,7 @@ def describe(call: Call, group: list[fx.Node], inputs: tuple[str, ...]) -> Any:
 
 
 _OTHER_MOVES = of_form("detach", "cast", "cast_as", "expand_as", "part", "select", "repeat", "index", "cat", "stack")
+_OTHER_MOVES |= of_form("pad", "roll", "index_select")
 MOVES = names_of(VIEWS | SPLITS | _OTHER_MOVES) | {"dropout"}
 """Operators that move or copy values without computing: free in 2PC."""
 

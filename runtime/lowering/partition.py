@@ -158,11 +158,14 @@ def _sorted(
 ) -> Partition:
     """The nodes of `graph` by who may know them, for inputs like these; nobody knows those called `shared`."""
     domains = domains_of(module, graph, "input_ids", *shared, source=source)
+    values = _values(module, graph, inputs, domains)
+    if _write_empty_ones(graph, domains, values):
+        domains = domains_of(module, graph, "input_ids", *shared, source=source)
+        values = _values(module, graph, inputs, domains)
     if domains[result] is Domain.CLIENT:
         raise LoweringError("the logits follow from weights that clients are given: nothing to compute privately")
     if domains[result] is not Domain.LIVE:
         raise LoweringError("the logits do not depend on the tokens: nothing to compute privately")
-    values = _values(module, graph, inputs, domains)
     live = {n: v for n, v in values.items() if domains[n] in HIDDEN and isinstance(v, Tensor)}
     known = {n: v for n, v in values.items() if domains[n] not in HIDDEN}
     shapes = {node: tuple(value.shape) for node, value in live.items()}
@@ -172,6 +175,24 @@ def _sorted(
     return Partition(
         graph, given["input_ids"], result, domains, known, shapes, is_float, cached=cached, results=results
     )
+
+
+def _write_empty_ones(graph: fx.Graph, domains: Mapping[fx.Node, Domain], values: Mapping[fx.Node, Any]) -> bool:
+    """Write hidden tensors without an element as constants; return True if there were any.
+
+    They hold nothing to hide, as the features behind a rotary embedding of all of them, and SPU knows no empty shares.
+    """
+    empty = [n for n, v in values.items() if domains[n] in HIDDEN and isinstance(v, Tensor) and 0 in v.shape]
+    for node in empty:
+        if node.op == "placeholder":
+            continue
+        with graph.inserting_before(node):
+            value, options = values[node], {"dtype": values[node].dtype, "device": values[node].device}
+            nothing = graph.call_function(torch.ops.aten.zeros.default, (list(value.shape),), options)
+        nothing.meta = dict(node.meta)
+        node.replace_all_uses_with(nothing)
+        graph.erase_node(node)
+    return bool(empty)
 
 
 def _values(

@@ -37,6 +37,7 @@ from aero_compile.runtime.lowering.live import (
     Call,
     LiveProgram,
     LiveStep,
+    Ref,
     describe,
     label,
     refusing,
@@ -62,6 +63,7 @@ _OTHER_WEIGHTS = {
     "unnormalized_weights": other_weights.unnormalized_weights,
 }
 _CASTS = names_of(of_form("cast", "cast_as", "reduction"))
+_MOVED_TOKENS = frozenset({"aten.slice", "aten.select", "aten.constant_pad_nd", "aten.cat"})
 _RESHAPING = names_of(of_form("reshape", "squeeze", "copy", "detach", "cast"))
 
 
@@ -246,7 +248,7 @@ class _Emission:
         if found is not None:
             table, ids = found
             given = {"ids": self.inputs.argument(slot, ids), "table": self.inputs.argument(slot, table)}
-            return Call(self._look_up(table), given, {})
+            return Call(self._look_up(table, ids), given, {})
         if self.schedule.is_tokens(node):
             return self._token_view(slot, node)
         if op_name(node) in SOFTMAX:
@@ -312,9 +314,11 @@ class _Emission:
         known = self.part.known[weight] if self._is_servers(weight) else None
         return isinstance(known, torch.Tensor) and known.dim() == 2
 
-    def _look_up(self, table: fx.Node) -> registry.Operator:
-        """What looks rows of a table up by one-hot tokens."""
-        if self.encrypted and self._is_servers_matrix(table):
+    def _look_up(self, table: fx.Node, ids: fx.Node) -> registry.Operator:
+        """What looks rows of a table up by one-hot tokens; encrypted ones by the tokens themselves alone."""
+        while ids is not self.part.tokens and op_name(ids) in _RESHAPING:
+            ids = self.schedule.reads(ids)[0]
+        if self.encrypted and ids is self.part.tokens and self._is_servers_matrix(table):
             return lookups.embed
         return prepared.embed if self._is_prepared(table) else products.embed
 
@@ -367,12 +371,30 @@ class _Emission:
         source = self.schedule.reads(node)[0]
         return self.part.is_float[node] or not self.part.is_float[source]
 
+    def _moved_tokens(self, slot: Slot, node: fx.Node, given: dict[str, Any]) -> Call:
+        """Tokens of other positions, as one-hot rows: those before, for instance, with a known token in front."""
+        bound = {name: self.inputs.argument(slot, value) for name, value in self._bind(node).items() if name != "x"}
+        rank = len(self.part.shapes[node])
+        if op_name(node) == "aten.constant_pad_nd":
+            return Call(views.padded_tokens, given, {"pad": bound["pad"], "token": int(bound["value"])})
+        if op_name(node) == "aten.cat":
+            if any(isinstance(each, Ref) and each != given["x"] for each in bound["tensors"]):
+                raise unsupported(node, "it joins token ids with numbers that the server alone knows")
+            return Call(views.joined_tokens, {"tensors": bound["tensors"]}, {"dim": bound["dim"] % rank})
+        bound["dim"] %= len(self.part.shapes[self.schedule.reads(node)[0]])
+        function = registry.find(op_name(node))
+        assert function is not None
+        return Call(function, given, bound)
+
     def _token_view(self, slot: Slot, node: fx.Node) -> Call:
         live = self.schedule.reads(node)
         if op_name(node) in MOVES and len(live) == 1 and self.schedule.is_tokens(live[0]):
+            given = {"x": self.inputs.argument(slot, live[0])}
             shape = (*self.part.shapes[node], self.schedule.vocabulary)
             if op_name(node) in _RESHAPING:
-                return Call(views.reshaped, {"x": self.inputs.argument(slot, live[0])}, {"shape": shape})
+                return Call(views.reshaped, given, {"shape": shape})
+            if op_name(node) in _MOVED_TOKENS:
+                return self._moved_tokens(slot, node, given)
         raise unsupported(
             node, "it computes integers or booleans from the token ids; only embedding lookups may read them"
         )

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from aero_compile.runtime.lazy_jax import jnp
 from aero_compile.runtime.operators.registry import cut, operator
 
@@ -97,6 +99,33 @@ def _cat(tensors: Sequence[Any], dim: int = 0, **_: Any) -> Any:
     return jnp().concatenate(filled, axis=dim)
 
 
+@operator("constant_pad_nd")
+def _pad(x: Any, pad: Sequence[int], value: float = 0.0, **_: Any) -> Any:
+    """Pairs of widths, of the last dimension first; negative ones cut."""
+    for at in range(len(pad) // 2):
+        dim, (before, after) = x.ndim - 1 - at, pad[2 * at : 2 * at + 2]
+        x = cut(x, dim, max(0, -before), x.shape[dim] - max(0, -after))
+        edges = [(*x.shape[:dim], max(0, width), *x.shape[dim + 1 :]) for width in (before, after)]
+        filled = [jnp().full(edge, value, x.dtype) for edge in edges]
+        x = _cat([filled[0], x, filled[1]], dim)
+    return x
+
+
+@operator("flip")
+def _flip(x: Any, dims: Sequence[int], **_: Any) -> Any:
+    return jnp().flip(x, tuple(dims))
+
+
+@operator("roll")
+def _roll(x: Any, shifts: Sequence[int], dims: Sequence[int] = (), **_: Any) -> Any:
+    return jnp().roll(x, tuple(shifts), tuple(dims)) if dims else jnp().roll(x, shifts[0])
+
+
+@operator("index_select")
+def _index_select(x: Any, dim: int, index: Any, **_: Any) -> Any:
+    return x[(*[slice(None)] * (dim % x.ndim), index)]
+
+
 @operator("stack")
 def _stack(tensors: Sequence[Any], dim: int = 0, **_: Any) -> Any:
     return jnp().stack(tensors, axis=dim)
@@ -124,6 +153,28 @@ def _unbind(x: Any, dim: int = 0, **_: Any) -> Any:
 @operator("alias", "detach", "to", "_to_copy", "type_as")
 def _same(x: Any, **_: Any) -> Any:
     return x
+
+
+def padded_tokens(x: Any, pad: Sequence[int], token: int) -> Any:
+    """One-hot rows beside which those of a token that everybody knows are put, in the places that `pad` says."""
+    widths = [(0, 0)] * (x.ndim - 1 - len(pad) // 2) + list(zip(pad[::2], pad[1::2], strict=True))[::-1]
+    cuts = tuple(
+        slice(max(0, -before), size - max(0, -after)) for size, (before, after) in zip(x.shape, widths, strict=False)
+    )
+    inside = np.ones(x.shape[:-1], np.bool_)[cuts]
+    places = ~np.pad(inside, [(max(0, before), max(0, after)) for before, after in widths])
+    filled = places[..., None] & (np.arange(x.shape[-1]) == token)
+    return _pad(x, [0, 0, *pad]) + filled.astype(np.int32)
+
+
+def joined_tokens(tensors: Sequence[Any], dim: int) -> Any:
+    """One-hot rows, and public token ids, joined along a dimension of the ids."""
+    width = next(each.shape[-1] for each in tensors if not isinstance(each, np.ndarray))
+    rows = [
+        (each[..., None] == np.arange(width)).astype(np.int32) if isinstance(each, np.ndarray) else each
+        for each in tensors
+    ]
+    return _cat(rows, dim)
 
 
 def getitem(x: Any, other: Any) -> Any:

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from aero_compile import transform
 from aero_compile.errors import InputError, LoweringError
 from aero_compile.passes.inference.fold_expressions import FoldExpressions
 from benchmarks import torture, torture_capture
-from benchmarks.lib import torture_decoders, torture_jobs, torture_models, torture_private, torture_zoo
+from benchmarks.lib import torture_decoders, torture_jobs, torture_models, torture_private, torture_zoo, zoo
 from benchmarks.lib.random_decoders import logits_of
 from benchmarks.lib.torture_private import CRASH, MISS, REFUSED, WITHIN
 from benchmarks.lib.torture_zoo import NOT_TAKEN, NOT_TRIED
@@ -73,6 +74,29 @@ def test_a_wrong_answer_is_a_silent_miss(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found.error > found.tolerance
     monkeypatch.setattr(torture_private, "simulate", lambda *_: np.full((1, 5, 55), np.nan))
     assert torture_private.private_run(23, "semi2k").outcome == MISS
+
+
+def test_a_program_that_parties_refuse_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As each of two processes does, the two threads check the program before they run it."""
+
+    def of_no_version(program: Any, *arguments: Any) -> Any:
+        return simulate(dataclasses.replace(program, versions={}), *arguments)
+
+    monkeypatch.setattr(torture_private, "simulate", of_no_version)
+    found = torture_private.private_run(23, "semi2k")
+    assert found.outcome == CRASH
+    assert "does not say for which version of SPU" in found.detail
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("protocol", ["semi2k", "cheetah"])
+def test_features_behind_a_rotary_embedding_of_all_are_none(protocol: str) -> None:
+    """Phi-3 cuts them off and joins them again, where there are none: parties must take its program."""
+    made = zoo.hugging_face("phi3").double()
+    model = transform(made, "baseline")
+    ids = torch.arange(6)[None]
+    error, tolerance, _ = torture_private.check_private(model, ids, "all", protocol)
+    assert error <= tolerance
 
 
 def test_a_pass_that_changes_the_function_is_a_silent_miss(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Callable
@@ -326,3 +327,19 @@ def _prepared_program() -> Program:
 def test_what_has_no_element_needs_no_secrecy(kind: str, empty: bool) -> None:
     """Rows in front of the first position: cut out of a cache, watched by a guard, and none."""
     assert vetting._holds_nothing(kind) is empty
+
+
+def test_a_code_that_takes_nothing_says_nothing_of_its_secrecy(honest: Content) -> None:
+    """SPU's compiler takes a cut of no width for public; what has an element is secret or refused, as before."""
+    program = _compiled(TokenRows(torch.randn(4, 6), lambda x, m: aten.mul.Tensor(x, 2.0)))
+    key = program.steps[-1].code  # type: ignore[union-attr]
+    (taken,), _ = vetting._read(program.codes[key])
+    none = taken.replace("6x", "0x")
+    codes = {key: program.codes[key].replace("4x6x", "4x0x")}
+    edited = dataclasses.replace(program, codes=codes)
+    public = none.replace("!pphlo.secret<f32>", "f32")
+    assert vetting._check_code(edited, key, [none], 1) == vetting._check_code(edited, key, [public], 1)
+    with pytest.raises(InputError, match="its code takes"):
+        vetting._check_code(program, key, [taken.replace("!pphlo.secret<f32>", "f32")], 1)
+    with pytest.raises(InputError, match="its code takes"):
+        vetting._check_code(edited, key, [none.replace("4x", "5x")], 1)

@@ -13,7 +13,7 @@ from aero_compile.runtime.costs.model import estimate_program
 from aero_compile.runtime.lowering.live import LiveProgram, LiveStep
 from aero_compile.runtime.lowering.spu_compile import compile_steps
 from aero_compile.runtime.program_parts import TOKENS
-from benchmarks.lib.two_threads import simulate
+from benchmarks.lib.two_threads import on_numbers, simulate
 
 Array = npt.NDArray[np.float64]
 
@@ -22,13 +22,17 @@ def in_two_parties(function: Callable[[Any], Any], x: Array, protocol: str = "se
     """`function` of a secret that each party holds a summand of; `offline`: in two phases."""
     clients = np.random.default_rng(0).integers(-(2**18), 2**18, x.shape) * 2.0**-10
     live = replace(_program(function, (x - clients).astype(np.float32)), offline=offline)
-    return simulate(compile_steps(live, protocol, 64, 18), {TOKENS: clients.astype(np.float32)}, live.weights)
+    return _simulated(live, clients, protocol)
 
 
 def with_servers(function: Callable[[Any, Any], Any], servers: Array, clients: Array, protocol: str) -> Array:
     """`function` of two arrays of one shape: what the server alone knows, and the sum of both, which nobody knows."""
-    live = _program(function, servers.astype(np.float32), both=True)
-    return simulate(compile_steps(live, protocol, 64, 18), {TOKENS: clients.astype(np.float32)}, live.weights)
+    return _simulated(_program(function, servers.astype(np.float32), both=True), clients, protocol)
+
+
+def _simulated(live: LiveProgram, clients: Array, protocol: str) -> Array:
+    given = clients.astype(np.float32)
+    return simulate(on_numbers(compile_steps(live, protocol, 64, 18), given), {TOKENS: given}, live.weights)
 
 
 def bytes_of(function: Callable[[Any], Any], rows: int, entries: int) -> float:

@@ -26,7 +26,7 @@ from aero_compile.runtime.arithmetic.reciprocal import reciprocal_of_sums
 from aero_compile.runtime.lowering.live import LiveProgram, LiveStep
 from aero_compile.runtime.lowering.spu_compile import compile_steps
 from aero_compile.runtime.program_parts import TOKENS
-from benchmarks.lib.two_threads import simulate
+from benchmarks.lib.two_threads import on_numbers, simulate
 from tests.support.budgets import in_both
 from tests.support.two_parties import bytes_of, in_two_parties
 
@@ -216,5 +216,6 @@ def test_a_number_that_one_party_knows_is_taken_too(protocol: str, size: int) ->
         (LiveStep("exp", "here", "exp", (TOKENS,), ("e",), (x.shape,), ("float32",), lambda t: (ONE_PRODUCT[0](t),)),),
         *({}, (1, 1, size), "e", x.shape, frozenset()),
     )
-    found = simulate(compile_steps(live, protocol, 64, 18), {TOKENS: x.astype(np.float32)}, {})
+    given = x.astype(np.float32)
+    found = simulate(on_numbers(compile_steps(live, protocol, 64, 18), given), {TOKENS: given}, {})
     assert np.abs(found - np.exp(x)).max() < 4e-4

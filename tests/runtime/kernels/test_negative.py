@@ -16,7 +16,7 @@ from aero_compile.runtime.lowering.live import LiveProgram, LiveStep
 from aero_compile.runtime.lowering.spu_compile import compile_steps
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.program_parts import TOKENS
-from benchmarks.lib.two_threads import simulate
+from benchmarks.lib.two_threads import on_numbers, simulate
 from tests.support.budgets import few
 
 UNIT = 2.0**-18
@@ -35,7 +35,8 @@ def program_of(shape: tuple[int, ...], protocol: str) -> Program:
         return (jnp.where(bit, jnp.float32(7.0), x),)
 
     steps = (LiveStep("relu", "here", "relu", (TOKENS,), ("r",), (shape,), ("float32",), function),)
-    return compile_steps(LiveProgram(steps, {}, (1, 1, 1), "r", shape, frozenset()), protocol, 64, 18)
+    program = compile_steps(LiveProgram(steps, {}, (1, 1, 1), "r", shape, frozenset()), protocol, 64, 18)
+    return on_numbers(program, np.zeros(shape, np.float32))
 
 
 @pytest.mark.parametrize(

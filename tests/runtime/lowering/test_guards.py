@@ -219,7 +219,7 @@ def _only_row_4_is_outside(model: TokenRows) -> None:
     live = _lowered(model)
     assert live.guard == GUARD
     program = compile_steps(live, "semi2k", 64, 18)
-    bit = dataclasses.replace(program, logits=dataclasses.replace(program.logits, name=GUARD), guard=None)
+    bit = dataclasses.replace(program, logits=dataclasses.replace(program.logits, name=GUARD, shape=(1,)), guard=None)
     for rows, wanted in (([0, 1, 2, 3, 3, 5], 0.0), ([0, 1, 2, 3, 4, 5], 1.0)):
         tokens = {program.tokens.name: one_hot(np.array([rows]), 6)}
         found = simulate(bit, tokens, live.weights)
@@ -310,7 +310,8 @@ def test_ordinary_text_is_not_refused(kind: str, initialized: bool) -> None:
     program = compiled.program
     if program.guard is None:
         return  # bounds show all of it, for any tokens
-    bit = dataclasses.replace(program, logits=dataclasses.replace(program.logits, name=GUARD))
+    logits = dataclasses.replace(program.logits, name=GUARD, shape=(1,))
+    bit = dataclasses.replace(program, logits=logits, guard=None)
     for seed in range(2):
         ids = torch.randint(model.vocab_size, (1, 12), generator=torch.Generator().manual_seed(seed)).numpy()
         found = simulate(bit, {program.tokens.name: one_hot(ids, model.vocab_size)}, compiled.weights)

@@ -1,0 +1,48 @@
+"""Python code of models of transformers that cannot be captured, and changes nothing where a captured model runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def settle_library_models(model: nn.Module) -> None:
+    """Leave out code that looks at lengths, or writes to weights, where it is without effect; in place."""
+    _settle_rotary(model)
+    _settle_clipping(model)
+
+
+def _settle_rotary(model: nn.Module) -> None:
+    """Let `rope_type="dynamic"` have its angles for texts within `max_position_embeddings`.
+
+    Up to there, which is as far as a captured model goes, they are those that the model begins with.
+    """
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        by_layer = kinds if isinstance(kinds, dict) else {"": kinds}
+        dynamic = {layer: kind for layer, kind in by_layer.items() if isinstance(kind, str) and "dynamic" in kind}
+        for layer in dynamic:
+            prefix = f"{layer}_" if layer else ""
+            first: Any = getattr(module, f"{prefix}original_inv_freq", None)
+            angles: Any = getattr(module, f"{prefix}inv_freq", None)
+            if isinstance(first, torch.Tensor) and isinstance(angles, torch.Tensor) and first.shape == angles.shape:
+                module._buffers[f"{prefix}inv_freq"] = first.to(angles.device)
+        if dynamic:
+            settled = by_layer | dict.fromkeys(dynamic, "default")
+            module.rope_type = settled if isinstance(kinds, dict) else "default"  # type: ignore[assignment]
+
+
+def _settle_clipping(model: nn.Module) -> None:
+    """Gemma 3n clips coefficients of its residual streams in training: leave it out where none is that large."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        clip = getattr(config, "altup_coef_clip", None)
+        layers = [getattr(module, f"{name}_coefs", None) for name in ("prediction", "correction")]
+        weights = [layer.weight for layer in layers if isinstance(layer, nn.Linear)]
+        known = weights and not any(weight.is_meta for weight in weights)
+        if clip is not None and known and all(float(weight.detach().abs().max()) <= clip for weight in weights):
+            unclipped: Any = type(config).from_dict(config.to_dict())  # type: ignore[union-attr]
+            vars(unclipped)["altup_coef_clip"] = None  # the class refuses what its own code asks for
+            module.config = unclipped
