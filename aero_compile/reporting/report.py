@@ -239,6 +239,9 @@ def terminal_width() -> int | None:
 
 def command_line() -> str:
     """Return the command that started this process, quoted so that a shell takes it back."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None and spec.origin == sys.argv[0]:  # run by -m: the path would be that of this machine
+        return shlex.join([Path(sys.executable).name, "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]])
     return shlex.join([Path(sys.executable).name, *sys.argv])
 
 

@@ -25,7 +25,6 @@ LISTED: Mapping[str, Listed] = {
         "a7fd112f0b6d640f", "each SPU operation was measured alone; runtime/costs/table.json has those of its kernels"
     ),
     "search-norms": Listed("6dab7addb71c9d9f", "searches of an earlier version, whose models were not kept"),
-    "search-norm-free": Listed("c682c6fa99c4c1f4", "searches of an earlier version, whose models were not kept"),
     "search-choices": Listed("c71924425a245786", "searches of an earlier version, whose models were not kept"),
     "limits-operators": Listed(
         "19d49b755397a369", "limits that operators/limits.py states; tests try both ends", measured=False

@@ -63,6 +63,25 @@ def estimates() -> str:
     return table(["GPT-2 small's shape, softmax_only", "run", "estimate, bytes", "messages", "estimate"], lines)
 
 
+def search_orders() -> str:
+    """By how much each order of giving heads up raises the perplexity where it first saves so much of what can go."""
+    found = raw("search_sm_r")
+    base, curves = found["base"], found["curves"]
+    top = base["price"]["bytes"]
+    most = top - min(point["price"]["bytes"] for points in curves.values() for point in points)
+    budgets = [top - share * most for share in (0.25, 0.5, 0.75, 0.9)]
+
+    def rise(point: dict[str, Any], loss: str) -> str:
+        return f"{100 * math.expm1(point[loss] - base[loss]):+.2f} %".replace("-", "−")
+
+    lines = []
+    for order, points in curves.items():
+        first = [next((p for p in points if p["price"]["bytes"] <= budget + 1), None) for budget in budgets]
+        cells = ["–" if p is None else f"{rise(p, 'loss')} ({rise(p, 'held_out_loss')})" for p in first]
+        lines.append([order, *cells])
+    return table([f"SM+R, from {top / 1e6:.1f} MB", *(f"at {budget / 1e6:.1f} MB" for budget in budgets)], lines)
+
+
 _TORTURE = (
     ("torture", "private, SEMI2K"),
     ("torture_cheetah", "private, [Cheetah](../benchmarks/results/torture_cheetah.json)"),

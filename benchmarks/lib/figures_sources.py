@@ -56,6 +56,7 @@ SOURCES: Mapping[str, Source] = {
     "exponentials": Made(runs.exponentials),
     "steps": Made(runs.steps),
     "steps-families": Made(runs.steps_of_families),
+    "search-norm-free": Made(runs.search_orders),
     "limits-server": Quoted(runs.limits_numbers),
     "evidence-settings": Made(evidence.settings),
     "evidence-trials": Made(evidence.trials),
