@@ -6,6 +6,7 @@ import ast
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -128,3 +129,12 @@ def test_words_of_the_command_line_are_those_that_were_typed(text: str) -> None:
 def test_words_that_are_not_utf8_are_refused() -> None:
     with pytest.raises(InputError, match=r"not UTF-8: h.udcf6her"):
         typed("höher".encode("latin-1").decode("ascii", "surrogateescape"))
+
+
+def test_every_benchmark_ends_through_the_one_place_that_opens_the_streams() -> None:
+    scripts = [
+        path for path in (ROOT / "benchmarks").glob("*.py") if '__name__ == "__main__"' in path.read_text("utf-8")
+    ]
+    without = [path.name for path in scripts if not re.search(r"\b(exit_code|main_of)\(", path.read_text("utf-8"))]
+    assert without == ["fit_squares.py"]  # it prints numbers alone
+    assert len(scripts) > 10

@@ -17,11 +17,15 @@ from aero_compile.commands.draft import add_draft, draft_of
 from aero_compile.commands.link import CLIENT_KEYWORDS, add_client, open_session
 from aero_compile.commands.options import positive
 from aero_compile.errors import InputError, OutOfRangeError
+from aero_compile.lengths import default_length
 from aero_compile.terminal import typed
 
 if TYPE_CHECKING:
     from aero_compile.runtime.generation.bill import Token
     from aero_compile.runtime.generation.session import Session
+
+MOST_TOKENS = 32
+"""Tokens that are generated where no number is given."""
 
 KEYWORDS = CLIENT_KEYWORDS | {"max_new_tokens": "--max-tokens"}
 SUMMARY = "text from a server's model, which learns nothing of it but its length"
@@ -35,8 +39,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--prompt", metavar="TEXT", help="text to go on with, or message (default: standard input, to its end)")
     add("--raw", action="store_true", help="go on with the prompt as it is, also where there is a chat template")
-    text = "tokens to generate, of an answer as many as there is room for (default: %(default)s)"
-    add("--max-tokens", type=positive, default=32, metavar="N", help=text)
+    text = f"tokens to generate, of an answer as many as there is room for (default: {MOST_TOKENS}, or what fits)"
+    add("--max-tokens", type=positive, metavar="N", help=text)
     text = "0 takes the likeliest token, 1 samples as the model has it (default: %(default)s)"
     add("--temperature", type=float, default=0.0, metavar="T", help=text)
     add("--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest tokens that have P together")
@@ -61,13 +65,14 @@ def run(args: argparse.Namespace) -> int:
             draft(session)
         for prompt in prompts if isinstance(prompts, list) else ():
             ids = _encoded(tokenizer, prompt) if dialog is None else Dialog(tokenizer).ask(prompt)
-            session.check(ids, args.max_tokens if dialog is None else 1)
+            session.check(ids, 1 if args.max_tokens is None or dialog is not None else args.max_tokens)
 
     with open_session(args, check) as session:
         writes = _Writes(session, tokenizer, args, choose, None if draft is None else draft(session))
         for prompt in prompts:
             if dialog is None:
-                writes.text(_encoded(tokenizer, prompt), args.max_tokens)
+                ids = _encoded(tokenizer, prompt)
+                writes.text(ids, args.max_tokens or default_length(session.most_new_tokens(len(ids)), MOST_TOKENS))
                 continue
             try:
                 writes.answer(dialog, prompt)
@@ -110,7 +115,7 @@ class _Writes:
         self._session, self._stop, self._most, self._how = (
             session,
             [*map(typed, args.stop)],
-            args.max_tokens,
+            args.max_tokens or MOST_TOKENS,
             (choose, guess),
         )
         self._raw = tokenizer.backend_tokenizer

@@ -6,7 +6,7 @@ import importlib
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -295,14 +295,19 @@ def under_recipe(model: TransformedModel, recipe: Recipe, context: int, calibrat
     """
     from aero_compile.pipeline import transform
 
+    check_history(map(str, model.history), recipe)
+    return transform(model, with_length(recipe, model.max_positions, context), calibration=calibration)
+
+
+def check_history(passes: Iterable[str], recipe: Recipe) -> None:
+    """Raise InputError for a model that has been through passes, as texts, that a recipe by name does not have."""
     own = {one.name for one in recipe.passes}
-    others = [str(one) for one in model.history if one.name not in own]
+    others = [text for text in passes if text.partition("{")[0] not in own]
     if recipe.label and others:  # a list of passes goes on from what there is; a label says what is left at last
         raise InputError(
             f"{recipe.label} cannot be made of a model that has been through {', '.join(others)} already: name the "
             "model that it was made of, or a list of passes that go on from it"
         )
-    return transform(model, with_length(recipe, model.max_positions, context), calibration=calibration)
 
 
 def check_context(context: int, positions: int | None) -> None:

@@ -21,7 +21,7 @@ from aero_compile.recipe.labels import plain_label
 from aero_compile.recipe.recipe import recipe_names, recipes, resolve
 from aero_compile.reporting.evaluate import estimated_row, private_row
 from aero_compile.reporting.report import Row, command_line
-from aero_compile.training.models import under_recipe
+from aero_compile.training.models import check_history, under_recipe
 from aero_compile.training.run_directory import versions
 from benchmarks.lib import paper
 
@@ -127,6 +127,8 @@ def tasks(args: argparse.Namespace) -> list[Task]:
         if is_artifact(model):
             if args.layers:
                 raise InputError(f"{model} is an artifact, which has its own layers: leave --layers out")
+            for name in names or ():
+                check_history(read_document(Path(model)).get("history", ()), resolve(name))
             recipes_here: list[str | None] = [*names] if names else [None]
             found += [Task(model, name, t, None) for t in _lengths(args, model) for name in recipes_here]
         elif args.estimate and args.compare and model == IN_PAPER:

@@ -150,3 +150,12 @@ def test_what_does_not_fit_is_refused_before_the_set_up(
     assert main([*arguments, *more]) == 2
     assert message in capsys.readouterr().err
     assert not decoder.steps
+
+
+def test_a_text_gets_no_more_tokens_than_fit_where_no_number_is_given(
+    asked: tuple[list[str], ClearDecoder], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, _ = asked
+    free = [word for word in arguments if word not in ("--max-tokens", "4")]
+    assert main([*free, "--raw", "--prompt", words([3] * (ROOM - 4))]) == 0
+    assert "5 generated" in capsys.readouterr().err
