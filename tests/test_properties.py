@@ -1,7 +1,7 @@
 """Properties that hold for every decoder: configurations and recipes are drawn at random, references are eager.
 
 A few examples run by default, the same every time. Many, new every time: `pytest -m slow tests/test_properties.py`,
-as many as AERO_COMPILE_EXAMPLES says (30).
+as many as AERO_COMPILE_EXAMPLES says (20).
 """
 
 from __future__ import annotations

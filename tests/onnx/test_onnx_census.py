@@ -279,7 +279,7 @@ def by_nan_to_num(m: Decoder, scores: str, weights: str) -> str:
 def by_signs(m: Decoder, scores: str, weights: str) -> str:
     weights = by_isnan(m, scores, weights)
     for sign in ("positive", "negative"):
-        other = {f"detect_{each}": int(each == sign) for each in ("positive", "negative")}
+        other: dict[str, Any] = {f"detect_{each}": int(each == sign) for each in ("positive", "negative")}
         weights = m.op("Where", m.op("IsInf", weights, **other), m.tensor(1.0), weights)
     return weights
 

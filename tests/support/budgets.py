@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-MANY = int(os.environ.get("AERO_COMPILE_EXAMPLES", "30"))
+MANY = int(os.environ.get("AERO_COMPILE_EXAMPLES", "20"))
 
 _calm: dict[str, Any] = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 few = functools.partial(settings, derandomize=True, phases=(Phase.explicit, Phase.generate), **_calm)
