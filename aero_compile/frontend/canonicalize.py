@@ -15,6 +15,8 @@ Before → after, in the order of the steps:
                                                                     (aero_compile.frontend.linear_norms)
     softmax(s)·m/Σ softmax(s)·m with a mask m of 0 and 1          → softmax of s where m is 1
                                                                     (aero_compile.frontend.renormalized)
+    softmax(cat([s, b]))[..., :-1]                                → attention_weights(s − b, "sink")
+                                                                    (aero_compile.frontend.sinks)
     linear(x, W) + b                                              → linear(x, W, b)
 
 Every rewrite preserves the function (to rounding; that of linear norms to a relative 10^-6). Casts between
@@ -35,6 +37,7 @@ from aero_compile.frontend.linear_norms import open_linear_norms
 from aero_compile.frontend.products import make_linears, take_up_biases
 from aero_compile.frontend.recognize import recognize
 from aero_compile.frontend.renormalized import mask_before_softmax
+from aero_compile.frontend.sinks import open_sinks
 from aero_compile.frontend.spellings import bound_fills, unify_spellings
 from aero_compile.frontend.writes import open_writes
 from aero_compile.ir.constants import mark_constants
@@ -52,6 +55,7 @@ _STEPS: tuple[Callable[[TransformedModel], object], ...] = (
     recognize,
     open_linear_norms,
     mask_before_softmax,
+    open_sinks,
     take_up_biases,
     mark_constants,
 )

@@ -21,6 +21,7 @@ from torch import Tensor, fx
 
 from aero_compile.frontend.norm_matching import drop_expansions, insert_norm, match_norm
 from aero_compile.frontend.pointwise import agree, classify, uniform_value
+from aero_compile.ir.attention_weights import SINK, attention_weights, softmax_with_sink
 from aero_compile.ir.dataflow import hidden_nodes, live_values
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.shapes import is_floating, node_values, sample_shape
@@ -237,8 +238,10 @@ def _classify(
     x = torch.randn((3,) * (entry.dim() - 1) + (width,), generator=generator, dtype=torch.float64)
     probes = [x, 37.0 * x + 1.0, 0.01 * x]
     results = [region.run(probe, standins) for probe in probes]
-    if _match_softmax(probes, results, shapes):
-        return ("softmax",)
+    if not shapes:
+        for name, function in _SOFTMAXES.items():
+            if all(agree(r, function(p, -1)) for p, r in zip(probes, results, strict=True)):
+                return (name,)
     written = [a for node in region.nodes for a in (*node.args, *node.kwargs.values()) if isinstance(a, float)]
     norm = match_norm(lambda probe: region.run(probe, standins), written, list(standins.values()), x)
     return None if norm is None else ("norm", norm, shapes)
@@ -254,9 +257,8 @@ def _classify_pointwise(region: Region, constants: Mapping[fx.Node, float | None
     return found and ("activation", *found)
 
 
-def _match_softmax(probes: Sequence[Tensor], results: Sequence[Tensor], shapes: tuple[tuple[int, ...], ...]) -> bool:
-    same = all(agree(r, torch.softmax(p, -1)) for p, r in zip(probes, results, strict=True))
-    return same and not shapes
+_SOFTMAXES = {"softmax": torch.softmax, "sink": softmax_with_sink}
+"""What arithmetic along rows may compute, beside norms."""
 
 
 def _builder(description: tuple[Any, ...], region: Region, width: int) -> Build:
@@ -265,6 +267,8 @@ def _builder(description: tuple[Any, ...], region: Region, width: int) -> Build:
     def build(rewriter: Rewriter, entry: fx.Node) -> fx.Node:
         if kind == "softmax":
             return rewriter.call(aten.softmax.int, entry, -1)
+        if kind == "sink":
+            return rewriter.call(attention_weights, entry, -1, *SINK)
         if kind == "norm":
             norm, shapes = details
             return insert_norm(rewriter, entry, norm, dict(zip(region.constants, shapes, strict=True)), width)
