@@ -257,7 +257,7 @@ def _classify_pointwise(region: Region, constants: Mapping[fx.Node, float | None
     return found and ("activation", *found)
 
 
-_SOFTMAXES = {"softmax": torch.softmax, "sink": softmax_with_sink}
+_SOFTMAXES: Mapping[str, Callable[[Tensor, int], Tensor]] = {"softmax": torch.softmax, "sink": softmax_with_sink}
 """What arithmetic along rows may compute, beside norms."""
 
 

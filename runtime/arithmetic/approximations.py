@@ -163,10 +163,8 @@ def squares_for(name: str, tolerance: float) -> int:
 def left_over(name: str, t: Array) -> tuple[Array, ...]:
     """Return each f(t) for t ≥ 0: what is left of relu(x), or of a limit, at distance t from 0 (float64)."""
     function = _FUNCTIONS[name]
-    if function.straight:
-        return (np.asarray(function.exact(-t) - function.low),)
     if function.low is not None:
-        return (np.asarray(1.0 - function.exact(t)),)
+        return (np.asarray(function.exact(-t) - function.low if function.straight else 1.0 - function.exact(t)),)
     sides = (-function.exact(-t), t - function.exact(t))
     return tuple(map(np.asarray, sides[-function.sides :]))
 

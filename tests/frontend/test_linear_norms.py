@@ -56,7 +56,7 @@ def test_the_error_is_the_one_stated(deviation: float, eps: float) -> None:
 
     def difference(m: Any, x: Tensor) -> Tensor:
         normal: Tensor = F.layer_norm(row(m, x), x.shape[-1:], None, None, eps)
-        return normal * eps**0.5 / max(deviation, 1.0)
+        return normal * float(eps**0.5 / max(deviation, 1.0))
 
     bound = 1.01 * deviation**2 / (2 * eps) * 12**0.5
     canonical(difference, approximately=30 * bound + 1e-9)

@@ -23,7 +23,8 @@ Weigh = Callable[[Any, Tensor], Tensor]
 
 
 def _column(model: Any, scores: Tensor) -> Tensor:
-    return model.sinks.reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[-2], 1)
+    sinks: Tensor = model.sinks
+    return sinks.reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[-2], 1)
 
 
 def _less_maximum(x: Tensor) -> Tensor:
@@ -80,7 +81,7 @@ def test_large_scores_and_sinks() -> None:
 
 def test_sinks_are_trained() -> None:
     model = aero_compile.transform(_decoder(SPELLED["gpt-oss"]), "baseline")
-    logits_of(model(tokens(2, 9, vocab=30))).square().sum().backward()
+    torch.autograd.backward(logits_of(model(tokens(2, 9, vocab=30))).square().sum())
     gradient = model.get_parameter("sinks").grad
     assert gradient is not None
     assert bool((gradient != 0).all())
