@@ -130,7 +130,9 @@ def exponential_unit(x: Any, alpha: float = 1.0, rate: float = 1.0, tolerance: f
     import jax.numpy as jnp
 
     positive, rectified, left = _parts("elu", x, tolerance, rate)
-    return rectified + scale(jnp.where(positive, 0.0, left - 1.0), alpha)
+    below = left - 1.0
+    # Both choices by one bit are of a value or 0: else the compiler prepares the bit, which parties do not run.
+    return rectified + scale(below + jnp.where(positive, -below, 0.0), alpha)
 
 
 def _parts(name: str, x: Any, tolerance: float, rate: float) -> tuple[Any, Any, Any]:
