@@ -21,6 +21,8 @@ Before → after, in the order of the steps:
                                                                     (aero_compile.frontend.linear_norms)
     softmax(s)·m/Σ softmax(s)·m with a mask m of 0 and 1          → softmax of s where m is 1
                                                                     (aero_compile.frontend.renormalized)
+    softmax(cat([s, b]))[..., :-1]                                → attention_weights(s − b, "sink")
+                                                                    (aero_compile.frontend.sinks)
     var, std, logsumexp that are left                             → their parts
     linear(x, W) + b                                              → linear(x, W, b)
 
@@ -46,6 +48,7 @@ from aero_compile.frontend.linear_norms import open_linear_norms
 from aero_compile.frontend.products import make_linears, take_up_biases
 from aero_compile.frontend.recognize import recognize
 from aero_compile.frontend.renormalized import mask_before_softmax
+from aero_compile.frontend.sinks import open_sinks
 from aero_compile.frontend.spellings import bound_fills, unify_spellings
 from aero_compile.frontend.writes import open_writes
 from aero_compile.ir.constants import mark_constants
@@ -67,6 +70,7 @@ _STEPS: tuple[Callable[[TransformedModel], object], ...] = (
     recognize,
     open_linear_norms,
     mask_before_softmax,
+    open_sinks,
     open_statistics,
     take_up_biases,
     mark_constants,

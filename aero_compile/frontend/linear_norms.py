@@ -12,6 +12,7 @@ of float32), others by the square of their deviation less or more.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -49,14 +50,17 @@ def open_linear_norms(model: TransformedModel) -> int:
     return found
 
 
-_DEFAULTS = {aten.layer_norm.default: (None, None, 1e-5), aten.rms_norm.default: (None, None)}
+_DEFAULTS: Mapping[Any, tuple[float | None, ...]] = {
+    aten.layer_norm.default: (None, None, 1e-5),
+    aten.rms_norm.default: (None, None),
+}
 """What the last arguments of a norm are where they are not given."""
 
 
 def _arguments(node: fx.Node) -> tuple[Any, list[int], Any, Any, float | None]:
     """Input, shape, gain, bias and eps of a norm."""
-    x, shape, *rest = node.args
+    given: tuple[Any, ...] = node.args
+    x, shape, *rest = given
     defaults = _DEFAULTS[node.target]
     weight, *bias, eps = (*rest, *defaults[len(rest) :])[: len(defaults)]
-    assert isinstance(shape, list | tuple)
     return x, list(shape), weight, bias[0] if bias else None, eps

@@ -27,6 +27,7 @@ from torch import Tensor, fx
 from aero_compile.frontend.norm_matching import drop_expansions, insert_norm, match_norm
 from aero_compile.frontend.pointwise import Classified, agree, classify, uniform_value
 from aero_compile.frontend.replacement import Build, Region, Replacement, edge_numbers, edge_rows, hidden_rows
+from aero_compile.ir.attention_weights import SINK, attention_weights, softmax_with_sink
 from aero_compile.ir.dataflow import hidden_nodes, live_values
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.shapes import is_floating, node_values, sample_shape
@@ -233,10 +234,10 @@ def _classify(
     }
     x = torch.randn((3,) * (entry.dim() - 1) + entry.shape[-1:], generator=generator, dtype=torch.float64)
     build, probes = _row_function(region, standins, x), [x, *edge_rows(x)]
-    if build is _softmax:
-        probes += hidden_rows(x)
     if build is None:
         return None
+    if build in (_softmax, _softmax_with_sink):
+        probes += hidden_rows(x)
     replacement = Replacement(region, build)
     return build if all(replacement.agrees([probe], standins) for probe in probes) else None
 
@@ -245,14 +246,26 @@ def _softmax(rewriter: Rewriter, entries: Sequence[fx.Node], constants: Sequence
     return rewriter.call(aten.softmax.int, entries[0], -1)
 
 
+def _softmax_with_sink(rewriter: Rewriter, entries: Sequence[fx.Node], constants: Sequence[fx.Node]) -> fx.Node:
+    return rewriter.call(attention_weights, entries[0], -1, *SINK)
+
+
+_SOFTMAXES: Mapping[Build, Callable[[Tensor, int], Tensor]] = {
+    _softmax: torch.softmax,
+    _softmax_with_sink: softmax_with_sink,
+}
+
+
 def _row_function(region: Region, standins: Mapping[fx.Node, Tensor], x: Tensor) -> Build | None:
     """The softmax or norm that a region may be, as far as random rows tell."""
 
     def run(probe: Tensor) -> Any:
         return region.run(probe, constants=standins)
 
-    if not standins and all(agree(run(probe), torch.softmax(probe, -1)) for probe in (x, 37.0 * x + 1.0, 0.01 * x)):
-        return _softmax
+    scores = () if standins else (x, 37.0 * x + 1.0, 0.01 * x)
+    for build, function in _SOFTMAXES.items():
+        if scores and all(agree(run(probe), function(probe, -1)) for probe in scores):
+            return build
     written = [a for node in region.nodes for a in (*node.args, *node.kwargs.values()) if isinstance(a, float)]
     by_mean = not any(_kind(node) in _LENGTHS for node in region.nodes)
     norm = match_norm(run, written, list(standins.values()), x, by_mean)

@@ -67,8 +67,9 @@ def _is_sum(node: Any, of: fx.Node) -> bool:
         node = node.args[0]
     if not isinstance(node, fx.Node) or node.target not in _SUMS or node.args[0] is not of or node.kwargs:
         return False
-    arguments = node.args[1:] if node.target is aten.sum.dim_IntList else node.args[2:]
-    is_total = node.target is aten.sum.dim_IntList or node.args[1] == 1
+    is_sum = node.target is aten.sum.dim_IntList
+    arguments: Any = node.args[1 if is_sum else 2 :]
+    is_total = is_sum or (isinstance(node.args[1], int | float) and node.args[1] == 1)
     return is_total and len(of.users) == 2 and list(arguments[0]) == [-1] and arguments[1:] == (True,)
 
 
@@ -76,7 +77,8 @@ def _hidden(
     model: TransformedModel, rewriter: Rewriter, masked: fx.Node, softmax: fx.Node, values: dict[fx.Node, Any]
 ) -> fx.Node | None:
     """Truth values of the entries that `masked` makes 0, or None where it does something else."""
-    call, (first, *rest) = rewriter.call, masked.args
+    arguments: tuple[Any, ...] = masked.args
+    call, (first, *rest) = rewriter.call, arguments
     if masked.target is aten.mul.Tensor:
         mask = rest[0] if first is softmax else first
         return call(aten.eq.Scalar, mask, 0) if _is_binary(model, mask, values) else None

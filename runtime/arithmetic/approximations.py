@@ -130,7 +130,9 @@ def exponential_unit(x: Any, alpha: float = 1.0, rate: float = 1.0, tolerance: f
     import jax.numpy as jnp
 
     positive, rectified, left = _parts("elu", x, tolerance, rate)
-    return rectified + scale(jnp.where(positive, 0.0, left - 1.0), alpha)
+    below = left - 1.0
+    # Both choices by one bit are of a value or 0: else the compiler prepares the bit, which parties do not run.
+    return rectified + scale(below + jnp.where(positive, -below, 0.0), alpha)
 
 
 def _parts(name: str, x: Any, tolerance: float, rate: float) -> tuple[Any, Any, Any]:
@@ -163,10 +165,8 @@ def squares_for(name: str, tolerance: float) -> int:
 def left_over(name: str, t: Array) -> tuple[Array, ...]:
     """Return each f(t) for t ≥ 0: what is left of relu(x), or of a limit, at distance t from 0 (float64)."""
     function = _FUNCTIONS[name]
-    if function.straight:
-        return (np.asarray(function.exact(-t) - function.low),)
     if function.low is not None:
-        return (np.asarray(1.0 - function.exact(t)),)
+        return (np.asarray(function.exact(-t) - function.low if function.straight else 1.0 - function.exact(t)),)
     sides = (-function.exact(-t), t - function.exact(t))
     return tuple(map(np.asarray, sides[-function.sides :]))
 

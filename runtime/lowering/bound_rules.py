@@ -196,6 +196,9 @@ def _weights(values: Values, node: fx.Node, given: Mapping[str, Any]) -> Bound:
     if given["kind"] == "sigmoid":
         _scaled_scores(values, node)
         return Bound(0.0, SLACK)
+    if given["kind"] == "sink":
+        _scaled_scores(values, node)
+        return Bound(0.0, SLACK, SLACK, math.inf, SLACK)
     most = _largest_power(values, node, given)
     return Bound(0.0, SLACK * most, total=SLACK * most) if given["kind"] == "relu" else Bound(0.0, SLACK, total=SLACK)
 

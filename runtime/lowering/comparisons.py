@@ -34,8 +34,10 @@ SET_UP_BYTES = {"cheetah": 2_946_000, "semi2k": 0}
 """What the second runtime exchanges once, both ways, on two cores (measured): its oblivious transfers."""
 
 _ONCE = ("relu", "leaky_relu", "prelu", "abs")
-_TWICE = ("gelu", "silu", "mish", "softplus", "log_sigmoid", "elu", "selu", "celu", "sigmoid", "tanh")
-_TWICE += ("hardswish", "hardsigmoid", "hardshrink", "softshrink")
+_TWICE = (
+    *("gelu", "silu", "mish", "softplus", "log_sigmoid", "elu", "selu", "celu", "sigmoid", "tanh"),
+    *("hardswish", "hardsigmoid", "hardshrink", "softshrink"),
+)
 
 _COMPARED = {
     **dict.fromkeys((*_ONCE, *_TWICE), ("x",)),
@@ -70,7 +72,7 @@ def comparisons(node: fx.Node, shape: tuple[int, ...], mask: Masked | None, chos
     if mask.allowed is not None:
         size = int(np.broadcast_to(mask.allowed, shape).sum())
     if chosen is None:
-        return size * {"relu": 1, "sigmoid": 2}.get(str(node.args[2]), 0)
+        return size * {"relu": 1, "sigmoid": 2, "sink": 3}.get(str(node.args[2]), 0)
     rows = math.prod(shape[:-1])
     clamped = math.isinf(chosen.widest)
     return size * (2 if clamped else 1) + rows * max(1, shape[-1] - 1).bit_length()

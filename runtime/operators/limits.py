@@ -274,7 +274,7 @@ MEAN_POWER = "mean of a row's powers, and eps"
 
 
 def _attention_weights(form: Format, given: Mapping[str, Any], public: Collection[str]) -> tuple[Quantity, ...]:
-    if given["kind"] == "sigmoid":
+    if given["kind"] in ("sigmoid", "sink"):
         return ()
     arguments = given["kind"], given["power"], given["scale"], given["shift"]
 

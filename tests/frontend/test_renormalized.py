@@ -61,7 +61,7 @@ def test_probabilities_of_all_sizes() -> None:
     sources = {name: _decoder(SPELLED[name]) for name in ("float mask", "tril")}
     for source in sources.values():
         with torch.no_grad():
-            source.qkv[0].weight.mul_(6)
+            source.get_parameter("qkv.0.weight").mul_(6)
         same_function(source, tolerance=1e-9)
 
 

@@ -91,7 +91,7 @@ def test_a_smaller_error_never_costs_less(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_left_over_vanishes_at_infinity(name: str) -> None:
     t = np.linspace(0, 60, 601)
-    limits = {"sigmoid": (0.0, 1.0), "tanh": (-1.0, 1.0), "elu": (-1.0, t)}.get(name, (0.0, t))
+    limits: tuple[Any, Any] = {"sigmoid": (0.0, 1.0), "tanh": (-1.0, 1.0), "elu": (-1.0, t)}.get(name, (0.0, t))
     below, *above = left_over(name, t)
     assert all(f[-1] == pytest.approx(0.0, abs=1e-15) for f in (below, *above))
     low = limits[0] - below if name not in ("sigmoid", "tanh", "elu") else limits[0] + below
