@@ -114,13 +114,16 @@ class _Rows:
             return
         call = self.at(node).call
         if self.values[mask].dtype == torch.bool:
-            empty = call(aten.logical_not.default, call(aten.any.dim, mask, -1, True))
+            empty: fx.Node | None = call(aten.logical_not.default, call(aten.any.dim, mask, -1, True))
         else:
             probe = self._with_infinities(node, mask)
             empty = None if probe is None else call(aten.all.dim, call(aten.isneginf.default, probe), -1, True)
         if empty is None or not self._is_ever_true(empty):
             return
-        rows = self._sizes(call, node.args[0])[0], self._sizes(call, node.args[1])[0]
+        queries, keys = node.args[:2]
+        assert isinstance(queries, fx.Node)
+        assert isinstance(keys, fx.Node)
+        rows = self._sizes(call, queries)[0], self._sizes(call, keys)[0]
         shown = self._shown(call, mask, self._own(call, rows, empty))
         node.args = tuple(shown if arg is mask else arg for arg in node.args)
         node.kwargs = {name: shown if arg is mask else arg for name, arg in node.kwargs.items()}
@@ -132,7 +135,7 @@ class _Rows:
                 return False
             found = self._evaluate(self._needed(value), 2)
             return isinstance(found, Tensor) and not bool(found.any())
-        return value == 0
+        return bool(value == 0)
 
     def _softmax_above(self, node: fx.Node) -> fx.Node | None:
         """The softmax of which a value is a copy, or whose rows mix what it is a copy of."""
@@ -244,7 +247,7 @@ class _Rows:
         length = call(aten.sym_size.int, tokens, 1)
         sampled = int(self.values[tokens].shape[1])
         rows, columns = map(int, self.values[node].shape[-2:])
-        return tuple(call(operator.add, length, size - sampled) for size in (rows, columns))  # type: ignore[return-value]
+        return tuple(call(operator.add, length, size - sampled) for size in (rows, columns))
 
     def _own(self, call: Any, sizes: tuple[Any, Any], empty: fx.Node) -> fx.Node:
         """Where an empty row is at its own column; columns in front of those of tokens are a prefix's."""

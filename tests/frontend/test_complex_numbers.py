@@ -47,7 +47,7 @@ STEPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "conjugate": lambda z, w: z.conj() * w.conj(),
     "negative": lambda z, w: -z,
     "moved": lambda z, w: z.transpose(0, 1).unsqueeze(0).squeeze(0).transpose(0, 1).roll(1, -1),
-    "parts": lambda z, w: torch.cat([z.split(2, -1)[1], z[..., :2], z[..., 4:] * w[4:]], -1),
+    "parts": lambda z, w: torch.cat([z[..., 2:4], z[..., :2], z[..., 4:] * w[4:]], -1),
     "joined with real ones": lambda z, w: torch.stack([z, w.real.expand_as(z) + 0j], 0).sum(0),
     "picked": lambda z, w: z[..., [2, 0, 1, 5, 4, 3]],
     "summed": lambda z, w: z + z.sum(-1, keepdim=True) / WIDTH,

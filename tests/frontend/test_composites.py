@@ -124,9 +124,8 @@ def test_any_padding(widths: list[int], mode: str) -> None:
 @few(max_examples=8)
 def test_any_groups(groups: int, weights: bool, eps: float) -> None:
     def function(m: Any, x: Tensor) -> Tensor:
-        return F.group_norm(
-            x.reshape(-1, 12), groups, *((m.bias, m.bias + 1) if weights else (None, None)), eps
-        ).view_as(x)
+        gain, bias = (m.bias, m.bias + 1) if weights else (None, None)
+        return F.group_norm(x.reshape(-1, 12), groups, gain, bias, eps).view_as(x)
 
     _known(function)
 

@@ -1,0 +1,116 @@
+"""Models of transformers whose Python code stands in the way of a capture, and examples that give one tensor twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import aero_compile
+from aero_compile.errors import UnsupportedModelError
+from tests.support.small_decoder import Small
+from tests.support.tiny_models import randomize, tokens
+
+transformers = pytest.importorskip("transformers")
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 37,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "pad_token_id": 0,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 24,
+}
+
+
+def _same(model: torch.nn.Module, lengths: tuple[int, ...] = (5, 24), tolerance: float = 1e-5) -> None:
+    result = aero_compile.transform(model.eval(), "baseline").eval()
+    for length in lengths:
+        ids = tokens(2, length, vocab=37)
+        with torch.no_grad():
+            torch.testing.assert_close(result(ids).logits, model(ids).logits, rtol=0, atol=tolerance)
+
+
+def _rotary(kind: str) -> Any:
+    parameters: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
+    if kind in ("yarn", "llama3", "longrope"):
+        parameters["original_max_position_embeddings"] = 12
+    if kind == "llama3":
+        parameters |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    if kind == "longrope":
+        parameters |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    config = transformers.LlamaConfig(**SIZES, rope_parameters=parameters)
+    return randomize(transformers.LlamaForCausalLM(config))
+
+
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("linear", "yarn", "llama3", "longrope")]
+
+
+@pytest.mark.parametrize("kind", ["dynamic", *SLOW])
+def test_every_kind_of_scaled_rotary_embedding(kind: str) -> None:
+    _same(_rotary(kind))
+
+
+def test_dynamic_angles_are_those_of_short_texts_whatever_ran_before() -> None:
+    model = _rotary("dynamic").eval()
+    with torch.no_grad():
+        model(tokens(1, 40, vocab=37))  # longer than it was trained for: its angles change
+    before = model.model.rotary_emb.inv_freq.clone()
+    _same(model)
+    assert model.model.rotary_emb.rope_type == "dynamic"
+    assert not torch.equal(before, model.model.rotary_emb.inv_freq), "the source itself goes back for a short text"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sparse", [False, True])
+def test_gemma_3n_is_captured(sparse: bool) -> None:
+    """Its coefficients are clipped in training, which does nothing; it has gates of its own for sparse layers."""
+    config = transformers.Gemma3nTextConfig(
+        **SIZES | {"num_hidden_layers": 2},
+        head_dim=8,
+        vocab_size_per_layer_input=37,
+        hidden_size_per_layer_input=8,
+        altup_num_inputs=2,
+        laurel_rank=4,
+        num_kv_shared_layers=0,
+        layer_types=["sliding_attention", "full_attention"],
+        activation_sparsity_pattern=[0.9 * sparse, 0.0],
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    _same(model, (5, 24), 1e-4)
+    with torch.no_grad():
+        model.model.layers[0].altup.prediction_coefs.weight[0, 0] = 1e3
+    with pytest.raises(UnsupportedModelError):
+        aero_compile.transform(model, "baseline")
+
+
+def test_flex_attention_is_refused_with_the_way_out() -> None:
+    model = transformers.LlamaForCausalLM._from_config(
+        transformers.LlamaConfig(**SIZES), attn_implementation="flex_attention"
+    )
+    with pytest.raises(UnsupportedModelError, match=r'flex_attention.*attn_implementation="eager"'):
+        aero_compile.transform(model, "baseline")
+
+
+class _WithLoss(Small):
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Any:
+        logits = super().forward(idx)
+        return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("form", ["dict", "tuple"])
+def test_one_tensor_is_given_as_tokens_and_as_targets(form: str) -> None:
+    model, ids, other = randomize(_WithLoss()).eval(), tokens(2, 9, vocab=30), tokens(3, 7, vocab=30)
+    example = {"idx": ids, "targets": ids} if form == "dict" else (ids, ids)
+    result = aero_compile.transform(model, "baseline", example_inputs=example).eval()
+    targets = other.flip(-1)
+    with torch.no_grad():
+        for found, wanted in zip(result(other, targets), model(other, targets), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
+        assert result(other)[1] is None
