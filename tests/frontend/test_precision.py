@@ -164,7 +164,7 @@ def test_captured_in_half_and_computed_in_float64_nothing_narrow_is_left() -> No
 
 
 class _Complex(nn.Module):
-    """Rotary positions as complex numbers, which half precision has none of."""
+    """Exponentials of complex numbers, which half precision has none of and which are not opened."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class _Complex(nn.Module):
     def weights(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
         angles = torch.outer(torch.arange(q.shape[-2]).float(), torch.ones(q.shape[-1] // 2))
         turns = torch.polar(torch.ones_like(angles), angles)
-        q, k = (torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2)) * turns for x in (q, k))
+        q, k = (torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2)).mul(turns).exp() for x in (q, k))
         left, right = (torch.view_as_real(x).flatten(-2) for x in (q, k))
         return _plain(left, right, mask).to(torch.bfloat16)
 
