@@ -10,6 +10,7 @@ from typing import Any
 from aero_compile.errors import AeroError, InputError, first_line
 from aero_compile.frontend.canonicalize import canonicalize
 from aero_compile.ir.call_convention import CallConvention
+from aero_compile.lengths import default_length
 from aero_compile.model import TransformedModel
 from aero_compile.onnx.file_nodes import (
     inputs_of,
@@ -19,14 +20,11 @@ from aero_compile.onnx.file_nodes import (
 from aero_compile.onnx.importer import Importer
 from aero_compile.quiet import quiet
 
-DEFAULT_LENGTH = 128
-"""Tokens at which a file is read that takes any number of them."""
-
 
 def read_decoder(path: str | os.PathLike[str], seq_len: int | None = None) -> TransformedModel:
     """A canonical model for tokens `[B, seq_len]` (B as the file says, else 1), fit for looking at, not for running.
 
-    Without `seq_len` the length is the one the file is fixed to, or `DEFAULT_LENGTH`, or the most it takes.
+    Without `seq_len` the length is the one the file is fixed to, or `default_length`, or the most it takes.
 
     Raises:
         InputError: no such file, a damaged one, or one that cannot take `seq_len` tokens.
@@ -35,9 +33,8 @@ def read_decoder(path: str | os.PathLike[str], seq_len: int | None = None) -> Tr
     file = Path(path)
     proto = _load(file)
     noted = {entry.key: entry.value for entry in proto.metadata_props}.get("aero_compile.max_positions", "")
-    if seq_len is None:
-        most = int(noted) if noted.isdecimal() else DEFAULT_LENGTH
-        seq_len = _fixed_length(proto, file) or min(most, DEFAULT_LENGTH)
+    asked = seq_len or _fixed_length(proto, file)
+    seq_len = asked or default_length(int(noted) if noted.isdecimal() else None)
     if noted.isdecimal() and seq_len > int(noted):
         raise InputError(f"{file} takes sequences of at most {noted} tokens, not {seq_len}")
     try:
@@ -48,6 +45,8 @@ def read_decoder(path: str | os.PathLike[str], seq_len: int | None = None) -> Tr
         shorter = next((n for n in (8, 2) if n < seq_len), None)
         if shorter is None or _fails(proto, file, shorter):
             raise
+        if asked is None:
+            return _convert(proto, file, _longest(proto, file, shorter, seq_len))
         raise InputError(f"{file} cannot take sequences of {seq_len} tokens: {error}") from error
 
 
@@ -85,6 +84,14 @@ def _load(file: Path) -> Any:
         return onnx.inliner.inline_local_functions(proto) if proto.functions else proto
     except Exception as error:
         raise InputError(f"{file} is damaged: its functions cannot be inlined: {first_line(error)[:200]}") from error
+
+
+def _longest(proto: Any, file: Path, fits: int, over: int) -> int:
+    """The most tokens that a file takes which takes `fits` and not `over`: of its table of positions."""
+    while over - fits > 1:
+        middle = (fits + over) // 2
+        fits, over = (fits, middle) if _fails(proto, file, middle) else (middle, over)
+    return fits
 
 
 def _convert(proto: Any, file: Path, seq_len: int) -> TransformedModel:

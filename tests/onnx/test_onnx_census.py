@@ -609,6 +609,10 @@ def test_too_long_for_the_positions(tmp_path: Path) -> None:
         onnx_census(path, POSITIONS + 1)
 
 
+def test_the_default_length_is_within_the_positions(tmp_path: Path) -> None:
+    assert onnx_census(saved(decoder(), tmp_path)).seq_len == POSITIONS < 128
+
+
 def test_attention_that_looks_ahead(tmp_path: Path) -> None:
     model = decoder(lambda m, x: m.attention(x, causal=False))
     with pytest.raises(UnsupportedModelError, match="not causal"):
