@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import io
 import json
 import os
@@ -66,7 +67,8 @@ def open_streams() -> None:
         if stream is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - for the process's life
         elif isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors=_HANDLER if mode == "w" else "surrogateescape")  # `typed` reads the latter
+            with contextlib.suppress(io.UnsupportedOperation):  # standard input that has been read from stays as it is
+                stream.reconfigure(errors=_HANDLER if mode == "w" else "surrogateescape")  # `typed` reads the latter
 
 
 def discard(stream: TextIO) -> None:
