@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -84,7 +85,8 @@ def run(folder: Path, root: Path, *options: str) -> str:
     settings = "[pytest]\npythonpath = .\naddopts = --import-mode=importlib -m 'not slow'\nmarkers = slow\n"
     (folder / "pytest.ini").write_text(settings)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -298,7 +298,8 @@ add sub rsub mul neg abs square relu leaky_relu prelu gelu silu sigmoid tanh max
 hardtanh hardswish hardsigmoid hardshrink softshrink mish selu log_sigmoid
 masked_fill where sum mean amax amin gt lt ge le linear matmul embedding softmax
 reshape flatten unflatten transpose t permute unsqueeze squeeze expand expand_as repeat repeat_interleave
-slice select index cat stack split split_with_sizes chunk unbind alias detach to _to_copy type_as
+slice select index index_select constant_pad_nd flip roll cat stack split split_with_sizes chunk unbind
+alias detach to _to_copy type_as
 """
 
 LIMITS: dict[str, Row] = {

@@ -118,7 +118,7 @@ def test_missing_empty_and_unreadable_data(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     message = error_of("someone/some-set")
     assert "neither a local file" in message
-    assert "no network" in message
+    assert "the Hugging Face Hub does not answer" in message
 
 
 def test_hub_dataset_with_its_own_validation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 CLOSER = {"softmax": 4.5e-4, "activation": 2e-4, "exp": 5e-4, "reciprocal": 5e-5, "root": 2e-4, "log": 5e-5}
 FUNCTIONS = {
     "softmax": ("softmax",),
-    "activation": ("gelu", "gelu_tanh", "silu", "sigmoid", "tanh"),
+    "activation": ("gelu", "gelu_tanh", "silu", "sigmoid", "tanh", "softplus", "elu", "mish"),
     "exp": ("exp",),
     "reciprocal": ("reciprocal",),
     "root": ("rsqrt", "sqrt"),

@@ -77,7 +77,11 @@ def _party(sent: int, received: int, seconds: float, revealed: int) -> dict[str,
     ]
     run = {"seconds": seconds, "steps": steps, "revealed_bytes": revealed, "openings": 1, "wire": [0, 500]}
     cold = {**run, "seconds": seconds * 3}
-    return {"setup": {"seconds": 0.5, "wire": [0, 50]}, "runs": [cold, run], "versions": {"spu": "x"}}
+    return {
+        "setup": {"seconds": 0.5, "wire": [0, 50], "bytes": 100, "messages": 4},
+        "runs": [cold, run],
+        "versions": {"spu": "x"},
+    }
 
 
 def test_combining_two_parties() -> None:
@@ -98,6 +102,7 @@ def test_combining_two_parties() -> None:
     assert bill.wire_bytes == 1000
     assert bill.cold_seconds == 4.5 + 0.5
     assert bill.cold_bytes == bill.bytes + 100
+    assert bill.cold_messages == bill.messages + 4
     assert [row["op"] for row in bill.per_op] == ["softmax", "linear", "reveal"]
     assert bill.per_op[0]["count"] == 2
     assert [row["bytes"] for row in bill.per_step] == [30, 2, 30]

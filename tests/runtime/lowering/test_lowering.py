@@ -32,12 +32,23 @@ def test_operator_equals_pytorch(name: str) -> None:
     np.testing.assert_allclose(in_jax(model), expected(model), rtol=0, atol=EXACT)
 
 
+COMPUTED_BY = {
+    "log_sigmoid": ("softplus", 1.0),
+    "selu": ("elu", 1.0507 * 1.6733),
+    "celu": ("elu", 1.501),
+    "expm1": ("exp", 1.0),
+    "exp2": ("exp", 1.0),
+    "log1p": ("log", 1.0),
+}
+"""Operators that have no row of errors of their own: the one that they are computed by, and what its error is times (its grid is another one)."""
+
+
 @pytest.mark.parametrize("name", cases.APPROXIMATED)
 def test_approximated_operator_stays_within_its_formula_error(name: str) -> None:
     model = cases.APPROXIMATED[name].build((4, 64, 8))
-    bound = approximations()[name].formula_error
-    assert bound is not None
-    assert np.abs(in_jax(model, exact=False) - expected(model)).max() <= bound + EXACT
+    function, factor = COMPUTED_BY.get(name, (name, 1.0))
+    bound = approximations()[function].formula_error or 0.0  # SPU's own logarithm errs in fixed point alone
+    assert np.abs(in_jax(model, exact=False) - expected(model)).max() <= factor * bound + EXACT
 
 
 @settings(max_examples=25, deadline=None)
