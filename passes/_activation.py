@@ -16,6 +16,7 @@ from aero_compile.analysis.parts import Activation, FeedForward
 from aero_compile.analysis.structure import require_ffns
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.graph_pass import PassResult
+from aero_compile.ir.dataflow import ancestors
 from aero_compile.ir.ops import ACTIVATIONS
 from aero_compile.ir.places import place
 from aero_compile.ir.rewriter import Rewriter
@@ -47,6 +48,8 @@ def ffn_activations(model: TransformedModel, name: str) -> list[tuple[FeedForwar
                 "gate computes as one factor, such as u * (g * sigmoid(g))"
             )
     inside = {node for _, activation in found for node in activation.nodes}
+    for ffn in structure.ffns:  # bounds of a gate's branches, which are no activations
+        inside |= ancestors([ffn.output], structure.live - set(ffn.inputs))
     for node in structure.values:
         kind = ACTIVATIONS.get(node.target) if node in structure.live - inside else None
         if kind not in (None, *_GATES):

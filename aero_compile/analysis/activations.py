@@ -9,12 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import fx
 
-from aero_compile.analysis.block_ops import BOUNDS, PARTS, POWERS
+from aero_compile.analysis.block_ops import BOUNDS, EXTREMA, PARTS, POWERS
 from aero_compile.analysis.parts import Activation, nonlinear_kind
-from aero_compile.errors import UnsupportedGraphError
 from aero_compile.ir.dataflow import ancestors, live_inputs
-from aero_compile.ir.ops import SCALES
-from aero_compile.ir.places import place
+from aero_compile.ir.ops import SCALES, SUMS, facts
 
 aten = torch.ops.aten
 
@@ -22,8 +20,8 @@ aten = torch.ops.aten
 def find_activations(inside: Sequence[fx.Node], live: set[fx.Node]) -> Iterator[Activation]:
     """Nonlinear element-wise regions of an FFN: for each part of an in-projection, what it alone goes through.
 
-    A gate and the values it multiplies are different parts, also where one linear layer computes both. Bounds of a part
-    that is multiplied by another one (`(clamp(u, −7, 7) + 1)·f(g)`, gpt-oss) are no activation.
+    A gate and the values it multiplies are different parts, also where one linear layer computes both. In a gated FFN
+    bounds are no activation (gpt-oss: `(clamp(u, −7, 7) + 1)·f(min(g, 7))`): they stay where they are.
     """
     within = set(inside)
     above = {node: ancestors([node], within) for node in inside}
@@ -32,16 +30,37 @@ def find_activations(inside: Sequence[fx.Node], live: set[fx.Node]) -> Iterator[
         parents = [origins[parent] for parent in node.all_input_nodes if parent in within]
         starts = node.target is aten.linear.default or node.target in PARTS or not parents
         origins[node] = frozenset({node}) if starts else frozenset.union(*parents)
+    products = [node for node in inside if len(origins[node]) > 1 and _multiplies(node, live)]
     for origin in [node for node in inside if origins[node] == {node}]:
         own = {node for node in inside if origins[node] == {origin}}
         nonlinear = [node for node in own - {origin} if _is_nonlinear(node, live)]
-        products = [node for node in inside if origin in origins[node] and len(origins[node]) > 1]
-        products = [node for node in products if node.target in SCALES and len(live_inputs(node, live)) > 1]
-        if not nonlinear or (products and all(node.target in BOUNDS for node in nonlinear)):
+        if products:
+            nonlinear = [node for node in nonlinear if not _bounds(node, live)]
+        if not nonlinear:
             continue
-        found = _smallest_region(nonlinear, own, above, live)
+        found = _whole_region(nonlinear, own, above, live)
         apart = any(_is_apart(product, found.node, origin, origins, above) for product in products)
-        yield dataclasses.replace(found, whole=not apart)
+        yield dataclasses.replace(found, whole=found.whole and not apart)
+
+
+def _is_nonlinear(node: fx.Node, live: set[fx.Node]) -> bool:
+    """Whether `node` is nonlinear in the one value that its inputs come from."""
+    return bool(nonlinear_kind(node, live)) or node.target in POWERS or _multiplies(node, live)
+
+
+def _multiplies(node: fx.Node, live: set[fx.Node]) -> bool:
+    """True if `node` is a product, or a quotient, of hidden values."""
+    return node.target in SCALES and sum(isinstance(a, fx.Node) and a in live for a in node.args) > 1
+
+
+def _bounds(node: fx.Node, live: set[fx.Node]) -> bool:
+    """True if `node` is the identity around 0: a clamp on both sides of it, or one that bounds one side alone."""
+    if node.target in EXTREMA:
+        return len(live_inputs(node, live)) == 1
+    if node.target is aten.hardtanh.default:
+        low, high = (*node.args[1:], *(-1.0, 1.0)[len(node.args) - 1 :])
+        return low < 0 < high  # type: ignore[operator, no-any-return]
+    return node.target in BOUNDS
 
 
 def _is_apart(
@@ -58,18 +77,30 @@ def _is_apart(
     return bool(of_result and others)
 
 
-def _is_nonlinear(node: fx.Node, live: set[fx.Node]) -> bool:
-    """Whether `node` is nonlinear in the one value that its inputs come from."""
-    if nonlinear_kind(node, live) or node.target in POWERS:
-        return True
-    operands = [a for a in node.args if isinstance(a, fx.Node) and a in live]
-    return node.target in SCALES and len(operands) > 1
+def _whole_region(
+    nonlinear: Sequence[fx.Node], own: set[fx.Node], above: dict[fx.Node, set[fx.Node]], live: set[fx.Node]
+) -> Activation:
+    """The smallest region of all nonlinear nodes, and of the sums in which its result meets its own source again.
+
+    x − tanh(x) is one activation, not x and a tanh. Where there is no such region, the last node alone, as a part.
+    """
+    while True:
+        found = _smallest_region(nonlinear, own, above, live)
+        if found is None:
+            last = max(nonlinear, key=lambda node: len(above[node]))
+            return Activation(_kind(set(nonlinear), live), live_inputs(last, live)[0], last, (last,), whole=False)
+        sums = [node for node in own if node.target in SUMS and found.node in above[node] and node is not found.node]
+        beside = {p for p in own if found.node not in above[p] and found.source in above[p]}
+        meets = [node for node in sums if beside.intersection(live_inputs(node, live))]
+        if not meets:
+            return found
+        nonlinear = [*nonlinear, *meets]
 
 
 def _smallest_region(
     nonlinear: Sequence[fx.Node], own: set[fx.Node], above: dict[fx.Node, set[fx.Node]], live: set[fx.Node]
-) -> Activation:
-    """The smallest part with one input and one output that all nonlinear nodes are in."""
+) -> Activation | None:
+    """The smallest part with one input and one output, of numbers, that all nonlinear nodes are in."""
     first = set.intersection(*(above[node] - {node} for node in nonlinear))
     exits = sorted((n for n in own if above[n].issuperset(nonlinear)), key=lambda n: len(above[n]))
     sources = sorted(first, key=lambda n: -len(above[n]))
@@ -77,20 +108,28 @@ def _smallest_region(
         region = {n for n in above[exit_] if n is not source and source in above[n]}
         reads = {p for n in region for p in live_inputs(n, live)} - region
         leaks = any(user not in region for n in region - {exit_} for user in n.users)
-        if reads == {source} and not leaks and region <= own:
+        if reads == {source} and not leaks and region <= own and facts(exit_.target).gives == "numbers":
             nodes = tuple(sorted(region, key=lambda n: len(above[n])))
             return Activation(_kind(region, live), source, exit_, nodes)
-    raise UnsupportedGraphError(f"the activation around {place(nonlinear[0])} has more than one input or output")
+    return None
 
 
 def _kind(region: set[fx.Node], live: set[fx.Node]) -> str:
     """Name of an activation: that of its op, or of the ops it is made of."""
     names = sorted(str(kind) for node in region if (kind := nonlinear_kind(node, live)))
-    squared = any(node.target in POWERS for node in region)
-    product = any(node.target in SCALES and len(live_inputs(node, live)) > 1 for node in region)
-    if product and set(names) == {"sigmoid"}:
+    squares = [node for node in region if _squares(node, live)]
+    products = [node for node in region if _multiplies(node, live) and node not in squares]
+    if set(names) == {"sigmoid"} and len(products) == 1 and not squares:
         return "quick_gelu"
-    added = "squared" if squared else "product" if product else ""
-    if not added and len(names) > 1 and set(names) == {"relu"}:  # relu(relu(x) + 1) is not a relu
-        added = "relu"
+    powers = any(node.target in POWERS for node in region) and not names
+    added = "squared" if squares else "product" if products else "power" if powers else ""
+    sums = any(node.target in SUMS and len(live_inputs(node, live)) > 1 for node in region)
+    if not added and (sums or (len(names) > 1 and set(names) == {"relu"})):  # relu(relu(x) + 1), x − tanh(x)
+        added = "composed"
     return "_".join(filter(None, [*sorted(set(names)), added]))
+
+
+def _squares(node: fx.Node, live: set[fx.Node]) -> bool:
+    if node.target is aten.pow.Tensor_Scalar:
+        return node.args[1] == 2
+    return node.target in POWERS or (_multiplies(node, live) and node.args[0] is node.args[1])

@@ -12,7 +12,8 @@ aten = torch.ops.aten
 
 BRANCH_OPS = SCALES | of_form("negation")
 POWERS = of_form("power")
-BOUNDS = frozenset({aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default})
+BOUNDS = frozenset({aten.clamp.default, aten.clamp.Tensor, aten.clamp_min.default, aten.clamp_max.default})
+EXTREMA = frozenset({aten.maximum.default, aten.minimum.default})
 PARTS = of_form("part", "slice", "select")
 
 _ROWS: tuple[tuple[frozenset[Any], bool, bool, bool], ...] = (

@@ -20,6 +20,9 @@ from aero_compile.ir.shapes import sample_shape
 
 aten = torch.ops.aten
 
+LONGEST = 512
+"""Positions up to which masks are looked at: a table may let later ones be seen only far away."""
+
 _LARGEST = 2**24
 """Most entries of a matrix of distances that is evaluated."""
 
@@ -31,9 +34,16 @@ def require_causal(
 
     Where a model gives the logits of the last position alone, that position is the one query of its last attention.
     """
-    length = 5 if model.max_positions is None else max(2, min(5, model.max_positions))
+    lengths = {max(2, min(length, model.max_positions or length)) for length in (5, LONGEST)}
     if model.fixed_shape is not None:
-        length = model.fixed_shape[1]
+        lengths = {model.fixed_shape[1]}
+    for length in sorted(lengths):
+        _require_causal_at(length, model, found, live, values)
+
+
+def _require_causal_at(
+    length: int, model: GraphModel, found: Sequence[Attention], live: set[fx.Node], values: Mapping[fx.Node, Any]
+) -> None:
     constants: dict[fx.Node, Any] = {}
     output = next(node for node in reversed(model.graph.nodes) if node.op == "output")
     only_last = values[output][0].shape[1] == 1

@@ -14,6 +14,7 @@ Before → after, in the order of the steps:
     conv1d of one token                                           → linear
     matmul, addmm with a weight; addmm of others                  → linear; matmul + add
     linear(x, W) + s·linear(linear(x, A), B)                      → linear(x, W + s·BA) (aero_compile.frontend.adapters)
+    one value that is computed twice                              → computed once (aero_compile.frontend.equal_nodes)
     (u·g)·sigmoid(g)                                              → u·(g·sigmoid(g)) (aero_compile.frontend.factors)
     arithmetic and choices that compute gelu, relu, …, LayerNorm, RMSNorm, softmax → the op itself
                                                                     (aero_compile.frontend.recognize)
@@ -43,6 +44,7 @@ from aero_compile.frontend.composites import open_composites, open_statistics
 from aero_compile.frontend.convolutions import open_convolutions
 from aero_compile.frontend.dropouts import make_dropouts
 from aero_compile.frontend.empty_rows import open_empty_rows
+from aero_compile.frontend.equal_nodes import merge_equal
 from aero_compile.frontend.factors import group_factors
 from aero_compile.frontend.linear_norms import open_linear_norms
 from aero_compile.frontend.products import make_linears, take_up_biases
@@ -66,6 +68,7 @@ _STEPS: tuple[Callable[[TransformedModel], object], ...] = (
     open_convolutions,
     make_linears,
     join_adapters,
+    merge_equal,
     group_factors,
     recognize,
     open_linear_norms,

@@ -1,6 +1,7 @@
 """Functions of hidden values that are several canonical ops in one: each is opened where it stands.
 
 Before → after:
+    addcmul(x, y, z), addcdiv    → x + y·z, x + y/z
     lerp(x, y, w)                → (1 − w)·x + w·y, or x + w·(y − x) if w is hidden
     log_softmax(x)               → x − logsumexp(x)
     reflection_pad, replication_pad → cat of x and of copies of its edges
@@ -245,8 +246,19 @@ def _variance(node: fx.Node, graph: _Graph) -> None:
     rewriter.erase()
 
 
+def _add_product(node: fx.Node, graph: _Graph) -> None:
+    x, y, z = node.args
+    call = graph.at(node).call
+    product = call(aten.mul.Tensor if node.target is aten.addcmul.default else aten.div.Tensor, y, z)
+    if node.kwargs.get("value", 1) != 1:
+        product = call(aten.mul.Tensor, product, node.kwargs["value"])
+    graph.at(node).replace(call(aten.add.Tensor, x, product))
+
+
 _EARLY: Mapping[Any, Callable[[fx.Node, _Graph], None]] = {
     aten.pad.default: _pad,
+    aten.addcmul.default: _add_product,
+    aten.addcdiv.default: _add_product,
     aten.lerp.Scalar: _lerp,
     aten.lerp.Tensor: _lerp,
     aten.group_norm.default: _group_norm,

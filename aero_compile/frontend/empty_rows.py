@@ -47,6 +47,9 @@ _LONGEST = 256
 
 def open_empty_rows(model: TransformedModel) -> None:
     """Rewrite attention with rows that see nothing, and drop nan_to_num of what is finite, in place."""
+    for node in model.graph.find_nodes(op="call_function", target=aten.ne.Tensor):
+        if node.args[0] is node.args[1]:  # a number that is not itself
+            node.target, node.args = aten.isnan.default, node.args[:1]
     targets = {aten.nan_to_num.default, aten.isnan.default, aten._safe_softmax.default, _SDPA}
     if not any(node.target in targets for node in model.graph.nodes):
         return

@@ -1,9 +1,10 @@
 """Group the factors of a product by what they are computed from.
 
-An activation times a value of another branch can be written in any order of factors. Before → after:
+An activation times a value of another branch, or times weights, can be written in any order of factors. Before → after:
     (u·g)·sigmoid(g)         → u·(g·sigmoid(g))
     u·g/(1 + exp(−g))        → u·(g/(1 + exp(−g)))
     (u·g)·(1 + erf(g/√2))·½  → u·(g·(1 + erf(g/√2))·½)
+    (w·g)·sigmoid(g)         → (g·sigmoid(g))·w          w: weights, or any table
 
 Products whose factors already stand together stay as they are.
 """
@@ -48,7 +49,7 @@ def group_factors(model: TransformedModel) -> None:
         if root.target in SCALES and root in live and root.users and not root.kwargs and is_floating(values[root]):
             factors = list(_factors(root, root, origins, values))
             groups = _groups(factors, origins)
-            if len(groups) > 1 and any(len(group) > 1 for group in groups.values()):
+            if len(factors) > 2 and any(len(group) > 1 for group in groups.values()):
                 _regroup(root, factors, groups, origins)
 
 
@@ -63,8 +64,8 @@ def origins_of(order: list[fx.Node], live: set[fx.Node]) -> dict[fx.Node, frozen
 
 
 def _factors(node: fx.Node, root: fx.Node, origins: Origins, values: Mapping[fx.Node, Any]) -> Iterator[_Factor]:
-    """Factors of `node`, through products of several origins that nothing else reads."""
-    inner = node is root or (len(node.users) == 1 and len(origins.get(node, ())) > 1 and not node.kwargs)
+    """Factors of `node`, through products that nothing else reads."""
+    inner = node is root or (len(node.users) == 1 and node in origins and not node.kwargs)
     if node.target not in SCALES or not inner or not is_floating(values[node]):
         yield _Factor(node, below=False)
         return

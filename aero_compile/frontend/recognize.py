@@ -46,7 +46,7 @@ _ARITHMETIC = frozenset(
 )
 _FUNCTIONS = frozenset(
     ["tanh", "erf", "sigmoid", "exp", "expm1", "log", "log1p", "logaddexp", "softplus", "relu", "leaky_relu"]
-    + ["exp2", "log2", "elu", "log_sigmoid"]
+    + ["exp2", "log2", "elu", "log_sigmoid", "erfc", "special_ndtr"]
 )
 _COMPARISONS = frozenset(["gt", "ge", "lt", "le", "eq", "ne", "sign", "sgn", "heaviside"])
 _BOUNDS = frozenset(["clamp", "clamp_min", "clamp_max", "maximum", "minimum", "hardtanh", "hardsigmoid", "threshold"])
@@ -61,7 +61,7 @@ _BROADCASTING = frozenset(["unsqueeze", "expand", "getitem", "detach"])
 _POINTWISE = _ARITHMETIC | _FUNCTIONS | _COMPARISONS | _BOUNDS | _CHOICES | _LOGIC
 _ALLOWED = _POINTWISE | _REDUCING | _BROADCASTING
 _SEEDS = frozenset(["tanh", "erf", "sigmoid", "exp", "rsqrt", "sqrt", "pow", "div", "softplus", "reciprocal", "std"])
-_SEEDS |= _COMPARISONS | _BOUNDS | {"abs", "relu", "expm1", "exp2", "logaddexp", "log_sigmoid"}
+_SEEDS |= _COMPARISONS | _BOUNDS | {"abs", "relu", "expm1", "exp2", "logaddexp", "log_sigmoid", "erfc", "special_ndtr"}
 
 
 def recognize(model: TransformedModel) -> int:

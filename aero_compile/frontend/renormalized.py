@@ -23,7 +23,7 @@ from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten
 
-MOST_BESIDE = 1e-8
+MOST_BESIDE = 1e-9
 """Largest number beside a row's sum that counts as a guard against 0/0."""
 
 _SUMS = (aten.sum.dim_IntList, aten.linalg_vector_norm.default)

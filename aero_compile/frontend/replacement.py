@@ -65,8 +65,10 @@ class Replacement:
 
     @property
     def is_simpler(self) -> bool:
-        """True if it has fewer nodes than the region, or as many but other ones."""
+        """True if it has fewer nodes than the region, or as many but other ones; a hard tanh is not a clamp."""
         new, old = (Counter(node.target for node in nodes) for nodes in (self._nodes, self._region.nodes))
+        if old.keys() <= {aten.hardtanh.default, aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default}:
+            return aten.clamp.default not in new or new.total() < old.total()
         return new.total() < old.total() or (new.total() == old.total() and new != old and not new[aten.mul.Tensor])
 
     def agrees(self, probes: Sequence[Tensor], constants: Mapping[fx.Node, Tensor]) -> bool:

@@ -156,6 +156,11 @@ def _relu(node: fx.Node, known: _Known) -> None:
         node.target, node.args, node.kwargs = aten.relu.default, (node.args[0],), {}
 
 
+def _clip(node: fx.Node, known: _Known) -> None:
+    node.target = aten.clamp.default
+    _relu(node, known)
+
+
 def _hardtanh(node: fx.Node, known: _Known) -> None:
     """relu6 → hardtanh(0, 6)"""
     if node in known.live:
@@ -294,6 +299,7 @@ _SPELLINGS: Mapping[Any, Callable[[fx.Node, _Known], None]] = {
     aten.maximum.default: _maximum,
     aten.min.other: _minimum,
     aten.clamp.default: _relu,
+    aten.clip.default: _clip,
     aten.clamp_min.default: _relu,
     aten.relu6.default: _hardtanh,
     aten.layer_norm.default: _layer_norm,

@@ -40,7 +40,7 @@ COMPUTED_BY = {
     "exp2": ("exp", 1.0),
     "log1p": ("log", 1.0),
 }
-"""Operators that have no row of errors of their own: the one that they are computed by, and what its error is times (its grid is another one)."""
+"""Operators that have no row of errors of their own: the one that computes them, and the factor of its error."""
 
 
 @pytest.mark.parametrize("name", cases.APPROXIMATED)
