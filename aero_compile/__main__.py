@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from aero_compile.commands import census, certs, chat, estimate, export, proxy, recipes, report, search, serve
+from aero_compile.commands.flags import errors_in_flags, flags_of
 from aero_compile.errors import InputError
 from aero_compile.exit_codes import exit_code
 from aero_compile.plain_help import HelpParser
@@ -80,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
         name = module.__name__.rpartition(".")[2]
         one = commands.add_parser(name, help=module.SUMMARY, description=module.__doc__, formatter_class=form)
         module.add_options(one)
-        one.set_defaults(run=module.run)
+        one.set_defaults(run=module.run, flags=flags_of(one, getattr(module, "KEYWORDS", {})))
     for name, (summary, _) in FORWARDED.items():
         commands.add_parser(name, help=summary)  # for the list alone
     return found
@@ -93,7 +94,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         name, (_, command) = arguments[0], FORWARDED[arguments[0]]
         return exit_code(lambda: _with_packages(name, lambda: command(arguments[1:])))
     args = parser().parse_args(arguments)
-    return exit_code(lambda: _with_packages(args.command, lambda: int(args.run(args))))
+
+    def run() -> int:
+        with errors_in_flags(args.flags):
+            return int(args.run(args))
+
+    return exit_code(lambda: _with_packages(args.command, run))
 
 
 def _with_packages(name: str, command: Callable[[], int]) -> int:

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from aero_compile.analysis.head_sets import heads_text, listed_heads
 from aero_compile.census import census
 from aero_compile.errors import AeroError, ArtifactError
-from aero_compile.files import read_regular, write_atomically
+from aero_compile.files import GRAPH_FILE as GRAPH_FILE
+from aero_compile.files import RUN_FILE, artifact_folder, read_regular, write_atomically
 from aero_compile.ir.call_convention import CallConvention
 from aero_compile.ir.constants import mark_constants
 from aero_compile.ir.graph_bounds import check_values
@@ -35,8 +36,6 @@ from aero_compile.version import __version__
 
 FORMAT = 2
 """Version of the artifact's layout; a newer one is refused. In version 1 `dropouts` stood for `modules`."""
-
-GRAPH_FILE = "aero_compile.json"
 
 _LARGEST_DOCUMENT = 64 << 20
 """Bytes of JSON that are read: thirty times what a decoder of a hundred layers has."""
@@ -81,7 +80,7 @@ def save(model: TransformedModel, directory: str | os.PathLike[str], *, provenan
         "max_positions": model.max_positions,
         "dropped_heads": heads_text(model.dropped_heads),
         "convention": {name: value for name, value in vars(model.convention).items() if name != "extras" or value},
-        "census": str(census(model, min(128, model.max_positions or 128))),
+        "census": str(census(model)),
         "tied": aliases,
         "parameters": {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)},
         "non_persistent": sorted(extra),
@@ -114,12 +113,14 @@ def save(model: TransformedModel, directory: str | os.PathLike[str], *, provenan
 def load(directory: str | os.PathLike[str]) -> TransformedModel:
     """Read a model that `save` wrote, in eval mode. It needs neither the source's class nor its library.
 
+    `directory`: what `save` was given, or the output directory of a training run.
+
     Raises:
         ArtifactError: missing, foreign, damaged, truncated, or written by a newer version.
     """
     from safetensors.torch import load as from_bytes
 
-    path = Path(directory)
+    path = artifact_folder(directory)
     document = read_document(path)
     name = _own_weights(document)
     if name is None:
@@ -192,10 +193,12 @@ def read_document(directory: Path) -> dict[str, Any]:
     Raises:
         ArtifactError: missing, foreign, damaged, or newer.
     """
-    file = directory / GRAPH_FILE
+    file = artifact_folder(directory) / GRAPH_FILE
     try:
         document = json.loads(read_regular(file, _LARGEST_DOCUMENT).decode("utf-8"))
     except (FileNotFoundError, NotADirectoryError) as error:
+        if (directory / RUN_FILE).exists():
+            raise ArtifactError(f"the training run {directory} has not written its artifact yet: let it end") from error
         raise ArtifactError(f"{directory} is no aero_compile artifact: it has no {GRAPH_FILE}") from error
     except OSError as error:
         raise ArtifactError(f"{file} cannot be read: {_why(error)}") from error
@@ -221,7 +224,9 @@ def _own_weights(document: dict[str, Any]) -> str | None:
 
 
 def _named_weights(directory: Path) -> str | None:
-    """The weights file of the artifact in `directory`, if there is one."""
+    """The weights file of the artifact in `directory` itself, if there is one."""
+    if not (directory / GRAPH_FILE).exists():
+        return None
     try:
         return _own_weights(read_document(directory))
     except ArtifactError:

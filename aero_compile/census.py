@@ -6,23 +6,24 @@ from typing import TYPE_CHECKING
 
 from aero_compile.census_result import Census
 from aero_compile.errors import InputError
+from aero_compile.lengths import default_length
 
 if TYPE_CHECKING:  # a party of the private runtime imports this package and does without torch
     from torch import nn
 
 
-def census(model: nn.Module, seq_len: int = 128) -> Census:
+def census(model: nn.Module, seq_len: int | None = None) -> Census:
     """Count the nonlinear ops that the model's graph holds; nothing is computed.
 
     Args:
         model: a TransformedModel, or any model that `transform` takes (it is captured first, without weights).
-        seq_len: T, in tokens.
+        seq_len: T, in tokens; None: 128, or the model's positions if these are fewer.
 
     Raises:
         InputError: T is no whole number, not positive or longer than the model's positions.
         UnsupportedModelError: the model cannot be captured.
     """
-    if type(seq_len) is not int:
+    if seq_len is not None and type(seq_len) is not int:
         raise InputError(f"seq_len must be a whole number of tokens, got {seq_len!r}")
     from aero_compile.counting import count
     from aero_compile.model import TransformedModel
@@ -32,6 +33,7 @@ def census(model: nn.Module, seq_len: int = 128) -> Census:
 
         model = transform(model, "baseline")
     limit = model.max_positions
+    seq_len = default_length(limit) if seq_len is None else seq_len
     if seq_len < 1 or (limit is not None and seq_len > limit):
         raise InputError(f"seq_len must be between 1 and {limit or 'any length'}, got {seq_len}")
     return Census(tuple(count(model, seq_len)), seq_len, model.num_layers)

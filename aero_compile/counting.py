@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from aero_compile.analysis.bypass import reaches_unmerged
 from aero_compile.analysis.parts import Structure, nonlinear_kind
 from aero_compile.analysis.structure import block_prefixes
 from aero_compile.census_result import NonlinearOp
@@ -122,7 +123,9 @@ def _layer(node: fx.Node, structure: Structure, values: Any) -> int | None:
     own = next((i for i, block in enumerate(blocks) if path == block or path.startswith(block + ".")), None)
     if own is not None:
         return own
-    if last and ((blocks and path) or _first(values[node]).shape[-1:] == (structure.vocab_size,)):
+    logits = [other for other in values if other in structure.live][-1:]
+    after = (blocks and path) or _first(values[node]).shape[-1:] == (structure.vocab_size,)
+    if last and after and reaches_unmerged(node, logits, structure.live):
         return None
     return max(structure.depth[node] - 1, 0)
 

@@ -143,7 +143,8 @@ class EntropyRegularizedModel(Checkpointable, nn.Module):
     range. `thresholds` is a Parameter `[L, H]`, saved with the module. `warms_up`: the penalty is
     multiplied by `weight_share`, a scalar buffer that whoever trains sets from 0 to 1. `distiller`: adds
     terms that compare the model with a teacher (`aero_compile.training.distillation`), in training alone.
-    `spread_weight`: weight of `aero_compile.score_spread.spread_penalty`; 0 leaves it out.
+    `spread_weight`: weight of `aero_compile.score_spread.spread_penalty`; 0 leaves it out. The attribute
+    `listing_blocks`, if set, is the number of blocks that the listing's penalty is a sum over, whatever the batch is.
 
     Everything is computed inside `forward`, so data-parallel wrappers see every parameter. Tied weights
     are written once in `state_dict()` and shared again by `load_state_dict`.
@@ -181,6 +182,7 @@ class EntropyRegularizedModel(Checkpointable, nn.Module):
         self.model = model
         self.weight, self.margin, self.reduction = weight, margin, reduction
         self.distiller, self.spread_weight = distiller, spread_weight
+        self.listing_blocks: int | None = None
         self.thresholds = nn.Parameter(
             torch.full((len(heads), max(heads)), float(threshold_init)), requires_grad=weight > 0
         )
@@ -248,7 +250,9 @@ class EntropyRegularizedModel(Checkpointable, nn.Module):
     def _penalty(self, entropies: Sequence[Tensor]) -> Tensor:
         """The penalty of the batch of all processes; averaged over them, as data-parallel training does, it stays."""
         if self.reduction == "listing":  # a sum over the batch
-            return process_count() * entropy_regularization(entropies, self.thresholds, self.margin, "listing")
+            blocks, own = self.listing_blocks, entropies[0].shape[0]
+            scale = process_count() if blocks is None else blocks / own
+            return scale * entropy_regularization(entropies, self.thresholds, self.margin, "listing")
         return entropy_regularization(with_means_of_all(entropies), self.thresholds, self.margin)
 
 

@@ -12,6 +12,21 @@ from typing import Any
 
 from aero_compile.errors import InputError, OutputDirError
 
+GRAPH_FILE = "aero_compile.json"
+"""In an artifact's folder: the graph of the model, and the name of its weights' file."""
+
+RUN_FILE, ARTIFACT_FOLDER = "run.json", "artifact"
+"""In the folder of a training run: its record, and the folder of its artifact, which is there when it has ended."""
+
+
+def artifact_folder(directory: str | os.PathLike[str]) -> Path:
+    """Return the folder of an artifact: `directory` itself, or its `artifact` where it is the folder of a training run.
+
+    Where there is neither, `directory`: what reads it says what is missing.
+    """
+    path, inside = Path(directory), Path(directory) / ARTIFACT_FOLDER
+    return inside if not (path / GRAPH_FILE).exists() and (inside / GRAPH_FILE).exists() else path
+
 
 def refuse_existing(path: Path | None, overwrite: bool) -> None:
     """Raise `OutputDirError` for a file that exists, unless it may be replaced."""

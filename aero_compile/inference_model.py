@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from aero_compile.analysis.layer_text import merged
 from aero_compile.errors import InputError
 from aero_compile.ir.call_convention import Call, CallConvention
 from aero_compile.ir.ownership import weight_nodes
@@ -82,8 +83,8 @@ class InferenceModel(TransformedModel):
         """The passes' report as text: what was folded, fused and removed, and what was left and why."""
         lines = []
         for report in self.reports:
-            lines.append(f"{report.name}: {'; '.join(report.done) if report.modified else 'nothing to do'}")
-            lines += [f"  left: {text}" for text in report.left]
+            lines.append(f"{report.name}: {'; '.join(merged(report.done)) if report.modified else 'nothing to do'}")
+            lines += [f"  left: {text}" for text in merged(report.left)]
         return "\n".join(lines)
 
 

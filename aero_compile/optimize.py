@@ -7,6 +7,7 @@ from torch import nn
 from aero_compile.errors import InputError
 from aero_compile.graph_pass import GraphPass
 from aero_compile.inference_model import InferenceModel, inference_copy
+from aero_compile.ir.usable_weights import check_weights
 from aero_compile.model import TransformedModel
 from aero_compile.passes.inference.eliminate_ffn import EliminateFFN
 from aero_compile.passes.inference.fold_expressions import FoldExpressions
@@ -41,13 +42,14 @@ def optimize_for_inference(
         steps: leave positions alike, so that new ones can be computed by themselves (`aero_compile.decoding`).
 
     Raises:
-        InputError: another value of `logits`.
+        InputError: another value of `logits`, or weights that are not there (meta device) or not finite.
         UnsupportedModelError, UnsupportedGraphError: the model is no decoder that can be captured.
     """
     if logits not in ("all", "last"):
         raise InputError(f"logits must be 'all' or 'last', not {logits!r}")
     if isinstance(model, InferenceModel):
         raise InputError("the model was optimized for inference already; start from the trained one")
+    check_weights(model)
     captured = model if isinstance(model, TransformedModel) else transform(model, "baseline")
     twin = inference_copy(captured)
     run_passes(twin, passes(logits, eliminate, steps))

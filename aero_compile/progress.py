@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -21,11 +22,16 @@ class Line:
 
     def show(self, text: str) -> None:
         """Write over what was shown before; without a terminal each text is a line."""
-        print(f"\r\033[K{text}" if self.live else text, end="" if self.live else "\n", file=self._stream, flush=True)
+        self._print(text, end="" if self.live else "\n")
 
     def say(self, text: str) -> None:
         """Print a line that stays."""
-        print(f"\r\033[K{text}" if self.live else text, file=self._stream, flush=True)
+        self._print(text)
+
+    def _print(self, text: str, end: str = "\n") -> None:
+        """Print; a stream that nobody reads any more must not end the work that it tells of."""
+        with contextlib.suppress(OSError):
+            print(f"\r\033[K{text}" if self.live else text, end=end, file=self._stream, flush=True)
 
     def clear(self) -> None:
         """Take away what was shown."""

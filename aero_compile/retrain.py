@@ -39,6 +39,8 @@ from aero_compile.training.loop import RegularizedTrainer
 from aero_compile.training.models import check_context
 from aero_compile.training.options import RetrainOptions
 from aero_compile.training.plan import Plan, resolve
+from aero_compile.training.progress_bar import bars_on_terminals_alone
+from aero_compile.training.resuming import with_flags_of_run
 from aero_compile.training.run_directory import (
     ARTIFACT_FOLDER,
     ENTROPIES_FILE,
@@ -91,8 +93,12 @@ def retrain(
     Works in several processes started by `accelerate launch`. Raises InputError, DataError,
     RecipeError, OutputDirError, TrainingError (NaN) and what `transform` raises.
     """
-    plan = resolve(options, training_args, model, datasets)
-    built = build(plan)
+    return _carry_out(resolve(options, training_args, model, datasets))
+
+
+def _carry_out(plan: Plan) -> RetrainResult:
+    with bars_on_terminals_alone():
+        built = build(plan)
     transformed, data = built.model, built.data
     spare = copy.deepcopy(transformed) if spread_by(plan.args) else None
     trainer = _set_up(plan, built)
@@ -120,6 +126,7 @@ def _set_up(plan: Plan, built: Built) -> RegularizedTrainer:
     plain_arguments: Any = plan.args
     record = {
         "identity": marks,
+        "flags": None if plan.flags is None else list(plan.flags),
         "options": dataclasses.asdict(plan.options),
         "training_arguments": plain_arguments.to_dict(),
         "data": data.info,
@@ -135,6 +142,8 @@ def _set_up(plan: Plan, built: Built) -> RegularizedTrainer:
     trainer = _trainer(plan, built)
     _wait(plan.args)
     plan.run.start(record, plan.step)
+    if plan.checkpoint is not None:
+        logger.info("resumed from step %d (%s)", plan.step, plan.checkpoint)
     logger.info("data: %s", ", ".join(f"{value} {key}" for key, value in data.info.items()))
     if data.info.get("documents_without_text"):
         logger.warning("%d documents without text were left out", data.info["documents_without_text"])
@@ -169,6 +178,7 @@ def _trainer(plan: Plan, built: Built) -> RegularizedTrainer:
         distiller=distiller,
         spread_weight=options.spread_weight,
     )
+    wrapper.listing_blocks = options.listing_blocks
     names = [name for name, parameter in wrapper.named_parameters() if parameter.requires_grad]
     names += [] if built.last_stage is None else [name for name, _ in built.last_stage.named_parameters()]
     scales = choose_roles(parse_lr_scale(options.lr_scale), names)
@@ -210,6 +220,8 @@ def _failure_recorded(run: RunDirectory) -> Iterator[None]:
         interrupted = isinstance(error, KeyboardInterrupt)
         with contextlib.suppress(OutputDirError):  # the disk that is full for a checkpoint is full for this too
             run.finish("interrupted" if interrupted else "failed", error=f"{type(error).__name__}: {error}")
+        if interrupted:
+            raise KeyboardInterrupt(run.how_to_go_on()) from error
         raise
 
 
@@ -244,7 +256,7 @@ def _write_results(plan: Plan, trained: TransformedModel, data: TrainingData, me
         with run.writing(ARTIFACT_FOLDER):
             save(trained, folder, provenance={**run.record["identity"], **metrics, "versions": versions()})
             data.tokenizer.save_pretrained(str(folder))
-            write_json(folder / "results.json", metrics)
+            write_json(folder / "results.json", {**metrics, "versions": versions()})
             name = run.path.resolve().name if plan.hub is None else plan.hub.name
             write_atomically(folder / "README.md", model_card(name, run.record, metrics))
 
@@ -255,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
     try:
-        return exit_code(lambda: _run(arguments, handler), "--resume continues from the last checkpoint")
+        return exit_code(lambda: _run(arguments, handler))
     finally:
         logger.removeHandler(handler)
 
@@ -264,8 +276,9 @@ def _run(arguments: list[str], handler: logging.Handler) -> int:
     if os.environ.get("RANK", "0") == "0":
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
+    arguments, flags = with_flags_of_run(arguments)
     options, training_args = parse_command_line(arguments)
-    result = retrain(options, training_args)
+    result = _carry_out(resolve(options, training_args, flags=flags))
     if training_args.process_index == 0:
         perplexity = f"{result.perplexity:.2f}" if result.perplexity < 1e6 else f"{result.perplexity:.3g}"
         folder = result.output_dir / ARTIFACT_FOLDER

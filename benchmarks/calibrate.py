@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script it would know its own folder alone
 
+from aero_compile.code_version import code_version
 from aero_compile.errors import PartyError
 from aero_compile.exit_codes import exit_code
 from aero_compile.plain_help import HelpParser
@@ -55,7 +56,7 @@ def calibrate(quick: bool = False, parts: Sequence[str] = (), old: CostTable | N
             settings,
             os.cpu_count() or 1,
             {"processor": processor(), "platform": platform.platform()},
-            {"spu": str(spu.__version__)},
+            {"spu": str(spu.__version__), **code_version()},
             today,
         )
     except (RuntimeError, ValueError) as error:

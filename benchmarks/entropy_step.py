@@ -26,11 +26,12 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
+from aero_compile.code_version import code_version
 from aero_compile.errors import InputError
 from aero_compile.exit_codes import exit_code
 from aero_compile.plain_help import HelpParser
-from aero_compile.reporting.report import command_line
-from aero_compile.training.run_directory import versions, write_json
+from aero_compile.reporting.report import command_line, write_json
+from aero_compile.training.run_directory import versions
 
 FORMAT = "aero_compile.entropy_step/1"
 WAYS = ("source", "transformed", "entropies", "listing")
@@ -252,7 +253,7 @@ def _run(arguments: list[str]) -> int:
             found = measure_in_turn(options.ways, family, length, batch, options.repeats, options.compiled)
             for row in found:
                 print(f"{family} T={length} {row['way']}: {row['cpu_s']:.3f} s", file=sys.stderr, flush=True)
-            rows += [{**row, "command": command_line()} for row in found]
+            rows += [{**row, "command": command_line(), **code_version()} for row in found]
             if options.output is not None:
                 _write(options.output, rows)
     print(text(with_ratios(rows)))

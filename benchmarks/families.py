@@ -24,13 +24,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script i
 
 import torch
 
+from aero_compile.code_version import code_version
 from aero_compile.errors import InputError, nearest
 from aero_compile.exit_codes import exit_code
 from aero_compile.files import write_atomically
 from aero_compile.plain_help import HelpParser
 from aero_compile.progress import Progress
-from aero_compile.reporting.report import command_line
-from aero_compile.training.run_directory import finite_or_none, versions
+from aero_compile.reporting.report import command_line, write_json
+from aero_compile.training.run_directory import versions
 from benchmarks.lib import zoo
 from benchmarks.lib.family_checks import BATCH, FAILS, LENGTH, TOLERANCE, Row, check
 from benchmarks.lib.family_table import cells, markdown, summary, text_table
@@ -100,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
     for entry in left:
         with progress.step(entry.name):
             rows.append(check(entry, steps=args.steps, seconds=args.seconds))
+            rows[-1].code = code_version()
         progress.say(f"    {rows[-1].status}{': ' + cells(rows[-1])[-1] if cells(rows[-1])[-1] else ''}")
         write(args, in_order(rows), config)
     rows = in_order(rows)
@@ -133,8 +135,7 @@ def write(args: argparse.Namespace, rows: Sequence[Row], config: dict[str, Any])
         "rows": [dataclasses.asdict(row) for row in rows],
     }
     if args.json:
-        text = json.dumps(finite_or_none(document), indent=1, ensure_ascii=False, allow_nan=False)
-        write_atomically(args.json, text + "\n")
+        write_json(args.json, document)
     if args.markdown:
         write_atomically(args.markdown, markdown(rows, document))
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -25,12 +24,12 @@ from torch import Tensor, nn
 import aero_compile
 from aero_compile.errors import InputError
 from aero_compile.exit_codes import exit_code
-from aero_compile.files import refuse_existing, write_atomically
+from aero_compile.files import refuse_existing
 from aero_compile.plain_help import HelpParser
 from aero_compile.progress import Progress
 from aero_compile.recipe.recipe import resolve
 from aero_compile.reporting.evaluate import agreement, logits_of
-from aero_compile.reporting.report import command_line
+from aero_compile.reporting.report import command_line, write_json
 from aero_compile.training.data import load_text, prepare
 from aero_compile.training.run_directory import versions
 from benchmarks.demo import RECIPES, Settings, quiet, train
@@ -150,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
             with progress.step(f"{label}: two processes, {args.protocol}, {known}", live=False):
                 found.append(compare(model, label, blocks, calibration, args.protocol))
             if args.json is not None:
-                write_atomically(args.json, json.dumps(document(found, settings), indent=1) + "\n")
+                write_json(args.json, document(found, settings))
     print(table(found))
     return 0
 

@@ -12,7 +12,7 @@ Prints the error and the weights in units of 2^-18. Minutes for long chains.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,15 +42,18 @@ def softmax_weight(x: Array, entries: int) -> Array:
 
 
 class Fit:
-    """A chain with `squares` squares on its way to `target` at `x`; `free_output`: weights after the last."""
+    """A chain with `squares` squares on its way to `targets` at `x`; `outputs`: sums after the last, one a target.
 
-    def __init__(self, x: Array, target: Array, weight: Array, squares: int, free_output: bool) -> None:
+    Without such sums the last square is the result.
+    """
+
+    def __init__(self, x: Array, targets: Sequence[Array], weight: Array, squares: int, outputs: int) -> None:
         import jax
 
         jax.config.update("jax_enable_x64", True)  # type: ignore[no-untyped-call, unused-ignore]
-        self.x, self.target, self.weight = x, target, weight
-        self.sizes = [k + 2 for k in range(squares)] + ([squares + 2] if free_output else [])
-        self.free_output = free_output
+        self.x, self.targets, self.weight = x, targets, weight
+        self.sizes = [k + 2 for k in range(squares)] + [squares + 2] * outputs
+        self.squares = squares
         self._residual = jax.jit(self._errors)
         self._slope = jax.jit(jax.jacfwd(self._errors))
 
@@ -60,11 +63,14 @@ class Fit:
         return [flat[end - size : end] for size, end in zip(self.sizes, ends, strict=True)]
 
     def _errors(self, flat: Any) -> Any:
+        import jax.numpy as jnp
+
         values: list[Any] = [np.ones_like(self.x), self.x]
-        for row in self.split(flat):
-            last = sum(row[i] * value for i, value in enumerate(values))
-            values.append(last**2)
-        return ((last if self.free_output else values[-1]) - self.target) * self.weight
+        rows = self.split(flat)
+        for row in rows[: self.squares]:
+            values.append(sum(row[i] * value for i, value in enumerate(values)) ** 2)
+        found = [sum(row[i] * value for i, value in enumerate(values)) for row in rows[self.squares :]] or [values[-1]]
+        return jnp.concatenate([(a - b) * self.weight for a, b in zip(found, self.targets, strict=True)])
 
     def error(self, flat: Array) -> float:
         """Largest weighted error."""
@@ -88,7 +94,7 @@ class Fit:
         region, best = 0.1, self.error(flat)
         for _ in range(steps):
             residual, size = np.asarray(self._residual(flat)), np.maximum(np.abs(flat[fixed:]), 1e-3)
-            slope, one = np.asarray(self._slope(flat))[:, fixed:] * size, np.ones((len(self.x), 1))
+            slope, one = np.asarray(self._slope(flat))[:, fixed:] * size, np.ones((len(residual), 1))
             step = linprog(
                 np.append(np.zeros(len(size)), 1.0),
                 A_ub=np.block([[slope, -one], [-slope, -one]]) / best,
@@ -112,25 +118,25 @@ class Fit:
         return flat
 
 
-def start(squares: int, x: Array, free_output: bool, random: np.random.Generator, spread: float) -> Array:
+def start(squares: int, x: Array, outputs: int, random: np.random.Generator, spread: float) -> Array:
     """(1 + z + z²/2)^n for exp; for others squares of random sums; `spread` of random changes."""
-    rows = [np.zeros(k + 2) for k in range(squares + free_output)]
+    rows = [np.zeros(k + 2) for k in range(squares)] + [np.zeros(squares + 2)] * outputs
     middle, half = (x.max() + x.min()) / 2, (x.max() - x.min()) / 2
-    rows[0][:] = (-middle / half, 1 / half) if free_output else (0.5**0.5, 0.5**0.5 / 2 ** (squares - 1))
+    rows[0][:] = (-middle / half, 1 / half) if outputs else (0.5**0.5, 0.5**0.5 / 2 ** (squares - 1))
     for k, row in enumerate(rows[1:squares], start=1):
-        row[0], row[-1] = (0.0 if free_output else 0.5 * (k == 1)), 1.0
+        row[0], row[-1] = (0.0 if outputs else 0.5 * (k == 1)), 1.0
     flat = np.concatenate(rows)
     return np.asarray(flat + spread * random.standard_normal(len(flat)) * np.maximum(np.abs(flat), 0.3))
 
 
-def problem(name: str, end: float, entries: int) -> tuple[Array, Array, Array]:
+def problem(name: str, end: float, entries: int) -> tuple[Array, tuple[Array, ...], Array]:
     """Where to fit, what to hit there, and how much an error weighs."""
     if name == "exp":
         x = points(-end)
-        return x, np.exp(x) + UNIT / 2, softmax_weight(x, entries)
+        return x, (np.exp(x) + UNIT / 2,), softmax_weight(x, entries)
     if name == "reciprocal":
         x = np.unique(LEAST_SUM + points(end - LEAST_SUM))
-        return x, 1 / x, x
+        return x, (1 / x,), x
     x = points(end)
     return x, left_over(name, x), np.ones_like(x)
 
@@ -139,13 +145,14 @@ def main(arguments: list[str]) -> None:
     """Fit one chain and print it."""
     name, squares = arguments[0], int(arguments[1])
     is_exp = name == "exp"
-    x, target, weight = problem(name, float(arguments[2]), int(arguments[3]) if len(arguments) > 3 else 1024)
-    fit = Fit(x, target, weight, squares, not is_exp)
+    x, targets, weight = problem(name, float(arguments[2]), int(arguments[3]) if len(arguments) > 3 else 1024)
+    outputs = 0 if is_exp else len(targets)
+    fit = Fit(x, targets, weight, squares, outputs)
     random = np.random.default_rng(0)
     found: list[Array] = []
     for attempt in range(TRIES):
         spread = 0.03 * attempt if is_exp else 0.5
-        found.append(fit.minimax(fit.least_squares(start(squares, x, not is_exp, random, spread))))
+        found.append(fit.minimax(fit.least_squares(start(squares, x, outputs, random, spread))))
     best = fit.rounded(min(found, key=fit.error))
     print(f"largest weighted error {fit.error(best):.2e}")
     for row in fit.split(best):

@@ -8,7 +8,6 @@ are computed at once. Each row is checked against greedy text in the clear.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import sys
@@ -27,11 +26,10 @@ import torch
 from aero_compile.commands.options import positive
 from aero_compile.errors import InputError
 from aero_compile.exit_codes import exit_code
-from aero_compile.files import write_atomically
 from aero_compile.model import TransformedModel
 from aero_compile.plain_help import HelpParser
 from aero_compile.progress import Progress
-from aero_compile.reporting.report import aligned, command_line
+from aero_compile.reporting.report import aligned, command_line, write_json
 from aero_compile.runtime.costs.model import Estimate, estimate_generation, estimate_program
 from aero_compile.runtime.generation.bill import Cost, Generation
 from aero_compile.runtime.generation.export import compile_generation
@@ -220,7 +218,7 @@ def write(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
         "load": list(os.getloadavg()),
         "rows": list(rows),
     }
-    write_atomically(args.json, json.dumps(document, indent=1) + "\n")
+    write_json(args.json, document)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,7 +7,6 @@ estimates each stage (Cheetah, warm, both directions). Nothing is executed priva
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -17,14 +16,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script i
 
 import aero_compile
 from aero_compile.exit_codes import exit_code
-from aero_compile.files import refuse_existing, write_atomically
+from aero_compile.files import refuse_existing
 from aero_compile.inference_model import inference_copy
 from aero_compile.model import TransformedModel
 from aero_compile.optimize import passes
 from aero_compile.plain_help import HelpParser
 from aero_compile.progress import Progress
 from aero_compile.recipe.recipe import recipe_names
-from aero_compile.reporting.report import command_line
+from aero_compile.reporting.report import command_line, write_json
 from aero_compile.training.run_directory import versions
 from benchmarks.lib.pi_rows import LAYERS, SHAPES, Task, build, check_lengths
 
@@ -106,11 +105,11 @@ def run(args: argparse.Namespace) -> int:
     shown = Progress(len(todo) * len(passes(args.logits, True)))
     for task in todo:
         found += stages(build(task, args.seed), str(task.recipe), task.seq_len, args.logits, shown)
-    print(table(found))
     if args.json is not None:
         config = {key: getattr(args, key) for key in ("model", "seq_len", "layers", "logits", "seed")}
         content = {"command": command_line(), "config": config, "versions": versions()}
-        write_atomically(args.json, json.dumps(content | {"stages": [asdict(each) for each in found]}, indent=1))
+        write_json(args.json, content | {"stages": [asdict(each) for each in found]})
+    print(table(found))
     return 0
 
 

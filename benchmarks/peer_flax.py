@@ -45,14 +45,14 @@ import torch
 from torch import Tensor
 
 import aero_compile
+from aero_compile.code_version import code_version
 from aero_compile.errors import InputError, OutputDirError, nearest
 from aero_compile.exit_codes import exit_code
-from aero_compile.files import write_atomically
 from aero_compile.plain_help import HelpParser
 from aero_compile.progress import Progress
 from aero_compile.recipe.recipe import recipe_names, resolve
 from aero_compile.reporting.evaluate import agreement, logits_of
-from aero_compile.reporting.report import command_line
+from aero_compile.reporting.report import command_line, write_json
 from aero_compile.training.run_directory import finite_or_none, versions
 from benchmarks.lib.peer_flax_run import VARIANTS, check_environment, flax_weights, run_peer, set_up
 from benchmarks.lib.peer_flax_table import RATIOS, Line, table, times_less, verdict
@@ -213,8 +213,9 @@ def timed(measure: Callable[[], Line]) -> Line:
     line = measure()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    return replace(line, processor_seconds=spent, load=os.getloadavg()[0], measured=when, command=command_line())
+    when, load = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), os.getloadavg()[0]
+    made = replace(line, measured=when, command=command_line(), code=code_version())
+    return replace(made, processor_seconds=spent, load=load)
 
 
 def document(lines: Sequence[Line], args: argparse.Namespace, start: float) -> dict[str, Any]:
@@ -308,8 +309,7 @@ def run(args: argparse.Namespace) -> int:
     def add(line: Line) -> None:
         lines.append(line)
         if args.json:
-            text = json.dumps(document(together(), args, load), indent=1, ensure_ascii=False, allow_nan=False)
-            write_atomically(args.json, text + "\n")
+            write_json(args.json, document(together(), args, load))
 
     for length in args.seq_len:
         for name in variants:

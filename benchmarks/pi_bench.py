@@ -58,10 +58,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--recipes",
         metavar="LIST",
-        help=f"recipe names, labels or pass lists, divided by commas; default: {DEFAULT_RECIPES}. "
-        "An artifact carries its own recipe.",
+        help="recipe names or labels, divided by commas; passes divided by commas are one recipe, and ; divides "
+        f"recipes of passes; default: {DEFAULT_RECIPES}. "
+        "Artifacts are run as they were saved, or under these further ones.",
     )
-    text = "tokens; default: 32, or 128 with --compare paper"
+    text = "tokens; default: 32, or 128 with --compare paper, or as many as the model takes if these are fewer"
     p.add_argument("--seq-len", nargs="+", type=positive, metavar="T", help=text)
     p.add_argument("--layers", type=positive, metavar="N", help="N layers of the shape instead of its own number")
     p.add_argument("--protocol", choices=["cheetah", "semi2k"], default="cheetah", help="default: cheetah")

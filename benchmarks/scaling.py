@@ -30,7 +30,7 @@ from aero_compile.files import write_atomically
 from aero_compile.plain_help import HelpParser
 from aero_compile.progress import Progress
 from aero_compile.reporting.charts import line_chart
-from aero_compile.reporting.report import command_line
+from aero_compile.reporting.report import command_line, write_json
 from aero_compile.training.run_directory import versions
 
 FORMAT = "aero_compile.scaling/1"
@@ -267,7 +267,7 @@ def write(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
         "fits": fits(rows),
     }
     if args.json:
-        write_atomically(args.json, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+        write_json(args.json, document)
     if args.html:
         write_atomically(args.html, chart(rows))
 

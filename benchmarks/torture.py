@@ -41,13 +41,14 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script it would know its own folder alone
 
+from aero_compile.code_version import UNKNOWN, code_version
 from aero_compile.errors import InputError, nearest
 from aero_compile.exit_codes import exit_code
-from aero_compile.files import refuse_existing, write_atomically
+from aero_compile.files import refuse_existing
 from aero_compile.plain_help import HelpParser
 from aero_compile.progress import Line, bar
-from aero_compile.reporting.report import command_line
-from aero_compile.training.run_directory import finite_or_none, versions
+from aero_compile.reporting.report import command_line, write_json
+from aero_compile.training.run_directory import versions
 from benchmarks import torture_capture
 from benchmarks.lib import torture_private, torture_zoo
 from benchmarks.lib.torture_jobs import outcomes, quiet
@@ -120,14 +121,14 @@ def run(args: argparse.Namespace) -> int:
     do = functools.partial(_run, args.what, args.protocol)
     groups = _groups(args.what, [seed for seed in seeds if seed not in known])
     for outcome, took in outcomes(do, args.what, args.protocol, groups, args.jobs, seconds):
-        line = dataclasses.asdict(outcome) | {"seconds": took}
+        line = dataclasses.asdict(outcome) | {"seconds": took, **code_version()}
         found.append(line)
         _append(args.output, line)
         _show(args, len(found), len(seeds), found, outcome)
     document = report(sorted(found, key=lambda line: line["seed"]), args)
-    print(f"\r\033[K{table(document)}" if sys.stderr.isatty() else table(document))
     if args.json is not None:
-        write_atomically(args.json, json.dumps(finite_or_none(document), indent=1, ensure_ascii=False) + "\n")
+        write_json(args.json, document)
+    print(f"\r\033[K{table(document)}" if sys.stderr.isatty() else table(document))
     return int(any(line["outcome"] in (MISS, CRASH) for line in found))
 
 
@@ -261,6 +262,7 @@ def report(found: Sequence[dict[str, Any]], args: argparse.Namespace) -> dict[st
         "protocol": _protocol(args),
         "tolerances": {"absolute": ABSOLUTE, "of the standard deviation": RELATIVE, "of exact passes": EXACT},
         "runs": len(found),
+        "commits": dict(Counter(line.get("commit", UNKNOWN) for line in found)),
         "seeds": ranges([line["seed"] for line in found]),
         "outcomes": counted(found),
         "ordinary": counted([line for line in found if line["ordinary"]]),

@@ -13,7 +13,6 @@ import argparse
 import copy
 import functools
 import inspect
-import json
 import random
 import sys
 import time
@@ -28,7 +27,9 @@ from torch import Tensor, nn
 
 import aero_compile
 from aero_compile.errors import AeroError
+from aero_compile.exit_codes import exit_code
 from aero_compile.plain_help import HelpParser
+from aero_compile.reporting.report import command_line, write_json
 from benchmarks.lib import written_decoders, zoo
 from benchmarks.lib.fingerprint import fingerprint, generators
 from benchmarks.lib.torture_decoders import POSITIONS, TABLES, VOCAB, Table, Tortured, cached_table, emptied
@@ -143,6 +144,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--families", nargs="*", help="these alone; default: all")
     parser.add_argument("--out", type=Path, help="JSON file for outcomes by family")
     arguments = parser.parse_args(argv)
+    return exit_code(lambda: run(arguments))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Go over the families that were asked for, and write the file before the summary is printed."""
     torch.set_num_threads(1)
     entries = [*zoo.plain_entries(), *zoo.hugging_face_entries(), *zoo.foreign_entries()]
     chosen = [entry for entry in entries if not arguments.families or entry.family in arguments.families]
@@ -154,10 +160,10 @@ def main(argv: list[str] | None = None) -> int:
             found[entry.name] = outcome
             print(f"{entry.name}: {outcome.outcome} {outcome.detail[:200]}", flush=True)
     counts = Counter(outcome.outcome for outcome in found.values())
-    print(f"{len(found)} models in {time.monotonic() - start:.0f} s: {dict(counts)}")
     if arguments.out:
-        document = {"counts": counts, "outcomes": {name: vars(outcome) for name, outcome in found.items()}}
-        arguments.out.write_text(json.dumps(document, indent=1), encoding="utf-8")
+        outcomes = {name: vars(outcome) for name, outcome in found.items()}
+        write_json(arguments.out, {"command": command_line(), "counts": counts, "outcomes": outcomes})
+    print(f"{len(found)} models in {time.monotonic() - start:.0f} s: {dict(counts)}")
     return int(bool(counts[MISS] or counts[CRASH]))
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from aero_compile.analysis.layer_sets import chosen_layers
+from aero_compile.analysis.layer_text import layers_text
 from aero_compile.analysis.parts import Activation, FeedForward
 from aero_compile.analysis.structure import require_ffns
 from aero_compile.errors import UnsupportedGraphError
@@ -25,19 +26,30 @@ aten = torch.ops.aten
 
 Values = Mapping[fx.Node, Any]
 
+_GATES = ("tanh", "sigmoid", "hardsigmoid", "log_sigmoid")
+"""Activations that gates and soft caps outside of feed-forward blocks use."""
+
 
 def ffn_activations(model: TransformedModel, name: str) -> list[tuple[FeedForward, Activation]]:
     """Activations of all FFNs, each with its FFN, in layer order.
 
     Raises:
-        UnsupportedGraphError: no FFN, or an activation outside every FFN that was recognized.
+        UnsupportedGraphError: no FFN, an activation outside every FFN that was recognized, or one that is only a part
+            of its function.
     """
     structure = model.structure
     found = [(ffn, activation) for ffn in require_ffns(structure, name) for activation in ffn.activations]
+    for ffn, activation in found:
+        if not activation.whole:
+            raise UnsupportedGraphError(
+                f"{name}: the {activation.kind} at {place(activation.node)} in layer {ffn.layer} is multiplied by "
+                "another function of its own input, so that it is not an activation by itself; write all that the "
+                "gate computes as one factor, such as u * (g * sigmoid(g))"
+            )
     inside = {node for _, activation in found for node in activation.nodes}
     for node in structure.values:
         kind = ACTIVATIONS.get(node.target) if node in structure.live - inside else None
-        if kind not in (None, "tanh", "sigmoid"):
+        if kind not in (None, *_GATES):
             raise UnsupportedGraphError(
                 f"{name} found the activation {kind} at {place(node)} outside every feed-forward block; supported "
                 "are blocks of two linear layers added to the residual stream"
@@ -58,7 +70,7 @@ def chosen_activations(
     everywhere = ffn_activations(model, name)
     found = [(ffn, activation) for ffn, activation in everywhere if ffn.layer in chosen]
     if chosen and not found and not applied:
-        where = f"layers {layers}; activations are in layers {sorted({ffn.layer for ffn, _ in everywhere})}"
+        where = f"layers {layers}; activations are in {layers_text(ffn.layer for ffn, _ in everywhere)}"
         raise UnsupportedGraphError(
             f"{name} found no activation in the {len(model.structure.ffns)} feed-forward blocks of "
             f"{model.convention.family}{f', {where}' if everywhere else ': they are linear already'}"

@@ -11,6 +11,7 @@ from typing import ClassVar
 from torch import fx
 
 from aero_compile.analysis.layer_sets import chosen_layers
+from aero_compile.analysis.layer_text import spans
 from aero_compile.analysis.norm_sites import PARTS, NormSite, find_norm_sites, parse_norms
 from aero_compile.analysis.parts import Norm, nonlinear_kind
 from aero_compile.errors import UnsupportedGraphError
@@ -114,7 +115,7 @@ class NormPass(LayersPass):
                 f"{', '.join(present)}"
             )
         layers = {site.part: sorted({s.norm.layer or 0 for s in sites if s.part == site.part}) for site in sites}
-        present = [p if p == "final" else f"{p} in {', '.join(map(str, layers[p]))}" for p in layers]
+        present = [p if p == "final" else f"{p} in {spans(layers[p])}" for p in layers]
         return (
             f"{self.name} found no norm for norms={self.norms} in layers={self.layers} of {family}; the norms it has, "
             f"by layer: {'; '.join(present)}"

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from aero_compile.calibration import token_batches
+from aero_compile.code_version import code_version
 from aero_compile.errors import InputError
 from aero_compile.files import make_private_folder, write_private
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
@@ -136,6 +137,7 @@ def private_inference(
         )
     versions = {
         "aero_compile": __version__,
+        **code_version(),
         "torch": str(torch.__version__),
         "platform": platform.platform(),
         "cpus": str(os.cpu_count()),

@@ -11,7 +11,9 @@ import torch
 from torch import fx, nn
 
 from aero_compile.errors import InputError
+from aero_compile.ir.decompose_norms import join_deviation_norms
 from aero_compile.ir.published import publish
+from aero_compile.ir.usable_weights import check_weights
 from aero_compile.optimize import optimize_for_inference
 from aero_compile.pipeline import transform
 from aero_compile.runtime.lowering.norms import vocabulary
@@ -25,6 +27,7 @@ def with_graph(model: nn.Module) -> nn.Module:
     """The model itself if it has a graph of its logits, or else captured as it is."""
     if not isinstance(model, nn.Module):
         raise InputError(f"private inference takes a torch.nn.Module, not {type(model).__name__}")
+    check_weights(model)
     return model if hasattr(model, "logits_graph") else transform(model, "baseline")
 
 
@@ -59,6 +62,7 @@ def logits_graph(model: nn.Module) -> fx.Graph:
     build: Any = model.logits_graph
     graph = build()
     assert isinstance(graph, fx.Graph)
+    join_deviation_norms(graph)
     return graph
 
 

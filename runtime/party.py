@@ -105,10 +105,9 @@ class _Party:
         """Set up, prepare and run as often as was asked; returns what it cost, and what the last run opened."""
         started = time.perf_counter()
         computation = Computation(spu, link, self.inputs, log, way)
-        if self.options.set_up:
-            computation.set_up()
+        spent = computation.set_up() if self.options.set_up else {}
         link.barrier()
-        setup = {"seconds": time.perf_counter() - started, "wire": way.read()}
+        setup = {**spent, "seconds": time.perf_counter() - started, "wire": way.read()}
         offline = [computation.prepare() for _ in range(self.options.offline)]
         runs = []
         opened = Opened()

@@ -23,9 +23,37 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support import tenths
 from tests.support.made_once import SHARED_FOLDER, compile_each_program_once, lower_in_one_context
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of slow tests."""
+    group = parser.getgroup("slow tests")
+    group.addoption("--tenth", type=int, metavar="N", help="of the slow tests only the tenth N mod 10 (with -m slow)")
+    group.addoption("--at-most", type=float, metavar="SECONDS", help="start no test later than this after the first")
+    group.addoption(
+        "--store-seconds", action="store_true", help="store the seconds of slow tests, which balance tenths"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register what the options ask for."""
+    if config.getoption("--at-most") is not None:
+        config.pluginmanager.register(tenths.Limit(config.getoption("--at-most")))
+    if config.getoption("--store-seconds"):
+        config.pluginmanager.register(tenths.SecondsOfFunctions())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what `--tenth` does not name."""
+    number = config.getoption("--tenth")
+    if number is not None:
+        items[:], others = tenths.choose(items, number)
+        config.hook.pytest_deselected(items=others)
 
 
 def pytest_collection_finish() -> None:

@@ -18,11 +18,14 @@ import torch
 from torch import nn
 
 import aero_compile
+from aero_compile.__main__ import main
 from aero_compile.artifact import FORMAT, GRAPH_FILE
 from aero_compile.errors import AeroError, ArtifactError
+from aero_compile.training.tokenizer import has_tokenizer, load_tokenizer
 from tests.support import tiny_models
 from tests.support.budgets import by_default
 from tests.support.tiny_models import captured, logits_of, tokens, transformed
+from tests.support.words import save_words
 
 
 def call(model: nn.Module, name: str) -> torch.Tensor:
@@ -435,3 +438,34 @@ def test_loading_needs_no_transformers(tmp_path: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stdout.strip() == "SM:8×R^{16×16}"
+
+
+# -- a run's folder --------------------------------------------------------------------------------------------
+
+
+def test_an_artifact_is_found_in_the_folder_of_its_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = captured("gpt2-sdpa")
+    run = aero_compile.save(model, tmp_path / "run" / "artifact").parent
+    assert torch.equal(call(aero_compile.load(run), "gpt2-sdpa"), call(model, "gpt2-sdpa"))
+    words = ["census", "--seq-len", "8", "--model"]
+    assert (main([*words, str(run)]), main([*words, str(run / "artifact")])) == (0, 0)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == second
+    aero_compile.save(model, run)  # an artifact of its own counts before one inside, which stays as it is
+    shutil.rmtree(run / "artifact")
+    assert aero_compile.load(run).recipe == model.recipe
+
+
+def test_the_tokenizer_of_a_run_is_that_of_its_artifact(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "run" / "artifact").mkdir(parents=True)
+    (tmp_path / "run" / "artifact" / GRAPH_FILE).touch()
+    save_words(tmp_path / "run" / "artifact" / "tokenizer.json", 9)
+    assert has_tokenizer(tmp_path / "run")
+    assert len(load_tokenizer(tmp_path / "run").get_vocab()) == 9
+
+
+def test_a_run_that_has_not_ended_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(ArtifactError, match=r"the training run .* has not written its artifact yet"):
+        aero_compile.load(tmp_path)

@@ -33,6 +33,8 @@ def test_errors_of_ours_are_one_line(capsys: pytest.CaptureFixture[str]) -> None
 def test_an_interruption_says_what_is_left(kept: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(lambda: raising(KeyboardInterrupt()), kept) == 130
     assert capsys.readouterr() == ("", f"\n{said}\n")
+    assert exit_code(lambda: raising(KeyboardInterrupt("step 3 is kept")), kept) == 130
+    assert capsys.readouterr().err == f"\n{said if kept else 'interrupted; step 3 is kept'}\n"
 
 
 def test_files_that_cannot_be_written_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,7 @@
 """Properties that hold for every decoder: configurations and recipes are drawn at random, references are eager.
 
 A few examples run by default, the same every time. Many, new every time: `pytest -m slow tests/test_properties.py`,
-as many as AERO_COMPILE_EXAMPLES says (60).
+as many as AERO_COMPILE_EXAMPLES says (20).
 """
 
 from __future__ import annotations
@@ -411,6 +411,8 @@ def reference_cases(decoders: st.SearchStrategy[Config]) -> st.SearchStrategy[tu
 @few(max_examples=2)
 @given(reference_cases(POOLED))
 @example((Config(layers=2, block="parallel-one-norm", order="feed-forward-first"), ["scaled-ffn"], 0))
+@example((Config(norm="rms_written", qk_norm=True, scaling="queries", width=12), ["strip-layer-norm"], 0))
+@example((Config(norm="rms_written", attention="sdpa-causal", context=4), ["softmax-temperature{max_positions=29}"], 0))
 def test_reference(case: tuple[Config, list[str], int]) -> None:
     check_reference(*case)
 

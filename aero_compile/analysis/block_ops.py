@@ -12,6 +12,7 @@ aten = torch.ops.aten
 
 BRANCH_OPS = SCALES | of_form("negation")
 POWERS = of_form("power")
+BOUNDS = frozenset({aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default})
 PARTS = of_form("part", "slice", "select")
 
 _ROWS: tuple[tuple[frozenset[Any], bool, bool, bool], ...] = (

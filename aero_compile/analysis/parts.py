@@ -102,13 +102,15 @@ class Attention:
 class Activation:
     """The nonlinear, element-wise part of an FFN, from its input `source` to its result `node`.
 
-    `kind` is what it is counted as; `nodes` are all nodes that belong to it, one for a canonical op.
+    `kind` is what it is counted as; `nodes` are all nodes that belong to it, one for a canonical op. It is not `whole`
+    if its result is multiplied by something else that is computed from its source: then it is a part of a function.
     """
 
     kind: str
     source: fx.Node
     node: fx.Node
     nodes: tuple[fx.Node, ...]
+    whole: bool = True
 
 
 @dataclass(frozen=True)

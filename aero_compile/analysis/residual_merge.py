@@ -19,7 +19,8 @@ def find_merge(
     """Follow the result `output` of a block to the add with the residual stream that its input `entry` came from.
 
     With `depth`, where no term of the additions on the way is the stream itself, a term that comes after more
-    attentions than `entry` stands for it: the attention of a parallel block without a residual connection.
+    attentions than `entry` stands for it: the attention of a parallel block without a residual connection. If there is
+    none, any value that `entry` was computed from does: a block that reads a mixture of two positions.
 
     Returns:
         The (add, argument) edge of the result, and those of all it is added to; None if it is added to nothing.
@@ -27,6 +28,7 @@ def find_merge(
     bases = _bases(entry, live)
     node, branch, joined = output, None, 0
     residual: list[tuple[fx.Node, fx.Node]] = []
+    above, mixed = ancestors([entry], live), 0
     for _ in range(12):
         users = _users(node, live)
         if len(users) != 1:
@@ -40,10 +42,13 @@ def find_merge(
                 return branch, tuple(residual)
             if depth is not None and depth[sibling] > depth[entry]:
                 joined = len(residual)
+            if not mixed and _adds_up(sibling, above, live):
+                mixed = len(residual)
         elif user.op != "call_module" and user.target not in AFTER_BLOCKS:
             break
         node = user
-    return (branch, tuple(residual[:joined])) if branch and joined else None
+    count = joined or mixed
+    return (branch, tuple(residual[:count])) if branch and count else None
 
 
 def _users(node: fx.Node, live: set[fx.Node]) -> list[fx.Node]:

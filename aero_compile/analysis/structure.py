@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from aero_compile.analysis.bypass import reaches_unmerged
 from aero_compile.analysis.causality import require_causal
 from aero_compile.analysis.feed_forward import find_ffns
 from aero_compile.analysis.head_order import find_static, head_numbers, product_of
@@ -241,8 +242,23 @@ def _norms(
         if layer is None:
             layer = entries.get(node)
         if layer is None:
-            layer = depth[node] if depth[node] < len(attentions) else None
+            layer = _layer_after(node, order, live, depth, attentions)
         yield Norm(layer, node, name)
+
+
+def _layer_after(
+    node: fx.Node,
+    order: Sequence[fx.Node],
+    live: set[fx.Node],
+    depth: Mapping[fx.Node, int],
+    attentions: Sequence[Attention],
+) -> int | None:
+    """The layer of the attention that alone is computed from a norm, None if that is the head, or else the last one."""
+    last = depth[node] == len(attentions)
+    targets = order[-1:] if last else [heads.softmax for heads in attentions[depth[node]].groups]
+    if depth[node] > 0 and targets and not reaches_unmerged(node, targets, live):
+        return depth[node] - 1
+    return None if last else depth[node]
 
 
 def _norm_above(node: fx.Node, live: set[fx.Node]) -> fx.Node:

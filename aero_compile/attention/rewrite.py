@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from aero_compile.analysis.layer_text import layers_text
 from aero_compile.analysis.parts import Heads
 from aero_compile.analysis.structure import structure_of
 from aero_compile.attention.block_graph import block_function, modules
@@ -56,8 +57,7 @@ def describe(layers: Sequence[Sequence[Found]]) -> str:
         for found in layer:
             grouped.setdefault((found.form, found.why), []).append(number)
     parts = [
-        f"{form} in layers {', '.join(map(str, dict.fromkeys(numbers)))}" + (f" ({why})" if why else "")
-        for (form, why), numbers in grouped.items()
+        f"{form} in {layers_text(numbers)}" + (f" ({why})" if why else "") for (form, why), numbers in grouped.items()
     ]
     return f"attention from {SHORTEST} tokens on: {'; '.join(parts)}"
 

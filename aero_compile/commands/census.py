@@ -6,8 +6,8 @@ import argparse
 import json
 from typing import Any
 
-from aero_compile.commands.options import MODEL
-from aero_compile.errors import InputError
+from aero_compile.commands.options import LENGTH, MODEL, positive
+from aero_compile.lengths import DEFAULT_LENGTH, default_length
 
 SUMMARY = "nonlinear ops that each recipe leaves in a model"
 
@@ -20,12 +20,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--onnx", metavar="FILE", help="count what an ONNX file of any exporter holds instead")
     parser.add_argument(
         "--recipes",
-        help="names, labels or lists of passes, separated by commas, or by ; (default: the paper's architectures; "
-        "a saved artifact is counted as it is)",
+        help="names or labels, separated by commas; passes separated by commas are one recipe, and ; separates recipes "
+        "of passes (default: the paper's architectures; a saved artifact is counted as it is, and with --recipes under "
+        "further ones)",
     )
-    parser.add_argument(
-        "--seq-len", type=int, metavar="T", help="tokens (default: 128; of an ONNX file, what it is fixed to)"
-    )
+    parser.add_argument("--seq-len", type=positive, metavar="T", help=f"{LENGTH}; of an ONNX file, what it is fixed to")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -52,25 +51,15 @@ def _counted(args: argparse.Namespace) -> dict[str, Any]:
     from aero_compile.census import census
     from aero_compile.pipeline import transform
     from aero_compile.recipe.recipe import recipe_names, recipes, resolve
-    from aero_compile.training.models import find_shape, with_length
+    from aero_compile.training.models import find_shape, under_recipe
 
-    length = 128 if args.seq_len is None else args.seq_len
     paper = ",".join(name for name, recipe in recipes().items() if recipe.group == "architectures of the paper")
     wanted = [resolve(name) for name in recipe_names(args.recipes or paper)]
-    source = find_shape(args.model, length)
-    if source.transformed and args.recipes:
-        raise InputError(
-            f"{args.model} is a saved artifact, which has its recipe already: a count of other recipes needs the model "
-            "that it was made of; leave out --recipes to count the artifact"
-        )
+    source = find_shape(args.model, args.seq_len or DEFAULT_LENGTH)
     with torch.device("meta" if source.from_scratch else "cpu"):
         model = source.build(50257, None)
-    if source.transformed:
-        saved: Any = model
-        return {saved.recipe or "as captured": census(saved, length)}
     captured = transform(model, "baseline")
-    counted = {}
-    for recipe in wanted:
-        sized = with_length(recipe, captured.max_positions, length)
-        counted[recipe.label or recipe.text] = census(transform(captured, sized), length)
-    return counted
+    length = args.seq_len or default_length(captured.max_positions)
+    if source.transformed and not args.recipes:
+        return {captured.recipe or "as captured": census(captured, length)}
+    return {one.label or one.text: census(under_recipe(captured, one, length), length) for one in wanted}

@@ -14,13 +14,20 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from aero_compile.commands.draft import add_draft, draft_of
-from aero_compile.commands.link import add_client, open_session
+from aero_compile.commands.link import CLIENT_KEYWORDS, add_client, open_session
 from aero_compile.commands.options import positive
 from aero_compile.errors import InputError, OutOfRangeError
+from aero_compile.lengths import default_length
+from aero_compile.terminal import typed
 
 if TYPE_CHECKING:
     from aero_compile.runtime.generation.bill import Token
+    from aero_compile.runtime.generation.session import Session
 
+MOST_TOKENS = 32
+"""Tokens that are generated where no number is given."""
+
+KEYWORDS = CLIENT_KEYWORDS | {"max_new_tokens": "--max-tokens"}
 SUMMARY = "text from a server's model, which learns nothing of it but its length"
 
 
@@ -32,8 +39,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--prompt", metavar="TEXT", help="text to go on with, or message (default: standard input, to its end)")
     add("--raw", action="store_true", help="go on with the prompt as it is, also where there is a chat template")
-    text = "tokens to generate, of an answer as many as there is room for (default: %(default)s)"
-    add("--max-tokens", type=positive, default=32, metavar="N", help=text)
+    text = f"tokens to generate, of an answer as many as there is room for (default: {MOST_TOKENS}, or what fits)"
+    add("--max-tokens", type=positive, metavar="N", help=text)
     text = "0 takes the likeliest token, 1 samples as the model has it (default: %(default)s)"
     add("--temperature", type=float, default=0.0, metavar="T", help=text)
     add("--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest tokens that have P together")
@@ -52,11 +59,20 @@ def run(args: argparse.Namespace) -> int:
     dialog = Dialog(tokenizer) if tokenizer.chat_template and not args.raw else None
     prompts = _prompts(args, several=dialog is not None)
     draft = draft_of(args, tokenizer)
-    with open_session(args) as session:
+
+    def check(session: Session) -> None:
+        if draft is not None:
+            draft(session)
+        for prompt in prompts if isinstance(prompts, list) else ():
+            ids = _encoded(tokenizer, prompt) if dialog is None else Dialog(tokenizer).ask(prompt)
+            session.check(ids, 1 if args.max_tokens is None or dialog is not None else args.max_tokens)
+
+    with open_session(args, check) as session:
         writes = _Writes(session, tokenizer, args, choose, None if draft is None else draft(session))
         for prompt in prompts:
             if dialog is None:
-                writes.text(_encoded(tokenizer, prompt), args.max_tokens)
+                ids = _encoded(tokenizer, prompt)
+                writes.text(ids, args.max_tokens or default_length(session.most_new_tokens(len(ids)), MOST_TOKENS))
                 continue
             try:
                 writes.answer(dialog, prompt)
@@ -73,7 +89,7 @@ def _prompts(args: argparse.Namespace, several: bool) -> Iterable[str]:
     """The text that is given, or, of `several`, one message after the other as they are typed."""
     if several and args.prompt is None and sys.stdin.isatty():
         return _typed()
-    text = sys.stdin.read() if args.prompt is None else args.prompt
+    text = typed(sys.stdin.read() if args.prompt is None else args.prompt)
     if not (text.strip() if several else text):
         raise InputError("the prompt is empty: there is no token to go on from")
     return [text]
@@ -85,7 +101,7 @@ def _typed() -> Iterator[str]:
         if not (line := sys.stdin.readline()):
             return
         if line.strip():
-            yield line.removesuffix("\n")
+            yield typed(line.removesuffix("\n"))
 
 
 def _encoded(tokenizer: Any, text: str) -> list[int]:
@@ -96,7 +112,12 @@ class _Writes:
     """Streams texts of one session to standard output, and their bills to standard error."""
 
     def __init__(self, session: Any, tokenizer: Any, args: argparse.Namespace, choose: Any, guess: Any) -> None:
-        self._session, self._stop, self._most, self._how = session, args.stop, args.max_tokens, (choose, guess)
+        self._session, self._stop, self._most, self._how = (
+            session,
+            [*map(typed, args.stop)],
+            args.max_tokens or MOST_TOKENS,
+            (choose, guess),
+        )
         self._raw = tokenizer.backend_tokenizer
         self._ends = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
 

@@ -1,7 +1,7 @@
 """Predict what a private forward of a model costs in Cheetah, without running it: bytes, messages, rounds, seconds.
 
 Of a shape that has no weights, or of a Hub name, of which the configuration alone is read, the weights count as
-unknown: as those of a trained model. A saved artifact is taken as it is.
+unknown: as those of a trained model. A saved artifact is taken as it is, or with --recipe under a further one.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from aero_compile.commands.options import MODEL, add_costs, positive
-from aero_compile.errors import InputError
+from aero_compile.commands.options import LENGTH, MODEL, add_costs, positive
+from aero_compile.lengths import DEFAULT_LENGTH, default_length
 
 if TYPE_CHECKING:
     from aero_compile.model import TransformedModel
@@ -22,11 +22,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     add = parser.add_argument
     add("--model", required=True, help=MODEL.format(hub=" (its configuration is enough)"))
-    add("--recipe", help="name, label or list of passes (default: softmax_only; none for an artifact)")
-    add("--seq-len", type=positive, default=128, metavar="T", help="tokens (default: %(default)s)")
+    text = "name, label or list of passes (default: softmax_only; an artifact is taken as it is)"
+    add("--recipe", help=text)
+    add("--seq-len", type=positive, metavar="T", help=LENGTH)
     add("--batch", type=positive, default=1, metavar="B", help="sequences (default: %(default)s)")
-    text = "logits of the last position, for the next token, or of all (default: %(default)s)"
-    add("--logits", choices=["last", "all"], default="last", help=text)
+    text = "logits of all positions, or of the last one, for the next token (default: %(default)s)"
+    add("--logits", choices=["last", "all"], default="all", help=text)
     text = "the bill of generating so many tokens behind a prompt of --seq-len, keys and values being kept"
     add("--new-tokens", type=positive, metavar="N", help=text)
     add_costs(parser)
@@ -37,9 +38,10 @@ def run(args: argparse.Namespace) -> int:
     """Print the estimate."""
     from aero_compile.runtime.costs.model import estimate
 
+    model, length = _model(args)
     found = estimate(
-        _model(args),
-        args.seq_len,
+        model,
+        length,
         batch=args.batch,
         network=args.network,
         logits=args.logits,
@@ -53,28 +55,26 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _model(args: argparse.Namespace) -> TransformedModel:
-    """The model under its recipe, without the weights if they are random."""
+def _model(args: argparse.Namespace) -> tuple[TransformedModel, int]:
+    """The model under its recipe, without the weights if they are random, and the tokens of a text."""
     import torch
 
     from aero_compile.pipeline import transform
     from aero_compile.recipe.recipe import resolve
-    from aero_compile.training.models import find_shape, with_length
+    from aero_compile.training.models import find_shape, under_recipe
 
-    source = find_shape(args.model, args.seq_len)
-    if source.transformed and args.recipe:
-        raise InputError(
-            f"{args.model} is a saved artifact, which has its recipe already: leave out --recipe, or name the model "
-            "that it was made of"
-        )
+    source = find_shape(args.model, args.seq_len or DEFAULT_LENGTH)
     torch.manual_seed(0)
     captured = transform(source.build(50257, None), "baseline")
-    if source.transformed:
-        return captured
-    recipe = with_length(resolve(args.recipe or "softmax_only"), captured.max_positions, args.seq_len)
-    tokens = torch.randint(0, captured.vocab_size, (4, args.seq_len))  # for recipes that freeze norms
-    model = transform(captured, recipe, calibration=tokens)
-    return _without_weights(model) if source.from_scratch else model
+    most = captured.max_positions
+    room = most if most is None or args.new_tokens is None else max(1, most - args.new_tokens + 1)
+    length = args.seq_len or default_length(room)
+    if source.transformed and not args.recipe:
+        return captured, length
+    # For recipes that freeze norms; what they measure decides no cost.
+    tokens = torch.randint(0, captured.vocab_size, (4, default_length(most, length)))
+    model = under_recipe(captured, resolve(args.recipe or "softmax_only"), length, tokens)
+    return (_without_weights(model) if source.from_scratch else model), length
 
 
 def _without_weights(model: TransformedModel) -> TransformedModel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,12 @@ from aero_compile.commands.options import gigabytes, positive
 from aero_compile.errors import InputError
 
 if TYPE_CHECKING:
+    from aero_compile.runtime.generation.session import Session
     from aero_compile.serving.client import Connection
+
+
+CLIENT_KEYWORDS = {"address": "--server", "tls": "--certs"}
+"""Keywords of `aero_compile.connect` that are called otherwise here."""
 
 
 def add_way(parser: argparse.ArgumentParser, own: str) -> None:
@@ -82,16 +88,22 @@ def add_client(parser: argparse.ArgumentParser, required: bool = True) -> None:
     add("--timeout", type=float, default=3600.0, metavar="S", help=text)
 
 
-def open_session(args: argparse.Namespace) -> Connection:
-    """Connect to a server that generates text; whoever waits for a turn is told on standard error."""
+def open_session(args: argparse.Namespace, check: Callable[[Session], object] | None = None) -> Connection:
+    """Connect to a server that generates text; whoever waits for a turn is told on standard error.
+
+    `check`: raises for what the server offers and cannot be used here, before the set-up is paid for.
+    """
     from aero_compile.serving.client import connect
+
+    def offered(session: Session | None) -> None:
+        if session is None:
+            raise InputError(f"the server at {args.server} generates no text: it was started without --room")
+        if check is not None:
+            check(session)
 
     names = ("model_digest", "timeout", "bucket", "cache", "ahead", "prompt_ahead", "max_memory")
     asked = {name: getattr(args, name) for name in names}
-    connection = connect(args.server, on_wait=_say_wait, **asked, **way_of(args, "client"))
-    if not connection.room:
-        connection.close()
-        raise InputError(f"the server at {args.server} generates no text: it was started without --room")
+    connection = connect(args.server, on_wait=_say_wait, on_offer=offered, **asked, **way_of(args, "client"))
     if args.prepared:
         _prepare(connection, args)
     return connection

@@ -5,10 +5,15 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from aero_compile.lengths import DEFAULT_LENGTH
+
 MODEL = (
     "Hub name{hub}, local folder, config.json, saved artifact, package.module:factory, or one of the shapes tiny, "
     "gpt2, pythia-70m"
 )
+
+
+LENGTH = f"tokens (default: {DEFAULT_LENGTH}, or as many as the model takes if these are fewer)"
 
 
 def positive(text: str) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aero_compile.commands.draft import add_draft, draft_of
-from aero_compile.commands.link import add_client, open_session
+from aero_compile.commands.link import CLIENT_KEYWORDS, add_client, open_session
 from aero_compile.commands.options import positive
 from aero_compile.errors import InputError
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from aero_compile.proxy.keys import Keys
 
+KEYWORDS = CLIENT_KEYWORDS
 SUMMARY = "an OpenAI-compatible endpoint on this machine, private towards the server"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 GRACE_SECONDS = 5
@@ -78,7 +79,8 @@ def _serve(args: argparse.Namespace, folder: Path) -> int:
     tokenizer = load_tokenizer(args.tokenizer)
     with _listener(args) as listener:
         keys = None if args.socket else _keys(folder)
-        writer = Writer(lambda: open_session(args), tokenizer, draft_of(args, tokenizer), args.sessions)
+        draft = draft_of(args, tokenizer)
+        writer = Writer(lambda: open_session(args, draft), tokenizer, draft, args.sessions)
         try:
             writer.open()
             app = make_app(writer, args.name, {*LOOPBACK, args.host}, keys)

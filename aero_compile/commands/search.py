@@ -12,12 +12,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from aero_compile.commands.options import MODEL, names, positive
+from aero_compile.commands.options import LENGTH, MODEL, names, positive
 from aero_compile.commands.text import add_text, blocks_of_text
 from aero_compile.errors import InputError
 from aero_compile.files import refuse_existing
+from aero_compile.lengths import DEFAULT_LENGTH, default_length
 
 SUMMARY = "which nonlinear ops to give up for the least loss under a budget; a recipe and the whole curve"
 
@@ -27,8 +27,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", required=True, help=MODEL.format(hub=""))
     add("--recipe", help="what the model is transformed by first (default: as it is)")
-    add("--budget", help="'0.8 GB', '40 s' (on --network), '900 rounds', '5000 messages'; default: the curve alone")
-    add("--seq-len", type=positive, default=128, metavar="T", help="tokens of the text priced (default: %(default)s)")
+    text = "'0.8 GB', '40 s' (on --network), '900 rounds', '5000 messages'; default: the curve alone"
+    add("--budget", help=text)
+    add("--seq-len", type=positive, metavar="T", help=f"of the text priced, {LENGTH}")
     add_text(parser)
     add(
         "--blocks",
@@ -46,7 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--order", default="greedy", help=text)
     text = "further orders to compare with, divided by commas; without a list: all"
     add("--compare-orders", type=names, nargs="?", const=None, default=(), metavar="LIST", help=text)
-    add("--logits", choices=["last", "all"], default="last", help="of which positions (default: %(default)s)")
+    add("--logits", choices=["last", "all"], default="all", help="of which positions (default: %(default)s)")
     text = "what to assume between the parties: wan, lan or MBPS:RTT_MS; default: loopback, nothing"
     add("--network", default="loopback", metavar="NET", help=text)
     text = "tokens that decide what goes first; losses of the curve are of all blocks (default: %(default)s)"
@@ -68,22 +69,21 @@ def run(args: argparse.Namespace) -> int:
     from aero_compile.recipe.recipe import resolve
     from aero_compile.search import search
     from aero_compile.search.run import ORDERS
-    from aero_compile.training.models import find_model, with_length
+    from aero_compile.training.models import find_model, under_recipe
 
     for path in (args.out, args.html):
         refuse_existing(path, args.overwrite)
     _check_files([path for path in (args.state, args.out, args.html) if path])
-    source = find_model(args.model, from_scratch=False, overrides=None, context=args.seq_len)
+    source = find_model(args.model, from_scratch=False, overrides=None, context=args.seq_len or DEFAULT_LENGTH)
     torch.manual_seed(args.seed)
-    model: Any = source.build(50257, None)
+    model = transform(source.build(50257, None), "baseline")
+    args.seq_len = args.seq_len or default_length(model.max_positions)
     calibration, held_out = blocks_of_text(args, source.tokenizer, args.blocks)
     for side, blocks in (("training", calibration), ("held-out", held_out)):
         if len(blocks) < args.blocks:
             print(f"note: the {side} side of the text has {len(blocks):,} blocks, not {args.blocks:,}", file=sys.stderr)
     if args.recipe:
-        captured = transform(model, "baseline")
-        recipe = with_length(resolve(args.recipe), captured.max_positions, args.seq_len)
-        model = transform(captured, recipe, calibration=calibration)
+        model = under_recipe(model, resolve(args.recipe), args.seq_len, calibration)
     line = Line()
     found = search(
         model,
@@ -102,12 +102,13 @@ def run(args: argparse.Namespace) -> int:
         say=line.show,
     )
     line.clear()
-    sys.stdout.write(found.to_json() if args.json else f"{found}\n")
-    sys.stdout.flush()  # before files, which a full disk may refuse
-    if args.out:
-        found.write_json(args.out)
-    if args.html:
-        found.write_html(args.html)
+    try:
+        if args.out:
+            found.write_json(args.out)
+        if args.html:
+            found.write_html(args.html)
+    finally:  # a full disk refuses the files, a closed pipe the text: neither may cost the other
+        print(found.to_json() if args.json else f"{found}\n", end="", flush=True)
     return 0
 
 

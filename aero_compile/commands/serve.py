@@ -14,6 +14,8 @@ from aero_compile.commands.link import add_way, way_of
 from aero_compile.commands.options import gigabytes, names, positive
 from aero_compile.errors import InputError
 
+KEYWORDS = {"address": "--listen", "folder": "--keep", "set_up": "--no-set-up", "tls": "--certs"}
+"""Keywords of `aero_compile.serve` that are called otherwise here."""
 SUMMARY = "serve a model to several clients that keep their texts private"
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from aero_compile.errors import InputError
+from aero_compile.files import GRAPH_FILE, artifact_folder
 from aero_compile.runtime.generation.session import Guess
 
 NGRAM = "ngram"
@@ -100,9 +101,8 @@ def make_draft(name: str, tokenizer: Any) -> Draft:
 
 def _load(name: str) -> tuple[Any, int | None, int]:
     """The model, the positions that it takes, and the tokens that it knows."""
-    from aero_compile.artifact import GRAPH_FILE, load
-
-    if (Path(name) / GRAPH_FILE).is_file():
+    if (artifact_folder(name) / GRAPH_FILE).is_file():
+        from aero_compile.artifact import load
         from aero_compile.optimize import optimize_for_inference
 
         artifact = load(name)

@@ -44,7 +44,7 @@ class MatchedNorm:
 
 
 def match_norm(
-    run: Callable[[Tensor], Any], literals: Sequence[float], constants: Sequence[Tensor], x: Tensor
+    run: Callable[[Tensor], Any], literals: Sequence[float], constants: Sequence[Tensor], x: Tensor, by_mean: bool
 ) -> MatchedNorm | None:
     """The norm over the last dimension that `run` computes, or None.
 
@@ -53,8 +53,10 @@ def match_norm(
         literals: numbers written in the region, among them its ε.
         constants: values of the other tensors that the region reads, float64.
         x: random values of the input's rank and width, float64.
+        by_mean: the region takes means alone, no sums or lengths ‖x‖: then 1/√d is the scale of attention scores.
     """
     width = x.shape[-1]
+    x = x * max(1.0, *(number**0.5 for number in literals if number > 0), 0.0)  # of the size at which ε tells
     probes = [scale * x + shift for scale, shift in _SCALES]
     results = [run(probe) for probe in probes]
     if not all(isinstance(r, Tensor) and r.shape == x.shape and bool(r.isfinite().all()) for r in results):
@@ -66,7 +68,7 @@ def match_norm(
     for centered, form in itertools.product((True, False), ("root", "added", "at_least")):
         for eps in _epsilons(literals, width, form):
             normal = [_normalized(p, eps, centered, form) for p in probes]
-            found = _affine(normal, results, constants, width)
+            found = _affine(normal, results, constants, _natural_factors(width, by_mean))
             if found:
                 return MatchedNorm(centered, form, eps, *found)
     return None
@@ -92,9 +94,10 @@ def _normalized(x: Tensor, eps: float, centered: bool, form: str) -> Tensor:
 
 
 def _affine(
-    normal: Sequence[Tensor], results: Sequence[Tensor], constants: Sequence[Tensor], width: int
+    normal: Sequence[Tensor], results: Sequence[Tensor], constants: Sequence[Tensor], natural: Sequence[float]
 ) -> tuple[float, int | None, int | None] | None:
     """Factor, weight and bias that make `results` of `normal`: each constant is used, the bias not as the weight."""
+    width = normal[0].shape[-1]
     weights: list[int | None] = [None, *(i for i, c in enumerate(constants) if c.numel() in (1, width))]
     biases: list[int | None] = [None, *(i for i, c in enumerate(constants) if c.numel() == width)]
     for weight, bias in itertools.product(weights, biases):
@@ -104,16 +107,17 @@ def _affine(
         scaled = normal if weight is None else [n * constants[weight].reshape(-1) for n in normal]
         centers = results if bias is None else [r - constants[bias].reshape(-1) for r in results]
         factor = float((scaled[0] * centers[0]).sum() / scaled[0].square().sum())
-        if _natural(factor, width) and all(agree(c, factor * s) for c, s in zip(centers, scaled, strict=True)):
+        known = any(abs(factor - each) <= 1e-6 * each for each in natural)
+        if known and all(agree(c, factor * s) for c, s in zip(centers, scaled, strict=True)):
             return (1.0 if abs(factor - 1) < 1e-9 else factor), weight, bias
     return None
 
 
-def _natural(factor: float, width: int) -> bool:
-    """Whether a factor comes of how a norm is written; any other is the model's, and stays when norms are stripped."""
-    roots = (1.0, math.sqrt(width), math.sqrt(width - 1), math.sqrt((width - 1) / width))
-    known = (*roots, *(1 / root for root in roots))
-    return any(abs(factor - each) <= 1e-6 * each for each in known)
+def _natural_factors(width: int, by_mean: bool) -> list[float]:
+    """Factors that come of how a norm is written; any other is the model's, and stays when norms are stripped."""
+    roots = [1.0, math.sqrt((width - 1) / width)]
+    roots += [] if by_mean else [math.sqrt(width), math.sqrt(width - 1)]
+    return [*roots, *(1 / root for root in roots)]
 
 
 def insert_norm(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ aten = torch.ops.aten
 TOLERANCE = 1e-7
 """Largest difference, relative to max(1, |y|), at which a region counts as the op."""
 
+LEAST_SLOPE = 1e-6
+"""Of a leaky ReLU; `max(x, 1e-30)`, which guards a division, is none with a slope of −2.5e-31."""
+
 Function = Callable[[Tensor], Tensor]
 
 _ACTIVATIONS: Mapping[tuple[Any, ...], Function] = {
@@ -29,6 +33,9 @@ _ACTIVATIONS: Mapping[tuple[Any, ...], Function] = {
     ("sigmoid",): torch.sigmoid,
     ("mish",): F.mish,
     ("hardswish",): F.hardswish,
+    ("squared_relu",): lambda x: F.relu(x).square(),
+    ("selu",): F.selu,
+    ("log_sigmoid",): F.logsigmoid,
 }
 
 _FILLED = {
@@ -69,27 +76,44 @@ def uniform_value(model: TransformedModel, node: fx.Node) -> float | None:
     return float(given) if isinstance(given, int | float) else None
 
 
-def classify(run: Function, literals: Iterable[float], exit_kind: str) -> tuple[Any, ...] | None:
-    """The op that computes what `run` computes, as a name and its options; None if none of them does.
+@dataclass(frozen=True)
+class Classified:
+    """`factor` times an op of one number: the op's name, or `squared_relu`, and its options."""
+
+    name: str
+    options: tuple[Any, ...]
+    factor: float
+
+
+def classify(run: Function, literals: Iterable[float]) -> Classified | None:
+    """The op that computes what `run` computes up to a factor; None if none of them does.
 
     Args:
         run: maps float64 numbers to numbers of the same shape, one by one.
         literals: numbers in the arithmetic. A function of pieces changes at them, so they are tried as well.
-        exit_kind: name of the op that the arithmetic ends with, which is no answer.
     """
     near, far = _grids(literals)
     value = run(near)
     if not isinstance(value, Tensor) or value.shape != near.shape or not value.is_floating_point():
         return None
-    for name, function in _candidates(near, value):
-        if name == ("relu",) and bool((value[near < 0] != 0).any()):
+    for (name, *options), function in _candidates(near, value):
+        factor = _factor(near, value, function)
+        if factor is None or (name in ("relu", "squared_relu") and bool((value[near < 0] != 0).any())):
             continue  # max(x, 1e-12) guards a division: its zero would be no zero
-        if name[0] != exit_kind and agree(value, function(near)):
-            wide, expected = run(far), function(far)
+        if agree(value / factor, function(near)):
+            wide, expected = run(far) / factor, function(far)
             finite = torch.isfinite(wide)  # exponentials overflow where their quotients do not
             if agree(wide[finite], expected[finite]):
-                return name
+                return Classified(name, tuple(options), factor)
     return None
+
+
+def _factor(x: Tensor, y: Tensor, function: Function) -> float | None:
+    """What `function` has to be multiplied by to give `y` at x = 4; None if nothing does."""
+    quotient = float((y / function(x))[x == 4.0][0])
+    if not math.isfinite(quotient) or quotient == 0.0:
+        return None
+    return 1.0 if abs(quotient - 1.0) < TOLERANCE else float(f"{quotient:.12g}")
 
 
 def _grids(literals: Iterable[float]) -> tuple[Tensor, Tensor]:
@@ -106,8 +130,34 @@ def _grids(literals: Iterable[float]) -> tuple[Tensor, Tensor]:
 
 def _candidates(x: Tensor, y: Tensor) -> Iterable[tuple[tuple[Any, ...], Function]]:
     yield from _ACTIVATIONS.items()
-    slope = float(y[x == -4.0][0] / -4.0)
-    if math.isfinite(slope) and abs(slope) < 1.0:
-        slope = float(f"{slope:.12g}")  # the quotient of two roundings → the number that was written
-        if slope != 0.0:
-            yield ("leaky_relu", slope), lambda v: F.leaky_relu(v, slope)
+    at = {place: float(y[x == place][0]) for place in (-4.0, -2.0, -1.0, 0.0, 4.0)}
+    slope = _written(-at[-4.0] / at[4.0]) if at[4.0] else 0.0
+    if LEAST_SLOPE < abs(slope) < 1.0:
+        yield ("leaky_relu", slope), lambda v: F.leaky_relu(v, slope)
+    sharpness = _written(math.log(2) / at[0.0]) if at[0.0] > LEAST_BEND else 0.0
+    if sharpness > 0:
+        yield ("softplus", sharpness, 20.0), lambda v: F.softplus(v, sharpness)
+    yield from _exponential_units(at)
+
+
+LEAST_BEND = 1e-3
+"""How far from ReLU an activation with parameters is at least: max(x, 1e-9) guards a division, and is no softplus."""
+
+
+def _exponential_units(at: Mapping[float, float]) -> Iterable[tuple[tuple[Any, ...], Function]]:
+    """ELU, CELU and all of their kind, s·x for x > 0 and s·α·(exp(r·x) − 1) below, by the values at some places."""
+    first, second = at[-1.0], at[-2.0]
+    step = second / first - 1 if first < -LEAST_BEND else 0.0  # exp(−r)
+    scale = _written(at[4.0] / 4.0)
+    if not (0 < step < 1 and scale > 0):
+        return
+    rate, alpha = _written(-math.log(step)), _written(first / (step - 1) / scale)
+    if scale == 1.0 and abs(rate * alpha - 1) < 1e-9 and rate != 1.0:
+        yield ("celu", alpha), lambda v: F.celu(v, alpha)
+    options = (alpha,) if scale == rate == 1.0 else (alpha, scale, rate)
+    yield ("elu", *options), lambda v: aten.elu.default(v, *options)
+
+
+def _written(number: float) -> float:
+    """The number that was written, from one that roundings went into; 0 if that is none."""
+    return float(f"{number:.12g}") if math.isfinite(number) else 0.0

@@ -2,25 +2,32 @@
 
 Around every nonlinear node (tanh, rsqrt, exp, …) take the regions of the graph with a single live input and a
 single output, cut out by dominators and post-dominators, and compare what they compute, in float64, with the
-canonical ops. The largest region that agrees to 1e-7 is replaced by one node:
+canonical ops. The largest region that agrees to 1e-7, at random points and at edges (`frontend/replacement.py`), is
+replaced by one node, and its factor if it has one:
 
     0.5·x·(1 + tanh(√(2/π)·(x + 0.044715·x³)))  → gelu(x, approximate="tanh")
+    x·relu(x)                                    → square(relu(x))
     x·rsqrt(mean(x²) + ε)·w                      → rms_norm(x, [d], w, ε)
     exp(x − max x) / Σ exp(x − max x)            → softmax(x, -1)
+
+A region of two inputs that is linear in one of them is a gate, and is written as such:
+
+    u·g + u·g·erf(g/√2)                          → u·(2·gelu(g))
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
 from aero_compile.frontend.norm_matching import drop_expansions, insert_norm, match_norm
-from aero_compile.frontend.pointwise import agree, classify, uniform_value
+from aero_compile.frontend.pointwise import Classified, agree, classify, uniform_value
+from aero_compile.frontend.replacement import Build, Region, Replacement, edge_numbers, edge_rows, hidden_rows
+from aero_compile.ir.attention_weights import SINK, attention_weights, softmax_with_sink
 from aero_compile.ir.dataflow import hidden_nodes, live_values
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.shapes import is_floating, node_values, sample_shape
@@ -31,11 +38,15 @@ aten = torch.ops.aten
 REACH = 14
 """How many dominators above and post-dominators below a seed are tried."""
 
+MOST_NODES = 48
+"""Nodes that a region may have."""
+
 _ARITHMETIC = frozenset(
     ["add", "sub", "rsub", "mul", "div", "pow", "neg", "square", "reciprocal", "sqrt", "rsqrt", "abs"]
 )
 _FUNCTIONS = frozenset(
     ["tanh", "erf", "sigmoid", "exp", "expm1", "log", "log1p", "logaddexp", "softplus", "relu", "leaky_relu"]
+    + ["exp2", "log2", "elu", "log_sigmoid"]
 )
 _COMPARISONS = frozenset(["gt", "ge", "lt", "le", "eq", "ne", "sign", "sgn", "heaviside"])
 _BOUNDS = frozenset(["clamp", "clamp_min", "clamp_max", "maximum", "minimum", "hardtanh", "hardsigmoid", "threshold"])
@@ -45,44 +56,12 @@ _LOGIC |= {f"{kind}_{name}" for kind in ("logical", "bitwise") for name in ("and
 _REDUCING = frozenset(
     ["mean", "sum", "var", "amax", "max", "std", "norm", "linalg_vector_norm", "logsumexp", "var_mean", "std_mean"]
 )
+_LENGTHS = frozenset(["sum", "norm", "linalg_vector_norm"])
 _BROADCASTING = frozenset(["unsqueeze", "expand", "getitem", "detach"])
 _POINTWISE = _ARITHMETIC | _FUNCTIONS | _COMPARISONS | _BOUNDS | _CHOICES | _LOGIC
 _ALLOWED = _POINTWISE | _REDUCING | _BROADCASTING
 _SEEDS = frozenset(["tanh", "erf", "sigmoid", "exp", "rsqrt", "sqrt", "pow", "div", "softplus", "reciprocal", "std"])
-_SEEDS |= _COMPARISONS | _BOUNDS | {"abs", "relu"}
-
-Build = Callable[[Rewriter, fx.Node], fx.Node]
-
-
-@dataclass(frozen=True)
-class Region:
-    """Nodes between `entry` (outside) and `exit` (inside), in graph order, and the constants they read."""
-
-    entry: fx.Node
-    exit: fx.Node
-    nodes: tuple[fx.Node, ...]
-    constants: tuple[fx.Node, ...]
-
-    def key(self) -> tuple[Any, ...]:
-        """Equal for regions that compute the same thing up to the shape of their input."""
-        names = {self.entry: "x"} | {n: f"c{i}" for i, n in enumerate(self.constants)}
-        names |= {n: f"v{i}" for i, n in enumerate(self.nodes)}
-        return tuple(
-            (str(n.target), repr(fx.map_arg((n.args, n.kwargs), lambda a: _Name(names[a])))) for n in self.nodes
-        )
-
-    def run(self, x: Tensor, constants: Mapping[fx.Node, Tensor]) -> Any:
-        """Value of the exit when the entry is `x`."""
-        env: dict[fx.Node, Any] = {self.entry: x, **constants}
-        for node in self.nodes:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-            env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-        return env[self.exit]
-
-
-class _Name(str):
-    def __repr__(self) -> str:
-        return str(self)
+_SEEDS |= _COMPARISONS | _BOUNDS | {"abs", "relu", "expm1", "exp2", "logaddexp", "log_sigmoid"}
 
 
 def recognize(model: TransformedModel) -> int:
@@ -94,9 +73,10 @@ def recognize(model: TransformedModel) -> int:
         found = _scan(model, known)
         renewed: dict[fx.Node, fx.Node] = {}
         for region, build in found:
-            # the entry may be the exit of a region that was replaced just now
+            # an entry may be the exit of a region that was replaced just now
+            entries = [renewed.get(entry, entry) for entry in region.entries]
             rewriter = Rewriter(region.exit)
-            new = build(rewriter, renewed.get(region.entry, region.entry))
+            new = build(rewriter, entries, region.constants)
             rewriter.replace(new)
             renewed[region.exit] = new
         replaced += len(found)
@@ -164,10 +144,27 @@ class _Regions:
         ]
         regions = []
         for entry, exit_ in itertools.product(entries, exits):
-            region = self._between(entry, exit_)
+            region = self._between((entry,), exit_)
             if region is not None and seed in region.nodes:
                 regions.append(region)
-        return sorted(regions, key=lambda region: -len(region.nodes))
+        gates = (self._between(self._sources(exit_), exit_) for exit_ in exits[1:])
+        regions += [region for region in gates if region is not None and len(region.entries) == 2]
+        return sorted(regions, key=lambda region: (len(region.entries), -len(region.nodes)))
+
+    def _sources(self, exit_: fx.Node) -> tuple[fx.Node, ...]:
+        """The values that element-wise arithmetic makes `exit_` of, in graph order."""
+        sources: set[fx.Node] = set()
+        seen, stack = {exit_}, [exit_]
+        while stack and len(seen) <= MOST_NODES:
+            for parent in stack.pop().all_input_nodes:
+                if parent not in self._order or parent in seen:
+                    continue
+                seen.add(parent)
+                if _kind(parent) in _POINTWISE:
+                    stack.append(parent)
+                else:
+                    sources.add(parent)
+        return tuple(sorted(sources, key=self._order.__getitem__)) if not stack else ()
 
     def _chain(self, tree: Mapping[Any, Any], node: fx.Node) -> list[fx.Node]:
         chain = [node]
@@ -178,14 +175,14 @@ class _Regions:
             chain.append(parent)
         return chain
 
-    def _between(self, entry: fx.Node, exit_: fx.Node) -> Region | None:
+    def _between(self, entries: tuple[fx.Node, ...], exit_: fx.Node) -> Region | None:
         inside: set[fx.Node] = set()
         stack = [exit_]
         while stack:
             node = stack.pop()
-            if node is entry or node in inside:
+            if node in entries or node in inside:
                 continue
-            if node not in self._order or _kind(node) not in _ALLOWED or len(inside) > 48:
+            if node not in self._order or _kind(node) not in _ALLOWED or len(inside) > MOST_NODES:
                 return None
             inside.add(node)
             stack.extend(parent for parent in node.all_input_nodes if parent in self._order)
@@ -194,83 +191,137 @@ class _Regions:
             return None
         nodes = tuple(sorted(inside, key=self._order.__getitem__))
         constants = dict.fromkeys(
-            p for node in nodes for p in node.all_input_nodes if p not in self._order and p is not entry
+            p for node in nodes for p in node.all_input_nodes if p not in self._order and p not in entries
         )
-        return Region(entry, exit_, nodes, tuple(constants))
+        return Region(entries, exit_, nodes, tuple(constants))
 
 
 def _identify(
     region: Region, values: Mapping[fx.Node, Any], model: TransformedModel, known: dict[Any, Any]
 ) -> Build | None:
-    """What the region computes, as a function that inserts the canonical node, or None."""
-    entry, result = values.get(region.entry), values.get(region.exit)
-    if not isinstance(entry, Tensor) or not isinstance(result, Tensor) or entry.shape != result.shape:
+    """Find what the region computes, as a function that inserts the canonical nodes; None if it is not known."""
+    given = [values.get(node) for node in (*region.entries, region.exit)]
+    if any(not isinstance(value, Tensor) or not is_floating(value) for value in given):
         return None
+    *entries, result = cast("list[Tensor]", given)
     if any(not isinstance(values.get(node), Tensor) for node in region.constants):
         return None
-    if not (is_floating(entry) and is_floating(result)):
+    if any(entry.shape != result.shape for entry in entries):
         return None
     shapes = tuple(tuple(values[node].shape) for node in region.constants)
     uniform = {node: uniform_value(model, node) for node in region.constants}
-    key = (region.key(), entry.shape[-1:], shapes, tuple(uniform.values()))
+    key = (region.key(), result.shape[-1:], shapes, tuple(uniform.values()))
     if key not in known:
         try:
-            known[key] = _classify(region, entry, shapes, uniform)
+            known[key] = _classify(region, result, shapes, uniform)
         except (RuntimeError, TypeError, ValueError, IndexError):
             known[key] = None
-    description = known[key]
-    return None if description is None else _builder(description, region, entry.shape[-1])
+    found: Build | None = known[key]
+    return found
 
 
 def _classify(
     region: Region, entry: Tensor, shapes: tuple[tuple[int, ...], ...], uniform: Mapping[fx.Node, float | None]
-) -> tuple[Any, ...] | None:
+) -> Build | None:
     if all(_kind(node) in _POINTWISE for node in region.nodes):
-        return _classify_pointwise(region, uniform)
+        return _pointwise(region, uniform)
+    if len(region.entries) > 1:
+        return None
     generator = torch.Generator().manual_seed(0)
     standins = {
         node: torch.rand(shape, generator=generator, dtype=torch.float64) + 0.5
         for node, shape in zip(region.constants, shapes, strict=True)
     }
-    width = entry.shape[-1]
-    x = torch.randn((3,) * (entry.dim() - 1) + (width,), generator=generator, dtype=torch.float64)
-    probes = [x, 37.0 * x + 1.0, 0.01 * x]
-    results = [region.run(probe, standins) for probe in probes]
-    if _match_softmax(probes, results, shapes):
-        return ("softmax",)
+    x = torch.randn((3,) * (entry.dim() - 1) + entry.shape[-1:], generator=generator, dtype=torch.float64)
+    build, probes = _row_function(region, standins, x), [x, *edge_rows(x)]
+    if build is None:
+        return None
+    if build in (_softmax, _softmax_with_sink):
+        probes += hidden_rows(x)
+    replacement = Replacement(region, build)
+    return build if all(replacement.agrees([probe], standins) for probe in probes) else None
+
+
+def _softmax(rewriter: Rewriter, entries: Sequence[fx.Node], constants: Sequence[fx.Node]) -> fx.Node:
+    return rewriter.call(aten.softmax.int, entries[0], -1)
+
+
+def _softmax_with_sink(rewriter: Rewriter, entries: Sequence[fx.Node], constants: Sequence[fx.Node]) -> fx.Node:
+    return rewriter.call(attention_weights, entries[0], -1, *SINK)
+
+
+_SOFTMAXES: Mapping[Build, Callable[[Tensor, int], Tensor]] = {
+    _softmax: torch.softmax,
+    _softmax_with_sink: softmax_with_sink,
+}
+
+
+def _row_function(region: Region, standins: Mapping[fx.Node, Tensor], x: Tensor) -> Build | None:
+    """The softmax or norm that a region may be, as far as random rows tell."""
+
+    def run(probe: Tensor) -> Any:
+        return region.run(probe, constants=standins)
+
+    scores = () if standins else (x, 37.0 * x + 1.0, 0.01 * x)
+    for build, function in _SOFTMAXES.items():
+        if scores and all(agree(run(probe), function(probe, -1)) for probe in scores):
+            return build
     written = [a for node in region.nodes for a in (*node.args, *node.kwargs.values()) if isinstance(a, float)]
-    norm = match_norm(lambda probe: region.run(probe, standins), written, list(standins.values()), x)
-    return None if norm is None else ("norm", norm, shapes)
+    by_mean = not any(_kind(node) in _LENGTHS for node in region.nodes)
+    norm = match_norm(run, written, list(standins.values()), x, by_mean)
+    if norm is None:
+        return None
+    shapes = [tuple(value.shape) for value in standins.values()]
+    return lambda rewriter, entries, constants: insert_norm(
+        rewriter, entries[0], norm, dict(zip(constants, shapes, strict=True)), x.shape[-1]
+    )
 
 
-def _classify_pointwise(region: Region, constants: Mapping[fx.Node, float | None]) -> tuple[Any, ...] | None:
+_GATED_BY = (1.0, -0.5, 3.7)
+"""Values of a gate's other branch at which its function is looked at: at the first alone, then that it is linear."""
+
+
+def _pointwise(region: Region, constants: Mapping[fx.Node, float | None]) -> Build | None:
     if any(value is None for value in constants.values()):
         return None
     given = {node: torch.tensor(value, dtype=torch.float64) for node, value in constants.items()}
     written = [a for node in region.nodes for a in (*node.args, *node.kwargs.values()) if isinstance(a, int | float)]
     literals = [*map(float, written), *(value for value in constants.values() if value is not None)]
-    found = classify(lambda x: region.run(x, given), literals, _kind(region.exit))
-    return found and ("activation", *found)
+    for gate in range(len(region.entries)):
+
+        def probes(x: Tensor, other: float, gate: int = gate) -> list[Tensor]:
+            return [x if i == gate else torch.full_like(x, other) for i in range(len(region.entries))]
+
+        def run(x: Tensor, probes: Callable[..., list[Tensor]] = probes) -> Any:
+            return region.run(*probes(x, _GATED_BY[0]), constants=given)
+
+        found = classify(run, literals)
+        if found is None:
+            continue
+        build = _activation(found, gate)
+        replacement = Replacement(region, build)
+        numbers = edge_numbers(*literals)
+        agrees = all(replacement.agrees(probes(numbers, other), given) for other in _GATED_BY)
+        if replacement.is_simpler and agrees:
+            return build
+    return None
 
 
-def _match_softmax(probes: Sequence[Tensor], results: Sequence[Tensor], shapes: tuple[tuple[int, ...], ...]) -> bool:
-    same = all(agree(r, torch.softmax(p, -1)) for p, r in zip(probes, results, strict=True))
-    return same and not shapes
+def _activation(found: Classified, gate: int) -> Build:
+    """The activation of entry `gate`, times its factor and the other entry, if there is one."""
 
-
-def _builder(description: tuple[Any, ...], region: Region, width: int) -> Build:
-    kind, *details = description
-
-    def build(rewriter: Rewriter, entry: fx.Node) -> fx.Node:
-        if kind == "softmax":
-            return rewriter.call(aten.softmax.int, entry, -1)
-        if kind == "norm":
-            norm, shapes = details
-            return insert_norm(rewriter, entry, norm, dict(zip(region.constants, shapes, strict=True)), width)
-        name, *form = details
-        op = getattr(aten, name).default
-        if name == "gelu":
-            return rewriter.call(op, entry, approximate=form[0])
-        return rewriter.call(op, entry, *form)
+    def build(rewriter: Rewriter, entries: Sequence[fx.Node], constants: Sequence[fx.Node]) -> fx.Node:
+        x = entries[gate]
+        if found.name == "squared_relu":
+            node = rewriter.call(aten.square.default, rewriter.call(aten.relu.default, x))
+        elif found.name == "gelu":
+            node = rewriter.call(aten.gelu.default, x, approximate=found.options[0])
+        else:
+            node = rewriter.call(getattr(aten, found.name).default, x, *found.options)
+        if found.factor != 1.0:
+            node = rewriter.call(aten.mul.Tensor, node, found.factor)
+        for other in (entry for entry in entries if entry is not x):
+            node = rewriter.call(aten.mul.Tensor, other, node)
+        return node
 
     return build

@@ -5,10 +5,14 @@ n is the number of keys that a row sees, and y = s/scale + shift where it sees t
     normalized:  w = yᵖ/(Σ yᵖ + n·ε)
     relu:        w = relu(y)ᵖ/n
     sigmoid:     w = σ(y − log n)
+    sink:        w = exp(s)/(1 + Σ exp(s))
 
 `attention_weights` is an op of the canonical graph beside `softmax`, at the same place: scores, scale and mask come
 before it, dropout and the product with the values behind. A hidden score is one of at most `HIDDEN_BELOW`, whatever
 number or infinity the model's mask is made of; so nothing depends on how an exponential would treat it.
+
+"sink" is a softmax with one more key, of score 0 and without a value ("softmax off by one", Miller 2023). Its learned
+score, as gpt-oss has one for each head, is taken off all others before.
 """
 
 from __future__ import annotations
@@ -31,16 +35,29 @@ def attention_weights(
     Args:
         scores: masked scores, `[…, queries, keys]`, floating-point.
         dim: the axis of the keys.
-        kind: "normalized", "relu" or "sigmoid".
+        kind: "normalized", "relu", "sigmoid" or "sink".
         power: p ≥ 1.
         scale, shift: of y.
         eps: ε ≥ 0, of "normalized" alone.
     """
+    if kind == "sink":
+        return softmax_with_sink(scores, dim)
     found = length_normalized(scores, dim, kind, power, scale, shift)
     if kind != "normalized":
         return found
     total = found.sum(dim, keepdim=True) + eps
     return found / torch.where(total == 0, 1.0, total)
+
+
+SINK = ("sink", 1, 1.0, 0.0, 0.0)
+"""The arguments of a softmax with a sink, after scores and axis."""
+
+
+def softmax_with_sink(scores: Tensor, dim: int) -> Tensor:
+    """exp(s)/(1 + Σ exp(s)) along `dim`, 0 where s is hidden."""
+    seen = scores.masked_fill(scores <= HIDDEN_BELOW, -torch.inf)
+    sink = torch.zeros_like(scores.narrow(dim, 0, 1))
+    return torch.cat([seen, sink], dim).softmax(dim).narrow(dim, 0, scores.shape[dim])
 
 
 def length_normalized(
@@ -75,6 +92,8 @@ def kind_of_weights(node: fx.Node) -> str:
     if node.target is not attention_weights:
         return "softmax"
     _, _, kind, power, _, shift, _ = _filled(node.args)
+    if kind == "sink":
+        return "softmax"
     if kind == "relu":
         return _RELU.get(power, "relu_attention")
     if kind == "sigmoid":

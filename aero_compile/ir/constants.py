@@ -61,6 +61,10 @@ def move_constants(graph: fx.Graph, device: torch.device) -> bool:
         if isinstance(old, torch.device) and old != device:
             node.kwargs = dict(node.kwargs) | {"device": device}
             changed = True
+        moved = tuple(device if isinstance(each, torch.device) else each for each in node.args)  # aten.to.device
+        if moved != node.args:
+            node.args = moved
+            changed = True
     return changed
 
 

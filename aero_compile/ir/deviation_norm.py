@@ -20,21 +20,26 @@ aten = torch.ops.aten
 
 
 def deviation_norm(
-    x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool, form: str
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    centered: bool,
+    form: str,
 ) -> Tensor:
-    """Normalize `x`, `[…, *shape]`, over its last `len(shape)` dimensions.
+    """Normalize `input`, `[…, *normalized_shape]`, over its last `len(normalized_shape)` dimensions.
 
     Args:
-        x: floating-point values.
-        shape: sizes of the dimensions that are normalized.
+        input: floating-point values.
+        normalized_shape: sizes of the dimensions that are normalized.
         weight, bias: γ and b of that shape, or None.
         eps: ε ≥ 0.
         centered: whether the mean is taken off.
         form: "added" or "at_least".
     """
-    dims = list(range(-len(shape), 0))
-    if centered:
-        x = x - x.mean(dims, keepdim=True)
+    dims = list(range(-len(normalized_shape), 0))
+    x = input - input.mean(dims, keepdim=True) if centered else input
     y = x / bounded_deviation(x.square().mean(dims, keepdim=True), eps, form)
     y = y if weight is None else y * weight
     return y if bias is None else y + bias

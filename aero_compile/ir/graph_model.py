@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
 
-from aero_compile.errors import UnsupportedGraphError
+from aero_compile.errors import InputError, UnsupportedGraphError
 from aero_compile.ir.call_convention import CallConvention
 from aero_compile.ir.extra_inputs import LENGTH, part_of_example
 from aero_compile.ir.weight_readers import check_unread
@@ -33,6 +33,14 @@ class GraphModel(nn.Module):
     fixed_shape: tuple[int, int] | None = None
     dropped_heads: frozenset[tuple[int, int]] = frozenset()
     examples: Mapping[str, Tensor] = MappingProxyType({})
+
+    def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise InputError, which names what generates text with a model of this kind."""
+        raise InputError(
+            "a transformed model has no generate() of its own: aero_compile.private_generate(model, ids, "
+            "max_new_tokens) generates text in two-party computation; in the clear, append the likeliest next token, "
+            "model(input_ids=ids).logits[:, -1].argmax(-1), one after the other"
+        )
 
     def __init__(
         self,

@@ -108,7 +108,8 @@ _ROWS: Mapping[str, Op] = {
     "softmax.int attention_weights": Op("softmax"),
     "layer_norm deviation_norm": Op("norm", linear=(2, 3)),
     "rms_norm": Op("norm", linear=(2,)),
-    "gelu relu silu leaky_relu tanh sigmoid elu mish softplus hardswish hardtanh": Op("activation", OWN),
+    "gelu relu silu leaky_relu tanh sigmoid elu selu celu mish softplus log_sigmoid": Op("activation", OWN),
+    "hardswish hardtanh hardsigmoid hardshrink softshrink": Op("activation", OWN),
     "prelu": Op("prelu", "leaky_relu", linear=(1,)),
     # Functions that no activation, norm or softmax contains.
     "erf sqrt rsqrt reciprocal abs sin cos maximum minimum": Op("function", OWN),

@@ -32,11 +32,12 @@ from torch import Tensor, fx, nn
 
 from aero_compile.artifact import load
 from aero_compile.census import census
-from aero_compile.errors import ExportError, first_line
+from aero_compile.errors import ExportError, InputError, first_line
 from aero_compile.inference_model import drop_dropout
 from aero_compile.ir.compile_graph import compile_graph
 from aero_compile.ir.fold_weights import fold_in_place
 from aero_compile.ir.places import source_path
+from aero_compile.ir.usable_weights import check_weights
 from aero_compile.model import TransformedModel
 from aero_compile.onnx.comparison import compare
 from aero_compile.pipeline import transform
@@ -148,7 +149,7 @@ def export_onnx(
         raise ExportError(f"{target} is a directory; give the name of a file in it, such as {target / 'model.onnx'}")
     twin = _float32_twin(_as_transformed(model, example_inputs))
     reference = compile_graph(twin.logits_graph())
-    counted = str(census(twin, min(128, twin.max_positions or 128)))
+    counted = str(census(twin))
     exported = _graph(twin)
     names = tuple(str(node.target) for node in exported.graph.nodes if node.op == "placeholder")
     size = sum(p.numel() * p.element_size() for p in _tensors(exported))
@@ -227,6 +228,10 @@ def _float32_twin(model: TransformedModel) -> TransformedModel:
     tensors = _tensors(model)
     if any(tensor.device.type == "meta" for tensor in tensors):
         raise ExportError(f"{model.convention.family} has no weights (meta device), so there is nothing to export")
+    try:
+        check_weights(model)
+    except InputError as error:
+        raise ExportError(str(error)) from error
     ready = all(t.device.type == "cpu" and (not t.is_floating_point() or t.dtype == torch.float32) for t in tensors)
     return _sharing(model).eval() if ready else copy.deepcopy(model).cpu().float().eval()
 

@@ -15,6 +15,7 @@ from aero_compile.onnx.builder import Builder, Op, Opaque, Value, exact
 from aero_compile.onnx.file_nodes import result_shapes
 from aero_compile.onnx.moves import MOVES, Converter
 from aero_compile.onnx.products import PRODUCTS
+from aero_compile.onnx.special_values import both, equal, is_inf, is_nan
 
 aten = torch.ops.aten
 
@@ -275,7 +276,7 @@ ACTIVATIONS: Mapping[str, Any] = {
 """Activations that onnxruntime fuses into products."""
 
 _SAME_NAME = """
-Neg Sqrt Reciprocal Exp Log Erf Abs Sin Cos Sign Floor Ceil Round IsNaN IsInf
+Neg Sqrt Reciprocal Exp Log Erf Abs Sin Cos Sign Floor Ceil Round
 Tanh Sigmoid Relu Selu Mish Softplus HardSwish
 """
 """Functions of each element that ATen has by the same name."""
@@ -291,6 +292,7 @@ OPS: Mapping[str, Converter] = {
     "Sum": _commutative(aten.add.Tensor),
     **{name: _unary(getattr(aten, name.lower()).default) for name in _SAME_NAME.split()},
     "Elu": lambda b, op: [b.call(aten.elu.default, op.inputs[0], op.attributes.get("alpha", 1.0))],
+    "Celu": lambda b, op: [b.call(aten.celu.default, op.inputs[0], op.attributes.get("alpha", 1.0))],
     "LeakyRelu": _leaky_relu,
     "PRelu": _prelu,
     "Gelu": _gelu,
@@ -300,9 +302,11 @@ OPS: Mapping[str, Converter] = {
     "Cast": _cast,
     "CastLike": _cast,
     "Not": _unary(aten.logical_not.default),
-    "And": _binary(aten.logical_and.default),
+    "And": both,
     "Or": _binary(aten.logical_or.default),
-    "Equal": _binary(aten.eq.Tensor),
+    "Equal": equal,
+    "IsNaN": is_nan,
+    "IsInf": is_inf,
     "Less": _binary(aten.lt.Tensor),
     "LessOrEqual": _binary(aten.le.Tensor),
     "Greater": _binary(aten.gt.Tensor),

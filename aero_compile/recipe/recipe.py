@@ -177,17 +177,35 @@ def resolve(recipe: str | Recipe) -> Recipe:
 
 
 def recipe_names(text: str) -> list[str]:
-    """Several recipes in one text, separated by `;` if it has one (lists of passes hold commas), else by commas.
+    """Return the recipes that one text names, separated by `;` if it has one, else by commas.
+
+    Commas also separate the passes of one recipe: a text of passes alone is one recipe, as it is for `resolve`.
 
     Raises:
-        RecipeError: no recipe, or one that is unknown.
+        RecipeError: no recipe, or one that is unknown, or commas between recipes and passes, which can mean either.
     """
     names = [name for name in split_terms(text, ";" if ";" in text else ",") if name]
     if not names:
         raise RecipeError(f"{text!r} names no recipe")
+    passes = [name for name in names if name.partition("{")[0].strip() in PASSES]
+    if len(names) > 1 and passes and ";" not in text:
+        if len(passes) < len(names):
+            raise RecipeError(
+                f"{text!r} may be {len(names)} recipes or one, since {passes[0]} is a pass: write "
+                f"{';'.join(names)!r} for {len(names)}{f', or {text + chr(59)!r} for one' if _resolves(text) else ''}"
+            )
+        names = [text]
     for name in names:
         resolve(name)
     return names
+
+
+def _resolves(text: str) -> bool:
+    try:
+        resolve(text)
+    except RecipeError:
+        return False
+    return True
 
 
 def parse_pass(text: str) -> GraphPass:

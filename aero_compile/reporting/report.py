@@ -239,6 +239,9 @@ def terminal_width() -> int | None:
 
 def command_line() -> str:
     """Return the command that started this process, quoted so that a shell takes it back."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None and spec.origin == sys.argv[0]:  # run by -m: the path would be that of this machine
+        return shlex.join([Path(sys.executable).name, "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]])
     return shlex.join([Path(sys.executable).name, *sys.argv])
 
 
@@ -261,8 +264,17 @@ def origin(form: str, *, title: str, seed: int, config: Mapping[str, Any]) -> di
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
-    """Write a result document; NaN and infinities become null."""
-    write_atomically(path, json.dumps(finite_or_none(result), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    """Write a results file: the document and the `versions` of what made it, the commit among them.
+
+    Every results file of a benchmark or a search is written here. NaN and infinities become null.
+    """
+    write_atomically(path, results_text(result))
+
+
+def results_text(result: Mapping[str, Any]) -> str:
+    """Return a results file's text."""
+    recorded = {**result, "versions": {**versions(), **result.get("versions", {})}}
+    return json.dumps(finite_or_none(recorded), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def read_json(path: Path) -> dict[str, Any]:

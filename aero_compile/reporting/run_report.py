@@ -9,6 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from aero_compile.analysis.layer_text import layers_text
 from aero_compile.files import write_atomically
 from aero_compile.reporting import run_figures as figures
 from aero_compile.reporting.entropy_states import (
@@ -214,12 +215,13 @@ def _states(run: RunRecords, limits: Limits) -> str:
         return ""
     step, last = tables[-1]
     high, low = (f(last, run.max_entropy, limits) for f in (overloaded, collapsed))
-    lines = []
+    alike: dict[tuple[str, ...], list[int]] = {}
     for i in range(len(last)):
         states = [f(tables, i, run.max_entropy, limits) for f in (layer_overload, layer_collapse)]
         counts = [f"{sum(high[i])} of {len(high[i])}", f"{sum(low[i])} of {len(low[i])}"]
         cells = zip(counts, (_since(state.since) or _NONE for state in states), strict=True)
-        lines.append([f"layer {i}", *(cell for pair in cells for cell in pair)])
+        alike.setdefault(tuple(cell for pair in cells for cell in pair), []).append(i)
+    lines = [[layers_text(layers), *cells] for cells, layers in alike.items()]
     head = ["", "heads above 3max/4", "overloaded", "heads collapsed", "collapsed"]
     caption = (
         f"At step {step:,}, on {where}. Overloaded, collapsed: more than half of the layer's heads, and since when "
@@ -268,6 +270,7 @@ def estimate_costs(run: RunRecords) -> dict[str, Any]:
     """
     from aero_compile.artifact import load
     from aero_compile.errors import InputError
+    from aero_compile.lengths import default_length
     from aero_compile.reporting.run_records import ESTIMATE_FILE
     from aero_compile.runtime.costs.model import estimate
     from aero_compile.training.run_directory import ARTIFACT_FOLDER
@@ -275,7 +278,9 @@ def estimate_costs(run: RunRecords) -> dict[str, Any]:
     folder = run.path / ARTIFACT_FOLDER
     if not folder.is_dir():
         raise InputError(f"{run.path} has no {ARTIFACT_FOLDER}/ to estimate the costs of: the run has not finished")
-    found = estimate(load(folder), run.context or 128, logits="last")
-    bill = {"bytes": found.bytes, "messages": found.messages, "seconds": found.seconds, "seq_len": run.context or 128}
+    model = load(folder)
+    length = run.context or default_length(model.max_positions)
+    found = estimate(model, length, logits="last")
+    bill = {"bytes": found.bytes, "messages": found.messages, "seconds": found.seconds, "seq_len": length}
     write_atomically(run.path / ESTIMATE_FILE, json.dumps(bill, indent=1) + "\n")
     return bill

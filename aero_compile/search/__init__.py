@@ -19,8 +19,8 @@ if TYPE_CHECKING:  # `import aero_compile` loads no torch
 
 def search(
     model: nn.Module,
-    budget: str | None = None,
-    seq_len: int = 128,
+    budget: str | float | None = None,
+    seq_len: int | None = None,
     *,
     calibration: Any,
     held_out: Any = None,
@@ -42,9 +42,9 @@ def search(
 
     Args:
         model: as for `transform`, with weights; of a TransformedModel, what it still has is searched.
-        budget: of a forward of one text: `"0.8 GB"`, `"40 s"` (on `network`), `"900 rounds"` or `"5000 messages"`.
-            None: no recipe is chosen, the curve is by bytes.
-        seq_len: tokens of the text that is priced.
+        budget: of a forward of one text: `"0.8 GB"`, `"40 s"` (on `network`), `"900 rounds"` or `"5000 messages"`, or a
+            number of bytes. None: no recipe is chosen, the curve is by bytes.
+        seq_len: tokens of the text that is priced; None: 128, or the model's positions if these are fewer.
         calibration: token ids int64 `[B, T]`, or an iterable of such batches, on which losses are measured.
         held_out: the same, on which the losses of the curve are measured as well; None: they are not.
         choices: kinds of choices, names of `aero_compile.search.choices.CHOICES`; None: norms, heads and activations.

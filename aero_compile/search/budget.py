@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,16 +32,19 @@ class Budget:
         return amount(self.measure, self.limit)
 
 
-def parse_budget(text: str) -> Budget:
-    """Read a budget such as `0.8 GB`, `40 s`, `900 rounds`, `5000 messages`.
+def parse_budget(text: str | float) -> Budget:
+    """Read a budget such as `0.8 GB`, `40 s`, `900 rounds`, `5000 messages`; a number is one of bytes.
 
     Raises:
-        InputError: no positive number with one of these units.
+        InputError: no positive number, or a unit that is none of these.
     """
+    if isinstance(text, numbers.Real) and not isinstance(text, bool):
+        text = f"{float(text)!r} B" if math.isfinite(text) else str(text)
     match = re.fullmatch(r"\s*([0-9][0-9_,]*\.?[0-9]*(?:e[+-]?[0-9]+)?)\s*([a-z]+)\s*", str(text).lower())
     if match is None or match[2] not in _UNITS:
         raise InputError(
-            f"{text!r} is no budget: write a number and a unit, as 0.8 GB, 40 s, 900 rounds or 5000 messages"
+            f"{text!r} is no budget: write a number and a unit, as 0.8 GB, 40 s, 900 rounds or 5000 messages; in "
+            "Python a number alone is one of bytes"
         )
     measure, factor = _UNITS[match[2]]
     limit = float(re.sub("[_,]", "", match[1])) * factor

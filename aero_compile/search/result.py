@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -14,11 +13,10 @@ from typing import Any
 from aero_compile.errors import InputError
 from aero_compile.files import write_atomically
 from aero_compile.reporting.charts import line_chart
-from aero_compile.reporting.report import aligned, origin
+from aero_compile.reporting.report import aligned, origin, results_text, write_json
 from aero_compile.reporting.report_html import page
 from aero_compile.search.budget import amount
 from aero_compile.search.costs import Price
-from aero_compile.training.run_directory import finite_or_none
 
 FORMAT = "aero_compile.search_result/1"
 
@@ -135,11 +133,11 @@ class SearchResult:
 
     def to_json(self) -> str:
         """Everything as JSON text; infinite losses are null."""
-        return json.dumps(finite_or_none(self.to_dict()), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        return results_text(self.to_dict())
 
     def write_json(self, path: str | os.PathLike[str]) -> None:
         """Write everything as JSON."""
-        write_atomically(Path(path), self.to_json())
+        write_json(Path(path), self.to_dict())
 
     def write_html(self, path: str | os.PathLike[str]) -> None:
         """Write a page of its own with the recipe, the curves as a plot and as a table."""

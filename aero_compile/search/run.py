@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from aero_compile.calibration import token_batches
 from aero_compile.entropy import headwise
 from aero_compile.errors import InputError, UnsupportedGraphError, nearest
+from aero_compile.lengths import default_length
 from aero_compile.model import TransformedModel
 from aero_compile.pipeline import transform
 from aero_compile.runtime.costs.model import estimate
@@ -54,8 +55,8 @@ _CHECKS = 5
 class Settings:
     """What `aero_compile.search` was told; see there."""
 
-    budget: str | None
-    seq_len: int
+    budget: str | float | None
+    seq_len: int | None
     choices: tuple[str, ...] | None
     order: str
     compare: tuple[str, ...]
@@ -87,7 +88,6 @@ class Search:
         for name in ("probe_tokens", "relaxation_steps"):
             if getattr(settings, name) < 1:
                 raise InputError(f"{name} must be at least 1, not {getattr(settings, name)}")
-        self._settings = settings
         self._budget = None if settings.budget is None else parse_budget(settings.budget)
         self._calibration = _rows(token_batches(calibration))
         self._held_out = () if held_out is None else _rows(token_batches(held_out))
@@ -101,7 +101,9 @@ class Search:
             self._model.check_tokens(batch)
             if batch.shape[1] < 2:
                 raise InputError("a loss needs texts of two tokens or more")
-        what = (settings.seq_len, str(settings.network), settings.logits)
+        self._settings = settings
+        self._length = default_length(self._model.max_positions) if settings.seq_len is None else settings.seq_len
+        what = (self._length, str(settings.network), settings.logits)
         identity = identity_of(self._model, what, self._calibration)
         self._state = State(state, identity, partial(_is_measurement, self._model))
         self._meter = Meter(say)
@@ -183,7 +185,7 @@ class Search:
         def make() -> dict[str, Any]:
             settings = self._settings
             model = transform(self._model, self._recipe(decisions), calibration=self._calibration)
-            found = estimate(model, settings.seq_len, network=settings.network, logits=settings.logits)
+            found = estimate(model, self._length, network=settings.network, logits=settings.logits)
             return estimated(self._model, found)
 
         found = self._state.get(f"estimate {key_of(decisions)}", make)
@@ -266,7 +268,7 @@ class Search:
     def _unreachable(self, budget: Budget) -> InputError:
         least, decisions = self._least()
         return InputError(
-            f"a budget of {budget} cannot be reached: the least that these choices reach at {self._settings.seq_len} "
+            f"a budget of {budget} cannot be reached: the least that these choices reach at {self._length} "
             f"tokens is {amount(self._measure, least)}, with {self._recipe(decisions)}"
         )
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from aero_compile.errors import InputError, OutOfRangeError, PartyError
 from aero_compile.runtime.generation.bill import Cost, Generation, Logits, Token
-from aero_compile.runtime.generation.programs import check_name
+from aero_compile.runtime.generation.programs import check_name, count_of, is_check
 from aero_compile.runtime.generation.session import Choose, Guess, Session
 from aero_compile.runtime.hosts.scratch import scratch_folder
 from aero_compile.runtime.hosts.tls import TLSConfig
@@ -25,7 +25,8 @@ from aero_compile.serving.cache import Cache
 from aero_compile.serving.conversation import Conversation, Terms
 from aero_compile.serving.process.memory import check_memory
 from aero_compile.serving.transport.endpoint import check_way
-from aero_compile.serving.transport.messages import Facts
+from aero_compile.serving.transport.messages import Facts, Offer
+from aero_compile.serving.transport.messages import Generation as OfferedGeneration
 
 T = TypeVar("T")
 
@@ -46,6 +47,7 @@ def connect(
     ahead: int = 8,
     prompt_ahead: int = 0,
     max_memory: int | None = None,
+    on_offer: Callable[[Session | None], object] | None = None,
 ) -> Connection:
     """Open a session with the server at `address`, "host:port", which `aero_compile.serve` runs.
 
@@ -69,6 +71,9 @@ def connect(
         prompt_ahead: length of a prompt for which they do the same.
         max_memory: bytes of memory that the process of this session's party may hold; beyond it the connection is
             closed. None: as much as the server's programs can need, whatever size they are.
+        on_offer: called with what the server offers, before its programs are fetched and both parties are set up: a
+            session that computes nothing, of which `room`, `most_new_tokens`, `check` and the like can be asked; None
+            of a server that generates nothing. What it raises ends the connection.
 
     Returns:
         A connection with `.generate(ids, max_new_tokens)` and `.logits(ids)`, as far as the server has programs for
@@ -90,9 +95,14 @@ def connect(
             raise InputError(f"{name} must be a number of tokens, not {value!r}")
     check_memory("max_memory", max_memory)
     kept = None if cache is None else Cache(cache)
-    terms = Terms(
-        address, tls, protocol, model_digest, silence_timeout, connect_timeout, timeout, told, kept, max_memory
-    )
+
+    def offered(offer: Offer) -> None:
+        session = None if offer.generation is None else Session(_Offered(offer.generation), bucket)
+        if on_offer is not None:
+            on_offer(session)
+
+    times = (silence_timeout, connect_timeout, timeout)
+    terms = Terms(address, tls, protocol, model_digest, *times, told, offered, kept, max_memory)
     return Connection(terms, bucket, ahead, prompt_ahead)
 
 
@@ -315,6 +325,25 @@ class Connection:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+class _Offered:
+    """What a session can be asked of a server's offer; it computes nothing."""
+
+    set_up = Cost()
+
+    def __init__(self, generation: OfferedGeneration) -> None:
+        self.room, self.vocabulary = generation.room, generation.vocabulary
+        self.checks = tuple(sorted(count_of(name) for name in generation.programs if is_check(name)))
+
+    def fill(self, ids: Sequence[int], position: int) -> Cost:
+        raise InputError("the session is not open yet")
+
+    def step(self, token: int, position: int) -> tuple[Logits, Cost]:
+        raise InputError("the session is not open yet")
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 class _Decoder:

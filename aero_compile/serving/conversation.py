@@ -65,7 +65,7 @@ from aero_compile.serving.transport.wire import Channel, Garbled, Lost
 BEAT_SECONDS = 2.0
 """Between two signs of life; a quarter of the silence that is borne, if that is less."""
 
-MEMORY_WAY_OUT = "raise max_memory (--max-memory), or do not go on with this server"
+MEMORY_WAY_OUT = "raise max_memory=, or do not go on with this server"
 
 UNHEARD = 64
 """Messages of the server that may lie unread."""
@@ -90,6 +90,9 @@ class Terms:
     told: Callable[[int], None]
     """Called with how many computations come first, while the server is busy."""
 
+    offered: Callable[[Offer], None] = lambda offer: None
+    """Called with what the server offers, before anything of it is fetched or paid for; may refuse it."""
+
     cache: Cache | None = None
     """Keeps programs for the next session."""
 
@@ -107,7 +110,6 @@ class Conversation:
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._largest = 0
         self._answers = 0
-        self._carried = 0
         self._budget: LinkBudget | None = None
         self._links: Links | None = None
         self._ticket = ""
@@ -132,6 +134,7 @@ class Conversation:
         self._spawn(self._end_with(self._channel.beat(min(BEAT_SECONDS, terms.silence / 4))))
         self.offer = await self._next(Offer)
         check_offer(self.offer, terms.protocol, terms.model_digest)
+        terms.offered(self.offer)
         taken = await take_offer(self.offer, self._folder, self._fetch, terms.cache)
         self.generation = taken.generation
         self._budget = budget = LinkBudget("server", taken.allowances, self._break)
@@ -148,8 +151,7 @@ class Conversation:
         await self._both(self._worker.meet(terms.connect_seconds))
         if self.offer.set_up:
             await self._next(Started)
-            seconds = await self._both(self._worker.set_up(terms.timeout))
-            self.set_up = Cost(bytes=self._carried, seconds=seconds)
+            self.set_up = await self._both(self._worker.set_up(terms.timeout))
         budget.end()
 
     async def _fetch(self, digest: str, part: Any, size: int) -> bytes:
@@ -366,7 +368,6 @@ class Conversation:
         return channel
 
     def _counted(self, received: int, sent: int) -> None:
-        self._carried += received + sent
         if self._budget is not None:
             self._budget.take(received)
 

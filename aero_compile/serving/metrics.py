@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from typing import Any
 
-from aero_compile.errors import PartyError, RuntimeUnavailableError
+from aero_compile.errors import InputError, PartyError, RuntimeUnavailableError
 
 try:
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
@@ -17,6 +18,21 @@ HOST = "127.0.0.1"
 
 SECONDS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
 """Bounds of the histogram of forwards."""
+
+
+def check_port(port: int) -> None:
+    """Find out whether metrics can be served at a port, before anything else is done.
+
+    Raises:
+        InputError: it is not a number of a port.
+        PartyError: it is taken.
+    """
+    if isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 65536:
+        raise InputError(f"metrics_port must be a port, 1 to 65535, not {port!r}")
+    try:
+        socket.create_server((HOST, port)).close()
+    except OSError as error:
+        raise PartyError(f"cannot listen on {HOST}:{port} for metrics: {error.strerror}") from error
 
 
 class Metrics:

@@ -6,16 +6,63 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from aero_compile.errors import InputError
+from aero_compile.files import artifact_folder
 from aero_compile.runtime.generation.programs import INDEX
+from aero_compile.runtime.hosts.network_spec import parse_network
 from aero_compile.serving.journal import note
 from aero_compile.serving.transport.agreement import versions
 
 PROGRAM = "program.json"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of tokens that programs are compiled for; the fields are the keywords of `find_programs`."""
+
+    lengths: tuple[int, ...] = ()
+    room: tuple[int, ...] = ()
+    fills: tuple[int, ...] = ()
+    checks: tuple[int, ...] = ()
+    running_sums: bool = False
+
+    def check(self, positions: int | None) -> None:
+        """Raise InputError for a number that a model of so many positions (None: any) cannot take."""
+        if not (self.lengths or self.room):
+            raise InputError("give lengths=, of whole texts, or room=, for generated texts: nothing would be served")
+        most = max(self.room, default=0)
+        for name, least, largest, limit in (
+            ("lengths", 1, positions, "positions of the model"),
+            ("room", 2, positions, "positions of the model"),
+            ("fills", 2, most, f"tokens of room={most}"),
+            ("checks", 2, min(self.room, default=0), "tokens of the smallest room="),
+        ):
+            self._check(name, least, largest, limit)
+        if self.running_sums and self.checks:
+            raise InputError("running_sums=True and checks= exclude each other: guesses that are wrong are taken back")
+        if self.running_sums and not self.room:
+            raise InputError("running_sums=True is of generated texts: give room= too")
+
+    def _check(self, name: str, least: int, largest: int | None, limit: str) -> None:
+        for size in getattr(self, name):
+            if isinstance(size, bool) or not isinstance(size, int) or size < least:
+                raise InputError(f"{name}={size}: give whole numbers of tokens, each at least {least}")
+            if name in ("fills", "checks") and not self.room:
+                raise InputError(f"{name}={size} is of generated texts: give room= too")
+            if largest is not None and size > largest:
+                raise InputError(f"{name}={size} is more than the {largest} {limit}: give at most {largest}")
+
+    def refuse_any(self, source: Any) -> None:
+        """Raise InputError for any number: programs that are compiled have theirs."""
+        given = [name for name, value in vars(self).items() if value]
+        if given:
+            told = ", ".join(f"{name}=" for name in given)
+            raise InputError(f"{source} holds compiled programs, which have their sizes: leave {told} out")
 
 
 def find_programs(
@@ -47,29 +94,30 @@ def find_programs(
         options: of `aero_compile.runtime.compile_model`.
 
     Raises:
-        InputError: there is nothing to serve at `source`, or the lengths cannot be.
+        InputError: there is nothing to serve at `source`, or a size cannot be; nothing was read or compiled.
         LoweringError: as of `compile_model`.
     """
-    key = ""
+    key, wanted, rooms = "", sorted(set(lengths)), sorted({room} if isinstance(room, int) else {*(room or ())})
+    sizes = Sizes(tuple(wanted), tuple(rooms), tuple(fills), tuple(checks), running_sums)
     if isinstance(source, (str, os.PathLike)):
         found = _exported(Path(source))
         if found:
+            sizes.refuse_any(source)
             return found
-        source, key = _artifact(Path(source), protocol, options)
-    wanted = sorted(set(lengths))
-    if (wanted and wanted[0] < 1) or not (wanted or room):
-        raise InputError(
-            f"give lengths, numbers of tokens from 1 on, or room= for generated texts, not {list(lengths)}"
-        )
+        place = artifact_folder(Path(source))
+        sizes.check(_positions(place))
+        parse_network(options.get("network", "loopback"))
+        source, key = _artifact(place, protocol, options)
+    else:
+        sizes.check(getattr(source, "max_positions", None))
     made: dict[str, Callable[[Path], None]] = {
         str(length): partial(_compile_whole, source, length, protocol, options) for length in wanted
     }
-    if room:
-        rooms = sorted({room} if isinstance(room, int) else {*room})
+    if rooms:
         many = [*map(str, sorted(set(fills))), *(f"c{size}" for size in sorted(set(checks)))]
-        sizes = "-".join(["+".join(map(str, rooms)), *many, *(["sums"] if running_sums else [])])
+        name = "-".join(["+".join(map(str, rooms)), *many, *(["sums"] if running_sums else [])])
         told = {"fills": tuple(fills) or None, "checks": tuple(checks), "running_sums": running_sums, **options}
-        made[f"steps-{sizes}"] = partial(_compile_steps, source, rooms, protocol, told)
+        made[f"steps-{name}"] = partial(_compile_steps, source, rooms, protocol, told)
     return [_compiled(Path(folder) / f"{key}{name}", bool(key), make) for name, make in made.items()]
 
 
@@ -81,13 +129,21 @@ def _exported(place: Path) -> list[Path]:
     return sorted(each.parent for name in (PROGRAM, INDEX) for each in place.glob(f"*/{name}"))
 
 
+def _positions(place: Path) -> int | None:
+    """The longest text of an artifact's model; its weights are not read."""
+    from aero_compile.artifact import GRAPH_FILE, read_document
+
+    if not (place / GRAPH_FILE).is_file():
+        raise InputError(f"{place} holds neither programs ({PROGRAM}) nor a saved artifact ({GRAPH_FILE})")
+    found = read_document(place).get("max_positions")
+    return found if isinstance(found, int) else None
+
+
 def _artifact(place: Path, protocol: str, options: dict[str, Any]) -> tuple[Any, str]:
     """The model of an artifact, and the name that its programs have with these options."""
     from aero_compile.artifact import GRAPH_FILE, load
     from aero_compile.runtime.inference import batches
 
-    if not (place / GRAPH_FILE).is_file():
-        raise InputError(f"{place} holds neither programs ({PROGRAM}) nor a saved artifact ({GRAPH_FILE})")
     model = load(place)
     said = hashlib.sha256((place / GRAPH_FILE).read_bytes())  # it names the weights by their digest
     texts = options["calibration"] = batches(options.get("calibration")) or None

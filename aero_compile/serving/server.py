@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TextIO
 
@@ -18,13 +19,13 @@ from aero_compile.runtime.hosts.scratch import scratch_folder
 from aero_compile.runtime.hosts.tls import TLSConfig
 from aero_compile.serving.journal import LOGGER, Lines, note
 from aero_compile.serving.limits import Limits
-from aero_compile.serving.metrics import HOST, Metrics
+from aero_compile.serving.metrics import HOST, Metrics, check_port
 from aero_compile.serving.offer import read_offer
 from aero_compile.serving.process.users import find_user
 from aero_compile.serving.programs import find_programs
 from aero_compile.serving.session import Session, Shared
 from aero_compile.serving.token_budget import TokenBudget
-from aero_compile.serving.transport.endpoint import Caller, Port, check_way, listen
+from aero_compile.serving.transport.endpoint import Caller, Port, check_way, listen, reserve
 from aero_compile.serving.transport.messages import Hello, Link
 from aero_compile.serving.transport.wire import Channel
 from aero_compile.serving.turns import Turns
@@ -37,6 +38,7 @@ class Server:
     """A server that is not running yet: everything that can be wrong beforehand is found here.
 
     Args that are not those of `serve`:
+        programs: folders, or what makes them; it is called when all else is found to be in order.
         user: name or number of the user that sessions run as, where root starts the server; None: the server's.
         state: folder (made with mode 0700) where the tokens that clients have spent are kept for the next start; one
             server at a time may use it.
@@ -48,7 +50,7 @@ class Server:
 
     def __init__(
         self,
-        programs: Sequence[str | os.PathLike[str]],
+        programs: Sequence[str | os.PathLike[str]] | Callable[[], Sequence[str | os.PathLike[str]]],
         address: str,
         *,
         tls: TLSConfig | None = None,
@@ -64,18 +66,20 @@ class Server:
         self._user = None if user is None else find_user(user)
         self.limits = limits or Limits()
         _check_limits(self.limits, state)
-        self._offered = read_offer(programs, protocol)
-        self._contents = self._offered.contents
+        if metrics_port is not None:
+            check_port(metrics_port)
         self._tls, self._protocol, self._set_up, self._metrics_port = tls, protocol, set_up, metrics_port
-        self.digest = self._offered.digest
         self.metrics = Metrics()
         self.address = address
-        self._listener = listen(address)
-        try:
+        with contextlib.ExitStack() as held:
+            self._listener = held.enter_context(reserve(address))
             self._budget = TokenBudget(self.limits.max_tokens_per_client, state)
-        except BaseException:
-            self._listener.close()
-            raise
+            held.callback(self._budget.close)
+            self._offered = read_offer(programs() if callable(programs) else programs, protocol)
+            listen(self._listener, address)
+            held.pop_all()
+        self._contents = self._offered.contents
+        self.digest = self._offered.digest
         self._stop: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -174,16 +178,12 @@ def serve(
         LoweringError: the model cannot be compiled.
         PartyError: the port is taken.
     """
-    check_way(options.get("tls"), options.get("insecure_plain", False))
-    _check_limits(options.get("limits") or Limits(), options.get("state"))  # before a model is compiled for minutes
-    if options.get("user") is not None:
-        find_user(options["user"])
     with contextlib.ExitStack() as held:
         held.enter_context(_written(log or sys.stderr))
         place = held.enter_context(scratch_folder()) if folder is None else folder
         sizes: dict[str, Any] = {"room": room, "fills": fills, "checks": checks, "running_sums": running_sums}
-        programs = find_programs(source, lengths, protocol, place, **sizes, **compiling)
-        asyncio.run(_until_signal(Server(programs, address, protocol=protocol, **options)))
+        find = partial(find_programs, source, lengths, protocol, place, **sizes, **compiling)
+        asyncio.run(_until_signal(Server(find, address, protocol=protocol, **options)))
 
 
 def _check_limits(limits: Limits, state: object) -> None:
@@ -191,7 +191,7 @@ def _check_limits(limits: Limits, state: object) -> None:
     if limits.max_tokens_per_client is not None and state is None:
         raise InputError(
             "max_tokens_per_client: a server that is started again must know what clients have spent; give a private "
-            "folder for it, state= (--state DIR)"
+            "folder for it, state="
         )
 
 

@@ -279,11 +279,11 @@ class Session:
             async with self._turn():
                 budget.begin_set_up()
                 await self._channel.send(Started())
-                seconds = await self._link.while_moving(
+                spent = await self._link.while_moving(
                     self._worker.set_up(limits.computation_seconds), limits.stall_seconds
                 )
                 budget.end()
-                await self._channel.send(Finished(seconds=seconds))
+                await self._channel.send(Finished(seconds=spent.seconds))
 
     async def _run(self, digest: str) -> None:
         """Compute a whole text."""

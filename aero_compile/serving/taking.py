@@ -60,10 +60,7 @@ def check_offer(offer: Offer, protocol: str, wanted: str | None) -> None:
         raise PartyError("the server offers nothing")
     for facts in (*offer.programs, *steps):
         if facts.protocol != protocol:
-            raise PartyError(
-                f"the server computes in {facts.protocol}, and this client in {protocol}: in semi2k the server could "
-                f"open the client's shares. To accept it all the same: protocol={facts.protocol!r}"
-            )
+            raise PartyError(_other_protocol(facts.protocol, protocol))
     given = [facts.published_size for facts in offer.programs]
     given += [] if offer.generation is None else [offer.generation.published_size]
     if max(given) > LARGEST_GIVEN:
@@ -71,6 +68,19 @@ def check_offer(offer: Offer, protocol: str, wanted: str | None) -> None:
     found = model_digest(offer.programs, offer.generation)
     if wanted not in (None, found) or offer.digest != found:
         raise PartyError(f"the server offers the model {found}, not {wanted or offer.digest}")
+
+
+def _other_protocol(theirs: str, own: str) -> str:
+    """What to do about a server that computes in another protocol than this client accepts."""
+    if own == "cheetah":
+        return (
+            f"the server computes in {theirs}, and this client accepts {own} alone: in {theirs} the server could open "
+            f"the client's shares. To accept it all the same: protocol={theirs!r} here"
+        )
+    return (
+        f"the server computes in {theirs}, and this client accepts {own} alone, in which the server could open the "
+        f"client's shares: leave protocol={own!r} out here"
+    )
 
 
 async def take_offer(offer: Offer, folder: Path, fetch: Fetch, cache: Cache | None = None) -> Taken:

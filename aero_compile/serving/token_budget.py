@@ -194,14 +194,14 @@ def _locked(folder: Path) -> Iterator[int]:
         make_private_folder(folder)
         handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise InputError(f"{folder}: cannot keep state there: {error.strerror}; give another --state") from error
+        raise InputError(f"{folder}: cannot keep state there: {error.strerror}; give another state=") from error
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise InputError(
                 f"{folder}: another server counts its clients' tokens there; stop that one, or give this one another "
-                "--state"
+                "state="
             ) from error
         yield handle
     finally:

@@ -18,7 +18,7 @@ from aero_compile.errors import DataError, InputError
 from aero_compile.model import TransformedModel
 from aero_compile.pipeline import transform
 from aero_compile.recipe.recipe import Recipe
-from aero_compile.training.check_arguments import check_made_of_flags
+from aero_compile.training.check_arguments import check_made_of_flags, check_trainable
 from aero_compile.training.data import TrainingData, load_text, prepare
 from aero_compile.training.distillation import fingerprint
 from aero_compile.training.initialization import automatic, initialize
@@ -88,6 +88,8 @@ def _transformed(plan: Plan) -> Built:
     args, source = plan.args, plan.source
     set_seed(args.seed)
     captured = None if source.from_scratch else _capture(source.build(0, None), plan.context)
+    if captured is not None:
+        check_trainable(captured, source.description)
     with args.main_process_first(desc="preparing the data"):
         data = plan.datasets or load_data(plan.options, source, captured, args)
     if captured is None:  # of the size of the vocabulary, which the data decides
@@ -307,6 +309,7 @@ def identity(plan: Plan, built: Built) -> dict[str, Any]:
         "gamma": options.gamma,
         "threshold_init": options.threshold_init,
         "entropy_reduction": options.entropy_reduction,
+        "listing_blocks": options.listing_blocks,
         "dtype": options.dtype,
         "calibration_batches": options.calibration_batches,
         "entropy_blocks": options.entropy_blocks,

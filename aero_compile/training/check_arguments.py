@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import math
+import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import Trainer, TrainingArguments, get_scheduler
 
 from aero_compile.errors import InputError, first_line
 from aero_compile.training.options import RetrainOptions
+from aero_compile.training.ranges import check_ranges
+from aero_compile.training.trainer_arguments import TRAINER_RANGES
+
+logger = logging.getLogger("aero_compile.retrain")
 
 _UNSUPPORTED = (
     ("label_smoothing_factor", 0.0),
@@ -63,10 +68,7 @@ def check_training_arguments(arguments: TrainingArguments) -> None:
         value = getattr(arguments, name, off)
         if value not in (off, None, False):
             raise InputError(f"--{name} is not supported for transformed models")
-    for name, least in _LEAST:
-        value = getattr(arguments, name)
-        if value is not None and not (math.isfinite(value) and value >= least):
-            raise InputError(f"--{name.replace('_', '-')} must be a number of at least {least}, not {value}")
+    check_ranges(arguments, TRAINER_RANGES)
     _check_reporters(arguments.report_to or ())
     plugin = getattr(arguments, "deepspeed_plugin", None)
     if plugin is not None and plugin.zero_stage == 3:
@@ -79,12 +81,23 @@ def check_training_arguments(arguments: TrainingArguments) -> None:
         raise InputError(f"--{half[0]} needs a GPU, and this run is on a CPU: leave it out, or take --bf16")
 
 
-_LEAST = (
-    *((f"per_device_{kind}_batch_size", 1) for kind in ("train", "eval")),
-    ("gradient_accumulation_steps", 1),
-    *((name, 0) for name in ("seed", "dataloader_num_workers", "learning_rate", "weight_decay", "num_train_epochs")),
-)
-"""Flags of Trainer that it takes below their range, and the least value of each."""
+def check_trainable(model: nn.Module, name: str) -> None:
+    """Raise InputError if no weight of the model `name` would be trained, and say so if some would not."""
+    weights = dict(model.named_parameters())
+    trained = [key for key, weight in weights.items() if weight.requires_grad]
+    way_out = "to train them, as after PEFT's merge_and_unload: for p in model.parameters(): p.requires_grad_(True)"
+    if not trained:
+        raise InputError(
+            f"model {name}: all {len(weights)} weights are frozen (requires_grad=False), and nothing would be trained; "
+            f"{way_out}"
+        )
+    if len(trained) < len(weights):
+        some = ", ".join(trained[:3]) + (", …" if len(trained) > 3 else "")
+        frozen = len(weights) - len(trained)
+        logger.warning(
+            "model %s: %d of %d weights are frozen, trained are %s; %s", name, frozen, len(weights), some, way_out
+        )
+
 
 # Asked for by name; Trainer itself knows more, and says in its own words what they need.
 _REPORTERS = ("tensorboard", "wandb", "mlflow", "trackio", "comet_ml", "clearml")

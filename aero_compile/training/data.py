@@ -147,7 +147,9 @@ def _hashes(dataset: Any, name: str) -> tuple[list[bytes], list[int]]:
     from tqdm.auto import tqdm
 
     hashes, sizes = [], []
-    progress = tqdm(_texts(dataset), total=len(dataset), desc=f"reading {name}", unit=" docs", leave=False)
+    progress = tqdm(
+        _texts(dataset), total=len(dataset), desc=f"reading {name}", unit=" docs", leave=False, disable=None
+    )
     for text in progress:
         hashes.append(_hash(text))
         sizes.append(len(text))

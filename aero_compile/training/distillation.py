@@ -28,6 +28,8 @@ from aero_compile.errors import InputError
 from aero_compile.ir.attention_weights import kind_of_weights, rows_sum_to_one
 from aero_compile.ir.call_convention import CausalOutput, next_token_loss
 from aero_compile.ir.compile_graph import compile_graph
+from aero_compile.ir.ops import VIEWS
+from aero_compile.ir.shapes import sample_shape
 from aero_compile.model import TransformedModel
 from aero_compile.training.named_numbers import named_numbers
 
@@ -192,12 +194,10 @@ def distill_logits(student: Tensor, teacher: Tensor, weights: Tensor, temperatur
 
 
 def relative_distance(student: Tensor, teacher: Tensor, weights: Tensor) -> Tensor:
-    """Mean of ‖S − T‖²/‖T‖² over positions: hidden values `[B, T, d]` (or `[T, B, d]`-like, flattened) → scalar."""
+    """Mean of ‖S − T‖²/‖T‖² over positions: hidden values `[B, T, d]`, weights of positions `[B, T]` → scalar."""
     wide = torch.promote_types(student.dtype, torch.float32)
     given, target = student.to(wide), teacher.to(wide)
     each = (given - target).square().sum(-1) / target.square().sum(-1).clamp_min(torch.finfo(wide).tiny)
-    if each.shape != weights.shape:
-        return each.mean()
     return (each * weights).sum() / weights.sum()
 
 
@@ -215,7 +215,9 @@ def _weights(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
 
 
 def _block_outputs(model: TransformedModel) -> tuple[list[fx.Node], list[int]]:
-    """The residual stream behind each block: the sum that its last feed-forward block ends in; and their widths.
+    """The residual stream after each block: the sum that its last feed-forward block ends in; and their widths.
+
+    Of a sum of rows `[B·T, d]` it is the view `[B, T, d]` that the next block reads, where there is one.
 
     Raises:
         InputError: a layer without a recognized feed-forward block.
@@ -227,8 +229,14 @@ def _block_outputs(model: TransformedModel) -> tuple[list[fx.Node], list[int]]:
             f"--distill hidden: no feed-forward block was recognized in layer {missing[0]} of "
             f"{model.convention.family}, so the output of its block is not known; use kl or attention"
         )
-    nodes = [last[layer] for layer in range(model.num_layers)]
+    nodes = [_opened(model, last[layer]) for layer in range(model.num_layers)]
     return nodes, [int(model.structure.values[node].shape[-1]) for node in nodes]
+
+
+def _opened(model: TransformedModel, node: fx.Node) -> fx.Node:
+    while model.structure.values[node].dim() == 2 and len(node.users) == 1 and next(iter(node.users)).target in VIEWS:
+        node = next(iter(node.users))
+    return node
 
 
 def _run_tapped(
@@ -255,6 +263,8 @@ def _run_tapped(
     parts = {name: tuple(next(results) for _ in range(count)) for name, count in counts.items()}
     loss = None if labels is None else next_token_loss(logits, labels)
     answer = CausalOutput(logits, loss, **{measure: parts.pop(measure) for measure in measures})
+    if "hidden" in parts:  # some models run feed-forward blocks, or all, on rows [B·T, d]
+        parts["hidden"] = tuple(x.unflatten(0, input_ids.shape) if x.dim() == 2 else x for x in parts["hidden"])
     answer["inside"] = parts
     return answer
 
@@ -269,7 +279,16 @@ def _tapped(
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
     given = output.args[0]
     assert isinstance(given, tuple)
-    output.args = ((*given, *(nodes[node] for each in taps.values() for node in each)),)
+    shape_of, (batch, length) = model.structure.values, sample_shape(model)
+    with graph.inserting_before(output):
+        found = [
+            graph.call_function(torch.ops.aten.transpose.int, (nodes[node], 0, 1))
+            if name == "hidden" and shape_of[node].shape[:2] == (length, batch)  # a model that puts time first
+            else nodes[node]
+            for name, each in taps.items()
+            for node in each
+        ]
+    output.args = ((*given, *found),)
     counts: dict[str, int] = dict.fromkeys(measures, model.num_layers)
     counts |= {name: len(each) for name, each in taps.items()}
     inputs = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")

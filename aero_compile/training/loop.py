@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import (
+    PrinterCallback,
     ProgressCallback,
     Trainer,
     TrainingArguments,
@@ -29,7 +31,7 @@ from aero_compile.training import held_out
 from aero_compile.training.learning_rates import fill_groups, scale_by_stage, split_groups
 from aero_compile.training.model_records import ModelRecords
 from aero_compile.training.nonfinite import bad_gradient, non_finite_parameter, where_values_broke
-from aero_compile.training.progress_bar import Pace, TrainingProgress
+from aero_compile.training.progress_bar import Pace, TrainingLines, TrainingProgress
 from aero_compile.training.recorder import NothingToTrain, Recorder
 from aero_compile.training.run_directory import METRICS_FILE, RunDirectory
 from aero_compile.training.stages import StagedRemoval
@@ -80,9 +82,7 @@ class RegularizedTrainer(Trainer):
         )
         args.save_total_limit = None  # the recorder removes old checkpoints, later than Trainer would
         super().__init__(args=args, **options, callbacks=[callback])
-        if not args.disable_tqdm:
-            self.remove_callback(ProgressCallback)
-            self.add_callback(TrainingProgress)
+        self._show_progress()
         self.run_directory, self.entropy_blocks = run, entropy_blocks
         self.records = ModelRecords(run, ffn_spectra=ffn_spectra)
         self._pace = Pace()
@@ -93,6 +93,15 @@ class RegularizedTrainer(Trainer):
         self._inputs: dict[str, Any] = {}
         self._train_entropies: list[Tensor] | None = None
 
+    def _show_progress(self) -> None:
+        """A bar on a terminal, plain lines elsewhere; a notebook keeps Trainer's table."""
+        bar = self.pop_callback(ProgressCallback)
+        lines = self.pop_callback(PrinterCallback)
+        if bar is not None and sys.stderr.isatty():
+            self.add_callback(TrainingProgress)
+        elif bar is not None or lines is not None:
+            self.add_callback(TrainingLines)
+
     def train_to_end(self, checkpoint: Path | None) -> None:
         """Train, from `checkpoint` on if there is one; no step where there is none left to take."""
         self.args.eval_on_start &= checkpoint is None  # what is resumed was looked at when it began
@@ -101,8 +110,13 @@ class RegularizedTrainer(Trainer):
             state = None if checkpoint is None else checkpoint / STATE_FILE
             start = Snapshot.load(state) if state is not None and state.is_file() else Snapshot()
             self.train_dataset: Any = blocks.begun_at(start)
-        with contextlib.suppress(NothingToTrain):
-            self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        try:
+            with contextlib.suppress(NothingToTrain):
+                self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        finally:
+            for shown in self.callback_handler.callbacks:
+                if isinstance(shown, TrainingProgress):
+                    shown.close()
         if self.stages is not None and self.state.global_step >= self.stages.steps:
             self.stages.finish(self._transformed())
 
@@ -130,7 +144,14 @@ class RegularizedTrainer(Trainer):
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The schedule of the learning rate, times the factor of the stage that a step is in."""
-        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        given = self.args.warmup_steps
+        # A warm-up of all steps leaves the only one at a rate of 0, and polynomial divides by the steps after it.
+        if self.args.get_warmup_steps(num_training_steps) == num_training_steps > 0:
+            self.args.warmup_steps = num_training_steps - 1
+        try:
+            scheduler = super().create_scheduler(num_training_steps, optimizer)
+        finally:
+            self.args.warmup_steps = given
         if self.stages is not None and any(stage.learning_rate is not None for stage in self.stages.stages):
             scale_by_stage(scheduler, partial(self.stages.rate, peak=self.args.learning_rate))
         return scheduler
@@ -207,8 +228,12 @@ class RegularizedTrainer(Trainer):
         except OutputDirError as error:
             shutil.rmtree(self.run_directory.path / folder, ignore_errors=True)
             last = self.run_directory.last_checkpoint()
-            kept = f"the last whole checkpoint is {last}" if last else "no checkpoint had been written before"
-            raise OutputDirError(f"{error}; {kept}. Make room and continue with --resume") from error.__cause__
+            kept = (
+                f"the last whole checkpoint is {last}. Make room and continue with --resume"
+                if last
+                else "no checkpoint had been written before. Make room; --resume then begins at the first step"
+            )
+            raise OutputDirError(f"{error}; {kept}") from error.__cause__
 
     def _save_stream(self, folder: Path) -> None:
         """Note where a streamed dataset is; without that a resumed run reads it from the beginning."""

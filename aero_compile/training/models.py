@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
 import math
-import socket
 import sys
-import urllib.parse
-import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +14,11 @@ from typing import Any
 from torch import nn
 
 from aero_compile.errors import AeroError, InputError
+from aero_compile.model import TransformedModel
 from aero_compile.passes.softmax_temperature import SoftmaxTemperature
 from aero_compile.passes.static_attention import StaticAttention
 from aero_compile.recipe.recipe import Recipe, resolve
+from aero_compile.training.hub_access import NO_COPY, copies_alone, is_offline
 from aero_compile.training.options import DEFAULT_WEIGHT, RetrainOptions
 from aero_compile.training.sources import cause_line
 from aero_compile.training.tokenizer import has_tokenizer
@@ -149,7 +147,8 @@ def _load_config(name: str, changes: dict[str, Any]) -> Any:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(name, local_files_only=_offline(name))
+        with copies_alone(is_offline(name)):
+            config = AutoConfig.from_pretrained(name, local_files_only=is_offline(name))
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"--model {name}: no configuration could be loaded: {_reason(name, error)}") from error
     return _changed(config, changes)
@@ -184,7 +183,9 @@ def load_pretrained(name: str, option: str = "--model", **loading: Any) -> nn.Mo
     from transformers import AutoModelForCausalLM
 
     try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(name, local_files_only=_offline(name), **loading)
+        with copies_alone(is_offline(name)):
+            auto: Any = AutoModelForCausalLM
+            model: nn.Module = auto.from_pretrained(name, local_files_only=is_offline(name), **loading)
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"{option} {name} could not be loaded: {_reason(name, error)}") from error
     return model
@@ -200,31 +201,9 @@ def _with_weights(name: str) -> nn.Module:
         ) from error
 
 
-@functools.cache
-def _hub_answers() -> bool:
-    """Whether the Hub can be reached; one try of three seconds, where its client would take thirty."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return False
-    if any(urllib.request.getproxies().get(kind) for kind in ("https", "all")):
-        return True
-    address = urllib.parse.urlsplit(constants.ENDPOINT)
-    try:
-        port = address.port or (443 if address.scheme == "https" else 80)
-        socket.create_connection((address.hostname or "", port), timeout=3).close()
-    except OSError:
-        return False
-    return True
-
-
-def _offline(name: str) -> bool:
-    return not Path(name).expanduser().is_dir() and not _hub_answers()
-
-
 def _reason(name: str, error: BaseException) -> str:
-    if _offline(name):
-        return "the Hugging Face Hub does not answer, and no copy of it is on this machine"
+    if is_offline(name):
+        return NO_COPY
     return cause_line(error)
 
 
@@ -305,6 +284,30 @@ def with_length(recipe: Recipe, positions: int | None, context: int) -> Recipe:
         for one in recipe.passes
     )
     return replace(recipe, passes=sized)
+
+
+def under_recipe(model: TransformedModel, recipe: Recipe, context: int, calibration: Any = None) -> TransformedModel:
+    """Return a captured model, or one that was transformed before, under a recipe.
+
+    Raises:
+        InputError: the model has been through passes that the recipe does not have, and none of them can be undone.
+        UnsupportedGraphError: a pass does not find what it rewrites.
+    """
+    from aero_compile.pipeline import transform
+
+    check_history(map(str, model.history), recipe)
+    return transform(model, with_length(recipe, model.max_positions, context), calibration=calibration)
+
+
+def check_history(passes: Iterable[str], recipe: Recipe) -> None:
+    """Raise InputError for a model that has been through passes, as texts, that a recipe by name does not have."""
+    own = {one.name for one in recipe.passes}
+    others = [text for text in passes if text.partition("{")[0] not in own]
+    if recipe.label and others:  # a list of passes goes on from what there is; a label says what is left at last
+        raise InputError(
+            f"{recipe.label} cannot be made of a model that has been through {', '.join(others)} already: name the "
+            "model that it was made of, or a list of passes that go on from it"
+        )
 
 
 def check_context(context: int, positions: int | None) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from aero_compile.entropy import REDUCTIONS
 from aero_compile.errors import InputError
@@ -14,6 +13,17 @@ from aero_compile.recipe.recipe import resolve
 from aero_compile.training.distillation import parse_distillation
 from aero_compile.training.initialization import SCHEMES
 from aero_compile.training.learning_rates import parse_lr_scale
+from aero_compile.training.ranges import (
+    PART,
+    POSITIVE,
+    SHARE,
+    SOME_STEPS,
+    UP_TO_ONE,
+    check_ranges,
+    number,
+    ranges_of,
+    whole,
+)
 from aero_compile.training.stages import check_stages
 
 DEFAULT_RECIPE = "EReg(SM(t)+ScFFN)"
@@ -37,7 +47,9 @@ class RetrainOptions:
         "Settings of a published training, which further flags replace: codeparrot, languini (the AERO paper's), "
         "ln-free-gpt2 (LayerNorm out of the pretrained GPT-2), or tiny. On the command line alone.",
     )
-    scale: float = _option(1.0, "Shrink the tokens and steps of --preset by this factor, such as 0.01.")
+    scale: Annotated[float, UP_TO_ONE] = _option(
+        1.0, "Shrink the tokens and steps of --preset by this factor, such as 0.01."
+    )
     model: str = _option(
         "tiny",
         "What to train: 'tiny' (a 4-layer GPT-2 from scratch); a Hub name or local path of a pretrained "
@@ -63,7 +75,7 @@ class RetrainOptions:
         "EReg(SM(t)+ScFFN)) or a list of passes (strip-layer-norm,gelu-to-relu). "
         f"Default: {DEFAULT_RECIPE}; an artifact is taken as it is.",
     )
-    temperature_init: float | None = _option(
+    temperature_init: Annotated[float | None, POSITIVE] = _option(
         None,
         "Initial softmax temperature of a recipe that has one (the paper: 0.01 CodeParrot, 0.1 Languini).",
     )
@@ -72,7 +84,7 @@ class RetrainOptions:
         "Search first which nonlinear operations to give up, for a private forward of --context tokens within a budget "
         "('0.8 GB', '40 s', '900 rounds', '5000 messages'), and train what is left. For trained models.",
     )
-    search_stages: int = _option(
+    search_stages: Annotated[int, whole(0)] = _option(
         0,
         "Give up what --search-budget found in so many stages of equal length; 0: all before the first step.",
     )
@@ -81,7 +93,7 @@ class RetrainOptions:
         "What --search-budget chooses among, divided by commas: norms, heads, static-patterns, "
         "learned-patterns, drops, local, layers, activations, neurons, temperatures; see docs/search.md.",
     )
-    search_blocks: int = _option(64, "Training blocks on which --search-budget measures losses.")
+    search_blocks: Annotated[int, whole(1)] = _option(64, "Training blocks on which --search-budget measures losses.")
     search_logits: str = _option(
         "last",
         "Of which positions the forward of --search-budget gives logits: the last, or all.",
@@ -100,27 +112,29 @@ class RetrainOptions:
     dataset_column: str | None = _option(
         None, "Column that holds the text. Default: text, content, code or the only one."
     )
-    calibration_batches: int = _option(
+    calibration_batches: Annotated[int, whole(1)] = _option(
         16, "Training batches on which passes that measure the model (freeze-layer-norm) do so, before training."
     )
     streaming: bool = _option(
         False,
         "Read a Hub dataset, or JSON lines, Parquet or CSV files, while training instead of before; needs --max-steps.",
     )
-    shuffle_buffer: int = _option(1000, "Blocks from which the next one is drawn, with --streaming.")
+    shuffle_buffer: Annotated[int, whole(1)] = _option(
+        1000, "Blocks from which the next one is drawn, with --streaming."
+    )
     tokenizer: str | None = _option(
         None,
         "Hub name, folder or tokenizer.json; train: a byte-level BPE of the text. Default: the model's own, else that.",
     )
-    vocab_size: int = _option(4096, "Vocabulary of a tokenizer trained here, at least 257.")
+    vocab_size: Annotated[int, whole(257)] = _option(4096, "Vocabulary of a tokenizer trained here, at least 257.")
     dtype: str | None = _option(
         None,
         "Type of the weights in training; by default as the model comes, float32 from scratch. With --bf16 they stay "
         "and are computed with in bfloat16.",
-        choices=["float32", "bfloat16", "float16"],
+        choices=["float32", "float64", "bfloat16", "float16"],
     )
-    context: int = _option(128, "Tokens in a training block.")
-    validation_fraction: float = _option(0.1, "Share of the text that is held out, by document.")
+    context: Annotated[int, whole(2)] = _option(128, "Tokens in a training block.")
+    validation_fraction: Annotated[float, PART] = _option(0.1, "Share of the text that is held out, by document.")
     dedup: bool | None = _option(
         None,
         "Leave out training documents that nearly repeat a held-out one (Jaccard similarity of runs of five words of "
@@ -131,9 +145,11 @@ class RetrainOptions:
     token_cache: str = _option(
         "auto", "Folder where the tokens of much text (10 MB and more) are kept; 'auto': the user's cache; 'none'."
     )
-    max_train_tokens: int | None = _option(None, "Train on at most so many tokens (a fixed, fair sample of documents).")
-    max_eval_tokens: int | None = _option(65536, "Evaluate on at most so many held-out tokens.")
-    entropy_weight: float | None = _option(
+    max_train_tokens: Annotated[int | None, whole(2)] = _option(
+        None, "Train on at most so many tokens (a fixed, fair sample of documents)."
+    )
+    max_eval_tokens: Annotated[int | None, whole(2)] = _option(65536, "Evaluate on at most so many held-out tokens.")
+    entropy_weight: Annotated[float | None, number(0)] = _option(
         None,
         "Weight lambda of the entropy regularization; 0 turns it off. Default: "
         f"{DEFAULT_WEIGHT['algorithm']} ({DEFAULT_WEIGHT['listing']} with listing) for labels EReg(...), and for names "
@@ -141,17 +157,26 @@ class RetrainOptions:
         "without --recipe, what the artifact was trained with.",
         aliases=["--lambda"],
     )
-    gamma: float = _option(0.1, "Tolerance margin of the regularization, a fraction of log(context).")
-    threshold_init: float = _option(0.5, "Initial threshold of every head, a fraction of log(context).")
+    gamma: Annotated[float, number(0)] = _option(
+        0.1, "Tolerance margin of the regularization, a fraction of log(context)."
+    )
+    threshold_init: Annotated[float, SHARE] = _option(
+        0.5, "Initial threshold of every head, a fraction of log(context)."
+    )
     entropy_reduction: str = _option(
         "algorithm",
         "algorithm: the paper's Algorithm 1; listing: its PyTorch listing.",
         choices=list(REDUCTIONS),
     )
-    lambda_warmup: float = _option(
+    listing_blocks: Annotated[int | None, whole(1)] = _option(
+        None,
+        "With --entropy-reduction listing: let the penalty be the sum over so many blocks, however a step's batch is "
+        "divided into forward passes and processes. Default: over those of a forward pass of all processes.",
+    )
+    lambda_warmup: Annotated[float, SOME_STEPS] = _option(
         0.0, "Raise lambda from 0 over so many steps, or, below 1, over this share of all steps."
     )
-    spread_weight: float = _option(
+    spread_weight: Annotated[float, number(0)] = _option(
         0.0,
         "Weight of a penalty on how far attention scores spread: the square of each head's widest row in each text. "
         "Where they spread less, calibration (clamp=False) finds cheaper exponentials for private inference.",
@@ -162,16 +187,18 @@ class RetrainOptions:
         "200: blend-activation; 100@1e-4: softmax-temperature', or a file of that or JSON. --recipe, by default none "
         "then, comes before the first step.",
     )
-    switch_static: float = _option(
+    switch_static: Annotated[float, SHARE] = _option(
         0.0,
         "Let heads attend to all earlier tokens alike (static attention), up to this share of all heads, once their "
         "entropy stays near the largest there can be.",
     )
-    switch_entropy: float = _option(
+    switch_entropy: Annotated[float, UP_TO_ONE] = _option(
         0.9, "With --switch-static: the share of the largest causal entropy that counts as near."
     )
-    switch_after: int = _option(2, "With --switch-static: evaluations in a row in which a head must have been near.")
-    switch_until: float = _option(
+    switch_after: Annotated[int, whole(1)] = _option(
+        2, "With --switch-static: evaluations in a row in which a head must have been near."
+    )
+    switch_until: Annotated[float, UP_TO_ONE] = _option(
         0.5,
         "With --switch-static: share of the run over which the number of heads that may have gone grows to its end.",
     )
@@ -184,12 +211,19 @@ class RetrainOptions:
     teacher: str | None = _option(
         None, "Another teacher than --model: a Hub name, a folder, or an artifact. A model from scratch needs one."
     )
+    global_batch_size: Annotated[int | None, whole(1)] = _option(
+        None,
+        "Blocks in a step, of all processes together: --gradient-accumulation-steps follows from it, the number of "
+        "processes, and --per-device-train-batch-size, which is the most that a device takes at a time.",
+    )
     lr_scale: str | None = _option(
         None,
         "Factors of the learning rate for what passes add, by role: t=0.1,theta=1,alpha=2 (t: temperature; theta: "
         "thresholds; alpha, beta: ScaledFFN; g: weight norm; slope: LeakyReLU). 0 keeps them as they start.",
     )
-    entropy_blocks: int = _option(16, "Held-out blocks on which headwise entropies are measured over time.")
+    entropy_blocks: Annotated[int, whole(1)] = _option(
+        16, "Held-out blocks on which headwise entropies are measured over time."
+    )
     ffn_spectra: bool = _option(
         False,
         "Measure spectral entropy and participation ratio of every FFN's hidden values, before and after its "
@@ -207,38 +241,20 @@ class RetrainOptions:
             if not holds:
                 raise InputError(f"--{flag} must be {what}")
 
-        numbers = (self.entropy_weight or 0.0, self.gamma)
-        need(all(math.isfinite(n) and n >= 0 for n in numbers), "lambda and --gamma", "numbers of at least 0")
-        need(0 <= self.threshold_init <= 1, "threshold-init", f"between 0 and 1, not {self.threshold_init}")
+        check_ranges(self, ranges_of(RetrainOptions), {"entropy_weight": "--lambda"})
         need(self.entropy_reduction in REDUCTIONS, "entropy-reduction", f"one of {', '.join(REDUCTIONS)}")
-        need(self.context >= 2, "context", f"at least 2, not {self.context}")
-        need(
-            0 < self.validation_fraction < 1,
-            "validation-fraction",
-            f"in (0, 1), not {self.validation_fraction}",
-        )
-        need(self.shuffle_buffer >= 1, "shuffle-buffer", f"at least 1, not {self.shuffle_buffer}")
         need(self.init in SCHEMES, "init", f"one of {', '.join(SCHEMES)}")
-        need(self.calibration_batches >= 1, "calibration-batches", f"at least 1, not {self.calibration_batches}")
-        whole = self.lambda_warmup < 1 or float(self.lambda_warmup).is_integer()
-        positive = math.isfinite(self.lambda_warmup) and self.lambda_warmup >= 0
-        need(positive and whole, "lambda-warmup", f"whole steps or a share below 1, not {self.lambda_warmup}")
         need(not self.lambda_warmup or self.weight > 0, "lambda-warmup", "left out where lambda is 0")
-        narrow = math.isfinite(self.spread_weight) and self.spread_weight >= 0
-        need(narrow, "spread-weight", f"a number of at least 0, not {self.spread_weight}")
         parse_lr_scale(self.lr_scale)
         if self.stages is not None:
             check_stages(self.stages)
         self._check_switching(need)
         need(self.teacher is None or parse_distillation(self.distill), "teacher", "given with --distill")
-        need(self.search_stages >= 0, "search-stages", f"at least 0, not {self.search_stages}")
         need(not self.search_stages or self.search_budget is not None, "search-stages", "given with --search-budget")
         need(not self.search_stages or self.stages is None, "search-stages", "given without --stages")
-        need(self.search_blocks >= 1, "search-blocks", f"at least 1, not {self.search_blocks}")
         need(self.search_logits in ("last", "all"), "search-logits", f"last or all, not {self.search_logits}")
         if self.search_budget is not None:
             self._check_search()
-        need(self.entropy_blocks >= 1, "entropy-blocks", f"at least 1, not {self.entropy_blocks}")
 
     def _check_search(self) -> None:
         from aero_compile.runtime.hosts.network_spec import parse_network
@@ -250,10 +266,6 @@ class RetrainOptions:
         parse_network(self.search_network)
 
     def _check_switching(self, need: Callable[[object, str, str], None]) -> None:
-        for name in ("static", "entropy", "until"):
-            value = getattr(self, f"switch_{name}")
-            need(0 <= value <= 1 and (value or name == "static"), f"switch-{name}", f"a share up to 1, not {value}")
-        need(self.switch_after >= 1, "switch-after", f"at least 1, not {self.switch_after}")
         changed = (self.switch_entropy, self.switch_after, self.switch_until) != (0.9, 2, 0.5)
         need(self.switch_static or not changed, "switch-entropy", "given with --switch-static")
         staged = self.stages is not None or self.search_stages
@@ -275,8 +287,11 @@ class RetrainOptions:
         """Lambda, with the default that depends on the recipe filled in: a label says by EReg(…) whether it has one."""
         if self.entropy_weight is not None:
             return self.entropy_weight
-        recipe = self.chosen_recipe
-        regularized = recipe.strip().lower().startswith("ereg(")
-        if label_passes(recipe) is None:
-            regularized = any(one.name == "softmax-temperature" for one in resolve(recipe).passes)
-        return DEFAULT_WEIGHT[self.entropy_reduction] if regularized else 0.0
+        return DEFAULT_WEIGHT[self.entropy_reduction] if regularizes(self.chosen_recipe) else 0.0
+
+
+def regularizes(recipe: str) -> bool:
+    """True if a recipe is trained with entropy regularization: a label says so by EReg(…), a list by a temperature."""
+    if label_passes(recipe) is None:
+        return any(one.name == "softmax-temperature" for one in resolve(recipe).passes)
+    return recipe.strip().lower().startswith("ereg(")

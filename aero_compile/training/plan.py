@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from transformers import TrainingArguments
 from aero_compile.errors import InputError
 from aero_compile.model import TransformedModel
 from aero_compile.recipe.recipe import Recipe
+from aero_compile.training.batch import divide_batch
 from aero_compile.training.check_arguments import (
     check_made_of_flags,
     check_streaming,
@@ -35,7 +37,10 @@ logger = logging.getLogger("aero_compile.retrain")
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run is asked to do; all of it was checked before anything takes time."""
+    """What a run is asked to do; all of it was checked before anything takes time.
+
+    `flags`: those of the command line that a later `--resume` needs; None for a run from Python.
+    """
 
     options: RetrainOptions
     args: TrainingArguments
@@ -48,6 +53,7 @@ class Plan:
     distillation: Distillation | None = None
     teacher: ModelSource | None = None
     hub: HubTarget | None = None
+    flags: Sequence[str] | None = None
 
     @property
     def step(self) -> int:
@@ -56,13 +62,18 @@ class Plan:
 
 
 def resolve(
-    options: RetrainOptions, given: TrainingArguments | None, model: nn.Module | None, datasets: TrainingData | None
+    options: RetrainOptions,
+    given: TrainingArguments | None,
+    model: nn.Module | None = None,
+    datasets: TrainingData | None = None,
+    flags: Sequence[str] | None = None,
 ) -> Plan:
     """Check the arguments and the run's folder, and find the model, its recipe and the checkpoint to go on from."""
     args = RetrainArguments() if given is None else copy.copy(given)
     check_training_arguments(args)
     check_weights_type(options, args)
     check_streaming(options, args)
+    divide_batch(options.global_batch_size, args)
     check_made_of_flags(args)
     name_best_metric(args)
     # Non-finite losses must be seen, and tokens counted in the state that checkpoints keep.
@@ -107,7 +118,7 @@ def resolve(
         raise InputError(
             f"--distill: {teacher.description} has new weights, which teach nothing: name a trained model by --teacher"
         )
-    return Plan(options, args, run, checkpoint, source, recipe, datasets, context, distillation, teacher, hub)
+    return Plan(options, args, run, checkpoint, source, recipe, datasets, context, distillation, teacher, hub, flags)
 
 
 def _hub(args: TrainingArguments) -> HubTarget | None:

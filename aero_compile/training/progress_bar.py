@@ -1,13 +1,14 @@
-"""What a person sees while a model trains: a bar with the time that is left, and the last loss and speed."""
+"""What a person sees while a model trains: loss, speed and the time that is left, as a bar or in plain lines."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from transformers import ProgressCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 
 class Pace:
@@ -41,6 +42,9 @@ class Pace:
 class TrainingProgress(ProgressCallback):
     """Trainer's bar, which tells the time that is left, with loss, perplexity and tokens a second beside it."""
 
+    training_bar: Any
+    prediction_bar: Any
+
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         super().on_train_begin(args, state, control)
         self.shown: dict[str, str] = {}
@@ -62,6 +66,63 @@ class TrainingProgress(ProgressCallback):
             self.training_bar.write(f"step {state.global_step}: {', '.join(words.values())}")
         self.shown |= words
         self.training_bar.set_postfix_str(", ".join(self.shown.values()))
+
+    def close(self) -> None:
+        """End the line of a bar that an exception left open, so that what is printed next begins a line."""
+        for bar in (self.prediction_bar, self.training_bar):
+            if bar is not None:
+                bar.close()
+        self.training_bar = self.prediction_bar = None
+
+
+class TrainingLines(TrainerCallback):
+    """A plain line on standard error for every log event: for log files and pipes, where a bar is noise."""
+
+    def __init__(self) -> None:
+        self._begun: tuple[float, int] | None = None
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._begun = (time.monotonic(), state.global_step)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        words = list(_words(logs or {}).values())
+        if state.is_world_process_zero and words:
+            words += self._left(state) if "loss" in (logs or {}) else []
+            print(f"step {state.global_step}/{state.max_steps}: {', '.join(words)}", file=sys.stderr, flush=True)
+
+    def _left(self, state: TrainerState) -> list[str]:
+        begin, step = self._begun or (0.0, state.global_step)
+        if not step < state.global_step < state.max_steps:
+            return []
+        seconds = (time.monotonic() - begin) / (state.global_step - step) * (state.max_steps - state.global_step)
+        return [f"{seconds:.0f} s left" if seconds < 120 else f"{seconds / 60:.0f} min left"]
+
+
+@contextmanager
+def bars_on_terminals_alone() -> Iterator[None]:
+    """Keep the bars of libraries that read and tokenize away from everything but a terminal."""
+    import datasets
+    from transformers.utils import logging as messages
+
+    off = not sys.stderr.isatty()
+    shown = (not datasets.are_progress_bars_disabled(), messages.is_progress_bar_enabled())
+    if off:
+        datasets.disable_progress_bars()
+        messages.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if off and shown[0]:
+            datasets.enable_progress_bars()
+        if off and shown[1]:
+            messages.enable_progress_bar()
 
 
 def _words(logs: dict[str, Any]) -> dict[str, str]:

@@ -18,18 +18,20 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from aero_compile.code_version import code_version
 from aero_compile.errors import AeroError, OutputDirError
+from aero_compile.files import ARTIFACT_FOLDER as ARTIFACT_FOLDER
+from aero_compile.files import RUN_FILE as RUN_FILE
 from aero_compile.files import write_atomically
 from aero_compile.training import checkpoints
+from aero_compile.training.given_flags import SECRET, without
 from aero_compile.units import human_bytes
 from aero_compile.version import __version__
 
-RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
 ENTROPIES_FILE = "entropies.jsonl"
 PARAMETERS_FILE = "parameters.jsonl"
 ACTIVATIONS_FILE = "activations.jsonl"
-ARTIFACT_FOLDER = "artifact"
 SEARCH_FILE = "search.json"
 PLACES = {"ffn_input": "what the FFN reads", "ffn_output": "what the FFN gives", "stream": "the stream behind the FFN"}
 """Where each layer's activations are measured, as their records call it and in words."""
@@ -41,8 +43,8 @@ logger = logging.getLogger("aero_compile.retrain")
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that results depend on (absent ones left out)."""
-    found = {"python": platform.python_version(), "aero_compile": __version__}
+    """Versions of Python and of the packages that results depend on (absent ones left out), and the code's commit."""
+    found = {"python": platform.python_version(), "aero_compile": __version__, **code_version()}
     for package in ("torch", "transformers", "datasets", "tokenizers", "accelerate", "numpy", "spu"):
         try:
             found[package] = metadata.version(package)
@@ -88,9 +90,10 @@ class RunDirectory:
                 "choose another --output-dir"
             )
         if not resume:
+            how = "continue it" if self.newest_step() is not None else "begin it again (it has no checkpoint)"
             raise OutputDirError(
                 f"{self.path} holds a training run ({known.get('status', 'unknown state')}): "
-                "continue it with --resume or choose another --output-dir"
+                f"{how} with --resume or choose another --output-dir"
             )
 
     def read_record(self) -> dict[str, Any] | None:
@@ -148,7 +151,9 @@ class RunDirectory:
             before = self.read_record() or {}
             now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
             changed = _changes(before.get("training_arguments"), record["training_arguments"])
-            session = {"started": now, "command": sys.argv, "step": step, "changed": changed}
+            for name, (old, new) in changed.items():
+                logger.info("changed for this session: %s was %s, now %s", name, old, new)
+            session = {"started": now, "command": without(sys.argv, SECRET), "step": step, "changed": changed}
             self.record = {
                 **record,
                 "status": "running",
@@ -267,6 +272,20 @@ class RunDirectory:
         """All folders of checkpoints, oldest step first."""
         found = [path for path in self.path.glob("checkpoint-*") if checkpoints.step_of(path) is not None]
         return sorted(found, key=lambda path: checkpoints.step_of(path) or 0)
+
+    def newest_step(self) -> int | None:
+        """The step of the newest checkpoint that was written to its end; its files are not read."""
+        return max(
+            (checkpoints.step_of(path) or 0 for path in self._checkpoints() if checkpoints.was_finished(path)),
+            default=None,
+        )
+
+    def how_to_go_on(self) -> str:
+        """What an interrupted run leaves, and what `--resume` does with it."""
+        step = self.newest_step()
+        if step is None:
+            return f"no checkpoint was written: --resume --output-dir {self.path} begins at the first step"
+        return f"--resume --output-dir {self.path} continues from step {step}"
 
     def last_checkpoint(self) -> Path | None:
         """The newest whole checkpoint; says which newer ones are not, and why.

@@ -16,6 +16,7 @@ from types import NoneType
 from typing import Any
 
 from aero_compile.errors import DataError, first_line
+from aero_compile.training.hub_access import NO_COPY, copies_alone, is_offline
 
 # Tests, bundled wheels and platform data: not the code one would call the standard library.
 _STDLIB_SKIPPED = {
@@ -155,12 +156,14 @@ def load_hub(name: str, config: str | None, column: str | None) -> tuple[Any, An
     """Train and (if the dataset has one) validation split of a Hub dataset, each with one `text` column."""
     import datasets
 
+    offline = is_offline(name)
     try:
-        loaded = datasets.load_dataset(name, config)
+        with copies_alone(offline):
+            loaded = datasets.load_dataset(name, config)
     except Exception as error:  # the Hub client's errors are many and of no common base
         raise DataError(
             f"no dataset {name!r}: it is neither a local file or folder nor could it be loaded from the "
-            f"Hugging Face Hub ({cause_line(error)})"
+            f"Hugging Face Hub ({NO_COPY if offline else cause_line(error)})"
         ) from error
     if "train" not in loaded:
         raise DataError(f"the dataset {name!r} has no split 'train', only {', '.join(loaded)}")
@@ -190,7 +193,9 @@ def open_stream(name: str, config: str | None, column: str | None) -> tuple[Any,
             raise DataError(f"{files[0]} is empty")
         kind = _BUILDERS[files[0].suffix.lower()] if files else name
         given: dict[str, Any] = {"data_files": {"train": [str(path) for path in files]}} if files else {"name": config}
-        builder = datasets.load_dataset_builder(kind, **given)
+        offline = not files and is_offline(name)
+        with copies_alone(offline):
+            builder = datasets.load_dataset_builder(kind, **given)
         loaded = builder.as_streaming_dataset()
         if "train" not in loaded:
             raise DataError(f"the dataset {name!r} has no split 'train', only {', '.join(loaded)}")
@@ -201,7 +206,8 @@ def open_stream(name: str, config: str | None, column: str | None) -> tuple[Any,
     except DataError:
         raise
     except Exception as error:  # the Hub client's errors are many and of no common base
-        raise DataError(f"the dataset {name!r} cannot be streamed: {cause_line(error)}") from error
+        reason = NO_COPY if is_offline(name) and not local_files(name) else cause_line(error)
+        raise DataError(f"the dataset {name!r} cannot be streamed: {reason}") from error
 
 
 def _content_of(files: list[Path]) -> str:

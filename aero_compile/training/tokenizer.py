@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from aero_compile.errors import DataError, InputError
+from aero_compile.files import artifact_folder
+from aero_compile.training.hub_access import NO_COPY, copies_alone, is_offline
 from aero_compile.training.sources import cause_line
 
 END_OF_TEXT = "<|endoftext|>"
@@ -22,7 +24,7 @@ def load_tokenizer(name: str | Path) -> Any:
     """
     from transformers import AutoTokenizer
 
-    path = Path(name)
+    path = tokenizer_folder(name)
     if path.is_dir() and (path / "tokenizer.json").is_file() and not (path / "tokenizer_config.json").is_file():
         path = path / "tokenizer.json"
     try:
@@ -33,20 +35,34 @@ def load_tokenizer(name: str | Path) -> Any:
             eos = END_OF_TEXT if raw.token_to_id(END_OF_TEXT) is not None else None
             found = _wrap(raw, eos)
         else:
-            found = AutoTokenizer.from_pretrained(str(name))
+            offline, place = is_offline(path), str(path if path.is_dir() else name)
+            with copies_alone(offline):
+                found = AutoTokenizer.from_pretrained(place, local_files_only=offline)
         written = found("def text", add_special_tokens=False)["input_ids"]
     # The tokenizers library raises bare Exception for a damaged file.
     except Exception as error:
-        raise DataError(f"no tokenizer could be loaded from {str(name)!r}: {cause_line(error)}") from error
+        reason = cause_line(error)
+        if not path.exists():
+            is_file = str(name).startswith((".", "/", "~")) or path.suffix == ".json"
+            reason = "no such file or folder" if is_file else NO_COPY if is_offline(path) else reason
+        raise DataError(f"no tokenizer could be loaded from {str(name)!r}: {reason}") from error
     if not written:  # of a folder with a configuration alone transformers makes a tokenizer without entries
         raise DataError(f"no tokenizer could be loaded from {str(name)!r}: what is there turns text into nothing")
     return found
 
 
+_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+
+
 def has_tokenizer(folder: str | Path) -> bool:
-    """Whether a local folder holds a tokenizer that `load_tokenizer` can read."""
-    names = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
-    return any((Path(folder) / name).is_file() for name in names)
+    """True if a local folder, or the artifact in a run's folder, holds a tokenizer that `load_tokenizer` can read."""
+    return any((tokenizer_folder(folder) / name).is_file() for name in _FILES)
+
+
+def tokenizer_folder(name: str | Path) -> Path:
+    """Return the folder that the files of a tokenizer are in: that of the artifact where a run's folder is named."""
+    path = Path(name)
+    return path if any((path / each).is_file() for each in _FILES) else artifact_folder(path)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, show_progress: bool | None = None) -> Any:

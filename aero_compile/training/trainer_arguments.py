@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
@@ -14,6 +15,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy, Scheduler
 
 from aero_compile.errors import InputError
 from aero_compile.training.learning_rates import USUAL_RATE
+from aero_compile.training.ranges import BELOW_ONE, SOME_STEPS, STEPS, Range, check_ranges, number, whole
 
 
 def _like(name: str, default: Any) -> Any:
@@ -31,6 +33,37 @@ def spread_by(arguments: TrainingArguments) -> str | None:
         if getattr(arguments, name) or launched:
             return name
     return None
+
+
+_SEED = whole(0, 2**32 - 1)
+TRAINER_RANGES: Mapping[str, Range] = {
+    "per_device_train_batch_size": whole(1),
+    "per_device_eval_batch_size": whole(1),
+    "gradient_accumulation_steps": whole(1),
+    "max_steps": whole(0, also=-1),
+    "num_train_epochs": number(0),
+    "learning_rate": number(0),
+    "weight_decay": number(0),
+    "adam_beta1": BELOW_ONE,
+    "adam_beta2": BELOW_ONE,
+    "adam_epsilon": number(0),
+    "max_grad_norm": number(0),
+    "warmup_steps": SOME_STEPS,
+    "logging_steps": STEPS,
+    "eval_steps": SOME_STEPS,
+    "eval_delay": number(0),
+    "save_steps": STEPS,
+    "save_total_limit": whole(1),
+    "seed": _SEED,
+    "data_seed": _SEED,
+    "eval_accumulation_steps": whole(1),
+    "torch_empty_cache_steps": whole(1),
+    "dataloader_num_workers": whole(0),
+    "dataloader_prefetch_factor": whole(1),
+    "ddp_timeout": whole(1),
+    "ddp_bucket_cap_mb": whole(1),
+}
+"""Flags of Trainer that it takes out of their range, or refuses in words of its own."""
 
 
 @dataclass
@@ -71,6 +104,7 @@ class RetrainArguments(TrainingArguments):
     )
 
     def __post_init__(self) -> None:
+        check_ranges(self, TRAINER_RANGES)
         if self.ddp_backend is not None and int(os.environ.get("WORLD_SIZE", "1")) == 1:
             raise InputError(
                 "--ddp-backend is for several processes, and this is the only one: start them with `torchrun "

@@ -74,7 +74,7 @@ class Attention(nn.Module):
         if self.config.window:
             i = torch.arange(length, device=x.device)
             return (i[None, :] > i[:, None]) | (i[None, :] <= i[:, None] - self.config.window)
-        if self.config.mask == "buffer":
+        if self.config.mask == "buffer" and self.config.attention != "sdpa-causal":  # which is limited by no buffer
             return self.visible[:length, :length] == 0
         if self.config.mask == "compared":
             i = torch.arange(length, device=x.device)
@@ -111,7 +111,10 @@ class Attention(nn.Module):
             mixed = self.one_by_one(x, q, k, v, keep)
         else:
             mixed = self.written(x, q, k, v, keep)
-        out: Tensor = self.out(mixed.reshape(*x.shape[:2], c.heads * c.d_v))
+        merged = mixed.reshape(*x.shape[:2], c.heads * c.d_v)
+        if c.linear == "conv1d":  # as in GPT-2, whose linear layers view: of values of width 1 this is no view yet
+            merged = merged.contiguous()
+        out: Tensor = self.out(merged)
         return out
 
     def scale(self) -> float:

@@ -38,6 +38,7 @@ class Row:
     `layers`, `heads` and `ffn` are (found, by the config). `census` is the graph's, `counted` the eager model's.
     `parity` and `recipes` hold the largest difference of logits from the eager reference in float64. `training` is
     the mean loss of the first and of the last five steps, by recipe. `problems` are the checks that did not hold.
+    `code`: the commit that was checked; empty for rows of before it was recorded.
     """
 
     family: str
@@ -56,6 +57,7 @@ class Row:
     problems: list[str] = dataclasses.field(default_factory=list)
     note: str = ""
     seconds: float = 0.0
+    code: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def name(self) -> str:

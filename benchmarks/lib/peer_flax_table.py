@@ -22,6 +22,7 @@ class Line:
     `processor_seconds` are of both parties from start to end: imports, set-up, two forwards, and the peer's
     compilation (a few seconds; ours is done before they start). Other work on the machine swells them
     too, though less than `seconds`. `load` is the machine's load average at the end.
+    `code`: the commit of this project; empty for lines of before it was recorded.
     """
 
     peer: bool
@@ -42,6 +43,7 @@ class Line:
     load: float = 0.0
     measured: str = ""
     command: str = ""
+    code: dict[str, str] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[bool, str, str, int]:

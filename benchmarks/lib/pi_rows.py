@@ -14,11 +14,14 @@ import torch
 from torch import nn
 
 import aero_compile
+from aero_compile.artifact import read_document
 from aero_compile.errors import InputError, RecipeError, nearest
+from aero_compile.lengths import default_length
 from aero_compile.recipe.labels import plain_label
 from aero_compile.recipe.recipe import recipe_names, recipes, resolve
 from aero_compile.reporting.evaluate import estimated_row, private_row
 from aero_compile.reporting.report import Row, command_line
+from aero_compile.training.models import check_history, under_recipe
 from aero_compile.training.run_directory import versions
 from benchmarks.lib import paper
 
@@ -82,7 +85,7 @@ SHAPES: dict[str, Callable[[int], nn.Module]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One row to be made; `recipe` and `layers` are None for an artifact, which is run as it was saved."""
+    """One row to be made; `layers` is None for an artifact, and `recipe` for one that is run as it was saved."""
 
     model: str
     recipe: str | None
@@ -96,13 +99,14 @@ class Task:
         return self.model, recipe, self.layers, self.seq_len
 
     def __str__(self) -> str:
-        recipe = "" if self.recipe is None else f" {self.recipe}, L={self.layers},"
+        recipe = "" if self.recipe is None else f" {self.recipe},"
+        recipe += "" if self.layers is None else f" L={self.layers},"
         return f"{self.model}{recipe} T={self.seq_len}"
 
 
 def row_key(row: Row) -> tuple[str, str, int | None, int]:
     """Return the key of the task that a row came from."""
-    return row.model, row.recipe, None if row.recipe == ARTIFACT_RECIPE else row.layers, row.seq_len
+    return row.model, row.recipe, row.layers if row.model in SHAPES else None, row.seq_len
 
 
 def is_artifact(model: str) -> bool:
@@ -121,19 +125,24 @@ def tasks(args: argparse.Namespace) -> list[Task]:
     found: list[Task] = []
     for model in args.model:
         if is_artifact(model):
-            if args.recipes or args.layers:
-                raise InputError(f"{model} is an artifact: it is run as saved, so leave --recipes and --layers out")
-            found += [Task(model, None, t, None) for t in _lengths(args)]
+            if args.layers:
+                raise InputError(f"{model} is an artifact, which has its own layers: leave --layers out")
+            for name in names or ():
+                check_history(read_document(Path(model)).get("history", ()), resolve(name))
+            recipes_here: list[str | None] = [*names] if names else [None]
+            found += [Task(model, name, t, None) for t in _lengths(args, model) for name in recipes_here]
         elif args.estimate and args.compare and model == IN_PAPER:
             found += _in_paper(args, names)
         else:
             names_here = names or recipe_names(DEFAULT_RECIPES)
-            found += [Task(model, name, t, args.layers or LAYERS[model]) for t in _lengths(args) for name in names_here]
+            found += [
+                Task(model, name, t, args.layers or LAYERS[model]) for t in _lengths(args, model) for name in names_here
+            ]
     return list(dict.fromkeys(found))
 
 
-def _lengths(args: argparse.Namespace) -> list[int]:
-    return list(args.seq_len or [PAPER_LENGTH if args.compare else 32])
+def _lengths(args: argparse.Namespace, model: str) -> list[int]:
+    return list(args.seq_len or [default_length(positions(model), PAPER_LENGTH if args.compare else 32)])
 
 
 def _in_paper(args: argparse.Namespace, names: list[str] | None) -> Iterator[Task]:
@@ -161,29 +170,32 @@ def check_lengths(todo: list[Task]) -> None:
     limits: dict[str, int | None] = {}
     for task in todo:
         if task.model not in limits:
-            limits[task.model] = (
-                aero_compile.load(task.model).max_positions if task.recipe is None else positions(task.model)
-            )
+            limits[task.model] = positions(task.model)
         limit = limits[task.model]
         if limit is not None and task.seq_len > limit:
             raise InputError(f"--seq-len {task.seq_len} is longer than the {limit} positions of {task.model}")
 
 
-def positions(shape: str) -> int:
-    """Return how many positions a named shape has; allocates nothing."""
+def positions(model: str) -> int | None:
+    """Return how many positions a named shape or an artifact has, None for any number; reads no weights."""
+    if model not in SHAPES:
+        limit = read_document(Path(model)).get("max_positions")
+        return limit if isinstance(limit, int) else None
     with torch.device("meta"):
-        model: Any = SHAPES[shape](1)
-    return int(model.config.max_position_embeddings)
+        built: Any = SHAPES[model](1)
+    return int(built.config.max_position_embeddings)
 
 
 def build(task: Task, seed: int) -> aero_compile.TransformedModel:
     """Return the model of a task, ready to run."""
     if task.recipe is None:
         return aero_compile.load(task.model)
-    assert task.layers is not None
-    source = captured(task.model, task.layers, seed)
+    source = aero_compile.load(task.model) if task.layers is None else captured(task.model, task.layers, seed)
     generator = torch.Generator().manual_seed(seed + 1)  # other tokens than the row is measured on
-    tokens = torch.randint(0, source.vocab_size, (CALIBRATION_BATCH, task.seq_len), generator=generator)
+    length = default_length(source.max_positions, task.seq_len)
+    tokens = torch.randint(0, source.vocab_size, (CALIBRATION_BATCH, length), generator=generator)
+    if task.layers is None:
+        return under_recipe(source, resolve(task.recipe), length, tokens)
     model = aero_compile.transform(source, recipe=resolve(task.recipe), calibration=tokens)
     unsettle(model, set(dict(source.named_parameters())), generator)
     return model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -12,8 +11,8 @@ from typing import Any
 from aero_compile.files import write_atomically
 from aero_compile.progress import Progress
 from aero_compile.reporting.page import drawing
-from aero_compile.reporting.report import command_line
-from aero_compile.training.run_directory import finite_or_none, versions
+from aero_compile.reporting.report import command_line, write_json
+from aero_compile.training.run_directory import versions
 from benchmarks.lib import study_page, study_table
 from benchmarks.lib.study_plan import Plan, Setting, Task
 from benchmarks.lib.study_rows import Data, StudyRow, read_row, run_task
@@ -122,8 +121,7 @@ class Study:
         }
         record: dict[str, Any] = {"command": command_line(), "config": config, "versions": versions()}
         record |= {"lines": study_table.as_json(rows), "rows": _plain(rows), "trials": _plain(trials)}
-        content = json.dumps(finite_or_none(record), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-        write_atomically(self.folder / "study.json", content)
+        write_json(self.folder / "study.json", record)
         parts = [f"{len(trials)} trials, {config['trials_of_each_architecture']} of each architecture"]
         parts += [study_table.text(rows), "trials:", study_table.text(trials)]
         write_atomically(self.folder / "study.txt", "\n\n".join(parts) + "\n")

@@ -22,6 +22,7 @@ from typing import ClassVar
 
 from torch import Tensor, fx
 
+from aero_compile.analysis.layer_text import layers_text
 from aero_compile.analysis.parts import FeedForward
 from aero_compile.analysis.residual_stream import Basis, ResidualStream, State
 from aero_compile.analysis.stream_costs import cost, new_cost
@@ -124,8 +125,8 @@ class _Plan:
     def done(self, ffns: Sequence[FeedForward]) -> Iterator[str]:
         """A sentence for each segment."""
         for segment, states in self.segments:
-            inside = [str(ffn.layer) for ffn in ffns if any(ffn.output in state.region for state in states[1:])]
-            places = f"FFN of layer {', '.join(inside)}" if inside else "linear layers of the residual stream"
+            inside = [ffn.layer for ffn in ffns if any(ffn.output in state.region for state in states[1:])]
+            places = f"FFN of {layers_text(inside)}" if inside else "linear layers of the residual stream"
             yield f"{places}: no product left, in a basis of condition {segment.condition:.3g}"
         for state in self.looked_up:
             names = ", ".join(name_of(ffn) for ffn in ffns if ffn.output in state.region)

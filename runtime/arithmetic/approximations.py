@@ -1,12 +1,16 @@
 """Functions that fixed-point 2PC cannot compute exactly, and how far off each one is.
 
-GELU, SiLU, sigmoid and tanh follow their limits at both ends, and mirror themselves at 0:
+Every activation follows its limits at both ends; what is left of them is an f that vanishes at infinity:
 
-    gelu(x), silu(x) = relu(x) − f(|x|)        sigmoid(x), tanh(x) = 1 − f(|x|) for x > 0, low + f(|x|) for x < 0
+    gelu(x), silu(x), softplus(x) = relu(x) − f(|x|)
+    mish(x) = relu(x) − f(|x|), another f on each side
+    sigmoid(x), tanh(x) = 1 − f(|x|) for x > 0, low + f(|x|) for x < 0
+    elu(x) = x for x > 0, f(|x|) − 1 for x < 0
 
-with an f of its own that vanishes at infinity. On [0, limit] these are chains of squares (`squares.py`), fitted by
-`benchmarks/fit_squares.py`; beyond, their limit. Cost per element: two comparisons (the sign, and |x| against the
-limit), two or three selections, the squares, and a truncation for each weighted sum.
+On [0, limit] f is a chain of squares (`squares.py`), fitted by `benchmarks/fit_squares.py`; beyond, 0. Two f are two
+sums of one chain. Cost per element: two comparisons (the sign, and |x| against the limit), two or three selections, the
+squares, and a truncation for each weighted sum. An activation is a row of `_FUNCTIONS` and the weights of its chains;
+SELU, CELU, logsigmoid and others with parameters are made of these in `operators/pointwise.py`.
 
 `approximations()` reports the error of every function.
 """
@@ -24,6 +28,7 @@ import numpy.typing as npt
 from aero_compile.errors import InputError
 from aero_compile.runtime.arithmetic.coefficients import ACTIVATIONS
 from aero_compile.runtime.arithmetic.comparison import COMPARISON_BYTES, SELECT_BYTES, above
+from aero_compile.runtime.arithmetic.constants import scale
 from aero_compile.runtime.arithmetic.exponential import Power, cheapest_exponential, choose_power
 from aero_compile.runtime.arithmetic.logarithm import LOGARITHMS
 from aero_compile.runtime.arithmetic.reciprocal import RECIPROCALS
@@ -54,14 +59,22 @@ class Approximation:
 
 
 @dataclass(frozen=True)
-class _Mirrored:
+class _Function:
     """A function given by f(t) on t = |x|, which vanishes at infinity.
 
-    `low` None: relu(x) − f. Otherwise the limits are `low` and 1, approached as low + f and 1 − f.
+    `low` None: relu(x) − f, where f is another one for x < 0 if `sides` is 2. Otherwise the limits are `low` and 1,
+    approached as low + f and 1 − f; but x itself for x > 0 if `straight`.
     """
 
     exact: Callable[[Array], Array]
     low: float | None = None
+    sides: int = 1
+    straight: bool = False
+
+    @property
+    def selections(self) -> int:
+        """Choices between secrets, each a product with a bit."""
+        return 1 + self.sides if self.low is None else 3
 
 
 def _gelu(x: Array) -> Array:
@@ -76,34 +89,64 @@ def _sigmoid(x: Array) -> Array:
     return np.asarray(0.5 * (1 + np.tanh(x / 2)))
 
 
-_MIRRORED = {
-    "gelu": _Mirrored(_gelu),
-    "gelu_tanh": _Mirrored(_gelu_tanh),
-    "silu": _Mirrored(lambda x: x * _sigmoid(x)),
-    "sigmoid": _Mirrored(_sigmoid, low=0.0),
-    "tanh": _Mirrored(np.tanh, low=-1.0),
+def _softplus(x: Array) -> Array:
+    return np.asarray(np.logaddexp(x, 0.0))
+
+
+_FUNCTIONS = {
+    "gelu": _Function(_gelu),
+    "gelu_tanh": _Function(_gelu_tanh),
+    "silu": _Function(lambda x: x * _sigmoid(x)),
+    "softplus": _Function(_softplus),
+    "mish": _Function(lambda x: x * np.tanh(_softplus(x)), sides=2),
+    "sigmoid": _Function(_sigmoid, low=0.0),
+    "tanh": _Function(np.tanh, low=-1.0),
+    "elu": _Function(lambda x: np.maximum(x, 0.0) + np.expm1(np.minimum(x, 0.0)), low=-1.0, straight=True),
 }
 
 
-def activation(name: str, x: Any, tolerance: float = DEFAULT.activation) -> Any:
-    """Evaluate `gelu`, `gelu_tanh`, `silu`, `sigmoid` or `tanh` on a JAX array of any shape.
+def activation(name: str, x: Any, tolerance: float = DEFAULT.activation, rate: float = 1.0) -> Any:
+    """Evaluate one of `ACTIVATION_NAMES` on a JAX array of any shape.
 
-    The cheapest form is taken that errs by `tolerance` at most, in Cheetah (64-bit ring, 18 fraction bits).
+    The cheapest form is taken that errs by `tolerance` at most, in Cheetah (64-bit ring, 18 fraction bits). `rate`: of
+    what follows ReLU, f(rate·x)/rate instead of f(x), and 1/rate times its error.
 
     Raises:
-        InputError: there is none.
+        InputError: there is no form as close.
     """
+    import jax.numpy as jnp
+
+    if _FUNCTIONS[name].straight:
+        return exponential_unit(x, tolerance=tolerance)
+    low = _FUNCTIONS[name].low
+    positive, rectified, left = _parts(name, x, tolerance, rate)
+    if low is None:
+        return rectified - scale(left, 1.0 / rate)
+    return low + left + jnp.where(positive, 1.0 - low - left - left, 0.0)  # selecting from two secrets is a product
+
+
+def exponential_unit(x: Any, alpha: float = 1.0, rate: float = 1.0, tolerance: float = DEFAULT.activation) -> Any:
+    """x for x > 0, alpha·(exp(rate·x) − 1) below, of a JAX array; it errs by |alpha| times the tolerance at most."""
+    import jax.numpy as jnp
+
+    positive, rectified, left = _parts("elu", x, tolerance, rate)
+    below = left - 1.0
+    # Both choices by one bit are of a value or 0: else the compiler prepares the bit, which parties do not run.
+    return rectified + scale(below + jnp.where(positive, -below, 0.0), alpha)
+
+
+def _parts(name: str, x: Any, tolerance: float, rate: float) -> tuple[Any, Any, Any]:
+    """x > 0, relu(x), and f(rate·|x|)."""
     import jax.numpy as jnp
 
     limit, chain = ACTIVATIONS[name, squares_for(name, tolerance)]
     positive = above(x, 0.0)
     rectified = jnp.where(positive, x, 0.0)  # relu(x) and |x| from one bit
-    size = rectified + rectified - x
-    left = jnp.where(above(size, limit), 0.0, chain(size))
-    low = _MIRRORED[name].low
-    if low is None:
-        return rectified - left
-    return low + left + jnp.where(positive, 1.0 - low - left - left, 0.0)  # selecting from two secrets is a product
+    size = scale(rectified + rectified - x, rate)
+    left, *right = chain.outputs(size)
+    if right:  # before the limit is looked at: one choice by its bit
+        left = left + jnp.where(positive, right[0] - left, 0.0)
+    return positive, rectified, jnp.where(above(size, limit), 0.0, left)
 
 
 def squares_for(name: str, tolerance: float) -> int:
@@ -119,19 +162,22 @@ def squares_for(name: str, tolerance: float) -> int:
     return min(good)
 
 
-def left_over(name: str, t: Array) -> Array:
-    """f(t) for t ≥ 0: what is left of relu(x), or of the limit 1, at x = t (float64)."""
-    exact, low = _MIRRORED[name].exact, _MIRRORED[name].low
-    return np.asarray((t if low is None else 1.0) - exact(t))
+def left_over(name: str, t: Array) -> tuple[Array, ...]:
+    """Return each f(t) for t ≥ 0: what is left of relu(x), or of a limit, at distance t from 0 (float64)."""
+    function = _FUNCTIONS[name]
+    if function.low is not None:
+        return (np.asarray(function.exact(-t) - function.low if function.straight else 1.0 - function.exact(t)),)
+    sides = (-function.exact(-t), t - function.exact(t))
+    return tuple(map(np.asarray, sides[-function.sides :]))
 
 
 def _formula_error(name: str, squares: int) -> float:
     """Largest error of an activation in exact arithmetic, tails included."""
     limit, chain = ACTIVATIONS[name, squares]
-    size, exact, low = np.linspace(0, 4 * limit, 40_001), _MIRRORED[name].exact, _MIRRORED[name].low
-    left = np.where(size > limit, 0.0, chain.exact(np.minimum(size, limit)))
-    positive, negative = (size - left, -left) if low is None else (1 - left, low + left)
-    return float(max(np.abs(positive - exact(size)).max(), np.abs(negative - exact(-size)).max()))
+    size = np.linspace(0, 4 * limit, 40_001)
+    found = [np.where(size > limit, 0.0, each) for each in chain.exact_outputs(np.minimum(size, limit))]
+    # Of both sides where f is the same: one is as far off as the other.
+    return float(max(np.abs(left - exact).max() for left, exact in zip(found, left_over(name, size), strict=True)))
 
 
 # Measured in Cheetah and SEMI2K with 64-bit rings and 18 fraction bits, rounded up; held by the tests.
@@ -147,7 +193,16 @@ _ACTIVATION_ERRORS = {
     ("sigmoid", 4): 2e-4,
     ("tanh", 3): 5e-4,
     ("tanh", 4): 2e-4,
+    ("softplus", 3): 6e-4,
+    ("softplus", 4): 1e-4,
+    ("elu", 3): 6e-4,
+    ("elu", 4): 1e-4,
+    ("mish", 5): 7e-4,
+    ("mish", 6): 1.5e-4,
 }
+ACTIVATION_NAMES = tuple(_FUNCTIONS)
+"""Activations that are approximated."""
+
 _ROOT_DOMAIN = (2.0**-6, 2.0**8)
 
 
@@ -159,7 +214,7 @@ def approximations(tolerances: Tolerances = DEFAULT) -> dict[str, Approximation]
     Raises:
         InputError: no form of some function is as close as is asked for.
     """
-    found = [_activation(name, squares_for(name, tolerances.activation)) for name in _MIRRORED]
+    found = [_activation(name, squares_for(name, tolerances.activation)) for name in _FUNCTIONS]
     found += [_exp(choose_power(tolerances.exp)), _softmax(tolerances.softmax)]
     found.append(_of("reciprocal", cheapest("reciprocal", RECIPROCALS, tolerances.reciprocal), (2.0**-6, 4.0)))
     found.append(_of("rsqrt", cheapest("inverse root", INVERSE_ROOTS, tolerances.root)))
@@ -189,7 +244,7 @@ def _softmax(tolerance: float | None) -> Approximation:
 
 def _activation(name: str, squares: int) -> Approximation:
     limit, chain = ACTIVATIONS[name, squares]
-    selections = 2 if _MIRRORED[name].low is None else 3
+    selections = _FUNCTIONS[name].selections
     return Approximation(
         name,
         f"chain of {squares} squares on [-{limit:g}, {limit:g}], limits outside",

@@ -74,30 +74,43 @@ class Squares:
     """A chain of squares: u_k = weighted sum of (1, x, s_1 … s_k), s_{k+1} = u_k².
 
     `sums[k]` are the k + 2 weights of u_k; `output` are the weights of (1, x, s_1 … s_m) in the result, or None
-    where the result is the last square itself (and so never negative, but for rounding).
+    where the result is the last square itself (and so never negative, but for rounding). `second`: those of another
+    result.
     """
 
     sums: tuple[tuple[float, ...], ...]
     output: tuple[float, ...] | None = None
+    second: tuple[float, ...] | None = None
 
     @property
     def bytes_per_element(self) -> int:
         """Bytes in Cheetah, both ways."""
-        return len(self.sums) * (SQUARE_BYTES + SUM_BYTES) + (0 if self.output is None else SUM_BYTES)
+        results = (self.output, self.second)
+        return len(self.sums) * (SQUARE_BYTES + SUM_BYTES) + SUM_BYTES * sum(each is not None for each in results)
 
     def __call__(self, x: Any) -> Any:
         """Evaluate on a JAX array of any shape."""
+        return self.outputs(x)[0]
+
+    def outputs(self, x: Any) -> list[Any]:
+        """Evaluate all results on a JAX array of any shape."""
         values = [x]
         for weights in self.sums:
             values.append(square(_weighted(values, weights)))
-        return values[-1] if self.output is None else _weighted(values, self.output)
+        results = [weights for weights in (self.output, self.second) if weights is not None]
+        return [_weighted(values, weights) for weights in results] or [values[-1]]
 
     def exact(self, x: Array) -> Array:
         """Evaluate on a NumPy array in float64."""
+        return self.exact_outputs(x)[0]
+
+    def exact_outputs(self, x: Array) -> list[Array]:
+        """Evaluate all results on a NumPy array in float64."""
         values = [np.ones_like(x), x]
         for weights in self.sums:
             values.append(np.square(np.tensordot(weights, np.stack(values), 1)))
-        return values[-1] if self.output is None else np.asarray(np.tensordot(self.output, np.stack(values), 1))
+        results = [weights for weights in (self.output, self.second) if weights is not None]
+        return [np.asarray(np.tensordot(weights, np.stack(values), 1)) for weights in results] or [values[-1]]
 
 
 def _weighted(values: list[Any], weights: tuple[float, ...]) -> Any:

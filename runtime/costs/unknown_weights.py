@@ -19,11 +19,12 @@ def with_weights(model: torch.nn.Module) -> torch.nn.Module:
     tensors = [*model.parameters(), *model.buffers()]
     if not any(tensor.is_meta for tensor in tensors):
         return model
-    if any(buffer.is_meta for buffer in model.buffers()):
-        raise InputError(
-            "a buffer of the model is on the meta device, and what it masks or rotates is not known; build the model "
-            "under torch.device('cpu'), or move only its parameters to the meta device"
-        )
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise InputError(
+                f"the buffer {name} is on the meta device, and what it masks or rotates is not known; build the model "
+                "under torch.device('cpu'), or move only its parameters to the meta device"
+            )
     filled: dict[int, torch.nn.Parameter] = {}  # one for each parameter: what is tied stays tied
     empty = copy.deepcopy(model)
     for module in empty.modules():
@@ -32,6 +33,7 @@ def with_weights(model: torch.nn.Module) -> torch.nn.Module:
                 if id(weight) not in filled:
                     filled[id(weight)] = torch.nn.Parameter(_like_trained(weight, name))
                 module._parameters[name] = filled[id(weight)]
+    empty.cpu()  # what a graph makes by itself, positions and masks, was made for the meta device
     return empty
 
 

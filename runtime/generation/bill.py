@@ -45,9 +45,9 @@ class Generation:
     """What was generated, and its bill.
 
     `prefill` is what the prompt cost in front of its last token, of which the first logits come; the cost of each
-    logits is with the token that was chosen from them. `set_up` is the session's, which is paid once; `offline` is
-    what was prepared before the prompt was known, in no other cost. Of `guessed`
-    tokens that were checked, `right` were the ones that were chosen. `padding` are the steps that hide the length.
+    logits is with the token that was chosen from them. `set_up` is the session's, in the bill of its first text;
+    `offline` is what was prepared before the prompt was known, in no other cost. Of `guessed` tokens that were checked,
+    `right` were the ones that were chosen. `padding` are the steps that hide the length.
     """
 
     prompt: tuple[int, ...]
@@ -61,8 +61,9 @@ class Generation:
 
     @property
     def _before(self) -> list[tuple[str, Cost]]:
-        offline = [("offline", self.offline)] if self.offline.messages else []
-        return [("set-up", self.set_up), *offline, ("prompt", self.prefill)]
+        """What was paid before the prompt."""
+        paid = [("set-up", self.set_up), ("offline", self.offline)]
+        return [(name, cost) for name, cost in paid if cost != Cost()]
 
     @property
     def ids(self) -> list[int]:
@@ -80,6 +81,11 @@ class Generation:
         return sum((token.cost for token in self.tokens), self.prefill + self.padding)
 
     @property
+    def paid(self) -> Cost:
+        """All that was paid for this text: `total`, and what came before it, set-up and preparation."""
+        return sum((cost for _, cost in self._before), self.total)
+
+    @property
     def per_token(self) -> Cost:
         """What a generated token cost on average, the prompt not counted."""
         count = max(1, len(self.tokens))
@@ -90,10 +96,11 @@ class Generation:
         rows = [
             f"{len(self.prompt)} tokens of prompt, {len(self.tokens)} generated"
             + (f"; {self.right} of {self.guessed} guesses right ({self.accepted:.0%})" if self.guessed else ""),
-            *(f"  {name:<10}{cost}" for name, cost in self._before),
+            *(f"  {name:<10}{cost}" for name, cost in [*self._before, ("prompt", self.prefill)]),
             *(f"  {f'token {at + 1}':<10}{token.cost}" for at, token in enumerate(self.tokens)),
             *([f"  {'padding':<10}{self.padding}"] if self.padding.messages else []),
             f"  {'a token':<10}{self.per_token}",
             f"  {'in all':<10}{self.total}",
+            *([f"  {'+ ' + names:<10}{self.paid}"] if (names := ", ".join(name for name, _ in self._before)) else []),
         ]
         return "\n".join(rows)

@@ -63,7 +63,10 @@ def compile_for_generation(
     counts, several = sorted({*fills}), sorted({*checks})
     sizes = [*((count, rooms[-1]) for count in counts), *((count, rooms[0]) for count in several)] if rooms else []
     if not rooms or rooms[0] < 2 or not all(2 <= count <= most for count, most in sizes):
-        raise InputError(f"no programs for {counts} and {several} positions and room for {rooms}: each takes 2 or more")
+        raise InputError(
+            f"no programs for fills={counts}, checks={several} and room={rooms}: each is at least 2, fills at most the "
+            "largest room and checks the smallest"
+        )
     if several and running_sums:
         raise InputError("guesses that are wrong cannot be taken back from running sums: leave checks or them out")
     say("compiling")

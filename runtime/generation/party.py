@@ -99,11 +99,10 @@ class _Party:
         stop_watch = watch_peer(way.answers, lambda: die(f"{self.role}: lost the other party"))
         started = time.perf_counter()
         computation = StepComputation(spu, link, self.rank, self.programs, self.weights, self.published, log, way)
-        if options.set_up:
-            computation.set_up()
+        spent = computation.set_up() if options.set_up else {}
         link.barrier()
         self._deadline.clear()
-        set_up = Cost(sum(way.read()), 0, time.perf_counter() - started)
+        set_up = Cost(**spent, seconds=time.perf_counter() - started)
         programs = self.programs
         sizes = {"room": programs.room, "vocabulary": programs.vocabulary, "checks": sorted(programs.checks)}
         sizes["takes_back"] = programs.takes_back

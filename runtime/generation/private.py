@@ -118,6 +118,8 @@ def private_generate(
     most = getattr(given, "max_positions", None)
     if most is not None and room > most:
         raise InputError(f"{prompt.shape[1]} tokens and {max_new_tokens} more do not fit the model's {most} positions")
+    if guess is not None and not 2 <= at_once <= max(room, 2):
+        raise InputError(f"at_once must be 2 to {max(room, 2)}, the positions of this text, not {at_once!r}")
     text = _continued(given, prompt, room)
     fills = [prompt.shape[1] - 1] if prompt.shape[1] > 2 else []
     checks = [at_once] if guess is not None else []

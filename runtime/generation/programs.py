@@ -174,6 +174,12 @@ def is_fill(name: str) -> bool:
     return _parts(name)[0].isdigit()
 
 
+def is_check(name: str) -> bool:
+    """True if the program of a name computes several positions anywhere, in the smallest room."""
+    own, room = _parts(name)
+    return own.startswith(CHECK) and not room
+
+
 def opens_logits(name: str) -> bool:
     """Whether the program of a name opens logits: of one position, or of all that it checks."""
     own, _ = _parts(name)

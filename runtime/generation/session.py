@@ -87,6 +87,7 @@ class Session:
         self._decoder, self._bucket = decoder, bucket
         self._held: list[int] = []
         self._clean = self.shown = 0
+        self._set_up = decoder.set_up
         self._outside: OutOfRangeError | None = None
         self._takes_back = bool(getattr(decoder, "takes_back", True))
 
@@ -114,6 +115,10 @@ class Session:
         """Tokens that fit behind a prompt of so many, at least one; 0 or less where not even the prompt fits."""
         size = self._bucket
         return (self.room // size - (prompt - 1) // size - 1) * size + 1
+
+    def check(self, ids: Sequence[int], max_new_tokens: int = 1) -> None:
+        """Raise InputError for a prompt and a number of tokens that `generate` would refuse; nothing is computed."""
+        self._checked(ids, max_new_tokens)
 
     def logits(self, ids: Sequence[int]) -> Logits:
         """The logits of the token behind the text `ids`, float32 [V].
@@ -184,7 +189,8 @@ class Session:
             count += self._go_on(text, max_new_tokens - len(made), guess, may_end)
         padding = self._pad(len(ids), count)
         self._refuse_outside(made)
-        found = Generation(tuple(ids), tuple(made), prefill, self._decoder.set_up, padding=padding)
+        found = Generation(tuple(ids), tuple(made), prefill, self._set_up, padding=padding)
+        self._set_up = Cost()
         return replace(found, guessed=guessed, right=right)
 
     def _go_on(self, text: list[int], most: int, guess: Guess | None, may_end: bool) -> int:
@@ -305,7 +311,9 @@ class Session:
         if more > self.most_new_tokens(len(text)):
             asked = f"{len(text)} tokens" + (f" and {more} more" if more > 1 else "")
             asked += f" in buckets of {self._bucket}" if self._bucket > 1 else ""
-            raise InputError(f"{asked} do not fit: the session has room for {self.room} positions")
+            most = self.most_new_tokens(len(text))
+            way_out = f"give max_new_tokens={most} or less" if most > 0 else "give a shorter prompt"
+            raise InputError(f"{asked} do not fit: the session has room for {self.room} positions; {way_out}")
         return text
 
     def _known(self, token: Any) -> int:

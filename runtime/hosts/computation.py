@@ -77,9 +77,15 @@ class Computation:
         self.before_opening: Callable[[], None] = lambda: None
         """Called when everything is computed, before this party sends its share of the guard's bit or the logits."""
 
-    def set_up(self) -> None:
-        """Make keys, oblivious transfers and triples once, so that the first forward costs what a later one does."""
+    def set_up(self) -> dict[str, int]:
+        """Make keys, oblivious transfers and triples once, so that the first forward costs what a later one does.
+
+        Returns:
+            What it cost: `bytes` of payload in both directions, and `messages` of both parties.
+        """
         print_event("set-up")
+        self._log.read()
+        self._side.exchanged = exchanged = Exchanged()
         runtime, io = self._runtime, self._io
         names = [spec.name for spec in SET_UP_INPUTS]
         for owner, spec in enumerate(SET_UP_INPUTS):
@@ -93,6 +99,11 @@ class Computation:
             if shapes := kernel.set_up():
                 sizes = (math.prod(shape) if stored else 1 for shape in shapes)
                 kernel.run(self._side, *(np.zeros(size, np.uint64) for size in sizes))
+        spent, direct = self._log.read(), vars(exchanged)
+        return {
+            "bytes": sum(spent[name] + direct[name] for name in ("send_bytes", "recv_bytes")),
+            "messages": sum(spent[name] + direct[name] for name in ("send_actions", "recv_actions")),
+        }
 
     def prepare(self) -> dict[str, Any]:
         """Prepare one run; returns what it cost."""

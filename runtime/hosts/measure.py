@@ -111,8 +111,10 @@ class Measurement:
     before its tokens were needed (`offline=True`), 0 where nothing was; `per_op` and `per_step` have the same columns.
     No other figure includes them.
 
-    `cold_bytes` (payload of the first forward plus the bytes of the set-up on the wire), `cold_messages`
-    and `cold_seconds` (set-up included) describe the first forward.
+    `setup_bytes`, `setup_messages` and `setup_seconds` are those of the set-up that `warm="setup"` asks for; otherwise
+    it sends no payload and is part of the first forward. `setup_wire_bytes`: as the kernel counted them.
+
+    `cold_bytes`, `cold_messages` and `cold_seconds` are the set-up and the first forward together.
 
     `per_op`: one dict per operator kind of the model (`softmax`, `linear`, ...) with `count`,
     `seconds` (of the server), `bytes`, `send_bytes` and `recv_bytes` (of the server), `messages`;
@@ -152,6 +154,8 @@ class Measurement:
     computing: float = 0.0
     sending: float = 0.0
     waiting: float = 0.0
+    setup_bytes: int = 0
+    setup_messages: int = 0
 
     def to_json(self) -> str:
         """Return everything as JSON text."""
@@ -164,13 +168,24 @@ class Measurement:
             f"{self.protocol}, {self.field}-bit ring, {self.fraction_bits} fraction bits, {batch}x{length} "
             f"tokens, {state} forward" + (f", {self.network}" if self.network != "loopback" else ""),
             f"  {human_bytes(self.bytes)} both ways, {self.messages:,} messages, {self.seconds:.2f} s "
-            f"(first forward: {human_bytes(self.cold_bytes)}, {self.cold_seconds:.2f} s)",
+            f"({self._first_forward})",
         ]
         if self.offline_messages:
             lines.append(offline_line(self))
         if self.rounds is not None:
             lines.append(split_line(self))
         return "\n".join([*lines, "", *split_rows(self), *offline_rows(self.per_op)])
+
+    @property
+    def _first_forward(self) -> str:
+        """What went before the measured forward, or its set-up, which is part of it where nothing did."""
+        if self.warm_up == "setup":
+            before, size, messages, seconds = "set-up", self.setup_bytes, self.setup_messages, self.setup_seconds
+        elif self.warm:
+            before, size, messages, seconds = "first forward", self.cold_bytes, self.cold_messages, self.cold_seconds
+        else:
+            return "with the set-up"
+        return f"{before}: {human_bytes(size)}, {messages:,} messages, {seconds:.2f} s"
 
 
 OFFLINE = ("offline_bytes", "offline_messages", "offline_seconds")
@@ -218,6 +233,7 @@ def combine(
     cold, used = runs[0], runs[-1]
     setup_wire = _wire(server["setup"], client["setup"])
     setup_seconds = max(server["setup"]["seconds"], client["setup"]["seconds"])
+    setup_bytes, setup_messages = (int(client["setup"].get(name, 0)) for name in ("bytes", "messages"))
     return Measurement(
         protocol=program.protocol,
         field=program.field,
@@ -233,8 +249,8 @@ def combine(
         wire_bytes=_wire(used.server, used.client),
         setup_seconds=setup_seconds,
         setup_wire_bytes=setup_wire,
-        cold_bytes=cold.bytes + (setup_wire or 0),
-        cold_messages=cold.messages,
+        cold_bytes=cold.bytes + setup_bytes,
+        cold_messages=cold.messages + setup_messages,
         cold_seconds=max(cold.seconds.values()) + setup_seconds,
         per_op=used.table(),
         per_step=used.steps,
@@ -246,6 +262,8 @@ def combine(
         offline_bytes=sum(step["offline_bytes"] for step in used.steps),
         offline_messages=sum(step["offline_messages"] for step in used.steps),
         offline_seconds=max(float(each.get("seconds", 0.0)) for each in offline[-1]),
+        setup_bytes=setup_bytes,
+        setup_messages=setup_messages,
         **used.split(),
     )
 

@@ -235,6 +235,10 @@ class TLSWay:
             lost(why)
 
 
+_PLAIN = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG")
+"""How OpenSSL calls what begins as no record of TLS does."""
+
+
 def explain(kind: str, what: str) -> str:
     """Make a sentence of what failed between this end and another (see `tunnel.what_failed`)."""
     words = what.replace("_", " ").lower()
@@ -244,12 +248,14 @@ def explain(kind: str, what: str) -> str:
         return f"it refuses this party's certificate ({words.partition('alert ')[2]})"
     if what == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
         return "it showed no certificate"
+    if kind.startswith("SSL") and what in _PLAIN:
+        return "it speaks no TLS, and this end does: give tls= there, or insecure_plain=True here"
     if kind.startswith("SSL"):
         return f"it does not speak TLS 1.3 as this party does ({words})"
     if kind == TimeoutError.__name__:
         return "it did not complete the TLS handshake in time"
     if kind.startswith("Connection"):
-        return "it closed the connection instead of a TLS handshake (is TLS off there?)"
+        return "it closed the connection instead of a TLS handshake (does it speak TLS?)"
     return what
 
 

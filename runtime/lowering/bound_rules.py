@@ -17,6 +17,8 @@ from aero_compile.runtime.arithmetic.exponential import choose_power
 from aero_compile.runtime.lowering import bounds
 from aero_compile.runtime.lowering import product_bounds as products
 from aero_compile.runtime.lowering.bounds import SLACK, Bound, Rule, Values, times
+from aero_compile.runtime.lowering.partition import op_name
+from aero_compile.runtime.operators.pointwise import SELU_ALPHA, SELU_SCALE
 
 # --- sums and choices -----------------------------------------------------------------------------------
 
@@ -194,6 +196,9 @@ def _weights(values: Values, node: fx.Node, given: Mapping[str, Any]) -> Bound:
     if given["kind"] == "sigmoid":
         _scaled_scores(values, node)
         return Bound(0.0, SLACK)
+    if given["kind"] == "sink":
+        _scaled_scores(values, node)
+        return Bound(0.0, SLACK, SLACK, math.inf, SLACK)
     most = _largest_power(values, node, given)
     return Bound(0.0, SLACK * most, total=SLACK * most) if given["kind"] == "relu" else Bound(0.0, SLACK, total=SLACK)
 
@@ -232,6 +237,30 @@ def _activation(values: Values, node: fx.Node, given: Mapping[str, Any]) -> Boun
     return Bound(-0.4, max(found.high, 0.0) + 1e-2, found.length + 1e-2 * math.sqrt(last))
 
 
+def _softplus(values: Values, node: fx.Node, given: Mapping[str, Any]) -> Bound:
+    """Between relu(x) and relu(x) + log 2/beta; what it is asked of is x at a threshold below that."""
+    found, most = values.of(given["x"]), math.log(2) / given["beta"] + 1e-2 * max(1.0, 1 / given["beta"])
+    least = min(0.0, max(found.low, given["threshold"] / given["beta"]))
+    return Bound(least - 1e-2, max(found.high, 0.0) + most)
+
+
+def _log_sigmoid(values: Values, node: fx.Node, given: Mapping[str, Any]) -> Bound:
+    return Bound(min(values.of(given["x"]).low, 0.0) - math.log(2) - 1e-2, 1e-2)
+
+
+def _exponential_unit(values: Values, node: fx.Node, given: Mapping[str, Any]) -> Bound:
+    """s·x above 0, between 0 and −s·alpha below."""
+    selu = (SELU_ALPHA, SELU_SCALE) if op_name(node) == "aten.selu" else None
+    alpha, scale = selu or (float(given["alpha"]), float(given.get("scale", 1)))
+    ends = (0.0, -alpha * 1.01, max(values.of(given["x"]).high, 0.0))
+    return Bound(min(ends), max(ends)).scaled(scale, scale)
+
+
+def _shrunk(values: Values, node: fx.Node, given: Mapping[str, Any]) -> Bound:
+    found = values.of(given["x"])
+    return replace(found, low=min(found.low, 0.0), high=max(found.high, 0.0))
+
+
 def _rectified(values: Values, node: fx.Node, given: Mapping[str, Any]) -> Bound:
     found = values.of(given["x"])
     return replace(found, low=max(found.low, 0.0), high=max(found.high, 0.0))
@@ -263,6 +292,15 @@ def _inverse(values: Values, node: fx.Node, given: Mapping[str, Any]) -> Bound:
 
 def _log(values: Values, node: fx.Node, given: Mapping[str, Any]) -> Bound:
     return Bound(math.log(values.form.least) - 1e-2, math.log(values.form.inverse_limit) + 1e-2)
+
+
+def _exp2(values: Values, node: fx.Node, given: Mapping[str, Any]) -> Bound:
+    high = min(values.of(given["x"]).high * math.log(2), choose_power(values.form.tolerances.exp).highest)
+    return Bound(-1e-2, SLACK * math.exp(high))
+
+
+def _expm1(values: Values, node: fx.Node, given: Mapping[str, Any]) -> Bound:
+    return bounds.plus(_exp(values, node, given), Bound(-1.0, -1.0))
 
 
 def _exp(values: Values, node: fx.Node, given: Mapping[str, Any]) -> Bound:
@@ -306,20 +344,27 @@ RULES: dict[str, Rule] = {
     **_named(_inverse, "reciprocal"),
     **_named(_root, "sqrt"),
     **_named(_inverse_root, "rsqrt"),
-    **_named(_log, "log"),
+    **_named(_log, "log log1p"),
     **_named(_exp, "exp"),
+    **_named(_exp2, "exp2"),
+    **_named(_expm1, "expm1"),
     **_named(products.linear, "linear"),
     **_named(products.matmul, "matmul"),
     **_named(_embedding, "embedding"),
     **_named(_norm, "layer_norm rms_norm"),
+    "deviation_norm": _norm,
     **_named(_softmax, "softmax"),
     "unnormalized_softmax": _unnormalized,
     "attention_weights": _weights,
     "unnormalized_weights": _powers,
-    **_named(_activation, "gelu silu hardswish"),
+    **_named(_activation, "gelu silu mish hardswish"),
+    **_named(_softplus, "softplus"),
+    **_named(_log_sigmoid, "log_sigmoid"),
+    **_named(_exponential_unit, "elu selu celu"),
+    **_named(_shrunk, "hardshrink softshrink"),
     **_named(_rectified, "relu"),
     **_named(_leaky, "leaky_relu prelu"),
-    **_named(_between(0.0, 1.0), "sigmoid"),
+    **_named(_between(0.0, 1.0), "sigmoid hardsigmoid"),
     **_named(_between(-1.0, 1.0), "tanh"),
 }
 """By the name an operator is registered under; a tensor of several parts has the bounds of all of them."""

@@ -33,16 +33,20 @@ MARGIN = 4.0
 SET_UP_BYTES = {"cheetah": 2_946_000, "semi2k": 0}
 """What the second runtime exchanges once, both ways, on two cores (measured): its oblivious transfers."""
 
+_ONCE = ("relu", "leaky_relu", "prelu", "abs")
+_TWICE = (
+    *("gelu", "silu", "mish", "softplus", "log_sigmoid", "elu", "selu", "celu", "sigmoid", "tanh"),
+    *("hardswish", "hardsigmoid", "hardshrink", "softshrink"),
+)
+
 _COMPARED = {
-    **dict.fromkeys(("relu", "leaky_relu", "prelu", "gelu", "silu", "sigmoid", "tanh", "hardswish", "abs"), ("x",)),
+    **dict.fromkeys((*_ONCE, *_TWICE), ("x",)),
     **dict.fromkeys(("maximum", "minimum", "gt", "lt"), ("x", "other")),
     **dict.fromkeys(("clamp", "clamp_min", "clamp_max"), ("x", "min", "max")),
     "hardtanh": ("x", "min_val", "max_val"),
 }
 COMPARED = {f"aten.{name}": arguments for name, arguments in _COMPARED.items()}
 """The arguments that an operator compares, with each other or with numbers below 64."""
-
-_TWICE = {f"aten.{name}" for name in ("gelu", "silu", "sigmoid", "tanh", "hardswish")}
 
 
 def reach_of(name: str, given: Mapping[str, Any]) -> float:
@@ -64,11 +68,11 @@ def comparisons(node: fx.Node, shape: tuple[int, ...], mask: Masked | None, chos
     """
     size = math.prod(shape)
     if mask is None:
-        return size * (2 if op_name(node) in _TWICE else 1)
+        return size * (2 if op_name(node).removeprefix("aten.") in _TWICE else 1)
     if mask.allowed is not None:
         size = int(np.broadcast_to(mask.allowed, shape).sum())
     if chosen is None:
-        return size * {"relu": 1, "sigmoid": 2}.get(str(node.args[2]), 0)
+        return size * {"relu": 1, "sigmoid": 2, "sink": 3}.get(str(node.args[2]), 0)
     rows = math.prod(shape[:-1])
     clamped = math.isinf(chosen.widest)
     return size * (2 if clamped else 1) + rows * max(1, shape[-1] - 1).bit_length()

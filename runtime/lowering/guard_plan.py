@@ -222,7 +222,7 @@ class Planner(KnownValues):
         """What a norm squares must not wrap: element by element each square, whose sum is watched as the variance."""
         x, (*_, last) = given["input"], given["normalized_shape"]
         width = math.prod(given["normalized_shape"])
-        centers = op_name(node) == "aten.layer_norm"
+        centers = op_name(node) == "aten.layer_norm" or bool(given.get("centered"))
         with fixed_point(self.form.fraction_bits, self.form.ring_bits):
             by_rows = norms_by_rows(math.prod(self.shape(x)) // width, width)
         if by_rows:

@@ -105,8 +105,8 @@ class Inputs:
             raise unsupported(node, "its mask follows from the position, and its rows do not lie along the last axis")
         given = mask.tables
         tables: dict[str, Any] = {"added": given.bias, "allowed": given.allowed, "own": given.own}
-        if op_name(node) not in ("aten.softmax", "unnormalized_softmax"):
-            form = other_weights.form_of(node)
+        form = None if op_name(node) in ("aten.softmax", "unnormalized_softmax") else other_weights.form_of(node)
+        if form is not None and form.kind != "sink":
             added = other_weights.position_biases(given.bias, given.allowed, form)
             tables = {"added": added, "allowed": other_weights.position_tables(given.allowed, form), "own": None}
         return [

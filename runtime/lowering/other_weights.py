@@ -18,11 +18,19 @@ from torch import fx
 from aero_compile.runtime.arithmetic.approximations import activation
 from aero_compile.runtime.arithmetic.comparison import maximum
 from aero_compile.runtime.arithmetic.constants import scale
+from aero_compile.runtime.arithmetic.exponential import cheapest_exponential
 from aero_compile.runtime.arithmetic.reciprocal import reciprocal
 from aero_compile.runtime.arithmetic.squares import square
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.lazy_jax import jnp
-from aero_compile.runtime.lowering.attention import Packing, Tables, normalized, packing
+from aero_compile.runtime.lowering.attention import (
+    Packing,
+    SoftmaxForm,
+    Tables,
+    masked_softmax,
+    normalized,
+    packing,
+)
 from aero_compile.runtime.lowering.masks import Masked
 from aero_compile.runtime.operators.limits import MEAN_POWER
 from aero_compile.runtime.operators.watching import watch
@@ -52,10 +60,32 @@ def masked_weights(x: Any, mask: Masked, dim: int, form: WeightsForm, tables: Ta
 
     `tables`: of a mask that follows from the position, as `position_tables` makes them.
     """
+    if form.kind == "sink":
+        return _with_sink(x, mask, dim, form, tables)
     entries, layout = _entries(x, mask, dim, form, tables)
     if form.kind == "normalized":
         entries = normalized(entries, _inverse(entries, layout, form), layout)
     return layout.unpack(entries, x.shape)
+
+
+def _with_sink(x: Any, mask: Masked, dim: int, form: WeightsForm, tables: Tables) -> Any:
+    """A softmax with one more score in each row, 0 and always allowed, whose weight is left out."""
+    if dim != x.ndim - 1:
+        raise NotImplementedError("attention weights along another axis than the last")
+    keys = x.shape[-1]
+
+    def widened(table: Any, last: float, xp: Any = np) -> Any:
+        if table is None or np.ndim(table) == 0:
+            return table
+        whole = xp.broadcast_to(table, (*table.shape[:-1], keys))
+        return xp.concatenate([whole, xp.full((*table.shape[:-1], 1), last, table.dtype)], -1)
+
+    wide = jnp().concatenate([x, jnp().zeros((*x.shape[:-1], 1), x.dtype)], -1)
+    wider = Masked(mask.core, widened(mask.scale, 1.0), widened(mask.bias, 0.0), widened(mask.allowed, True))
+    if tables:
+        tables = [widened(each, last, jnp()) for each, last in zip(tables, (0.0, 1.0, 0.0), strict=True)]
+    exponential = cheapest_exponential(tolerance=form.tolerances.softmax, entries=keys + 1, one_product=False)
+    return masked_softmax(wide, wider, dim, SoftmaxForm(form.exact, exponential), tables)[..., :-1]
 
 
 def unnormalized_weights(x: Any, mask: Masked, dim: int, form: WeightsForm, tables: Tables = ()) -> tuple[Any, Any]:

@@ -27,6 +27,7 @@ from aero_compile.decoding.step_graph import POSITION
 from aero_compile.errors import InputError, LoweringError
 from aero_compile.ir.attention_weights import attention_weights
 from aero_compile.ir.dataflow import placeholder
+from aero_compile.ir.decompose_norms import join_deviation_norms
 from aero_compile.ir.ops import name_of
 from aero_compile.ir.ownership import Domain, domains_of
 from aero_compile.ir.places import source_path
@@ -134,6 +135,7 @@ def partition_step(step: DecodeStep, position: int | None = None, *, opens: bool
     if position is not None:
         begin_sums(graph, anew=position == 0)
     graph.output(outputs)
+    join_deviation_norms(graph)
     logits, *results = outputs
     shared = {each.name: torch.zeros(each.shape, dtype=each.dtype) for each in step.cached}
     tokens = torch.ones((step.batch, step.count), dtype=torch.int64)

@@ -140,21 +140,49 @@ def _exp(form: Format, given: Mapping[str, Any], public: Collection[str]) -> tup
     return (_argument(power.lowest, power.highest),)
 
 
+def _exp2(form: Format, given: Mapping[str, Any], public: Collection[str]) -> tuple[Quantity, ...]:
+    power = choose_power(form.tolerances.exp)
+    return (_argument(power.lowest / math.log(2), power.highest / math.log(2)),)
+
+
+def _log1p(form: Format, given: Mapping[str, Any], public: Collection[str]) -> tuple[Quantity, ...]:
+    return (_argument(form.least - 1, form.inverse_limit - 1),)
+
+
+def _by_rate(form: Format, rate: float) -> tuple[Quantity, ...]:
+    """Of an activation that looks at rate·x: it must be as small as what is multiplied."""
+    return (_argument(-form.limit / rate, form.limit / rate),) if rate > 1 else ()
+
+
+def _softplus(form: Format, given: Mapping[str, Any], public: Collection[str]) -> tuple[Quantity, ...]:
+    return _by_rate(form, float(given["beta"]))
+
+
+def _elu(form: Format, given: Mapping[str, Any], public: Collection[str]) -> tuple[Quantity, ...]:
+    return _by_rate(form, float(given["input_scale"]))
+
+
+def _celu(form: Format, given: Mapping[str, Any], public: Collection[str]) -> tuple[Quantity, ...]:
+    return _by_rate(form, abs(1 / float(given["alpha"])))
+
+
 LEAST_DEVIATION = "deviation of a row, root of variance and eps"
 LEAST_VARIANCE = "smallest variance and eps (over the size of the result)"
 
 
 def row_variances(given: Mapping[str, Any], name: str) -> Tensor:
-    """Mean square of each row that a norm ("aten.layer_norm" or "aten.rms_norm") takes, less its mean for the first."""
+    """Mean square of each row that a norm takes; of one that takes the mean off, its variance."""
     x: Tensor = given["input"].double()
     dims = tuple(range(-len(given["normalized_shape"]), 0))
-    x = x - x.mean(dims, keepdim=True) if name == "aten.layer_norm" else x
+    x = x - x.mean(dims, keepdim=True) if name == "aten.layer_norm" or given.get("centered") else x
     return x.square().mean(dims)
 
 
 def eps_of(given: Mapping[str, Any]) -> float:
-    """eps of a norm; PyTorch's RMSNorm takes that of the format for None."""
+    """eps of a norm, on the scale of variances; PyTorch's RMSNorm takes that of the format for None."""
     eps = given.get("eps")
+    if "form" in given:  # beside the root
+        return float(given["eps"]) ** 2
     return float(torch.finfo(given["input"].dtype).eps if eps is None else eps)
 
 
@@ -237,12 +265,16 @@ def _rms_norm(form: Format, given: Mapping[str, Any], public: Collection[str]) -
     return _norm(form, given, "aten.rms_norm")
 
 
+def _deviation_norm(form: Format, given: Mapping[str, Any], public: Collection[str]) -> tuple[Quantity, ...]:
+    return _norm(form, given, "deviation_norm")
+
+
 LARGEST_POWER = "power of a score"
 MEAN_POWER = "mean of a row's powers, and eps"
 
 
 def _attention_weights(form: Format, given: Mapping[str, Any], public: Collection[str]) -> tuple[Quantity, ...]:
-    if given["kind"] == "sigmoid":
+    if given["kind"] in ("sigmoid", "sink"):
         return ()
     arguments = given["kind"], given["power"], given["scale"], given["shift"]
 
@@ -263,7 +295,8 @@ def _attention_weights(form: Format, given: Mapping[str, Any], public: Collectio
 
 _ANYWHERE = """
 add sub rsub mul neg abs square relu leaky_relu prelu gelu silu sigmoid tanh maximum minimum clamp clamp_min clamp_max
-hardtanh hardswish masked_fill where sum mean amax amin gt lt ge le linear matmul embedding softmax
+hardtanh hardswish hardsigmoid hardshrink softshrink mish selu log_sigmoid
+masked_fill where sum mean amax amin gt lt ge le linear matmul embedding softmax
 reshape flatten unflatten transpose t permute unsqueeze squeeze expand expand_as repeat repeat_interleave
 slice select index cat stack split split_with_sizes chunk unbind alias detach to _to_copy type_as
 """
@@ -273,11 +306,17 @@ LIMITS: dict[str, Row] = {
     **dict.fromkeys(("getitem", "dropout"), anywhere),
     "aten.layer_norm": _layer_norm,
     "aten.rms_norm": _rms_norm,
+    "deviation_norm": _deviation_norm,
     **dict.fromkeys(("aten.sqrt", "aten.rsqrt", "aten.log"), _root),
     "aten.reciprocal": _reciprocal,
     "aten.div": _div,
     "aten.pow": _pow,
-    "aten.exp": _exp,
+    **dict.fromkeys(("aten.exp", "aten.expm1"), _exp),
+    "aten.exp2": _exp2,
+    "aten.log1p": _log1p,
+    "aten.softplus": _softplus,
+    "aten.elu": _elu,
+    "aten.celu": _celu,
     "attention_weights": _attention_weights,
 }
 """The row of every live operator, by the name it is registered under."""

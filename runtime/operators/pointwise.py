@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 
-from aero_compile.runtime.arithmetic.approximations import activation
+from aero_compile.runtime.arithmetic.approximations import activation, exponential_unit
 from aero_compile.runtime.arithmetic.comparison import above, below, magnitude, maximum, minimum
 from aero_compile.runtime.arithmetic.constants import is_public, mean, scale, times
 from aero_compile.runtime.arithmetic.exponential import choose_power
@@ -49,6 +50,67 @@ def _tanh(x: Any, exact: bool = False, tolerances: Tolerances = DEFAULT, **_: An
     return jnp().tanh(x) if exact else activation("tanh", x, tolerances.activation)
 
 
+@operator("mish")
+def _mish(x: Any, exact: bool = False, tolerances: Tolerances = DEFAULT, **_: Any) -> Any:
+    import jax
+
+    return jax.nn.mish(x) if exact else activation("mish", x, tolerances.activation)
+
+
+@operator("softplus")
+def _softplus(
+    x: Any, beta: float = 1, threshold: float = 20, exact: bool = False, tolerances: Tolerances = DEFAULT, **_: Any
+) -> Any:
+    import jax
+
+    if beta <= 0:
+        raise NotImplementedError(f"a softplus with beta={beta}")
+    watch("argument", x)
+    found = jax.nn.softplus(x * beta) / beta if exact else activation("softplus", x, tolerances.activation, beta)
+    return found if threshold > SMOOTH_THRESHOLD else jnp().where(above(x, threshold / beta), x, found)
+
+
+SMOOTH_THRESHOLD = 14.0
+"""From here on a softplus takes no step where it becomes x that 18 fraction bits show: log(1 + exp(−14)) = 8e-7."""
+
+
+@operator("log_sigmoid")
+def _log_sigmoid(x: Any, exact: bool = False, tolerances: Tolerances = DEFAULT, **_: Any) -> Any:
+    return -_softplus(-x, exact=exact, tolerances=tolerances)
+
+
+@operator("elu")
+def _elu(
+    x: Any,
+    alpha: float = 1,
+    scale: float = 1,
+    input_scale: float = 1,
+    exact: bool = False,
+    tolerances: Tolerances = DEFAULT,
+    **_: Any,
+) -> Any:
+    if input_scale <= 0:
+        raise NotImplementedError(f"an ELU or CELU whose exponential grows for x < 0 (by {-input_scale:g}·x)")
+    watch("argument", x)
+    if exact:
+        return times(jnp().where(x > 0, x, alpha * jnp().expm1(jnp().minimum(x, 0.0) * input_scale)), scale)
+    return times(exponential_unit(x, alpha, input_scale, tolerances.activation), scale)
+
+
+@operator("celu")
+def _celu(x: Any, alpha: float = 1, exact: bool = False, tolerances: Tolerances = DEFAULT, **_: Any) -> Any:
+    return _elu(x, alpha, 1, 1 / alpha, exact, tolerances)
+
+
+@operator("selu")
+def _selu(x: Any, exact: bool = False, tolerances: Tolerances = DEFAULT, **_: Any) -> Any:
+    return _elu(x, SELU_ALPHA, SELU_SCALE, 1, exact, tolerances)
+
+
+SELU_ALPHA, SELU_SCALE = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
+"""Of self-normalizing networks (Klambauer et al. 2017)."""
+
+
 @operator("relu")
 def _relu(x: Any, **_: Any) -> Any:
     return maximum(x, 0.0)
@@ -62,6 +124,21 @@ def _leaky_relu(x: Any, negative_slope: Any = 0.01, **_: Any) -> Any:
 @operator("hardswish")
 def _hardswish(x: Any, **_: Any) -> Any:
     return x * minimum(maximum(x * (1 / 6) + 0.5, 0.0), 1.0)
+
+
+@operator("hardsigmoid")
+def _hardsigmoid(x: Any, **_: Any) -> Any:
+    return minimum(maximum(scale(x, 1 / 6) + 0.5, 0.0), 1.0)
+
+
+@operator("softshrink")
+def _softshrink(x: Any, lambd: float = 0.5, **_: Any) -> Any:
+    return x - minimum(maximum(x, -lambd), lambd)
+
+
+@operator("hardshrink")
+def _hardshrink(x: Any, lambd: float = 0.5, **_: Any) -> Any:
+    return jnp().where(above(magnitude(x), lambd), x, 0.0)
 
 
 @operator("prelu")
@@ -174,6 +251,23 @@ def _rsqrt(x: Any, tolerances: Tolerances = DEFAULT, **_: Any) -> Any:
 def _exp(x: Any, exact: bool = False, tolerances: Tolerances = DEFAULT, **_: Any) -> Any:
     watch("argument", x)
     return jnp().exp(x) if exact else choose_power(tolerances.exp)(x)
+
+
+@operator("expm1")
+def _expm1(x: Any, exact: bool = False, tolerances: Tolerances = DEFAULT, **_: Any) -> Any:
+    return _exp(x, exact, tolerances) - 1.0
+
+
+@operator("exp2")
+def _exp2(x: Any, exact: bool = False, tolerances: Tolerances = DEFAULT, **_: Any) -> Any:
+    watch("argument", x)
+    return jnp().exp2(x) if exact else choose_power(tolerances.exp)(scale(x, math.log(2)))
+
+
+@operator("log1p")
+def _log1p(x: Any, tolerances: Tolerances = DEFAULT, **_: Any) -> Any:
+    watch("argument", x)
+    return logarithm(x + 1.0, tolerances.log)
 
 
 @operator("log")

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from aero_compile.runtime.arithmetic.comparison import maximum
 from aero_compile.runtime.arithmetic.constants import (
     is_public,
     mean,
@@ -18,7 +19,9 @@ from aero_compile.runtime.arithmetic.constants import (
     scaled_table,
     times,
 )
+from aero_compile.runtime.arithmetic.filling import multiply
 from aero_compile.runtime.arithmetic.matrix_products import Owners, batched_product, matrix_product
+from aero_compile.runtime.arithmetic.reciprocal import reciprocal
 from aero_compile.runtime.arithmetic.ring import fraction_bits
 from aero_compile.runtime.arithmetic.roots import inverse_root
 from aero_compile.runtime.arithmetic.row_scaling import scaled_rows
@@ -106,10 +109,12 @@ def _scale_rows(
     folded: bool,
     owned: bool,
     given: bool,
+    invert: Callable[[Any], Any] | None = None,
 ) -> Any:
     """`centered` over the root of its rows' mean square and `eps`, by rows times 2^`doublings`.
 
-    `folded`: they are so already. `owned`: the server alone knows the weight; `given`: both parties do.
+    `folded`: they are so already. `owned`: the server alone knows the weight; `given`: both parties do. `invert`: of
+    `NORM_GAIN` times the mean square of those rows, what they are multiplied with, instead of that root with `eps`.
     """
     axes = tuple(range(-len(shape), 0))
     if not folded:
@@ -122,7 +127,7 @@ def _scale_rows(
     variance = scale(total.reshape((*centered.shape[: -len(shape)], *(1,) * len(shape))), NORM_GAIN / width)
     watch("variance", scale(variance, 1.0 / NORM_GAIN))
     least = max(NORM_GAIN * 4.0**doublings * eps, LEAST_EPS if fraction_bits() else 0.0)
-    inverse = inverse_root(variance + least, tolerances.root)
+    inverse = inverse_root(variance + least, tolerances.root) if invert is None else invert(variance)
     if squares is None:
         out = scaled_rows(scale_up(centered, 1).reshape((-1, width)), inverse.reshape(-1)).reshape(centered.shape)
     else:
@@ -168,3 +173,46 @@ def _rms_norm(
     tiny = float(np.finfo(input.dtype).eps) if eps is None else eps
     known = ("weight" in owned, "weight" in given)
     return _scale_rows(input, normalized_shape, tiny, weight, None, tolerances, doublings, folded, *known)
+
+
+@operator("deviation_norm")
+def _deviation_norm(
+    input: Any,
+    normalized_shape: Sequence[int],
+    weight: Any,
+    bias: Any,
+    eps: float,
+    centered: bool,
+    form: str,
+    tolerances: Tolerances = DEFAULT,
+    doublings: int = 0,
+    folded: bool = False,
+    owned: Collection[str] = (),
+    given: Collection[str] = (),
+    **_: Any,
+) -> Any:
+    """Rows over √v + ε or max(√v, ε), by the inverse root of v as other norms: no root, and no reciprocal of one."""
+    if centered:
+        input = input - mean(input, tuple(range(-len(normalized_shape), 0)), keepdims=True)
+    invert = partial(_beside_root, eps=eps, form=form, tolerances=tolerances, doublings=doublings)
+    known = ("weight" in owned, "weight" in given)
+    return _scale_rows(input, normalized_shape, 0.0, weight, bias, tolerances, doublings, folded, *known, invert=invert)
+
+
+NEGLIGIBLE = 2.0**-19
+"""An eps that is added to a deviation and lost in the rounding of the rows: half a unit of 18 fraction bits."""
+
+
+def _beside_root(variance: Any, eps: float, form: str, tolerances: Tolerances, doublings: int) -> Any:
+    """1/(σ + ε) or 1/max(σ, ε) from σ², both in units in which ε is `eps` times 2^`doublings` and √`NORM_GAIN`."""
+    beside = math.sqrt(NORM_GAIN) * 2.0**doublings * eps
+    if not fraction_bits():
+        sigma = jnp().sqrt(variance)
+        return 1.0 / (sigma + beside if form == "added" else jnp().maximum(sigma, beside))
+    if form == "at_least":
+        floor = max(beside**2, LEAST_EPS)
+        return inverse_root(maximum(variance, floor) if floor > LEAST_EPS else variance + floor, tolerances.root)
+    inverse = inverse_root(variance + LEAST_EPS, tolerances.root)
+    if eps < NEGLIGIBLE:
+        return inverse
+    return multiply(inverse, reciprocal(1.0 + scale(inverse, beside), tolerances.reciprocal))

@@ -15,6 +15,7 @@ from typing import Any
 
 Operator = Callable[..., Any]
 _OPS: dict[str, Operator] = {}
+_NOT_ATEN = ("deviation_norm",)
 
 
 def supported_ops() -> tuple[str, ...]:
@@ -33,7 +34,8 @@ def bind(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[st
     if schema is None and isinstance(target, types.FunctionType):
         call = inspect.signature(target).bind(*args, **kwargs)
         call.apply_defaults()
-        return {"x" if at == 0 else name: value for at, (name, value) in enumerate(call.arguments.items())}
+        renamed = {"scores": "x"}
+        return {renamed.get(name, name): value for name, value in call.arguments.items()}
     if schema is None:
         return dict(zip(("x", "other"), args, strict=False))
     bound = {each.name: each.default_value for each in schema.arguments if each.has_default_value()}
@@ -42,11 +44,11 @@ def bind(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[st
 
 
 def operator(*names: str) -> Callable[[Operator], Operator]:
-    """Register a function under ATen names (without the prefix) or other dotted names."""
+    """Register a function under ATen names (without the prefix), other dotted names, or as ops that are not ATen's."""
 
     def register(function: Operator) -> Operator:
         for name in names:
-            _OPS[name if "." in name else f"aten.{name}"] = function
+            _OPS[name if "." in name or name in _NOT_ATEN else f"aten.{name}"] = function
         return function
 
     return register

@@ -125,7 +125,7 @@ def test_interrupted_run_is_taken_up_and_finished_run_left_alone(
     same = {
         "protocol": "cheetah",
         "logits": "all",
-        "warm": True,
+        "warm": "setup",
         "network": "loopback",
         "timeout": 3600.0,
         "guards": False,

@@ -18,6 +18,8 @@ from aero_compile.errors import PartyError, RuntimeUnavailableError
 
 pytest.importorskip("transformers")
 
+from transformers import GPT2Config, GPT2LMHeadModel
+
 from benchmarks import pi_bench
 from benchmarks.lib import pi_rows
 
@@ -210,6 +212,37 @@ def test_same_seed_gives_the_same_source_weights(bench: ModuleType) -> None:
     assert torch.equal(first.get_parameter(name), second.get_parameter(name))
 
 
+def test_a_list_of_passes_is_one_recipe(
+    bench: ModuleType, runtime: Runtime, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["--layers", "1", "--seq-len", "8", "--recipes"]
+    assert bench.main([*command, "strip-layer-norm,scaled-ffn{init_alpha=2.0,init_beta=0.5}"]) == 0
+    assert [recipe for recipe, _ in runtime.calls] == ["strip-layer-norm,scaled-ffn{init_alpha=2.0,init_beta=0.5}"]
+    assert bench.main([*command, "SM+R,strip-layer-norm"]) == 2
+    assert "write 'SM+R;strip-layer-norm' for 2" in capsys.readouterr().err
+
+
+def test_an_artifact_runs_as_it_is_or_under_further_recipes(
+    bench: ModuleType, runtime: Runtime, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its length is its own where none is given, and it is found in the folder of its run."""
+    config = GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_head=2, n_layer=1, bos_token_id=0, eos_token_id=0)
+    model = aero_compile.transform(GPT2LMHeadModel(config), "SM+LN+R")
+    run = aero_compile.save(model, tmp_path / "run" / "artifact").parent
+    assert bench.main(["--model", str(run)]) == 0
+    assert bench.main(["--model", str(run), "--recipes", "SM+R,SM+LN+R", "--json", str(tmp_path / "rows.json")]) == 0
+    assert runtime.calls == [
+        ("gelu-to-relu", (1, 16)),
+        ("gelu-to-relu,strip-layer-norm", (1, 16)),
+        ("gelu-to-relu", (1, 16)),
+    ]
+    again = ["--model", str(run), "--recipes", "SM+R,SM+LN+R", "--json", str(tmp_path / "rows.json"), "--resume"]
+    assert bench.main(again) == 0
+    assert len(runtime.calls) == 3
+    assert bench.main(["--model", str(run), "--recipes", "SM+LN+G"]) == 2
+    assert "has been through gelu-to-relu already" in capsys.readouterr().err
+
+
 def test_recipes_and_lengths_multiply(bench: ModuleType, runtime: Runtime) -> None:
     lists = "SM+R; strip-layer-norm,scaled-ffn{init_alpha=2.0,init_beta=0.5}"
     assert bench.main(["--layers", "1", "--seq-len", "8", "4", "--recipes", lists]) == 0
@@ -354,7 +387,7 @@ def test_artifacts_run_as_they_were_saved(
     aero_compile.save(model, tmp_path / "trained")
     folder = str(tmp_path / "trained")
     assert bench.main(["--model", folder, "--recipes", "SM", "--seq-len", "8"]) == 2
-    assert "as saved" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith("error: SM cannot be made of a model that has been through gelu-to-relu")
     assert bench.main(["--model", folder, "--seq-len", "8"]) == 0
     assert runtime.calls == [("strip-layer-norm,gelu-to-relu", (1, 8))]
     (weights,) = (tmp_path / "trained").glob("*.safetensors")

@@ -153,7 +153,7 @@ def test_mistakes(
 def test_a_study_goes_on_where_it_was_stopped(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped in the middle of a run: what was done is left alone, the table is that of a study without a stop."""
     base = ("--dataset", str(corpus), *SHAPE, *RUN, "--save-steps", "1", "--eval-steps", "2")
-    made = plan(base=base, labels=("SM+R",), seeds=(0,))
+    made = plan(base=base, labels=("SM+R",), seeds=(0,), vary={})
     whole = Study(made, tmp_path / "whole", hours=1)
     assert whole.run()
     trials, (row,) = [[r for r in whole.rows.values() if r.trial is kind] for kind in (True, False)]

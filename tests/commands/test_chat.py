@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from aero_compile.__main__ import main
 from aero_compile.errors import OutOfRangeError
+from aero_compile.runtime.generation.session import Session
 from tests.support.clear_session import ROOM, ClearDecoder, clear_session
 from tests.support.words import save_words, words
 
@@ -34,7 +37,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], C
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     session, decoder = clear_session(COUNT)
-    monkeypatch.setattr("aero_compile.commands.chat.open_session", lambda args: session)
+    monkeypatch.setattr("aero_compile.commands.chat.open_session", lambda args, check: session)
     return ["chat", "--server", "nowhere:1", "--tokenizer", str(tmp_path), "--max-tokens", "4"], decoder
 
 
@@ -112,9 +115,47 @@ def test_an_answer_takes_the_room_that_is_left(
     """Two tokens of the template stand beside those of the message."""
     arguments, _ = asked
     session, decoder = clear_session(COUNT, bucket)
-    monkeypatch.setattr("aero_compile.commands.chat.open_session", lambda args: session)
+    monkeypatch.setattr("aero_compile.commands.chat.open_session", lambda args, check: session)
     assert main([*arguments, "--prompt", words([3] * (ROOM - 4))]) == 0
     assert f"{left} generated" in capfd.readouterr().err
     decoder.closed = False
     assert main([*arguments, "--prompt", words([3] * ROOM)]) == 2
     assert f"room for {ROOM} positions" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--prompt", words([3] * ROOM)], "give a shorter prompt"),
+        (["--prompt", words([3] * (ROOM - 2)), "--raw"], "give --max-tokens 3 or less"),
+        (["--prompt", "w5", "--draft", "ngram"], "started without --checks"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_the_set_up(
+    asked: tuple[list[str], ClearDecoder],
+    more: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arguments, decoder = asked
+    session, decoder = clear_session(COUNT)
+    monkeypatch.setattr(decoder, "checks", ())
+
+    def open_session(args: argparse.Namespace, check: Callable[[Session], object]) -> Session:
+        check(session)
+        pytest.fail("the set-up was paid for")
+
+    monkeypatch.setattr("aero_compile.commands.chat.open_session", open_session)
+    assert main([*arguments, *more]) == 2
+    assert message in capsys.readouterr().err
+    assert not decoder.steps
+
+
+def test_a_text_gets_no_more_tokens_than_fit_where_no_number_is_given(
+    asked: tuple[list[str], ClearDecoder], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, _ = asked
+    free = [word for word in arguments if word not in ("--max-tokens", "4")]
+    assert main([*free, "--raw", "--prompt", words([3] * (ROOM - 4))]) == 0
+    assert "5 generated" in capsys.readouterr().err

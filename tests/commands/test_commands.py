@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import aero_compile
-from aero_compile.__main__ import COMMANDS, FORWARDED, main
+from aero_compile.__main__ import COMMANDS, FORWARDED, main, parser
 from tests.support.tiny_generation import small_gpt2
 
 LIGHT = [module.__name__.rpartition(".")[2] for module in COMMANDS]
@@ -97,10 +102,69 @@ def test_an_estimate_is_that_of_the_library(tmp_path: Path, capsys: pytest.Captu
     model = aero_compile.transform(small_gpt2(), "softmax_only")
     saved = str(aero_compile.save(model, tmp_path / "saved"))
     assert main(["estimate", "--model", saved, "--seq-len", "5", "--network", "wan", "--json"]) == 0
-    wanted = aero_compile.estimate(model, 5, network="wan", logits="last")
+    wanted = aero_compile.estimate(model, 5, network="wan")
     assert json.loads(capsys.readouterr().out) == json.loads(wanted.to_json())
     assert main(["estimate", "--model", saved, "--recipe", "relu"]) == 2
-    assert "has its recipe already" in capsys.readouterr().err
+    assert "cannot be made of a model that has been through" in capsys.readouterr().err
+
+
+def test_a_trained_model_is_estimated_under_another_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its length is the model's where none is given, and fits the tokens that are generated behind it."""
+    pytest.importorskip("spu")
+    model = aero_compile.transform(small_gpt2(), "SM+LN+G")
+    longest = model.max_positions
+    assert longest is not None
+    run = aero_compile.save(model, tmp_path / "run" / "artifact").parent
+    words = ["estimate", "--json", "--model", str(run)]
+    assert main([*words, "--recipe", "SM+R"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["shape"] == [1, longest]
+    assert found["bytes"] == aero_compile.estimate(aero_compile.transform(model, "SM+R"), longest).bytes
+    assert main([*words, "--new-tokens", "3"]) == 0
+    assert json.loads(capsys.readouterr().out)["shape"] == [1, longest - 2]
+
+
+def test_commands_and_functions_have_the_same_defaults() -> None:
+    """Of every option that has the name of an argument of what its command calls, or of a field of it."""
+    from aero_compile.census import census
+    from aero_compile.onnx.export import export_onnx
+    from aero_compile.reporting.run_report import report
+    from aero_compile.runtime.costs.model import estimate
+    from aero_compile.runtime.hosts.certificates import make_certificates
+    from aero_compile.search import search
+    from aero_compile.serving.client import connect
+    from aero_compile.serving.limits import Limits
+    from aero_compile.serving.server import Server, serve
+
+    called: dict[str, list[Callable[..., Any]]] = {
+        "census": [census],
+        "estimate": [estimate, aero_compile.private_inference],
+        "export": [export_onnx],
+        "report": [report],
+        "search": [search],
+        "certs": [make_certificates],
+        "serve": [serve, Server, Limits],
+        "chat": [connect],
+        "proxy": [connect],
+    }
+    (commands,) = (each for each in parser()._actions if isinstance(each, argparse._SubParsersAction))
+    compared = set[str]()
+    for name, functions in called.items():
+        options = {action.dest: action for action in commands.choices[name]._actions if not action.required}
+        for function in functions:
+            for one in inspect.signature(function).parameters.values():
+                if one.name not in options or one.default is one.empty:
+                    continue
+                default = options[one.name].default
+                own = "loopback" if one.name == "network" and one.default is None else one.default
+                if function is Limits and default is None:  # left to the library, and told in the help
+                    told = re.search(r"default: (\d+)", options[one.name].help or "")
+                    assert told is None or float(told[1]) == one.default, one.name
+                    continue
+                compared.add(f"{name} {one.name}")
+                assert (default or None) == (own or None), f"{name} --{one.name}"
+    assert {"estimate logits", "search logits", "estimate lookup", "serve fills", "chat ahead"} <= compared
+    assert len(compared) > 40
 
 
 def test_an_estimate_of_a_shape_takes_its_weights_for_trained_ones(

@@ -173,11 +173,11 @@ def test_mistakes_end_with_2(
         (["serve", ".", "--listen", "127.0.0.1:1"], "no certificates: give --certs DIR"),
         (
             ["serve", ".", "--listen", "127.0.0.1:1", "--insecure-plain", "--max-tokens-per-client", "5"],
-            "give a private folder for it, state= (--state DIR)",
+            "give a private folder for it, --state",
         ),
         (
             ["serve", ".", "--listen", "127.0.0.1:1", "--insecure-plain", "--max-session-memory", "0.001"],
-            "max_session_memory must be a whole number of bytes",
+            "--max-session-memory must be a whole number of bytes",
         ),
         (["serve", ".", "--listen", "127.0.0.1:1", "--cert", "x.pem"], "missing: --key, --ca"),
         (["serve", ".", "--listen", "127.0.0.1:1", "--certs", "nowhere"], "TLS file not found"),

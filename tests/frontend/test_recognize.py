@@ -81,7 +81,6 @@ LOOK_ALIKES: dict[str, Callable[[Tensor], Tensor]] = {
     "quick gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "wrong cubic": lambda x: 0.5 * x * (1 + torch.tanh(ROOT * (x + 0.0447 * x**3))),
     "rounded root": lambda x: 0.5 * x * (1 + torch.tanh(0.8 * (x + 0.044715 * x**3))),
-    "without the half": lambda x: x * (1 + torch.erf(x / math.sqrt(2))),
     "shifted": lambda x: 0.5 * x * (1 + torch.erf((x + 0.01) / math.sqrt(2))),
     "silu of twice": lambda x: x * torch.sigmoid(2 * x),
     "gelu then more": lambda x: torch.tanh(0.5 * x * (1 + torch.erf(x / math.sqrt(2)))),
@@ -190,6 +189,28 @@ def test_layer_norms_in_many_spellings(spelling: str) -> None:
 @pytest.mark.parametrize("spelling", RMS_NORMS)
 def test_rms_norms_in_many_spellings(spelling: str) -> None:
     assert nonlinear(canonical(RMS_NORMS[spelling], approximately=1e-9)) == {"rms_norm"}
+
+
+def root_mean_square(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+SCALED_BY_A_ROOT: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "after the gain": lambda m, x: m.bias * root_mean_square(x) * 12**-0.5,
+    "divided": lambda m, x: root_mean_square(x) * m.bias / math.sqrt(12),
+    "before the gain": lambda m, x: root_mean_square(x) * 12**-0.5 * m.bias,
+    "without a gain": lambda _, x: 12**-0.5 * root_mean_square(x),
+    "LayerNorm": lambda m, x: m.bias * normalized(x) * math.sqrt(12),
+}
+
+
+@pytest.mark.parametrize("spelling", SCALED_BY_A_ROOT)
+def test_the_scale_of_the_scores_is_no_part_of_a_norm(spelling: str) -> None:
+    """Queries are often scaled by 1/√d after their norm: where norms are stripped, the scale stays."""
+    graph = canonicalize(capture(Wrapped(SCALED_BY_A_ROOT[spelling]))).graph
+    (norm,) = (n for n in graph.nodes if kind(n) in ("rms_norm", "layer_norm"))
+    assert norm.args[2] is None or norm.args[2].op == "get_attr", "the scale is not in the gain"
+    assert sum(kind(n) in ("mul", "div") for n in graph.nodes) == (2 if spelling == "before the gain" else 1)
 
 
 NO_NORMS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -21,12 +21,14 @@ pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
 import onnx
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 import aero_compile
 from aero_compile import onnx_census
 from aero_compile.__main__ import main
 from aero_compile.errors import AeroError, InputError, UnsupportedModelError
+from aero_compile.onnx.builder import Builder, Op
+from aero_compile.onnx.special_values import is_nan
 from tests.support import tiny_models
 from tests.support.onnx_decoders import EACH, HEADS, HIDDEN, POSITIONS, VOCAB, WIDTH, Decoder, decoder, saved
 from tests.support.tiny_models import captured, source
@@ -251,6 +253,94 @@ def test_activations(spelling: str, tmp_path: Path) -> None:
     counted = onnx_census(saved(decoder(activation=write), tmp_path), T)
     assert counted.per_layer == ({"softmax": 3, "layernorm": 2, kind: 1},)
     assert {op.shape for op in counted.ops if op.kind == kind} == {(T, HIDDEN)}
+
+
+def by_isnan(m: Decoder, scores: str, weights: str) -> str:
+    return m.op("Where", m.op("IsNaN", weights), m.tensor(0.0), weights)
+
+
+def by_itself(m: Decoder, scores: str, weights: str) -> str:
+    return m.op("Where", m.op("Equal", weights, weights), weights, m.tensor(0.0))
+
+
+def by_cast(m: Decoder, scores: str, weights: str) -> str:
+    flags = m.op("Cast", m.op("Cast", m.op("IsNaN", weights), to=TensorProto.UINT8), to=TensorProto.BOOL)
+    return m.op("Where", flags, m.tensor(0.0), weights)
+
+
+def by_nan_to_num(m: Decoder, scores: str, weights: str) -> str:
+    weights = by_isnan(m, scores, weights)
+    for kind, bound in (("Less", -3.4e38), ("Greater", 3.4e38)):
+        infinite = m.op("And", m.op("IsInf", weights), m.op(kind, weights, m.tensor(0.0)))
+        weights = m.op("Where", infinite, m.tensor(bound), weights)
+    return weights
+
+
+def by_signs(m: Decoder, scores: str, weights: str) -> str:
+    weights = by_isnan(m, scores, weights)
+    for sign in ("positive", "negative"):
+        other: dict[str, Any] = {f"detect_{each}": int(each == sign) for each in ("positive", "negative")}
+        weights = m.op("Where", m.op("IsInf", weights, **other), m.tensor(1.0), weights)
+    return weights
+
+
+def by_scores(m: Decoder, scores: str, weights: str) -> str:
+    """torch's _safe_softmax."""
+    empty = m.op("Cast", m.op("Equal", scores, m.tensor(-np.inf)), to=TensorProto.INT32)
+    empty = m.op("Cast", m.op("ReduceMin", empty, m.ints(-1), keepdims=1), to=TensorProto.BOOL)
+    return m.op("Where", empty, m.tensor(0.0), weights)
+
+
+def infinite_mask(m: Decoder, diagonal: int) -> str:
+    length = m.op("Shape", "input_ids", start=1, end=2)
+    fill = numpy_helper.from_array(np.array([-np.inf], np.float32))
+    full = m.op("ConstantOfShape", m.op("Concat", length, length, axis=0), value=fill)
+    return m.op("Trilu", full, m.tensor(diagonal, np.int64), upper=1)
+
+
+def guarded(m: Decoder, x: str, guard: Any, softcap: bool = False) -> str:
+    q, k, v = (m.heads(m.linear(x, WIDTH, WIDTH)) for _ in range(3))
+    scores = m.op("MatMul", q, m.op("Transpose", k, perm=[0, 1, 3, 2]))
+    scores = m.op("Tanh", scores) if softcap else m.op("Div", scores, m.tensor(EACH**0.5))
+    scores = m.op("Add", scores, infinite_mask(m, 1))
+    weights = guard(m, scores, m.op("Softmax", scores, axis=-1))
+    return m.linear(m.joined(m.op("MatMul", weights, v)), WIDTH, WIDTH)
+
+
+GUARDS = (by_isnan, by_itself, by_cast, by_nan_to_num, by_signs, by_scores)
+
+
+@pytest.mark.parametrize("guard", GUARDS)
+def test_guards_against_rows_that_see_nothing_are_no_ops(guard: Any, tmp_path: Path) -> None:
+    """torch's exporter writes one behind each fused attention; a causal mask decides it without the tokens."""
+    model = decoder(lambda m, x: guarded(m, x, guard))
+    assert str(onnx_census(saved(model, tmp_path), T)) == PLAIN
+
+
+def test_a_softcap_before_the_mask_is_finite(tmp_path: Path) -> None:
+    counted = onnx_census(saved(decoder(lambda m, x: guarded(m, x, by_isnan, softcap=True)), tmp_path), T)
+    assert counted.per_layer == ({"softmax": 3, "tanh": 3, "layernorm": 2, "gelu": 1},)
+
+
+@pytest.mark.parametrize("diagonal", [0, 1])
+def test_rows_that_see_nothing_are_known(diagonal: int) -> None:
+    """The first one of a strictly causal mask."""
+    builder = Builder(T)
+    scores = builder.call(torch.ops.aten.matmul.default, *(builder.constant(np.ones((T, T), np.float32)),) * 2)
+    scores = builder.call(torch.ops.aten.add.Tensor, scores, np.triu(np.full((T, T), -np.inf, np.float32), diagonal))
+    weights = builder.call(torch.ops.aten.softmax.int, scores, -1)
+    (found,) = is_nan(builder, Op("IsNaN", "", 20, {}, (weights,), 1, "it"))
+    assert np.flatnonzero(found.any(-1)).tolist() == ([0] if diagonal == 0 else [])
+    assert found[0].all() == (diagonal == 0)
+
+
+@pytest.mark.parametrize("part", ["Log", "Reciprocal", "quotient"])
+def test_what_may_be_infinite_is_still_checked(part: str, tmp_path: Path) -> None:
+    def write(m: Decoder, x: str) -> str:
+        y = m.op("Div", m.tensor(np.ones(HIDDEN)), x) if part == "quotient" else m.op(part, x)
+        return m.op("Where", m.op("IsInf", y), x, y)
+
+    assert "isinf" in str(onnx_census(saved(decoder(activation=write), tmp_path), T))
 
 
 def test_no_activation_and_a_gate(tmp_path: Path) -> None:

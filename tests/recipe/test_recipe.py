@@ -21,7 +21,7 @@ from aero_compile.passes.share_temperature import ShareTemperature
 from aero_compile.passes.softmax_temperature import SoftmaxTemperature
 from aero_compile.passes.static_attention import StaticAttention
 from aero_compile.passes.strip_layer_norm import StripLayerNorm
-from aero_compile.recipe.recipe import PASSES, Recipe, parse_pass, recipes, recorded_pass, resolve
+from aero_compile.recipe.recipe import PASSES, Recipe, parse_pass, recipe_names, recipes, recorded_pass, resolve
 
 PAPER = {
     "baseline": "SM+LN+G",
@@ -275,3 +275,34 @@ def test_a_recorded_pass_that_is_none_stays_its_text(text: str) -> None:
 def test_a_recorded_pass_is_the_pass() -> None:
     for one in (ScaledFFN(init_beta=0.5), StripLayerNorm(layers="0", norms="ffn")):
         assert recorded_pass(str(one)) == one
+
+
+NAMES = st.sampled_from([*recipes(), *(recipe.label for recipe in recipes().values() if recipe.label)])
+PLAIN_PASSES = st.sampled_from([*PASSES, "scaled-ffn{init_alpha=2.0,init_beta=0.5}", "gelu-to-relu{layers=0-1+3}"])
+
+
+@given(st.lists(PLAIN_PASSES, min_size=1, max_size=4), st.sampled_from([",", ", "]))
+def test_passes_divided_by_commas_are_one_recipe(passes: list[str], comma: str) -> None:
+    text = comma.join(passes)
+    assert [resolve(name) for name in recipe_names(text)] == [resolve(text)]
+    assert recipe_names(f"{text};") == [text]
+
+
+@given(st.lists(NAMES, min_size=1, max_size=4))
+def test_names_divided_by_commas_are_several_recipes(names: list[str]) -> None:
+    assert recipe_names(",".join(names)) == names
+
+
+@given(st.lists(NAMES, min_size=1, max_size=2), st.lists(PLAIN_PASSES, min_size=1, max_size=2), st.randoms())
+def test_names_and_passes_divided_by_commas_are_refused_with_both_ways_out(
+    names: list[str], passes: list[str], draw: Any
+) -> None:
+    parts = [*names, *passes]
+    draw.shuffle(parts)
+    with pytest.raises(RecipeError, match="is a pass: write ") as refused:
+        recipe_names(",".join(parts))
+    several = re.findall(r"write '(.*?)' for", str(refused.value))[0]
+    assert recipe_names(several) == parts
+    for one in re.findall(r", or '(.*)' for one", str(refused.value)):
+        assert recipe_names(one) == [",".join(parts)]
+    assert (" for one" in str(refused.value)) == all(name in recipes() for name in names)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -255,3 +257,13 @@ def test_bars_keep_their_sum_when_small_parts_join() -> None:
 
 def test_document_is_plain_json() -> None:
     assert json.loads(json.dumps(document([row()])))["rows"][0]["bytes"] == 4_000_000
+
+
+def test_the_command_of_a_module_names_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `python -m aero_compile` records is the same on any machine."""
+    main = SimpleNamespace(__spec__=SimpleNamespace(name="aero_compile.__main__", origin="/some/where/__main__.py"))
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(sys, "argv", ["/some/where/__main__.py", "search", "--budget", "17.9 MB"])
+    assert report.command_line().partition(" ")[2] == "-m aero_compile search --budget '17.9 MB'"
+    monkeypatch.setattr(sys, "argv", ["benchmarks/demo.py", "--steps", "1"])
+    assert report.command_line().partition(" ")[2] == "benchmarks/demo.py --steps 1"

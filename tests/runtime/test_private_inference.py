@@ -185,6 +185,24 @@ def test_a_short_set_up_stands_for_a_first_forward() -> None:
     assert short.warm_up == "setup"
     assert short.warm
     assert short.bytes == pytest.approx(runtime.estimate(model, 12).bytes, rel=0.02)
+    assert short.setup_messages > 1000
+    assert short.setup_wire_bytes is not None
+    assert 1.0 <= short.setup_wire_bytes / short.setup_bytes < 1.1
+
+
+@pytest.mark.parametrize("warm", [False, "setup", True])
+def test_bills_add_up_whatever_went_before(warm: bool | str) -> None:
+    bill = _compare(_recipe("SM+R"), torch.randint(0, 64, (1, 6)), "semi2k", 2e-2, warm=warm)
+    for name in ("bytes", "messages"):
+        measured, first = getattr(bill, name), getattr(bill, f"cold_{name}")
+        set_up = getattr(bill, f"setup_{name}")
+        assert measured == sum(row[name] for row in bill.per_op)
+        assert (set_up > 0) == (warm == "setup")
+        assert first == measured + set_up if warm is not True else first >= measured
+    assert bill.cold_seconds >= bill.setup_seconds
+    shown = str(bill).splitlines()[1]
+    assert shown.endswith("(with the set-up)") == (warm is False)
+    assert ("(set-up: " in shown) == (warm == "setup")
 
 
 @pytest.mark.slow
@@ -227,7 +245,7 @@ def test_measurement_as_json_and_text() -> None:
     content = json.loads(bill.to_json())
     for name in ("protocol", "field", "fraction_bits", "shape", "per_op", "versions", "command", "program"):
         assert content[name]
-    assert {"python", "torch", "spu", "aero_compile"} <= set(content["versions"])
+    assert {"python", "torch", "spu", "aero_compile", "commit", "tree"} <= set(content["versions"])
     assert content["bytes"] == bill.bytes
     text = str(bill)
     assert "warm forward" in text

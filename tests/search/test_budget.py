@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from aero_compile.errors import InputError
 from aero_compile.search.budget import Budget, amount, parse_budget
@@ -44,3 +50,16 @@ def test_amounts_are_read_back() -> None:
         found = parse_budget(amount(measure, value))
         assert found.measure == measure
         assert found.limit == pytest.approx(value, rel=5e-3)
+
+
+@given(st.floats(1e-3, 1e18) | st.integers(1, 10**18) | st.sampled_from([np.float32(5.0), np.int64(7)]))
+def test_a_number_is_one_of_bytes(value: Any) -> None:
+    found = parse_budget(value)
+    assert found.measure == "bytes"
+    assert found.limit == pytest.approx(float(value))
+
+
+@pytest.mark.parametrize("value", [0, -1, -2.5, math.inf, math.nan, True, None])
+def test_numbers_that_are_no_budget(value: Any) -> None:
+    with pytest.raises(InputError, match="budget"):
+        parse_budget(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ import torch
 
 import aero_compile
 from aero_compile import connect
-from aero_compile.errors import InputError, OutOfRangeError
+from aero_compile.errors import InputError, OutOfRangeError, PartyError
 from aero_compile.runtime import compile_model, export, export_generation
 from aero_compile.runtime.arithmetic.tolerances import Tolerances
+from aero_compile.runtime.generation.session import Session
+from aero_compile.runtime.hosts.link import free_addresses, parse_address
 from aero_compile.runtime.prefix import digest_of
 from aero_compile.serving.programs import find_programs
+from aero_compile.serving.server import Server
 from tests.support.outliers import normed, table_with_outlier
 from tests.support.runtime_tiny import tiny_model
 from tests.support.service import SEMI2K, Bare, serving
@@ -56,6 +60,11 @@ def test_an_artifact_is_compiled_once_for_each_length(tmp_path: Path, monkeypatc
         assert {event["length"] for event in running.events("computed", 5)} == {4, 9}
 
 
+def _wants_more(offered: Session | None) -> None:
+    assert offered is not None
+    offered.check([1], ROOM + 1)
+
+
 def test_texts_are_generated_over_the_port_as_the_model_goes_on_with_them(tmp_path: Path) -> None:
     """Greedy text is the model's own; what a text has in common with the last one is not computed again."""
     (folder,) = find_programs(
@@ -67,10 +76,17 @@ def test_texts_are_generated_over_the_port_as_the_model_goes_on_with_them(tmp_pa
         connect(running.address, **SEMI2K) as connection,
     ):
         assert (connection.room, connection.vocabulary, connection.programs) == (ROOM, VOCABULARY, ())
+        opened = len(running.events("opened", 1))
+        with pytest.raises(InputError, match=rf"room for {ROOM} positions"):  # before anything is fetched or set up
+            connect(running.address, **SEMI2K, on_offer=_wants_more)
+        with pytest.raises(InputError, match="bucket must be a whole number from 1"):
+            connect(running.address, **SEMI2K, bucket=ROOM + 1)
+        assert len(running.events("opened")) == opened
         made = connection.generate(PROMPT, 3, on_token=lambda token: told.append(token.id))
         assert made.ids == told == eager_text(PROMPT, 3)
         assert made.per_token.bytes > 30_000
         assert made.set_up.bytes > 1_000_000
+        assert made.set_up.messages > 10
         assert made.set_up.seconds > 0
         counted = [event["length"] for event in running.events("computed", 4)]
         assert counted == [3, 1, 1, 1]  # a fill, and a step for each token
@@ -115,9 +131,63 @@ def test_running_sums_are_served(tmp_path: Path) -> None:
 def test_what_there_is_nothing_to_serve_of(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"holds neither programs \(program.json\) nor a saved artifact"):
         find_programs(tmp_path, (4,), "semi2k", tmp_path)
-    for lengths in ((), (0, 4)):
-        with pytest.raises(InputError, match="give lengths, numbers of tokens from 1 on, or room="):
-            find_programs(captured("gpt2-sdpa"), lengths, "semi2k", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({}, "give lengths=, of whole texts, or room=, for generated texts"),
+        ({"lengths": (0, 4)}, "lengths=0: give whole numbers of tokens, each at least 1"),
+        ({"lengths": (4, 4096)}, r"lengths=4096 is more than the \d+ positions of the model: give at most \d+"),
+        ({"room": 4096}, r"room=4096 is more than the \d+ positions of the model"),
+        ({"room": (8, 1)}, "room=1: give whole numbers of tokens, each at least 2"),
+        ({"room": 8, "fills": (4, 9)}, "fills=9 is more than the 8 tokens of room=8: give at most 8"),
+        ({"room": (8, 12), "checks": (9,)}, "checks=9 is more than the 8 tokens of the smallest room="),
+        ({"room": 8, "checks": (2,), "running_sums": True}, "running_sums=True and checks= exclude each other"),
+        ({"lengths": (4,), "fills": (2,)}, "fills=2 is of generated texts: give room= too"),
+        ({"lengths": (4,), "running_sums": True}, "running_sums=True is of generated texts: give room= too"),
+    ],
+)
+@pytest.mark.parametrize("saved", [False, True])
+def test_sizes_are_checked_before_anything_is_compiled_or_read(
+    sizes: dict[str, Any], message: str, saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = captured("gpt2-sdpa")
+    source: Any = model
+    if saved:
+        source = aero_compile.save(model, tmp_path / "run" / "artifact").parent
+        monkeypatch.setattr("aero_compile.artifact.load", lambda place: pytest.fail("it was read"))
+    monkeypatch.setattr("aero_compile.serving.programs._compiled", lambda *given: pytest.fail("it was compiled"))
+    with pytest.raises(InputError, match=message):
+        find_programs(source, **{"lengths": (), **sizes}, protocol="semi2k", folder=tmp_path / "kept")
+
+
+def test_compiled_programs_have_sizes_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "program.json").touch()
+    with pytest.raises(InputError, match=r"holds compiled programs, which have their sizes: leave lengths=, room= out"):
+        find_programs(tmp_path, (4,), "semi2k", tmp_path, room=8)
+
+
+def test_a_port_that_is_taken_is_found_before_anything_is_compiled(tmp_path: Path) -> None:
+    """Also the port of the metrics; until the server is ready nobody answers at its own."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        for options in ({"address": f"127.0.0.1:{taken}"}, {"metrics_port": taken}):
+            given: dict[str, Any] = {"address": free_addresses(1)[0], **options}
+            with pytest.raises(PartyError, match=rf"cannot listen on 127\.0\.0\.1:{taken}"):
+                Server(lambda: pytest.fail("it was compiled"), **given, **SEMI2K)
+    with pytest.raises(InputError, match="metrics_port must be a port, 1 to 65535, not 0"):
+        Server((), free_addresses(1)[0], **SEMI2K, metrics_port=0)
+    (address,) = free_addresses(1)
+
+    def compiled() -> list[Path]:
+        host, port = parse_address(address)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((host, port), timeout=5)
+        return []
+
+    with pytest.raises(InputError, match="a server offers 1 to"):
+        Server(compiled, address, **SEMI2K)
 
 
 def test_a_text_out_of_range_is_told_and_the_session_goes_on(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_users_by_name_and_number() -> None:
         (str(2**32 - 1), "no such number"),
         (str(2**40), "no such number"),
     ):
-        with pytest.raises(InputError, match=rf"--user {name}: .*{why}"):
+        with pytest.raises(InputError, match=rf"user={name}: .*{why}"):
             find_user(name)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-MANY = int(os.environ.get("AERO_COMPILE_EXAMPLES", "60"))
+MANY = int(os.environ.get("AERO_COMPILE_EXAMPLES", "20"))
 
 _calm: dict[str, Any] = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 few = functools.partial(settings, derandomize=True, phases=(Phase.explicit, Phase.generate), **_calm)
@@ -33,3 +33,19 @@ def by_default(cases: Iterable[str], *kept: str) -> list[Any]:
     names = tuple(cases)
     assert set(kept) <= set(names), set(kept) - set(names)
     return [name if name in kept else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def by_pairs(
+    first: Iterable[str], second: Iterable[str], third: Iterable[str], *kept: tuple[str, str, str]
+) -> list[Any]:
+    """Parameters of three axes, the last two of equal length: every two values of two axes meet in a case.
+
+    That is a third of the grid where these have three values each. What is `kept` runs by default, the rest with
+    `-m slow`.
+    """
+    ones, others, thirds = list(first), list(second), list(third)
+    size = len(others)
+    assert len(thirds) == size <= len(ones)
+    square = [(a, others[j], thirds[-(i + j) % size]) for i, a in enumerate(ones) for j in range(size)]
+    slow = [pytest.param(*case, marks=pytest.mark.slow) for case in square if case not in kept]
+    return [*(pytest.param(*case) for case in kept), *slow]

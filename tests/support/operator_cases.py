@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import fx
 
+from aero_compile.ir.deviation_norm import deviation_norm
 from tests.support.runtime_graphs import TokenRows, aten
 
 
@@ -33,6 +35,13 @@ class Case:
 def _causal(x: Any, fill: float) -> torch.Tensor:
     length = 4
     return torch.triu(torch.full((length, length), fill, dtype=torch.float64), 1)
+
+
+def _deviation_norm(x: Any, *arguments: Any) -> Any:
+    """The op, as one node where a graph is traced."""
+    if isinstance(x, fx.Proxy):
+        return x.tracer.create_proxy("call_function", deviation_norm, (x, *arguments), {})
+    return deviation_norm(x, *arguments)
 
 
 _SQUARE = (1, 2, 4, 4)
@@ -64,6 +73,9 @@ ELEMENTWISE = {
     "relu": Case(lambda x, m: aten.relu.default(x)),
     "leaky_relu": Case(lambda x, m: aten.leaky_relu.default(x, 0.1)),
     "hardswish": Case(lambda x, m: aten.hardswish.default(x)),
+    "hardsigmoid": Case(lambda x, m: aten.hardsigmoid.default(x), low=-5.0, high=5.0),
+    "hardshrink": Case(lambda x, m: aten.hardshrink.default(x, 0.75)),
+    "softshrink": Case(lambda x, m: aten.softshrink.default(x, 0.75)),
     "prelu": Case(lambda x, m: aten.prelu.default(x, m.w), parameters={"w": (1,)}),
     "maximum": Case(lambda x, m: aten.maximum.default(x, aten.neg.default(x))),
     "minimum": Case(lambda x, m: aten.minimum.default(x, aten.neg.default(x))),
@@ -79,6 +91,15 @@ APPROXIMATED = {
     "silu": Case(lambda x, m: aten.silu.default(x), low=-20.0, high=20.0, tolerance=6e-4),
     "sigmoid": Case(lambda x, m: aten.sigmoid.default(x), low=-20.0, high=20.0, tolerance=4e-4),
     "tanh": Case(lambda x, m: aten.tanh.default(x), low=-9.0, high=9.0, tolerance=5e-4),
+    "softplus": Case(lambda x, m: aten.softplus.default(x), low=-20.0, high=20.0, tolerance=6e-4),
+    "log_sigmoid": Case(lambda x, m: aten.log_sigmoid.default(x), low=-20.0, high=20.0, tolerance=6e-4),
+    "mish": Case(lambda x, m: aten.mish.default(x), low=-20.0, high=20.0, tolerance=7e-4),
+    "elu": Case(lambda x, m: aten.elu.default(x), low=-20.0, high=20.0, tolerance=6e-4),
+    "selu": Case(lambda x, m: aten.selu.default(x), low=-20.0, high=20.0, tolerance=1.1e-3),
+    "celu": Case(lambda x, m: aten.celu.default(x, 1.5), low=-20.0, high=20.0, tolerance=9e-4),
+    "expm1": Case(lambda x, m: aten.expm1.default(x), low=-8.0, high=0.0, tolerance=2e-3),
+    "exp2": Case(lambda x, m: aten.exp2.default(x), low=-8.0, high=0.0, tolerance=2e-3),
+    "log1p": Case(lambda x, m: aten.log1p.default(x), low=-0.9, high=50.0, tolerance=1e-3),
 }
 
 CONTRACTIONS = {
@@ -92,6 +113,17 @@ CONTRACTIONS = {
     ),
     "layer_norm_bare": Case(lambda x, m: aten.layer_norm.default(x, [8]), tolerance=5e-3),
     "rms_norm": Case(lambda x, m: aten.rms_norm.default(x, [8], m.w, 1e-6), parameters={"w": (8,)}, tolerance=5e-3),
+    "deviation_norm": Case(
+        lambda x, m: _deviation_norm(x, [8], m.w, m.b, 1e-5, True, "added"),
+        parameters={"w": (8,), "b": (8,)},
+        tolerance=5e-3,
+    ),
+    "deviation_norm_large_eps": Case(
+        lambda x, m: _deviation_norm(x, [8], None, None, 0.7, False, "added"), tolerance=5e-3
+    ),
+    "deviation_norm_at_least": Case(
+        lambda x, m: _deviation_norm(x, [8], m.w, None, 1.7, False, "at_least"), parameters={"w": (8,)}, tolerance=5e-3
+    ),
     "sum": Case(lambda x, m: aten.sum.dim_IntList(x, [-1], True)),
     "sum_all": Case(lambda x, m: aten.sum.default(x), tolerance=5e-4),
     "mean": Case(lambda x, m: aten.mean.dim(x, [-1])),
@@ -186,6 +218,14 @@ SIGNATURES = {
     "clamp weight": Case(lambda x, m: aten.clamp.Tensor(x, None, m.w), parameters={"w": (8,)}),
     "clamp_min tensor": Case(lambda x, m: aten.clamp_min.Tensor(x, _LOW)),
     "clamp_max": Case(lambda x, m: aten.clamp_max.default(x, 0)),
+    "softplus sharp": Case(lambda x, m: aten.softplus.default(x, 2.5), tolerance=5e-4),
+    "softplus flat": Case(lambda x, m: aten.softplus.default(x, 0.25, 30), tolerance=2.5e-3),
+    "softplus with a step": Case(lambda x, m: aten.softplus.default(x, 2, 1), tolerance=5e-4),
+    "softplus with a step below": Case(lambda x, m: aten.softplus.default(x, 1, -1), tolerance=6e-4),
+    "elu alpha": Case(lambda x, m: aten.elu.default(x, 2.5), tolerance=1.5e-3),
+    "elu upside down": Case(lambda x, m: aten.elu.default(x, -1.5), tolerance=9e-4),
+    "elu scales": Case(lambda x, m: aten.elu.default(x, 1.5, 0.5, 3), tolerance=6e-4),
+    "celu by default": Case(lambda x, m: aten.celu.default(x), tolerance=6e-4),
     "leaky_relu by default": Case(lambda x, m: aten.leaky_relu.default(x)),
     "leaky_relu reversed": Case(lambda x, m: aten.leaky_relu.default(x, -0.5)),
     "prelu by channel": Case(lambda x, m: aten.prelu.default(x, m.w), parameters={"w": (3,)}),

@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import aero_compile
+from aero_compile.errors import InputError
 from aero_compile.retrain import retrain
 from tests.support.tiny_runs import (
     CONTEXT,
@@ -20,6 +21,7 @@ from tests.support.tiny_runs import (
     regularized,
     same_tensors,
     softmax_only,
+    tiny_gpt2,
 )
 
 
@@ -58,3 +60,22 @@ def test_half_precision_weights_are_trained_and_saved(tmp_path: Path) -> None:
     assert losses[-1] < losses[0] - 0.2
     loaded = aero_compile.load(result.output_dir / "artifact")
     assert same_tensors(loaded, result.model)
+
+
+def test_a_frozen_model_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """As PEFT's `merge_and_unload` leaves it; with a recipe and without."""
+    frozen = tiny_gpt2().requires_grad_(False)
+    for number, recipe in enumerate((None, "relu")):
+        args = evaluating(tmp_path / f"run{number}", max_steps=1)
+        with pytest.raises(InputError, match=r"model .*: all \d+ weights are frozen .*requires_grad_\(True\)"):
+            retrain(regularized(recipe=recipe), args, model=frozen, datasets=blocks())
+        assert not (tmp_path / f"run{number}" / "run.json").exists()
+
+
+def test_a_partly_frozen_model_is_trained_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    partly = tiny_gpt2().requires_grad_(False)
+    partly.transformer.ln_f.requires_grad_(True)
+    result = retrain(regularized(), evaluating(tmp_path / "run", max_steps=1), model=partly, datasets=blocks())
+    assert "weights are frozen, trained are" in caplog.text
+    assert "ln_f" in caplog.text
+    assert torch.equal(result.model.get_parameter("transformer.wte.weight"), partly.transformer.wte.weight)

@@ -118,7 +118,62 @@ def test_padding_does_not_count(pair: Any) -> None:
         assert float(long[name]) == pytest.approx(float(short[name]), rel=1e-6)
 
 
-@pytest.mark.parametrize("name", by_default(tiny_models.EVERY, "gpt2-eager"))
+def test_padding_does_not_count_where_blocks_run_on_rows() -> None:
+    """OPT adds the outputs of its feed-forward blocks as `[B·T, d]`."""
+    teacher = copy.deepcopy(tiny_models.captured("opt-sdpa"))
+    student = copy.deepcopy(teacher)
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.mul_(1.1)
+    distiller = Distiller(teacher, student, Distillation(hidden=1.0))
+    ids = tiny_models.tokens(2, 6)
+    padded, mask = torch.cat([ids, ids[:, :2]], 1), torch.ones(2, 8, dtype=torch.int64)
+    mask[:, 6:] = 0
+    with torch.no_grad():
+        short = distiller.compare(distiller.run(student, ids), ids, None)["hidden"]
+        long = distiller.compare(distiller.run(student, padded, attention_mask=mask), padded, mask)["hidden"]
+    assert float(long) == pytest.approx(float(short), rel=1e-6)
+
+
+class TimeFirst(nn.Module):
+    """A decoder of two blocks whose residual stream is `[T, B, d]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(4))
+        self.qkv, self.out = (nn.ModuleList(nn.Linear(16, n) for _ in range(2)) for n in (48, 16))
+        self.up, self.down = (nn.ModuleList(nn.Linear(m, n) for _ in range(2)) for m, n in ((16, 24), (24, 16)))
+        self.outputs: list[Tensor] = []
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        (batch, length), outputs = input_ids.shape, []
+        x = self.embedding(input_ids).transpose(0, 1)
+        for i in range(2):
+            q, k, v = (
+                part.reshape(length, batch, 2, 8).permute(1, 2, 0, 3)
+                for part in self.qkv[i](self.norms[2 * i](x)).chunk(3, -1)
+            )
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.out[i](mixed.permute(2, 0, 1, 3).reshape(length, batch, 16))
+            x = x + self.down[i](F.gelu(self.up[i](self.norms[2 * i + 1](x))))
+            outputs.append(x)
+        if not self.training:
+            self.outputs = outputs
+        return self.head(x.transpose(0, 1))  # type: ignore[no-any-return]
+
+
+def test_block_outputs_of_a_model_that_puts_time_first() -> None:
+    source = TimeFirst()
+    model, ids = aero_compile.transform(source, "baseline"), torch.arange(10).reshape(2, 5)
+    with torch.no_grad():
+        source.eval()(ids)
+        out = _run_tapped(model.eval(), ids, Distillation(hidden=1.0))
+    for own, expected in zip(out["inside"]["hidden"], source.outputs, strict=True):
+        torch.testing.assert_close(own, expected.transpose(0, 1), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", by_default(tiny_models.EVERY, "gpt2-eager", "opt-sdpa"))
 def test_block_outputs_are_found_by_structure(name: str) -> None:
     """What blocks of the source give, whatever they are called; families without blocks give them as many values."""
     model, source = tiny_models.captured(name), copy.deepcopy(tiny_models.source(name))
@@ -127,6 +182,7 @@ def test_block_outputs_are_found_by_structure(name: str) -> None:
         out = _run_tapped(copy.deepcopy(model).eval(), ids, Distillation(hidden=1.0, attention=1.0))
     hidden = out["inside"]["hidden"]
     assert len(hidden) == model.num_layers
+    assert all(each.shape[:2] == ids.shape for each in hidden)
     found: list[Tensor] = []
     for prefix in block_prefixes([each.name for each in model.structure.attentions]):
         block = dict(source.named_modules()).get(prefix)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from transformers.trainer_utils import SchedulerType
 
 import aero_compile
 from aero_compile.entropy import EntropyRegularizedModel
@@ -55,6 +56,26 @@ def test_accumulation_equals_the_large_batch(tmp_path: Path) -> None:
     logged = [[m["loss"] for m in result.history if "loss" in m] for result in results]
     assert logged[0] == pytest.approx(logged[1], rel=1e-4)
     assert "penalty" not in results[0].history[0]
+
+
+_KWARGS: dict[str, Any] = {
+    "cosine_with_min_lr": {"min_lr": 1e-5},
+    "cosine_warmup_with_min_lr": {"min_lr": 1e-5},
+    "warmup_stable_decay": {"num_decay_steps": 1},
+}
+
+
+@pytest.mark.parametrize("kind", [one.value for one in SchedulerType if "plateau" not in one.value and one != "greedy"])
+def test_a_run_that_is_all_warm_up_trains(kind: str, tmp_path: Path) -> None:
+    """One step, of which the share 0.05 is a step of warm-up; and two of two. No schedule divides by what is left."""
+    for steps, warmup in ((1, 0.05), (2, 2)):
+        changes = {"max_steps": steps, "warmup_steps": warmup, "lr_scheduler_kwargs": _KWARGS.get(kind)}
+        args = arguments(tmp_path / str(steps), lr_scheduler_type=kind, **changes)
+        result = retrain(regularized(), args, model=softmax_only(), datasets=blocks())
+        rates = [each["learning_rate"] for each in result.history if "learning_rate" in each]
+        assert len(rates) == steps
+        assert max(rates) > 0
+        assert not same_tensors(result.model, softmax_only())
 
 
 def test_weight_decay_spares_everything_but_matrices(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,12 @@ import pytest
 from transformers import GPT2Config
 
 from aero_compile.__main__ import main
-from aero_compile.errors import InputError
+from aero_compile.errors import AeroError, InputError
 from aero_compile.recipe.recipe import parse_pass, resolve
-from aero_compile.training import models
+from aero_compile.training import hub_access, models
 from aero_compile.training.models import continued_weight, find_model, find_shape, parse_overrides, with_length
+from aero_compile.training.sources import load_hub, open_stream
+from aero_compile.training.tokenizer import load_tokenizer
 from tests.support.tiny_runs import same_tensors, tiny_gpt2
 
 
@@ -73,7 +77,7 @@ def test_no_network_is_noticed_at_once_and_the_way_out_is_named(monkeypatch: pyt
 
     monkeypatch.setattr("socket.create_connection", unreachable)
     monkeypatch.setattr("urllib.request.getproxies", dict)
-    models._hub_answers.cache_clear()
+    hub_access.hub_answers.cache_clear()
     try:
         for load in (lambda: find("absent-org/absent").build(0, None), lambda: find_shape("absent-org/absent", 16)):
             with pytest.raises(InputError, match="Hub does not answer"):
@@ -81,8 +85,50 @@ def test_no_network_is_noticed_at_once_and_the_way_out_is_named(monkeypatch: pyt
         with pytest.raises(InputError, match=r"--from-scratch \(the shapes tiny, gpt2"):
             find("absent-org/absent").build(0, None)
     finally:
-        models._hub_answers.cache_clear()
+        hub_access.hub_answers.cache_clear()
     assert len(tried) <= 1
+
+
+def test_no_look_up_goes_to_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does any wait: the clients of the Hub and of datasets would try again for minutes."""
+    import datasets
+    from huggingface_hub import constants
+
+    asked: list[Any] = []
+    monkeypatch.setattr("socket.getaddrinfo", lambda *address, **_: asked.append(address))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub_access, "hub_answers", lambda: False)
+    name = "absent-org/absent"
+    for load in (
+        lambda: find(name).build(0, None),
+        lambda: find_shape(name, 16),
+        lambda: load_tokenizer(name),
+        lambda: load_hub(name, None, None),
+        lambda: open_stream(name, None, None),
+    ):
+        with pytest.raises(AeroError, match=r"the Hugging Face Hub does not answer, and no copy of it"):
+            load()
+    with pytest.raises(AeroError, match="no such file or folder"):
+        load_tokenizer("nowhere.json")
+    assert asked == []
+    assert (constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE) == (False, False)
+
+
+def test_a_name_that_is_looked_up_for_ever_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The look-up of a host's name has no limit of its own; neither has a proxy that is dead."""
+    stop = threading.Event()
+
+    def _never(*address: Any, **options: Any) -> None:
+        stop.wait(30)
+        raise OSError("too late")
+
+    monkeypatch.setattr("socket.create_connection", _never)
+    monkeypatch.setattr(hub_access, "TRY_SECONDS", 0.2)
+    began = time.monotonic()
+    assert not hub_access._connects("nowhere.example", 443)
+    assert time.monotonic() - began < 5
+    stop.set()
 
 
 def test_a_census_needs_no_weights(tmp_path: Path) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
 from aero_compile.errors import InputError
-from aero_compile.retrain import RetrainOptions
+from aero_compile.retrain import RetrainArguments, RetrainOptions, main
 from aero_compile.training.check_arguments import check_weights_type
-from tests.support.tiny_runs import evaluating, regularized
+from aero_compile.training.ranges import Range, ranges_of
+from aero_compile.training.trainer_arguments import TRAINER_RANGES
+from tests.support.tiny_runs import arguments, evaluating, regularized
 
 
 def test_default_weight_follows_the_recipe() -> None:
@@ -41,6 +44,67 @@ def test_default_weight_follows_the_recipe() -> None:
 def test_options_out_of_range(changes: dict[str, Any]) -> None:
     with pytest.raises(InputError):
         RetrainOptions(**changes)
+
+
+def outside(allowed: Range) -> list[Any]:
+    """Numbers that no option may have, and the nearest ones beyond this range's ends."""
+    wrong = [math.nan, math.inf, -math.inf, "3", True, *allowed.without]
+    wrong += [] if math.isinf(allowed.least) else [allowed.least - 1, allowed.least - 1e-9]
+    wrong += [] if math.isinf(allowed.most) else [allowed.most + 1]
+    wrong += [] if math.isinf(allowed.whole_from) and allowed.whole_from > 0 else [max(allowed.least, 1) + 0.5]
+    wrong += [allowed.least + 3.0] if allowed.whole_from == -math.inf else []
+    return [each for each in wrong if each != allowed.also]
+
+
+OURS, TRAINERS = ranges_of(RetrainOptions), TRAINER_RANGES
+
+
+@pytest.mark.parametrize("name", [*OURS, *TRAINERS])
+def test_no_number_outside_its_range(name: str, tmp_path: Path) -> None:
+    """From Python; the message names the flag and the number."""
+    flag = "--lambda" if name == "entropy_weight" else f"--{name.replace('_', '-')}"
+    for wrong in outside(OURS[name] if name in OURS else TRAINERS[name]):
+        with pytest.raises(InputError, match=f"^{flag} must be .*, not {re.escape(str(wrong))}$"):
+            RetrainOptions(**{name: wrong}) if name in OURS else arguments(tmp_path, **{name: wrong})
+
+
+def test_every_number_has_a_range() -> None:
+    """Of our options all; of Trainer's all but those that a run does not read or whose every number says something."""
+    kinds = get_type_hints(RetrainOptions)
+    numbers = {name for name, kind in kinds.items() if kind in (int, float, int | None, float | None)}
+    assert numbers == set(OURS)
+    kinds = get_type_hints(RetrainArguments)
+    numbers = {name for name, kind in kinds.items() if kind in (int, float, int | None, float | None)}
+    refused = {"label_smoothing_factor", "neftune_noise_alpha"}
+    assert numbers - set(TRAINERS) - refused == {"local_rank"}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--max-steps -5",
+        "--max-steps=-2",
+        "--per_device_train_batch_size -1",
+        "--learning-rate -1e-3",
+        "--learning_rate nan",
+        "--context -8",
+        "--lambda nan",
+        "--gamma -0.1",
+        "--warmup-steps 2.5",
+        "--save-steps 0",
+        "--vocab-size 256",
+        "--global-batch-size 0",
+        "--num-train-epochs inf",
+    ],
+)
+def test_senseless_numbers_are_refused_by_their_flag(
+    flags: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*flags.split(), "--output-dir", str(tmp_path / "run"), "--use-cpu"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {re.split('[ =]', flags)[0].replace('_', '-')} must be ")
+    assert error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,23 @@ from typing import Any
 
 import pytest
 
-from aero_compile.errors import InputError
+import aero_compile
+from aero_compile.errors import InputError, RecipeError
+from aero_compile.passes.softmax_temperature import SoftmaxTemperature
+from aero_compile.recipe.named import entries
+from aero_compile.recipe.recipe import resolve
 from aero_compile.retrain import main
+from aero_compile.training.batch import divide_batch
 from aero_compile.training.command_line import parse_command_line
+from aero_compile.training.models import choose_recipe, find_model, parse_overrides
 from aero_compile.training.options import RetrainOptions
 from aero_compile.training.presets import PRESETS, preset_flags
 from aero_compile.training.stages import expand, parse_stages
+from benchmarks.lib.paper import paper_rows
+from tests.support.budgets import by_default
 from tests.support.tiny_runs import captured
 
+ROWS = ("SM+LN+G", "SM+LN+R", "SM+G", "SM+R", "SM+ScFFN", "EReg(SM+G)", "EReg(SM+R)", "EReg(SM(t)+ScFFN)")
 GIVEN = {"languini": ["--dataset", "books"]}
 
 
@@ -31,22 +40,99 @@ def test_every_flag_of_a_preset_is_what_is_parsed(name: str) -> None:
         found = getattr(options if hasattr(options, names.get(flag, flag)) else args, names.get(flag, flag))
         if flag == "lr_scheduler_kwargs":
             assert found == json.loads(str(value))
+        elif flag == "config_overrides":
+            assert found == f"n_positions={options.context},{value}"
         else:
             assert found == value, flag
     assert options.preset == name
 
 
+def archs() -> list[str]:
+    """Every architecture that the paper's tables print, and every recipe of ours by its label."""
+    printed = [label for row in paper_rows() for label in (row.arch, row.label)]
+    regularized = ["EReg(SM+G)", "EReg(SM+R)", "EReg(SM)", "EReg(SM+ScFFN)", "EReg(SM(t)+ScFFN)"]
+    return list(dict.fromkeys([*printed, *regularized, *(entry.label for entry in entries())]))
+
+
+@pytest.mark.parametrize(("name", "weight", "start"), [("codeparrot", 1e-5, 0.01), ("languini", 5e-5, 0.1)])
+def test_every_label_is_a_row_of_the_paper(name: str, weight: float, start: float) -> None:
+    """λ and its listing for EReg(…) alone, γ by the paper's two tables, a temperature where there is one."""
+    assert {"SM+LN+G", "SM+LN+R", "SM+G", "SM+R", "SM+ScFFN", "EReg(SM+R)"} < set(archs())
+    for label in archs():
+        options, args = parsed("--preset", name, *GIVEN.get(name, []), "--recipe", label)
+        recipe = choose_recipe(options, already=False)
+        assert recipe is not None, label
+        starts = [one.init for one in recipe.passes if isinstance(one, SoftmaxTemperature)]
+        assert starts == ([start] if "(t" in label else []), label
+        assert options.weight == (weight if label.startswith("EReg(") else 0.0), label
+        if label.startswith("EReg("):
+            assert options.gamma == (0.1 if label == "EReg(SM+R)" else 0.2), label
+            assert (options.entropy_reduction, options.listing_blocks) == ("listing", 32), label
+        else:
+            assert options.entropy_weight is None, label
+        assert options.global_batch_size == 128, label
+        divide_batch(options.global_batch_size, args)
+        assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 128, label
+
+
+def test_a_preset_follows_what_else_is_asked_for() -> None:
+    """λ on the command line, the other form of the penalty, another context, depth and model."""
+    options, _ = parsed("--preset", "codeparrot", "--recipe", "SM+R", "--lambda", "2e-5")
+    assert (options.weight, options.gamma, options.entropy_reduction) == (2e-5, 0.1, "listing")
+    options, _ = parsed("--preset", "codeparrot", "--lambda", "0")
+    assert (options.weight, options.entropy_reduction) == (0.0, "algorithm")
+    options, _ = parsed("--preset", "codeparrot", "--entropy_reduction=algorithm")
+    assert (options.weight, options.listing_blocks) == (0.05, None)
+    options, _ = parsed("--preset", "codeparrot", "--context", "256", "--config-overrides", "n_layer=18")
+    assert parse_overrides(options.config_overrides) == {
+        "n_positions": 256,
+        "resid_pdrop": 0,
+        "embd_pdrop": 0,
+        "attn_pdrop": 0,
+        "n_layer": 18,
+    }
+    for model, positions in (("gpt2", 64), ("pythia-70m", 2048)):
+        options, _ = parsed("--preset", "codeparrot", "--model", model, "--context", "64", "--recipe", "SM+R")
+        source = find_model(options.model, from_scratch=True, overrides=options.config_overrides, context=64)
+        assert source.positions == positions
+    with pytest.raises(RecipeError, match="SM\\+R"):
+        parsed("--preset", "codeparrot", "--recipe", "SM+RR")
+
+
+@pytest.mark.parametrize("recipe", by_default(ROWS, "SM+LN+G", "EReg(SM+R)", "EReg(SM(t)+ScFFN)"))
+@pytest.mark.parametrize("name", by_default(("codeparrot", "languini"), "codeparrot"))
+def test_one_step_of_the_papers_rows(name: str, recipe: str, tmp_path: Path) -> None:
+    """One command of a preset in small; one step, which a polynomial schedule with a warm-up could not divide."""
+    corpus = tmp_path / "text"
+    corpus.mkdir()
+    for i in range(12):
+        (corpus / f"{i}.py").write_text(f"def g{i}(y):\n    return {i} * y\n" * (2 + i % 4), encoding="utf-8")
+    small = ["--context", "8", "--vocab-size", "270", "--tokenizer", "train", "--max-steps", "1", "--use-cpu"]
+    small += ["--config-overrides", "n_layer=1,n_embd=16,n_head=2", "--global-batch-size", "4"]
+    run = ["--preset", name, "--dataset", str(corpus), "--recipe", recipe, "--output-dir", str(tmp_path / "run")]
+    assert main([*run, *small]) == 0
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    first = next(each for each in metrics if "loss" in each)
+    assert ("penalty" in first) == recipe.startswith("EReg(")
+    assert aero_compile.load(tmp_path / "run" / "artifact").recipe == "".join(
+        resolve(recipe).text.replace("softmax-temperature", "softmax-temperature{init=%g}")
+        % ({"codeparrot": 0.01, "languini": 0.1}[name] if "(t)" in recipe else ())
+    )
+
+
 def test_the_papers_settings() -> None:
     """The section on hyperparameters, the appendix on the margin, and 1.2 billion tokens of Languini."""
-    codeparrot, args = parsed("--preset", "codeparrot")
+    codeparrot, _ = parsed("--preset", "codeparrot")
     assert (codeparrot.weight, codeparrot.temperature_init, codeparrot.gamma) == (1e-5, 0.01, 0.2)
-    assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 128
+    assert codeparrot.global_batch_size == 128
     languini, args = parsed("--preset", "languini", "--dataset", "books")
     assert (languini.weight, languini.temperature_init, languini.context) == (5e-5, 0.1, 512)
-    tokens = args.max_steps * args.per_device_train_batch_size * args.gradient_accumulation_steps * languini.context
+    assert languini.global_batch_size is not None
+    tokens = args.max_steps * languini.global_batch_size * languini.context
     assert tokens == pytest.approx(1.2e9, rel=0.01)
-    free, args = parsed("--preset", "ln-free-gpt2")
-    assert args.per_device_train_batch_size * args.gradient_accumulation_steps * free.context == 2**19
+    free, _ = parsed("--preset", "ln-free-gpt2")
+    assert free.global_batch_size is not None
+    assert free.global_batch_size * free.context == 2**19
     stages = parse_stages(free.stages)
     assert sum(one.steps * (1 if one.each is None else 12) for one in stages) == 300  # of 12 layers
     assert [one.text for one in expand(stages, captured())] == [
@@ -71,7 +157,7 @@ def test_flags_on_the_command_line_win(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_scales_keep_shares_and_at_least_one_step() -> None:
-    flags, changed = preset_flags("ln-free-gpt2", 0.1, set())
+    flags, changed = preset_flags("ln-free-gpt2", 0.1, {})
     stages = [one.steps for one in parse_stages(str(flags["stages"]))]
     assert stages == [2, 1, 1, 1, 20]
     assert any("[20, 2, 2, 3, 196] → [2, 1, 1, 1, 20], of all 300 → 58" in each for each in changed)
@@ -79,11 +165,11 @@ def test_scales_keep_shares_and_at_least_one_step() -> None:
     assert flags["max_train_tokens"] == round(160e6 * 58 / 300)
     assert flags["warmup_steps"] == round(25 * 58 / 300)
     for scale in (0.001, 0.01, 0.3, 1.0):
-        flags = preset_flags("ln-free-gpt2", scale, set())[0]
+        flags = preset_flags("ln-free-gpt2", scale, {})[0]
         steps = sum(one.steps * (1 if one.each is None else 12) for one in parse_stages(str(flags["stages"])))
         assert int(flags["max_train_tokens"]) >= steps * 2**19
-    assert preset_flags("codeparrot", 0.1, set())[0]["warmup_steps"] == 0.05
-    assert preset_flags("tiny", 1.0, set()) == (dict(PRESETS["tiny"].flags), [])
+    assert preset_flags("codeparrot", 0.1, {})[0]["warmup_steps"] == 0.05
+    assert preset_flags("tiny", 1.0, {}) == (dict(PRESETS["tiny"].flags), [])
 
 
 @pytest.mark.parametrize(
@@ -92,7 +178,7 @@ def test_scales_keep_shares_and_at_least_one_step() -> None:
         (["--preset", "code-parrot"], "unknown"),
         (["--preset", "languini"], "needs --dataset"),
         (["--preset", "tiny", "--scale", "0"], "above 0 and at most 1"),
-        (["--preset", "tiny", "--scale", "small"], "is no number"),
+        (["--preset", "tiny", "--scale", "small"], "--scale: invalid float value"),
         (["--scale", "0.1"], "give --preset too"),
     ],
 )

@@ -87,10 +87,15 @@ class Loaded(_Order):
 
 
 class Met(_Order):
-    """The other party is there and agrees, or is set up, after so many seconds."""
+    """The other party is there and agrees, or is set up, after so many seconds.
+
+    `bytes`, `messages`: of the set-up, in both directions.
+    """
 
     kind: Literal["met"] = "met"
     seconds: float
+    bytes: int = 0
+    messages: int = 0
 
 
 class Computed(_Order):

@@ -97,13 +97,14 @@ class SessionParty:
             return self._prepare(order)
         if isinstance(order, Load | Take):
             return (self._load(order) if isinstance(order, Load) else self._take(order)), b""
-        started = time.perf_counter()
+        started, spent = time.perf_counter(), {"bytes": 0, "messages": 0}
         if isinstance(order, Meet):
             self._meet(order.seconds)
         else:
-            self._first().set_up()
+            spent = self._first().set_up()
             self._link.barrier()
-        return Met(seconds=time.perf_counter() - started), b""
+        seconds = time.perf_counter() - started
+        return Met(seconds=seconds, bytes=spent["bytes"], messages=spent["messages"]), b""
 
     def _load(self, order: Load) -> Loaded:
         for held in order.programs:

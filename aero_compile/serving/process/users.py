@@ -24,18 +24,18 @@ def find_user(name: str) -> User:
         InputError: this process is not root's, there is no such user, or it is root.
     """
     if os.geteuid() != 0:
-        raise InputError(f"--user {name}: root alone can do that for sessions; start the server as {name} instead")
+        raise InputError(f"user={name}: root alone can do that for sessions; start the server as {name} instead")
     try:
         account = pwd.getpwuid(int(name)) if name.isdecimal() else pwd.getpwnam(name)
         found = User(account.pw_uid, account.pw_gid)
     except KeyError as error:
         if not name.isdecimal():
-            raise InputError(f"--user {name}: there is no such user on this machine") from error
+            raise InputError(f"user={name}: there is no such user on this machine") from error
         found = User(int(name), int(name))
     if found.uid == 0 or found.gid == 0:
-        raise InputError(f"--user {name}: that is root, or in root's group; name a user without rights")
+        raise InputError(f"user={name}: that is root, or in root's group; name a user without rights")
     if max(found.uid, found.gid) >= 2**32 - 1:
-        raise InputError(f"--user {name}: there is no such number of a user")
+        raise InputError(f"user={name}: there is no such number of a user")
     return found
 
 

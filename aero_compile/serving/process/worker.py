@@ -14,6 +14,7 @@ from typing import BinaryIO, TypeVar
 
 from aero_compile import errors
 from aero_compile.errors import AeroError, PartyError
+from aero_compile.runtime.generation.bill import Cost
 from aero_compile.runtime.roles import ROLES
 from aero_compile.serving.process.memory import watch_memory
 from aero_compile.serving.process.orders import (
@@ -108,9 +109,10 @@ class Worker:
         late = f"the {ROLES[1 - self.rank]}'s party did not link up within {seconds:g} s"
         return (await self._ask(Meet(seconds=seconds), seconds, Met, late)).seconds
 
-    async def set_up(self, seconds: float) -> float:
-        """Let it make keys and transfers with the other party; returns the seconds that it took."""
-        return (await self._ask(SetUp(), seconds, Met)).seconds
+    async def set_up(self, seconds: float) -> Cost:
+        """Let it make keys and transfers with the other party; returns what that took."""
+        met = await self._ask(SetUp(), seconds, Met)
+        return Cost(met.bytes, met.messages, met.seconds)
 
     async def compute(self, order: Compute | Advance | Prepare, seconds: float) -> tuple[Computed, bytes]:
         """Let it run a forward or a step, or prepare one; the report, and the logits' bytes at the client.

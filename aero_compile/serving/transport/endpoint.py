@@ -17,9 +17,9 @@ from aero_compile.errors import InputError, PartyError
 from aero_compile.runtime.hosts.link import PORT_TAKEN, parse_address
 from aero_compile.runtime.hosts.tls import TLSConfig, explain
 from aero_compile.runtime.hosts.tunnel import accepted, what_failed
-from aero_compile.serving.transport.messages import FIRST, Hello, Link
+from aero_compile.serving.transport.messages import FIRST, Hello, Link, Refused
 from aero_compile.serving.transport.revocation import REVOKED, Revocations
-from aero_compile.serving.transport.wire import CHUNK, LARGEST_FIRST, Channel
+from aero_compile.serving.transport.wire import CHUNK, LARGEST_FIRST, LENGTH, PLAIN_HERE, Channel
 
 SHAKE_SECONDS = 10.0
 """Time for the handshake and the first message."""
@@ -98,20 +98,38 @@ def _dialling(tls: TLSConfig | None, address: str) -> ssl.SSLContext | None:
         raise PartyError(f"{address} is not called: {error}") from error
 
 
-def listen(address: str) -> socket.socket:
-    """A socket that listens at "host:port"; port 0 is not one.
+def reserve(address: str) -> socket.socket:
+    """Take "host:port" for a socket that does not listen yet, so that callers are told that nobody does.
 
     Raises:
-        InputError: no address.
+        InputError: no address; port 0 is not one.
         PartyError: the port is taken, or the address is not of this machine.
     """
     host, port = parse_address(address)
+    family = _family(host) or socket.AF_INET
+    taken = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener = socket.create_server((host, port), family=_family(host) or socket.AF_INET, backlog=UNKNOWN)
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            taken.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        taken.bind((host, port))
+    except OSError as error:
+        taken.close()
+        raise PartyError(f"cannot listen on {address}: {PORT_TAKEN}") from error
+    return taken
+
+
+def listen(taken: socket.socket, address: str) -> None:
+    """Let callers in at a socket that has the address.
+
+    Raises:
+        PartyError: somebody else listens there by now.
+    """
+    try:
+        taken.listen(UNKNOWN)
     except OSError as error:
         raise PartyError(f"cannot listen on {address}: {PORT_TAKEN}") from error
-    listener.setblocking(False)
-    return listener
+    taken.setblocking(False)
 
 
 class Port:
@@ -209,6 +227,7 @@ class Port:
     async def _shake_hands(self, near: socket.socket) -> Channel:
         loop = asyncio.get_running_loop()
         context = self._context(near)
+        await _refuse_other_way(near, context is not None)
         reader = asyncio.StreamReader(limit=CHUNK, loop=loop)
         protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
         timeout = None if context is None else SHAKE_SECONDS
@@ -218,6 +237,43 @@ class Port:
         writer = asyncio.StreamWriter(transport, protocol, reader, loop)
         _no_delay(writer)
         return Channel(reader, writer, self._silence)
+
+
+_HELLO = b"\x16\x03"
+"""How a client of TLS begins."""
+
+_NO_TLS = b"\x15\x03\x01\x00\x02\x02\x46"
+"""A fatal alert of TLS, "protocol version" (RFC 8446, section 6): what a client without TLS knows an end with it by."""
+
+
+async def _refuse_other_way(near: socket.socket, tls: bool) -> None:
+    """Refuse a caller with TLS where this end has none, or the reverse, so that both ends can say why.
+
+    Raises:
+        PartyError: its first bytes are not those of this end's way; the connection is closed.
+    """
+    loop = asyncio.get_running_loop()
+    begun: asyncio.Future[None] = loop.create_future()
+    try:
+        loop.add_reader(near, _settle, begun)
+        try:
+            await begun
+        finally:
+            loop.remove_reader(near)
+        first = near.recv(len(_HELLO), socket.MSG_PEEK)
+        if first and (first == _HELLO) is not tls:
+            near.recv(LARGEST_FIRST)  # what is unread when a connection is closed would take the answer away
+            refusal = Refused(reason="tls", message=PLAIN_HERE).model_dump_json().encode()
+            await loop.sock_sendall(near, _NO_TLS if tls else LENGTH.pack(len(refusal)) + refusal)
+            raise PartyError(PLAIN_HERE if not tls else "it speaks no TLS, and this end does: give tls= there")
+    except BaseException:
+        near.close()
+        raise
+
+
+def _settle(begun: asyncio.Future[None]) -> None:
+    if not begun.done():
+        begun.set_result(None)
 
 
 def _name(writer: asyncio.StreamWriter) -> str:

@@ -33,6 +33,8 @@ LENGTH = struct.Struct("!I")
 _TLS_RECORDS = (b"\x15\x03", b"\x16\x03")
 """How an alert and a greeting of TLS begin."""
 
+PLAIN_HERE = "it speaks TLS, and this end does not: give tls= here, or insecure_plain=True there"
+
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -147,5 +149,5 @@ def _told(silence: float) -> Iterator[None]:
 
 def _too_long(head: bytes, length: int, largest: int) -> str:
     if head[:2] in _TLS_RECORDS:
-        return "it speaks TLS, and this end does not: give the certificates here, or turn TLS off there"
+        return PLAIN_HERE
     return f"it announces a message of {length:,} bytes; at most {largest:,} are read"

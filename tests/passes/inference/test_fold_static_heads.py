@@ -12,7 +12,7 @@ from aero_compile.passes.inference.fold_expressions import FoldExpressions
 from aero_compile.passes.inference.fold_static_heads import FoldStaticHeads
 from aero_compile.pipeline import run_passes
 from tests.support import tiny_models
-from tests.support.budgets import by_default
+from tests.support.budgets import by_default, by_pairs
 from tests.support.tiny_models import WIDTH, all_logits, captured, tokens, transformed
 
 aten = torch.ops.aten
@@ -65,9 +65,13 @@ def test_what_is_multiplied() -> None:
     assert any("server's" in text for text in private.reports[-1].left)
 
 
-@pytest.mark.parametrize("name", by_default(tiny_models.EVERY, "gpt2-eager"))
-@pytest.mark.parametrize("recipe", by_default(("softmax_only", "baseline", "scaled_ffn"), "softmax_only", "baseline"))
-@pytest.mark.parametrize("heads", by_default(("all", "0.*", "1.*+0.0"), "0.*", "1.*+0.0"))
+GATED = [("gpt2-eager", recipe, heads) for recipe in ("softmax_only", "baseline") for heads in ("0.*", "1.*+0.0")]
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "heads"),
+    by_pairs(tiny_models.EVERY, ("softmax_only", "baseline", "scaled_ffn"), ("all", "0.*", "1.*+0.0"), *GATED),
+)
 def test_all_exact_passes(name: str, recipe: str, heads: str) -> None:
     """To the last bit but rounding, at shapes of any size, for all positions and for the last."""
     model = transformed(name, f"{recipe},static-attention{{heads={heads}}}")

@@ -9,16 +9,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 
 from aero_compile.errors import InputError
-from aero_compile.runtime.arithmetic.approximations import activation, approximations, left_over, squares_for
+from aero_compile.runtime.arithmetic.approximations import (
+    ACTIVATION_NAMES,
+    activation,
+    approximations,
+    exponential_unit,
+    left_over,
+    squares_for,
+)
 from aero_compile.runtime.arithmetic.logarithm import logarithm
 from aero_compile.runtime.arithmetic.tolerances import Tolerances
 from tests.support.two_parties import bytes_of, in_two_parties
 
 pytest.importorskip("jax")
 
-NAMES = ("gelu", "gelu_tanh", "silu", "sigmoid", "tanh")
+NAMES = ACTIVATION_NAMES
 TOLERANCES = (2.5e-3, 1e-3, 2e-4)
 
 
@@ -26,11 +34,14 @@ def reference(name: str, x: Any) -> Any:
     """PyTorch's function, float64."""
     value = torch.tensor(x, dtype=torch.float64)
     if name.startswith("gelu"):
-        return torch.nn.functional.gelu(value, approximate="tanh" if name == "gelu_tanh" else "none").numpy()
+        return functional.gelu(value, approximate="tanh" if name == "gelu_tanh" else "none").numpy()
     functions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-        "silu": torch.nn.functional.silu,
+        "silu": functional.silu,
         "sigmoid": torch.sigmoid,
         "tanh": torch.tanh,
+        "softplus": functional.softplus,
+        "mish": functional.mish,
+        "elu": functional.elu,
     }
     return functions[name](value).numpy()
 
@@ -79,14 +90,32 @@ def test_a_smaller_error_never_costs_less(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_left_over_vanishes_at_infinity(name: str) -> None:
-    t = np.linspace(0, 40, 401)
-    left = left_over(name, t)
-    assert left[-1] == pytest.approx(0.0, abs=1e-15)
-    above = t if name in ("gelu", "gelu_tanh", "silu") else 1.0
-    np.testing.assert_allclose(above - left, reference(name, t), rtol=0, atol=1e-12)
+    t = np.linspace(0, 60, 601)
+    limits: tuple[Any, Any] = {"sigmoid": (0.0, 1.0), "tanh": (-1.0, 1.0), "elu": (-1.0, t)}.get(name, (0.0, t))
+    below, *above = left_over(name, t)
+    assert all(f[-1] == pytest.approx(0.0, abs=1e-15) for f in (below, *above))
+    low = limits[0] - below if name not in ("sigmoid", "tanh", "elu") else limits[0] + below
+    np.testing.assert_allclose(low, reference(name, -t), rtol=0, atol=1e-8)
+    high = np.zeros_like(t) if name == "elu" else above[0] if above else below
+    np.testing.assert_allclose(limits[1] - high, reference(name, t), rtol=0, atol=1e-8)
 
 
 @pytest.mark.parametrize("tolerance", [1e-9, 0.0, -1.0, float("nan")])
 def test_a_tolerance_that_nothing_meets_is_refused(tolerance: float) -> None:
     with pytest.raises(InputError, match=r"no gelu errs by .* or less: 6e-05 is the least"):
         squares_for("gelu", tolerance)
+
+
+@pytest.mark.parametrize("rate", [0.2, 1.0, 3.0])
+def test_rates_stretch_what_follows_relu(rate: float) -> None:
+    """f(rate·x)/rate, with that part of the error; the ends, 0 and numbers far away are as close as the middle."""
+    import jax
+
+    x = np.concatenate([np.linspace(-50, 50, 4001), [-1e4, -1e-6, 0.0, 1e-6, 1e4]])
+    stretched = torch.tensor(x, dtype=torch.float64)
+    with jax.experimental.enable_x64():  # type: ignore[no-untyped-call, unused-ignore]
+        soft = np.asarray(jax.jit(lambda values: activation("softplus", values, 1e-3, rate))(x))
+        unit = np.asarray(jax.jit(lambda values: exponential_unit(values, 1.5, rate, 1e-3))(x))
+    wanted = functional.softplus(stretched, rate).numpy()
+    assert np.abs(soft - wanted).max() <= 1e-3 / rate
+    assert np.abs(unit - np.where(x > 0, x, 1.5 * np.expm1(rate * np.minimum(x, 0)))).max() <= 1.5e-3

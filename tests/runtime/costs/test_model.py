@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import aero_compile
 from aero_compile import TransformedModel, transform
 from aero_compile.errors import InputError
 from aero_compile.runtime.arithmetic.tolerances import Tolerances
@@ -197,3 +198,35 @@ def test_wrong_options(options: dict[str, Any]) -> None:
         costs.estimate(tiny_model(), **({"seq_len": 6} | options))
     with pytest.raises(InputError, match="not str"):
         costs.estimate("gpt2", 6)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("recipe", ["baseline", "SM+R", "softmax_only"])
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_model_that_was_transformed_on_the_meta_device_costs_what_its_shape_does(recipe: str, moved: bool) -> None:
+    """Positions and masks that its graph makes were made for that device, in keywords of ops or as arguments."""
+    import transformers
+
+    fields = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 16, "vocab_size": 64}
+    config = transformers.GPT2Config(**fields, bos_token_id=0, eos_token_id=0)
+    with torch.device("cpu" if moved else "meta"):
+        source = transformers.GPT2LMHeadModel(config)
+    model = aero_compile.transform(source, recipe)
+    model = model.to("meta") if moved else model
+    found = aero_compile.estimate(model, 8)
+    assert all(weight.is_meta for weight in model.parameters())
+    with torch.device("cpu"):
+        real = aero_compile.transform(transformers.GPT2LMHeadModel(config), recipe)
+    generator = torch.Generator().manual_seed(0)
+    for weight in real.parameters():  # none of them special
+        weight.data = 0.02 * torch.randn(weight.shape, generator=generator) + (1.0 if weight.dim() == 1 else 0.0)
+    assert found.bytes == pytest.approx(aero_compile.estimate(real, 8).bytes, rel=0.02)
+
+
+def test_a_buffer_on_the_meta_device_is_named() -> None:
+    import transformers
+
+    fields = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    with torch.device("meta"):
+        source = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields, vocab_size=64))
+    with pytest.raises(InputError, match=r"the buffer \S*inv_freq is on the meta device"):
+        aero_compile.estimate(aero_compile.transform(source, "baseline"), 8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import pytest
@@ -20,7 +19,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "offline": {"offline": True},
     "public, offline": {"public": ("embedding", "head"), "offline": True},
 }
-CASES = [f"{recipe}: {options}" for recipe, options in product(RECIPES, OPTIONS)]
+PAIRS = (("public", "offline"), ("private", "public, offline"))
+"""By turns: with every recipe weights are public and not, and products are prepared and not."""
+CASES = [f"{recipe}: {options}" for number, recipe in enumerate(RECIPES) for options in PAIRS[number % 2]]
 
 
 @pytest.mark.slow  # one of them, and its rounds, is in test_rounds.py

@@ -270,3 +270,13 @@ def test_both_parties_get_the_list_of_revoked_certificates() -> None:
     tls = TLSConfig("own.pem", "own.key", "ca.pem", revoked="revoked.pem")
     assert _tls(tls)[-2:] == ["--tls-revoked", os.path.abspath("revoked.pem")]
     assert "--tls-revoked" not in _tls(replace(tls, revoked=None))
+
+
+@pytest.mark.parametrize("at_once", [0, 1, 99])
+def test_positions_of_a_check_are_refused_before_anything_is_compiled(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = "aero_compile.runtime.generation.private.compile_for_generation"
+    monkeypatch.setattr(module, lambda *given, **options: pytest.fail("it was compiled"))
+    with pytest.raises(InputError, match=rf"at_once must be 2 to \d+, the positions of this text, not {at_once}"):
+        private_generate(small_captured(), PROMPT, 3, "semi2k", guess=lambda text: [1], at_once=at_once)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -65,6 +66,17 @@ def test_a_text_is_filled_once_and_goes_on_token_by_token() -> None:
     assert found.total == Cost(420, 10, 1.5)
     assert found.per_token == Cost(100, 2, 0.25)
     assert "token 4" in str(found)
+
+
+def test_the_set_up_is_in_the_bill_of_the_first_text_alone() -> None:
+    with Session(Sums()) as session:
+        first, second = (session.generate([3, 1, 4], 2) for _ in range(2))
+    assert (first.set_up, second.set_up) == (Cost(1, 1, 1.0), Cost())
+    for bill in (first, second, replace(first, offline=Cost(5, 2, 0.5))):
+        rows = [bill.set_up, bill.offline, bill.prefill, *(token.cost for token in bill.tokens), bill.padding]
+        assert bill.paid == sum(rows, Cost())
+    assert [line.split()[0] for line in str(second).splitlines()[1:]] == ["prompt", "token", "token", "a", "in"]
+    assert str(first).splitlines()[-1] == f"  + set-up  {first.paid}"
 
 
 class Checks(Sums):

@@ -7,6 +7,10 @@ import pytest
 import torch
 
 from aero_compile.runtime.arithmetic.approximations import approximations
+from aero_compile.runtime.lowering.partition import partition
+from aero_compile.runtime.lowering.spu_compile import compile_steps
+from aero_compile.runtime.lowering.to_jax import lower
+from aero_compile.runtime.vetting import check_program
 from tests.support import operator_cases as cases
 from tests.support.budgets import by_default
 from tests.support.runtime_graphs import TokenRows, aten, expected, in_spu
@@ -27,6 +31,17 @@ def test_operator_in_semi2k(name: str) -> None:
     np.testing.assert_allclose(in_spu(model), expected(model), rtol=0, atol=case.tolerance)
 
 
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("name", [*cases.APPROXIMATED, "hardsigmoid", "hardshrink", "softshrink"])
+def test_parties_run_what_activations_compile_to(name: str, small: bool) -> None:
+    """With comparisons in either ring: what a party refuses, neither a rehearsal nor threads notice."""
+    model = cases.ALL[name].build(dtype=torch.float32)
+    part = partition(model, model.logits_graph(), model.ids.shape)
+    reaches = {node.name: 1.0 for node in part.graph.nodes} if small else {}
+    live = lower(part, reaches=reaches, worth=lambda count: small)
+    check_program(compile_steps(live, "cheetah", 64, 18))
+
+
 def _grid(name: str) -> torch.Tensor:
     low, high = approximations()[name].domain
     if low > 0:
@@ -41,6 +56,9 @@ _FUNCTIONS = {
     "silu": lambda x, m: aten.silu.default(x),
     "sigmoid": lambda x, m: aten.sigmoid.default(x),
     "tanh": lambda x, m: aten.tanh.default(x),
+    "softplus": lambda x, m: aten.softplus.default(x),
+    "mish": lambda x, m: aten.mish.default(x),
+    "elu": lambda x, m: aten.elu.default(x),
     "exp": lambda x, m: aten.exp.default(x),
     "reciprocal": lambda x, m: aten.reciprocal.default(x),
     "rsqrt": lambda x, m: aten.rsqrt.default(x),

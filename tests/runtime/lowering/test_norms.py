@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import aero_compile
 from aero_compile.errors import LoweringError
 from aero_compile.runtime.arithmetic.ring import in_words
 from aero_compile.runtime.arithmetic.tolerances import Tolerances
@@ -37,7 +38,9 @@ from aero_compile.runtime.operators.limits import Format
 from aero_compile.runtime.operators.products import NORM_GAIN
 from aero_compile.runtime.program import one_hot
 from benchmarks.lib.two_threads import simulate
+from tests.support.budgets import by_default
 from tests.support.runtime_graphs import TokenRows, aten, expected, in_spu
+from tests.support.small_decoder import Small
 
 pytest.importorskip("spu")
 
@@ -254,3 +257,43 @@ def test_least_of_several_texts_counts() -> None:
     (rows,) = sample.rows.values()
     assert rows.least < 1e-4 < 50 < rows.most
     assert math.isclose(rows.eps, 1e-5)
+
+
+def _with_outlier(function: Callable[[Any], Any], largest: float) -> Any:
+    """A decoder whose norms compute `function`, and one channel of whose tokens is `largest` times as large."""
+    torch.manual_seed(0)
+
+    class Norm(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return function(x)
+
+    model = Small(layers=1)
+    model.norms = torch.nn.ModuleList(Norm() for _ in model.norms)
+    with torch.no_grad():
+        model.embed.weight[:, 5] *= largest
+    return aero_compile.transform(model.eval(), "baseline")
+
+
+def _centered(x: torch.Tensor) -> torch.Tensor:
+    return x - x.mean(-1, keepdim=True)
+
+
+OUTSIDE_OF_ROOT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "std": lambda x: _centered(x) / (x.std(-1, keepdim=True) + 1e-6),
+    "population": lambda x: _centered(x) / (x.std(-1, keepdim=True, unbiased=False) + 1e-3),
+    "large eps": lambda x: _centered(x) / (x.std(-1, keepdim=True) + 0.5),
+    "rms": lambda x: x / (x.square().mean(-1, keepdim=True).sqrt() + 1e-5),
+    "at least": lambda x: x / x.norm(dim=-1, keepdim=True).clamp(min=0.5),
+    "in the root": lambda x: _centered(x) * torch.rsqrt(x.var(-1, keepdim=True) + 1e-5),
+}
+
+
+@pytest.mark.parametrize("name", by_default(OUTSIDE_OF_ROOT, "std", "large eps"))
+@pytest.mark.parametrize("largest", [1.0, 300.0])
+@pytest.mark.parametrize("guards", [False, True])
+def test_norms_with_eps_outside_the_root_bear_a_large_channel(name: str, largest: float, guards: bool) -> None:
+    """The rehearsal compares logits with the model's: to 5 % of their deviation, in `compile_for`."""
+    model = _with_outlier(OUTSIDE_OF_ROOT[name], largest)
+    ids = np.arange(6, dtype=np.int64)[None]
+    compiled = compile_for(model, ids, Options("semi2k", FORM, guards=guards), on_ids=not guards)
+    assert not any(step.label.startswith("div") for step in compiled.program.steps)  # the root is inverted at once

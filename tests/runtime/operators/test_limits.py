@@ -64,6 +64,21 @@ EDGES = {
         *("aten.pow", lambda x, m: aten.pow.Tensor_Scalar(x, -2), math.sqrt(LEAST), math.sqrt(MOST), 8e-4, 2.0**-16),
     ),
     "exp": ("aten.exp", lambda x, m: aten.exp.default(x), EXP.lowest, EXP.highest, 2 * EXP.error, EXP.error),
+    "expm1": ("aten.expm1", lambda x, m: aten.expm1.default(x), EXP.lowest, EXP.highest, 2 * EXP.error, 3 * EXP.error),
+    "exp2": (
+        *("aten.exp2", lambda x, m: aten.exp2.default(x)),
+        *(EXP.lowest / math.log(2), EXP.highest / math.log(2), 2 * EXP.error, EXP.error),
+    ),
+    "log1p": ("aten.log1p", lambda x, m: aten.log1p.default(x), LEAST - 1, MOST - 1, 0.0, 4e-4),
+    "softplus": (
+        *("aten.softplus", lambda x, m: aten.softplus.default(x, 4)),
+        *(-FORM.limit / 4, FORM.limit / 4, 2e-7, 3e-4),
+    ),
+    "elu": (
+        *("aten.elu", lambda x, m: aten.elu.default(x, 1, 1, 4)),
+        *(-FORM.limit / 4, FORM.limit / 4, 2e-7, 6e-4),
+    ),
+    "celu": ("aten.celu", lambda x, m: aten.celu.default(x, 0.25), -FORM.limit / 4, FORM.limit / 4, 2e-7, 3e-4),
     "square": (
         "aten.square",
         lambda x, m: aten.square.default(x),
@@ -83,7 +98,8 @@ EDGES = {
 def test_every_row_with_ends_is_tried_at_them() -> None:
     tried = {row for row, *_ in EDGES.values()}
     bounded = {name for name, row in LIMITS.items() if row is not anywhere}
-    assert bounded - tried <= {"aten.layer_norm", "aten.rms_norm", "attention_weights"}  # below, and test_other_weights
+    norms = {"aten.layer_norm", "aten.rms_norm", "deviation_norm"}
+    assert bounded - tried <= {*norms, "attention_weights"}  # below, and test_other_weights
 
 
 @pytest.mark.parametrize("name", EDGES)

@@ -1,0 +1,115 @@
+"""A mask that comes after the softmax, whose rows are divided by their sum again: put before it.
+
+    p = softmax(s);  p·m / Σ p·m  → softmax(s where m is 1)
+
+m is 0 or 1; `masked_fill`, `where` and `tril` of p are such products too. The function is the same. A number beside the
+sum, Σ + ε or max(Σ, ε), is left out up to `MOST_BESIDE`: it tells in rows whose visible keys have so small a share of
+the probability of all keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from aero_compile.frontend.pointwise import uniform_value
+from aero_compile.ir.dataflow import live_values
+from aero_compile.ir.mask_values import MASKED, MASKED_HALF
+from aero_compile.ir.ops import VIEWS, of_form
+from aero_compile.ir.rewriter import Rewriter
+from aero_compile.model import TransformedModel
+
+aten = torch.ops.aten
+
+MOST_BESIDE = 1e-8
+"""Largest number beside a row's sum that counts as a guard against 0/0."""
+
+_SUMS = (aten.sum.dim_IntList, aten.linalg_vector_norm.default)
+_BESIDE = (aten.add.Tensor, aten.clamp_min.default, aten.clamp.default)
+_MOVED = VIEWS | of_form("cast", "cast_as", "detach", "select", "index", "expand_as", "band", "repeat")
+
+
+def mask_before_softmax(model: TransformedModel) -> int:
+    """Rewrite every such quotient of `model` in place; returns how many there were."""
+    live, values = live_values(model)
+    found = 0
+    for node in [node for node in model.graph.nodes if node.target is aten.div.Tensor and node in live]:
+        masked, divisor = node.args
+        if not isinstance(masked, fx.Node) or not _is_sum(divisor, masked):
+            continue
+        softmax = next((each for each in masked.all_input_nodes if each.target is aten.softmax.int), None)
+        if softmax is None or set(softmax.users) != {masked} or softmax not in live:
+            continue
+        if values[masked].shape != values[softmax].shape or softmax.args[1] != -1:
+            continue
+        rewriter = Rewriter(node)
+        hidden = _hidden(model, rewriter, masked, softmax, values)
+        if hidden is not None:
+            half = values[softmax].dtype is torch.float16
+            scores = rewriter.call(aten.masked_fill.Scalar, softmax.args[0], hidden, MASKED_HALF if half else MASKED)
+            rewriter.replace(rewriter.call(aten.softmax.int, scores, -1))
+            found += 1
+    if found:
+        model.graph.eliminate_dead_code(is_impure_node=lambda each: each.op in ("placeholder", "output"))
+    return found
+
+
+def _is_sum(node: Any, of: fx.Node) -> bool:
+    """True if `node` sums each row of `of`, which nothing but the quotient reads too; a small number may be added."""
+    while isinstance(node, fx.Node) and node.target in of_form("expand", "expand_as"):
+        node = node.args[0]
+    if isinstance(node, fx.Node) and node.target in _BESIDE:
+        number = node.kwargs.get("min", node.args[1] if len(node.args) > 1 else None)
+        if len(node.args) > 2 or not isinstance(number, int | float) or not 0 <= number <= MOST_BESIDE:
+            return False
+        node = node.args[0]
+    if not isinstance(node, fx.Node) or node.target not in _SUMS or node.args[0] is not of or node.kwargs:
+        return False
+    is_sum = node.target is aten.sum.dim_IntList
+    arguments: Any = node.args[1 if is_sum else 2 :]
+    is_total = is_sum or (isinstance(node.args[1], int | float) and node.args[1] == 1)
+    return is_total and len(of.users) == 2 and list(arguments[0]) == [-1] and arguments[1:] == (True,)
+
+
+def _hidden(
+    model: TransformedModel, rewriter: Rewriter, masked: fx.Node, softmax: fx.Node, values: dict[fx.Node, Any]
+) -> fx.Node | None:
+    """Truth values of the entries that `masked` makes 0, or None where it does something else."""
+    arguments: tuple[Any, ...] = masked.args
+    call, (first, *rest) = rewriter.call, arguments
+    if masked.target is aten.mul.Tensor:
+        mask = rest[0] if first is softmax else first
+        return call(aten.eq.Scalar, mask, 0) if _is_binary(model, mask, values) else None
+    if masked.target in (aten.tril.default, aten.triu.default):
+        return call(aten.eq.Scalar, call(masked.target, call(aten.ones_like.default, softmax.args[0]), *rest), 0)
+    if masked.target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor) and first is softmax:
+        return rest[0] if _is_zero(model, rest[1]) else None
+    if masked.target in (aten.where.self, aten.where.ScalarOther) and rest[0] is softmax:
+        return call(aten.logical_not.default, first) if _is_zero(model, rest[1]) else None
+    return None
+
+
+def _is_zero(model: TransformedModel, value: Any) -> bool:
+    return (uniform_value(model, value) if isinstance(value, fx.Node) else value) == 0
+
+
+def _is_binary(model: TransformedModel, node: Any, values: dict[fx.Node, Any]) -> bool:
+    """True if every entry of a constant is 0 or 1: truth values, or a buffer of such numbers, moved and cast."""
+    while isinstance(node, fx.Node):
+        if isinstance(values.get(node), Tensor) and values[node].dtype is torch.bool:
+            return True
+        if node.op == "get_attr":
+            parent, _, leaf = str(node.target).rpartition(".")
+            buffer = model.get_submodule(parent)._buffers.get(leaf)
+            return buffer is not None and not buffer.is_meta and bool(((buffer == 0) | (buffer == 1)).all())
+        if uniform_value(model, node) in (0.0, 1.0):
+            return True
+        if node.target is aten.rsub.Scalar and node.args[1:] == (1,):
+            node = node.args[0]  # 1 − m
+        elif node.target in _MOVED:
+            node = node.args[0]
+        else:
+            return False
+    return False

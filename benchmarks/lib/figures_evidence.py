@@ -1,0 +1,239 @@
+"""Tables of docs/evidence.md from the files of studies, long runs and Pareto runs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.lib import pareto_table
+from benchmarks.lib.figures_pages import NUMBER
+from benchmarks.lib.figures_raw import percent, raw, spread, table
+from benchmarks.lib.pareto_points import Point
+
+_RANGE, _RATE = "config.initializer_range", "learning-rate"
+
+
+def _perplexity(value: float | None) -> str:
+    return "–" if value is None else "> 1,000" if value > 1000 else f"{value:.1f}"
+
+
+def _grid(found: dict[tuple[str, str, str], float | None], ranges: Sequence[str], rates: Sequence[str]) -> str:
+    """Lines by label, columns by spread of the first weights and learning rate; the best of a line is bold."""
+    columns = list(itertools.product(ranges, rates))
+    lines = []
+    for label in dict.fromkeys(key[0] for key in found):
+        values = [found[label, *column] for column in columns]
+        best = min(value for value in values if value is not None)
+        cells = [f"**{_perplexity(v)}**" if v == best else _perplexity(v) for v in values]
+        lines.append([label, *cells])
+    return table(["architecture", *(f"{weights}, {rate}" for weights, rate in columns)], lines)
+
+
+def settings() -> str:
+    """Perplexity after 300 steps by first weights and learning rate."""
+    lines = raw("study_settings")["lines"]
+    found = {(x["label"], x["axes"][_RANGE], x["axes"][_RATE]): x["final_perplexity"]["mean"] for x in lines}
+    return _grid(found, ("0.02", "0.06", "0.125", "0.25"), ("1e-3", "3e-3", "9e-3"))
+
+
+def trials() -> str:
+    """Perplexity of the trials of the study."""
+    lines = raw("study")["trials"]
+    found = {(x["label"], x["tuned"][_RANGE], x["tuned"][_RATE]): x["final_perplexity"] for x in lines}
+    return _grid(found, ("0.06", "0.125", "0.25"), ("3e-3", "9e-3"))
+
+
+def _shown(line: dict[str, Any], name: str, form: str = ".2f", scale: float = 1.0) -> str:
+    mean, deviation = line[name]["mean"], line[name]["spread"]
+    return spread(scale * mean, None if deviation is None else scale * deviation, form)
+
+
+def study() -> str:
+    """Mean and standard deviation over seeds of the models that were trained in full."""
+    head = ["architecture", "γ", "learning rate", "weights", "seeds", "perplexity"]
+    head += ["heads near the largest entropy observed", "near uniform"]
+    lines = []
+    for line in raw("study")["lines"]:
+        chosen = [line["axes"].get("gamma", "–"), line["tuned"][_RATE], line["tuned"][_RANGE]]
+        shares = [f"{_shown(line, name, '.0f', 100)} %" for name in ("overload_share", "near_uniform_share")]
+        lines.append([line["label"], *chosen, str(len(line["seeds"])), _shown(line, "final_perplexity"), *shares])
+    return table(head, lines)
+
+
+def forms() -> str:
+    """Both forms of the entropy penalty beside no penalty."""
+    plain = {x["label"]: x for x in raw("study")["lines"] if x["axes"].get("gamma", "0.1") == "0.1"}
+    lines = []
+    for line in raw("study_listing")["lines"]:
+        label = line["label"]
+        three = (plain[label.removeprefix("EReg(").removesuffix(")")], plain[label], line)
+        assert len({len(each["seeds"]) for each in three}) == 1
+        lines.append([label, *(_shown(each, "final_perplexity") for each in three), str(len(line["seeds"]))])
+    return table(["architecture", "without", "Algorithm 1, λ = 0.05", "listing, λ = 1e-5", "seeds"], lines)
+
+
+def deep() -> str:
+    """Twelve layers: perplexity, and the share of heads near uniform attention."""
+    found: dict[str, list[str]] = {}
+    for line in raw("study_deep")["lines"]:
+        mean, share = line["final_perplexity"]["mean"], line["near_uniform_share"]["mean"]
+        bad = line["not_finite"]
+        cell = f"NaN at step {bad[0]['nan_step']}" if bad else f"{mean:.1f} ({100 * share:.0f} %)"
+        found.setdefault(line["label"], []).append(cell)
+    return table(["architecture", "1e-3", "3e-3", "9e-3"], [[label, *cells] for label, cells in found.items()])
+
+
+def claims_numbers() -> list[str]:
+    """Numbers of the table of the paper's claims: the paper's own, and ours from the tables above and below."""
+    lines = {(x["label"], x["axes"].get("gamma", "")): x for x in raw("study")["lines"]}
+    everything = [*raw("study")["rows"], *raw("study")["trials"]]
+    assert not any(row["nan_step"] for row in everything)
+
+    def of(label: str, gamma: str = "") -> str:
+        return _shown(lines[label, gamma], "final_perplexity")
+
+    def flat(recipe: str) -> str:
+        rows = [x for x in raw("long_runs")["rows"] if x["name"].startswith("long-") and x["steps"] == 24000]
+        return _over([row["perplexity"] for row in rows if row["recipe"] == recipe], ".2f")
+
+    def regularized(label: str) -> list[str]:
+        return [of(f"EReg({label})", gamma) for gamma in ("0", "0.1", "0.2")]
+
+    words = ["2.94 3.20", of("SM+R"), of("SM+G"), of("SM+LR(layer)"), of("SM+LR(global)"), of("SM+R")]
+    words += ["2.94 2.69", of("SM+R"), of("SM+LN+G"), "24,000", flat("SM+R"), flat("SM+LN+G"), "2"]
+    words += ["3.24 3.50 2.69", of("SM+ScFFN"), of("SM+LN+G"), "24,000", flat("SM(t)+ScFFN"), flat("SM+LN+G")]
+    words += [of(label) for label in ("SM", "SM+WNorm(FFN)", "SM+SNorm(FFN)", "SM+ScFFN", "SM(t)+ScFFN", "SM+ScFFN")]
+    words += ["2.94 2.66 3.50 3.24", *regularized("SM+R"), "0 0.1 0.2", of("SM+R")]
+    words += [*regularized("SM(t)+ScFFN"), of("SM(t)+ScFFN"), "0.05", "58 300"]
+    words += [_near_uniform("SM+G", "SM+R"), _near_uniform("SM+LN+G"), "1,500", "12 4", str(len(everything))]
+    return NUMBER.findall(" ".join(words))
+
+
+def _near_uniform(*labels: str) -> str:
+    """Share of heads near uniform attention in the best trial of each label, the same for all of them."""
+    trials = raw("study")["trials"]
+    best = [
+        min((x for x in trials if x["label"] == label), key=lambda x: x["final_perplexity"] or math.inf)
+        for label in labels
+    ]
+    (share,) = {f"{100 * row['near_uniform_share']:.0f}" for row in best}
+    return share
+
+
+_STATIC = (
+    ("learned, as in GPT-2 (SM+R)", 16, "all", "study", "long-smr"),
+    ("", 8, "layers 2 and 3", "low-rel-s0", "long-half"),
+    ("", 8, "half of each layer's", "half-rel-s0", ""),
+    ("", 4, "one of each layer's", "34-rel-s0", "long-quarter"),
+    ("", 8, "half of each layer's, others uniform, not learned", "half-uni-s0", ""),
+    ("rotary, as in GPT-NeoX (SM+R)", 16, "all", "neox-smr-s0", "neox-long-smr"),
+    ("", 8, "layers 2 and 3", "neox-half-s0", ""),
+    ("", 8, "half of each layer's", "neox-each", "neox-long-each"),
+)
+
+
+def static_heads() -> str:
+    """Heads that attend by learned distances from the start, against all softmaxes."""
+    known = {row["name"]: row["perplexity"] for row in raw("static_heads")["rows"]}
+    (known["study"],) = [
+        row["final_perplexity"] for row in raw("study")["rows"] if (row["label"], row["seed"]) == ("SM+R", 0)
+    ]
+    lines, base = [], ("", "")
+    for positions, softmaxes, heads, *names in _STATIC:
+        base = (names[0], names[1]) if positions else base
+        cells = []
+        for name, plain in zip(names, base, strict=True):
+            rise = percent(known[name] / known[plain] - 1, 1) if name and not positions else ""
+            cells += [f"{known[name]:.2f}" if name else "", rise]
+        lines.append([positions, str(softmaxes), heads, *cells])
+    return table(["positions", "softmaxes", "heads that keep it", "1,500 steps", "", "6,000 steps", ""], lines)
+
+
+_LONG = {
+    "SM+LN+G": 16,
+    "SM+R": 16,
+    "EReg(SM+R)": 16,
+    "SM[2/2.*]+R": 8,
+    "SM[4/4.*]+R": 4,
+    "SM[none]+R": 0,
+    "SM(t)+ScFFN": 16,
+}
+
+
+def long_runs() -> str:
+    """Runs of 24,000 and 48,000 steps, against SM+R of the same seed."""
+    known: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
+    for row in raw("long_runs")["rows"]:
+        if row["name"].startswith("long-"):
+            known.setdefault((row["recipe"], row["steps"]), {})[row["seed"]] = row
+    lines = []
+    for recipe, softmaxes in _LONG.items():
+        price = next(row["bytes"] for row in known[recipe, 24000].values() if row["bytes"])
+        cells = [f"`{recipe}`", str(softmaxes), megabytes_of(price["bytes"]), f"{price['messages']:,}"]
+        for steps in (24000, 48000):
+            runs = known.get((recipe, steps), {})
+            rises = [100 * (row["perplexity"] / known["SM+R", steps][s]["perplexity"] - 1) for s, row in runs.items()]
+            cells.append(_over([row["perplexity"] for row in runs.values()], ".2f"))
+            cells += [str(len(runs))] if steps == 24000 else []
+            cells.append(f"{_over(rises, '+.1f')} %".replace("-", "−") if runs and recipe != "SM+R" else "")
+        lines.append(cells)
+    return table(["model", "softmaxes", "MB", "messages", "24,000 steps", "seeds", "", "48,000 steps", ""], lines)
+
+
+def megabytes_of(count: float) -> str:
+    """Bytes as the tables of perplexity against bytes show them."""
+    return f"{count / 1e6:,.1f}"
+
+
+def _over(values: Sequence[float], form: str) -> str:
+    if not values:
+        return ""
+    deviation = statistics.stdev(values) if len(values) > 1 else None
+    return f"{statistics.fmean(values):{form}}" + ("" if deviation is None else f" ± {deviation:{form.lstrip('+')}}")
+
+
+_STAGED = {
+    "asis": "as it is",
+    "freeze": "norms frozen at once",
+    "freeze-staged": "norms frozen one at a time (100 steps each), then 1,600 steps",
+    "strip": "norms stripped at once",
+    "strip-staged": "norms stripped one at a time",
+    "softmaxonly": "`SM(t)+ScFFN` at once",
+    "softmaxonly-staged": "norms frozen (50 steps each), GELU blended out (1,000), temperature and ScaledFFN (1,250)",
+    "softmaxonly-staged-kl": "the same with `--distill kl=1`",
+}
+
+
+def staged_removal() -> str:
+    """Norms and activations taken out of a trained model, by two learning rates."""
+    known = {(row["name"], row["learning_rate"]): row["last_loss"] for row in raw("staged_removal")["rows"]}
+    lines = []
+    for name, words in _STAGED.items():
+        losses = [known.get((name, rate)) for rate in (2e-4, 1e-3)]
+        cells = ["" if loss is None else "diverges" if loss > 10 else _three(math.exp(loss)) for loss in losses]
+        lines.append([words, *cells])
+    return table(["3,000 steps", "perplexity", "at 1e-3"], lines)
+
+
+def _three(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+
+def pareto() -> str:
+    """All models of the three Pareto runs, with one front."""
+    points = [_points("pareto"), _points("pareto_features"), _points("pareto_learned")]
+    learned = [point for point in points[2] if point["name"] != "SM+R"]
+    for point in learned:
+        point["name"] = f"{point['name']}, patterns that are learned too"
+    made = [Point(**each) for each in [*points[0], *points[1], *learned]]
+    head, lines = pareto_table.cells(pareto_table.lines_of(made))
+    kept = [i for i, name in enumerate(head) if name != "tokens"]
+    coded = [[f"`{name}`", *others] for name, *others in lines]
+    return table([head[i] for i in kept], [[line[i] for i in kept] for line in coded], left=3)
+
+
+def _points(name: str) -> list[dict[str, Any]]:
+    return [dict(point) for line in raw(name)["lines"] for point in line["points"]]
