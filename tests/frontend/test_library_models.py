@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import aero_compile
-from aero_compile.errors import UnsupportedModelError
+from aero_compile.errors import UnsupportedGraphError, UnsupportedModelError
 from tests.support.small_decoder import Small
 from tests.support.tiny_models import randomize, tokens
 
@@ -66,14 +66,11 @@ def test_dynamic_angles_are_those_of_short_texts_whatever_ran_before() -> None:
     assert not torch.equal(before, model.model.rotary_emb.inv_freq), "the source itself goes back for a short text"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sparse", [False, True])
-def test_gemma_3n_is_captured(sparse: bool) -> None:
-    """Its coefficients are clipped in training, which does nothing; it has gates of its own for sparse layers."""
+def _gemma_3n(sparse: bool, rows: int = 37) -> Any:
     config = transformers.Gemma3nTextConfig(
         **SIZES | {"num_hidden_layers": 2},
         head_dim=8,
-        vocab_size_per_layer_input=37,
+        vocab_size_per_layer_input=rows,
         hidden_size_per_layer_input=8,
         altup_num_inputs=2,
         laurel_rank=4,
@@ -82,12 +79,40 @@ def test_gemma_3n_is_captured(sparse: bool) -> None:
         activation_sparsity_pattern=[0.9 * sparse, 0.0],
     )
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sparse", [False, True])
+def test_gemma_3n_is_captured(sparse: bool) -> None:
+    """Its coefficients are clipped in training, which does nothing; it has gates of its own for sparse layers."""
+    model = _gemma_3n(sparse)
     _same(model, (5, 24), 1e-4)
     with torch.no_grad():
         model.model.layers[0].altup.prediction_coefs.weight[0, 0] = 1e3
     with pytest.raises(UnsupportedModelError):
         aero_compile.transform(model, "baseline")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [37, 30])
+def test_gemma_3n_runs_privately(rows: int) -> None:
+    """Also with fewer tokens in its table for each layer than in all, as in the published models."""
+    pytest.importorskip("spu")
+    from benchmarks.lib.torture_private import check_passes, check_private
+
+    model, ids = randomize(_gemma_3n(False, rows)), tokens(1, 8, vocab=37)
+    exact = aero_compile.transform(model.double().eval(), "baseline").eval()
+    kinds = {"softmax", "layernorm", "gelu", "tanh", "division", "clamp", "pow", "sqrt"}
+    assert set(aero_compile.census(exact, 8).kinds) == kinds
+    with torch.no_grad():
+        torch.testing.assert_close(exact(ids).logits, model(ids).logits, rtol=0, atol=1e-5)
+    check_passes(exact, ids, "last", {})
+    result = aero_compile.transform(model.float(), "baseline").eval()
+    error, tolerance, _ = check_private(result, ids, "all", "semi2k")
+    assert error <= tolerance
+    with pytest.raises(UnsupportedGraphError, match=r"gelu at .* in model.layers.0.act_fn outside"):
+        aero_compile.transform(model, "relu")  # the gates of its inputs for each layer are in no FFN
 
 
 def test_flex_attention_is_refused_with_the_way_out() -> None:
