@@ -14,11 +14,12 @@ from aero_compile.errors import InputError, UnsupportedModelError
 from aero_compile.frontend.caches import export_beyond_caches, longest_length, sample_run
 from aero_compile.frontend.example_call import Sample, config_positions, forward_parameters, sample_call
 from aero_compile.frontend.export import clean_graph, export_program, extra_shapes, feeds
+from aero_compile.frontend.flex_attention import flex_attention_refused, refuse_flex_attention
 from aero_compile.frontend.isolation import Memory
 from aero_compile.frontend.library_models import settle_library_models
 from aero_compile.frontend.modes import require_one_form
 from aero_compile.frontend.outputs import choose_outputs, describe, mark, match_outputs, with_loss, without
-from aero_compile.frontend.reasons import foreign_part, refuse_flex_attention
+from aero_compile.frontend.reasons import foreign_part
 from aero_compile.ir.call_convention import CallConvention, Template
 from aero_compile.ir.extra_inputs import describe_extra
 from aero_compile.model import TransformedModel
@@ -63,7 +64,8 @@ def capture(model: nn.Module, example_inputs: Any = None) -> TransformedModel:
     refuse_flex_attention(model)
     before = Memory(model)
     try:
-        return _capture_copy(_own_copy(model, before), example_inputs)
+        with flex_attention_refused():
+            return _capture_copy(_own_copy(model, before), example_inputs)
     finally:
         before.restore()
 

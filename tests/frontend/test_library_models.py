@@ -123,6 +123,34 @@ def test_flex_attention_is_refused_with_the_way_out() -> None:
         aero_compile.transform(model, "baseline")
 
 
+class _Flex(Small):
+    compiled = blocks = False
+
+    def attend(self, x: Tensor, layer: int) -> Tensor:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        q, k, v = (p.unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in self.qkv[layer](x).chunk(3, -1))
+        length, attend = x.shape[1], torch.compile(flex_attention) if self.compiled else flex_attention
+        options: dict[str, Any] = {"score_mod": lambda s, b, h, i, j: torch.where(i >= j, s, -float("inf"))}
+        if self.blocks:
+            mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device="cpu")
+            options = {"block_mask": mask}
+        return self.out[layer](attend(q, k, v, **options).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("kind", ["plain", "blocks", pytest.param("compiled", marks=pytest.mark.slow)])
+def test_a_call_of_flex_attention_is_refused_with_its_place_and_the_way_out(kind: str, trains: bool) -> None:
+    model = _Flex(width=48).eval().requires_grad_(trains)
+    model.compiled, model.blocks = kind == "compiled", kind == "blocks"
+    with pytest.raises(UnsupportedModelError) as caught:
+        aero_compile.transform(model, "baseline")
+    message = str(caught.value)
+    assert f"it calls flex_attention at {__file__}:" in message
+    assert 'attn_implementation="eager"' in message
+    assert "F.scaled_dot_product_attention with a mask" in message
+
+
 class _WithLoss(Small):
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> Any:
         logits = super().forward(idx)
