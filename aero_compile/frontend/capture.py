@@ -16,7 +16,7 @@ from aero_compile.frontend.example_call import Sample, config_positions, forward
 from aero_compile.frontend.export import clean_graph, export_program, extra_shapes, feeds
 from aero_compile.frontend.flex_attention import flex_attention_refused, refuse_flex_attention
 from aero_compile.frontend.isolation import Memory
-from aero_compile.frontend.library_models import settle_library_models
+from aero_compile.frontend.library_models import refuse_own_positions, settle_library_models, settled_length
 from aero_compile.frontend.modes import require_one_form
 from aero_compile.frontend.outputs import choose_outputs, describe, mark, match_outputs, with_loss, without
 from aero_compile.frontend.reasons import foreign_part
@@ -74,6 +74,7 @@ def _capture_copy(model: nn.Module, example_inputs: Any) -> TransformedModel:
     """Capture a model that may be changed."""
     memory = Memory(model)
     sample, plain, exported = _export_sample(model, example_inputs, memory)
+    refuse_own_positions(model, {name: sample.kwargs[name] for name in sample.extras})
     returned = require_one_form(model, sample, memory)
     leaves = pytree.tree_leaves(returned)
     tokens = sample.kwargs[sample.tokens]
@@ -232,6 +233,6 @@ def _non_persistent(model: nn.Module) -> frozenset[str]:
 
 def _max_positions(model: nn.Module, exported: torch.export.ExportedProgram, sample: Sample) -> int | None:
     """The tightest limit on T that the config or the export's shape constraints state."""
-    limits = [config_positions(model), longest_length(exported, sample)]
+    limits = [config_positions(model), longest_length(exported, sample), settled_length(model)]
     found = [limit for limit in limits if limit is not None]
     return min(found) if found else None

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import aero_compile
-from aero_compile.errors import UnsupportedGraphError, UnsupportedModelError
+from aero_compile.errors import InputError, UnsupportedGraphError, UnsupportedModelError
 from tests.support.small_decoder import Small
-from tests.support.tiny_models import randomize, tokens
+from tests.support.tiny_models import logits_of, randomize, tokens
 
 transformers = pytest.importorskip("transformers")
 
@@ -80,6 +80,46 @@ def _gemma_3n(sparse: bool, rows: int = 37) -> Any:
     )
     torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(config)
+
+
+class _Wrapped(torch.nn.Module):
+    """Without a config of its own."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        return self.model(ids, position_ids=positions).logits  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("form", ["model", "wrapped"])
+def test_dynamic_angles_are_refused_beyond_the_length_they_change_at(form: str) -> None:
+    """Beyond, the model's own angles differ: its logits are far from those of the angles that it begins with."""
+    model = _rotary("dynamic").eval()
+    source = _Wrapped(model) if form == "wrapped" else model
+    result = aero_compile.transform(source, "baseline").eval()
+    assert result.max_positions == 24
+    with torch.no_grad():
+        torch.testing.assert_close(
+            logits_of(result(ids := tokens(1, 24, vocab=37))), model(ids).logits, rtol=0, atol=1e-5
+        )
+        result.max_positions = None
+        long = tokens(1, 25, vocab=37)
+        assert not torch.allclose(logits_of(result(long)), model(long).logits, atol=1e-3)
+    result.max_positions = 24
+    with pytest.raises(InputError, match="sequence of 25 tokens, but the model has 24 positions"):
+        result(long)
+
+
+def test_dynamic_angles_take_no_positions_beside_the_tokens() -> None:
+    ids = tokens(2, 9, vocab=37)
+    example = {"ids": ids, "positions": torch.arange(9).expand(2, 9)}
+    plain = _Wrapped(_rotary("default")).eval()
+    result, far = aero_compile.transform(plain, "baseline", example_inputs=example).eval(), example["positions"] + 20
+    torch.testing.assert_close(result(ids, far), plain(ids, far), rtol=0, atol=1e-5)
+    with pytest.raises(UnsupportedModelError, match="beyond 24 positions.*leave positions out of example_inputs"):
+        aero_compile.transform(_Wrapped(_rotary("dynamic")).eval(), "baseline", example_inputs=example)
 
 
 @pytest.mark.slow
