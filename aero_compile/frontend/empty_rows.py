@@ -72,8 +72,6 @@ class _Rows:
     def __init__(self, model: TransformedModel) -> None:
         self.model = model
         self.live, self.values = live_values(model)
-        mask = model.convention.attention_mask
-        self.padded = tainted_nodes(model.graph, mask) if mask is not None else set()
 
     def at(self, node: fx.Node) -> Rewriter:
         return Rewriter(node, values=self.values, live=self.live)
@@ -110,7 +108,7 @@ class _Rows:
     def open_fused(self, node: fx.Node) -> None:
         """scaled_dot_product_attention with a mask of its own, whose empty rows are zeros"""
         mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
-        if not isinstance(mask, fx.Node) or mask in self.live or mask in self.padded or self.values[mask].dim() < 2:
+        if not isinstance(mask, fx.Node) or mask in self.live or self.values[mask].dim() < 2:
             return
         call = self.at(node).call
         if self.values[mask].dtype == torch.bool:
@@ -308,8 +306,9 @@ class _Rows:
     # -- values ----------------------------------------------------------------------------------------------------
 
     def _is_ever_true(self, condition: fx.Node) -> bool:
-        """Whether a condition holds anywhere, at any of some lengths; where it cannot be told, it may."""
-        longest = min(self.model.max_positions or _LONGEST, _LONGEST)
+        """Whether a condition holds anywhere, at any of some lengths, without padding; where it cannot be told, it may."""
+        limits = (self.model.max_positions, self.model.example_length, _LONGEST)
+        longest = min(limit for limit in limits if limit is not None)
         lengths = sorted({*(each for each in _LENGTHS if each <= longest), longest})
         if self.model.fixed_shape is not None:
             lengths = [self.model.fixed_shape[1]]
@@ -340,7 +339,7 @@ class _Rows:
                     known[node] = self.model.stand_in(str(node.target), tokens)
                 else:
                     known[node] = node_value(self.model, node, known.__getitem__)
-        except (RuntimeError, NotImplementedError):  # a buffer without values, a size that cannot be made longer
+        except (RuntimeError, NotImplementedError, LookupError):  # a buffer without values, a size that cannot be made longer
             return None
         return known[order[-1]]
 
