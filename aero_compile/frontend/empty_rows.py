@@ -306,7 +306,7 @@ class _Rows:
     # -- values ----------------------------------------------------------------------------------------------------
 
     def _is_ever_true(self, condition: fx.Node) -> bool:
-        """Whether a condition holds anywhere, at any of some lengths, without padding; where it cannot be told, it may."""
+        """True if a condition holds anywhere, at any of some lengths, without padding, or if that cannot be told."""
         limits = (self.model.max_positions, self.model.example_length, _LONGEST)
         longest = min(limit for limit in limits if limit is not None)
         lengths = sorted({*(each for each in _LENGTHS if each <= longest), longest})
@@ -314,7 +314,7 @@ class _Rows:
             lengths = [self.model.fixed_shape[1]]
         order = self._needed(condition)
         found = (self._evaluate(order, length) for length in lengths)
-        return any(not isinstance(each, Tensor) or bool(each.any()) for each in found)
+        return any(not isinstance(each, Tensor) or (not each.is_meta and bool(each.any())) for each in found)
 
     def _needed(self, node: fx.Node) -> list[fx.Node]:
         """What a node is computed from, itself last; of hidden values nothing is asked but their shape."""
@@ -338,10 +338,23 @@ class _Rows:
                 elif node.op == "placeholder":
                     known[node] = self.model.stand_in(str(node.target), tokens)
                 else:
-                    known[node] = node_value(self.model, node, known.__getitem__)
-        except (RuntimeError, NotImplementedError, LookupError):  # a buffer without values, a size that cannot be made longer
+                    known[node] = _on_cpu(self.model, node, known)
+        except (
+            RuntimeError,
+            NotImplementedError,
+            LookupError,
+        ):  # a buffer without values, a size that cannot be made longer
             return None
         return known[order[-1]]
+
+
+def _on_cpu(model: TransformedModel, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
+    """The value of a node; what a model without weights makes on the meta device is made on the CPU."""
+    device = node.kwargs.get("device")
+    if not isinstance(device, torch.device) or device.type != "meta":
+        return node_value(model, node, known.__getitem__)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
+    return node.target(*args, **kwargs | {"device": torch.device("cpu")})  # type: ignore[operator]
 
 
 def _bare(value: Any) -> Any:

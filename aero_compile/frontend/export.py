@@ -104,7 +104,9 @@ def _functional(
         if all(_is_functional(part.graph) for part in parts):
             return program  # tracing it again, as below, would take twice as long as the export
         known = torch.export.default_decompositions()
-        decomposed: torch.export.ExportedProgram = program.run_decompositions({op: known[op] for op in _DECOMPOSED if op in known})
+        decomposed: torch.export.ExportedProgram = program.run_decompositions(
+            {op: known[op] for op in _DECOMPOSED if op in known}
+        )
         return decomposed
 
 

@@ -15,9 +15,9 @@ CALLED = "a call of flex_attention"
 """The message of the exception that a call raises; `reasons` adds the place."""
 
 FLEX = (
-    "flex_attention{where}, whose masks are Python functions inside a compiled kernel: load a model of transformers with "
-    'attn_implementation="eager"; elsewhere call F.scaled_dot_product_attention with a mask, or compute masked scores '
-    "and their softmax"
+    "flex_attention{where}, whose masks are Python functions inside a compiled kernel: load a model of transformers "
+    'with attn_implementation="eager"; elsewhere call F.scaled_dot_product_attention with a mask, or compute masked '
+    "scores and their softmax"
 )
 
 

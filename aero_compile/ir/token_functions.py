@@ -17,7 +17,9 @@ from aero_compile.ir.weight_values import node_value
 
 aten = torch.ops.aten
 
-_EACH = ELEMENTWISE | of_form("cast_as", "new") | {aten.clone.default, aten.contiguous.default, aten.floor_divide.default}
+_EACH = (
+    ELEMENTWISE | of_form("cast_as", "new") | {aten.clone.default, aten.contiguous.default, aten.floor_divide.default}
+)
 
 
 def functions_of_ids(model: GraphModel) -> dict[fx.Node, Tensor]:
@@ -70,7 +72,7 @@ def _functions(
             value = node_value(model, node, (known | numbers).__getitem__)
         except (RuntimeError, NotImplementedError):
             continue
-        if isinstance(value, Tensor) and value.shape == (1, rows):
+        if isinstance(value, Tensor) and not value.is_meta and value.shape == (1, rows):
             known[node] = value
             yield node, value
 

@@ -43,7 +43,12 @@ def _by_token(model: TransformedModel) -> int:
     functions, done = functions_of_ids(model), 0
     for node in list(model.graph.nodes):
         table, index = table_of(node), next((each for each in node.all_input_nodes if each in functions), None)
-        if table is None or index is None or table.op != "get_attr" or not isinstance(stored(model, table), nn.Parameter):
+        if (
+            table is None
+            or index is None
+            or table.op != "get_attr"
+            or not isinstance(stored(model, table), nn.Parameter)
+        ):
             continue
         places, rows = functions[index], stored(model, table)
         if places.is_floating_point() or not 0 <= int(places.min()) <= int(places.max()) < len(rows):

@@ -175,3 +175,14 @@ def test_exact_passes_and_two_parties_compute_zeros_too() -> None:
         check_passes(model, ids, logits, {})
     error, tolerance, deviation = check_private(model, ids, "all", "semi2k")
     assert error <= min(tolerance, 0.02 * deviation)
+
+
+@pytest.mark.parametrize("kind", ["added", "boolean"])
+def test_a_model_without_weights_is_counted_as_with_them(kind: str) -> None:
+    made = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            model = _After()
+            model.kind = kind
+            made.append(str(aero_compile.census(model, 7)))
+    assert made[0] == made[1]

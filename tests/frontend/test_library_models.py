@@ -118,7 +118,7 @@ def test_dynamic_angles_take_no_positions_beside_the_tokens() -> None:
     plain = _Wrapped(_rotary("default")).eval()
     result, far = aero_compile.transform(plain, "baseline", example_inputs=example).eval(), example["positions"] + 20
     torch.testing.assert_close(result(ids, far), plain(ids, far), rtol=0, atol=1e-5)
-    with pytest.raises(UnsupportedModelError, match="beyond 24 positions.*leave positions out of example_inputs"):
+    with pytest.raises(UnsupportedModelError, match=r"beyond 24 positions.*leave positions out of example_inputs"):
         aero_compile.transform(_Wrapped(_rotary("dynamic")).eval(), "baseline", example_inputs=example)
 
 
