@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 _RENAMED = (
     *("multiply", "divide", "true_divide", "subtract", "negative", "absolute", "clip", "concat", "concatenate"),
-    *("greater", "greater_equal", "less", "less_equal", "not_equal", "hstack", "vstack", "dstack", "column_stack"),
+    *("greater", "greater_equal", "less", "less_equal", "not_equal"),
     *("special_expit", "special_softmax", "special_log_softmax", "special_expm1", "special_erf", "special_exp2"),
     *("special_log1p", "special_logsumexp", "inner", "outer", "tensordot", "linalg_vecdot", "linalg_norm", "tile"),
 )

@@ -69,7 +69,7 @@ def _positions(m: Any, x: Tensor) -> Tensor:
 
 def _other_names(m: Any, x: Tensor) -> Tensor:
     y = torch.multiply(torch.subtract(x, m.bias), torch.true_divide(x, 3.0))
-    y = torch.hstack([torch.negative(y)[..., :5], torch.absolute(y)[..., 5:]]) if y.dim() == 2 else torch.negative(y)
+    y = torch.negative(torch.absolute(y))
     y = torch.concat([torch.special.expit(y)[..., :5], torch.clip(y, -1.0, 1.0)[..., 5:]], -1)
     y = torch.concatenate([y[..., :3], torch.special.softmax(y, -1)[..., 3:]], -1)
     return torch.where(torch.greater(y, 0.1), torch.divide(y, 2.0), torch.special.expm1(y))
