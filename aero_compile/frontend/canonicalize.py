@@ -2,6 +2,7 @@
 
 Before → after, in the order of the steps:
     values written into tensors                                   → masked_fill (aero_compile.frontend.writes)
+    checks and functions of token ids that change no id           → gone (aero_compile.frontend.token_checks)
     complex numbers of hidden values                              → real and imaginary parts
                                                                     (aero_compile.frontend.complex_numbers)
     nan_to_num behind a softmax, rows of a mask that see nothing  → zeros in the rows of the product
@@ -52,12 +53,14 @@ from aero_compile.frontend.recognize import recognize
 from aero_compile.frontend.renormalized import mask_before_softmax
 from aero_compile.frontend.sinks import open_sinks
 from aero_compile.frontend.spellings import bound_fills, unify_spellings
+from aero_compile.frontend.token_checks import settle_token_checks
 from aero_compile.frontend.writes import open_writes
 from aero_compile.ir.constants import mark_constants
 from aero_compile.model import TransformedModel
 
 _STEPS: tuple[Callable[[TransformedModel], object], ...] = (
     open_writes,
+    settle_token_checks,
     open_complex,
     open_empty_rows,
     bound_fills,

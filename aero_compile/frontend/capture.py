@@ -14,11 +14,12 @@ from aero_compile.errors import InputError, UnsupportedModelError
 from aero_compile.frontend.caches import export_beyond_caches, longest_length, sample_run
 from aero_compile.frontend.example_call import Sample, config_positions, forward_parameters, sample_call
 from aero_compile.frontend.export import clean_graph, export_program, extra_shapes, feeds
+from aero_compile.frontend.flex_attention import flex_attention_refused, refuse_flex_attention
 from aero_compile.frontend.isolation import Memory
-from aero_compile.frontend.library_models import settle_library_models
+from aero_compile.frontend.library_models import refuse_own_positions, settle_library_models, settled_length
 from aero_compile.frontend.modes import require_one_form
 from aero_compile.frontend.outputs import choose_outputs, describe, mark, match_outputs, with_loss, without
-from aero_compile.frontend.reasons import foreign_part, refuse_flex_attention
+from aero_compile.frontend.reasons import foreign_part
 from aero_compile.ir.call_convention import CallConvention, Template
 from aero_compile.ir.extra_inputs import describe_extra
 from aero_compile.model import TransformedModel
@@ -63,7 +64,8 @@ def capture(model: nn.Module, example_inputs: Any = None) -> TransformedModel:
     refuse_flex_attention(model)
     before = Memory(model)
     try:
-        return _capture_copy(_own_copy(model, before), example_inputs)
+        with flex_attention_refused():
+            return _capture_copy(_own_copy(model, before), example_inputs)
     finally:
         before.restore()
 
@@ -72,6 +74,7 @@ def _capture_copy(model: nn.Module, example_inputs: Any) -> TransformedModel:
     """Capture a model that may be changed."""
     memory = Memory(model)
     sample, plain, exported = _export_sample(model, example_inputs, memory)
+    refuse_own_positions(model, {name: sample.kwargs[name] for name in sample.extras})
     returned = require_one_form(model, sample, memory)
     leaves = pytree.tree_leaves(returned)
     tokens = sample.kwargs[sample.tokens]
@@ -230,6 +233,6 @@ def _non_persistent(model: nn.Module) -> frozenset[str]:
 
 def _max_positions(model: nn.Module, exported: torch.export.ExportedProgram, sample: Sample) -> int | None:
     """The tightest limit on T that the config or the export's shape constraints state."""
-    limits = [config_positions(model), longest_length(exported, sample)]
+    limits = [config_positions(model), longest_length(exported, sample), settled_length(model)]
     found = [limit for limit in limits if limit is not None]
     return min(found) if found else None

@@ -75,8 +75,6 @@ class _Rows:
     def __init__(self, model: TransformedModel) -> None:
         self.model = model
         self.live, self.values = live_values(model)
-        mask = model.convention.attention_mask
-        self.padded = tainted_nodes(model.graph, mask) if mask is not None else set()
 
     def at(self, node: fx.Node) -> Rewriter:
         return Rewriter(node, values=self.values, live=self.live)
@@ -113,7 +111,7 @@ class _Rows:
     def open_fused(self, node: fx.Node) -> None:
         """scaled_dot_product_attention with a mask of its own, whose empty rows are zeros"""
         mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
-        if not isinstance(mask, fx.Node) or mask in self.live or mask in self.padded or self.values[mask].dim() < 2:
+        if not isinstance(mask, fx.Node) or mask in self.live or self.values[mask].dim() < 2:
             return
         call = self.at(node).call
         if self.values[mask].dtype == torch.bool:
@@ -311,14 +309,15 @@ class _Rows:
     # -- values ----------------------------------------------------------------------------------------------------
 
     def _is_ever_true(self, condition: fx.Node) -> bool:
-        """Whether a condition holds anywhere, at any of some lengths; where it cannot be told, it may."""
-        longest = min(self.model.max_positions or _LONGEST, _LONGEST)
+        """True if a condition holds anywhere, at any of some lengths, without padding, or if that cannot be told."""
+        limits = (self.model.max_positions, self.model.example_length, _LONGEST)
+        longest = min(limit for limit in limits if limit is not None)
         lengths = sorted({*(each for each in _LENGTHS if each <= longest), longest})
         if self.model.fixed_shape is not None:
             lengths = [self.model.fixed_shape[1]]
         order = self._needed(condition)
         found = (self._evaluate(order, length) for length in lengths)
-        return any(not isinstance(each, Tensor) or bool(each.any()) for each in found)
+        return any(not isinstance(each, Tensor) or (not each.is_meta and bool(each.any())) for each in found)
 
     def _needed(self, node: fx.Node) -> list[fx.Node]:
         """What a node is computed from, itself last; of hidden values nothing is asked but their shape."""
@@ -342,10 +341,23 @@ class _Rows:
                 elif node.op == "placeholder":
                     known[node] = self.model.stand_in(str(node.target), tokens)
                 else:
-                    known[node] = node_value(self.model, node, known.__getitem__)
-        except (RuntimeError, NotImplementedError):  # a buffer without values, a size that cannot be made longer
+                    known[node] = _on_cpu(self.model, node, known)
+        except (
+            RuntimeError,
+            NotImplementedError,
+            LookupError,
+        ):  # a buffer without values, a size that cannot be made longer
             return None
         return known[order[-1]]
+
+
+def _on_cpu(model: TransformedModel, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
+    """The value of a node; what a model without weights makes on the meta device is made on the CPU."""
+    device = node.kwargs.get("device")
+    if not isinstance(device, torch.device) or device.type != "meta":
+        return node_value(model, node, known.__getitem__)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
+    return node.target(*args, **kwargs | {"device": torch.device("cpu")})  # type: ignore[operator]
 
 
 def _bare(value: Any) -> Any:

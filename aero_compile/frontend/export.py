@@ -22,8 +22,18 @@ from aero_compile.ir.ops import SPLITS, VIEWS, of_form
 
 aten = torch.ops.aten
 
-_DECOMPOSED = (aten.einsum.default,)
-"""Ops that export keeps whole and that are decomposed into products and views."""
+_RENAMED = (
+    *("multiply", "divide", "true_divide", "subtract", "negative", "absolute", "clip", "concat", "concatenate"),
+    *("greater", "greater_equal", "less", "less_equal", "not_equal"),
+    *("special_expit", "special_softmax", "special_log_softmax", "special_expm1", "special_erf", "special_exp2"),
+    *("special_log1p", "special_logsumexp", "inner", "outer", "tensordot", "linalg_vecdot", "linalg_norm", "tile"),
+)
+_DECOMPOSED = frozenset(
+    getattr(packet, overload)
+    for packet in (aten.einsum, *(getattr(aten, name) for name in _RENAMED))
+    for overload in packet.overloads()
+)
+"""Ops that export keeps whole and that are decomposed: products, and other names of one op."""
 
 _KEPT_VIEWS = VIEWS | SPLITS | of_form("select", "detach", "cast", "cast_as")
 _KEPT_VIEWS |= {aten.view.default, aten.contiguous.default, aten.numpy_T.default}
@@ -94,7 +104,9 @@ def _functional(
         if all(_is_functional(part.graph) for part in parts):
             return program  # tracing it again, as below, would take twice as long as the export
         known = torch.export.default_decompositions()
-        decomposed: torch.export.ExportedProgram = program.run_decompositions({op: known[op] for op in _DECOMPOSED})
+        decomposed: torch.export.ExportedProgram = program.run_decompositions(
+            {op: known[op] for op in _DECOMPOSED if op in known}
+        )
         return decomposed
 
 

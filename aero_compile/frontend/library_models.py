@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
+
+from aero_compile.errors import UnsupportedModelError
+
+_SETTLED = "settled_length"
 
 
 def settle_library_models(model: nn.Module) -> None:
@@ -17,7 +22,7 @@ def settle_library_models(model: nn.Module) -> None:
 def _settle_rotary(model: nn.Module) -> None:
     """Let `rope_type="dynamic"` have its angles for texts within `max_position_embeddings`.
 
-    Up to there, which is as far as a captured model goes, they are those that the model begins with.
+    Up to there, which is as far as a captured model goes, they are those that the model begins with: `settled_length`.
     """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
@@ -32,6 +37,31 @@ def _settle_rotary(model: nn.Module) -> None:
         if dynamic:
             settled = by_layer | dict.fromkeys(dynamic, "default")
             module.rope_type = settled if isinstance(kinds, dict) else "default"  # type: ignore[assignment]
+            vars(module)[_SETTLED] = getattr(module, "original_max_seq_len", None)
+
+
+def settled_length(model: nn.Module) -> int | None:
+    """The length up to which dynamic angles are those that were settled; None where there were none.
+
+    A wrapper may have no config that states it, and a config may have been changed since.
+    """
+    lengths = [vars(module)[_SETTLED] for module in model.modules() if _SETTLED in vars(module)]
+    return min((int(length) for length in lengths if length is not None), default=None)
+
+
+def refuse_own_positions(model: nn.Module, extras: Mapping[str, torch.Tensor]) -> None:
+    """Refuse positions that are given beside the tokens where angles follow from the largest one.
+
+    Raises:
+        UnsupportedModelError: with the way out.
+    """
+    given = next((name for name, value in extras.items() if not value.is_floating_point()), None)
+    length = settled_length(model)
+    if given is not None and length is not None:
+        raise UnsupportedModelError(
+            f'{type(model).__name__} has rope_type="dynamic", whose angles change beyond {length} positions, and takes '
+            f"{given} from example_inputs, which may reach beyond: leave {given} out of example_inputs"
+        )
 
 
 def _settle_clipping(model: nn.Module) -> None:

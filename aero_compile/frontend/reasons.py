@@ -20,7 +20,8 @@ from types import FrameType, TracebackType
 import torch
 from torch import nn
 
-from aero_compile.errors import UnsupportedModelError, first_line
+from aero_compile.errors import first_line
+from aero_compile.frontend.flex_attention import CALLED, FLEX
 
 _SILENCED = ("torch", "torch.")
 _GUARDS = "torch.fx.experimental.symbolic_shapes"
@@ -101,6 +102,8 @@ def reason(error: BaseException, seen: Watched | None = None) -> str:
     place = model_line(error)
     where = f" at {place}" if place else ""
     text = _chain_text(error)
+    if CALLED in text:
+        return f"it calls {FLEX.format(where=where)}"
     missing = _MISSING.search(first_line(error))
     if isinstance(error, TypeError) and missing:
         names = missing[1].replace("'", "")
@@ -163,7 +166,12 @@ def running_frames(frame: FrameType | None) -> list[tuple[str, int]]:
 
 
 def line_of(frames: list[tuple[str, int]]) -> str:
-    """The innermost line that is neither torch's nor Python's nor ours, below our own frames."""
+    """The innermost line that is neither torch's nor Python's nor ours, below our own frames.
+
+    Where torch calls us at the end (a function that is refused), the frames before count.
+    """
+    while frames and _is_ours(frames[-1][0]):
+        frames = frames[:-1]
     own = max((i for i, (file, _) in enumerate(frames) if _is_ours(file)), default=0)
     for file, line in reversed(frames[own:]):
         if _is_models(file):
@@ -182,24 +190,6 @@ def _is_models(file: str) -> bool:
     path = str(Path(file).resolve())
     in_python = path.startswith(_OWN[2]) and not any(part in path for part in _INSTALLED)
     return not in_python and not path.startswith(_OWN[:2])
-
-
-FLEX = (
-    "flex_attention, whose masks are Python functions inside a compiled kernel: load the model with "
-    'attn_implementation="eager", or compute masked scores and their softmax'
-)
-
-
-def refuse_flex_attention(model: nn.Module) -> None:
-    """Refuse a model of transformers whose attention, or that of a part, is to run as flex_attention.
-
-    Raises:
-        UnsupportedModelError: with the way out.
-    """
-    for name, module in model.named_modules():
-        if getattr(getattr(module, "config", None), "_attn_implementation", None) == "flex_attention":
-            where = f" at {name}" if name else ""
-            raise UnsupportedModelError(f"{type(model).__name__} uses{where} {FLEX}")
 
 
 _FOREIGN = {

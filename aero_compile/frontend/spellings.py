@@ -248,17 +248,71 @@ def _fill(node: fx.Node, known: _Known) -> None:
 
 
 def _slice_scatter(node: fx.Node, known: _Known) -> None:
-    """A tensor that is filled part by part, y[..., :n] = a and y[..., n:] = b → cat([a, b])"""
-    inner = node.args[0]
-    if not isinstance(inner, fx.Node) or inner.target is not aten.slice_scatter.default or len(inner.users) > 1:
+    """y[..., a:b] = x → cat([y[..., :a], x, y[..., b:]]); what is filled part by part, [:n] and [n:], → cat([x1, x2])
+
+    With a step, x and y are joined, and each place takes its own.
+    """
+    users = list(node.users)
+    if node not in known.live or (len(users) == 1 and _adjoining(users[0], known)):
         return
+    into, source, dim, start, end, step = padded(node.args, (0, None, None, 1), 6)
+    rank = known.values[node].dim()
+    axis, rewriter = dim % rank - rank, known.at(node)
+    pieces = _adjoining(node, known)
+    if step != 1:
+        joined = rewriter.call(aten.cat.default, [into, source], axis)
+        rewriter.replace(rewriter.call(aten.index_select.default, joined, axis, _taken(node, axis, known)))
+        return
+    if pieces is None:
+        before = [] if start in (0, None) else [rewriter.call(aten.slice.Tensor, into, axis, 0, start)]
+        whole = end is None or (isinstance(end, int) and end >= 2**62)
+        after = [] if whole else [rewriter.call(aten.slice.Tensor, into, axis, end, 2**63 - 1)]
+        pieces = [*before, source, *after]
+        pieces = [piece for piece in pieces if piece is source or known.values[piece].shape[axis] != 0]
+    rewriter.replace(pieces[0] if len(pieces) == 1 else rewriter.call(aten.cat.default, pieces, axis))
+
+
+def _adjoining(node: fx.Node, known: _Known) -> list[Any] | None:
+    """What `node` writes and what the write into the same tensor before it wrote, if these are all of the tensor."""
+    inner = node.args[0] if node.args else None
+    both = (node, inner)
+    if any(not isinstance(each, fx.Node) or each.target is not aten.slice_scatter.default for each in both):
+        return None
+    assert isinstance(inner, fx.Node)
+    if len(inner.users) > 1:
+        return None
     values, rank = known.values, known.values[node].dim()
     outer, first = (padded(each.args, (0, None, None, 1), 6) for each in (node, inner))
     sizes = [values[each[1]].shape[each[2] % rank] for each in (first, outer)]
     adjoin = first[3] in (0, None) and first[4] == outer[3] == sizes[0] and (first[5], outer[5]) == (1, 1)
     if outer[2] % rank == first[2] % rank and adjoin and sum(sizes) == values[node].shape[outer[2] % rank]:
-        rewriter = known.at(node)
-        rewriter.replace(rewriter.call(aten.cat.default, [first[1], outer[1]], outer[2] % rank - rank))
+        return [first[1], outer[1]]
+    return None
+
+
+def _taken(node: fx.Node, axis: int, known: _Known) -> fx.Node:
+    """The places in cat([into, source]) that the entries of a write come from: the same write, of places."""
+    into, source, _, *where = padded(node.args, (0, None, None, 1), 6)
+    rewriter, device = known.at(node), known.values[node].device
+    sizes = [rewriter.call(aten.sym_size.int, each, axis) for each in (into, source)]
+    total = rewriter.call(operator.add, *sizes)
+    old = rewriter.call(aten.arange.default, sizes[0], device=device)
+    new = rewriter.call(aten.arange.start, sizes[0], total, device=device)
+    return rewriter.call(aten.slice_scatter.default, old, new, 0, *where)
+
+
+def _select_scatter(node: fx.Node, known: _Known) -> None:
+    """y[..., i] = x → as slice_scatter does"""
+    if node not in known.live:
+        return
+    into, source, dim, at = node.args
+    assert isinstance(dim, int)
+    rewriter, axis = known.at(node), dim % known.values[node].dim()
+    row = rewriter.call(aten.unsqueeze.default, source, axis)
+    end = rewriter.call(operator.add, at, 1) if isinstance(at, fx.Node) else at + 1 or 2**63 - 1  # type: ignore[operator]
+    new = rewriter.call(aten.slice_scatter.default, into, row, axis, at, end)
+    rewriter.replace(new)
+    _slice_scatter(new, known)
 
 
 def _cat(node: fx.Node, known: _Known) -> None:
@@ -313,5 +367,6 @@ _SPELLINGS: Mapping[Any, Callable[[fx.Node, _Known], None]] = {
     aten.fill.Scalar: _fill,
     aten.fill.Tensor: _fill,
     aten.slice_scatter.default: _slice_scatter,
+    aten.select_scatter.default: _select_scatter,
     aten.cat.default: _cat,
 }

@@ -22,7 +22,7 @@ INFINITE = -math.inf
 
 def _hidden(scores: Tensor, strict: int = 1) -> Tensor:
     """Which scores a row must not see: its own too if `strict` is 1."""
-    return torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1 - strict)
+    return torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1 - strict)
 
 
 def _probabilities(scores: Tensor, strict: int = 1) -> Tensor:
@@ -91,7 +91,7 @@ class _After(Small):
         if self.kind == "einsum":
             weights = _probabilities(torch.einsum("bhtd,bhsd->bhts", q, k)).nan_to_num()
             return self.out[layer](torch.einsum("bhts,bhsd->bthd", weights, v).reshape(x.shape))  # type: ignore[no-any-return]
-        added = torch.zeros(hidden.shape, dtype=x.dtype).masked_fill(hidden, INFINITE)
+        added = torch.zeros(hidden.shape, dtype=x.dtype, device=x.device).masked_fill(hidden, INFINITE)
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=added if self.kind == "added" else ~hidden)
         return self.out[layer](mixed.transpose(1, 2).reshape(x.shape))  # type: ignore[no-any-return]
 
@@ -175,3 +175,14 @@ def test_exact_passes_and_two_parties_compute_zeros_too() -> None:
         check_passes(model, ids, logits, {})
     error, tolerance, deviation = check_private(model, ids, "all", "semi2k")
     assert error <= min(tolerance, 0.02 * deviation)
+
+
+@pytest.mark.parametrize("kind", ["added", "boolean"])
+def test_a_model_without_weights_is_counted_as_with_them(kind: str) -> None:
+    made = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            model = _After()
+        model.kind = kind
+        made.append(str(aero_compile.census(model, 7)))
+    assert made[0] == made[1]

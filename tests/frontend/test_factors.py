@@ -47,9 +47,9 @@ def kinds(model: aero_compile.TransformedModel) -> list[str]:
     return [activation.kind for ffn in model.structure.ffns for activation in ffn.activations]
 
 
-def becomes(gate: Gate, kind: str, by_relu: Gate, linear: Gate) -> None:
+def becomes(gate: Gate, kind: str, by_relu: Gate, linear: Gate, model: Gated | None = None) -> None:
     """Check the activation that is found, the function, and what the recipes `relu` and `linear` compute."""
-    model, ids = made(gate), tokens(2, 7, vocab=30)
+    model, ids = model or made(gate), tokens(2, 7, vocab=30)
     with torch.no_grad():
         captured = aero_compile.transform(model, "baseline")
         assert kinds(captured) == [kind]
@@ -110,6 +110,93 @@ def test_other_spellings_of_a_gate(gate: Gate, kind: str) -> None:
     becomes(gate, kind, lambda u, g: u * F.relu(g), lambda u, g: u * g)
 
 
+class Cut(Gated):
+    """Gate and values are cut out of one projection; `gate` gets all of it, as `u`, and a weight, as `g`."""
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__(gate)
+        self.up = nn.ModuleList([nn.Linear(24, 80)])
+        self.weight = nn.Parameter(torch.ones(40))
+
+    def block(self, x: Tensor, layer: int) -> Tensor:
+        x = x + self.attend(self.norms[2 * layer](x), layer)
+        h = self.norms[2 * layer + 1](x)
+        out: Tensor = x + self.down[layer](self.gate(self.up[layer](h), self.weight))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("gate", "kind", "swapped"),
+    [
+        (
+            lambda w, _: w[..., :40] * w[..., 40:] * torch.sigmoid(w[..., 40:]),
+            "silu",
+            lambda w, _, f: w[..., :40] * f(w[..., 40:]),
+        ),
+        (
+            lambda w, _: w.chunk(2, -1)[0] * w.chunk(2, -1)[1] * F.relu(w.chunk(2, -1)[1]),
+            "relu_squared",
+            lambda w, _, f: w[..., :40] * f(w[..., 40:]),
+        ),
+        (
+            lambda w, v: w[..., :40] * (v * w[..., 40:]) * torch.sigmoid(w[..., 40:]),
+            "silu",
+            lambda w, v, f: w[..., :40] * v * f(w[..., 40:]),
+        ),
+        (
+            lambda w, _: w[..., :40] * (w[..., 40:] + 1) * torch.sigmoid(w[..., 40:] + 1),
+            "silu",
+            lambda w, _, f: w[..., :40] * f(w[..., 40:] + 1),
+        ),
+        (
+            lambda w, v: (v * w[..., :40]) * F.relu(w[..., :40]),
+            "relu_squared",
+            lambda w, v, f: v * f(w[..., :40]),
+        ),
+        (
+            lambda w, _: F.tanhshrink(w[..., :40]),
+            "tanh_composed",
+            lambda w, _, f: f(w[..., :40]),
+        ),
+        (
+            lambda w, _: w[..., :40] * 0.5 * torch.erfc(-w[..., 40:] / math.sqrt(2)) * w[..., 40:],
+            "gelu",
+            lambda w, _, f: w[..., :40] * f(w[..., 40:]),
+        ),
+        (
+            lambda w, _: F.hardtanh(w[..., :40], -0.7, 0.7) * F.silu(w[..., 40:]),
+            "silu",
+            lambda w, _, f: F.hardtanh(w[..., :40], -0.7, 0.7) * f(w[..., 40:]),
+        ),
+        (
+            lambda w, _: torch.where(w[..., :40] > 0.7, 0.7, w[..., :40]) * F.silu(w[..., 40:].clamp(max=0.7)),
+            "silu",
+            lambda w, _, f: w[..., :40].clamp(max=0.7) * f(w[..., 40:].clamp(max=0.7)),
+        ),
+        (
+            lambda w, v: torch.clamp(w[..., :40], -v, v) * F.silu(w[..., 40:]),
+            "silu",
+            lambda w, v, f: torch.clamp(w[..., :40], -v, v) * f(w[..., 40:]),
+        ),
+        (
+            lambda w, _: torch.addcmul(F.silu(w[..., 40:]), w[..., :40], F.silu(w[..., 40:])),
+            "silu",
+            lambda w, _, f: (w[..., :40] + 1) * f(w[..., 40:]),
+        ),
+    ],
+)
+def test_what_stands_around_an_activation_stays(gate: Gate, kind: str, swapped: Callable[..., Tensor]) -> None:
+    """Cut out twice, with weights between the factors, affine or bounded before it, with a linear part of its own."""
+    model: Cut = randomize(Cut(gate)).eval()
+    becomes(
+        gate,
+        kind,
+        lambda w, v: swapped(w, v, F.relu),
+        lambda w, v: swapped(w, v, lambda x: x),
+        model,
+    )
+
+
 @pytest.mark.parametrize(
     "square",
     [
@@ -159,3 +246,11 @@ def test_products_of_single_factors_stay() -> None:
     assert kinds(captured) == ["sigmoid"]
     (gate,) = (n for n in captured.graph.nodes if n.target is aten.sigmoid.default)
     assert [user.target for user in gate.users] == [aten.mul.Tensor]
+
+
+def test_two_activations_of_one_gate_are_refused_by_passes_alone() -> None:
+    model, ids = made(lambda u, g: u * F.gelu(g) + torch.tanh(g)), tokens(2, 7, vocab=30)
+    captured = aero_compile.transform(model, "baseline")
+    assert torch.allclose(captured(ids), model(ids), rtol=1e-10, atol=1e-10)
+    with pytest.raises(UnsupportedGraphError, match="is multiplied by another function"):
+        aero_compile.transform(model, "gelu-to-relu")
