@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -58,8 +59,8 @@ def _bounds(node: fx.Node, live: set[fx.Node]) -> bool:
     if node.target in EXTREMA:
         return len(live_inputs(node, live)) == 1
     if node.target is aten.hardtanh.default:
-        low, high = (*node.args[1:], *(-1.0, 1.0)[len(node.args) - 1 :])
-        return low < 0 < high  # type: ignore[operator, no-any-return]
+        given: list[Any] = [*node.args[1:], *(-1.0, 1.0)[len(node.args) - 1 :]]
+        return bool(given[0] < 0 < given[1])
     return node.target in BOUNDS
 
 
@@ -116,20 +117,18 @@ def _smallest_region(
 
 def _kind(region: set[fx.Node], live: set[fx.Node]) -> str:
     """Name of an activation: that of its op, or of the ops it is made of."""
-    names = sorted(str(kind) for node in region if (kind := nonlinear_kind(node, live)))
-    squares = [node for node in region if _squares(node, live)]
-    products = [node for node in region if _multiplies(node, live) and node not in squares]
-    if set(names) == {"sigmoid"} and len(products) == 1 and not squares:
+    names = [str(kind) for node in region if (kind := nonlinear_kind(node, live))]
+    kinds = sorted(set(names))
+    products = [node for node in region if _multiplies(node, live)]
+    own = [node for node in products if node.args[0] is node.args[1]]
+    powers = [node for node in region if node.target in POWERS]
+    if any(node.target is not aten.pow.Tensor_Scalar or node.args[1] == 2 for node in powers) or (own and not kinds):
+        return "_".join([*kinds, "squared"])
+    if kinds == ["sigmoid"] and len(products) == 1 and not own:
         return "quick_gelu"
-    powers = any(node.target in POWERS for node in region) and not names
-    added = "squared" if squares else "product" if products else "power" if powers else ""
+    if len(kinds) > 1:
+        return "_".join(kinds)
+    if products:  # what is made of one function is not called by its name: x·tanh(x), x − tanh(x), relu(relu(x) + 1)
+        return "_".join([*kinds, "product"])
     sums = any(node.target in SUMS and len(live_inputs(node, live)) > 1 for node in region)
-    if not added and (sums or (len(names) > 1 and set(names) == {"relu"})):  # relu(relu(x) + 1), x − tanh(x)
-        added = "composed"
-    return "_".join(filter(None, [*sorted(set(names)), added]))
-
-
-def _squares(node: fx.Node, live: set[fx.Node]) -> bool:
-    if node.target is aten.pow.Tensor_Scalar:
-        return node.args[1] == 2
-    return node.target in POWERS or (_multiplies(node, live) and node.args[0] is node.args[1])
+    return "_".join([*kinds, "composed"]) if sums or len(names) > 1 else kinds[0] if kinds else "power"
