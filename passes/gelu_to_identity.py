@@ -5,7 +5,8 @@ Before → after:
     with keep_fraction, n = round(keep_fraction·d_ffn):
     gelu(x)                                 → cat([gelu(x[..., :n]), x[..., n:]], -1)
 
-A gated FFN keeps its product: silu(a)·b → a·b, which is bilinear and costs one private multiplication.
+A gated FFN keeps its product: silu(a)·b → a·b, which is bilinear and costs one private multiplication. Bounds of its
+branches (gpt-oss's clamps) stay, and are counted.
 
 That the first n neurons of a layer are the ones that keep their activation is no loss of generality for a model
 that is trained from scratch: permuting the neurons, the rows of the in-projection with the columns of the

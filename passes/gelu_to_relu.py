@@ -3,8 +3,8 @@
 Before → after:
     gelu(x), gelu(x, approximate="tanh"), silu(x), relu(x)², …  → relu(x)
 
-In a gated FFN (Llama) the gate's activation is replaced: silu(a)·b → relu(a)·b. An activation that only a part of
-the neurons has (`gelu-to-identity{keep_fraction=0.25}`) stays in that part.
+In a gated FFN (Llama) the gate's activation is replaced: silu(a)·b → relu(a)·b; bounds of either branch (gpt-oss) stay.
+An activation that only a part of the neurons has (`gelu-to-identity{keep_fraction=0.25}`) stays in that part.
 """
 
 from __future__ import annotations
