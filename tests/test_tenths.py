@@ -85,7 +85,7 @@ def run(folder: Path, root: Path, *options: str) -> str:
     settings = "[pytest]\npythonpath = .\naddopts = --import-mode=importlib -m 'not slow'\nmarkers = slow\n"
     (folder / "pytest.ini").write_text(settings)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
-    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYT")}
     done = subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 
 from aero_compile.ir.dataflow import ancestors, live_values, placeholder, tainted_nodes
 from aero_compile.ir.graph_model import remove_dead_nodes
@@ -353,11 +354,17 @@ class _Rows:
 
 def _on_cpu(model: TransformedModel, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
     """The value of a node; what a model without weights makes on the meta device is made on the CPU."""
-    device = node.kwargs.get("device")
-    if not isinstance(device, torch.device) or device.type != "meta":
+    if node.op != "call_function":
         return node_value(model, node, known.__getitem__)
-    args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
-    return node.target(*args, **kwargs | {"device": torch.device("cpu")})  # type: ignore[operator]
+
+    def given(value: Any) -> Any:
+        if isinstance(value, torch.device) and value.type == "meta":
+            return torch.device("cpu")
+        return known[value] if isinstance(value, fx.Node) else value
+
+    args, kwargs = map_aggregate((node.args, node.kwargs), given)
+    with torch.no_grad():
+        return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _bare(value: Any) -> Any:

@@ -3,7 +3,7 @@
 An activation times a value of another branch, or times weights, can be written in any order of factors. Before → after:
     (u·g)·sigmoid(g)         → u·(g·sigmoid(g))
     u·g/(1 + exp(−g))        → u·(g/(1 + exp(−g)))
-    (u·g)·(1 + erf(g/√2))·½  → u·(g·(1 + erf(g/√2))·½)
+    (u·g)·(1 + erf(g/√2))·½  → u·(g·(1 + erf(g/√2)))·½
     (w·g)·sigmoid(g)         → (g·sigmoid(g))·w          w: weights, or any table
 
 Products whose factors already stand together stay as they are.
@@ -88,34 +88,23 @@ def _groups(factors: list[_Factor], origins: Origins) -> dict[frozenset[fx.Node]
 def _regroup(
     root: fx.Node, factors: list[_Factor], groups: dict[frozenset[fx.Node], list[_Factor]], origins: Origins
 ) -> None:
-    """Write `root` as the product of the groups; numbers go to the first group of several factors, tables last."""
+    """Write `root` as the product of the groups, then of what depends on no token, in the order in which it stands."""
     rewriter = Rewriter(root)
-    home = next(group for group in groups.values() if len(group) > 1)
     rest = [factor for factor in factors if not (isinstance(factor.value, fx.Node) and factor.value in origins)]
-    home += [factor for factor in rest if not isinstance(factor.value, fx.Node)]
-    products = [_multiplied(rewriter, group) for group in groups.values()]
-    tables = [factor for factor in rest if isinstance(factor.value, fx.Node)]
-    new = _multiplied(rewriter, [*products, *tables])
-    rewriter.replace(_written(rewriter, new))
+    live = [_multiplied(rewriter, group) for group in groups.values()]
+    rewriter.replace(_written(rewriter, _multiplied(rewriter, [*live, *rest])))
 
 
 def _multiplied(rewriter: Rewriter, factors: list[_Factor]) -> _Factor:
-    """The product of `factors`: one factor, which is below if all of them are."""
-    above = [factor.value for factor in factors if not factor.below]
-    below = [factor.value for factor in factors if factor.below]
-    if not above:
-        return _Factor(_chain(rewriter, below), below=True)
-    product = _chain(rewriter, above)
-    for value in below:
-        product = rewriter.call(aten.div.Tensor, product, value)
+    """The product of `factors`, in their order: one factor, which is below if all of them are."""
+    if all(factor.below for factor in factors):
+        above = _multiplied(rewriter, [_Factor(factor.value, below=False) for factor in factors])
+        return _Factor(above.value, below=True)
+    first = next(factor for factor in factors if not factor.below and isinstance(factor.value, fx.Node))
+    product = first.value
+    for factor in (factor for factor in factors if factor is not first):
+        product = rewriter.call(aten.div.Tensor if factor.below else aten.mul.Tensor, product, factor.value)
     return _Factor(product, below=False)
-
-
-def _chain(rewriter: Rewriter, values: list[Any]) -> Any:
-    product, *others = sorted(values, key=lambda value: not isinstance(value, fx.Node))
-    for value in others:
-        product = rewriter.call(aten.mul.Tensor, product, value)
-    return product
 
 
 def _written(rewriter: Rewriter, factor: _Factor) -> fx.Node:
