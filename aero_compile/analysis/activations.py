@@ -93,9 +93,15 @@ def _whole_region(
         sums = [node for node in own if node.target in SUMS and found.node in above[node] and node is not found.node]
         beside = {p for p in own if found.node not in above[p] and found.source in above[p]}
         meets = [node for node in sums if beside.intersection(live_inputs(node, live))]
+        meets = [node for node in meets if not any(_is_weighed(n, live) for n in above[node] - above[found.node])]
         if not meets:
             return found
         nonlinear = [*nonlinear, *meets]
+
+
+def _is_weighed(node: fx.Node, live: set[fx.Node]) -> bool:
+    """True if `node` multiplies by weights: x·w + f(x)·v is a mixture of an activation, and not one of its own."""
+    return node.target in SCALES and any(isinstance(a, fx.Node) and a not in live for a in node.args)
 
 
 def _smallest_region(
