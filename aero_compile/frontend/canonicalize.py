@@ -45,7 +45,7 @@ from aero_compile.frontend.composites import open_composites, open_statistics
 from aero_compile.frontend.convolutions import open_convolutions
 from aero_compile.frontend.dropouts import make_dropouts
 from aero_compile.frontend.empty_rows import open_empty_rows
-from aero_compile.frontend.equal_nodes import merge_equal
+from aero_compile.frontend.equal_nodes import recognize_merged
 from aero_compile.frontend.factors import group_factors
 from aero_compile.frontend.linear_norms import open_linear_norms
 from aero_compile.frontend.products import make_linears, take_up_biases
@@ -71,9 +71,9 @@ _STEPS: tuple[Callable[[TransformedModel], object], ...] = (
     open_convolutions,
     make_linears,
     join_adapters,
-    merge_equal,
     group_factors,
     recognize,
+    recognize_merged,
     open_linear_norms,
     mask_before_softmax,
     open_sinks,

@@ -254,3 +254,16 @@ def test_two_activations_of_one_gate_are_refused_by_passes_alone() -> None:
     assert torch.allclose(captured(ids), model(ids), rtol=1e-10, atol=1e-10)
     with pytest.raises(UnsupportedGraphError, match="is multiplied by another function"):
         aero_compile.transform(model, "gelu-to-relu")
+
+
+def test_two_norms_of_one_value_stay_two() -> None:
+    """Without gains they are computed twice, and not merged: each is a part of its own block."""
+    model = made(lambda u, g: F.gelu(u))
+    model.block = lambda x, layer: (  # type: ignore[method-assign]
+        x + model.attend(plain_norm(x), layer) + model.down[layer](F.gelu(model.up[layer](plain_norm(x))))
+    )
+    assert aero_compile.census(model, 16).total("layernorm") == 2
+
+
+def plain_norm(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
