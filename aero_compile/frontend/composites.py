@@ -42,7 +42,7 @@ class _Graph:
         return Rewriter(node, values=self.values, live=self.live)
 
     def fixed(self, node: fx.Node, dims: list[int]) -> int | None:
-        """How many elements a node has along `dims`; None if that varies with the batch or the length."""
+        """Count the elements of a node along `dims`; None if that varies with the batch or the length."""
         sizes = [math.prod(int(each[node].shape[dim]) for dim in dims) for each in (self.values, self.others)]
         return sizes[0] if sizes[0] == sizes[1] else None
 

@@ -180,7 +180,7 @@ class _Rows:
         return node.target not in _SCALES and any(each not in self.live for each in node.all_input_nodes)
 
     def _chain(self, softmax: fx.Node) -> list[fx.Node]:
-        """What stands between the scores and a softmax over their rows, in order."""
+        """Return the nodes between the scores and a softmax over their rows, in order."""
         node, found = softmax.args[0], list[fx.Node]()
         assert isinstance(node, fx.Node)
         if softmax.args[1] not in (-1, self.values[softmax].dim() - 1):
@@ -195,7 +195,7 @@ class _Rows:
         return found[::-1]
 
     def _probe(self, softmax: fx.Node, core: fx.Node, masks: list[fx.Node]) -> fx.Node | None:
-        """What the masks make of scores of zero, [1, …, 1, rows, columns], with infinities that stay infinite."""
+        """Apply the masks to scores of zero, [1, …, 1, rows, columns], with infinities that stay infinite."""
         call, value = self.at(softmax).call, self.values[core]
         sizes = [*[1] * (value.dim() - 2), *self._sizes(call, core)]
         probe = call(aten.zeros.default, sizes, dtype=value.dtype, device=value.device)
@@ -212,7 +212,7 @@ class _Rows:
         return probe
 
     def _with_infinities(self, before: fx.Node, node: fx.Node) -> fx.Node | None:
-        """A copy of a constant in which −inf is no number that is bounded later; None: that cannot be told."""
+        """Copy a constant so that its −inf is not bounded later; None if that cannot be decided."""
         order = [each for each in self.model.graph.nodes if each in ancestors([node], set(self.model.graph.nodes))]
         swap: dict[fx.Node, fx.Node] = {}
         for each in order:
@@ -252,7 +252,7 @@ class _Rows:
         return tuple(call(operator.add, length, size - sampled) for size in (rows, columns))
 
     def _own(self, call: Any, sizes: tuple[Any, Any], empty: fx.Node) -> fx.Node:
-        """Where an empty row is at its own column; columns in front of those of tokens are a prefix's."""
+        """Mask of each empty row's own column; columns before those of tokens are a prefix's."""
         rows, columns = sizes
         device = self.values[empty].device
         row = call(aten.arange.default, rows, device=device)
