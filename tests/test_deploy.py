@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
+from aero_compile import transform
 from aero_compile.__main__ import main, parser
+from aero_compile.artifact import save
 from aero_compile.proxy.keys import new_key
-from aero_compile.runtime import export_generation
 from aero_compile.runtime.hosts.link import free_addresses, parse_address
 from tests.support.command_process import command
-from tests.support.tiny_generation import VOCABULARY, small_compiled
+from tests.support.tiny_generation import VOCABULARY, small_gpt2
 from tests.support.words import save_words
 
 yaml = pytest.importorskip("yaml")
@@ -74,7 +75,7 @@ def test_their_commands_run(tmp_path: Path) -> None:
     for package in ("spu", "cryptography", "pydantic", "tokenizers", "transformers", "uvicorn"):
         pytest.importorskip(package)
     openai = pytest.importorskip("openai")
-    export_generation(small_compiled(), tmp_path / "model")
+    save(transform(small_gpt2(positions=64), "baseline"), tmp_path / "model")
     save_words(tmp_path / "tokenizer.json", VOCABULARY)
     assert main(["certs", str(tmp_path / "keys"), "--host", "server"]) == 0
     address, endpoint = free_addresses(2)

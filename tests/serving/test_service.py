@@ -374,7 +374,7 @@ def test_a_hundred_queries_of_three_clients_leave_nothing(offer: Path) -> None:
             descriptors.append(open_descriptors())
         until(lambda: len(running.events("left")) == 33)
         assert len(running.events("computed", 99)) == 99
-        assert threads[-1] <= max(threads[:3])
+        until(lambda: threading.active_count() <= max(threads[:3]))  # one may be ending still
         assert descriptors[-1] <= max(descriptors[:3])
         slope = np.polyfit(np.arange(10), memory[1:], 1)[0]
         print(f"slope of the memory: {slope / 9:,.0f} bytes a query")

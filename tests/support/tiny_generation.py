@@ -23,12 +23,12 @@ VOCABULARY, ROOM, FILLS, CHECKS = 23, 8, (3, 5), (3,)
 PROMPT = [3, 1, 4, 1]
 
 
-def small_gpt2() -> Any:
+def small_gpt2(positions: int = 16) -> Any:
     """Two heads, learned positions, an FFN: the model in eager PyTorch, its weights drawn."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         config = GPT2Config(
-            vocab_size=VOCABULARY, n_layer=1, n_head=2, n_embd=16, n_positions=16, bos_token_id=0, eos_token_id=0
+            vocab_size=VOCABULARY, n_layer=1, n_head=2, n_embd=16, n_positions=positions, bos_token_id=0, eos_token_id=0
         )
         model: Any = zoo.randomize(GPT2LMHeadModel(config))
         return model.eval()
