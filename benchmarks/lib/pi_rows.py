@@ -270,6 +270,7 @@ def _measure(task: Task, args: argparse.Namespace) -> Row:
         guards=args.guards,
         public=args.public,
         offline=args.offline,
+        prepare=args.prepare,
         lookup=args.lookup,
         **_calibration(model, task.seq_len, args),
         network=args.network,
