@@ -118,7 +118,7 @@ class Computation:
         """
         matrices = []
         for matrix, rows in rows_by_matrix(self._program).items():
-            if not is_cheaper(matrix, rows, runs):
+            if not is_cheaper(matrix, {rows: runs}):
                 continue
             made = [self.make_batch(matrix) for _ in range(-(-rows * runs // ROWS))]
             spent = {name: sum(each[name] for each in made) for name in made[0]}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from aero_compile.runtime.arithmetic import ciphertexts
 from aero_compile.runtime.arithmetic.prices import price, second_bytes
 from aero_compile.runtime.costs.table import shipped
@@ -12,13 +14,20 @@ BATCHED = "BatchedProduct"
 """Name of a batch in the table of costs."""
 
 
-def is_cheaper(matrix: Matrix, rows: int, runs: int) -> bool:
-    """True if batches for `runs` runs of so many `rows` each cost less than SPU's products for them.
+def is_cheaper(matrix: Matrix, runs: Mapping[int, int]) -> bool:
+    """True if batches for these runs, numbers of them by their rows, cost less than SPU's products for them.
 
     Costs are bytes, and seconds as bytes. Both parties decide alike, by the table that comes with the package.
     """
-    products = sum(price(ciphertexts.matmul(*dims)) for dims in ciphertexts.tiles(rows, matrix.inner, matrix.columns))
-    return -(-rows * runs // ROWS) * batch_price(matrix) < runs * products
+    rows = sum(count * times for count, times in runs.items())
+    products = sum(times * product_price(matrix, count) for count, times in runs.items())
+    return -(-rows // ROWS) * batch_price(matrix) < products
+
+
+def product_price(matrix: Matrix, rows: int) -> float:
+    """The bytes of SPU's product of so many rows with a matrix, and its seconds as bytes."""
+    dims = ciphertexts.tiles(rows, matrix.inner, matrix.columns)
+    return sum(price(ciphertexts.matmul(*each)) for each in dims)
 
 
 def batch_price(matrix: Matrix) -> float:
