@@ -294,6 +294,7 @@ def _estimate(task: Task, args: argparse.Namespace) -> Row:
         guards=args.guards,
         public=args.public,
         offline=args.offline,
+        prepare=args.prepare,
         lookup=args.lookup,
         **_calibration(model, task.seq_len, args),
         network=args.network,

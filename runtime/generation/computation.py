@@ -24,7 +24,6 @@ from aero_compile.runtime.program_parts import TensorSpec
 from aero_compile.runtime.roles import CLIENT, SERVER
 from aero_compile.runtime.spu_config import SpuLog
 
-
 MOST_ROWS = 1 << 18
 """Rows of one matrix beyond which no batch is begun."""
 
