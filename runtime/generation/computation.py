@@ -111,7 +111,8 @@ class StepComputation(Computation):
     def _set_inputs(self) -> None:
         program, io, runtime = self._program, self._io, self._runtime
         for spec in program.weights:
-            self._set(program.given(spec), SERVER)
+            if spec.name not in program.multiplied:
+                self._set(program.given(spec), SERVER)
         tokens = [program.tokens] if program.reads_tokens else []
         for spec in (*tokens, *program.clients):
             runtime.set_var(spec.name, self._share(io, spec, CLIENT))

@@ -20,6 +20,7 @@ from aero_compile.runtime.hosts.party_inputs import PartyInputs
 from aero_compile.runtime.kernels.column_encryption import ROWS, Weights
 from aero_compile.runtime.kernels.run import run_kernel
 from aero_compile.runtime.kernels.side import Exchanged, Side
+from aero_compile.runtime.kernels.words import Words
 from aero_compile.runtime.offline.batch import Batches, Matrix, matrix_of, rows_by_matrix
 from aero_compile.runtime.offline.choice import is_cheaper
 from aero_compile.runtime.offline.prepare import agree, agreed_name, encoded, prepare, prepared_steps
@@ -78,6 +79,8 @@ class Computation:
         self._batches = Batches(self._side, log.folder, program.fraction_bits, self._weight)
         self.received = 0
         """Payload in bytes that this party has taken from the other in runs and preparations."""
+        self._words: dict[str, Words] = {}
+        self._side.weight = self._words_of
         self._shares: dict[Matrix, dict[str, float]] = {}
         self.before_opening: Callable[[], None] = lambda: None
         """Called when everything is computed, before this party sends its share of the guard's bit or the logits."""
@@ -140,9 +143,16 @@ class Computation:
 
     def _weight(self, matrix: Matrix) -> Weights:
         """A matrix of the server [inner, columns] as whole numbers."""
-        array = self._inputs.own[matrix.name]
-        words = encoded(self._spu, self._io, array).view(np.int64).reshape(array.shape)
+        words = self._words_of(matrix.name).view(np.int64).reshape(self._inputs.own[matrix.name].shape)
         return words.T if matrix.transposed else words
+
+    def _words_of(self, name: str) -> Words:
+        """The words of a weight, uint64 [elements]; none at the client. They are made once."""
+        if self._rank == CLIENT:
+            return np.zeros(0, np.uint64)
+        if name not in self._words:
+            self._words[name] = encoded(self._spu, self._io, self._inputs.own[name])
+        return self._words[name]
 
     def prepare(self) -> dict[str, Any]:
         """Prepare one run; returns what it cost, with its share of what was prepared by the batch."""
@@ -221,7 +231,8 @@ class Computation:
     def _set_inputs(self) -> None:
         program, runtime, io = self._program, self._runtime, self._io
         tokens = [program.tokens] if program.reads_tokens else []
-        for owner, specs in ((SERVER, program.weights), (CLIENT, (*tokens, *program.clients))):
+        weights = [spec for spec in program.weights if spec.name not in program.multiplied]
+        for owner, specs in ((SERVER, weights), (CLIENT, (*tokens, *program.clients))):
             for spec in specs:
                 runtime.set_var(spec.name, self._share(io, spec, owner))
         for spec in program.shared_inputs:
@@ -258,7 +269,8 @@ class Computation:
         profile |= {name: profile[name] + count for name, count in vars(side.exchanged).items()}
         seconds = time.monotonic() - begun
         for name in step.free:
-            runtime.del_var(name)
+            if name not in self._program.multiplied:
+                runtime.del_var(name)
         return {"op": step.label, "place": step.place, "begun": begun, "seconds": seconds, **profile}
 
     def _open(self) -> Opened:
