@@ -38,6 +38,7 @@ from aero_compile.reporting.report import (
 )
 from aero_compile.reporting.report_html import write_html
 from aero_compile.runtime.hosts.network_spec import parse_network
+from aero_compile.runtime.inference import check_prepare
 from benchmarks.lib import pi_pool, pi_rows
 from benchmarks.lib.paper import with_paper
 from benchmarks.lib.pi_rows import DEFAULT_RECIPES, SHAPES, Task, check_lengths, row_key, tasks
@@ -116,6 +117,7 @@ def check(args: argparse.Namespace) -> None:
         raise InputError(f"--estimate knows the costs of cheetah alone, not of {args.protocol}")
     if args.estimate and args.warm_up == "none":
         raise InputError("--estimate is of a warm forward: leave --warm-up none and --cold-only out")
+    check_prepare(args.prepare, args.offline)
     if args.resume and not args.json:
         raise InputError("--resume needs --json FILE, the file with the rows of the earlier run")
     args.network = parse_network(args.network)
@@ -137,6 +139,7 @@ def config(args: argparse.Namespace) -> dict[str, Any]:
         **({"guards": True} if args.guards else {}),
         **({"public": list(args.public)} if args.public else {}),
         **({"offline": True} if args.offline else {}),
+        **({} if args.prepare is None else {"prepare": args.prepare}),
         **({"lookup": args.lookup} if args.lookup != "one-hot" else {}),
         **({} if args.clamp else {"clamp": False}),
     }

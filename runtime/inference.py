@@ -45,6 +45,7 @@ def private_inference(
     guards: bool = False,
     public: str | Sequence[str] = (),
     offline: bool = False,
+    prepare: int | None = None,
     lookup: str = ONE_HOT,
     tolerances: Tolerances = DEFAULT,
     field: int = 64,
@@ -76,6 +77,9 @@ def private_inference(
             follows from them and such weights alone costs nothing. A table that is the LM head, too, needs both names.
         offline: products with the server's matrices are prepared before the tokens are known: shares of R·W for random
             R. The bill tells what was sent and computed before (`offline_bytes`, …) and with the tokens (`bytes`, …).
+        prepare: tokens for which products with the server's matrices are prepared at once (`offline=True`), by the
+            batch of 4,096 rows where that is cheaper than a product for each run; the bill has the share of the
+            measured run. None: the tokens of the runs. 0: nothing by the batch.
         lookup: how the client's tokens look rows up in the server's token table: "one-hot", by a product, or
             "encrypted": the client has the table once, encrypted by the server, 8 bytes for each of its numbers (not in
             the bill), and sends a re-encrypted row for each token, 39 kB up to a width of 4,096.
@@ -109,6 +113,7 @@ def private_inference(
         looked_at=True,
         lookup=lookup,
     )
+    check_prepare(prepare, offline)
     if not timeout > 0:
         raise InputError(f"timeout must be a positive number of seconds, not {timeout!r}")
     if warm not in (True, False, "setup"):
@@ -130,6 +135,7 @@ def private_inference(
             runs=2 if warm is True else 1,
             set_up=warm == "setup",
             offline=compiled.program.is_prepared,
+            prepare=prepare if compiled.program.is_prepared else None,
             timeout=timeout,
             tls=tls,
             on_event=shown.event,
@@ -209,6 +215,16 @@ def export(compiled: Compiled, directory: str | os.PathLike[str]) -> None:
     if compiled.published:
         write_private(target / "public.npz", lambda file: np.savez(file, **compiled.published))
     write_tables(compiled.program, compiled.weights, target / FILES[SERVER], target / FILES[CLIENT])
+
+
+def check_prepare(prepare: Any, offline: bool) -> None:
+    """Raise InputError for a number of tokens that cannot be prepared for; None is no number."""
+    if prepare is None:
+        return
+    if isinstance(prepare, bool) or not isinstance(prepare, int) or prepare < 0:
+        raise InputError(f"prepare must be a number of tokens, 0 or more, not {prepare!r}")
+    if not offline:
+        raise InputError(f"prepare={prepare} is of what is prepared before the tokens are known: give offline=True too")
 
 
 def names_of(public: str | Sequence[str]) -> tuple[str, ...]:

@@ -12,7 +12,8 @@ weights, it writes public.npz too, and both parties add --public public.npz. For
 `lookup="encrypted"`, the server adds --lookup lookup_key.npz, the client --lookup lookup_table.npz.)
 For a program that is compiled with `offline=True`, both prepare first, before there are tokens, by the same commands
 with `--runs 0 --offline 5 --preparations DIR` and without `--tokens`; each run then takes one (`--runs 1
---preparations DIR`).
+--preparations DIR`). Products with the server's matrices are prepared by the batch of 4,096 rows where that is cheaper
+for so many runs.
 `aero_compile.private_inference` starts exactly these processes on one machine. Events are printed as JSON
 lines; `stats.json` and, for the client, `logits.npy` are written to the output directory.
 """
@@ -29,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from aero_compile.files import make_private_folder, write_private
-from aero_compile.runtime.costs.allowance import IDLE_BYTES, allowance_of
+from aero_compile.runtime.costs.allowance import IDLE_BYTES, allowance_of, allowed_for_batches
 from aero_compile.runtime.hosts.computation import Computation, Opened, config_of, print_event
 from aero_compile.runtime.hosts.ending import Deadline, die, end_with_parent, leave
 from aero_compile.runtime.hosts.link import Way, parse_address, watch_peer
@@ -58,6 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--lookup", type=Path, help=text)
     add("--runs", type=int, choices=(0, 1, 2), default=2, help="2: a cold and a warm forward; 0: prepare only")
     add("--offline", type=int, default=0, metavar="N", help="prepare so many runs, before the tokens are needed")
+    text = "tokens for which products are prepared by the batch where that is cheaper (default: those of --offline)"
+    add("--prepare", type=int, metavar="ROWS", help=text)
     add("--preparations", type=Path, metavar="DIR", help="private folder of this party's preparations")
     return parser
 
@@ -99,7 +102,14 @@ class _Party:
         """Bytes that the other party may send in all that is computed here."""
         allowed, options = allowance_of(self.inputs.program, self.inputs.rank), self.options
         runs: int = options.runs + options.offline
-        return IDLE_BYTES + allowed.keys + allowed.set_up * bool(options.set_up) + runs * allowed.run
+        batches = allowed_for_batches(self.inputs.program, self.inputs.rank, self._runs_ahead())
+        return IDLE_BYTES + allowed.keys + allowed.set_up * bool(options.set_up) + runs * allowed.run + batches
+
+    def _runs_ahead(self) -> int:
+        """Runs for which products are prepared by the batch, where that is cheaper."""
+        batch, length, _ = self.inputs.program.tokens.shape
+        rows = self.options.prepare
+        return int(self.options.offline if rows is None else -(-rows // (batch * length)))
 
     def _compute(self, spu: Any, link: Any, log: SpuLog, way: Way) -> tuple[dict[str, Any], Opened]:
         """Set up, prepare and run as often as was asked; returns what it cost, and what the last run opened."""
@@ -108,6 +118,7 @@ class _Party:
         spent = computation.set_up() if self.options.set_up else {}
         link.barrier()
         setup = {**spent, "seconds": time.perf_counter() - started, "wire": way.read()}
+        batches = computation.prepare_batches(self._runs_ahead()) if self.options.offline else None
         offline = [computation.prepare() for _ in range(self.options.offline)]
         runs = []
         opened = Opened()
@@ -121,6 +132,7 @@ class _Party:
             "role": self.role,
             "setup": setup,
             "offline": offline,
+            "batches": batches,
             "runs": runs,
             "program": self.inputs.program.digest,
             "versions": {"python": platform.python_version(), "spu": str(spu.__version__)},
@@ -136,6 +148,7 @@ class _Party:
             "spu": program.versions["spu"],
             "runs": self.options.runs,
             "offline": self.options.offline,
+            "number of rows (--prepare)": self.options.prepare,
             "set-up": self.options.set_up,
             "lookup table": self.inputs.key,
         }

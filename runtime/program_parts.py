@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 from aero_compile.runtime.kernels.encrypted_lookup import EncryptedLookup
@@ -74,6 +75,11 @@ class KernelStep:
         return {**{each.name: getattr(self, each.name) for each in fields(self)}, "kernel": to_json(self.kernel)}
 
 
+def _is_own(step: Step | KernelStep, at: int) -> bool:
+    """True if a step reads its input with this number as words of the server's."""
+    return isinstance(step, KernelStep) and at in step.kernel.of_server
+
+
 @dataclass(frozen=True)
 class ProgramContent:
     """A model compiled for one batch size and sequence length, for one protocol configuration.
@@ -136,6 +142,13 @@ class ProgramContent:
     def is_prepared(self) -> bool:
         """Whether a run takes what was made before its tokens were known."""
         return any(isinstance(step, KernelStep) and step.preparation for step in self.steps)
+
+    @cached_property
+    def multiplied(self) -> frozenset[str]:
+        """Weights of which kernels alone need the server's words, so that SPU does not hold them."""
+        weights = {spec.name for spec in self.weights} - {*self.by_position}
+        read = [(step, at, name) for step in self.steps for at, name in enumerate(step.inputs) if name in weights]
+        return frozenset(name for _, _, name in read) - {name for step, at, name in read if not _is_own(step, at)}
 
     @property
     def looked_up(self) -> dict[str, tuple[int, ...]]:

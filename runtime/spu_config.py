@@ -127,6 +127,7 @@ class SpuLog:
         options.system_log_path, options.max_log_file_size = str(path), NEVER
         spu.libspu.logging.setup_logging(options)
         self._path, self._file = path, path.open("r", errors="replace")
+        self.folder = path.parent
 
     def read(self) -> dict[str, Any]:
         """Return what was logged since the last call: link totals and the table of PPHLO operations."""

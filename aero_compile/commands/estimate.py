@@ -48,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
         guards=args.guards,
         public=args.public,
         offline=args.offline,
+        prepare=args.prepare,
         lookup=args.lookup,
         new_tokens=args.new_tokens,
     )

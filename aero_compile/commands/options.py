@@ -47,6 +47,11 @@ def add_costs(group: Any) -> None:
         "prepare what does not depend on the tokens before; bytes, messages and seconds are then those with the tokens"
     )
     group.add_argument("--offline", action="store_true", help=text)
+    text = (
+        "with --offline: tokens for which products with the server's matrices are prepared at once, by the batch of "
+        "4,096 rows where that is cheaper; a run's share is in its bill (default: the tokens of the runs; 0: none)"
+    )
+    group.add_argument("--prepare", type=int, metavar="ROWS", help=text)
     text = "how tokens look rows up in the server's table: by one-hot products, or in one message, under encryption"
     group.add_argument("--lookup", choices=["one-hot", "encrypted"], default="one-hot", help=text)
     text = "what to emulate (or assume) between the parties: wan, lan or MBPS:RTT_MS; default: loopback, nothing"

@@ -102,6 +102,7 @@ def private_row(
     guards: bool = False,
     public: Sequence[str] = (),
     offline: bool = False,
+    prepare: int | None = None,
     lookup: str = "one-hot",
     calibration: Any = None,
     clamp: bool = True,
@@ -118,8 +119,9 @@ def private_row(
     set up by a short computation, `False` a first one together with that set-up. `network`: what to emulate
     between the parties, as `private_inference` takes it; `timeout`: seconds for the computation; `guards`: with
     private checks of ranges; `public`: weights that the client is given; `offline`: with what can be
-    prepared before, so that figures are those with the tokens; `lookup`: how tokens look rows up; `calibration` and
-    `clamp`: typical text, and whether exponentials hold for scores that spread further than on it.
+    prepared before, so that figures are those with the tokens, and products for `prepare` tokens by the batch;
+    `lookup`: how tokens look rows up; `calibration` and `clamp`: typical text, and whether exponentials hold for scores
+    that spread further than on it.
     """
     from aero_compile import runtime
 
@@ -136,6 +138,7 @@ def private_row(
         guards=guards,
         public=public,
         offline=offline,
+        prepare=prepare,
         lookup=lookup,
         calibration=calibration,
         clamp=clamp,
@@ -190,6 +193,7 @@ def estimated_row(
     guards: bool = False,
     public: Sequence[str] = (),
     offline: bool = False,
+    prepare: int | None = None,
     lookup: str = "one-hot",
     calibration: Any = None,
     clamp: bool = True,
@@ -213,6 +217,7 @@ def estimated_row(
         guards=guards,
         public=public,
         offline=offline,
+        prepare=prepare,
         lookup=lookup,
         calibration=calibration,
         clamp=clamp,

@@ -25,6 +25,10 @@ from aero_compile.runtime.roles import CLIENT, SERVER
 from aero_compile.runtime.spu_config import runtime_config, small_config
 
 
+WAIT_MS = 600_000
+"""A party waits as long for a message of the other: a product may take minutes on a busy machine."""
+
+
 def simulate(
     program: Program, tokens: Mapping[str, npt.NDArray[Any]], weights: Mapping[str, npt.NDArray[Any]]
 ) -> npt.NDArray[np.float64]:
@@ -87,12 +91,17 @@ def on_numbers(program: Program, numbers: npt.NDArray[Any]) -> Program:
     return replace(program, tokens=TensorSpec(program.tokens.name, numbers.shape, str(numbers.dtype)))
 
 
-def both_parties(program: Program, party: Callable[[Side, Any, Any], Any]) -> dict[int, Any]:
-    """What `party(side, io, runtime)` returns in each of two threads, by rank, in the configuration of a program."""
+def both_parties(program: Program, party: Callable[[Side, Any, Any], Any], profile: bool = False) -> dict[int, Any]:
+    """What `party(side, io, runtime)` returns in each of two threads, by rank, in the configuration of a program.
+
+    `profile`: let SPU write what executions cost to its log.
+    """
     import spu
 
     config = _config(program)
+    config.enable_pphlo_profile = profile
     desc = spu.link.Desc()
+    desc.recv_timeout_ms = WAIT_MS
     desc.id = uuid.uuid4().hex  # links of the same name are the same link, with what an earlier run left in it
     for rank in (SERVER, CLIENT):
         desc.add_party(f"party{rank}", f"thread{rank}")

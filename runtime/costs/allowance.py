@@ -18,6 +18,8 @@ from aero_compile.runtime.costs.billing import bill_forward, bill_offline, bill_
 from aero_compile.runtime.costs.session import Session
 from aero_compile.runtime.costs.table import shipped
 from aero_compile.runtime.hosts.network_spec import UNLIMITED
+from aero_compile.runtime.kernels.column_encryption import ROWS
+from aero_compile.runtime.offline.batch import KEY_SENT, Matrix, rows_by_matrix
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.program_parts import SET_UP, KernelStep
 from aero_compile.runtime.roles import CLIENT, SERVER
@@ -77,6 +79,18 @@ def allowance_of(program: Program, rank: int) -> Allowance:
     keys = _keys(program) if program.protocol == "cheetah" else 0
     weights = sum(WORD * math.prod(spec.shape) for spec in (*program.weights, *program.published))
     return Allowance(run[rank] + RUN_BYTES, keys, set_up.received(rank) + RUN_BYTES, weights + sum(run))
+
+
+def allowed_for_batches(program: Program, rank: int, runs: int) -> int:
+    """Bytes that party `rank` may receive while products are prepared by the batch for so many runs."""
+    rows = rows_by_matrix(program).items()
+    return sum(-(-count * runs // ROWS) * allowed_for_batch(matrix, rank) for matrix, count in rows)
+
+
+def allowed_for_batch(matrix: Matrix, rank: int) -> int:
+    """Bytes that party `rank` may receive in one batch, framing and the connection's key included."""
+    messages = matrix.inner + matrix.columns + 2
+    return int(MARGIN * (matrix.sent[1 - rank] + KEY_SENT)) + FRAME_BYTES * messages
 
 
 def _runs(program: Program) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from aero_compile.runtime.costs import operations, pphlo
+from aero_compile.runtime.costs.batches import BilledBatches
 from aero_compile.runtime.costs.operations import BITS, CLIENTS, OWNED, PUBLIC, SERVERS
 from aero_compile.runtime.costs.session import Cost, Session
 from aero_compile.runtime.hosts.measure import OFFLINE, by_operator
@@ -72,13 +73,23 @@ def bill_forward(
 
 
 def bill_offline(
-    session: Session, program: Program, functions: Mapping[str, pphlo.Function], network: Network
+    session: Session,
+    program: Program,
+    functions: Mapping[str, pphlo.Function],
+    network: Network,
+    batches: BilledBatches | None = None,
 ) -> dict[int, dict[str, Any]]:
-    """Bill what is prepared for one forward: the columns of each step that takes something, by its number."""
+    """Bill what is prepared for one forward: the columns of each step that takes something, by its number.
+
+    Of a product of which `batches` have rows, the share.
+    """
     found = {}
     for _ in range(2 * program.is_prepared):  # for the start, and for a name
         session.meet()
     for at, step in prepared_steps(program):
+        if batches is not None and (share := batches.take(step)) is not None:
+            found[at] = share
+            continue
         plan = step.kernel.preparation(*step.shapes)
         assert plan is not None
         session.step(len(program.codes[step.preparation]))

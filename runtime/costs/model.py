@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -20,16 +21,21 @@ from aero_compile.errors import InputError
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.compilation import ONE_HOT, Options
 from aero_compile.runtime.costs import pphlo
+from aero_compile.runtime.costs.batches import BilledBatches
 from aero_compile.runtime.costs.billing import bill_forward, bill_offline, bill_set_up, split_of
 from aero_compile.runtime.costs.session import Cost, Session
 from aero_compile.runtime.costs.table import CostTable, settings_of
 from aero_compile.runtime.costs.unknown_weights import with_weights
+from aero_compile.runtime.generation.batches import batches_for, batches_of
 from aero_compile.runtime.generation.compilation import compile_for_generation
 from aero_compile.runtime.generation.programs import Programs
-from aero_compile.runtime.hosts.measure import OFFLINE, offline_line, offline_rows
+from aero_compile.runtime.hosts.measure import OFFLINE, batches_line, offline_line, offline_rows
 from aero_compile.runtime.hosts.network_spec import Network, parse_network
 from aero_compile.runtime.hosts.split import SPLIT, split_line, split_rows
-from aero_compile.runtime.inference import batches, compile_unseen, names_of
+from aero_compile.runtime.inference import batches, check_prepare, compile_unseen, names_of
+from aero_compile.runtime.kernels.column_encryption import ROWS
+from aero_compile.runtime.offline.batch import rows_by_matrix
+from aero_compile.runtime.offline.choice import is_cheaper
 from aero_compile.runtime.operators.limits import Format
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.spu_config import import_spu, runtime_config
@@ -79,6 +85,7 @@ class Estimate:
     offline_bytes: int = 0
     offline_messages: int = 0
     offline_seconds: float = 0.0
+    batches: dict[str, Any] | None = None
     new_tokens: int = 0
     token: Estimate | None = None
 
@@ -103,6 +110,8 @@ class Estimate:
             )
         if self.offline_messages:
             lines.append(offline_line(self))
+        if self.batches is not None and self.batches["matrices"]:
+            lines.append(batches_line(self.batches))
         return "\n".join([*lines, "", *split_rows(self), *offline_rows(self.per_op)])
 
 
@@ -119,6 +128,7 @@ def estimate(
     guards: bool = False,
     public: str | Sequence[str] = (),
     offline: bool = False,
+    prepare: int | None = None,
     lookup: str = ONE_HOT,
     tolerances: Tolerances = DEFAULT,
     warm: bool | str = True,
@@ -143,6 +153,7 @@ def estimate(
         guards: with the private checks of ranges that `compile_model` puts in for two hosts.
         public: weights that clients are given, as for `private_inference`.
         offline: what can be prepared before the tokens are known is billed apart, as for `private_inference`.
+        prepare: tokens for which products are prepared by the batch, as for `private_inference` or `private_generate`.
         lookup: how tokens look rows up, as for `private_inference`; "encrypted" not with `new_tokens`.
         tolerances: how far off approximations may be, as for `private_inference`.
         warm: what came before, as for `private_inference`: True, a whole forward; "setup", the set-up alone.
@@ -163,6 +174,7 @@ def estimate(
             raise InputError(f"{name} must be a whole number, at least 1, not {value!r}")
     if warm not in (True, "setup"):
         raise InputError(f"an estimate is that of a warm forward: warm must be True or 'setup', not {warm!r}")
+    check_prepare(prepare, offline)
     emulated = parse_network(network)
     costs = table if isinstance(table, CostTable) else CostTable.load(table)
     version = str(import_spu().__version__)
@@ -176,7 +188,7 @@ def estimate(
     )
     if new_tokens is None:
         compiled = compile_unseen(with_weights(model), batch, seq_len, options)
-        return estimate_program(compiled.program, network=emulated, warm=warm, table=costs)
+        return estimate_program(compiled.program, network=emulated, warm=warm, table=costs, prepare=prepare)
     if lookup != ONE_HOT:
         raise InputError(f"generation looks tokens up by one-hot products alone, not lookup={lookup!r}")
     if batch != 1:
@@ -185,7 +197,8 @@ def estimate(
     programs = compile_for_generation(
         with_weights(model), max(2, seq_len + new_tokens - 1), fills, options, running_sums=True
     ).programs
-    return estimate_generation(programs, seq_len, new_tokens, network=emulated, warm=warm, table=costs)
+    chosen: dict[str, Any] = {"network": emulated, "warm": warm, "table": costs, "prepare": prepare}
+    return estimate_generation(programs, seq_len, new_tokens, **chosen)
 
 
 def estimate_program(
@@ -194,6 +207,7 @@ def estimate_program(
     network: str | Network = "loopback",
     warm: bool | str = True,
     table: CostTable | None = None,
+    prepare: int | None = None,
 ) -> Estimate:
     """Predict what running a compiled program costs; the arguments are those of `estimate`.
 
@@ -208,9 +222,14 @@ def estimate_program(
         bill_set_up(session, program, functions)
     session.meet()
     runs = range(1 if warm == "setup" else 2)
-    before = [bill_offline(session, program, functions, emulated) for _ in runs][-1]
+    batched, tokens = BilledBatches(session, emulated), program.tokens.shape[0] * program.tokens.shape[1]
+    ahead = len(runs) if prepare is None else -(-prepare // tokens)
+    by_matrix = rows_by_matrix(program).items()
+    batched.make({matrix: rows * ahead for matrix, rows in by_matrix if is_cheaper(matrix, {rows: ahead})})
+    before = [bill_offline(session, program, functions, emulated, batched) for _ in runs][-1]
     rows, total = [bill_forward(session, program, functions, emulated, before) for _ in runs][-1]
-    return _estimate(program, emulated, "setup" if warm == "setup" else "full", rows, total, costs)
+    found = _estimate(program, emulated, "setup" if warm == "setup" else "full", rows, total, costs)
+    return replace(found, batches=batched.to_json(ahead) if program.is_prepared else None)
 
 
 def estimate_generation(
@@ -221,6 +240,7 @@ def estimate_generation(
     network: str | Network = "loopback",
     warm: bool | str = True,
     table: CostTable | None = None,
+    prepare: int | None = None,
 ) -> Estimate:
     """Predict what `new_tokens` behind a prompt of `length` tokens cost; the rest is as of `estimate`."""
     costs, emulated = _fitting(table, programs.step), parse_network(network)
@@ -236,7 +256,11 @@ def estimate_generation(
         for program in order:
             bill_forward(session, program, functions, emulated, bill_offline(session, program, functions, emulated))
     warm_up = "setup" if warm == "setup" else "full"
-    before = [bill_offline(session, program, functions, emulated) for program in order]
+    names = [*(name for name, _ in programs.plan(length - 1, 0)), *(programs.at("step", at) for at in steps_at)]
+    made, matrices = Counter(batches_for(programs, names, prepare)), batches_of(programs)
+    batched = BilledBatches(session, emulated)
+    batched.make({matrices[name]: count * ROWS for name, count in made.items()})
+    before = [bill_offline(session, program, functions, emulated, batched) for program in order]
     steps, reveals, total = list[dict[str, Any]](), list[dict[str, Any]](), Cost()
     for program, prepared in zip(order, before, strict=True):
         (*rows, reveal), spent = bill_forward(session, program, functions, emulated, prepared)
@@ -248,7 +272,8 @@ def estimate_generation(
         **{key: sum(each[key] for each in reveals) for key, value in reveal.items() if key not in _TEXTS},
     }
     whole = _estimate(programs.step, emulated, warm_up, [*steps, opening], total, costs)
-    return replace(whole, shape=(1, length), program=programs.digest, new_tokens=new_tokens, token=token)
+    whole = replace(whole, shape=(1, length), program=programs.digest, new_tokens=new_tokens, token=token)
+    return replace(whole, batches=batched.to_json(1) if programs.step.is_prepared else None)
 
 
 def _fitting(table: CostTable | None, program: Program) -> CostTable:

@@ -121,6 +121,16 @@ class Session:
         self._spend(server, client, 1, 0.0, count)
         self._receive(1 - sender, sender)
 
+    def batch(self, name: str, sent: tuple[int, int], messages: int, words: int, multiplications: int) -> None:
+        """Bill a batch of the kernel `name`: bytes that server and client send in so many messages, and its work.
+
+        The client sends its part first, and the server answers.
+        """
+        self.kernel(name, words, multiplications)
+        self._spend(*map(float, sent), messages, 0.0, float(sum(sent)))
+        self._receive(SERVER, CLIENT)
+        self._receive(CLIENT, SERVER)
+
     def swap(self, count: float) -> None:
         """Bill one message of so many bytes by each party to the other."""
         self._spend(count, count, 2, 0.0, count)

@@ -10,18 +10,22 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.errors import PartyError
+from aero_compile.runtime.generation.batches import batches_of
 from aero_compile.runtime.generation.bill import Cost
 from aero_compile.runtime.generation.growth import grow
 from aero_compile.runtime.generation.programs import Programs, count_of
 from aero_compile.runtime.hosts.computation import Computation, Opened
 from aero_compile.runtime.hosts.link import Way
 from aero_compile.runtime.hosts.party_inputs import Arrays, PartyInputs
-from aero_compile.runtime.offline.prepare import prepare
+from aero_compile.runtime.offline.batch import Matrix
 from aero_compile.runtime.offline.store import Prepared
 from aero_compile.runtime.program import hidden_inputs
 from aero_compile.runtime.program_parts import TensorSpec
 from aero_compile.runtime.roles import CLIENT, SERVER
 from aero_compile.runtime.spu_config import SpuLog
+
+MOST_ROWS = 1 << 18
+"""Rows of one matrix beyond which no batch is begun."""
 
 
 class StepComputation(Computation):
@@ -46,23 +50,39 @@ class StepComputation(Computation):
         self._of_client: dict[str, npt.NDArray[Any]] = {}
         self._are_set: set[str] = set()
         self._prepared: dict[str, deque[Prepared]] = defaultdict(deque)
+        self._matrices = batches_of(programs)
         self._held: tuple[TensorSpec, ...] = ()
 
     def prepare_for(self, name: str) -> Cost:
-        """Prepare one run of a program, before its tokens are known; it is kept here, and used once.
+        """Prepare one run of a program, or a batch (`batches_of`), before its tokens are known; each is used once.
 
         Raises:
-            PartyError: more is prepared already than a text can take.
+            PartyError: more is prepared already than a text can take, or than `MOST_ROWS` of a matrix.
         """
+        if (matrix := self._matrices.get(name)) is not None:
+            return self._prepare_batch(matrix)
         program, started = self._programs.all[name], time.monotonic()
         if len(self._prepared[name]) >= self._programs.most_prepared(name):
             raise PartyError(f"{len(self._prepared[name])} runs of {name!r} are prepared, which no text can take")
         self._log.read()
-        kept, steps = prepare(self._side, self._io, self._runtime, program, self._inputs.own, self._profile)
+        kept, steps = self._prepare(program)
         self._prepared[name].append(kept)
         self.received += sum(step["recv_bytes"] for step in steps)
         self._link.barrier()
         return cost_of({"steps": steps, "seconds": time.monotonic() - started})
+
+    def _prepare_batch(self, matrix: Matrix) -> Cost:
+        if self._batches.left(matrix) > MOST_ROWS:
+            raise PartyError(f"{self._batches.left(matrix):,} rows of {matrix.name} are prepared, and no more may be")
+        made = self.make_batch(matrix)
+        self._link.barrier()
+        counts = [made[f"send_{kind}"] + made[f"recv_{kind}"] for kind in ("bytes", "actions")]
+        return Cost(counts[0], counts[1], made["seconds"])
+
+    @property
+    def rows_left(self) -> tuple[int, ...]:
+        """Rows that were prepared by the batch and not used, of each of the matrices of `batches_of`."""
+        return tuple(self._batches.left(matrix) for matrix in self._matrices.values())
 
     def run(self, name: str, position: int, ids: npt.NDArray[np.int64] | None) -> tuple[Cost, Opened]:
         """Run a program at a position, on the client's token ids [1, count]; what it cost, and what was opened.
@@ -91,7 +111,8 @@ class StepComputation(Computation):
     def _set_inputs(self) -> None:
         program, io, runtime = self._program, self._io, self._runtime
         for spec in program.weights:
-            self._set(program.given(spec), SERVER)
+            if spec.name not in program.multiplied:
+                self._set(program.given(spec), SERVER)
         tokens = [program.tokens] if program.reads_tokens else []
         for spec in (*tokens, *program.clients):
             runtime.set_var(spec.name, self._share(io, spec, CLIENT))

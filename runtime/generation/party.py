@@ -6,7 +6,7 @@ client does what it is told on standard input, one JSON object a line,
     {"do": "fill", "ids": [...], "position": P}     keys and values of tokens at P and behind it
     {"do": "step", "ids": [...], "position": P}     one token, and the logits that follow it
     {"do": "check-N", "ids": [...], "position": P}  up to N tokens, and the logits that follow each
-    {"do": "prepare", "programs": [...]}            for one run each, before the tokens are known
+    {"do": "prepare", "programs": [...]}            for one run each, or batches, before the tokens are known
     {"do": "close"}
 
 and answers with events, JSON lines on standard output; logits are in `logits.npy` in its output directory. Of each of
@@ -31,6 +31,7 @@ import numpy as np
 from aero_compile.errors import InputError, OutOfRangeError, PartyError
 from aero_compile.files import make_private_folder, write_private
 from aero_compile.runtime.generation.arrays import read_published, read_weights
+from aero_compile.runtime.generation.batches import batches_of
 from aero_compile.runtime.generation.bill import Cost
 from aero_compile.runtime.generation.computation import StepComputation
 from aero_compile.runtime.generation.programs import Programs
@@ -203,14 +204,14 @@ class _Party:
 
 
 def write_preparation(name: str) -> bytes:
-    """What the client tells the server: a run of this program is to be prepared."""
+    """What the client tells the server: a run of this program, or this batch, is to be prepared."""
     return json.dumps({"prepare": name}).encode()
 
 
 def read_preparation(content: bytes, programs: Programs) -> str | None:
-    """The program that `write_preparation` named, by whomever; None if this is something else."""
-    found = next((name for name in programs.all if content == write_preparation(name)), None)
-    return found if found is not None and programs.all[found].is_prepared else None
+    """The program or batch that `write_preparation` named, by whomever; None if this is something else."""
+    names = [*(name for name, program in programs.all.items() if program.is_prepared), *batches_of(programs)]
+    return next((name for name in names if content == write_preparation(name)), None)
 
 
 def write_order(name: str, position: int, kept: int) -> bytes:

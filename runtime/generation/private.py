@@ -15,6 +15,7 @@ from torch import nn
 from aero_compile.errors import InputError, PartyError
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.compilation import Options
+from aero_compile.runtime.generation.batches import batches_for
 from aero_compile.runtime.generation.bill import Cost, Generation, Token
 from aero_compile.runtime.generation.compilation import compile_for_generation
 from aero_compile.runtime.generation.export import WEIGHTS, export_generation
@@ -34,7 +35,7 @@ from aero_compile.runtime.hosts.parties import (
 )
 from aero_compile.runtime.hosts.scratch import scratch_folder
 from aero_compile.runtime.hosts.tls import TLSConfig
-from aero_compile.runtime.inference import batches, names_of
+from aero_compile.runtime.inference import batches, check_prepare, names_of
 from aero_compile.runtime.models import Tokens, checked_ids, in_the_clear, with_graph
 from aero_compile.runtime.operators.limits import Format
 from aero_compile.runtime.roles import CLIENT, SERVER
@@ -58,6 +59,7 @@ def private_generate(
     guards: bool = False,
     public: str | Sequence[str] = (),
     offline: bool = False,
+    prepare: int | None = None,
     tolerances: Tolerances = DEFAULT,
     field: int = 64,
     fraction_bits: int = 18,
@@ -85,6 +87,8 @@ def private_generate(
             `private_inference`. Ranges are checked on the prompt and on what the model itself goes on with.
         offline: products with the server's matrices, and of hidden values, are prepared before the prompt is known; the
             bill has that apart (`Generation.offline`).
+        prepare: rows of each of the server's matrices that are prepared by the batch (`offline=True`), one for each
+            token, where that is cheaper than a product for each run. None: those that this text takes. 0: none.
         set_up: set both parties up before the prompt, so that no token pays for it.
         timeout: seconds for each computation.
 
@@ -101,6 +105,7 @@ def private_generate(
     """
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise InputError(f"max_new_tokens must be a whole number, at least 1, not {max_new_tokens!r}")
+    check_prepare(prepare, offline)
     if not timeout > 0:
         raise InputError(f"timeout must be a positive number of seconds, not {timeout!r}")
     if tls is not None:
@@ -127,7 +132,7 @@ def private_generate(
     length, programs = prompt.shape[1], compiled.programs
     ahead = [*(name for name, _ in programs.plan(length - 1, 0)), *["step"] * max_new_tokens] if offline else []
     with local_decoder(compiled, set_up, timeout, tls, emulated) as decoder:
-        prepared = decoder.prepare(ahead) if ahead else Cost()
+        prepared = decoder.prepare([*batches_for(programs, ahead, prepare), *ahead]) if ahead else Cost()
         session = Session(decoder)
         made = session.generate([int(each) for each in prompt[0]], max_new_tokens, on_token, choose, stop, guess)
     return replace(made, offline=prepared)

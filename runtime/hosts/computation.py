@@ -17,9 +17,13 @@ from aero_compile.runtime.hosts.link import Way
 from aero_compile.runtime.hosts.measure import check_against_wire, check_profile
 from aero_compile.runtime.hosts.opening import OUT_OF_RANGE, open_bit, open_logits, send_share
 from aero_compile.runtime.hosts.party_inputs import PartyInputs
+from aero_compile.runtime.kernels.column_encryption import ROWS, Weights
 from aero_compile.runtime.kernels.run import run_kernel
 from aero_compile.runtime.kernels.side import Exchanged, Side
-from aero_compile.runtime.offline.prepare import agree, agreed_name, prepare, prepared_steps
+from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.offline.batch import Batches, Matrix, matrix_of, rows_by_matrix
+from aero_compile.runtime.offline.choice import is_cheaper
+from aero_compile.runtime.offline.prepare import agree, agreed_name, encoded, prepare, prepared_steps
 from aero_compile.runtime.offline.store import Prepared
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.program_parts import SET_UP, SET_UP_INPUTS, KernelStep, Step, TensorSpec
@@ -72,8 +76,12 @@ class Computation:
         self._io = spu.Io(2, config)
         self._runtime = spu.Runtime(link, config)
         self._side = Side(spu, link, inputs.rank, small_config(program.protocol))
+        self._batches = Batches(self._side, log.folder, program.fraction_bits, self._weight)
         self.received = 0
         """Payload in bytes that this party has taken from the other in runs and preparations."""
+        self._words: dict[str, Words] = {}
+        self._side.weight = self._words_of
+        self._shares: dict[Matrix, dict[str, float]] = {}
         self.before_opening: Callable[[], None] = lambda: None
         """Called when everything is computed, before this party sends its share of the guard's bit or the logits."""
 
@@ -105,8 +113,49 @@ class Computation:
             "messages": sum(spent[name] + direct[name] for name in ("send_actions", "recv_actions")),
         }
 
+    def prepare_batches(self, runs: int) -> dict[str, Any]:
+        """Prepare products by the batch for so many runs, where that is cheaper than SPU's product for each.
+
+        Returns:
+            `runs`, and what each of `matrices` cost: name, `rows` that the runs take, seconds, bytes and messages.
+        """
+        matrices = []
+        for matrix, rows in rows_by_matrix(self._program).items():
+            if not is_cheaper(matrix, {rows: runs}):
+                continue
+            made = [self.make_batch(matrix) for _ in range(-(-rows * runs // ROWS))]
+            spent = {name: sum(each[name] for each in made) for name in made[0]}
+            self._shares[matrix] = {name: count / (rows * runs) for name, count in spent.items()}
+            matrices.append({"name": matrix.name, "rows": rows * runs, **spent})
+        return {"runs": runs, "matrices": matrices}
+
+    def make_batch(self, matrix: Matrix) -> dict[str, Any]:
+        """Prepare one batch of products with a matrix of the server; returns what it cost this party."""
+        started = time.perf_counter()
+        self._side.exchanged = exchanged = Exchanged()
+
+        def say(done: int, of: int) -> None:
+            print_event("batch", matrix=matrix.name, done=done, of=of)
+
+        self._batches.make(matrix, say)
+        self.received += exchanged.recv_bytes
+        return {"seconds": time.perf_counter() - started, **vars(exchanged)}
+
+    def _weight(self, matrix: Matrix) -> Weights:
+        """A matrix of the server [inner, columns] as whole numbers."""
+        words = self._words_of(matrix.name).view(np.int64).reshape(self._inputs.own[matrix.name].shape)
+        return words.T if matrix.transposed else words
+
+    def _words_of(self, name: str) -> Words:
+        """The words of a weight, uint64 [elements]; none at the client. They are made once."""
+        if self._rank == CLIENT:
+            return np.zeros(0, np.uint64)
+        if name not in self._words:
+            self._words[name] = encoded(self._spu, self._io, self._inputs.own[name])
+        return self._words[name]
+
     def prepare(self) -> dict[str, Any]:
-        """Prepare one run; returns what it cost."""
+        """Prepare one run; returns what it cost, with its share of what was prepared by the batch."""
         print_event("offline", steps=len(prepared_steps(self._program)))
         store = self._inputs.store
         assert store is not None
@@ -116,13 +165,32 @@ class Computation:
         self._log.read()
 
         name = agreed_name(self._link)
-        kept, steps = prepare(self._side, self._io, self._runtime, self._program, self._inputs.own, self._profile)
+        kept, steps = self._prepare(self._program)
         store.save(name, kept)
         self.received += sum(step["recv_bytes"] for step in steps)
         self._link.barrier()  # the other has it too
         record = {"seconds": time.perf_counter() - started, "steps": steps, "wire": self._wire_since(before)}
         check_against_wire(record, 0)
+        for row in steps:
+            self._add_share(record, row)
         return record
+
+    def _prepare(self, program: Program) -> tuple[Prepared, list[dict[str, Any]]]:
+        """Prepare one run of `program`: what is kept for it, and what each step cost."""
+        return prepare(
+            self._side, self._io, self._runtime, program, self._inputs.own, self._profile, batches=self._batches
+        )
+
+    def _add_share(self, record: dict[str, Any], row: dict[str, Any]) -> None:
+        """Add to the row of a step, and to the seconds of its run, the share of the batch of which it took rows."""
+        step = self._program.steps[row["at"]]
+        matrix = matrix_of(step) if isinstance(step, KernelStep) else None
+        if matrix is None or "rows" not in row or matrix not in self._shares:
+            return
+        for name, each in self._shares[matrix].items():
+            share = each * row["rows"]
+            row[name] += share if name == "seconds" else round(share)
+        record["seconds"] += self._shares[matrix]["seconds"] * row["rows"]
 
     def _profile(self, what: str) -> dict[str, Any]:
         """The record of the last execution, which was `what`."""
@@ -163,7 +231,8 @@ class Computation:
     def _set_inputs(self) -> None:
         program, runtime, io = self._program, self._runtime, self._io
         tokens = [program.tokens] if program.reads_tokens else []
-        for owner, specs in ((SERVER, program.weights), (CLIENT, (*tokens, *program.clients))):
+        weights = [spec for spec in program.weights if spec.name not in program.multiplied]
+        for owner, specs in ((SERVER, weights), (CLIENT, (*tokens, *program.clients))):
             for spec in specs:
                 runtime.set_var(spec.name, self._share(io, spec, owner))
         for spec in program.shared_inputs:
@@ -200,7 +269,8 @@ class Computation:
         profile |= {name: profile[name] + count for name, count in vars(side.exchanged).items()}
         seconds = time.monotonic() - begun
         for name in step.free:
-            runtime.del_var(name)
+            if name not in self._program.multiplied:
+                runtime.del_var(name)
         return {"op": step.label, "place": step.place, "begun": begun, "seconds": seconds, **profile}
 
     def _open(self) -> Opened:

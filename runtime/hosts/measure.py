@@ -109,7 +109,8 @@ class Measurement:
 
     `offline_bytes`, `offline_messages` and `offline_seconds` are those of what was prepared for the measured forward
     before its tokens were needed (`offline=True`), 0 where nothing was; `per_op` and `per_step` have the same columns.
-    No other figure includes them.
+    No other figure includes them. `batches` is what was prepared by the batch: for how many `runs`, `bytes`,
+    `messages`, `seconds`, and the `matrices` with the rows of each; the offline figures have one run's share of it.
 
     `setup_bytes`, `setup_messages` and `setup_seconds` are those of the set-up that `warm="setup"` asks for; otherwise
     it sends no payload and is part of the first forward. `setup_wire_bytes`: as the kernel counted them.
@@ -156,6 +157,7 @@ class Measurement:
     waiting: float = 0.0
     setup_bytes: int = 0
     setup_messages: int = 0
+    batches: dict[str, Any] | None = None
 
     def to_json(self) -> str:
         """Return everything as JSON text."""
@@ -172,6 +174,8 @@ class Measurement:
         ]
         if self.offline_messages:
             lines.append(offline_line(self))
+        if self.batches is not None and self.batches["matrices"]:
+            lines.append(batches_line(self.batches))
         if self.rounds is not None:
             lines.append(split_line(self))
         return "\n".join([*lines, "", *split_rows(self), *offline_rows(self.per_op)])
@@ -200,9 +204,35 @@ def offline_line(bill: Any) -> str:
     )
 
 
+def batches_line(batches: Mapping[str, Any]) -> str:
+    """What was prepared by the batch, in one line of a bill or an estimate."""
+    return (
+        f"  of it by the batch, for {batches['runs']:,} runs: products with {len(batches['matrices'])} matrices, "
+        f"{human_bytes(batches['bytes'])} both ways, {batches['messages']:,} messages, {batches['seconds']:.2f} s"
+    )
+
+
+def _batches(server: Mapping[str, Any] | None, client: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """What both parties prepared by the batch, with what it cost; None where there was nothing to prepare."""
+    if server is None or client is None:
+        return None
+    matrices = [
+        {
+            "name": a["name"],
+            "rows": a["rows"],
+            "bytes": a["send_bytes"] + b["send_bytes"],
+            "messages": a["send_actions"] + b["send_actions"],
+            "seconds": max(a["seconds"], b["seconds"]),
+        }
+        for a, b in zip(server["matrices"], client["matrices"], strict=True)
+    ]
+    totals = {name: sum(each[name] for each in matrices) for name in ("bytes", "messages", "seconds")}
+    return {"runs": server["runs"], **totals, "matrices": matrices}
+
+
 def offline_rows(per_op: Iterable[Mapping[str, Any]]) -> list[str]:
     """The same by operator, most bytes first, under a heading; nothing where nothing was done."""
-    rows = sorted((row for row in per_op if row["offline_messages"]), key=lambda row: -row["offline_bytes"])
+    rows = sorted((row for row in per_op if row["offline_bytes"]), key=lambda row: -row["offline_bytes"])
     heading = ["", f"  {'offline':<16}{'count':>6}{'bytes':>12}{'':>8}{'messages':>10}{'seconds':>9}"] if rows else []
     return heading + [
         f"  {row['op']:<16}{row['count']:>6}{human_bytes(row['offline_bytes']):>12}{'':>8}"
@@ -264,6 +294,7 @@ def combine(
         offline_seconds=max(float(each.get("seconds", 0.0)) for each in offline[-1]),
         setup_bytes=setup_bytes,
         setup_messages=setup_messages,
+        batches=_batches(server.get("batches"), client.get("batches")),
         **used.split(),
     )
 

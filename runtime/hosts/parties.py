@@ -67,6 +67,7 @@ def run_parties(
     published: Mapping[str, npt.NDArray[Any]] = MappingProxyType({}),
     set_up: bool = False,
     offline: bool = False,
+    prepare: int | None = None,
     tls: TLSConfig | None = None,
     on_event: OnEvent | None = None,
     network: Network | None = None,
@@ -77,8 +78,9 @@ def run_parties(
 
     Each process has its own private directory (mode 0700, removed afterwards) with its own copy of the
     program and its own inputs. `set_up` lets them compute something short first, so that the first forward finds
-    keys and oblivious transfers ready. `offline`: each run is prepared before the first. `on_event(role, event)` is
-    called with the parties' progress. `network` is put between the two where it limits or delays anything (see
+    keys and oblivious transfers ready. `offline`: each run is prepared before the first, products by the batch for
+    `prepare` tokens (None: for those of the runs) where that is cheaper. `on_event(role, event)` is called with the
+    parties' progress. `network` is put between the two where it limits or delays anything (see
     `aero_compile.runtime.hosts.network.Relay`).
 
     Raises:
@@ -96,6 +98,7 @@ def run_parties(
         for attempt in range(START_ATTEMPTS):
             try:
                 common = [*both, *(["--offline", str(runs), "--preparations", "preparations"] if offline else [])]
+                common += [] if prepare is None else ["--prepare", str(prepare)]
                 return _attempt(server, client, program.protocol, common, runs, set_up, timeout, tls, on_event, network)
             except PortTaken as error:
                 if attempt == START_ATTEMPTS - 1:
@@ -252,7 +255,7 @@ def wait_for_parties(
             rank, event = events.get(timeout=0.2)
         except queue.Empty:
             event = {}
-        if event and on_event is not None and event["event"] in ("connected", "run", "step"):
+        if event and on_event is not None and event["event"] in ("connected", "batch", "run", "step"):
             on_event(ROLES[rank], event)
         if any(party.failed for party in parties):
             time.sleep(0.5)  # what it said last may still be in the pipe, and the other may say more

@@ -162,6 +162,8 @@ def _store(options: Any, program: Program, weights: Mapping[str, npt.NDArray[Any
     """Where this party's preparations are; None for a program that takes none."""
     if options.offline < 0:
         raise InputError(f"--offline takes a number of runs, not {options.offline}")
+    if options.prepare is not None and (options.prepare < 0 or not options.offline):
+        raise InputError(f"--prepare {options.prepare}: give a number of tokens, 0 or more, beside --offline RUNS")
     if not program.is_prepared:
         if options.offline or options.preparations is not None or options.runs == 0:
             raise InputError(f"{options.program} takes nothing prepared: compile it with offline=True")

@@ -33,6 +33,8 @@ class RunProgress(Line):
         elif event["event"] == "step":
             where = f"{event['at'] + 1}/{self._steps} {event['label']} ({event['place']})"
             self.doing(f"forward {self._run}: {where}")
+        elif event["event"] == "batch":
+            self.doing(f"products by the batch: {event['done']:,}/{event['of']:,} columns of {event['matrix']}")
 
     def doing(self, what: str) -> None:
         """Show `what` with the seconds since the start."""

@@ -35,6 +35,7 @@ class EncryptedLookup(Kernel):
     table [vocabulary, width] up. The result has twice the table's `fraction_bits`."""
 
     unread: ClassVar[frozenset[int]] = frozenset({1})
+    of_server: ClassVar[frozenset[int]] = unread
 
     vocabulary: int
     width: int

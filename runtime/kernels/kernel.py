@@ -73,6 +73,9 @@ class Kernel(ABC):
     unread: ClassVar[frozenset[int]] = frozenset()
     """Numbers of the arguments of which a run needs no words, and is given none."""
 
+    of_server: ClassVar[frozenset[int]] = frozenset()
+    """Numbers of the arguments that are weights of the server, of which it needs its own words, and the client none."""
+
     def takes(self, count: int) -> tuple[str, ...]:
         """The types of so many arguments, "float32" or "int32"."""
         return ("float32",) * count

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -35,6 +35,8 @@ class PreparedProduct(Kernel):
     The result has twice the fraction bits: it is x·w·2^fraction_bits (`aero_compile.runtime.operators.prepared`
     truncates it).
     """
+
+    of_server: ClassVar[frozenset[int]] = frozenset({1})
 
     inner: int
     transposed: bool

@@ -37,6 +37,9 @@ def ring_product(left: Words, right: Words) -> Words:
     columns = right.shape[-1]
     found = np.zeros((*lead, rows, columns), np.uint64)
     for at in np.ndindex(*lead):
+        if rows <= FEW_ROWS:
+            found[at] = left[at] @ right[at]
+            continue
         for top in range(0, inner, DEPTH):
             for first in range(0, columns, WIDTH):
                 block = right[at][top : top + DEPTH, first : first + WIDTH]
@@ -46,7 +49,7 @@ def ring_product(left: Words, right: Words) -> Words:
 
 def _block(left: Words, right: Words) -> Words:
     (rows, inner), columns = left.shape, right.shape[1]
-    if rows <= FEW_ROWS or rows * inner * columns < SMALL:
+    if rows * inner * columns < SMALL:
         return left @ right
     budget = EXACT_BITS - (inner - 1).bit_length()
     left_width, right_width = widths(_bits(left), _bits(right), budget)

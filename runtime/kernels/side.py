@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,8 @@ class Side:
     `link`: to the other party. Both spawn from it at the same place of the program, so that theirs meet. `config`: of
     the second runtime (`small_config`). `executions`: how many it has run. `prepared`: what was made for the
     next call of a kernel before the tokens were known, or for all its calls, by name. `exchanged`: what kernels sent
-    and received without SPU since it was set anew.
+    and received without SPU since it was set anew. `weight`: gives the words of a weight of the server by its name, and
+    none at the client; None: they are in SPU.
     """
 
     def __init__(self, spu: Any, link: Any, rank: int, config: Any) -> None:
@@ -39,6 +40,7 @@ class Side:
         self.executions = 0
         self.prepared: Mapping[str, Words] = {}
         self.exchanged = Exchanged()
+        self.weight: Callable[[str], Words] | None = None
 
     def send(self, words: Words) -> None:
         """Send words to the other party, and go on before they have arrived.

@@ -13,8 +13,9 @@ import numpy.typing as npt
 
 from aero_compile.errors import PartyError
 from aero_compile.runtime.kernels.run import SHARED
-from aero_compile.runtime.kernels.side import Side
+from aero_compile.runtime.kernels.side import Exchanged, Side
 from aero_compile.runtime.kernels.words import Words, read_words, with_words
+from aero_compile.runtime.offline.batch import Batches, rows_of
 from aero_compile.runtime.offline.store import Prepared
 from aero_compile.runtime.program_parts import KernelStep, ProgramContent
 from aero_compile.runtime.roles import SERVER
@@ -35,10 +36,12 @@ def prepare(
     program: ProgramContent,
     weights: Mapping[str, npt.NDArray[Any]],
     profile: Callable[[str], dict[str, Any]],
+    batches: Batches | None = None,
 ) -> tuple[Prepared, list[dict[str, Any]]]:
     """Prepare one run of `program` as one party, in SPU's `runtime`, with the peer.
 
     `weights`: the server's; the client has none. `profile` gives the record of the last execution, called as it says.
+    `batches`: products of which they have rows take those, and cost nothing here; None: there are none.
 
     Returns:
         What is kept for the run, and for each step its number, label and place with what it cost.
@@ -47,8 +50,11 @@ def prepare(
     rows = []
     for at, step in prepared_steps(program):
         begun = time.perf_counter()
-        found[at] = _prepare(side, io, runtime, program.codes[step.preparation], step, weights)
-        record = profile(f"the preparation of step {at}, {step.label} ({step.place})")
+        if batches is not None and (ready := batches.take(step)) is not None:
+            found[at], record = ready, {**vars(Exchanged()), "rows": rows_of(step)}
+        else:
+            found[at] = _prepare(side, io, runtime, program.codes[step.preparation], step, weights)
+            record = profile(f"the preparation of step {at}, {step.label} ({step.place})")
         rows.append({"at": at, "op": step.label, "place": step.place, "seconds": time.perf_counter() - begun, **record})
     return found, rows
 
@@ -65,7 +71,7 @@ def _prepare(
             kept[random.name] = np.frombuffer(os.urandom(8 * int(np.prod(random.shape))), "<u8").astype(np.uint64)
         arguments.append((random.shape, random.owner, kept.get(random.name)))
     for number in plan.weights:
-        own = _encoded(spu, io, weights[step.inputs[number]]) if side.rank == SERVER else None
+        own = encoded(spu, io, weights[step.inputs[number]]) if side.rank == SERVER else None
         arguments.append((step.shapes[number], SERVER, own))
     names = [f"in{at}" for at in range(len(arguments))]
     for name, (shape, owner, words) in zip(names, arguments, strict=True):
@@ -79,8 +85,8 @@ def _prepare(
     return kept
 
 
-def _encoded(spu: Any, io: Any, weight: npt.NDArray[Any]) -> Words:
-    """A matrix as the integers that SPU computes with."""
+def encoded(spu: Any, io: Any, weight: npt.NDArray[Any]) -> Words:
+    """Return a matrix as the integers that SPU computes with, uint64 [elements]."""
     return read_words(io.make_shares(weight, spu.Visibility.VIS_SECRET, SERVER)[SERVER])
 
 

@@ -14,7 +14,7 @@ from aero_compile.runtime.kernels.side import Exchanged, Side
 from aero_compile.runtime.kernels.words import Words
 from aero_compile.runtime.roles import CLIENT, SERVER
 
-RECEIVE_SECONDS = 10.0
+RECEIVE_SECONDS = 60.0
 """Within which the other side has sent, unless it failed."""
 
 
@@ -28,6 +28,11 @@ class Pair:
     def send_async(self, to: int, content: bytes) -> None:
         self.sent[1 - to].append(content)
         self._waiting[to].put(content)
+
+    def end(self) -> None:
+        """Let whoever waits, now or later, receive nothing."""
+        for waiting in self._waiting.values():
+            waiting.put(b"")
 
     def recv(self, sender: int) -> bytes:
         return self._waiting[1 - sender].get(timeout=RECEIVE_SECONDS)

@@ -59,3 +59,35 @@ def test_a_product_sends_eight_bytes_a_value() -> None:
     tokens, width, results = math.prod((6, 64)), 6 * 8, 6 * 8
     assert 8 * tokens < rows["embedding"]["bytes"] < 8 * tokens + 30 * results
     assert 8 * 2 * width < rows["linear"]["bytes"] < 8 * 2 * width + 30 * (results + tokens)
+
+
+@pytest.mark.slow
+def test_batches_against_a_measured_run() -> None:
+    """Bytes and messages of what was prepared by the batch exactly, and a run's share of it."""
+    model = tiny_model()
+    _, bill = private_inference(model, torch.from_numpy(IDS), offline=True, prepare=4096, warm="setup")
+    found = estimate(model, IDS.shape[1], batch=IDS.shape[0], offline=True, prepare=4096, warm="setup")
+    assert bill.batches is not None
+    assert found.batches is not None
+    assert bill.batches["matrices"], "the batch is cheaper for so many"
+    for name in ("runs", "bytes", "messages"):
+        assert found.batches[name] == bill.batches[name]
+    for one, other in zip(found.batches["matrices"], bill.batches["matrices"], strict=True):
+        assert [one[name] for name in ("name", "rows", "bytes", "messages")] == [
+            other[name] for name in ("name", "rows", "bytes", "messages")
+        ]
+    assert found.offline_bytes == pytest.approx(bill.offline_bytes, rel=5e-3)
+    assert str(found).count("by the batch") == str(bill).count("by the batch") == 1
+
+
+def test_a_share_of_a_batch_is_what_the_rows_cost() -> None:
+    found = estimate(tiny_model(), 6, offline=True, prepare=4092)
+    assert found.batches is not None
+    assert found.batches["runs"] == 682
+    shared = sum(each["bytes"] for each in found.batches["matrices"]) / 682
+    alone = estimate(tiny_model(), 6, offline=True, prepare=0)
+    by_op = {row["op"]: row["offline_bytes"] for row in found.per_op}
+    assert by_op["linear"] + by_op["embedding"] == pytest.approx(shared, rel=0.02)
+    assert alone.batches is not None
+    assert alone.batches["matrices"] == []
+    assert found.offline_bytes < alone.offline_bytes

@@ -1,0 +1,62 @@
+"""The bill of products that are prepared by the batch, and of the rows that runs take of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from aero_compile.runtime.costs.session import Cost, Session
+from aero_compile.runtime.hosts.measure import OFFLINE
+from aero_compile.runtime.hosts.network_spec import Network
+from aero_compile.runtime.kernels.column_encryption import ROWS
+from aero_compile.runtime.offline.batch import KEY_SENT, Matrix, matrix_of, rows_of
+from aero_compile.runtime.offline.choice import BATCHED
+from aero_compile.runtime.program_parts import KernelStep
+from aero_compile.runtime.roles import CLIENT
+
+
+@dataclass
+class BilledBatches:
+    """Rows that were prepared by the batch and not used, with what each cost.
+
+    `wanted`: rows of each matrix over which the cost of its batches is divided; the others are left over.
+    """
+
+    session: Session
+    network: Network
+    matrices: list[dict[str, Any]] = field(default_factory=list)
+    total: Cost = field(default_factory=Cost)
+    _left: Counter[Matrix] = field(default_factory=Counter)
+    _shares: dict[Matrix, tuple[float, float, float]] = field(default_factory=dict)
+
+    def make(self, wanted: Mapping[Matrix, int]) -> None:
+        """Bill batches for so many rows of each matrix."""
+        for matrix, rows in wanted.items():
+            spent = Cost()
+            for _ in range(-(-rows // ROWS)):
+                if not self._left:
+                    self.session.send(CLIENT, KEY_SENT)
+                self.session.batch(BATCHED, matrix.sent, matrix.messages, *matrix.work)
+                self._left[matrix] += ROWS
+                spent.add(self.session.bill())
+            costs = (spent.bytes, spent.messages, spent.seconds(self.network))
+            self._shares[matrix] = (costs[0] / rows, costs[1] / rows, costs[2] / rows)
+            row = {"name": matrix.name, "rows": rows, "bytes": round(costs[0]), "messages": costs[1]}
+            self.matrices.append({**row, "seconds": costs[2]})
+            self.total.add(spent)
+
+    def take(self, step: KernelStep) -> dict[str, Any] | None:
+        """The columns of a step that takes rows: its share; None if there are not enough."""
+        matrix = matrix_of(step)
+        if matrix is None or self._left[matrix] < rows_of(step):
+            return None
+        self._left[matrix] -= rows_of(step)
+        size, messages, seconds = (each * rows_of(step) for each in self._shares[matrix])
+        return dict(zip(OFFLINE, (round(size), round(messages), seconds), strict=True))
+
+    def to_json(self, runs: int) -> dict[str, Any]:
+        """What was prepared by the batch for so many runs, as `Measurement.batches` has it."""
+        sums = {name: sum(each[name] for each in self.matrices) for name in ("bytes", "messages", "seconds")}
+        return {"runs": runs, **sums, "matrices": self.matrices}

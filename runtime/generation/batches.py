@@ -1,0 +1,41 @@
+"""Batches of products for a generation: one for each matrix of its programs, of which all of them take rows.
+
+They are prepared by name, like runs of programs: "batch-0" is of the first matrix.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from aero_compile.runtime.generation.programs import Programs
+from aero_compile.runtime.kernels.column_encryption import ROWS
+from aero_compile.runtime.offline.batch import Matrix, rows_by_matrix
+from aero_compile.runtime.offline.choice import is_cheaper
+
+BATCH = "batch-"
+"""What names of batches begin with."""
+
+
+def batches_of(programs: Programs) -> dict[str, Matrix]:
+    """The matrices that products are prepared with, by the names of their batches, in one order at both parties."""
+    found = dict.fromkeys(matrix for program in programs.all.values() for matrix in rows_by_matrix(program))
+    return {f"{BATCH}{number}": matrix for number, matrix in enumerate(found)}
+
+
+def batches_for(programs: Programs, names: Iterable[str], rows: int | None) -> list[str]:
+    """Names of the batches to prepare before runs of these programs, each as often as it is made.
+
+    `rows`: of each matrix, for as many tokens; None: those that the runs take. None are made where SPU's products are
+    cheaper.
+    """
+    runs: dict[Matrix, Counter[int]] = {}
+    for name in names:
+        for matrix, count in rows_by_matrix(programs.all[name]).items():
+            runs.setdefault(matrix, Counter())[count] += 1
+    found: list[str] = []
+    for name, matrix in batches_of(programs).items():
+        wanted = runs.get(matrix, Counter()) if rows is None else Counter({1: rows} if matrix in runs else {})
+        if wanted.total() and is_cheaper(matrix, wanted):
+            found += [name] * -(-sum(count * times for count, times in wanted.items()) // ROWS)
+    return found

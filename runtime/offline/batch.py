@@ -1,0 +1,222 @@
+"""Products with the server's matrices, prepared by the batch: shares of R·W for 4,096 rows of R at once.
+
+`column_encryption` says how, and why it is private. The key is the connection's: the client draws it before the first
+batch. A row serves one row of one product of any program in which the matrix stands, so a batch may be for many texts
+and tokens. What is interrupted adds no rows, and what was given before was used.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from aero_compile.errors import PartyError
+from aero_compile.runtime.kernels.column_encryption import (
+    PACKED,
+    ROWS,
+    Answering,
+    ClientKey,
+    Weights,
+    holds,
+    limb_width,
+    multiplied,
+)
+from aero_compile.runtime.kernels.prepared_product import PreparedProduct
+from aero_compile.runtime.kernels.ring_encryption import SEED_WORDS, uniform
+from aero_compile.runtime.kernels.side import Side
+from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.offline.rows import Row, RowPool, empty_rows
+from aero_compile.runtime.program_parts import KernelStep, ProgramContent
+from aero_compile.runtime.roles import CLIENT
+
+AT_ONCE = 64
+"""Columns that are encrypted, or answered, at the same time: 4 MB in a message."""
+
+WIDE = 1024
+"""Columns of a matrix that the server multiplies at once: 67 MB of sums."""
+
+ASKED = 2
+"""So many blocks of columns the client asks for before the first arrived: the server works while it decrypts."""
+
+KEY_SENT = 8 * (SEED_WORDS + ROWS)
+"""Bytes of the client's key, once for a connection."""
+
+Say = Callable[[int, int], None]
+"""Is told how many of how many columns are done."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix of the server [inner, columns] that products are prepared with; `transposed`: as [columns, inner]."""
+
+    name: str
+    transposed: bool
+    inner: int
+    columns: int
+
+    @property
+    def sent(self) -> tuple[int, int]:
+        """Bytes that the server and the client send for one batch, without the connection's key."""
+        client = 8 * (PACKED * self.inner + -(-self.columns // WIDE))
+        return 8 * (1 + 2 * ROWS * self.columns + len(list(_answers(self.columns)))), client
+
+    @property
+    def messages(self) -> int:
+        """Messages of both parties in one batch, without the connection's key."""
+        asked = -(-self.columns // WIDE)
+        return 1 + -(-self.inner // AT_ONCE) + asked + len(list(_answers(self.columns)))
+
+    @property
+    def work(self) -> tuple[int, int]:
+        """Words of the columns that are encrypted and answered in one batch, and multiplications."""
+        return ROWS * (self.inner + self.columns), ROWS * self.inner * self.columns
+
+
+def matrix_of(step: KernelStep) -> Matrix | None:
+    """The matrix with which a step multiplies; None if it does something else."""
+    if not isinstance(step.kernel, PreparedProduct):
+        return None
+    columns = step.shapes[1][not step.kernel.transposed]
+    return Matrix(step.inputs[1], step.kernel.transposed, step.kernel.inner, columns)
+
+
+def rows_of(step: KernelStep) -> int:
+    """Rows that one run of a product takes."""
+    return int(np.prod(step.shapes[0][:-1]))
+
+
+def rows_by_matrix(program: ProgramContent) -> dict[Matrix, int]:
+    """Rows that one run of a program takes of each matrix."""
+    found: dict[Matrix, int] = {}
+    for step in program.steps:
+        if isinstance(step, KernelStep) and (matrix := matrix_of(step)) is not None:
+            found[matrix] = found.get(matrix, 0) + rows_of(step)
+    return found
+
+
+def _answers(columns: int) -> Iterator[tuple[int, int]]:
+    """Where the columns of each answer begin and end."""
+    for first, last in blocks(columns, WIDE):
+        yield from ((first + start, first + end) for start, end in blocks(last - first, AT_ONCE))
+
+
+def blocks(count: int, size: int) -> Iterator[tuple[int, int]]:
+    """Where blocks of `size` begin and end."""
+    return ((start, min(start + size, count)) for start in range(0, count, size))
+
+
+class Batches:
+    """One party's rows that were prepared by the batch, with its side of the connection's key.
+
+    `folder`: private, where rows are kept; `weight`: gives a matrix of the server as whole numbers [inner, columns].
+    """
+
+    def __init__(self, side: Side, folder: Path, fraction_bits: int, weight: Callable[[Matrix], Weights]) -> None:
+        self._side, self._folder, self._fraction_bits, self._weight = side, folder, fraction_bits, weight
+        self._pools: dict[Matrix, RowPool] = {}
+        self._key: ClientKey | Answering | None = None
+
+    def left(self, matrix: Matrix) -> int:
+        """Rows of a matrix that were not given."""
+        return self._pools[matrix].left if matrix in self._pools else 0
+
+    def take(self, step: KernelStep) -> Row | None:
+        """The rows of one run of a step; None if there are not enough, or it takes none."""
+        matrix = matrix_of(step)
+        if matrix is None or self.left(matrix) < rows_of(step):
+            return None
+        return {name: rows.ravel() for name, rows in self._pools[matrix].take(rows_of(step)).items()}
+
+    def make(self, matrix: Matrix, say: Say = lambda done, of: None) -> None:
+        """Prepare one batch with a matrix, together with the other party; nothing where its weights are too large.
+
+        Raises:
+            PartyError: it sent something else than what comes next.
+        """
+        if not self._is_answered(matrix):
+            return
+        client = self._side.rank == CLIENT
+        widths = {"random": matrix.inner, "product": matrix.columns} if client else {"product": matrix.columns}
+        batch = empty_rows(self._folder, widths)
+        if client:
+            self._ask(matrix, batch, say)
+        else:
+            self._answer(matrix, batch, say)
+        self._pools.setdefault(matrix, RowPool()).add(batch)
+
+    def _is_answered(self, matrix: Matrix) -> bool:
+        """Whether the server's weights are as small as a batch needs, which it says first."""
+        if self._side.rank == CLIENT:
+            return bool(self._side.receive((1,))[0])
+        answered = holds(self._weight(matrix), self._fraction_bits)
+        self._side.send(_number(answered))
+        return answered
+
+    # --- the client -----------------------------------------------------------------------------------
+
+    def _ask(self, matrix: Matrix, batch: Row, say: Say) -> None:
+        side, key, total = self._side, self._client_key(), matrix.inner + matrix.columns
+        for start, end in blocks(matrix.inner, AT_ONCE):
+            columns = uniform(os.urandom, end - start, ROWS)
+            batch["random"][:, start:end] = columns.T
+            side.send(key.encrypted(columns))
+            say(end, total)
+        wide = list(blocks(matrix.columns, WIDE))
+        for number in range(min(ASKED, len(wide))):
+            side.send(_number(number))
+        for number, (first, last) in enumerate(wide):
+            for start, end in blocks(last - first, AT_ONCE):
+                received = side.receive((1 + (end - start) * 2 * ROWS,))
+                if received[0] != first + start:
+                    raise PartyError(f"the other party answered with column {received[0]} instead of {first + start}")
+                opened = key.opened(received[1:].reshape(-1, 2, ROWS))
+                batch["product"][:, first + start : first + end] = opened.T
+                say(matrix.inner + first + end, total)
+            if number + ASKED < len(wide):
+                side.send(_number(number + ASKED))
+
+    def _client_key(self) -> ClientKey:
+        if self._key is None:
+            self._key = key = ClientKey.drawn()
+            self._side.send(np.concatenate([key.seed, key.public]))
+        assert isinstance(self._key, ClientKey)
+        return self._key
+
+    # --- the server -----------------------------------------------------------------------------------
+
+    def _answer(self, matrix: Matrix, batch: Row, say: Say) -> None:
+        side, key, total = self._side, self._client_public(), matrix.inner + matrix.columns
+        weights = self._weight(matrix)
+        width = limb_width(weights)
+        limbs: Any = None
+        for start, end in blocks(matrix.inner, AT_ONCE):
+            piece = key.limbs(side.receive((end - start, PACKED)), width)
+            if limbs is None:
+                limbs = np.empty((*piece.shape[:2], matrix.inner, ROWS), piece.dtype)
+            limbs[:, :, start:end] = piece
+            say(end, total)
+        for number, (first, last) in enumerate(blocks(matrix.columns, WIDE)):
+            if side.receive((1,))[0] != number:
+                raise PartyError(f"the other party did not ask for block {number} of {matrix.name}")
+            sums = multiplied(weights[:, first:last], limbs, width)
+            for start, end in blocks(last - first, AT_ONCE):
+                sent, mine = key.answer(sums[start:end])
+                side.send(np.concatenate([_number(first + start), sent.ravel()]))
+                batch["product"][:, first + start : first + end] = mine.T
+                say(matrix.inner + first + end, total)
+
+    def _client_public(self) -> Answering:
+        if self._key is None:
+            seed, public = np.split(self._side.receive((SEED_WORDS + ROWS,)), [SEED_WORDS])
+            self._key = Answering(seed, public)
+        assert isinstance(self._key, Answering)
+        return self._key
+
+
+def _number(number: int) -> Words:
+    return np.array([number], np.uint64)

@@ -1,0 +1,61 @@
+"""Rows of R and of a party's share of R·W that a batch left, for one matrix W of the server: each is used once.
+
+They lie in files without a name, in a private folder, which end with the process; rows that were given are overwritten.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from aero_compile.runtime.kernels.column_encryption import ROWS
+from aero_compile.runtime.kernels.words import Words
+
+Row = dict[str, Words]
+"""Rows [count, width] by name: "random", of the client alone, and "product"."""
+
+
+def empty_rows(folder: Path, widths: dict[str, int]) -> Row:
+    """Arrays on disk for the rows of one batch, [N, width] each; 8·N bytes a column."""
+    found: Row = {}
+    for name, width in widths.items():
+        with tempfile.TemporaryFile(dir=folder) as file:
+            found[name] = np.memmap(file, np.uint64, "w+", shape=(ROWS, width))
+    return found
+
+
+@dataclass
+class RowPool:
+    """The batches of one matrix that have rows left, the oldest first. Both parties give rows in the same order."""
+
+    _batches: deque[Row] = field(default_factory=deque)
+    _given: int = 0
+
+    @property
+    def left(self) -> int:
+        """Rows that were not given."""
+        return ROWS * len(self._batches) - self._given
+
+    def add(self, batch: Row) -> None:
+        """Add a batch that is complete."""
+        self._batches.append(batch)
+
+    def take(self, count: int) -> Row:
+        """Give the next `count` rows, of which there must be so many `left`, and overwrite them here."""
+        if count > self.left:
+            raise ValueError(f"there are {self.left} rows, not {count}")
+        pieces: list[Row] = []
+        while count:
+            start, end = self._given, min(self._given + count, ROWS)
+            batch = self._batches[0]
+            pieces.append({name: np.array(array[start:end]) for name, array in batch.items()})
+            for array in batch.values():
+                array[start:end] = 0
+            count, self._given = count - (end - start), end % ROWS
+            if end == ROWS:
+                self._batches.popleft()
+        return {name: np.concatenate([piece[name] for piece in pieces]) for name in (pieces[0] if pieces else ())}

@@ -1,0 +1,91 @@
+"""Rows of batches for generated texts: by name, shared by all programs, and the text stays what it is."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aero_compile.errors import InputError
+from aero_compile.runtime import compile_generation, private_generate
+from aero_compile.runtime.generation import batches as module
+from aero_compile.runtime.generation.batches import batches_for, batches_of
+from aero_compile.runtime.generation.party import read_preparation, write_preparation
+from aero_compile.runtime.kernels.column_encryption import ROWS
+from aero_compile.runtime.offline.batch import rows_by_matrix
+from tests.support.tiny_generation import FILLS, PROMPT, ROOM, small_captured
+
+pytest.importorskip("spu")
+
+
+def _compiled(offline: bool = True) -> Any:
+    return compile_generation(small_captured(), ROOM, "semi2k", fills=FILLS, offline=offline, guards=False)
+
+
+def test_every_matrix_has_one_batch_for_all_programs() -> None:
+    programs = _compiled().programs
+    found = batches_of(programs)
+    assert list(found) == [f"batch-{number}" for number in range(len(found))]
+    assert len({*found.values()}) == len(found) > 0
+    for program in programs.all.values():
+        assert rows_by_matrix(program).keys() <= {*found.values()}
+    step, fill = (rows_by_matrix(programs.all[name]) for name in ("step", str(FILLS[0])))
+    assert step.keys() & fill.keys(), "a text and a token multiply with the same matrices"
+    assert all(rows == FILLS[0] * step[matrix] for matrix, rows in fill.items() if matrix in step)
+    assert batches_of(_compiled(offline=False).programs) == {}
+
+
+def test_as_many_batches_as_rows_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Counter[int]] = []
+    monkeypatch.setattr(module, "is_cheaper", lambda matrix, runs: asked.append(runs) or True)
+    programs = _compiled().programs
+    names = [str(FILLS[0]), *["step"] * 3]
+    assert Counter(batches_for(programs, names, None)) == Counter([*batches_of(programs)])
+    assert asked[0] in ({FILLS[0]: 1, 1: 3}, {1: 3})
+    assert Counter(batches_for(programs, names, ROWS + 1)) == Counter(dict.fromkeys(batches_of(programs), 2))
+    assert batches_for(programs, names, 0) == []
+    assert batches_for(programs, [], ROWS) == [], "nothing takes them"
+
+
+def test_none_are_made_where_products_are_cheaper() -> None:
+    programs = _compiled().programs
+    assert batches_for(programs, ["step"], None) == []
+    assert batches_for(programs, ["step"], ROWS) == list(batches_of(programs))
+
+
+def test_a_party_is_told_of_batches_by_name() -> None:
+    programs = _compiled().programs
+    for name in batches_of(programs):
+        assert read_preparation(write_preparation(name), programs) == name
+    assert read_preparation(write_preparation(f"batch-{len(batches_of(programs))}"), programs) is None
+    assert read_preparation(write_preparation("batch-0"), _compiled(offline=False).programs) is None
+
+
+@pytest.mark.parametrize("protocol", ["semi2k", pytest.param("cheetah", marks=pytest.mark.slow)])
+def test_a_text_is_the_same_by_the_batch(protocol: str) -> None:
+    plain, batched = (
+        private_generate(small_captured(), PROMPT, 3, protocol, offline=True, prepare=rows) for rows in (0, ROWS)
+    )
+    assert batched.ids == plain.ids
+    for one, other in zip(batched.tokens, plain.tokens, strict=True):
+        np.testing.assert_allclose(one.logits, other.logits, rtol=0, atol=2e-3)
+        assert one.cost.bytes == pytest.approx(other.cost.bytes, rel=0.01)
+    assert batched.offline.bytes > 10**6, "a batch has 4,096 rows of each matrix"
+    assert batched.offline.messages < plain.offline.messages
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prepare": 4096}, "give offline=True too"),
+        ({"prepare": -1, "offline": True}, "a number of tokens, 0 or more, not -1"),
+        ({"prepare": True, "offline": True}, "not True"),
+        ({"prepare": 1.5, "offline": True}, "not 1.5"),
+    ],
+)
+def test_numbers_of_rows_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        private_generate(small_captured(), PROMPT, 1, "semi2k", **options)
