@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from aero_compile.errors import AeroError, InputError
 from aero_compile.runtime.costs.pphlo import parse
 from aero_compile.runtime.kernels.encrypted_lookup import EncryptedLookup
+from aero_compile.runtime.offline.batches import batches
 from aero_compile.runtime.prefix import check_prefix
 from aero_compile.runtime.program_parts import SET_UP, SET_UP_INPUTS, KernelStep, ProgramContent, Step, TensorSpec
 from aero_compile.runtime.spu_config import check_config
@@ -132,6 +133,8 @@ def check_program(program: ProgramContent) -> None:
             _check_step(program, step, known, inputs, from_tokens)
         except AeroError as error:
             raise InputError(f"step {number} of the program ({step.label[:60]!r}) is refused: {error}") from error
+    _check_masks(program)
+    _check_batches(program)
     _check_guard(program, known, inputs)
     _check_results(program, known, inputs)
     logits = program.logits
@@ -277,6 +280,14 @@ def _are_tokens(program: ProgramContent, name: str) -> bool:
 def _check_preparation(program: ProgramContent, step: KernelStep) -> None:
     """What is prepared for a kernel takes random words and inputs of the server, as integers, and gives a secret."""
     found = step.kernel.preparation(*step.shapes)
+    triples = step.kernel.triples(*step.shapes)
+    for random in triples.randoms if triples else found.randoms if found else ():
+        if random.taken is not None and step.inputs[random.taken] not in _opened(program):
+            raise InputError(
+                f"its kernel takes {step.inputs[random.taken][:60]!r} as opened, which no kernel has opened"
+            )
+    if triples is not None:
+        return  # it is in a batch
     if found is None:
         if step.preparation:
             raise InputError("its kernel takes nothing that could be prepared")
@@ -290,6 +301,35 @@ def _check_preparation(program: ProgramContent, step: KernelStep) -> None:
         _type(found.gives, "int32")
     ]:
         raise InputError("what is prepared for its kernel has another shape")
+
+
+def _check_masks(program: ProgramContent) -> None:
+    """A kernel that takes the mask of another one is given what that one opened."""
+    opened = set[str]()
+    for number, step in enumerate(program.steps):
+        if isinstance(step, KernelStep):
+            plan = step.kernel.triples(*step.shapes) or step.kernel.preparation(*step.shapes)
+            taken = [each.taken for each in (plan.randoms if plan else ()) if each.taken is not None]
+            for name in (step.inputs[at] for at in taken):
+                if name not in opened:
+                    raise InputError(
+                        f"step {number} of the program ({step.label[:60]!r}) is refused: its kernel takes {name[:60]!r}, "
+                        "which no kernel has opened"
+                    )
+        opened -= set(step.outputs)
+        if isinstance(step, KernelStep) and step.kernel.opens is not None:
+            opened.add(step.outputs[step.kernel.opens])
+
+
+def _check_batches(program: ProgramContent) -> None:
+    """Element products are prepared in batches that follow from the program, by codes of two arrays of integers."""
+    for batch in batches(program.steps):
+        kind = _type((batch.size,), "int32")
+        if _check_code(program, batch.key, [kind] * 2, 1) != [kind]:
+            raise InputError(f"the program's code {batch.key!r} gives another shape")
+        steps = [program.steps[at] for at in batch.steps]
+        if any(isinstance(step, KernelStep) and step.preparation != batch.key for step in steps):
+            raise InputError(f"a step of the program is not prepared by its batch {batch.key!r}")
 
 
 def _check_code(program: ProgramContent, key: str, takes: list[str], count: int) -> list[str]:

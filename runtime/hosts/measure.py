@@ -202,7 +202,7 @@ def offline_line(bill: Any) -> str:
 
 def offline_rows(per_op: Iterable[Mapping[str, Any]]) -> list[str]:
     """The same by operator, most bytes first, under a heading; nothing where nothing was done."""
-    rows = sorted((row for row in per_op if row["offline_messages"]), key=lambda row: -row["offline_bytes"])
+    rows = sorted((row for row in per_op if row["offline_bytes"]), key=lambda row: -row["offline_bytes"])
     heading = ["", f"  {'offline':<16}{'count':>6}{'bytes':>12}{'':>8}{'messages':>10}{'seconds':>9}"] if rows else []
     return heading + [
         f"  {row['op']:<16}{row['count']:>6}{human_bytes(row['offline_bytes']):>12}{'':>8}"
