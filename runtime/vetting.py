@@ -281,11 +281,6 @@ def _check_preparation(program: ProgramContent, step: KernelStep) -> None:
     """What is prepared for a kernel takes random words and inputs of the server, as integers, and gives a secret."""
     found = step.kernel.preparation(*step.shapes)
     triples = step.kernel.triples(*step.shapes)
-    for random in triples.randoms if triples else found.randoms if found else ():
-        if random.taken is not None and step.inputs[random.taken] not in _opened(program):
-            raise InputError(
-                f"its kernel takes {step.inputs[random.taken][:60]!r} as opened, which no kernel has opened"
-            )
     if triples is not None:
         return  # it is in a batch
     if found is None:
@@ -307,18 +302,22 @@ def _check_masks(program: ProgramContent) -> None:
     """A kernel that takes the mask of another one is given what that one opened."""
     opened = set[str]()
     for number, step in enumerate(program.steps):
-        if isinstance(step, KernelStep):
-            plan = step.kernel.triples(*step.shapes) or step.kernel.preparation(*step.shapes)
-            taken = [each.taken for each in (plan.randoms if plan else ()) if each.taken is not None]
-            for name in (step.inputs[at] for at in taken):
-                if name not in opened:
-                    raise InputError(
-                        f"step {number} of the program ({step.label[:60]!r}) is refused: its kernel takes {name[:60]!r}, "
-                        "which no kernel has opened"
-                    )
+        call = step if isinstance(step, KernelStep) else None
+        for name in [] if call is None else _taken(call):
+            if name not in opened:
+                raise InputError(
+                    f"step {number} of the program ({step.label[:60]!r}) is refused: its kernel takes {name[:60]!r}, "
+                    "which no kernel has opened"
+                )
         opened -= set(step.outputs)
-        if isinstance(step, KernelStep) and step.kernel.opens is not None:
-            opened.add(step.outputs[step.kernel.opens])
+        if call is not None and call.kernel.opens is not None:
+            opened.add(call.outputs[call.kernel.opens])
+
+
+def _taken(step: KernelStep) -> list[str]:
+    """The inputs of a kernel that must be opened."""
+    plan = step.kernel.triples(*step.shapes) or step.kernel.preparation(*step.shapes)
+    return [step.inputs[each.taken] for each in (plan.randoms if plan else ()) if each.taken is not None]
 
 
 def _check_batches(program: ProgramContent) -> None:
