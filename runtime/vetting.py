@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from aero_compile.errors import AeroError, InputError
 from aero_compile.runtime.costs.pphlo import parse
 from aero_compile.runtime.kernels.encrypted_lookup import EncryptedLookup
+from aero_compile.runtime.offline.elements import joined_elements
 from aero_compile.runtime.prefix import check_prefix
 from aero_compile.runtime.program_parts import SET_UP, SET_UP_INPUTS, KernelStep, ProgramContent, Step, TensorSpec
 from aero_compile.runtime.spu_config import check_config
@@ -132,6 +133,8 @@ def check_program(program: ProgramContent) -> None:
             _check_step(program, step, known, inputs, from_tokens)
         except AeroError as error:
             raise InputError(f"step {number} of the program ({step.label[:60]!r}) is refused: {error}") from error
+    _check_masks(program)
+    _check_elements(program)
     _check_guard(program, known, inputs)
     _check_results(program, known, inputs)
     logits = program.logits
@@ -277,6 +280,9 @@ def _are_tokens(program: ProgramContent, name: str) -> bool:
 def _check_preparation(program: ProgramContent, step: KernelStep) -> None:
     """What is prepared for a kernel takes random words and inputs of the server, as integers, and gives a secret."""
     found = step.kernel.preparation(*step.shapes)
+    triples = step.kernel.triples(*step.shapes)
+    if triples is not None:
+        return  # it is in a group of element products
     if found is None:
         if step.preparation:
             raise InputError("its kernel takes nothing that could be prepared")
@@ -290,6 +296,39 @@ def _check_preparation(program: ProgramContent, step: KernelStep) -> None:
         _type(found.gives, "int32")
     ]:
         raise InputError("what is prepared for its kernel has another shape")
+
+
+def _check_masks(program: ProgramContent) -> None:
+    """A kernel that takes the mask of another one is given what that one opened."""
+    opened = set[str]()
+    for number, step in enumerate(program.steps):
+        call = step if isinstance(step, KernelStep) else None
+        for name in [] if call is None else _taken(call):
+            if name not in opened:
+                raise InputError(
+                    f"step {number} of the program ({step.label[:60]!r}) is refused: its kernel takes {name[:60]!r}, "
+                    "which no kernel has opened"
+                )
+        opened -= set(step.outputs)
+        if call is not None and call.kernel.opens is not None:
+            opened.add(call.outputs[call.kernel.opens])
+
+
+def _taken(step: KernelStep) -> list[str]:
+    """The inputs of a kernel that must be opened."""
+    plan = step.kernel.triples(*step.shapes) or step.kernel.preparation(*step.shapes)
+    return [step.inputs[each.taken] for each in (plan.randoms if plan else ()) if each.taken is not None]
+
+
+def _check_elements(program: ProgramContent) -> None:
+    """Element products are prepared in groups that follow from the program, by codes of two arrays of integers."""
+    for joined in joined_elements(program.steps):
+        kind = _type((joined.size,), "int32")
+        if _check_code(program, joined.key, [kind] * 2, 1) != [kind]:
+            raise InputError(f"the program's code {joined.key!r} gives another shape")
+        steps = [program.steps[at] for at in joined.steps]
+        if any(isinstance(step, KernelStep) and step.preparation != joined.key for step in steps):
+            raise InputError(f"a step of the program is not prepared with its group {joined.key!r}")
 
 
 def _check_code(program: ProgramContent, key: str, takes: list[str], count: int) -> list[str]:

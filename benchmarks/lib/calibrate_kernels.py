@@ -19,12 +19,14 @@ from aero_compile.runtime.kernels.exponential_factors import ExponentialFactors
 from aero_compile.runtime.kernels.kernel import Kernel, Shape
 from aero_compile.runtime.kernels.lookup_table import degree_for
 from aero_compile.runtime.kernels.negative import Negative
+from aero_compile.runtime.kernels.opened_rows import ScaledRows, SquaredRows
 from aero_compile.runtime.kernels.prepared_product import PreparedProduct
+from aero_compile.runtime.kernels.prepared_squares import PreparedSquares
 from aero_compile.runtime.kernels.ring_encryption import SEED_WORDS
 from aero_compile.runtime.kernels.run import run_kernel
 from aero_compile.runtime.kernels.side import Side
 from aero_compile.runtime.kernels.square_terms import SquareTerms
-from aero_compile.runtime.kernels.triple_elements import TripleElements
+from aero_compile.runtime.kernels.triple_elements import BatchedElements, TripleElements
 from aero_compile.runtime.kernels.triple_product import TripleProduct
 from aero_compile.runtime.kernels.whole_numbers import WholeNumbers
 from aero_compile.runtime.kernels.words import Words
@@ -51,10 +53,14 @@ def kernel_cases() -> Iterator[KernelCase]:
         yield KernelCase(ExponentialFactors(17, 11), ((size,),))
         yield KernelCase(Negative(), ((size,),))
         yield KernelCase(TripleElements(True), ((size, 1), (size,)))
+        yield KernelCase(BatchedElements(False), ((size, 1), (size,)))
+        yield KernelCase(PreparedSquares(), ((size,),))
         yield KernelCase(WholeNumbers(18), ((size,),))
     for rows in (1, 128):
         yield KernelCase(SquareTerms(768, 18), ((rows, 768),))
         yield KernelCase(TripleElements(False, 768), ((rows, 768), (rows,)))
+        yield KernelCase(SquaredRows(768, False), ((rows, 768),))
+        yield KernelCase(ScaledRows(768, False), ((rows,), (rows, 768)))
     for rows, inner, columns in ((1, 64, 64), (128, 768, 768), (128, 768, 3072), (128, 50257, 768)):
         yield KernelCase(PreparedProduct(inner, False), ((rows, inner), (inner, columns)), weight=True)
     for rows, inner, columns in ((1, 64, 64), (16, 5000, 768), (128, 50257, 768)):
@@ -103,9 +109,9 @@ def _prepared(kernel: Kernel, shapes: tuple[Shape, ...], rank: int, draw: Any) -
         degree = degree_for(shapes[1][1])
         held = {"rows": shapes[1], "seed": (SEED_WORDS,), "public": (degree,), "secret": (degree,)}
         return {name: np.zeros(size, np.uint64) for name, size in held.items()}  # it takes as long on any words
-    plan = kernel.preparation(*shapes)
-    if plan is None:
-        return {}
-    sizes = {random.name: math.prod(random.shape) for random in plan.randoms if random.owner in (None, rank)}
-    sizes["product"] = math.prod(plan.gives)
+    triples, plan = kernel.triples(*shapes), kernel.preparation(*shapes)
+    size = triples.size if triples else math.prod(plan.gives) if plan else 0
+    randoms = triples.randoms if triples else plan.randoms if plan else ()
+    sizes = {random.name: math.prod(random.shape) for random in randoms if random.owner in (None, rank)}
+    sizes |= {"product": size} if randoms else {}
     return {name: draw.integers(2**64, size=size, dtype=np.uint64) for name, size in sizes.items()}

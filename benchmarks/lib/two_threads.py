@@ -24,7 +24,6 @@ from aero_compile.runtime.program_parts import KernelStep, TensorSpec
 from aero_compile.runtime.roles import CLIENT, SERVER
 from aero_compile.runtime.spu_config import runtime_config, small_config
 
-
 WAIT_MS = 600_000
 """A party waits as long for a message of the other: a product may take minutes on a busy machine."""
 

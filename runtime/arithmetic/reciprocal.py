@@ -15,7 +15,7 @@ import numpy as np
 from aero_compile.runtime.arithmetic.coefficients import RECIPROCAL
 from aero_compile.runtime.arithmetic.comparison import SMALL_RING_HOLDS, above
 from aero_compile.runtime.arithmetic.constants import is_public
-from aero_compile.runtime.arithmetic.filling import multiply
+from aero_compile.runtime.arithmetic.element_products import multiply
 from aero_compile.runtime.arithmetic.row_scaling import broadcast_product
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Form, cheapest
 from aero_compile.runtime.lazy_jax import jnp

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from aero_compile.runtime.arithmetic.filling import multiply
+from aero_compile.runtime.arithmetic.element_products import multiply
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Form, cheapest
 from aero_compile.runtime.lazy_jax import jnp
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from aero_compile.runtime.arithmetic.filling import multiply
+from aero_compile.runtime.arithmetic.element_products import multiply
 from aero_compile.runtime.arithmetic.ring import in_two_phases
 from aero_compile.runtime.arithmetic.row_products import by_matrices, element_price, scaling_price
 from aero_compile.runtime.arithmetic.two_phases import product_of_rows

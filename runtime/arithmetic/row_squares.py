@@ -66,12 +66,16 @@ def sums_of_squares(x: Any) -> Any:
     """Σ x² of each row of a JAX array [R, w], traced for the 64-bit ring: [R], |Σ x²| < 2^(62 - 2f)."""
     bits = fraction_bits()
     assert bits is not None
-    rows, width = x.shape
-    mine, theirs, alone = call_kernel(SquareTerms(width, bits), x)
-    height, _ = square_strips(rows, width)
-    crossed = [_diagonal(mine[at : at + height], theirs[at : at + height]) for at in range(0, rows, height)]
-    terms = jnp().stack([alone, jnp().concatenate(crossed)], axis=-1)
+    mine, theirs, alone = call_kernel(SquareTerms(x.shape[1], bits), x)
+    terms = jnp().stack([alone, products_of_two(mine, theirs)], axis=-1)
     return terms @ np.asarray([2.0**-bits, 2.0 ** (1 - bits)], np.float32)
+
+
+def products_of_two(mine: Any, theirs: Any) -> Any:
+    """Σ x·y of the rows of two arrays [R, w], each of which one party alone knows: [R]; whole numbers, or floats."""
+    height, _ = square_strips(*mine.shape)
+    strips = range(0, len(mine), height)
+    return jnp().concatenate([_diagonal(mine[at : at + height], theirs[at : at + height]) for at in strips])
 
 
 def _diagonal(left: Any, right: Any) -> Any:

@@ -17,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.runtime.arithmetic.filling import FEW_SQUARES, by_parts, square_parts
+from aero_compile.runtime.arithmetic.ring import in_two_phases
+from aero_compile.runtime.arithmetic.two_phases import square_of_elements
 
 Array = npt.NDArray[np.float64]
 
@@ -43,7 +45,10 @@ def squares_by_exp() -> Iterator[None]:
 
 
 def square(y: Any) -> Any:
-    """y² for a JAX array; while SPU code is traced (`squares_by_exp`), in the form that is cheaper there."""
+    """y² for a JAX array; while SPU code is traced (`squares_by_exp`), in the form that is cheaper there; prepared in
+    two phases."""
+    if in_two_phases() and _is_float(y):
+        return square_of_elements(y)
     if not _pays(y):
         return y * y
     parts = square_parts(y.size)
@@ -64,9 +69,13 @@ def twice_product(x: Any, y: Any, squared: Any) -> Any:
 
 
 def _pays(y: Any) -> bool:
+    return _BY_EXP.get() and y.size >= FEW_SQUARES and _is_float(y)
+
+
+def _is_float(y: Any) -> bool:
     import jax.numpy as jnp
 
-    return _BY_EXP.get() and y.size >= FEW_SQUARES and bool(jnp.issubdtype(y.dtype, jnp.floating))
+    return bool(jnp.issubdtype(y.dtype, jnp.floating))
 
 
 @dataclass(frozen=True)

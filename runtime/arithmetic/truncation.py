@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from aero_compile.runtime.arithmetic.ring import fraction_bits
+from aero_compile.runtime.arithmetic.ring import fraction_bits, in_two_phases
 from aero_compile.runtime.lazy_jax import jnp
 
 
@@ -19,5 +19,9 @@ def truncated(product: Any) -> Any:
     bits = fraction_bits()
     if bits is None:
         return product
-    unit = np.full((1, 1), 2.0**-bits, np.float32)
-    return jnp().matmul(product.reshape((-1, 1)), unit).reshape(product.shape)
+    unit, size = np.float32(2.0**-bits), product.size
+    if not in_two_phases():
+        return jnp().matmul(product.reshape((-1, 1)), np.full((1, 1), unit)).reshape(product.shape)
+    # In pairs: XLA makes a product of numbers of a matrix product with a single number, where the result is read twice.
+    pairs = jnp().pad(product.reshape(-1), (0, size % 2)).reshape((-1, 2))
+    return jnp().matmul(pairs, np.eye(2, dtype=np.float32) * unit).reshape(-1)[:size].reshape(product.shape)

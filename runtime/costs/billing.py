@@ -13,6 +13,7 @@ from aero_compile.runtime.costs.session import Cost, Session
 from aero_compile.runtime.hosts.measure import OFFLINE, by_operator
 from aero_compile.runtime.hosts.network_spec import Network
 from aero_compile.runtime.hosts.split import SPLIT
+from aero_compile.runtime.offline.elements import joined_elements
 from aero_compile.runtime.offline.prepare import prepared_steps
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.program_parts import SET_UP, TOKENS, KernelStep
@@ -97,6 +98,12 @@ def bill_offline(
         operations.run(session, functions[step.preparation], knows)
         spent = session.bill()
         found[at] = dict(zip(OFFLINE, (round(spent.bytes), spent.messages, spent.seconds(network)), strict=True))
+    for joined in joined_elements(program.steps):
+        session.step(len(program.codes[joined.key]))
+        operations.run(session, functions[joined.key], [OWNED[owner] for owner in joined.owners])
+        spent = session.bill()
+        whole = dict(zip(OFFLINE, (round(spent.bytes), spent.messages, spent.seconds(network)), strict=True))
+        found |= zip(joined.steps, joined.divided([whole] * len(joined.steps)), strict=True)
     if program.is_prepared:
         session.meet()
     return found

@@ -15,6 +15,7 @@ from aero_compile.runtime.roles import CLIENT, SERVER
 
 if TYPE_CHECKING:
     from aero_compile.runtime.costs.session import Session
+    from aero_compile.runtime.kernels.element_triples import ElementTriples
     from aero_compile.runtime.kernels.side import Side
 
 Shape = tuple[int, ...]
@@ -34,11 +35,15 @@ class Result:
 
 @dataclass(frozen=True)
 class RandomWords:
-    """Words that are drawn uniformly modulo 2^64 for one run: by the party `owner`, or None: a share by each."""
+    """Words that are drawn uniformly modulo 2^64 for one run: by the party `owner`, or None: a share by each.
+
+    `taken`: they are those of this name that were drawn for the kernel which made the argument of this number.
+    """
 
     name: str
     shape: Shape
     owner: int | None
+    taken: int | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,10 @@ class Kernel(ABC):
         Raises:
             ValueError: they are out of range.
         """
+
+    opens: ClassVar[int | None] = None
+    """Number of the result that is an argument less the words called "mask", known to both parties; None: there is no
+    such result. Other kernels take it for that argument, as long as SPU computed nothing with it."""
 
     unread: ClassVar[frozenset[int]] = frozenset()
     """Numbers of the arguments of which a run needs no words, and is given none."""
@@ -103,6 +112,15 @@ class Kernel(ABC):
 
     def preparation(self, *shapes: Shape) -> Preparation | None:
         """What is made before a run on arguments of these shapes; None: nothing.
+
+        Raises:
+            ValueError: it does not take such arguments.
+        """
+        return None
+
+    def triples(self, *shapes: Shape) -> ElementTriples | None:
+        """Products of random words that are made before a run on arguments of these shapes, together with those of
+        other kernels; None: there are none. A kernel has these or a `preparation`, not both.
 
         Raises:
             ValueError: it does not take such arguments.

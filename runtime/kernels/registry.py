@@ -10,20 +10,26 @@ from aero_compile.runtime.kernels.encrypted_lookup import EncryptedLookup
 from aero_compile.runtime.kernels.exponential_factors import ExponentialFactors
 from aero_compile.runtime.kernels.kernel import Kernel
 from aero_compile.runtime.kernels.negative import Negative
+from aero_compile.runtime.kernels.opened_rows import ScaledRows, SquaredRows
 from aero_compile.runtime.kernels.prepared_product import PreparedProduct
+from aero_compile.runtime.kernels.prepared_squares import PreparedSquares
 from aero_compile.runtime.kernels.square_terms import SquareTerms
-from aero_compile.runtime.kernels.triple_elements import TripleElements
+from aero_compile.runtime.kernels.triple_elements import BatchedElements, TripleElements
 from aero_compile.runtime.kernels.triple_product import TripleProduct
 from aero_compile.runtime.kernels.whole_numbers import WholeNumbers
 
 KERNELS: dict[str, type[Kernel]] = {
     kind.__name__: kind
     for kind in (
+        BatchedElements,
         EncryptedLookup,
         ExponentialFactors,
         Negative,
         PreparedProduct,
+        PreparedSquares,
+        ScaledRows,
         SquareTerms,
+        SquaredRows,
         TripleElements,
         TripleProduct,
         WholeNumbers,

@@ -8,11 +8,13 @@ factors of an exponential, each draws the words of its own alone and sends those
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aero_compile.runtime.kernels.element_triples import ElementTriples
 from aero_compile.runtime.kernels.kernel import Kernel, Preparation, RandomWords, Result, Shape
 from aero_compile.runtime.kernels.words import Words
 from aero_compile.runtime.roles import CLIENT, SERVER
@@ -43,7 +45,7 @@ class TripleElements(Kernel):
             raise ValueError(f"TripleElements takes rows of {self.width} and a number for each, not {shapes}")
         return (Result(shapes[0]),)
 
-    def preparation(self, *shapes: Shape) -> Preparation:
+    def preparation(self, *shapes: Shape) -> Preparation | None:
         from aero_compile.runtime.arithmetic.row_products import products_of_rows
 
         self.results(*shapes)
@@ -79,3 +81,22 @@ class TripleElements(Kernel):
         size = math.prod(shapes[0])
         session.swap(8.0 * size if self.owned else 8.0 * (size + math.prod(shapes[1])))
         session.kernel(type(self).__name__, *self.work(*shapes))
+
+
+@dataclass(frozen=True)
+class BatchedElements(TripleElements):
+    """`TripleElements` whose preparation is one of elements, made together with those of other kernels."""
+
+    def preparation(self, *shapes: Shape) -> None:
+        return None
+
+    def triples(self, *shapes: Shape) -> ElementTriples:
+        self.results(*shapes)
+        owners = (SERVER, CLIENT) if self.owned else (None, None)
+        randoms = (RandomWords("left", shapes[0], owners[0]), RandomWords("right", shapes[1], owners[1]))
+        return ElementTriples(randoms, math.prod(shapes[0]), self.owned, self._factors)
+
+    def _factors(self, kept: Mapping[str, Words]) -> tuple[Words, ...]:
+        if self.owned:
+            return (kept["left"] if "left" in kept else kept["right"],)
+        return kept["left"], np.repeat(kept["right"], self.width)

@@ -17,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.runtime.arithmetic.constants import scale
+from aero_compile.runtime.arithmetic.element_products import multiply
 from aero_compile.runtime.arithmetic.exponential import SAFE, SoftmaxExponential
-from aero_compile.runtime.arithmetic.filling import multiply
 from aero_compile.runtime.arithmetic.reciprocal import reciprocal_of_sums
+from aero_compile.runtime.arithmetic.ring import in_two_phases
 from aero_compile.runtime.arithmetic.row_products import element_price, scaling_price
 from aero_compile.runtime.arithmetic.row_scaling import scaled_rows
 from aero_compile.runtime.hosts.network_spec import UNLIMITED, Network
@@ -127,7 +128,8 @@ def masked_softmax(x: Any, mask: Masked, dim: int, form: SoftmaxForm = PLAIN, ta
 def normalized(packed: Any, inverse: Any, layout: Packing) -> Any:
     """Packed entries times the number of their row, entry by entry or, where that is cheaper, row by row."""
     rows, width = layout.groups * layout.allowed.shape[0], layout.allowed.shape[1]
-    if scaling_price(rows, width, False) >= element_price(packed.size, False):
+    by_rows = scaling_price(rows, width, False) < element_price(packed.size, False)
+    if not by_rows and not (layout.is_full and in_two_phases()):  # where a row's number is opened once
         return multiply(packed, inverse[:, layout.row_of])
     spread = layout.spread(inverse, (rows,))
     return layout.pack(scaled_rows(layout.unpack(packed, (rows, width)), spread))

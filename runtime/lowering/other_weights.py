@@ -18,6 +18,7 @@ from torch import fx
 from aero_compile.runtime.arithmetic.approximations import activation
 from aero_compile.runtime.arithmetic.comparison import maximum
 from aero_compile.runtime.arithmetic.constants import scale
+from aero_compile.runtime.arithmetic.element_products import multiply_whole
 from aero_compile.runtime.arithmetic.exponential import cheapest_exponential
 from aero_compile.runtime.arithmetic.reciprocal import reciprocal
 from aero_compile.runtime.arithmetic.squares import square
@@ -149,7 +150,7 @@ def _power(y: Any, power: int) -> Any:
     if power == 1:
         return y
     half = square(_power(y, power // 2))
-    return half * y if power % 2 else half
+    return multiply_whole(half, y) if power % 2 else half
 
 
 def _inverse(entries: Any, layout: Packing, form: WeightsForm) -> Any:

@@ -19,6 +19,7 @@ from aero_compile.runtime.kernels.registry import to_json
 from aero_compile.runtime.lowering import warm_up
 from aero_compile.runtime.lowering.cut import cut
 from aero_compile.runtime.lowering.live import LiveProgram, LiveStep
+from aero_compile.runtime.offline.elements import Joined, joined_elements
 from aero_compile.runtime.prefix import digest_of
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.program_parts import SET_UP, TOKENS, KernelStep, Step, TensorSpec
@@ -45,6 +46,10 @@ def compile_steps(
         compiled = _preparation(piece) if isinstance(piece, KernelStep) else piece
         if compiled is not None and compiled.key not in codes:
             codes[compiled.key] = known.get(compiled.key) or _compile(spu, compiled, form, live.published)
+    triples = {at: joined.key for joined in joined_elements([piece for piece, _ in pieces]) for at in joined.steps}
+    for joined in joined_elements([piece for piece, _ in pieces]):
+        if joined.key not in codes:
+            codes[joined.key] = known.get(joined.key) or _compile(spu, _product_of(joined), form, ())
     last_use = {name: at for at, (piece, _) in enumerate(pieces) for name in (*piece.inputs, *piece.outputs)}
     for name in (live.result, live.guard, *live.results):
         last_use[str(name)] = len(pieces)
@@ -55,7 +60,8 @@ def compile_steps(
         free = tuple(name for name in names if last_use[name] == at and name not in kept)
         if isinstance(piece, KernelStep):
             found = _preparation(piece)
-            steps.append(replace(piece, free=free, continues=continues, preparation=found.key if found else ""))
+            key = found.key if found else triples.get(at, "")
+            steps.append(replace(piece, free=free, continues=continues, preparation=key))
         else:
             steps.append(Step(piece.label, piece.place, piece.key, piece.inputs, piece.outputs, free, continues))
     program = Program(
@@ -98,6 +104,14 @@ def _preparation(step: KernelStep) -> LiveStep | None:
         shapes,
         ("int32",) * len(shapes),
         lambda *values: (found.product(*values),),
+    )
+
+
+def _product_of(joined: Joined) -> LiveStep:
+    """The element products of a group, as a step."""
+    shapes = ((joined.size,),) * 2
+    return LiveStep(
+        *("elements", "all kernels", joined.key, ("in0", "in1"), ("product",), shapes, ("int32",) * 2, joined.product)
     )
 
 

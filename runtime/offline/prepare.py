@@ -1,11 +1,12 @@
-"""Making a preparation: random words, and shares of their products with the server's matrices."""
+"""Making a preparation: random words, and shares of their products with the server's matrices and each other."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from aero_compile.runtime.kernels.run import SHARED
 from aero_compile.runtime.kernels.side import Exchanged, Side
 from aero_compile.runtime.kernels.words import Words, read_words, with_words
 from aero_compile.runtime.offline.batch import Batches, rows_of
+from aero_compile.runtime.offline.elements import Joined, joined_elements
 from aero_compile.runtime.offline.store import Prepared
 from aero_compile.runtime.program_parts import KernelStep, ProgramContent
 from aero_compile.runtime.roles import SERVER
@@ -25,8 +27,12 @@ NAME_BYTES = 16
 
 
 def prepared_steps(program: ProgramContent) -> list[tuple[int, KernelStep]]:
-    """The steps for which something is prepared, with their numbers."""
-    return [(at, step) for at, step in enumerate(program.steps) if isinstance(step, KernelStep) and step.preparation]
+    """The steps for which something is prepared by itself, with their numbers; the others are in `joined_elements`."""
+    return [
+        (at, step)
+        for at, step in enumerate(program.steps)
+        if isinstance(step, KernelStep) and step.preparation and step.kernel.triples(*step.shapes) is None
+    ]
 
 
 def prepare(
@@ -46,43 +52,113 @@ def prepare(
     Returns:
         What is kept for the run, and for each step its number, label and place with what it cost.
     """
-    found: Prepared = {}
+    found: Prepared = {
+        at: {} for at, step in enumerate(program.steps) if isinstance(step, KernelStep) and step.preparation
+    }
     rows = []
+    for at, step in prepared_steps(program) if batches is not None else ():
+        if (ready := batches.take(step)) is not None:
+            record = {**vars(Exchanged()), "rows": rows_of(step), "seconds": 0.0}
+            found[at] = ready
+            rows.append({"at": at, "op": step.label, "place": step.place, **record})
+    by_batch = {row["at"] for row in rows}
+    _draw(side.rank, program, found, by_batch)
+
+    def records(steps: Sequence[int], begun: float, what: str) -> list[dict[str, Any]]:
+        record = profile(what) | {"seconds": time.perf_counter() - begun}
+        labels = [program.steps[at] for at in steps]
+        return [
+            {"at": at, "op": each.label, "place": each.place, **record} for at, each in zip(steps, labels, strict=True)
+        ]
+
     for at, step in prepared_steps(program):
+        if at in by_batch:
+            continue
         begun = time.perf_counter()
-        if batches is not None and (ready := batches.take(step)) is not None:
-            found[at], record = ready, {**vars(Exchanged()), "rows": rows_of(step)}
-        else:
-            found[at] = _prepare(side, io, runtime, program.codes[step.preparation], step, weights)
-            record = profile(f"the preparation of step {at}, {step.label} ({step.place})")
-        rows.append({"at": at, "op": step.label, "place": step.place, "seconds": time.perf_counter() - begun, **record})
+        _prepare(side, io, runtime, program.codes[step.preparation], step, weights, found[at])
+        rows += records([at], begun, f"the preparation of step {at}, {step.label} ({step.place})")
+    for joined in joined_elements(program.steps):
+        begun = time.perf_counter()
+        _multiply(side, io, runtime, program, joined, found)
+        rows += joined.divided(records(joined.steps, begun, f"the preparation of {joined.size:,} elements"))
     return found, rows
 
 
+def _draw(rank: int, program: ProgramContent, found: Prepared, without: Container[int]) -> None:
+    """Draw the random words of this party for all steps but those `without`.
+
+    Some take the words of the step that made their argument.
+    """
+    made: dict[str, int] = {}
+    for at, step in enumerate(program.steps):
+        made |= dict.fromkeys(step.outputs, at)
+        if at not in found or at in without or not isinstance(step, KernelStep):
+            continue
+        plan = step.kernel.triples(*step.shapes) or step.kernel.preparation(*step.shapes)
+        assert plan is not None
+        for random in plan.randoms:
+            if random.taken is not None:
+                found[at][random.name] = found[made[step.inputs[random.taken]]][random.name]
+            elif random.owner in (None, rank):
+                words = np.frombuffer(os.urandom(8 * math.prod(random.shape)), "<u8")
+                found[at][random.name] = words.astype(np.uint64)
+
+
 def _prepare(
-    side: Side, io: Any, runtime: Any, code: str, step: KernelStep, weights: Mapping[str, npt.NDArray[Any]]
-) -> dict[str, Words]:
-    spu, plan = side.spu, step.kernel.preparation(*step.shapes)
+    side: Side,
+    io: Any,
+    runtime: Any,
+    code: str,
+    step: KernelStep,
+    weights: Mapping[str, npt.NDArray[Any]],
+    kept: dict[str, Words],
+) -> None:
+    """Multiply the random words of a step, of which this party `kept` its own, and keep its share of the product."""
+    plan = step.kernel.preparation(*step.shapes)
     assert plan is not None
-    kept: dict[str, Words] = {}
-    arguments: list[tuple[tuple[int, ...], int | None, Words | None]] = []
+    arguments: list[Argument] = []
     for random in plan.randoms:
-        if random.owner in (None, side.rank):
-            kept[random.name] = np.frombuffer(os.urandom(8 * int(np.prod(random.shape))), "<u8").astype(np.uint64)
-        arguments.append((random.shape, random.owner, kept.get(random.name)))
+        arguments.append((random.shape, random.owner, kept[random.name] if random.owner in (None, side.rank) else None))
     for number in plan.weights:
-        own = encoded(spu, io, weights[step.inputs[number]]) if side.rank == SERVER else None
+        own = encoded(side.spu, io, weights[step.inputs[number]]) if side.rank == SERVER else None
         arguments.append((step.shapes[number], SERVER, own))
-    names = [f"in{at}" for at in range(len(arguments))]
+    kept["product"] = _run(side, io, runtime, step.label, code, arguments)
+
+
+def _multiply(side: Side, io: Any, runtime: Any, program: ProgramContent, joined: Joined, found: Prepared) -> None:
+    """Multiply the factors of a group, and keep for each of its steps this party's share of the products."""
+    factors = []
+    for at in joined.steps:
+        step = program.steps[at]
+        assert isinstance(step, KernelStep)
+        plan = step.kernel.triples(*step.shapes)
+        assert plan is not None
+        factors.append(plan.factors(found[at]))
+    whole: list[Words | None] = [np.concatenate(each) for each in zip(*factors, strict=True)]
+    if joined.crossed:
+        whole = [*whole, None] if side.rank == SERVER else [None, *whole]
+    arguments: list[Argument] = [((joined.size,), owner, own) for owner, own in zip(joined.owners, whole, strict=True)]
+    product = _run(side, io, runtime, "elements", program.codes[joined.key], arguments)
+    for at, words in zip(joined.steps, np.split(product, np.cumsum(joined.sizes)[:-1]), strict=True):
+        found[at]["product"] = words
+
+
+Argument = tuple[tuple[int, ...], int | None, Words | None]
+"""Of a code: its shape, the rank of its owner (None: shares), and what this party has of it (None: nothing)."""
+
+
+def _run(side: Side, io: Any, runtime: Any, label: str, code: str, arguments: Sequence[Argument]) -> Words:
+    """Run a code of whole numbers; returns this party's share of its result."""
+    spu, names = side.spu, [f"in{at}" for at in range(len(arguments))]
     for name, (shape, owner, words) in zip(names, arguments, strict=True):
         zeros = np.zeros(shape, np.int32)
         form = io.make_shares(zeros, spu.Visibility.VIS_SECRET, SHARED if owner is None else owner)[side.rank]
         runtime.set_var(name, with_words(form, np.zeros(zeros.size, np.uint64) if words is None else words))
-    runtime.run(spu.Executable(step.label, names, ["product"], code.encode()))
-    kept["product"] = read_words(runtime.get_var("product"))
+    runtime.run(spu.Executable(label, names, ["product"], code.encode()))
+    product = read_words(runtime.get_var("product"))
     for name in (*names, "product"):
         runtime.del_var(name)
-    return kept
+    return product
 
 
 def encoded(spu: Any, io: Any, weight: npt.NDArray[Any]) -> Words:

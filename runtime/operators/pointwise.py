@@ -11,6 +11,7 @@ import numpy as np
 from aero_compile.runtime.arithmetic.approximations import activation, exponential_unit
 from aero_compile.runtime.arithmetic.comparison import above, below, magnitude, maximum, minimum
 from aero_compile.runtime.arithmetic.constants import is_public, mean, scale, times
+from aero_compile.runtime.arithmetic.element_products import multiply_whole
 from aero_compile.runtime.arithmetic.exponential import choose_power
 from aero_compile.runtime.arithmetic.logarithm import logarithm
 from aero_compile.runtime.arithmetic.reciprocal import quotient, reciprocal
@@ -123,7 +124,7 @@ def _leaky_relu(x: Any, negative_slope: Any = 0.01, **_: Any) -> Any:
 
 @operator("hardswish")
 def _hardswish(x: Any, **_: Any) -> Any:
-    return x * minimum(maximum(x * (1 / 6) + 0.5, 0.0), 1.0)
+    return multiply_whole(x, minimum(maximum(x * (1 / 6) + 0.5, 0.0), 1.0))
 
 
 @operator("hardsigmoid")
@@ -223,7 +224,7 @@ def _pow(x: Any, exponent: Any, tolerances: Tolerances = DEFAULT, **_: Any) -> A
     if float(exponent).is_integer() and 1 <= exponent <= 64:
         result, factor, left = None, x, int(exponent)
         while left:
-            result = factor if left & 1 and result is None else result * factor if left & 1 else result
+            result = factor if left & 1 and result is None else multiply_whole(result, factor) if left & 1 else result
             factor, left = (square(factor) if left > 1 else factor), left >> 1
         return result
     if exponent in (0.5, -0.5):

@@ -19,15 +19,16 @@ from aero_compile.runtime.arithmetic.constants import (
     scaled_table,
     times,
 )
-from aero_compile.runtime.arithmetic.filling import multiply
+from aero_compile.runtime.arithmetic.element_products import multiply
 from aero_compile.runtime.arithmetic.matrix_products import Owners, batched_product, matrix_product
 from aero_compile.runtime.arithmetic.reciprocal import reciprocal
-from aero_compile.runtime.arithmetic.ring import fraction_bits
+from aero_compile.runtime.arithmetic.ring import fraction_bits, in_two_phases
 from aero_compile.runtime.arithmetic.roots import inverse_root
 from aero_compile.runtime.arithmetic.row_scaling import scaled_rows
 from aero_compile.runtime.arithmetic.row_squares import norms_by_rows, sums_of_squares
 from aero_compile.runtime.arithmetic.squares import square, twice_product
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
+from aero_compile.runtime.arithmetic.two_phases import scaled_opened, squared_rows
 from aero_compile.runtime.lazy_jax import jnp
 from aero_compile.runtime.operators.registry import operator
 from aero_compile.runtime.operators.watching import watch
@@ -120,15 +121,22 @@ def _scale_rows(
     if not folded:
         centered = scale_up(centered, doublings) if doublings >= 0 else scale_down(centered, -doublings)
     width = math.prod(shape)
-    by_rows = norms_by_rows(centered.size // width, width)
-    squares = None if by_rows else square(centered)
-    total = sums_of_squares(centered.reshape((-1, width))) if squares is None else squares.sum(axis=axes)
+    rows, squares, opened = centered.reshape((-1, width)), None, None
+    if in_two_phases():
+        total, opened = squared_rows(rows)
+    elif norms_by_rows(*rows.shape):
+        total = sums_of_squares(rows)
+    else:
+        squares = square(centered)
+        total = squares.sum(axis=axes)
     # The sum of squares is divided once, after the sum: one rounding instead of one an element.
     variance = scale(total.reshape((*centered.shape[: -len(shape)], *(1,) * len(shape))), NORM_GAIN / width)
     watch("variance", scale(variance, 1.0 / NORM_GAIN))
     least = max(NORM_GAIN * 4.0**doublings * eps, LEAST_EPS if fraction_bits() else 0.0)
     inverse = inverse_root(variance + least, tolerances.root) if invert is None else invert(variance)
-    if squares is None:
+    if opened is not None:
+        out = scaled_opened(opened, inverse.reshape(-1), doublings=1).reshape(centered.shape)
+    elif squares is None:
         out = scaled_rows(scale_up(centered, 1).reshape((-1, width)), inverse.reshape(-1)).reshape(centered.shape)
     else:
         out = twice_product(centered, inverse, squares)

@@ -79,14 +79,16 @@ def in_jax(model: TokenRows, *, exact: bool = True) -> npt.NDArray[np.float64]:
         return np.asarray(jax.jit(live.run)(tokens), dtype=np.float64)
 
 
-def in_spu(model: TokenRows, protocol: str = "semi2k", *, defer: bool = False) -> npt.NDArray[np.float64]:
-    """Lower `model`, compile it, and run both parties as threads of this process."""
+def in_spu(
+    model: TokenRows, protocol: str = "semi2k", *, defer: bool = False, offline: bool = False
+) -> npt.NDArray[np.float64]:
+    """Lower `model`, compile it, and run both parties as threads of this process; `offline`: in two phases."""
     from aero_compile.runtime.lowering.spu_compile import compile_steps
 
     part = partition(model, model.logits_graph(), model.ids.shape)
     if defer:
         defer_normalization(part)
-    live = lower(part)
+    live = lower(part, offline=offline)
     program = compile_steps(live, protocol, 64, 18)
     tokens = one_hot(model.ids.numpy(), live.token_shape[2])
     return simulate(program, {program.tokens.name: tokens}, live.weights)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from aero_compile.runtime.arithmetic.constants import scale_up
+from aero_compile.runtime.arithmetic.constants import scale, scale_up
+from aero_compile.runtime.arithmetic.element_products import multiply
 from aero_compile.runtime.arithmetic.exponential import cheapest_exponential
 from aero_compile.runtime.arithmetic.ring import fixed_point, in_two_phases
 from aero_compile.runtime.arithmetic.row_scaling import broadcast_product, scaled_rows
+from aero_compile.runtime.arithmetic.squares import square
 from aero_compile.runtime.arithmetic.truncation import truncated
+from aero_compile.runtime.arithmetic.two_phases import scaled_opened, squared_rows
+from aero_compile.runtime.lazy_jax import jnp
 from tests.support.budgets import in_both
 from tests.support.two_parties import in_two_parties
 
@@ -26,6 +32,40 @@ def test_one_truncation_as_in_spus_own_products(protocol: str, shape: tuple[int,
     assert off.max() <= 1
     large = in_two_parties(lambda value: truncated(scale_up(value, 18 + 18)), x, protocol)
     np.testing.assert_allclose(large, x * 2.0**18, rtol=2.0**-22, atol=2.0**-17)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (2, 96)])
+def test_a_truncation_that_is_read_twice_keeps_its_room(shape: tuple[int, int]) -> None:
+    """XLA makes another product of one with a single number, which is off for numbers above 2^8."""
+    x = np.random.default_rng(shape[1]).integers(-(2**18), 2**18, shape).astype(np.float64)
+
+    def twice(value: Any) -> Any:
+        found = truncated(scale_up(value, 18))
+        return jnp().stack([found, found], axis=-1) @ np.asarray([2.0, 1.0], np.float32) + found
+
+    np.testing.assert_allclose(in_two_parties(twice, x, offline=True), 4 * x, rtol=2.0**-16, atol=2.0**-14)
+
+
+@pytest.mark.parametrize(("shape", "protocol"), in_both([(1, 1), (3, 7), (2, 4096)], (3, 7)))
+def test_squares_and_products_of_elements(protocol: str, shape: tuple[int, int]) -> None:
+    x = np.random.default_rng(shape[1]).normal(0.0, 50.0, shape)
+    squares = in_two_parties(square, x, protocol, offline=True)
+    np.testing.assert_allclose(squares, x * x, rtol=2.0**-15, atol=1e-3)
+    products = in_two_parties(lambda v: multiply(v, v[:, ::-1] + 1.0), x, protocol, offline=True)
+    np.testing.assert_allclose(products, x * (x[:, ::-1] + 1.0), rtol=2.0**-15, atol=1e-3)
+
+
+@pytest.mark.parametrize(("shape", "protocol"), in_both([(1, 1), (5, 33), (128, 64)], (5, 33)))
+def test_rows_that_are_opened_once(protocol: str, shape: tuple[int, int]) -> None:
+    """Sums of squares, and each row times one number, by either preparation."""
+    x = np.random.default_rng(shape[1]).normal(0.0, 8.0, shape)
+
+    def function(value: Any) -> Any:
+        sums, opened = squared_rows(value)
+        return scaled_opened(opened, scale(sums, 0.5 / shape[1]), doublings=1)
+
+    found = in_two_parties(function, x, protocol, offline=True)
+    np.testing.assert_allclose(found, x * (x * x).mean(axis=1, keepdims=True), rtol=2.0**-14, atol=2e-3)
 
 
 def test_without_fixed_point_there_is_nothing_to_truncate() -> None:

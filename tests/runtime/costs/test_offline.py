@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from aero_compile.runtime import private_inference
 from aero_compile.runtime.costs.model import estimate
 from aero_compile.runtime.hosts.measure import OFFLINE
+from tests.support.runtime_graphs import TokenRows, aten
 from tests.support.runtime_tiny import IDS, logits_of, tiny_model
 
 pytest.importorskip("spu")
@@ -91,3 +93,49 @@ def test_a_share_of_a_batch_is_what_the_rows_cost() -> None:
     assert alone.batches is not None
     assert alone.batches["matrices"] == []
     assert found.offline_bytes < alone.offline_bytes
+
+
+def gated_model() -> TokenRows:
+    """Embedding of 64 tokens, a norm, a gated SiLU and a projection."""
+
+    def body(x: Any, m: Any) -> Any:
+        normed = aten.rms_norm.default(x, [40], None, 1e-5)
+        gate, up = aten.linear.default(normed, m.gate), aten.linear.default(normed, m.up)
+        return aten.linear.default(aten.mul.Tensor(aten.silu.default(gate), up), m.down)
+
+    generator = torch.Generator().manual_seed(2)
+    sizes = {"gate": (96, 40), "up": (96, 40), "down": (64, 96)}
+    parameters = {name: torch.randn(size, generator=generator) * 0.3 for name, size in sizes.items()}
+    model = TokenRows(torch.randn(64, 40, generator=generator), body, parameters)
+    model.shape = (1, 6, 40)
+    return model
+
+
+def test_norms_activations_and_gates_against_a_measured_run() -> None:
+    """Messages exactly in both phases, and bytes but for truncations of few numbers."""
+    model = gated_model()
+    logits, bill = private_inference(model, torch.from_numpy(IDS), offline=True)
+    np.testing.assert_allclose(logits, logits_of(model), rtol=0, atol=2e-2)
+    found = estimate(model, IDS.shape[1], offline=True)
+    assert (found.messages, found.offline_messages) == (bill.messages, bill.offline_messages)
+    assert found.bytes == pytest.approx(bill.bytes, rel=0.01, abs=500)
+    assert found.offline_bytes == pytest.approx(bill.offline_bytes, rel=5e-3)
+    measured = {row["op"]: row for row in bill.per_op}
+    for row in found.per_op:
+        assert row["bytes"] == pytest.approx(measured[row["op"]]["bytes"], rel=0.02, abs=500), row["op"]
+        assert row["offline_bytes"] == pytest.approx(measured[row["op"]]["offline_bytes"], rel=5e-3, abs=2)
+        assert row["offline_messages"] == measured[row["op"]]["offline_messages"]
+
+
+def test_squares_and_products_move_before() -> None:
+    """Online a square is 16 bytes, a product 32, a norm's element 16, besides truncations; comparisons stay."""
+    plain, split = (estimate(gated_model(), 6, offline=offline) for offline in (False, True))
+    before, after = ({row["op"]: row for row in each.per_op} for each in (plain, split))
+    elements = 6 * 96
+    assert after["mul"]["bytes"] < (32 + 4) * elements
+    assert after["silu"]["bytes"] < before["silu"]["bytes"] - 4 * (130 - 16) * elements
+    assert after["rms_norm"]["bytes"] < before["rms_norm"]["bytes"] / 2, "SPU's inverse root is most of the rest"
+    for name in ("mul", "silu", "rms_norm"):
+        assert after[name]["offline_bytes"] > 100 * 6 * 40
+        assert before[name]["offline_bytes"] == 0
+    assert split.bytes + split.offline_bytes < 1.1 * plain.bytes, "moved, and not doubled"

@@ -12,10 +12,12 @@ from aero_compile.runtime.kernels.exponential_factors import ExponentialFactors
 from aero_compile.runtime.kernels.kernel import Kernel, LocalKernel
 from aero_compile.runtime.kernels.lookup_table import encrypted_table
 from aero_compile.runtime.kernels.negative import Negative
+from aero_compile.runtime.kernels.opened_rows import ScaledRows, SquaredRows
 from aero_compile.runtime.kernels.prepared_product import PreparedProduct
+from aero_compile.runtime.kernels.prepared_squares import PreparedSquares
 from aero_compile.runtime.kernels.registry import KERNELS
 from aero_compile.runtime.kernels.square_terms import SquareTerms
-from aero_compile.runtime.kernels.triple_elements import TripleElements
+from aero_compile.runtime.kernels.triple_elements import BatchedElements, TripleElements
 from aero_compile.runtime.kernels.triple_product import TripleProduct
 from aero_compile.runtime.kernels.whole_numbers import WholeNumbers
 from aero_compile.runtime.roles import CLIENT, SERVER
@@ -28,6 +30,17 @@ PREPARED: list[tuple[Kernel, tuple[tuple[int, ...], ...]]] = [
     (TripleProduct(ROWS, 9, 7), ((ROWS, 9), (9, 7))),
     (TripleElements(True), ((ROWS, 1), (ROWS,))),
     (TripleElements(False, 9), ((ROWS, 9), (ROWS,))),
+    (BatchedElements(True), ((ROWS, 1), (ROWS,))),
+    (BatchedElements(False, 9), ((ROWS, 9), (ROWS,))),
+    (PreparedSquares(), ((ROWS, 9),)),
+    *(
+        (kind, shapes)
+        for by_matrices in (False, True)
+        for kind, shapes in (
+            (SquaredRows(9, by_matrices), ((ROWS, 9),)),
+            (ScaledRows(9, by_matrices), ((ROWS,), (ROWS, 9))),
+        )
+    ),
 ]
 ALONE: list[tuple[Kernel, tuple[int, ...]]] = [
     (SquareTerms(9, 18), (ROWS, 9)),
@@ -44,15 +57,16 @@ def test_every_kernel_is_here() -> None:
 
 def _drawn(kernel: Kernel, shapes: tuple[tuple[int, ...], ...]) -> tuple[dict[str, Any], dict[str, Any]]:
     """What each party prepared, by the rules of `Preparation`, with a product that means nothing."""
-    plan = kernel.preparation(*shapes)
-    assert plan is not None
+    triples, plan = kernel.triples(*shapes), kernel.preparation(*shapes)
+    assert (triples is None) != (plan is None)
+    size = triples.size if triples else int(np.prod(plan.gives)) if plan else 0
     found: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
     draw = np.random.default_rng()
     for rank in (SERVER, CLIENT):
-        for words in plan.randoms:
+        for words in (triples or plan).randoms:  # type: ignore[union-attr]
             if words.owner in (rank, None):
                 found[rank][words.name] = draw.integers(2**64, size=int(np.prod(words.shape)), dtype=np.uint64)
-        found[rank]["product"] = draw.integers(2**64, size=int(np.prod(plan.gives)), dtype=np.uint64)
+        found[rank]["product"] = draw.integers(2**64, size=size, dtype=np.uint64)
     return found
 
 

@@ -1,0 +1,150 @@
+"""Rows that are squared and summed, and then multiplied with one number each: their masked elements are sent once.
+
+A norm squares its rows X [R, w], and multiplies each with a number y that follows from the sum. As in
+`prepared_squares`, the parties open E = X - A for a random A of which they hold shares; that gives the squares. The
+products need no other mask of X: with B [R] drawn for the numbers, and shares of A∘B made before, they open F = y - B
+alone, 8 bytes a row, and X∘y = A∘B + E∘B + (A + E)∘F. The first kernel hands E on, which both parties know: nothing is
+sent that was not masked by words that the sender drew for it, whatever a program gives the second kernel as E.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aero_compile.runtime.kernels.element_triples import ElementTriples
+from aero_compile.runtime.kernels.kernel import Kernel, Preparation, RandomWords, Result, Shape
+from aero_compile.runtime.kernels.prepared_squares import cross_terms, opened_squares
+from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.roles import CLIENT, SERVER
+
+if TYPE_CHECKING:
+    from aero_compile.runtime.costs.session import Session
+    from aero_compile.runtime.kernels.side import Side
+
+
+@dataclass(frozen=True)
+class _Rows(Kernel):
+    """A kernel of rows of `width` elements; `by_matrices`: its preparation is a product of matrices, not of elements.
+
+    The latter sends less for many rows, and is decided where a model is compiled, by the cost model.
+    """
+
+    width: int
+    by_matrices: bool
+
+    def check(self) -> None:
+        if type(self.width) is not int or self.width < 1 or type(self.by_matrices) is not bool:
+            raise ValueError(
+                f"the options of {type(self).__name__} are a whole number, at least 1, and a bool, not "
+                f"{self.width!r} and {self.by_matrices!r}"
+            )
+
+    def together(self, draw: np.random.Generator, *words: Words) -> tuple[Words, ...]:
+        return self._of(*words)
+
+    def _of(self, *words: Words) -> tuple[Words, ...]:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class SquaredRows(_Rows):
+    """The kernel: x [R, width] becomes Σ x² [R], with twice the fraction bits, and what `ScaledRows` takes for x."""
+
+    opens = 1
+
+    def results(self, *shapes: Shape) -> tuple[Result, ...]:
+        if len(shapes) != 1 or len(shapes[0]) != 2 or shapes[0][1] != self.width:
+            raise ValueError(f"SquaredRows takes rows [R, {self.width}], not {shapes}")
+        return Result(shapes[0][:1]), Result(shapes[0])
+
+    def triples(self, *shapes: Shape) -> ElementTriples | None:
+        self.results(*shapes)
+        if self.by_matrices:
+            return None
+        randoms = (RandomWords("mask", shapes[0], None),)
+        return ElementTriples(randoms, math.prod(shapes[0]), True, lambda kept: (kept["mask"],))
+
+    def preparation(self, *shapes: Shape) -> Preparation | None:
+        from aero_compile.runtime.arithmetic.row_squares import products_of_two
+
+        self.results(*shapes)
+        if not self.by_matrices:
+            return None
+        randoms = tuple(RandomWords("mask", shapes[0], owner) for owner in (SERVER, CLIENT))
+        return Preparation(randoms, (), shapes[0][:1], products_of_two)
+
+    def run(self, side: Side, *shares: Words) -> tuple[Words, ...]:
+        opened, squares = opened_squares(side, shares[0], side.prepared["mask"])
+        rows = len(opened) // self.width
+        sums = [each.reshape(rows, -1).sum(axis=1, dtype=np.uint64) for each in (squares, cross_terms(side))]
+        return sums[0] + sums[1], opened
+
+    def _of(self, *words: Words) -> tuple[Words, ...]:
+        (x,) = words
+        return (x * x).reshape(-1, self.width).sum(axis=1, dtype=np.uint64), x
+
+    def plain(self, *arguments: Any) -> tuple[Any, ...]:
+        (x,) = arguments
+        return (x * x).sum(axis=1), x
+
+    def bill(self, session: Session, *shapes: Shape) -> None:
+        session.swap(8.0 * math.prod(shapes[0]))
+        session.kernel(type(self).__name__, *self.work(*shapes))
+
+
+@dataclass(frozen=True)
+class ScaledRows(_Rows):
+    """The kernel: numbers y [R] and what `SquaredRows` gave for x [R, width]; x∘y has twice the fraction bits."""
+
+    def results(self, *shapes: Shape) -> tuple[Result, ...]:
+        if len(shapes) != 2 or len(shapes[0]) != 1 or shapes[1] != (*shapes[0], self.width):
+            raise ValueError(f"ScaledRows takes a number for each row, and rows of {self.width}, not {shapes}")
+        return (Result(shapes[1]),)
+
+    def triples(self, *shapes: Shape) -> ElementTriples | None:
+        self.results(*shapes)
+        if self.by_matrices:
+            return None
+        randoms = (RandomWords("mask", shapes[1], None, taken=1), RandomWords("number", shapes[0], None))
+        return ElementTriples(
+            randoms,
+            math.prod(shapes[1]),
+            False,
+            lambda kept: (kept["mask"], np.repeat(kept["number"], self.width)),
+        )
+
+    def preparation(self, *shapes: Shape) -> Preparation | None:
+        from aero_compile.runtime.arithmetic.row_products import products_of_rows
+
+        self.results(*shapes)
+        if not self.by_matrices:
+            return None
+        randoms = (RandomWords("mask", shapes[1], None, taken=1), RandomWords("number", shapes[0], None))
+        return Preparation(randoms, (), shapes[1], products_of_rows)
+
+    def run(self, side: Side, *shares: Words) -> tuple[Words, ...]:
+        (y, e), kept = shares, side.prepared
+        mine = y - kept["number"]
+        side.send(mine)
+        f = mine + side.receive(mine.shape)
+        b = kept["number"] + f if side.rank == SERVER else kept["number"]
+        return (kept["product"] + self._scaled(e, b) + self._scaled(kept["mask"], f),)
+
+    def _of(self, *words: Words) -> tuple[Words, ...]:
+        y, x = words
+        return (self._scaled(x, y),)
+
+    def _scaled(self, rows: Words, numbers: Words) -> Words:
+        return (rows.reshape(-1, self.width) * numbers[:, None]).ravel()
+
+    def plain(self, *arguments: Any) -> tuple[Any, ...]:
+        y, x = arguments
+        return (x * y[:, None],)
+
+    def bill(self, session: Session, *shapes: Shape) -> None:
+        session.swap(8.0 * math.prod(shapes[0]))
+        session.kernel(type(self).__name__, *self.work(*shapes))
