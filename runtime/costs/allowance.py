@@ -18,6 +18,8 @@ from aero_compile.runtime.costs.billing import bill_forward, bill_offline, bill_
 from aero_compile.runtime.costs.session import Session
 from aero_compile.runtime.costs.table import shipped
 from aero_compile.runtime.hosts.network_spec import UNLIMITED
+from aero_compile.runtime.kernels.cached_product import CachedProduct
+from aero_compile.runtime.kernels.cached_rows import RowNumbers
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.program_parts import SET_UP, KernelStep
 from aero_compile.runtime.roles import CLIENT, SERVER
@@ -133,6 +135,11 @@ class _Bound(Session):
         super().matmul(m, k, n, left_owner, right_owner)
         if self._masks:  # SEMI2K opens both operands behind masks, weights too
             self.swap(WORD * (m * k + k * n))
+
+    def row_numbers(self, kernel: CachedProduct) -> RowNumbers:
+        """Nothing is masked yet, and most rows are used up: as after a text went back often."""
+        most = kernel.room + kernel.spare
+        return RowNumbers(most, [], kernel.spare, kernel.room - kernel.rows, kernel.rows)
 
     def _spend(self, server: float, client: float, messages: int, seconds: float, passing: float) -> None:
         self._sent[SERVER] += server

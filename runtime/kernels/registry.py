@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
+from aero_compile.runtime.kernels.cached_product import CachedProduct
 from aero_compile.runtime.kernels.encrypted_lookup import EncryptedLookup
 from aero_compile.runtime.kernels.exponential_factors import ExponentialFactors
 from aero_compile.runtime.kernels.kernel import Kernel
@@ -19,6 +20,7 @@ from aero_compile.runtime.kernels.whole_numbers import WholeNumbers
 KERNELS: dict[str, type[Kernel]] = {
     kind.__name__: kind
     for kind in (
+        CachedProduct,
         EncryptedLookup,
         ExponentialFactors,
         Negative,

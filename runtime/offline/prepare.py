@@ -24,7 +24,16 @@ NAME_BYTES = 16
 
 
 def prepared_steps(program: ProgramContent) -> list[tuple[int, KernelStep]]:
-    """The steps for which something is prepared, with their numbers."""
+    """The steps for which something is prepared before each run, with their numbers."""
+    return [(at, step) for at, step in _with_preparation(program) if not step.kernel.for_text]
+
+
+def text_steps(program: ProgramContent) -> list[tuple[int, KernelStep]]:
+    """The steps for which something is prepared once for a text, with their numbers."""
+    return [(at, step) for at, step in _with_preparation(program) if step.kernel.for_text]
+
+
+def _with_preparation(program: ProgramContent) -> list[tuple[int, KernelStep]]:
     return [(at, step) for at, step in enumerate(program.steps) if isinstance(step, KernelStep) and step.preparation]
 
 
@@ -35,8 +44,9 @@ def prepare(
     program: ProgramContent,
     weights: Mapping[str, npt.NDArray[Any]],
     profile: Callable[[str], dict[str, Any]],
+    steps: Callable[[ProgramContent], list[tuple[int, KernelStep]]] = prepared_steps,
 ) -> tuple[Prepared, list[dict[str, Any]]]:
-    """Prepare one run of `program` as one party, in SPU's `runtime`, with the peer.
+    """Prepare one run of `program`, or of `steps` of it, as one party, in SPU's `runtime`, with the peer.
 
     `weights`: the server's; the client has none. `profile` gives the record of the last execution, called as it says.
 
@@ -45,7 +55,7 @@ def prepare(
     """
     found: Prepared = {}
     rows = []
-    for at, step in prepared_steps(program):
+    for at, step in steps(program):
         begun = time.perf_counter()
         found[at] = _prepare(side, io, runtime, program.codes[step.preparation], step, weights)
         record = profile(f"the preparation of step {at}, {step.label} ({step.place})")
