@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from aero_compile.runtime.costs import operations, pphlo
@@ -72,13 +72,20 @@ def bill_forward(
 
 
 def bill_offline(
-    session: Session, program: Program, functions: Mapping[str, pphlo.Function], network: Network
+    session: Session,
+    program: Program,
+    functions: Mapping[str, pphlo.Function],
+    network: Network,
+    steps: Callable[[Program], list[tuple[int, KernelStep]]] = prepared_steps,
 ) -> dict[int, dict[str, Any]]:
-    """Bill what is prepared for one forward: the columns of each step that takes something, by its number."""
-    found = {}
-    for _ in range(2 * program.is_prepared):  # for the start, and for a name
+    """Bill what is prepared for one forward: the columns of each step that takes something, by its number.
+
+    Or what is prepared for a whole text, with `text_steps`.
+    """
+    found, prepared = {}, steps(program)
+    for _ in range(2 * bool(prepared)):  # for the start, and for a name
         session.meet()
-    for at, step in prepared_steps(program):
+    for at, step in prepared:
         plan = step.kernel.preparation(*step.shapes)
         assert plan is not None
         session.step(len(program.codes[step.preparation]))
@@ -86,7 +93,7 @@ def bill_offline(
         operations.run(session, functions[step.preparation], knows)
         spent = session.bill()
         found[at] = dict(zip(OFFLINE, (round(spent.bytes), spent.messages, spent.seconds(network)), strict=True))
-    if program.is_prepared:
+    if prepared:
         session.meet()
     return found
 

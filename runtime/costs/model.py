@@ -21,11 +21,13 @@ from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.compilation import ONE_HOT, Options
 from aero_compile.runtime.costs import pphlo
 from aero_compile.runtime.costs.billing import bill_forward, bill_offline, bill_set_up, split_of
+from aero_compile.runtime.costs.generation import bill_text
 from aero_compile.runtime.costs.session import Cost, Session
 from aero_compile.runtime.costs.table import CostTable, settings_of
 from aero_compile.runtime.costs.unknown_weights import with_weights
 from aero_compile.runtime.generation.compilation import compile_for_generation
 from aero_compile.runtime.generation.programs import Programs
+from aero_compile.runtime.generation.texts import runs_of_text
 from aero_compile.runtime.hosts.measure import OFFLINE, offline_line, offline_rows
 from aero_compile.runtime.hosts.network_spec import Network, parse_network
 from aero_compile.runtime.hosts.split import SPLIT, split_line, split_rows
@@ -226,23 +228,18 @@ def estimate_generation(
     costs, emulated = _fitting(table, programs.step), parse_network(network)
     functions = {key: pphlo.parse(code) for each in programs.all.values() for key, code in each.codes.items()}
     session = Session(costs)
-    prompt = [programs.all[name] for name, _ in programs.plan(length - 1, 0)]
-    steps_at = range(length - 1, length - 1 + new_tokens)
-    order = [*prompt, *(programs.all[programs.at("step", position)] for position in steps_at)]
+    runs = runs_of_text(programs, length, new_tokens)
     if warm == "setup":
         bill_set_up(session, programs.step, functions)
     session.meet()
     if warm != "setup":
-        for program in order:
-            bill_forward(session, program, functions, emulated, bill_offline(session, program, functions, emulated))
+        bill_text(session, programs, runs, functions, emulated)
     warm_up = "setup" if warm == "setup" else "full"
-    before = [bill_offline(session, program, functions, emulated) for program in order]
     steps, reveals, total = list[dict[str, Any]](), list[dict[str, Any]](), Cost()
-    for program, prepared in zip(order, before, strict=True):
-        (*rows, reveal), spent = bill_forward(session, program, functions, emulated, prepared)
+    for (*rows, reveal), spent in bill_text(session, programs, runs, functions, emulated):
         steps, reveals = [*steps, *rows], [*reveals, reveal]
         total.add(spent)
-    token = _estimate(order[-1], emulated, warm_up, [*rows, reveal], spent, costs)
+    token = _estimate(programs.all[runs[-1][0]], emulated, warm_up, [*rows, reveal], spent, costs)
     opening = {
         **reveal,
         **{key: sum(each[key] for each in reveals) for key, value in reveal.items() if key not in _TEXTS},

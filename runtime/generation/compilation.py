@@ -18,8 +18,8 @@ from aero_compile.model import TransformedModel
 from aero_compile.optimize import optimize_for_inference
 from aero_compile.runtime.arithmetic.prices import second_worth
 from aero_compile.runtime.compilation import Observed, Options, lowering, observed, refuse_outside, typical
-from aero_compile.runtime.generation.texts import spare_rows
 from aero_compile.runtime.generation.programs import CompiledGeneration, Programs, check_name, in_room, of_names
+from aero_compile.runtime.generation.texts import spare_rows
 from aero_compile.runtime.lowering.bounds import Bound, hull
 from aero_compile.runtime.lowering.live import LiveProgram
 from aero_compile.runtime.lowering.partition import Partition, partition_step

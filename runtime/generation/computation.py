@@ -83,9 +83,7 @@ class StepComputation(Computation):
         self._link.barrier()
         return cost_of({"steps": steps, "seconds": time.monotonic() - started})
 
-    def run(
-        self, name: str, position: int, kept: int, ids: npt.NDArray[np.int64] | None
-    ) -> tuple[Cost, Opened]:
+    def run(self, name: str, position: int, kept: int, ids: npt.NDArray[np.int64] | None) -> tuple[Cost, Opened]:
         """Run a program at a position, on the client's token ids [1, count]; what it cost, and what was opened.
 
         Of its positions `kept` are the text's. The client gets the logits [V] of a step, [count, V] of a check.

@@ -19,9 +19,9 @@ from aero_compile.runtime.generation.bill import Cost, Generation, Token
 from aero_compile.runtime.generation.compilation import compile_for_generation
 from aero_compile.runtime.generation.export import WEIGHTS, export_generation
 from aero_compile.runtime.generation.processes import MODULE, Events, ProcessDecoder
-from aero_compile.runtime.generation.programs import CompiledGeneration, Programs
+from aero_compile.runtime.generation.programs import CompiledGeneration
 from aero_compile.runtime.generation.session import Choose, Guess, Session
-from aero_compile.runtime.generation.texts import prepared_for
+from aero_compile.runtime.generation.texts import prepared_for, runs_of_text
 from aero_compile.runtime.hosts.link import free_addresses
 from aero_compile.runtime.hosts.network import Relay
 from aero_compile.runtime.hosts.network_spec import UNLIMITED, Network, parse_network
@@ -128,21 +128,13 @@ def private_generate(
     compiled = compile_for_generation(
         given, max(room, 2), fills, options, text, checks=checks, running_sums=not checks, spare=spare
     )
-    ahead = _ahead(compiled.programs, prompt.shape[1], max_new_tokens) if offline else []
+    runs = runs_of_text(compiled.programs, prompt.shape[1], max_new_tokens)
+    ahead = prepared_for(compiled.programs, runs) if offline else []
     with local_decoder(compiled, set_up, timeout, tls, emulated) as decoder:
         prepared = decoder.prepare(ahead) if ahead else Cost()
         session = Session(decoder)
         made = session.generate([int(each) for each in prompt[0]], max_new_tokens, on_token, choose, stop, guess)
     return replace(made, offline=prepared)
-
-
-def _runs(programs: Programs, prompt: int, tokens: int) -> list[tuple[str, int, int]]:
-    """The runs of a text without guesses: name of the program, position, and how many positions are the text's."""
-    found, position = list[tuple[str, int, int]](), 0
-    for name, kept in programs.plan(prompt - 1, 0):
-        found.append((name, position, kept))
-        position += kept
-    return found + [("step", at, 1) for at in range(position, position + tokens)]
 
 
 @contextmanager

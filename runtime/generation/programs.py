@@ -278,7 +278,7 @@ def _check_room(programs: Programs) -> None:
 
 def geometry(program: Program) -> dict[str, tuple[int | bool, ...]]:
     """How a program's products read cached rows, by site: what all programs of a generation must agree on."""
-    found = {}
+    found: dict[str, tuple[int | bool, ...]] = {}
     for site, at in program.cached_products.items():
         call: Any = program.steps[at]
         sizes = call.kernel.sizes(*call.shapes)

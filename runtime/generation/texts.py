@@ -9,7 +9,7 @@ under which all rows that are held are masked once more, each by a fresh mask.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 from aero_compile.runtime.generation.bill import Cost
 from aero_compile.runtime.generation.programs import Programs
@@ -20,7 +20,11 @@ from aero_compile.runtime.program_parts import KernelStep, ProgramContent
 
 SPARE, SPARE_FOR_CHECKS = 1 / 8, 1 / 2
 """Masks of a text beyond the positions of its room, as a share of these. Most texts end before their room is full, and
-so leave masks to what they compute anew; every guess that is wrong takes one. Masks and products grow with the square."""
+so leave masks to what they compute anew; every guess that is wrong takes one. What is prepared grows with the square of
+all."""
+
+Run = tuple[str, int, int]
+"""Of a program: its name, the position of its first token, and how many of its positions are the text's."""
 
 
 def spare_rows(room: int, checks: bool) -> int:
@@ -110,7 +114,7 @@ class Texts:
         return text, cost
 
 
-def prepared_for(programs: Programs, runs: Iterable[tuple[str, int, int]], held: int = 0) -> list[str]:
+def prepared_for(programs: Programs, runs: Iterable[Run], held: int = 0) -> list[str]:
     """Return the names of all that runs take of what can be prepared, texts among it, in the order in which they do.
 
     Args:
@@ -137,6 +141,10 @@ def _take_over(numbers: TextNumbers, programs: Programs, held: int) -> None:
         each.take()
 
 
-def text_costs(programs: Programs, name: str, billed: Mapping[int, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Columns of what was prepared for a text, by site; `billed`: by the numbers of the steps of its program."""
-    return {site: billed[at] for site, at in programs.texts[name].cached_products.items()}
+def runs_of_text(programs: Programs, prompt: int, tokens: int) -> list[Run]:
+    """Return the runs of a text of `prompt` tokens and `tokens` generated ones, without guesses."""
+    found, position = list[Run](), 0
+    for name, kept in programs.plan(prompt - 1, 0):
+        found.append((name, position, kept))
+        position += kept
+    return found + [(programs.at("step", at), at, 1) for at in range(position, position + tokens)]

@@ -119,9 +119,7 @@ def partition(module: torch.nn.Module, graph: fx.Graph, shape: tuple[int, ...]) 
     return _sorted(module, graph, dict.fromkeys(inputs, ones), result)
 
 
-def partition_step(
-    step: DecodeStep, position: int | None = None, *, opens: bool = True, spare: int = 0
-) -> Partition:
+def partition_step(step: DecodeStep, position: int | None = None, *, opens: bool = True, spare: int = 0) -> Partition:
     """Sort the nodes of a step's graph, a copy of it, for the new positions from `position` on.
 
     The step's cached values exist as shares alone: they are live inputs, and results. `position`: None for any of a
