@@ -185,7 +185,7 @@ def estimate(
         raise InputError("one text is generated at a time: batch=1")
     fills = [seq_len - 1] if seq_len > 2 else []
     programs = compile_for_generation(
-        with_weights(model), max(2, seq_len + new_tokens - 1), fills, options, running_sums=True
+        with_weights(model), max(2, seq_len + new_tokens - 1), fills, options, running_sums=True, spare=0
     ).programs
     return estimate_generation(programs, seq_len, new_tokens, network=emulated, warm=warm, table=costs)
 

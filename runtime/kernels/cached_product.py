@@ -77,6 +77,7 @@ class CachedProduct(Kernel):
     columns: int
 
     for_text: ClassVar[bool] = True
+    billed_as: ClassVar[str] = TripleProduct.__name__
 
     def check(self) -> None:
         if type(self.site) is not str or len(self.site) > LONGEST_SITE or not self.site.isprintable():
@@ -206,7 +207,7 @@ class CachedProduct(Kernel):
         opened = kept * wide if self.keys else int((rows[len(rows) - kept :] + 1).sum())
         session.swap(8.0 * s.heads * (opened * self.repeats + (len(rows) - first) * s.width))
         multiplications = 2 * s.heads * self.repeats * kept * s.width * (len(rows) if self.keys else wide)
-        session.kernel(TripleProduct.__name__, super().work(*shapes)[0], multiplications)  # the same work
+        session.kernel(self.billed_as, super().work(*shapes)[0], multiplications)
 
 
 def _not_after(capacity: int) -> Any:

@@ -109,6 +109,9 @@ class Kernel(ABC):
         """
         return None
 
+    billed_as: ClassVar[str] = ""
+    """Name of the kernel whose measured seconds a run takes; "": of its own."""
+
     def options_of_text(self) -> tuple[Any, ...]:
         """Options that, beside the shapes of what is drawn, decide what is prepared for a text."""
         return ()

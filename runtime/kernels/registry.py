@@ -34,6 +34,10 @@ KERNELS: dict[str, type[Kernel]] = {
 """By their names in a program."""
 
 
+CALIBRATED = tuple(name for name, kind in KERNELS.items() if not kind.billed_as)
+"""Names of those whose seconds are measured."""
+
+
 def to_json(kernel: Kernel) -> dict[str, Any]:
     """Return the name and the options of a kernel."""
     return {"kernel": type(kernel).__name__, **asdict(kernel)}  # type: ignore[call-overload]
