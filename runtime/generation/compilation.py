@@ -83,7 +83,7 @@ def compile_for_generation(
         parts: dict[str, Partition] = {}
         for at, size in enumerate(rooms):
             own = [count for count in counts if count <= size and (at == 0 or count > rooms[at - 1])]
-            beyond = spare_rows(size, bool(several)) if spare is None else spare
+            beyond = spare_rows(size) if spare is None else spare
             found = _parts(optimized, size, own, several, running_sums, beyond)
             parts |= {in_room(name, size) if at else name: part for name, part in found.items()}
         compiled = _compiled(optimized, parts, seen, ready, text)

@@ -64,8 +64,8 @@ class CachedProduct(Kernel):
     y are positions (scores), False if its rows are (weighted values). `repeats`: consecutive leading indices of y that
     hold the same rows. `spare`: rows of masks beyond the positions that there is room for.
 
-    The result has twice the fraction bits, as that of `TripleProduct`. It is zero at positions that are not computed
-    yet; rows of a run that are not the text's are copies of its last one.
+    The result has twice the fraction bits, as that of `TripleProduct`. Scores are zero at positions after their own;
+    rows of a run that are not the text's are copies of its last one.
     """
 
     site: str
@@ -117,17 +117,12 @@ class CachedProduct(Kernel):
 
     def preparation(self, *shapes: Shape) -> Preparation:
         """Of a text: A [heads, capacity, repeats, width or capacity] and B [heads, capacity, width]."""
-        from aero_compile.runtime.arithmetic.matrix_products import batched_product
-        from aero_compile.runtime.lazy_jax import jnp
+        from aero_compile.runtime.arithmetic.causal_products import products_before
 
         s = self.sizes(*shapes)
 
         def product(left: Any, right: Any) -> Any:
-            if self.keys:
-                right = jnp().swapaxes(right, 1, 2)
-            else:
-                left = jnp().where(_not_after(s.capacity), left, 0)
-            return batched_product(left.reshape((s.heads, s.capacity * self.repeats, s.inner)), right)
+            return products_before(left, right, self.keys)
 
         left, right = (s.heads, s.capacity, self.repeats, s.inner), (s.heads, s.capacity, s.width)
         gives = (s.heads, s.capacity * self.repeats, s.capacity if self.keys else s.width)
@@ -136,12 +131,12 @@ class CachedProduct(Kernel):
     def shaped(self, prepared: Mapping[str, Words], *shapes: Shape) -> dict[str, Words]:
         """What was prepared for a text, as runs read it: in its shapes, and rows of weights that end at their number.
 
-        The product is [heads, capacity, repeats, capacity or width].
+        The product is [heads, capacity, repeats, capacity or width]; of keys it holds what lies up to their own number.
         """
         plan, s = self.preparation(*shapes), self.sizes(*shapes)
         found = {random.name: prepared[random.name].reshape(random.shape) for random in plan.randoms}
         if not self.keys:
-            found["left"] = np.where(_not_after(s.capacity), found["left"], np.uint64(0))
+            found["left"] = np.where(np.tri(s.capacity, dtype=bool)[:, None], found["left"], np.uint64(0))
         return {**found, "product": prepared["product"].reshape(s.heads, s.capacity, self.repeats, -1)}
 
     def run(self, side: Side, *shares: Words) -> tuple[Words, ...]:
@@ -165,8 +160,11 @@ class CachedProduct(Kernel):
             f, known, product = f.swapaxes(1, 2), known.swapaxes(1, 2), product[..., rows]
         flat = (len(e), kept * self.repeats, e.shape[-1])
         made = ring_product(e.reshape(flat), known) + ring_product(left.reshape(flat), f)
+        made = made.reshape(product.shape) + product
+        if self.keys:
+            made = np.where(rows <= own[:, None, None], made, np.uint64(0))
         result = np.zeros((*x.shape[:-1], self.columns), np.uint64)
-        result[:, :, :kept, : product.shape[-1]] = np.moveaxis(made.reshape(product.shape) + product, 1, 2)
+        result[:, :, :kept, : made.shape[-1]] = np.moveaxis(made, 1, 2)
         result[:, :, kept:] = result[:, :, kept - 1 : kept]
         return (result.ravel(),)
 
@@ -208,8 +206,3 @@ class CachedProduct(Kernel):
         session.swap(8.0 * s.heads * (opened * self.repeats + (len(rows) - first) * s.width))
         multiplications = 2 * s.heads * self.repeats * kept * s.width * (len(rows) if self.keys else wide)
         session.kernel(self.billed_as, super().work(*shapes)[0], multiplications)
-
-
-def _not_after(capacity: int) -> Any:
-    """True where a row of weights may be other than zero, [capacity, 1, capacity]: up to its own number."""
-    return np.tri(capacity, dtype=bool)[:, None]

@@ -76,6 +76,9 @@ class Kernel(ABC):
     for_text: ClassVar[bool] = False
     """True if what is prepared serves all runs of a text, not one."""
 
+    billed_as: ClassVar[str] = ""
+    """Name of the kernel whose measured seconds a run takes; "": of its own."""
+
     def takes(self, count: int) -> tuple[str, ...]:
         """The types of so many arguments, "float32" or "int32"."""
         return ("float32",) * count
@@ -108,9 +111,6 @@ class Kernel(ABC):
             ValueError: it does not take such arguments.
         """
         return None
-
-    billed_as: ClassVar[str] = ""
-    """Name of the kernel whose measured seconds a run takes; "": of its own."""
 
     def options_of_text(self) -> tuple[Any, ...]:
         """Options that, beside the shapes of what is drawn, decide what is prepared for a text."""

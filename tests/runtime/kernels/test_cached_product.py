@@ -39,6 +39,8 @@ def prepared(kernel: CachedProduct, shapes: tuple[Shape, Shape], draw: np.random
         a *= np.tri(size.capacity, dtype=np.uint64)[:, None]
     flat = a.reshape(size.heads, -1, size.inner)
     product = flat @ (b.swapaxes(1, 2) if kernel.keys else b)
+    if kernel.keys:  # what lies after the own number is never read
+        product *= np.repeat(np.tri(size.capacity, dtype=np.uint64), kernel.repeats, 0)
     shares = [split(each, draw) for each in (a, b, product)]
     names = ("left", "right", "product")
     held = [{name: each[rank].ravel() for name, each in zip(names, shares, strict=True)} for rank in (SERVER, CLIENT)]
@@ -66,7 +68,7 @@ class Course:
     def run(self, position: int, count: int, kept: int) -> tuple[Words, Words, Words]:
         """What the parties' results come to, the result that is right, and what they are sent, E and F together."""
         kernel, shapes = self.kernel_of(count)
-        draw, end = self.draw, position + kept
+        draw = self.draw
         self.rows[:, position : position + count] = draw.integers(
             2**64, size=(self.heads, count, WIDTH), dtype=np.uint64
         )
@@ -91,7 +93,7 @@ class Course:
         sent = [np.frombuffer(b"".join(self.pair.sent[rank][before[rank] :]), np.uint64) for rank in (SERVER, CLIENT)]
         wanted = x @ y
         if self.keys:
-            wanted[..., end:] = 0
+            wanted *= np.tri(count, ROOM, position, dtype=np.uint64)
         wanted[..., kept:, :] = wanted[..., kept - 1 : kept, :]
         self.x = x.reshape(self.heads, self.repeats, count, -1)
         return (server + client).reshape(wanted.shape), wanted, sent[0] + sent[1]
