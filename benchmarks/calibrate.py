@@ -23,7 +23,7 @@ from aero_compile.exit_codes import exit_code
 from aero_compile.plain_help import HelpParser
 from aero_compile.progress import Progress
 from aero_compile.runtime.costs.table import SHIPPED, CostTable, settings_of
-from aero_compile.runtime.kernels.registry import KERNELS as KINDS
+from aero_compile.runtime.kernels.registry import CALIBRATED
 from aero_compile.runtime.spu_config import import_spu
 from benchmarks.lib.calibrate_cases import FIELD, FRACTION_BITS, KERNELS, PROTOCOL, cases, configuration, measure
 from benchmarks.lib.calibrate_fit import PARTS, table_of, updated
@@ -39,7 +39,9 @@ def calibrate(quick: bool = False, parts: Sequence[str] = (), old: CostTable | N
     spu = import_spu()
     begun = time.monotonic()
     only = frozenset(case for part in parts for case in PARTS[part]) if old is not None else None
-    progress = Progress(sum(1 for _ in cases(quick, only)) + (len(KINDS) if only is None or KERNELS in only else 0))
+    progress = Progress(
+        sum(1 for _ in cases(quick, only)) + (len(CALIBRATED) if only is None or KERNELS in only else 0)
+    )
 
     def say(what: str) -> None:
         progress.done += 1

@@ -36,6 +36,7 @@ from aero_compile.runtime.generation.export import compile_generation
 from aero_compile.runtime.generation.private import local_decoder
 from aero_compile.runtime.generation.programs import CompiledGeneration, Programs, check_name
 from aero_compile.runtime.generation.session import Guess, Session
+from aero_compile.runtime.generation.texts import prepared_for, runs_of_text
 from aero_compile.runtime.hosts.network_spec import Network, parse_network
 from aero_compile.training.run_directory import versions
 from aero_compile.units import human_bytes
@@ -96,10 +97,11 @@ def row(task: Task, args: argparse.Namespace) -> dict[str, Any]:
     if args.estimate:
         return found
     prompt = torch.randint(0, model.vocab_size, (args.prompt,), generator=torch.Generator().manual_seed(args.seed))
-    made = generated(compiled, [int(each) for each in prompt], guesses_of(model, args), args, network)
+    made, of_text = generated(compiled, [int(each) for each in prompt], guesses_of(model, args), args, network)
     return found | {
         "set_up": asdict(made.set_up),
         "offline": asdict(made.offline),
+        "offline_text": asdict(of_text),
         "prompt": asdict(made.prefill),
         "tokens": [asdict(token.cost) for token in made.tokens],
         "guessed": made.guessed,
@@ -148,17 +150,21 @@ def guesses_of(model: TransformedModel, args: argparse.Namespace) -> Guess | Non
 
 def generated(
     compiled: CompiledGeneration, prompt: list[int], guess: Guess | None, args: argparse.Namespace, network: Network
-) -> Generation:
-    """Generate behind a prompt between two processes, whatever can be prepared before."""
-    runs = [name for name, _ in compiled.programs.plan(len(prompt) - 1, 0)]
-    left = args.tokens
+) -> tuple[Generation, Cost]:
+    """Generate behind a prompt between two processes, whatever can be prepared before; and the text's part of that."""
+    programs = compiled.programs
+    runs, position, left = runs_of_text(programs, len(prompt), 0), len(prompt) - 1, args.tokens
     while left:
         count = min(args.check, left)
-        runs.append("step" if count == 1 else check_name(args.check))
-        left -= count
+        runs.append(("step" if count == 1 else check_name(args.check), position, count))
+        position, left = position + count, left - count
+    names = prepared_for(programs, runs)
+    texts = [name for name in names if name in programs.texts]
     with local_decoder(compiled, set_up=True, timeout=3600 * args.hours, network=network) as decoder:
-        offline = decoder.prepare(runs) if args.offline else Cost()
-        return replace(Session(decoder).generate(prompt, args.tokens, guess=guess), offline=offline)
+        of_texts = decoder.prepare(texts) if args.offline else Cost()
+        of_runs = decoder.prepare([name for name in names if name not in texts]) if args.offline else Cost()
+        made = Session(decoder).generate(prompt, args.tokens, guess=guess)
+        return replace(made, offline=of_texts + of_runs), of_texts
 
 
 @torch.no_grad()

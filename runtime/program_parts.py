@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
+from aero_compile.runtime.kernels.cached_product import CachedProduct
 from aero_compile.runtime.kernels.encrypted_lookup import EncryptedLookup
 from aero_compile.runtime.kernels.kernel import Kernel
 from aero_compile.runtime.kernels.registry import to_json
@@ -140,8 +141,16 @@ class ProgramContent:
 
     @property
     def is_prepared(self) -> bool:
-        """Whether a run takes what was made before its tokens were known."""
-        return any(isinstance(step, KernelStep) and step.preparation for step in self.steps)
+        """Whether a run takes what was made before its tokens were known, for it alone."""
+        return any(
+            isinstance(step, KernelStep) and step.preparation and not step.kernel.for_text for step in self.steps
+        )
+
+    @property
+    def cached_products(self) -> dict[str, int]:
+        """The products with cached rows, for which a text is prepared as a whole: numbers of their steps, by site."""
+        calls = [(at, step.kernel) for at, step in enumerate(self.steps) if isinstance(step, KernelStep)]
+        return {kernel.site: at for at, kernel in calls if isinstance(kernel, CachedProduct)}
 
     @cached_property
     def multiplied(self) -> frozenset[str]:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 from aero_compile.errors import AeroError, InputError
 from aero_compile.runtime.costs.pphlo import parse
+from aero_compile.runtime.kernels.cached_product import CachedProduct
 from aero_compile.runtime.kernels.encrypted_lookup import EncryptedLookup
 from aero_compile.runtime.offline.elements import joined_elements
 from aero_compile.runtime.prefix import check_prefix
@@ -137,6 +138,7 @@ def check_program(program: ProgramContent) -> None:
     _check_elements(program)
     _check_guard(program, known, inputs)
     _check_results(program, known, inputs)
+    _check_cached_products(program)
     logits = program.logits
     if logits.name in inputs or logits.name not in known:
         raise InputError(f"the program opens {logits.name!r}, which is no result of its steps")
@@ -164,6 +166,16 @@ def _check_results(program: ProgramContent, known: _Types, inputs: set[str]) -> 
         raise InputError("the program does not say whether it opens its logits")
     if program.opens and program.logits.name in program.results:
         raise InputError(f"the program opens {program.logits.name!r}, which is to stay secret")
+
+
+def _check_cached_products(program: ProgramContent) -> None:
+    """Products with cached rows are of a generation, and none takes its masks from another in the same run."""
+    kernels = [step.kernel for step in program.steps if isinstance(step, KernelStep)]
+    sites = [kernel.site for kernel in kernels if isinstance(kernel, CachedProduct)]
+    if len(set(sites)) != len(sites):
+        raise InputError("the program has two products with cached rows of one name, whose masks would hide two values")
+    if sites and not program.cached:
+        raise InputError("the program has a product with cached rows, and holds none from one run to the next")
 
 
 def _check_clients(program: ProgramContent) -> None:

@@ -33,12 +33,13 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 class CachedValue:
     """A value that steps hand on: its name as an input, its shape, and its dtype.
 
-    It has rows for all positions, or, by its name a running sum, one row that is the sum of those so far.
+    It has rows for all positions, along `axis`, or, by its name a running sum, one row that is the sum of those so far.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    axis: Axis | None = None
 
 
 def step_graph(
@@ -110,7 +111,7 @@ class _Writer:
         shape = [int(size) for size in value.shape]
         if single is not None:
             shape[single] = 1
-        return CachedValue(name, tuple(shape), value.dtype)
+        return CachedValue(name, tuple(shape), value.dtype, self.plan.cached[node] if single is None else None)
 
     # -- what follows from no token --------------------------------------------------------------------------------
 

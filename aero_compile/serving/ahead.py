@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 
 from aero_compile.runtime.generation.bill import Cost
 from aero_compile.runtime.generation.programs import Programs
+from aero_compile.runtime.generation.texts import Run, prepared_for
 from aero_compile.serving.conversation import Conversation
 
 AGAIN_SECONDS = 1.0
@@ -16,14 +17,21 @@ AGAIN_SECONDS = 1.0
 
 
 def runs_ahead(programs: Programs, held: int, tokens: int, prompt: int) -> list[str]:
-    """Programs to have prepared, in the order in which they run, each as often as it does.
+    """Programs to have prepared, and texts, in the order in which they are used, each as often as it is.
 
     For a prompt of so many tokens, and for `tokens` generated ones behind `held` positions, or behind the prompt.
     """
-    begun = held if 0 < held < programs.room else max(0, prompt - 1)
-    names = [name for name, _ in programs.plan(prompt - 1, 0)] if prompt > 1 else []
-    names += [programs.at("step", at) for at in range(begun, min(begun + tokens, programs.room))]
-    return names
+    goes_on = 0 < held < programs.room
+    filled, position = list[Run](), 0
+    for name, kept in programs.plan(prompt - 1, 0) if prompt > 1 else ():
+        filled.append((name, position, kept))
+        position += kept
+    begun = held if goes_on else position
+    steps = [(programs.at("step", at), at, 1) for at in range(begun, min(begun + tokens, programs.room))]
+    if not goes_on:
+        return prepared_for(programs, [*filled, *steps])
+    begins = [*filled, (programs.at("step", position), position, 1)] if filled else []  # the next text, up to a token
+    return prepared_for(programs, begins)[:-1] + prepared_for(programs, steps, held)
 
 
 class Ahead:

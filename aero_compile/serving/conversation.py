@@ -197,10 +197,12 @@ class Conversation:
         self._budget.begin_step(name)
         await self._say(Step(program=name, position=position, kept=len(ids)))
         await self._next(Started)
-        order = Advance(program=name, position=position, tokens=filled_up(ids, count, self.offer_of(name).vocabulary))
+        tokens = filled_up(ids, count, self.offer_of(name).vocabulary)
+        order = Advance(program=name, position=position, kept=len(ids), tokens=tokens)
         self.prepared[name] -= self.prepared[name] > 0
         done, content = await self._both(self._worker.compute(order, self._terms.timeout))
         self._budget.end(done)
+        self.prepared[done.text] -= self.prepared[done.text] > 0
         _refuse_outside(done)
         logits = None if done.shape is None else np.frombuffer(content, "<f4").reshape(done.shape).astype(np.float32)
         return logits, Cost(done.bytes, done.messages, done.seconds)
@@ -210,7 +212,7 @@ class Conversation:
         return 0 if self.generation is None else min(self.offer.most_prepared, self.generation.most_prepared(name))
 
     async def prepare(self, name: str) -> Cost | None:
-        """Prepare one run of a program of the generation; None: the server has others to serve now.
+        """Prepare one run of a program of the generation, or a text; None: the server has others to serve now.
 
         Raises:
             PartyError: the conversation is over.

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.errors import InputError
-from aero_compile.runtime.costs.allowance import Allowance, allowance_of
+from aero_compile.runtime.costs.allowance import Allowance, allowance_of, generation_allowances
 from aero_compile.runtime.generation.arrays import published_specs, read_published, read_weights
 from aero_compile.runtime.generation.programs import INDEX, Programs
 from aero_compile.runtime.hosts.party_inputs import held_inputs
@@ -42,7 +42,7 @@ class Served:
 class ServedGeneration:
     """The programs of a generation that are offered, the arrays that both parties hold, and their files.
 
-    `allowances`: what the server's party may receive, by the program's name.
+    `allowances`: what the server's party may receive, by the name of the program, or of what is prepared for texts.
     """
 
     facts: Generation
@@ -138,7 +138,7 @@ def _read_generation(folder: Path, protocol: str) -> tuple[ServedGeneration, int
     count = _check_finite(folder, weights, public)
     published = pack(published_specs(programs), public)
     held = Held(program=str(folder.resolve()), weights=str(files[0]), published=str(files[1]))
-    allowances = {name: allowance_of(program, SERVER) for name, program in programs.all.items()}
+    allowances = generation_allowances(programs, SERVER)
     return ServedGeneration(generation_of(programs, len(published)), programs, published, held, allowances), count
 
 

@@ -24,7 +24,7 @@ from aero_compile.serving.metrics import Metrics
 from aero_compile.serving.offer import Offered
 from aero_compile.serving.process import orders
 from aero_compile.serving.process.memory import default_memory
-from aero_compile.serving.process.orders import Advance, Compute, Load
+from aero_compile.serving.process.orders import Advance, Compute, Computed, Load
 from aero_compile.serving.process.users import User
 from aero_compile.serving.process.worker import Worker
 from aero_compile.serving.session_link import SessionLink
@@ -298,13 +298,15 @@ class Session:
         generation = self._shared.offered.generation
         if generation is None:
             raise _no_program(asked.program)
-        order = write_order(asked.program, asked.position, asked.kept)
-        name, position, kept = read_order(order, generation.programs, self._positions)
+        said = write_order(asked.program, asked.position, asked.kept)
+        name, position, kept = read_order(said, generation.programs, self._positions)
         if name == CLOSE:
             raise _no_program(name)
         count = generation.programs.all[name].tokens.shape[1]
-        await self._compute(Advance(program=name, position=position, tokens=None), count, count)
-        self._prepared[name] -= self._prepared[name] > 0
+        order = Advance(program=name, position=position, kept=kept, tokens=None)
+        done = await self._compute(order, count, count)
+        for used in (name, done.text):
+            self._prepared[used] -= self._prepared[used] > 0
         self._positions = position + kept
 
     async def _prepare(self, name: str) -> None:
@@ -330,7 +332,7 @@ class Session:
         said: dict[str, Any] = {"program": name, "bytes": done.bytes, "seconds": round(done.seconds, 3)}
         note("prepared", session=self._number, client=self._caller.name, **said)
 
-    async def _compute(self, order: Compute | Advance, tokens: int, spends: int) -> None:
+    async def _compute(self, order: Compute | Advance, tokens: int, spends: int) -> Computed:
         """Let the own party do its part of a computation of so many tokens, when it is this client's turn.
 
         The client has `spends` tokens less from now on; `_refund` gives them back if nothing was opened.
@@ -353,6 +355,7 @@ class Session:
             await self._channel.send(Finished(seconds=seconds))
         shared.metrics.computed(tokens, seconds)
         note("computed", session=self._number, client=self._caller.name, length=tokens, seconds=round(seconds, 3))
+        return done
 
     def _refund(self) -> None:
         """Give back what was reserved for a computation that broke off, unless something may have been opened."""

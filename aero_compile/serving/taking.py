@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from aero_compile.errors import PartyError
 from aero_compile.files import write_private
-from aero_compile.runtime.costs.allowance import Allowance, allowance_of
+from aero_compile.runtime.costs.allowance import Allowance, allowance_of, generation_allowances
 from aero_compile.runtime.generation.arrays import are_published, published_specs
 from aero_compile.runtime.generation.programs import FORMAT, INDEX, Programs
 from aero_compile.runtime.prefix import digest_of
@@ -97,7 +97,7 @@ async def take_offer(offer: Offer, folder: Path, fetch: Fetch, cache: Cache | No
     if offer.generation is None:
         return Taken(Load(programs=held), None, Allowances(taker.allowances, {}))
     programs, steps = await taker.generation(offer.generation)
-    allowed = {name: await asyncio.to_thread(allowance_of, each, CLIENT) for name, each in programs.all.items()}
+    allowed = await asyncio.to_thread(generation_allowances, programs, CLIENT)
     return Taken(Load(programs=held, generation=steps), programs, Allowances(taker.allowances, allowed))
 
 

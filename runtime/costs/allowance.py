@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from aero_compile.errors import LoweringError
 from aero_compile.runtime.costs import pphlo
@@ -18,11 +20,17 @@ from aero_compile.runtime.costs.billing import bill_forward, bill_offline, bill_
 from aero_compile.runtime.costs.session import Session
 from aero_compile.runtime.costs.table import shipped
 from aero_compile.runtime.hosts.network_spec import UNLIMITED
+from aero_compile.runtime.kernels.cached_product import CachedProduct
+from aero_compile.runtime.kernels.cached_rows import RowNumbers
 from aero_compile.runtime.kernels.column_encryption import ROWS
 from aero_compile.runtime.offline.batch import KEY_SENT, Matrix, rows_by_matrix
+from aero_compile.runtime.offline.prepare import prepared_steps, text_steps
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.program_parts import SET_UP, KernelStep
 from aero_compile.runtime.roles import CLIENT, SERVER
+
+if TYPE_CHECKING:
+    from aero_compile.runtime.generation.programs import Programs
 
 MARGIN = 1.5
 """Times the bytes of the cost model: it is within a few percent where it was measured, and the table is of one
@@ -93,13 +101,38 @@ def allowed_for_batch(matrix: Matrix, rank: int) -> int:
     return int(MARGIN * (matrix.sent[1 - rank] + KEY_SENT)) + FRAME_BYTES * messages
 
 
-def _runs(program: Program) -> tuple[int, int]:
-    """Bytes that server and client may receive in one run."""
+def generation_allowances(programs: Programs, rank: int) -> dict[str, Allowance]:
+    """Bound what party `rank` may receive in runs of the programs of a generation, and in preparing texts, by name.
+
+    A run that reads cached rows may begin a text for which nothing was prepared.
+    """
+    found = {name: allowance_of(each, rank) for name, each in programs.all.items()}
+    texts = {name: _of_text(each, rank, found["step"]) for name, each in programs.texts.items()}
+    for name, program in programs.all.items():
+        if program.cached_products:
+            text, own = texts[programs.text_of(name)], found[name]
+            found[name] = replace(own, run=own.run + text.run, memory=max(own.memory, text.memory))
+    return found | texts
+
+
+def _of_text(program: Program, rank: int, step: Allowance) -> Allowance:
+    """Bound what is received in preparing a text; keys and weights are those of `step`."""
+    run = _runs(program, text_steps, forward=False)
+    return replace(step, run=run[rank] + RUN_BYTES, memory=step.memory + sum(run))
+
+
+def _runs(
+    program: Program,
+    steps: Callable[[Program], list[tuple[int, KernelStep]]] = prepared_steps,
+    forward: bool = True,
+) -> tuple[int, int]:
+    """Bytes that server and client may receive in one run, or in preparations alone."""
     run = _Bound(program)
     try:
         functions = {key: pphlo.parse(code) for key, code in program.codes.items()}
-        bill_offline(run, program, functions, UNLIMITED)
-        bill_forward(run, program, functions, UNLIMITED, {})
+        bill_offline(run, program, functions, UNLIMITED, steps=steps)
+        if forward:
+            bill_forward(run, program, functions, UNLIMITED, {})
     except LoweringError:
         return (by_size(program),) * 2
     return run.received(SERVER), run.received(CLIENT)
@@ -147,6 +180,11 @@ class _Bound(Session):
         super().matmul(m, k, n, left_owner, right_owner)
         if self._masks:  # SEMI2K opens both operands behind masks, weights too
             self.swap(WORD * (m * k + k * n))
+
+    def row_numbers(self, kernel: CachedProduct) -> RowNumbers:
+        """Nothing is masked yet, and most rows are used up: as after a text went back often."""
+        most = kernel.room + kernel.spare
+        return RowNumbers(most, [], kernel.spare, kernel.room - kernel.rows, kernel.rows)
 
     def _spend(self, server: float, client: float, messages: int, seconds: float, passing: float) -> None:
         self._sent[SERVER] += server

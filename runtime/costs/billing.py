@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from aero_compile.runtime.costs import operations, pphlo
@@ -79,15 +79,17 @@ def bill_offline(
     functions: Mapping[str, pphlo.Function],
     network: Network,
     batches: BilledBatches | None = None,
+    steps: Callable[[Program], list[tuple[int, KernelStep]]] = prepared_steps,
 ) -> dict[int, dict[str, Any]]:
     """Bill what is prepared for one forward: the columns of each step that takes something, by its number.
 
-    Of a product of which `batches` have rows, the share.
+    Of a product of which `batches` have rows, the share. With `text_steps`, what is prepared for a whole text.
     """
-    found = {}
-    for _ in range(2 * program.is_prepared):  # for the start, and for a name
+    found: dict[int, dict[str, Any]] = {}
+    prepared, groups = steps(program), joined_elements(program.steps) if steps is prepared_steps else []
+    for _ in range(2 * bool(prepared or groups)):  # for the start, and for a name
         session.meet()
-    for at, step in prepared_steps(program):
+    for at, step in prepared:
         if batches is not None and (share := batches.take(step)) is not None:
             found[at] = share
             continue
@@ -98,13 +100,13 @@ def bill_offline(
         operations.run(session, functions[step.preparation], knows)
         spent = session.bill()
         found[at] = dict(zip(OFFLINE, (round(spent.bytes), spent.messages, spent.seconds(network)), strict=True))
-    for joined in joined_elements(program.steps):
+    for joined in groups:
         session.step(len(program.codes[joined.key]))
         operations.run(session, functions[joined.key], [OWNED[owner] for owner in joined.owners])
         spent = session.bill()
         whole = dict(zip(OFFLINE, (round(spent.bytes), spent.messages, spent.seconds(network)), strict=True))
         found |= zip(joined.steps, joined.divided([whole] * len(joined.steps)), strict=True)
-    if program.is_prepared:
+    if prepared or groups:
         session.meet()
     return found
 

@@ -23,12 +23,14 @@ from aero_compile.runtime.compilation import ONE_HOT, Options
 from aero_compile.runtime.costs import pphlo
 from aero_compile.runtime.costs.batches import BilledBatches
 from aero_compile.runtime.costs.billing import bill_forward, bill_offline, bill_set_up, split_of
+from aero_compile.runtime.costs.generation import bill_text
 from aero_compile.runtime.costs.session import Cost, Session
 from aero_compile.runtime.costs.table import CostTable, settings_of
 from aero_compile.runtime.costs.unknown_weights import with_weights
 from aero_compile.runtime.generation.batches import batches_for, batches_of
 from aero_compile.runtime.generation.compilation import compile_for_generation
 from aero_compile.runtime.generation.programs import Programs
+from aero_compile.runtime.generation.texts import runs_of_text
 from aero_compile.runtime.hosts.measure import OFFLINE, batches_line, offline_line, offline_rows
 from aero_compile.runtime.hosts.network_spec import Network, parse_network
 from aero_compile.runtime.hosts.split import SPLIT, split_line, split_rows
@@ -195,7 +197,7 @@ def estimate(
         raise InputError("one text is generated at a time: batch=1")
     fills = [seq_len - 1] if seq_len > 2 else []
     programs = compile_for_generation(
-        with_weights(model), max(2, seq_len + new_tokens - 1), fills, options, running_sums=True
+        with_weights(model), max(2, seq_len + new_tokens - 1), fills, options, running_sums=True, spare=0
     ).programs
     chosen: dict[str, Any] = {"network": emulated, "warm": warm, "table": costs, "prepare": prepare}
     return estimate_generation(programs, seq_len, new_tokens, **chosen)
@@ -246,27 +248,21 @@ def estimate_generation(
     costs, emulated = _fitting(table, programs.step), parse_network(network)
     functions = {key: pphlo.parse(code) for each in programs.all.values() for key, code in each.codes.items()}
     session = Session(costs)
-    prompt = [programs.all[name] for name, _ in programs.plan(length - 1, 0)]
-    steps_at = range(length - 1, length - 1 + new_tokens)
-    order = [*prompt, *(programs.all[programs.at("step", position)] for position in steps_at)]
+    runs = runs_of_text(programs, length, new_tokens)
     if warm == "setup":
         bill_set_up(session, programs.step, functions)
     session.meet()
     if warm != "setup":
-        for program in order:
-            bill_forward(session, program, functions, emulated, bill_offline(session, program, functions, emulated))
+        bill_text(session, programs, runs, functions, emulated)
     warm_up = "setup" if warm == "setup" else "full"
-    names = [*(name for name, _ in programs.plan(length - 1, 0)), *(programs.at("step", at) for at in steps_at)]
-    made, matrices = Counter(batches_for(programs, names, prepare)), batches_of(programs)
+    made, matrices = Counter(batches_for(programs, [name for name, *_ in runs], prepare)), batches_of(programs)
     batched = BilledBatches(session, emulated)
     batched.make({matrices[name]: count * ROWS for name, count in made.items()})
-    before = [bill_offline(session, program, functions, emulated, batched) for program in order]
     steps, reveals, total = list[dict[str, Any]](), list[dict[str, Any]](), Cost()
-    for program, prepared in zip(order, before, strict=True):
-        (*rows, reveal), spent = bill_forward(session, program, functions, emulated, prepared)
+    for (*rows, reveal), spent in bill_text(session, programs, runs, functions, emulated, batched):
         steps, reveals = [*steps, *rows], [*reveals, reveal]
         total.add(spent)
-    token = _estimate(order[-1], emulated, warm_up, [*rows, reveal], spent, costs)
+    token = _estimate(programs.all[runs[-1][0]], emulated, warm_up, [*rows, reveal], spent, costs)
     opening = {
         **reveal,
         **{key: sum(each[key] for each in reveals) for key, value in reveal.items() if key not in _TEXTS},

@@ -9,13 +9,19 @@ unit after it was sent, a blocking send returns after two.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from aero_compile.errors import LoweringError
 from aero_compile.runtime.arithmetic import ciphertexts
 from aero_compile.runtime.costs.table import CostTable
 from aero_compile.runtime.hosts.network_spec import Network
+from aero_compile.runtime.kernels.cached_rows import RowNumbers
 from aero_compile.runtime.roles import CLIENT, SERVER
+
+if TYPE_CHECKING:
+    from aero_compile.runtime.kernels.cached_product import CachedProduct
 
 TILE = 2048
 """Elements that a tile of a bitwise protocol has at least (SPU's state.cc)."""
@@ -69,7 +75,8 @@ class Cost:
 class Session:
     """Two parties that have exchanged keys and nothing else; every method adds to the open `bill`.
 
-    `stored`: oblivious transfers in each store when it is first drawn from.
+    `stored`: oblivious transfers in each store when it is first drawn from. `cached`: numbers of the masking rows of
+    the text at hand, by the site of a product (`CachedProduct`).
     """
 
     def __init__(self, table: CostTable, stored: int = SET_UP_TRANSFERS) -> None:
@@ -78,6 +85,18 @@ class Session:
         self._clock = [0.0, 0.0]
         self._triples = 0
         self._stored: dict[tuple[bool, int, int], float] = {}
+        self.cached: Mapping[str, RowNumbers] = {}
+
+    def row_numbers(self, kernel: CachedProduct) -> RowNumbers:
+        """Return the numbers of the rows that a cached product's run takes, begun.
+
+        Where no text is followed: a run at the last position, of a text of which each row was masked when it was made.
+        """
+        found = self.cached.get(kernel.site)
+        if found is not None:
+            return found
+        before = kernel.room - kernel.rows
+        return RowNumbers(kernel.room + kernel.spare, list(range(before)), before, before, kernel.rows)
 
     def bill(self) -> Cost:
         """Return what was spent since the last call."""
@@ -127,7 +146,8 @@ class Session:
         The client sends its part first, and the server answers.
         """
         self.kernel(name, words, multiplications)
-        self._spend(*map(float, sent), messages, 0.0, float(sum(sent)))
+        server, client = sent
+        self._spend(float(server), float(client), messages, 0.0, float(server + client))
         self._receive(SERVER, CLIENT)
         self._receive(CLIENT, SERVER)
 

@@ -26,11 +26,13 @@ def batches_of(programs: Programs) -> dict[str, Matrix]:
 def batches_for(programs: Programs, names: Iterable[str], rows: int | None) -> list[str]:
     """Names of the batches to prepare before runs of these programs, each as often as it is made.
 
+    Names of texts count for nothing: they take no rows.
+
     `rows`: of each matrix, for as many tokens; None: those that the runs take. None are made where SPU's products are
     cheaper.
     """
     runs: dict[Matrix, Counter[int]] = {}
-    for name in names:
+    for name in (name for name in names if name in programs.all):
         for matrix, count in rows_by_matrix(programs.all[name]).items():
             runs.setdefault(matrix, Counter())[count] += 1
     found: list[str] = []

@@ -19,6 +19,7 @@ from aero_compile.optimize import optimize_for_inference
 from aero_compile.runtime.arithmetic.prices import second_worth
 from aero_compile.runtime.compilation import Observed, Options, lowering, observed, refuse_outside, typical
 from aero_compile.runtime.generation.programs import CompiledGeneration, Programs, check_name, in_room, of_names
+from aero_compile.runtime.generation.texts import spare_rows
 from aero_compile.runtime.lowering.bounds import Bound, hull
 from aero_compile.runtime.lowering.live import LiveProgram
 from aero_compile.runtime.lowering.partition import Partition, partition_step
@@ -39,6 +40,7 @@ def compile_for_generation(
     say: Callable[[str], None] = lambda what: None,
     checks: Iterable[int] = (),
     running_sums: bool = False,
+    spare: int | None = None,
 ) -> CompiledGeneration:
     """Compile the programs of texts of up to `room` positions, or of several rooms, through which a text grows.
 
@@ -53,6 +55,8 @@ def compile_for_generation(
         say: is told what is being done.
         checks: how many positions anywhere are computed at once with the logits of all, by one program each.
         running_sums: hold sums instead of values of heads that attend to all positions so far alike (`decode_step`).
+        spare: where products are prepared, positions of a text that may be computed anew, beyond those of its room,
+            before another preparation is taken; None: as `spare_rows` says.
 
     Raises:
         InputError: room or counts that the model cannot take, or checks beside running sums.
@@ -79,7 +83,8 @@ def compile_for_generation(
         parts: dict[str, Partition] = {}
         for at, size in enumerate(rooms):
             own = [count for count in counts if count <= size and (at == 0 or count > rooms[at - 1])]
-            found = _parts(optimized, size, own, several, running_sums)
+            beyond = spare_rows(size) if spare is None else spare
+            found = _parts(optimized, size, own, several, running_sums, beyond)
             parts |= {in_room(name, size) if at else name: part for name, part in found.items()}
         compiled = _compiled(optimized, parts, seen, ready, text)
         if ready.form.tolerances.logits is not None:
@@ -90,15 +95,16 @@ def compile_for_generation(
 
 
 def _parts(
-    model: InferenceModel, room: int, fills: Iterable[int], checks: Iterable[int], running_sums: bool
+    model: InferenceModel, room: int, fills: Iterable[int], checks: Iterable[int], running_sums: bool, spare: int
 ) -> dict[str, Partition]:
     """What is computed at which party, of each program of a room."""
     step = partial(decode_step, model, 1, room, running_sums=running_sums)
     one = step()
-    parts = {str(n): partition_step(step(n), 0, opens=False) for n in fills}
-    parts |= {"advance": partition_step(one, opens=False), "step": partition_step(one)}
+    cut = partial(partition_step, spare=spare)
+    parts = {str(n): cut(step(n), 0, opens=False) for n in fills}
+    parts |= {"advance": cut(one, opens=False), "step": cut(one)}
     for count in checks:
-        parts[check_name(count)] = partition_step(step(count, anywhere=True))
+        parts[check_name(count)] = cut(step(count, anywhere=True))
     return parts
 
 

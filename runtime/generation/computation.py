@@ -14,13 +14,16 @@ from aero_compile.runtime.generation.batches import batches_of
 from aero_compile.runtime.generation.bill import Cost
 from aero_compile.runtime.generation.growth import grow
 from aero_compile.runtime.generation.programs import Programs, count_of
+from aero_compile.runtime.generation.texts import Texts
 from aero_compile.runtime.hosts.computation import Computation, Opened
 from aero_compile.runtime.hosts.link import Way
 from aero_compile.runtime.hosts.party_inputs import Arrays, PartyInputs
+from aero_compile.runtime.kernels.cached_product import CachedProduct
 from aero_compile.runtime.offline.batch import Matrix
+from aero_compile.runtime.offline.prepare import prepare, text_steps
 from aero_compile.runtime.offline.store import Prepared
 from aero_compile.runtime.program import hidden_inputs
-from aero_compile.runtime.program_parts import TensorSpec
+from aero_compile.runtime.program_parts import KernelStep, Step, TensorSpec
 from aero_compile.runtime.roles import CLIENT, SERVER
 from aero_compile.runtime.spu_config import SpuLog
 
@@ -51,7 +54,10 @@ class StepComputation(Computation):
         self._are_set: set[str] = set()
         self._prepared: dict[str, deque[Prepared]] = defaultdict(deque)
         self._matrices = batches_of(programs)
+        self._texts = Texts(programs)
         self._held: tuple[TensorSpec, ...] = ()
+        self.text = ""
+        """Name of the preparation of a text that the last run took; "" if it went on with its text, or reads none."""
 
     def prepare_for(self, name: str) -> Cost:
         """Prepare one run of a program, or a batch (`batches_of`), before its tokens are known; each is used once.
@@ -61,6 +67,8 @@ class StepComputation(Computation):
         """
         if (matrix := self._matrices.get(name)) is not None:
             return self._prepare_batch(matrix)
+        if name in self._programs.texts:
+            return self._prepare_text(name)
         program, started = self._programs.all[name], time.monotonic()
         if len(self._prepared[name]) >= self._programs.most_prepared(name):
             raise PartyError(f"{len(self._prepared[name])} runs of {name!r} are prepared, which no text can take")
@@ -84,14 +92,28 @@ class StepComputation(Computation):
         """Rows that were prepared by the batch and not used, of each of the matrices of `batches_of`."""
         return tuple(self._batches.left(matrix) for matrix in self._matrices.values())
 
-    def run(self, name: str, position: int, ids: npt.NDArray[np.int64] | None) -> tuple[Cost, Opened]:
+    def _prepare_text(self, name: str) -> Cost:
+        """Prepare the cached products of a text as a whole."""
+        if self._texts.count(name) >= self._programs.most_prepared(name):
+            raise PartyError(f"{self._texts.count(name)} texts are prepared, and no more may be")
+        program, started = self._programs.texts[name], time.monotonic()
+        self._log.read()
+        kept, steps = prepare(self._side, self._io, self._runtime, program, {}, self._profile, steps=text_steps)
+        self._texts.add(name, kept)
+        self.received += sum(step["recv_bytes"] for step in steps)
+        self._link.barrier()
+        return cost_of({"steps": steps, "seconds": time.monotonic() - started})
+
+    def run(self, name: str, position: int, kept: int, ids: npt.NDArray[np.int64] | None) -> tuple[Cost, Opened]:
         """Run a program at a position, on the client's token ids [1, count]; what it cost, and what was opened.
 
-        The client gets the logits [V] of a step, [count, V] of a check.
+        Of its positions `kept` are the text's. The client gets the logits [V] of a step, [count, V] of a check.
         """
         self._name, self._position = name, position
         self._program = self._programs.all[name]
         late = self.prepare_for(name) if self._program.is_prepared and not self._prepared[name] else Cost()
+        self.text, cost = self._texts.begin(name, position, kept, self._prepare_text)
+        late += cost
         published = self._inputs.published
         if ids is not None:
             self._of_client, self.in_range = hidden_inputs(self._program, ids, published)
@@ -107,6 +129,11 @@ class StepComputation(Computation):
 
     def _take_prepared(self) -> Prepared:
         return self._prepared[self._name].popleft() if self._program.is_prepared else {}
+
+    def _run(self, at: int, step: Step | KernelStep, prepared: Prepared) -> dict[str, Any]:
+        if isinstance(step, KernelStep) and isinstance(step.kernel, CachedProduct):
+            self._side.cached = self._texts.current[step.kernel.site]
+        return super()._run(at, step, prepared)
 
     def _set_inputs(self) -> None:
         program, io, runtime = self._program, self._io, self._runtime

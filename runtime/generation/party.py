@@ -148,7 +148,7 @@ class _Party:
             if name == CLOSE:
                 return
             self._computing()
-            cost, _ = computation.run(name, position, None)
+            cost, _ = computation.run(name, position, kept, None)
             self._deadline.clear()
             print_event("ran", program=name, position=position, cost=asdict(cost))
             held = position + kept
@@ -190,7 +190,8 @@ class _Party:
         """Run a program on these tokens, and any others behind them that it takes; keep the logits, if it has some."""
         _, count, vocabulary = self.programs.all[name].tokens.shape
         self._computing()
-        cost, opened = computation.run(name, position, np.array([filled_up(ids, count, vocabulary)], np.int64))
+        filled = np.array([filled_up(ids, count, vocabulary)], np.int64)
+        cost, opened = computation.run(name, position, len(ids), filled)
         self._deadline.clear()
         opened.refuse_outside()
         if (logits := opened.logits) is not None:
@@ -209,9 +210,9 @@ def write_preparation(name: str) -> bytes:
 
 
 def read_preparation(content: bytes, programs: Programs) -> str | None:
-    """The program or batch that `write_preparation` named, by whomever; None if this is something else."""
-    names = [*(name for name, program in programs.all.items() if program.is_prepared), *batches_of(programs)]
-    return next((name for name in names if content == write_preparation(name)), None)
+    """The program, text or batch that `write_preparation` named, by whomever; None if this is something else."""
+    names = [name for name in (*programs.all, *programs.texts) if programs.most_prepared(name)]
+    return next((name for name in (*names, *batches_of(programs)) if content == write_preparation(name)), None)
 
 
 def write_order(name: str, position: int, kept: int) -> bytes:

@@ -22,6 +22,7 @@ from aero_compile.runtime.generation.export import WEIGHTS, export_generation
 from aero_compile.runtime.generation.processes import MODULE, Events, ProcessDecoder
 from aero_compile.runtime.generation.programs import CompiledGeneration
 from aero_compile.runtime.generation.session import Choose, Guess, Session
+from aero_compile.runtime.generation.texts import prepared_for, runs_of_text
 from aero_compile.runtime.hosts.link import free_addresses
 from aero_compile.runtime.hosts.network import Relay
 from aero_compile.runtime.hosts.network_spec import UNLIMITED, Network, parse_network
@@ -128,11 +129,14 @@ def private_generate(
     text = _continued(given, prompt, room)
     fills = [prompt.shape[1] - 1] if prompt.shape[1] > 2 else []
     checks = [at_once] if guess is not None else []
-    compiled = compile_for_generation(given, max(room, 2), fills, options, text, checks=checks, running_sums=not checks)
-    length, programs = prompt.shape[1], compiled.programs
-    ahead = [*(name for name, _ in programs.plan(length - 1, 0)), *["step"] * max_new_tokens] if offline else []
+    spare = None if checks else 0
+    compiled = compile_for_generation(
+        given, max(room, 2), fills, options, text, checks=checks, running_sums=not checks, spare=spare
+    )
+    runs = runs_of_text(compiled.programs, prompt.shape[1], max_new_tokens)
+    ahead = prepared_for(compiled.programs, runs) if offline else []
     with local_decoder(compiled, set_up, timeout, tls, emulated) as decoder:
-        prepared = decoder.prepare([*batches_for(programs, ahead, prepare), *ahead]) if ahead else Cost()
+        prepared = decoder.prepare([*batches_for(compiled.programs, ahead, prepare), *ahead]) if ahead else Cost()
         session = Session(decoder)
         made = session.generate([int(each) for each in prompt[0]], max_new_tokens, on_token, choose, stop, guess)
     return replace(made, offline=prepared)

@@ -111,8 +111,21 @@ class Programs:
                 return found
         raise InputError(f"there is no program {name!r} at {position}: there is room for {self.room} positions")
 
+    @property
+    def texts(self) -> dict[str, Program]:
+        """Names of what is prepared for texts as a whole, each with the program that says how: one for each room."""
+        own = {in_room(TEXT, each.step.positions) if each is not self else TEXT: each.step for each in self.rooms}
+        return {name: step for name, step in own.items() if step.cached_products}
+
+    def text_of(self, name: str) -> str:
+        """Name of what is prepared for a text that the program `name` begins."""
+        _, room = _parts(name)
+        return in_room(TEXT, room) if room else TEXT
+
     def most_prepared(self, name: str) -> int:
-        """How many runs of a program one text can take; 0 if it takes nothing that is prepared."""
+        """How many runs of a program one text can take, or how many texts may be prepared; 0: none of this name."""
+        if name in self.texts:
+            return MOST_TEXTS
         if name not in self.all or not self.all[name].is_prepared:
             return 0
         return 1 if is_fill(name) else self.room
@@ -148,6 +161,12 @@ class Programs:
         found = {digest: _load(Path(folder), digest) for digest in {*digests.values()}}
         return of_names({name: found[digests[name]] for name in digests})
 
+
+TEXT = "text"
+"""Name of what is prepared for a text as a whole, in the smallest room."""
+
+MOST_TEXTS = 2
+"""Texts that may be prepared at once: the next one, and one for a text whose masks are used up."""
 
 CHECK = "check-"
 """What names of programs that check begin with."""
@@ -230,6 +249,7 @@ def _check_growth(step: Program, larger: Program) -> None:
         unlike = [pair for pair in zip(one.shape, other.shape, strict=False) if pair[0] != pair[1]]
         same &= (one.name, one.dtype, len(one.shape)) == (other.name, other.dtype, len(other.shape))
         same &= unlike == ([] if is_running_sum(one.name) else [rooms])
+    same &= geometry(step) == geometry(larger)
     if not same:
         raise InputError(f"what {rooms[0]} positions leave does not go on in a room for {rooms[1]}: serve one room")
 
@@ -239,7 +259,10 @@ def _check_room(programs: Programs) -> None:
     shared = (step.protocol, step.field, step.fraction_bits, step.cached, step.versions)
     if programs.checks and not programs.takes_back:
         raise InputError("programs with running sums check nothing: what was guessed wrong could not be taken back")
+    wanted = geometry(step)
     for name, each in programs.all.items():
+        if not geometry(each).items() <= wanted.items():
+            raise InputError(f"the program {name!r} reads cached rows in another way than 'step' does")
         theirs = (each.protocol, each.field, each.fraction_bits, each.cached, each.versions)
         if theirs != shared or not each.cached:
             raise InputError(f"the program {name!r} does not go on from the cached values of the others")
@@ -251,6 +274,16 @@ def _check_room(programs: Programs) -> None:
         places = 0 if is_fill(name) else programs.room - count + 1
         if each.positions != places:
             raise InputError(f"the program {name!r} computes at {each.positions} positions, not {places}")
+
+
+def geometry(program: Program) -> dict[str, tuple[int | bool, ...]]:
+    """How a program's products read cached rows, by site: what all programs of a generation must agree on."""
+    found: dict[str, tuple[int | bool, ...]] = {}
+    for site, at in program.cached_products.items():
+        call: Any = program.steps[at]
+        sizes = call.kernel.sizes(*call.shapes)
+        found[site] = (call.kernel.keys, call.kernel.repeats, sizes.heads, sizes.width)
+    return found
 
 
 def _load(folder: Path, digest: str) -> Program:

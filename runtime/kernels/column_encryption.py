@@ -191,7 +191,7 @@ def _limbs(upper: Words, lower: npt.NDArray[np.uint16], width: int) -> npt.NDArr
     mask = np.uint64(2**width - 1)
     found = [(upper << np.uint64(LOW_BITS) | lower) & mask]
     found += [upper >> np.uint64(start - LOW_BITS) & mask for start in range(width, 64 + LOW_BITS, width)]
-    return np.stack(found).astype(np.int32)
+    return np.asarray(np.stack(found).astype(np.int32))
 
 
 def _as_words(lower: npt.NDArray[np.uint16]) -> Words:

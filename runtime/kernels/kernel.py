@@ -85,6 +85,12 @@ class Kernel(ABC):
     of_server: ClassVar[frozenset[int]] = frozenset()
     """Numbers of the arguments that are weights of the server, of which it needs its own words, and the client none."""
 
+    for_text: ClassVar[bool] = False
+    """True if what is prepared serves all runs of a text, not one."""
+
+    billed_as: ClassVar[str] = ""
+    """Name of the kernel whose measured seconds a run takes; "": of its own."""
+
     def takes(self, count: int) -> tuple[str, ...]:
         """The types of so many arguments, "float32" or "int32"."""
         return ("float32",) * count
@@ -126,6 +132,10 @@ class Kernel(ABC):
             ValueError: it does not take such arguments.
         """
         return None
+
+    def options_of_text(self) -> tuple[Any, ...]:
+        """Options that, beside the shapes of what is drawn, decide what is prepared for a text."""
+        return ()
 
     def set_up(self) -> tuple[Shape, ...]:
         """Shapes of arguments on which a run exchanges what is exchanged once; none where there is no such thing."""

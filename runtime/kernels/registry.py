@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
+from aero_compile.runtime.kernels.cached_product import CachedProduct
 from aero_compile.runtime.kernels.encrypted_lookup import EncryptedLookup
 from aero_compile.runtime.kernels.exponential_factors import ExponentialFactors
 from aero_compile.runtime.kernels.kernel import Kernel
@@ -22,6 +23,7 @@ KERNELS: dict[str, type[Kernel]] = {
     kind.__name__: kind
     for kind in (
         BatchedElements,
+        CachedProduct,
         EncryptedLookup,
         ExponentialFactors,
         Negative,
@@ -36,6 +38,10 @@ KERNELS: dict[str, type[Kernel]] = {
     )
 }
 """By their names in a program."""
+
+
+CALIBRATED = tuple(name for name, kind in KERNELS.items() if not kind.billed_as)
+"""Names of those whose seconds are measured."""
 
 
 def to_json(kernel: Kernel) -> dict[str, Any]:

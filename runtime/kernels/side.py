@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from aero_compile.errors import PartyError
+from aero_compile.runtime.kernels.cached_rows import CachedRows
 from aero_compile.runtime.kernels.words import Words, read_words, with_words
 
 
@@ -30,7 +31,8 @@ class Side:
     the second runtime (`small_config`). `executions`: how many it has run. `prepared`: what was made for the
     next call of a kernel before the tokens were known, or for all its calls, by name. `exchanged`: what kernels sent
     and received without SPU since it was set anew. `weight`: gives the words of a weight of the server by its name, and
-    none at the client; None: they are in SPU.
+    none at the client; None: they are in SPU. `cached`: what was prepared for the cached rows that the next call reads,
+    and what was opened of them.
     """
 
     def __init__(self, spu: Any, link: Any, rank: int, config: Any) -> None:
@@ -41,6 +43,7 @@ class Side:
         self.prepared: Mapping[str, Words] = {}
         self.exchanged = Exchanged()
         self.weight: Callable[[str], Words] | None = None
+        self.cached: CachedRows | None = None
 
     def send(self, words: Words) -> None:
         """Send words to the other party, and go on before they have arrived.

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from aero_compile.analysis.position_slicing import Axis
 from aero_compile.decoding.step import DecodeStep
 from aero_compile.decoding.step_graph import POSITION
 from aero_compile.errors import InputError, LoweringError
@@ -51,7 +52,8 @@ class Partition:
     tensors. `masks` keeps what `masks.find_mask` found. `cached` are inputs that only exist as shares, and `results`
     what they become, in the same order: those of a step (`aero_compile.decoding`), which has room for `room` positions.
     A step for any position has `positions`, and `known` is for the last one. `opens`: the output are logits, which the
-    client learns.
+    client learns. `axes`: along which cached values have rows for positions, None for sums. `spare`: rows of masks of a
+    text beyond its positions.
     """
 
     graph: fx.Graph
@@ -67,6 +69,8 @@ class Partition:
     positions: Positions | None = None
     room: int = 0
     opens: bool = True
+    axes: tuple[Axis | None, ...] = ()
+    spare: int = 0
 
     def is_live(self, value: object) -> bool:
         """Whether `value` is a node that depends on the tokens."""
@@ -115,11 +119,12 @@ def partition(module: torch.nn.Module, graph: fx.Graph, shape: tuple[int, ...]) 
     return _sorted(module, graph, dict.fromkeys(inputs, ones), result)
 
 
-def partition_step(step: DecodeStep, position: int | None = None, *, opens: bool = True) -> Partition:
+def partition_step(step: DecodeStep, position: int | None = None, *, opens: bool = True, spare: int = 0) -> Partition:
     """Sort the nodes of a step's graph, a copy of it, for the new positions from `position` on.
 
     The step's cached values exist as shares alone: they are live inputs, and results. `position`: None for any of a
-    step that is made so. `opens`: False for the cached values alone, without logits.
+    step that is made so. `opens`: False for the cached values alone, without logits. `spare`: masks of cached
+    rows of a text beyond those of its positions, where products are prepared.
 
     Raises:
         InputError: the step has no room for new positions there, or is not made for all positions.
@@ -143,7 +148,7 @@ def partition_step(step: DecodeStep, position: int | None = None, *, opens: bool
     part = _sorted(step.model, graph, inputs, logits, tuple(results), tuple(shared), step.model.graph)
     places = step.length - step.count + 1
     anywhere = Positions(step.model, placeholder(graph, POSITION), places) if position is None else None
-    part = replace(part, room=step.length)
+    part = replace(part, room=step.length, axes=tuple(each.axis for each in step.cached), spare=spare)
     return replace(part, positions=anywhere, opens=opens, output=part.output if opens else part.results[-1])
 
 

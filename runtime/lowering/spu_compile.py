@@ -95,6 +95,8 @@ def _preparation(step: KernelStep) -> LiveStep | None:
         return None
     shapes = (*(random.shape for random in found.randoms), *(step.shapes[at] for at in found.weights))
     text = json.dumps([to_json(step.kernel), step.shapes])
+    if step.kernel.for_text:  # of all programs and places alike
+        text = json.dumps([type(step.kernel).__name__, step.kernel.options_of_text(), shapes])
     return LiveStep(
         step.label,
         step.place,

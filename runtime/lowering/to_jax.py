@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from aero_compile.runtime.lowering import attention, other_weights
 from aero_compile.runtime.lowering.blocks import blocked_scores
 from aero_compile.runtime.lowering.bound_rules import RULES
 from aero_compile.runtime.lowering.bounds import Bound
+from aero_compile.runtime.lowering.cached_operands import cached_operand
 from aero_compile.runtime.lowering.comparisons import COMPARED, LARGEST_REACH, MARGIN, comparisons
 from aero_compile.runtime.lowering.guard_plan import Plan, plan_guards
 from aero_compile.runtime.lowering.guards import GUARD, comparing_step, count_name, final_step, guard_step
@@ -265,7 +267,8 @@ class _Emission:
         live = {name: self.inputs.argument(slot, value) for name, value in arguments.items()}
         in_two_phases = self._prepared(node, arguments)
         if in_two_phases is not None:
-            return Call(in_two_phases, live, {"prepared": True})
+            cached = self._cached(node, arguments) if in_two_phases is prepared.product else None
+            return cached(live) if cached else Call(in_two_phases, live, {"prepared": True})
         if len(self.schedule.strips.get(node, ())) > 1:
             queries, keys = live["x"], live["other"]
             return Call(blocked_scores, {"queries": queries, "keys": keys}, {"strips": self.schedule.strips[node]})
@@ -305,6 +308,17 @@ class _Emission:
             return None
         shapes = self.part.shapes[left], self.part.shapes[right]
         return prepared.product if shapes[0][:-2] == shapes[1][:-2] and min(map(len, shapes)) >= 2 else None
+
+    def _cached(self, node: fx.Node, arguments: dict[str, Any]) -> Callable[[dict[str, Any]], Call] | None:
+        """The call of a product whose second factor are cached rows of a generation; None of any other.
+
+        Its name is not among the options, which say what is computed: layers share their code.
+        """
+        found = cached_operand(self.part, arguments["other"])
+        if found is None:
+            return None
+        options = {"keys": found.keys, "repeats": found.repeats, "spare": self.part.spare}
+        return lambda live: Call(partial(prepared.cached_product, site=_name(node)), live, options)
 
     def _is_prepared(self, weight: Any) -> bool:
         """Whether the product of a live value with `weight` is prepared: a matrix that the server alone knows."""

@@ -27,12 +27,18 @@ NAME_BYTES = 16
 
 
 def prepared_steps(program: ProgramContent) -> list[tuple[int, KernelStep]]:
-    """The steps for which something is prepared by itself, with their numbers; the others are in `joined_elements`."""
-    return [
-        (at, step)
-        for at, step in enumerate(program.steps)
-        if isinstance(step, KernelStep) and step.preparation and step.kernel.triples(*step.shapes) is None
-    ]
+    """The steps for which something is prepared by itself before each run; the others are in `joined_elements`."""
+    found = [(at, step) for at, step in _with_preparation(program) if not step.kernel.for_text]
+    return [(at, step) for at, step in found if step.kernel.triples(*step.shapes) is None]
+
+
+def text_steps(program: ProgramContent) -> list[tuple[int, KernelStep]]:
+    """The steps for which something is prepared once for a text, with their numbers."""
+    return [(at, step) for at, step in _with_preparation(program) if step.kernel.for_text]
+
+
+def _with_preparation(program: ProgramContent) -> list[tuple[int, KernelStep]]:
+    return [(at, step) for at, step in enumerate(program.steps) if isinstance(step, KernelStep) and step.preparation]
 
 
 def prepare(
@@ -43,8 +49,9 @@ def prepare(
     weights: Mapping[str, npt.NDArray[Any]],
     profile: Callable[[str], dict[str, Any]],
     batches: Batches | None = None,
+    steps: Callable[[ProgramContent], list[tuple[int, KernelStep]]] = prepared_steps,
 ) -> tuple[Prepared, list[dict[str, Any]]]:
-    """Prepare one run of `program` as one party, in SPU's `runtime`, with the peer.
+    """Prepare one run of `program`, or of `steps` of it, as one party, in SPU's `runtime`, with the peer.
 
     `weights`: the server's; the client has none. `profile` gives the record of the last execution, called as it says.
     `batches`: products of which they have rows take those, and cost nothing here; None: there are none.
@@ -52,32 +59,32 @@ def prepare(
     Returns:
         What is kept for the run, and for each step its number, label and place with what it cost.
     """
-    found: Prepared = {
-        at: {} for at, step in enumerate(program.steps) if isinstance(step, KernelStep) and step.preparation
-    }
+    groups = joined_elements(program.steps) if steps is prepared_steps else []
+    numbers = [*(at for at, _ in steps(program)), *(at for joined in groups for at in joined.steps)]
+    found: Prepared = {at: {} for at in sorted(numbers)}
     rows = []
-    for at, step in prepared_steps(program) if batches is not None else ():
-        if (ready := batches.take(step)) is not None:
+    for at, step in steps(program):
+        if batches is not None and (ready := batches.take(step)) is not None:
             record = {**vars(Exchanged()), "rows": rows_of(step), "seconds": 0.0}
             found[at] = ready
             rows.append({"at": at, "op": step.label, "place": step.place, **record})
     by_batch = {row["at"] for row in rows}
     _draw(side.rank, program, found, by_batch)
 
-    def records(steps: Sequence[int], begun: float, what: str) -> list[dict[str, Any]]:
+    def records(of: Sequence[int], begun: float, what: str) -> list[dict[str, Any]]:
         record = profile(what) | {"seconds": time.perf_counter() - begun}
-        labels = [program.steps[at] for at in steps]
+        labels = [program.steps[at] for at in of]
         return [
-            {"at": at, "op": each.label, "place": each.place, **record} for at, each in zip(steps, labels, strict=True)
+            {"at": at, "op": each.label, "place": each.place, **record} for at, each in zip(of, labels, strict=True)
         ]
 
-    for at, step in prepared_steps(program):
+    for at, step in steps(program):
         if at in by_batch:
             continue
         begun = time.perf_counter()
         _prepare(side, io, runtime, program.codes[step.preparation], step, weights, found[at])
         rows += records([at], begun, f"the preparation of step {at}, {step.label} ({step.place})")
-    for joined in joined_elements(program.steps):
+    for joined in groups:
         begun = time.perf_counter()
         _multiply(side, io, runtime, program, joined, found)
         rows += joined.divided(records(joined.steps, begun, f"the preparation of {joined.size:,} elements"))

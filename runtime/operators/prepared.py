@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from aero_compile.runtime.arithmetic.truncation import truncated
+from aero_compile.runtime.kernels.cached_product import CachedProduct
 from aero_compile.runtime.kernels.calls import call_kernel
 from aero_compile.runtime.kernels.prepared_product import PreparedProduct
 from aero_compile.runtime.kernels.triple_product import TripleProduct
@@ -29,6 +30,16 @@ def matmul(x: Any, other: Any, **_: Any) -> Any:
 def product(x: Any, other: Any, **_: Any) -> Any:
     """[..., rows, inner] × [..., inner, columns] of equal leading sizes, both secret."""
     (found,) = call_kernel(TripleProduct(x.shape[-2], x.shape[-1], other.shape[-1]), x, other)
+    return truncated(found)
+
+
+def cached_product(x: Any, other: Any, *, site: str, keys: bool, repeats: int, spare: int, **_: Any) -> Any:
+    """[..., rows, inner] × [..., inner, columns] of equal leading sizes, of which the second are cached rows.
+
+    `site`, `keys`, `repeats`, `spare`: as of `CachedProduct`.
+    """
+    sizes = (x.shape[-2], x.shape[-1], other.shape[-1])
+    (found,) = call_kernel(CachedProduct(site, keys, repeats, spare, *sizes), x, other)
     return truncated(found)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from aero_compile.runtime.costs.table import CostTable
-from aero_compile.runtime.kernels.registry import KERNELS as KINDS
+from aero_compile.runtime.kernels.registry import CALIBRATED
 from benchmarks.lib.calibrate_cases import profiles
 from benchmarks.lib.calibrate_fit import PARTS, non_negative, table_of, updated
 from benchmarks.lib.calibrate_kernels import kernel_cases
@@ -57,7 +57,7 @@ def test_missing_records_are_named() -> None:
 
 def test_kernels_are_fitted_to_their_work() -> None:
     """Calls, words and multiplications of each; the median counts, so one slow run in three does not."""
-    truth = {name: (1e-3 * (at + 1), 2e-8 * at, 3e-10 * at) for at, name in enumerate(sorted(KINDS))}
+    truth = {name: (1e-3 * (at + 1), 2e-8 * at, 3e-10 * at) for at, name in enumerate(sorted(CALIBRATED))}
     records = [
         {
             "name": name,
@@ -71,7 +71,7 @@ def test_kernels_are_fitted_to_their_work() -> None:
     ]
     old = CostTable.load()
     found = updated(old, records, ["kernels"], "some day")
-    assert set(found.share_kernels) == set(KINDS)
+    assert set(found.share_kernels) == set(CALIBRATED)
     for name, rates in found.share_kernels.items():
         assert rates == pytest.approx(truth[name], rel=1e-6, abs=1e-15)
     assert replace(found, share_kernels=old.share_kernels, measured=old.measured) == old
@@ -83,7 +83,7 @@ def test_every_kernel_is_measured_on_few_and_many_words() -> None:
     for case in kernel_cases():
         case.kernel.check()
         work.setdefault(type(case.kernel).__name__, []).append(case.kernel.work(*case.shapes))
-    assert set(work) == set(KINDS)
+    assert set(work) == set(CALIBRATED)
     for name, found in work.items():
         words, multiplications = zip(*found, strict=True)
         assert max(words) > 100 * min(words), name

@@ -42,6 +42,7 @@ def side_of(rank: int, link: Any, prepared: Mapping[str, Words] | None = None) -
     """A party's side without SPU."""
     side = Side.__new__(Side)
     side.rank, side.link, side.prepared, side.exchanged = rank, link, prepared or {}, Exchanged()
+    side.cached = None
     return side
 
 

@@ -65,16 +65,20 @@ class Compute(_Order):
 
 
 class Advance(_Order):
-    """Run one program of the generation, by its name, at a position; at the client on these `tokens`."""
+    """Run one program of the generation, by its name, at a position; at the client on these `tokens`.
+
+    Of its positions `kept` are the text's.
+    """
 
     kind: Literal["advance"] = "advance"
     program: str
     position: int
+    kept: int
     tokens: tuple[int, ...] | None
 
 
 class Prepare(_Order):
-    """Prepare one run of a program of the generation, by its name; it is kept by the process and used once."""
+    """Prepare one run of a program of the generation, or a text, by its name; it is kept and used once."""
 
     kind: Literal["prepare"] = "prepare"
     program: str
@@ -102,7 +106,8 @@ class Computed(_Order):
     """A forward is done; its logits follow, float32, at the client. `bytes`, `messages`: of both directions.
 
     Or a preparation is, which has no logits. `received`: bytes that this party took of the other's. `in_range`: False
-    at a client on whose text a value left its range.
+    at a client on whose text a value left its range. `text`: name of the preparation of a text that the run took, or
+    "".
     """
 
     kind: Literal["computed"] = "computed"
@@ -112,6 +117,7 @@ class Computed(_Order):
     seconds: float
     shape: tuple[int, ...] | None
     in_range: bool = True
+    text: str = ""
 
 
 class Fault(_Order):

@@ -176,8 +176,9 @@ class SessionParty:
     def _advance(self, order: Advance) -> tuple[Computed, bytes]:
         ids = None if order.tokens is None else np.array([order.tokens], np.int64)
         before = self._steps().received
-        cost, opened = self._steps().run(order.program, order.position, ids)
-        return _computed(cost, self._steps().received - before, opened)
+        cost, opened = self._steps().run(order.program, order.position, order.kept, ids)
+        done, content = _computed(cost, self._steps().received - before, opened)
+        return done.model_copy(update={"text": self._steps().text}), content
 
     def _prepare(self, order: Prepare) -> tuple[Computed, bytes]:
         before = self._steps().received

@@ -40,7 +40,12 @@ def test_every_matrix_has_one_batch_for_all_programs() -> None:
 
 def test_as_many_batches_as_rows_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Counter[int]] = []
-    monkeypatch.setattr(module, "is_cheaper", lambda matrix, runs: asked.append(runs) or True)
+
+    def is_asked(matrix: object, runs: Counter[int]) -> bool:
+        asked.append(runs)
+        return True
+
+    monkeypatch.setattr(module, "is_cheaper", is_asked)
     programs = _compiled().programs
     names = [str(FILLS[0]), *["step"] * 3]
     assert Counter(batches_for(programs, names, None)) == Counter([*batches_of(programs)])

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from aero_compile.runtime.kernels.cached_product import CachedProduct
 from aero_compile.runtime.kernels.encrypted_lookup import EncryptedLookup
 from aero_compile.runtime.kernels.exponential_factors import ExponentialFactors
 from aero_compile.runtime.kernels.kernel import Kernel, LocalKernel
@@ -50,8 +51,8 @@ ALONE: list[tuple[Kernel, tuple[int, ...]]] = [
 
 
 def test_every_kernel_is_here() -> None:
-    """`Negative` sends nothing itself: SPU compares in its second runtime."""
-    kinds = {type(kernel) for kernel, _ in (*PREPARED, *ALONE)} | {EncryptedLookup, Negative}
+    """`Negative` sends nothing itself: SPU compares in its second runtime. `CachedProduct` has a test of its own."""
+    kinds = {type(kernel) for kernel, _ in (*PREPARED, *ALONE)} | {CachedProduct, EncryptedLookup, Negative}
     assert kinds == set(KERNELS.values())
 
 

@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from aero_compile.runtime.kernels.column_encryption import ROWS
-from aero_compile.runtime.offline.rows import RowPool, empty_rows
+from aero_compile.runtime.offline.rows import Row, RowPool, empty_rows
 
 
-def _batch(folder: Path, number: int) -> dict[str, np.ndarray]:
+def _batch(folder: Path, number: int) -> Row:
     batch = empty_rows(folder, {"random": 2, "product": 3})
     for at, array in enumerate(batch.values()):
         array[:] = (np.arange(ROWS)[:, None] + ROWS * number) * 10 + at

@@ -1,0 +1,208 @@
+"""A product of new rows with cached rows, each of which is masked once: the products of attention in a generation.
+
+For a text both parties draw rows of A and of B uniformly modulo 2^64, a share of each, and compute shares of C = A·B of
+integers modulo 2^64, all before any token is known. A row and a cached row of one number belong to one position. When a
+cached row Y_l is made, it takes the next number, and F_l = Y_l - B_l is opened, once. A run opens only E = X - A, with
+the rows of A that have the numbers of its own positions. With party i's shares A_i, B_i, C_i,
+
+    C_0 + E·(B_0 + F) + A_0·F    at the server    and    C_1 + E·B_1 + A_1·F    at the client
+
+are shares of X·Y, exact modulo 2^64, as of `TripleProduct`.
+
+Why it is private: a row of A is used by one run, and a row of B hides one cached row for as long as the text lasts, so
+all that is ever opened of a text, E and F, is one uniform word for each word that it hides. A position that is computed
+anew, after a text went back or a guess was wrong, takes a fresh number, so fresh rows of A and B (`cached_rows`). The
+numbers follow from public positions.
+
+Rows of X that are weights (`keys` is False) run over positions: they are opened at all numbers up to their own. Where a
+number's position was computed anew, X is zero, and -A is opened. Beyond its own number a row of A is zero, and X is
+taken for zero, which a row of weights is there: a position attends to none after it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from aero_compile.errors import PartyError
+from aero_compile.runtime.kernels.kernel import Kernel, Preparation, RandomWords, Result, Shape
+from aero_compile.runtime.kernels.ring_products import ring_product
+from aero_compile.runtime.kernels.triple_product import TripleProduct
+from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.roles import SERVER
+
+if TYPE_CHECKING:
+    from aero_compile.runtime.costs.session import Session
+    from aero_compile.runtime.kernels.side import Side
+
+LONGEST_SITE = 200
+"""Characters of the name of a product."""
+
+MOST_SPARE = 8
+"""Times the room: rows of masks that may be prepared beyond it."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a text's masks: `heads` of cached rows of `width`, `capacity` rows of each, and words of a row of A."""
+
+    heads: int
+    width: int
+    capacity: int
+    inner: int
+
+
+@dataclass(frozen=True)
+class CachedProduct(Kernel):
+    """The kernel: x [..., rows, inner] times y [..., inner, columns] of equal leading sizes; y holds cached rows.
+
+    `site`: name of the product, by which programs of a generation share what is masked. `keys`: True if the columns of
+    y are positions (scores), False if its rows are (weighted values). `repeats`: consecutive leading indices of y that
+    hold the same rows. `spare`: rows of masks beyond the positions that there is room for.
+
+    The result has twice the fraction bits, as that of `TripleProduct`. Scores are zero at positions after their own;
+    rows of a run that are not the text's are copies of its last one.
+    """
+
+    site: str
+    keys: bool
+    repeats: int
+    spare: int
+    rows: int
+    inner: int
+    columns: int
+
+    for_text: ClassVar[bool] = True
+    billed_as: ClassVar[str] = TripleProduct.__name__
+
+    def check(self) -> None:
+        if type(self.site) is not str or len(self.site) > LONGEST_SITE or not self.site.isprintable():
+            raise ValueError("the site of CachedProduct is printable text")
+        counts = (self.repeats, self.rows, self.inner, self.columns)
+        if type(self.keys) is not bool or not all(type(each) is int and each > 0 for each in counts):
+            raise ValueError("the options of CachedProduct are a name, a bool and whole numbers, at least 1")
+        if type(self.spare) is not int or not 0 <= self.spare <= MOST_SPARE * self.room or self.rows > self.room:
+            raise ValueError(f"CachedProduct has {self.spare} spare rows and {self.rows} new ones in {self.room}")
+
+    @property
+    def room(self) -> int:
+        """Positions that there is room for."""
+        return self.columns if self.keys else self.inner
+
+    def results(self, *shapes: Shape) -> tuple[Result, ...]:
+        self.sizes(*shapes)
+        return (Result((*shapes[0][:-1], self.columns)),)
+
+    def sizes(self, *shapes: Shape) -> Sizes:
+        """Return the sizes of what is prepared for a text whose runs take arguments of these shapes.
+
+        Raises:
+            ValueError: it does not take such arguments.
+        """
+        sizes = ((self.rows, self.inner), (self.inner, self.columns))
+        if len(shapes) != 2 or shapes[0][-2:] != sizes[0] or shapes[1] != (*shapes[0][:-2], *sizes[1]):
+            raise ValueError(f"CachedProduct takes matrices of the sizes {sizes[0]} and {sizes[1]}, not {shapes}")
+        heads, rest = divmod(math.prod(shapes[0][:-2]), self.repeats)
+        if rest:
+            raise ValueError(f"CachedProduct takes a multiple of {self.repeats} matrices, not {shapes}")
+        width, capacity = self.inner if self.keys else self.columns, self.room + self.spare
+        return Sizes(heads, width, capacity, width if self.keys else capacity)
+
+    def options_of_text(self) -> tuple[Any, ...]:
+        return (self.keys,)
+
+    def preparation(self, *shapes: Shape) -> Preparation:
+        """Of a text: A [heads, capacity, repeats, width or capacity] and B [heads, capacity, width]."""
+        from aero_compile.runtime.arithmetic.causal_products import products_before
+
+        s = self.sizes(*shapes)
+
+        def product(left: Any, right: Any) -> Any:
+            return products_before(left, right, self.keys)
+
+        left, right = (s.heads, s.capacity, self.repeats, s.inner), (s.heads, s.capacity, s.width)
+        gives = (s.heads, s.capacity * self.repeats, s.capacity if self.keys else s.width)
+        return Preparation((RandomWords("left", left, None), RandomWords("right", right, None)), (), gives, product)
+
+    def shaped(self, prepared: Mapping[str, Words], *shapes: Shape) -> dict[str, Words]:
+        """What was prepared for a text, as runs read it: in its shapes, and rows of weights that end at their number.
+
+        The product is [heads, capacity, repeats, capacity or width]; of keys it holds what lies up to their own number.
+        """
+        plan, s = self.preparation(*shapes), self.sizes(*shapes)
+        found = {random.name: prepared[random.name].reshape(random.shape) for random in plan.randoms}
+        if not self.keys:
+            found["left"] = np.where(np.tri(s.capacity, dtype=bool)[:, None], found["left"], np.uint64(0))
+        return {**found, "product": prepared["product"].reshape(s.heads, s.capacity, self.repeats, -1)}
+
+    def run(self, side: Side, *shares: Words) -> tuple[Words, ...]:
+        if side.cached is None:
+            raise PartyError(f"nothing is prepared for the cached rows of {self.site!r}")
+        cached, kept = side.cached, side.cached.numbers.kept
+        rows, first = cached.numbers.take()
+        x, y = self._matrices(*shares)
+        own, left, right = rows[len(rows) - kept :], cached.prepared["left"], cached.prepared["right"]
+        left, mine, is_open = left[:, own], np.moveaxis(x[:, :, :kept], 2, 1), np.ones((kept, 1, self.inner), bool)
+        if not self.keys:  # by number, not by position
+            wide = np.zeros((*mine.shape[:-1], own[-1] + 1), np.uint64)
+            wide[..., rows] = mine[..., : len(rows)]
+            is_open = np.arange(own[-1] + 1) <= own[:, None, None]
+            left, mine = left[..., : own[-1] + 1], np.where(is_open, wide, np.uint64(0))
+        e = self._exchange(side, mine - left, np.broadcast_to(is_open, mine.shape[1:]), y[:, first : len(rows)], first)
+        used = rows if self.keys else np.arange(own[-1] + 1)
+        f, b = cached.opened[:, used], right[:, used]
+        known, product = (b + f if side.rank == SERVER else b), cached.prepared["product"][:, own]
+        if self.keys:
+            f, known, product = f.swapaxes(1, 2), known.swapaxes(1, 2), product[..., rows]
+        flat = (len(e), kept * self.repeats, e.shape[-1])
+        made = ring_product(e.reshape(flat), known) + ring_product(left.reshape(flat), f)
+        made = made.reshape(product.shape) + product
+        if self.keys:
+            made = np.where(rows <= own[:, None, None], made, np.uint64(0))
+        result = np.zeros((*x.shape[:-1], self.columns), np.uint64)
+        result[:, :, :kept, : made.shape[-1]] = np.moveaxis(made, 1, 2)
+        result[:, :, kept:] = result[:, :, kept - 1 : kept]
+        return (result.ravel(),)
+
+    def _matrices(self, x: Words, y: Words) -> tuple[Words, Words]:
+        """X as [heads, repeats, rows, inner], and the cached rows [heads, room, width], of repeated ones the first."""
+        cached = y.reshape(-1, self.repeats, self.inner, self.columns)[:, 0]
+        return x.reshape(-1, self.repeats, self.rows, self.inner), cached.swapaxes(1, 2) if self.keys else cached
+
+    def _exchange(self, side: Side, e: Words, is_open: Any, made: Words, first: int) -> Words:
+        """Open E [heads, kept, repeats, words] where `is_open`, and F of the rows that were `made`; returns E.
+
+        `made`: shares of the cached rows of all positions from `first` on.
+        """
+        cached = side.cached
+        assert cached is not None
+        new = np.array(cached.numbers.rows[first:], np.int64)
+        own = np.concatenate([e[:, is_open].ravel(), (made - cached.prepared["right"][:, new]).ravel()])
+        side.send(own)
+        both = own + side.receive(own.shape)
+        found, count = np.zeros_like(e), len(e) * int(is_open.sum())
+        found[:, is_open] = both[:count].reshape(len(e), -1)
+        cached.opened[:, new] = both[count:].reshape(made.shape)
+        return found
+
+    def together(self, draw: np.random.Generator, *words: Words) -> tuple[Words, ...]:
+        left, right = words[0].reshape(-1, self.rows, self.inner), words[1].reshape(-1, self.inner, self.columns)
+        return (ring_product(left, right).ravel(),)
+
+    def plain(self, *arguments: Any) -> tuple[Any, ...]:
+        x, y = arguments
+        return (x @ y,)
+
+    def bill(self, session: Session, *shapes: Shape) -> None:
+        s, numbers = self.sizes(*shapes), session.row_numbers(self)
+        kept = numbers.kept
+        rows, first = numbers.take()
+        wide = s.width if self.keys else int(rows[-1]) + 1
+        opened = kept * wide if self.keys else int((rows[len(rows) - kept :] + 1).sum())
+        session.swap(8.0 * s.heads * (opened * self.repeats + (len(rows) - first) * s.width))
+        multiplications = 2 * s.heads * self.repeats * kept * s.width * (len(rows) if self.keys else wide)
+        session.kernel(self.billed_as, super().work(*shapes)[0], multiplications)
