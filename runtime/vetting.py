@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from aero_compile.errors import AeroError, InputError
 from aero_compile.runtime.costs.pphlo import parse
 from aero_compile.runtime.kernels.encrypted_lookup import EncryptedLookup
-from aero_compile.runtime.offline.elements import element_batches
+from aero_compile.runtime.offline.batches import batches
 from aero_compile.runtime.prefix import check_prefix
 from aero_compile.runtime.program_parts import SET_UP, SET_UP_INPUTS, KernelStep, ProgramContent, Step, TensorSpec
 from aero_compile.runtime.spu_config import check_config
@@ -134,7 +134,7 @@ def check_program(program: ProgramContent) -> None:
         except AeroError as error:
             raise InputError(f"step {number} of the program ({step.label[:60]!r}) is refused: {error}") from error
     _check_masks(program)
-    _check_elements(program)
+    _check_batches(program)
     _check_guard(program, known, inputs)
     _check_results(program, known, inputs)
     logits = program.logits
@@ -320,9 +320,9 @@ def _taken(step: KernelStep) -> list[str]:
     return [step.inputs[each.taken] for each in (plan.randoms if plan else ()) if each.taken is not None]
 
 
-def _check_elements(program: ProgramContent) -> None:
+def _check_batches(program: ProgramContent) -> None:
     """Element products are prepared in batches that follow from the program, by codes of two arrays of integers."""
-    for batch in element_batches(program.steps):
+    for batch in batches(program.steps):
         kind = _type((batch.size,), "int32")
         if _check_code(program, batch.key, [kind] * 2, 1) != [kind]:
             raise InputError(f"the program's code {batch.key!r} gives another shape")

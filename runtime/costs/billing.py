@@ -12,7 +12,7 @@ from aero_compile.runtime.costs.session import Cost, Session
 from aero_compile.runtime.hosts.measure import OFFLINE, by_operator
 from aero_compile.runtime.hosts.network_spec import Network
 from aero_compile.runtime.hosts.split import SPLIT
-from aero_compile.runtime.offline.elements import element_batches
+from aero_compile.runtime.offline.batches import batches
 from aero_compile.runtime.offline.prepare import prepared_steps
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.program_parts import SET_UP, TOKENS, KernelStep
@@ -87,7 +87,7 @@ def bill_offline(
         operations.run(session, functions[step.preparation], knows)
         spent = session.bill()
         found[at] = dict(zip(OFFLINE, (round(spent.bytes), spent.messages, spent.seconds(network)), strict=True))
-    for batch in element_batches(program.steps):
+    for batch in batches(program.steps):
         session.step(len(program.codes[batch.key]))
         operations.run(session, functions[batch.key], [OWNED[owner] for owner in batch.owners])
         spent = session.bill()

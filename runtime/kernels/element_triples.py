@@ -1,7 +1,7 @@
 """Products of random words, element by element, as kernels take them: made for all kernels of a program at once.
 
 SPU multiplies elements in ciphertexts of 8192 values, of which a call fills whole ones. So the parties concatenate the
-factors of all kernels and multiply them together (`aero_compile.runtime.offline.elements`). Two shares of a product of
+factors of all kernels and multiply them together (`aero_compile.runtime.offline.batches`). Two shares of a product of
 two shares need two ciphertexts and an answer (221 bytes an element); where each party knows one factor alone, one
 ciphertext and an answer (143). The square of a mask a = a_0 + a_1 is of the second kind: a² = a_0² + a_1² + 2·a_0·a_1,
 of which each party knows one of the first two terms.

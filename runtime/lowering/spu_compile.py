@@ -19,7 +19,7 @@ from aero_compile.runtime.kernels.registry import to_json
 from aero_compile.runtime.lowering import warm_up
 from aero_compile.runtime.lowering.cut import cut
 from aero_compile.runtime.lowering.live import LiveProgram, LiveStep
-from aero_compile.runtime.offline.elements import ElementBatch, element_batches
+from aero_compile.runtime.offline.batches import Batch, batches
 from aero_compile.runtime.prefix import digest_of
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.program_parts import SET_UP, TOKENS, KernelStep, Step, TensorSpec
@@ -46,8 +46,8 @@ def compile_steps(
         compiled = _preparation(piece) if isinstance(piece, KernelStep) else piece
         if compiled is not None and compiled.key not in codes:
             codes[compiled.key] = known.get(compiled.key) or _compile(spu, compiled, form, live.published)
-    triples = {at: batch.key for batch in element_batches([piece for piece, _ in pieces]) for at in batch.steps}
-    for batch in element_batches([piece for piece, _ in pieces]):
+    triples = {at: batch.key for batch in batches([piece for piece, _ in pieces]) for at in batch.steps}
+    for batch in batches([piece for piece, _ in pieces]):
         if batch.key not in codes:
             codes[batch.key] = known.get(batch.key) or _compile(spu, _product_of(batch), form, ())
     last_use = {name: at for at, (piece, _) in enumerate(pieces) for name in (*piece.inputs, *piece.outputs)}
@@ -107,7 +107,7 @@ def _preparation(step: KernelStep) -> LiveStep | None:
     )
 
 
-def _product_of(batch: ElementBatch) -> LiveStep:
+def _product_of(batch: Batch) -> LiveStep:
     """The products of a batch of elements, as a step."""
     shapes = ((batch.size,),) * 2
     return LiveStep(

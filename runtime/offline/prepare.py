@@ -1,20 +1,22 @@
-"""Making a preparation: random words, and shares of their products with the server's matrices."""
+"""Making a preparation: random words, and shares of their products with the server's matrices and each other."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from aero_compile.errors import PartyError
+from aero_compile.runtime.kernels.run import SHARED
 from aero_compile.runtime.kernels.side import Side
-from aero_compile.runtime.kernels.words import Words, read_words
-from aero_compile.runtime.offline.elements import prepare_elements
-from aero_compile.runtime.offline.masks import Argument, Masks, run_on_words
+from aero_compile.runtime.kernels.words import Words, read_words, with_words
+from aero_compile.runtime.offline.batches import Batch, batches
 from aero_compile.runtime.offline.store import Prepared
 from aero_compile.runtime.program_parts import KernelStep, ProgramContent
 from aero_compile.runtime.roles import SERVER
@@ -24,9 +26,12 @@ NAME_BYTES = 16
 
 
 def prepared_steps(program: ProgramContent) -> list[tuple[int, KernelStep]]:
-    """The steps for which something is prepared by itself, with their numbers; others are in `element_batches`."""
-    calls = [(at, step) for at, step in enumerate(program.steps) if isinstance(step, KernelStep) and step.preparation]
-    return [(at, step) for at, step in calls if step.kernel.triples(*step.shapes) is None]
+    """The steps for which something is prepared by itself, with their numbers; the others are in `batches`."""
+    return [
+        (at, step)
+        for at, step in enumerate(program.steps)
+        if isinstance(step, KernelStep) and step.preparation and step.kernel.triples(*step.shapes) is None
+    ]
 
 
 def prepare(
@@ -44,15 +49,45 @@ def prepare(
     Returns:
         What is kept for the run, and for each step its number, label and place with what it cost.
     """
-    masks = Masks(side.rank, program)
-    found: Prepared = {}
+    found: Prepared = {
+        at: {} for at, step in enumerate(program.steps) if isinstance(step, KernelStep) and step.preparation
+    }
+    _draw(side.rank, program, found)
     rows = []
+
+    def told(steps: Sequence[int], begun: float, what: str) -> list[dict[str, Any]]:
+        record = profile(what) | {"seconds": time.perf_counter() - begun}
+        labels = [program.steps[at] for at in steps]
+        return [
+            {"at": at, "op": each.label, "place": each.place, **record} for at, each in zip(steps, labels, strict=True)
+        ]
+
     for at, step in prepared_steps(program):
         begun = time.perf_counter()
-        found[at] = _prepare(side, io, runtime, program.codes[step.preparation], step, weights, masks.of(at))
-        record = profile(f"the preparation of step {at}, {step.label} ({step.place})")
-        rows.append({"at": at, "op": step.label, "place": step.place, "seconds": time.perf_counter() - begun, **record})
-    return found, [*rows, *prepare_elements(side, io, runtime, program, masks, found, profile)]
+        _prepare(side, io, runtime, program.codes[step.preparation], step, weights, found[at])
+        rows += told([at], begun, f"the preparation of step {at}, {step.label} ({step.place})")
+    for batch in batches(program.steps):
+        begun = time.perf_counter()
+        _multiply(side, io, runtime, program, batch, found)
+        rows += batch.divided(told(batch.steps, begun, f"the preparation of {batch.size:,} elements"))
+    return found, rows
+
+
+def _draw(rank: int, program: ProgramContent, found: Prepared) -> None:
+    """Draw the random words of this party for all steps; some take those of the step that made their argument."""
+    made: dict[str, int] = {}
+    for at, step in enumerate(program.steps):
+        made |= dict.fromkeys(step.outputs, at)
+        if at not in found or not isinstance(step, KernelStep):
+            continue
+        plan = step.kernel.triples(*step.shapes) or step.kernel.preparation(*step.shapes)
+        assert plan is not None
+        for random in plan.randoms:
+            if random.taken is not None:
+                found[at][random.name] = found[made[step.inputs[random.taken]]][random.name]
+            elif random.owner in (None, rank):
+                words = np.frombuffer(os.urandom(8 * math.prod(random.shape)), "<u8")
+                found[at][random.name] = words.astype(np.uint64)
 
 
 def _prepare(
@@ -63,18 +98,53 @@ def _prepare(
     step: KernelStep,
     weights: Mapping[str, npt.NDArray[Any]],
     kept: dict[str, Words],
-) -> dict[str, Words]:
-    """Multiply what this party `kept` of the random words of a step; returns them with its share of the product."""
-    spu, plan = side.spu, step.kernel.preparation(*step.shapes)
+) -> None:
+    """Multiply the random words of a step, of which this party `kept` its own, and keep its share of the product."""
+    plan = step.kernel.preparation(*step.shapes)
     assert plan is not None
     arguments: list[Argument] = []
     for random in plan.randoms:
         arguments.append((random.shape, random.owner, kept[random.name] if random.owner in (None, side.rank) else None))
     for number in plan.weights:
-        own = _encoded(spu, io, weights[step.inputs[number]]) if side.rank == SERVER else None
+        own = _encoded(side.spu, io, weights[step.inputs[number]]) if side.rank == SERVER else None
         arguments.append((step.shapes[number], SERVER, own))
-    kept["product"] = run_on_words(side, io, runtime, step.label, code, arguments)
-    return kept
+    kept["product"] = _run(side, io, runtime, step.label, code, arguments)
+
+
+def _multiply(side: Side, io: Any, runtime: Any, program: ProgramContent, batch: Batch, found: Prepared) -> None:
+    """Multiply the factors of a batch, and keep for each of its steps this party's share of the products."""
+    factors = []
+    for at in batch.steps:
+        step = program.steps[at]
+        assert isinstance(step, KernelStep)
+        plan = step.kernel.triples(*step.shapes)
+        assert plan is not None
+        factors.append(plan.factors(found[at]))
+    joined: list[Words | None] = [np.concatenate(each) for each in zip(*factors, strict=True)]
+    if batch.crossed:
+        joined = [*joined, None] if side.rank == SERVER else [None, *joined]
+    arguments: list[Argument] = [((batch.size,), owner, own) for owner, own in zip(batch.owners, joined, strict=True)]
+    product = _run(side, io, runtime, "elements", program.codes[batch.key], arguments)
+    for at, words in zip(batch.steps, np.split(product, np.cumsum(batch.sizes)[:-1]), strict=True):
+        found[at]["product"] = words
+
+
+Argument = tuple[tuple[int, ...], int | None, Words | None]
+"""Of a code: its shape, the rank of its owner (None: shares), and what this party has of it (None: nothing)."""
+
+
+def _run(side: Side, io: Any, runtime: Any, label: str, code: str, arguments: Sequence[Argument]) -> Words:
+    """Run a code of whole numbers; returns this party's share of its result."""
+    spu, names = side.spu, [f"in{at}" for at in range(len(arguments))]
+    for name, (shape, owner, words) in zip(names, arguments, strict=True):
+        zeros = np.zeros(shape, np.int32)
+        form = io.make_shares(zeros, spu.Visibility.VIS_SECRET, SHARED if owner is None else owner)[side.rank]
+        runtime.set_var(name, with_words(form, np.zeros(zeros.size, np.uint64) if words is None else words))
+    runtime.run(spu.Executable(label, names, ["product"], code.encode()))
+    product = read_words(runtime.get_var("product"))
+    for name in (*names, "product"):
+        runtime.del_var(name)
+    return product
 
 
 def _encoded(spu: Any, io: Any, weight: npt.NDArray[Any]) -> Words:

@@ -1,4 +1,4 @@
-"""Random words of runs, and shares of element products of them: exact, fresh, and taken where they belong."""
+"""Shares of element products of random words: exact, of fresh words, and of masks that are taken where they belong."""
 
 from __future__ import annotations
 

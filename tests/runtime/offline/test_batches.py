@@ -13,8 +13,8 @@ from aero_compile.runtime.kernels.kernel import Kernel
 from aero_compile.runtime.kernels.prepared_squares import PreparedSquares
 from aero_compile.runtime.kernels.triple_elements import BatchedElements
 from aero_compile.runtime.kernels.whole_numbers import WholeNumbers
-from aero_compile.runtime.offline import elements as module
-from aero_compile.runtime.offline.elements import ElementBatch, element_batches
+from aero_compile.runtime.offline import batches as module
+from aero_compile.runtime.offline.batches import Batch, batches
 from aero_compile.runtime.program_parts import KernelStep, Step
 from aero_compile.runtime.roles import SERVER
 from tests.support.budgets import few
@@ -40,7 +40,7 @@ def _steps(kinds: list[tuple[int, int]]) -> list[Any]:
 def test_every_step_with_triples_is_in_one_batch(kinds: list[tuple[int, int]], most: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "MOST", most)
-        found = element_batches(_steps(kinds))
+        found = batches(_steps(kinds))
     for crossed, of_kind in ((True, (0, 1)), (False, (2,))):
         mine = [batch for batch in found if batch.crossed is crossed]
         wanted = [(at, size) for at, (kind, size) in enumerate(kinds) if kind in of_kind]
@@ -53,7 +53,7 @@ def test_every_step_with_triples_is_in_one_batch(kinds: list[tuple[int, int]], m
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=9), st.integers(0, 10**9), st.integers(0, 99))
 @few(max_examples=60)
 def test_what_a_batch_cost_is_divided_among_its_steps(sizes: list[int], sent: int, messages: int) -> None:
-    batch = ElementBatch(True, tuple(range(len(sizes))), tuple(sizes))
+    batch = Batch(True, tuple(range(len(sizes))), tuple(sizes))
     whole = {"op": "op", "seconds": 2.5, "send_bytes": sent, "send_actions": messages, "records": 1, "kinds": [{}]}
     rows = batch.divided([{**whole, "at": at} for at in batch.steps])
     assert [row["at"] for row in rows] == list(batch.steps)
@@ -67,6 +67,6 @@ def test_what_a_batch_cost_is_divided_among_its_steps(sizes: list[int], sent: in
 
 
 def test_few_elements_take_stored_triples() -> None:
-    assert ElementBatch(True, (0,), (3499,)).owners == (None, None)
-    assert ElementBatch(True, (0, 1), (3499, 1)).owners == (SERVER, None)
-    assert ElementBatch(False, (0,), (10**6,)).owners == (None, None)
+    assert Batch(True, (0,), (3499,)).owners == (None, None)
+    assert Batch(True, (0, 1), (3499, 1)).owners == (SERVER, None)
+    assert Batch(False, (0,), (10**6,)).owners == (None, None)

@@ -7,19 +7,14 @@ their ciphertexts fit into memory. What a batch costs is told of its steps by th
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from aero_compile.runtime.arithmetic.filling import FEW_OWNED, multiply
-from aero_compile.runtime.kernels.side import Side
-from aero_compile.runtime.kernels.words import Words
-from aero_compile.runtime.offline.masks import Argument, Masks, run_on_words
-from aero_compile.runtime.offline.store import Prepared
-from aero_compile.runtime.program_parts import KernelStep, ProgramContent
+from aero_compile.runtime.program_parts import KernelStep
 from aero_compile.runtime.roles import SERVER
 
 MOST = 2**18
@@ -27,7 +22,7 @@ MOST = 2**18
 
 
 @dataclass(frozen=True)
-class ElementBatch:
+class Batch:
     """Products of elements of several steps: their numbers, and how many elements each has.
 
     `crossed`: each party knows one factor alone.
@@ -80,13 +75,13 @@ class ElementBatch:
         return (left * right if self.owners[0] is not None else multiply(left, right),)
 
 
-def element_batches(steps: Sequence[object]) -> list[ElementBatch]:
+def batches(steps: Sequence[object]) -> list[Batch]:
     """The batches of a program's steps, in the order in which they are made."""
     found = []
     triples = [(at, each.kernel.triples(*each.shapes)) for at, each in enumerate(steps) if isinstance(each, KernelStep)]
     for crossed in (True, False):
         sizes = [(at, each.size) for at, each in triples if each is not None and each.crossed is crossed]
-        found += [ElementBatch(crossed, *zip(*group, strict=True)) for group in _groups(sizes)]
+        found += [Batch(crossed, *zip(*group, strict=True)) for group in _groups(sizes)]
     return found
 
 
@@ -101,49 +96,3 @@ def _groups(sizes: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
         groups[-1].append((at, size))
         total += size
     return groups
-
-
-def prepare_elements(
-    side: Side,
-    io: Any,
-    runtime: Any,
-    program: ProgramContent,
-    masks: Masks,
-    found: Prepared,
-    profile: Callable[[str], dict[str, Any]],
-) -> list[dict[str, Any]]:
-    """Make the element products of one run of `program`, as one party, in SPU's `runtime`, with the peer.
-
-    What is kept of them goes to `found`, by the numbers of steps. `profile` is that of `prepare`.
-
-    Returns:
-        For each step its number, label and place with its part of what was spent.
-    """
-    rows = []
-    for batch in element_batches(program.steps):
-        begun = time.perf_counter()
-        _multiply(side, io, runtime, program, batch, masks, found)
-        record = profile(f"the preparation of {batch.size:,} elements") | {"seconds": time.perf_counter() - begun}
-        called = [(at, program.steps[at]) for at in batch.steps]
-        rows += batch.divided([{"at": at, "op": step.label, "place": step.place, **record} for at, step in called])
-    return rows
-
-
-def _multiply(
-    side: Side, io: Any, runtime: Any, program: ProgramContent, batch: ElementBatch, masks: Masks, found: Prepared
-) -> None:
-    """Multiply the factors of a batch, and keep for each of its steps this party's share of the products."""
-    factors = []
-    for at in batch.steps:
-        step = program.steps[at]
-        assert isinstance(step, KernelStep)
-        plan = step.kernel.triples(*step.shapes)
-        assert plan is not None
-        factors.append(plan.factors(masks.of(at)))
-    joined: list[Words | None] = [np.concatenate(each) for each in zip(*factors, strict=True)]
-    if batch.crossed:
-        joined = [*joined, None] if side.rank == SERVER else [None, *joined]
-    arguments: list[Argument] = [((batch.size,), owner, own) for owner, own in zip(batch.owners, joined, strict=True)]
-    product = run_on_words(side, io, runtime, "elements", program.codes[batch.key], arguments)
-    for at, words in zip(batch.steps, np.split(product, np.cumsum(batch.sizes)[:-1]), strict=True):
-        found[at] = {**masks.of(at), "product": words}
