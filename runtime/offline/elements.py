@@ -17,8 +17,8 @@ from aero_compile.runtime.arithmetic.filling import FEW_OWNED, multiply
 from aero_compile.runtime.program_parts import KernelStep
 from aero_compile.runtime.roles import SERVER
 
-MOST = 2**20
-"""Elements of a group of several steps: 128 full ciphertexts of either party, about 60 MB with what SPU computes."""
+MOST = 2**18
+"""Elements of a group of several steps: 32 ciphertexts of values. SPU takes about 120 MB a party for so many."""
 
 
 @dataclass(frozen=True)

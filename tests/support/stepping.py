@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,8 @@ class _AnyCount(int):
 
 class _NoLog:
     """In the place of SPU's log, in which threads of one process cannot be told apart."""
+
+    folder = Path(tempfile.gettempdir())
 
     def read(self) -> dict[str, Any]:
         counts = dict.fromkeys(("send_bytes", "recv_bytes", "send_actions", "recv_actions"), 0)

@@ -136,6 +136,6 @@ def test_squares_and_products_move_before() -> None:
     assert after["silu"]["bytes"] < before["silu"]["bytes"] - 4 * (130 - 16) * elements
     assert after["rms_norm"]["bytes"] < before["rms_norm"]["bytes"] / 2, "SPU's inverse root is most of the rest"
     for name in ("mul", "silu", "rms_norm"):
-        assert after[name]["offline_bytes"] > 100 * 6 * 40
+        assert after[name]["offline_bytes"] >= 20 * 6 * 40, "more where no triples are left"
         assert before[name]["offline_bytes"] == 0
     assert split.bytes + split.offline_bytes < 1.1 * plain.bytes, "moved, and not doubled"
