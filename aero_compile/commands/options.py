@@ -37,6 +37,16 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
+def add_lookup(group: Any) -> None:
+    """Add how tokens are looked up: to a parser, or a group of it."""
+    text = (
+        "how tokens look rows up in the server's table: one-hot, by products; encrypted, in one message of 39 kB a token "
+        "at a width of 768, for which a client downloads the encrypted table once (8 bytes a number, 309 MB for GPT-2 "
+        "small); or auto, whichever takes fewer bytes without the table (default: %(default)s)"
+    )
+    group.add_argument("--lookup", choices=["auto", "encrypted", "one-hot"], default="auto", help=text)
+
+
 def add_costs(group: Any) -> None:
     """Add what decides the costs of a private forward beside the model: to a parser, or a group of it."""
     text = "with the private checks of ranges that programs for two hosts have"
@@ -47,7 +57,6 @@ def add_costs(group: Any) -> None:
         "prepare what does not depend on the tokens before; bytes, messages and seconds are then those with the tokens"
     )
     group.add_argument("--offline", action="store_true", help=text)
-    text = "how tokens look rows up in the server's table: by one-hot products, or in one message, under encryption"
-    group.add_argument("--lookup", choices=["one-hot", "encrypted"], default="one-hot", help=text)
+    add_lookup(group)
     text = "what to emulate (or assume) between the parties: wan, lan or MBPS:RTT_MS; default: loopback, nothing"
     group.add_argument("--network", default="loopback", metavar="NET", help=text)
