@@ -40,9 +40,9 @@ def names(text: str) -> tuple[str, ...]:
 def add_lookup(group: Any) -> None:
     """Add how tokens are looked up: to a parser, or a group of it."""
     text = (
-        "how tokens look rows up in the server's table: one-hot, by products; encrypted, in one message of 39 kB a token "
-        "at a width of 768, for which a client downloads the encrypted table once (8 bytes a number, 309 MB for GPT-2 "
-        "small); or auto, whichever takes fewer bytes without the table (default: %(default)s)"
+        "how tokens look rows up in the server's table: one-hot, by products; encrypted, in one message (39 kB a token "
+        "of GPT-2 small), for which a client downloads the encrypted table once (8 bytes a number, 309 MB); or auto, "
+        "whichever is cheaper, the table not counted (default: %(default)s)"
     )
     group.add_argument("--lookup", choices=["auto", "encrypted", "one-hot"], default="auto", help=text)
 

@@ -251,8 +251,8 @@ def estimate_generation(
         **{key: sum(each[key] for each in reveals) for key, value in reveal.items() if key not in _TEXTS},
     }
     whole = _estimate(programs.step, emulated, warm_up, [*steps, opening], total, costs)
-    told = {"program": programs.digest, "table_bytes": table_size(programs)}
-    return replace(whole, shape=(1, length), new_tokens=new_tokens, token=token, **told)
+    whole = replace(whole, shape=(1, length), program=programs.digest, table_bytes=table_size(programs))
+    return replace(whole, new_tokens=new_tokens, token=token)
 
 
 def _fitting(table: CostTable | None, program: Program) -> CostTable:

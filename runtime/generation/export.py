@@ -93,13 +93,13 @@ def usual_fills(room: int) -> list[int]:
     return [*found, room - 1] if room > 2 else found
 
 
-def export_generation(
-    compiled: CompiledGeneration, directory: str | os.PathLike[str], *, tables: bool = True
-) -> None:
+def export_generation(compiled: CompiledGeneration, directory: str | os.PathLike[str], *, tables: bool = True) -> None:
     """Write the programs and `public.npz`, for both parties, and `weights.npz`, for the server only (mode 0600).
 
     Where tables are looked up under encryption, `lookup_key.npz` is for the server only and `lookup_table.bin` for
-    clients, as of `aero_compile.runtime.export`; with `tables=False` both are left out. The folder is made with mode 0700 if it does not exist; programs are named by their digests.
+    clients, as of `aero_compile.runtime.export`; with `tables=False` both are left out.
+
+    The folder is made with mode 0700 if it does not exist; programs are named by their digests.
     """
     target = Path(directory)
     make_private_folder(target)

@@ -32,7 +32,8 @@ class PartyInputs:
 
     `published`: the arrays that both hold; `own`: those of this party alone; `store`: where its preparations are, None
     for a program that takes none; `tables`: what it holds of those that are looked up under encryption, and `key`
-    the digest of the clients' file of them. `in_range`: False where the client's own could not be computed of its tokens, and is zeros.
+    the digest of the clients' file of them. `in_range`: False where the client's own could not be computed of its
+    tokens, and is zeros.
     """
 
     rank: int
