@@ -37,8 +37,11 @@ class ServedTable:
         Raises:
             OSError: the file cannot be read any more.
         """
+        size = self.facts.piece_size(number)
+        if size <= 0:
+            return b""
         with self.file.open("rb") as file:
-            return os.pread(file.fileno(), max(0, self.facts.piece_size(number)), number * PIECE_BYTES)
+            return os.pread(file.fileno(), size, number * PIECE_BYTES)
 
 
 class TablesOffered:

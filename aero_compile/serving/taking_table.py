@@ -97,6 +97,7 @@ def _opened(kept: Path | None, otherwise: Path) -> Iterator[tuple[BinaryIO, Path
                 continue
             if not _is_named(file, path):  # another session has just ended doing so, and moved it
                 continue
+            os.fchmod(file.fileno(), 0o600)
             yield file, place
             return
 

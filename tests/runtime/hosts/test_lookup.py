@@ -133,7 +133,7 @@ def of_party(files: Exported, rank: int, *more: str) -> list[str]:
     folder = files.server if rank == SERVER else files.client
     own = ["--weights", "weights.npz"] if rank == SERVER else ["--tokens", "tokens.npy"]
     words = ["--program", "program.json", *own, *more, "--output", "out"]
-    paths = [str(folder / word) if word.endswith(("json", "npz", "npy", "out")) else word for word in words]
+    paths = [str(folder / word) if word.endswith(("json", "npz", "npy", "bin", "out")) else word for word in words]
     return ["--rank", str(rank), "--address", "127.0.0.1:1", "--peer", "127.0.0.1:2", "--protocol", "semi2k", *paths]
 
 
