@@ -60,9 +60,10 @@ def test_equal_tables_are_encrypted_once_and_found_again(folder: Path, monkeypat
     (table,) = offered.tables.values()
     assert [path.name for path in folder.glob(f"*/{KEY}")] == [KEY]
     assert offered.generation is not None
-    facts = [*(each.facts for each in offered.forwards), offered.generation.facts]
-    assert {each.table for each in facts} == {table.facts}
-    assert {each.held.table for each in (*offered.forwards, offered.generation)} == {str(table.key)}
+    agreed = [*(each.facts.table for each in offered.forwards), offered.generation.facts.table]
+    assert agreed == [table.facts] * 3
+    held = [*(each.held.table for each in offered.forwards), offered.generation.held.table]
+    assert held == [str(table.key)] * 3
     content = table.file.read_bytes()
     assert (table.facts.digest, table.facts.size) == (hashlib.sha256(content).hexdigest(), len(content))
     assert table.facts.size == table_size(offered.generation.programs)
