@@ -110,7 +110,8 @@ class TwoTables(nn.Module):
         length = input_ids.shape[1]
         hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
         scores = (x @ self.keys(x).transpose(1, 2) / 4).masked_fill(hidden, float("-inf"))
-        return self.head(x + scores.softmax(-1) @ self.values(x))
+        logits: torch.Tensor = self.head(x + scores.softmax(-1) @ self.values(x))
+        return logits
 
 
 def two_tables() -> nn.Module:
