@@ -230,6 +230,11 @@ def check(programs: Programs) -> None:
         _check_growth(each.step, larger.step)
     for each in rooms:
         _check_room(replace(each, larger=None))
+    tables = programs.looked_up
+    for name, program in programs.all.items():
+        for table, shape in program.looked_up.items():
+            if shape != (other := tables[table]):
+                raise InputError(f"the program {name!r} looks up in {table!r} {shape}, and another one in {other}")
 
 
 def _check_growth(step: Program, larger: Program) -> None:

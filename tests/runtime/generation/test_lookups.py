@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from aero_compile.errors import InputError
 from aero_compile.runtime import compile_generation, estimate, private_generate
 from aero_compile.runtime.costs.model import estimate_generation
 from aero_compile.runtime.generation.private import local_session
-from aero_compile.runtime.generation.programs import CompiledGeneration
+from aero_compile.runtime.generation.programs import CompiledGeneration, of_names
 from aero_compile.runtime.hosts.lookup_files import table_size
 from aero_compile.runtime.kernels.encrypted_lookup import EncryptedLookup
 from aero_compile.runtime.program_parts import KernelStep
@@ -73,6 +74,20 @@ def test_a_lookup_that_there_is_not_is_refused() -> None:
         compile_generation(small_captured(), ROOM, "semi2k", fills=(), lookup="encrypted", public=public)
     given = compile_generation(small_captured(), ROOM, "semi2k", fills=(), public=public)
     assert given.programs.looked_up == {}
+
+
+def test_one_name_of_two_tables_is_refused() -> None:
+    """A client holds one table of a name; of rows that it has not, a lookup would fail, which the server would see."""
+    programs = small_compiled().programs
+    changed = [
+        replace(step, shapes=(step.shapes[0], (VOCABULARY, 8)))
+        if isinstance(step, KernelStep) and isinstance(step.kernel, EncryptedLookup)
+        else step
+        for step in programs.advance.steps
+    ]
+    named = {**programs.all, "advance": replace(programs.advance, steps=tuple(changed))}
+    with pytest.raises(InputError, match=r"looks up in 'w:lm_head.weight' \(23, \d+\), and another one in \(23, \d+\)"):
+        of_names(named)
 
 
 @pytest.mark.slow
