@@ -10,3 +10,8 @@ def human_bytes(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:,.3g} TB" if count < 999.5 else f"{count:,.0f} TB"
+
+
+def table_line(count: int) -> str:
+    """Return the line of a bill for `count` bytes of encrypted token tables."""
+    return f"table, once: {human_bytes(count)}, which a client keeps for all texts"

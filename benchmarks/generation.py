@@ -23,7 +23,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import numpy as np
 import torch
 
-from aero_compile.commands.options import positive
+from aero_compile.commands.options import add_lookup, positive
 from aero_compile.errors import InputError
 from aero_compile.exit_codes import exit_code
 from aero_compile.model import TransformedModel
@@ -59,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
         "--check", type=positive, default=1, metavar="N", help="tokens computed at once; default: %(default)s"
     )
     p.add_argument("--offline", action="store_true", help="prepare what can be before the prompt is known")
+    add_lookup(p)
     p.add_argument("--network", default="loopback", help="loopback, lan, wan or MBPS:RTT_MS; default: %(default)s")
     p.add_argument("--estimate", action="store_true", help="run nothing, predict only")
     p.add_argument("--seed", type=int, default=0, help="default: %(default)s")
@@ -90,7 +91,7 @@ def row(task: Task, args: argparse.Namespace) -> dict[str, Any]:
     began = time.monotonic()
     fills = [args.prompt - 1] if args.prompt > 2 else []
     checks = [args.check] if args.check > 1 else []
-    common: dict[str, Any] = {"guards": False, "offline": args.offline, "network": network}
+    common: dict[str, Any] = {"guards": False, "offline": args.offline, "network": network, "lookup": args.lookup}
     compiled = compile_generation(model, task.seq_len, fills=fills, checks=checks, **common)
     found: dict[str, Any] = {"room": task.seq_len, "layers": task.layers, "compiling": time.monotonic() - began}
     found |= predicted(compiled.programs, args, network)

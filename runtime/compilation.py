@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -50,8 +50,11 @@ from aero_compile.runtime.program import Program
 from aero_compile.runtime.rehearsal import check_logits
 from aero_compile.runtime.spu_config import check_config
 
-ONE_HOT, ENCRYPTED = "one-hot", "encrypted"
-"""How tokens look rows up in the server's table: by a product with one-hot rows, or under encryption."""
+AUTO, ONE_HOT, ENCRYPTED = "auto", "one-hot", "encrypted"
+"""How tokens look rows up in the server's table: by a product with one-hot rows, or under encryption; `AUTO`: in each
+program as it takes fewer bytes, the table itself not counted."""
+
+LOOKUPS = (AUTO, ENCRYPTED, ONE_HOT)
 
 MARGIN = 1.25
 """Scores may spread this much further than on the calibration text."""
@@ -87,21 +90,39 @@ class Options:
     offline: bool = False
     network: Network = UNLIMITED
     looked_at: bool = False
-    lookup: str = ONE_HOT
+    lookup: str = AUTO
 
     def __post_init__(self) -> None:
         check_config(self.protocol, self.form.ring_bits, self.form.fraction_bits)
         if self.offline and self.form.ring_bits != RING_BITS:
             raise InputError(f"offline=True takes the {RING_BITS}-bit ring (field={RING_BITS})")
-        if self.lookup not in (ONE_HOT, ENCRYPTED):
-            raise InputError(f"lookup must be {ONE_HOT!r} or {ENCRYPTED!r}, not {self.lookup!r}")
-        if self.lookup == ENCRYPTED and (self.form.ring_bits != RING_BITS or self.form.fraction_bits < LEAST_BITS):
+        if self.lookup not in LOOKUPS:
+            raise InputError(f"lookup must be {AUTO!r}, {ENCRYPTED!r} or {ONE_HOT!r}, not {self.lookup!r}")
+        if self.lookup == ENCRYPTED and not self._can_encrypt:
             raise InputError(
                 f"lookup={ENCRYPTED!r} takes the {RING_BITS}-bit ring (field={RING_BITS}) and fraction_bits of "
                 f"{LEAST_BITS} or more, below which the noise of the encryption stays"
             )
         if not self.clamp and not self.calibration:
             raise InputError("clamp=False needs calibration: text that shows how far scores spread")
+
+    @property
+    def _can_encrypt(self) -> bool:
+        """True if lookups under encryption are exact in this format."""
+        return self.form.ring_bits == RING_BITS and self.form.fraction_bits >= LEAST_BITS
+
+    @property
+    def encrypted(self) -> bool | None:
+        """True if all lookups are to be under encryption, False if none; None: those that are cheaper so."""
+        return self.lookup == ENCRYPTED or (None if self.lookup == AUTO and self._can_encrypt else False)
+
+    def check_lookups(self, programs: Iterable[Program]) -> None:
+        """Raise InputError if lookups under encryption are asked for, and no program has one."""
+        if self.lookup == ENCRYPTED and not any(program.looked_up for program in programs):
+            raise InputError(
+                f"lookup={ENCRYPTED!r} is for a token table that the server alone holds, and there is none here: leave "
+                "it out, or the table out of public="
+            )
 
     def texts(self, model: nn.Module) -> Iterator[Tokens]:
         """The batches of the calibration text, [B, T] each; none if there is none."""
@@ -120,11 +141,7 @@ def compile_for(
         model = optimized(with_public(given, options.public), options.logits, options.optimize)
         live, exact = _lowered(model, ids, options, on_ids)
         program = compile_steps(live, options.protocol, options.form.ring_bits, options.form.fraction_bits)
-        if options.lookup == ENCRYPTED and not program.looked_up:
-            raise InputError(
-                f"lookup={ENCRYPTED!r} is for a token table that the server alone holds, and there is none here: leave "
-                "it out, or the table out of public="
-            )
+        options.check_lookups([program])
         tolerance = options.form.tolerances.logits
         if tolerance is not None:
             say("rehearsing in the clear")
@@ -183,7 +200,7 @@ def lowering(part: Partition, seen: Observed, options: Options) -> Callable[...,
         guards=form if options.guards else None,
         doublings=doubled,
         offline=options.offline,
-        encrypted=options.lookup == ENCRYPTED,
+        encrypted=options.encrypted,
         one_product=fits,
         reaches=seen.reaches,
         worth=lambda count: fits and pays(count, options.protocol),

@@ -19,7 +19,7 @@ from aero_compile.code_version import code_version
 from aero_compile.errors import InputError
 from aero_compile.files import make_private_folder, write_private
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
-from aero_compile.runtime.compilation import ONE_HOT, Compiled, Options, compile_for
+from aero_compile.runtime.compilation import AUTO, Compiled, Options, compile_for
 from aero_compile.runtime.hosts.lookup_files import FILES, write_tables
 from aero_compile.runtime.hosts.measure import Measurement, combine
 from aero_compile.runtime.hosts.network_spec import Network, parse_network
@@ -46,7 +46,7 @@ def private_inference(
     public: str | Sequence[str] = (),
     offline: bool = False,
     prepare: int | None = None,
-    lookup: str = ONE_HOT,
+    lookup: str = AUTO,
     tolerances: Tolerances = DEFAULT,
     field: int = 64,
     fraction_bits: int = 18,
@@ -81,8 +81,9 @@ def private_inference(
             batch of 4,096 rows where that is cheaper than a product for each run; the bill has the share of the
             measured run. None: the tokens of the runs. 0: nothing by the batch.
         lookup: how the client's tokens look rows up in the server's token table: "one-hot", by a product, or
-            "encrypted": the client has the table once, encrypted by the server, 8 bytes for each of its numbers (not in
-            the bill), and sends a re-encrypted row for each token, 39 kB up to a width of 4,096.
+            "encrypted": the client has the table once, encrypted by the server, 8 bytes for each of its numbers
+            (`table_bytes` of the bill, in no other figure), and sends a re-encrypted row for each token, 39 kB at a
+            width of 768. "auto": whichever takes fewer bytes with these tokens.
         tolerances: how far off the approximated functions may be, each by itself (`aero_compile.runtime.approximations`
             tells what they cost), and the logits: a rehearsal of the program in the clear refuses what is further off.
         field: ring size in bits; fraction_bits: fixed-point fraction bits.
@@ -169,7 +170,7 @@ def compile_model(
     guards: bool = True,
     public: str | Sequence[str] = (),
     offline: bool = False,
-    lookup: str = ONE_HOT,
+    lookup: str = AUTO,
     tolerances: Tolerances = DEFAULT,
     field: int = 64,
     fraction_bits: int = 18,
@@ -199,12 +200,13 @@ def compile_unseen(model: torch.nn.Module, batch: int, length: int, options: Opt
     return compile_for(given, ids, options, on_ids=False)
 
 
-def export(compiled: Compiled, directory: str | os.PathLike[str]) -> None:
+def export(compiled: Compiled, directory: str | os.PathLike[str], *, tables: bool = True) -> None:
     """Write `program.json` (for both parties) and `weights.npz` (for the server only, mode 0600).
 
     Where clients are given weights, `public.npz` has them, for both parties. Where tables are looked up under
-    encryption, a new key for them is drawn: `lookup_key.npz` is for the server only, `lookup_table.npz` for clients,
-    each of which needs it once for all its runs with this key.
+    encryption, a new key for them is drawn: `lookup_key.npz` is for the server only, `lookup_table.bin` for clients,
+    each of which needs it once for all its runs with this key. With `tables=False` both are left out; a server that
+    offers the program makes them at its start.
 
     The folder is made with mode 0700 if it does not exist.
     """
@@ -214,7 +216,8 @@ def export(compiled: Compiled, directory: str | os.PathLike[str]) -> None:
     write_private(target / "weights.npz", lambda file: np.savez(file, **compiled.weights))
     if compiled.published:
         write_private(target / "public.npz", lambda file: np.savez(file, **compiled.published))
-    write_tables(compiled.program, compiled.weights, target / FILES[SERVER], target / FILES[CLIENT])
+    if tables:
+        write_tables(compiled.program, compiled.weights, target / FILES[SERVER], target / FILES[CLIENT])
 
 
 def check_prepare(prepare: Any, offline: bool) -> None:

@@ -9,7 +9,7 @@ Rank 0 is the server (weights), rank 1 the client (tokens, logits). On two hosts
 
 (`aero_compile.runtime.export` writes program and weights; tokens.npy holds int64 ids [B, T]. Where clients are given
 weights, it writes public.npz too, and both parties add --public public.npz. For a program that is compiled with
-`lookup="encrypted"`, the server adds --lookup lookup_key.npz, the client --lookup lookup_table.npz.)
+`lookup="encrypted"`, the server adds --lookup lookup_key.npz, the client --lookup lookup_table.bin.)
 For a program that is compiled with `offline=True`, both prepare first, before there are tokens, by the same commands
 with `--runs 0 --offline 5 --preparations DIR` and without `--tokens`; each run then takes one (`--runs 1
 --preparations DIR`). Products with the server's matrices are prepared by the batch of 4,096 rows where that is cheaper
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--program", type=Path, required=True, help="the compiled program, equal on both sides")
     add("--tokens", type=Path, help="client: .npy of int64 token ids [B, T]")
     add("--public", type=Path, help="both: .npz of the weights that clients are given, where there are any")
-    text = "of a program that looks up under encryption: lookup_key.npz (server), lookup_table.npz (client)"
+    text = "of a program that looks up under encryption: lookup_key.npz (server), lookup_table.bin (client)"
     add("--lookup", type=Path, help=text)
     add("--runs", type=int, choices=(0, 1, 2), default=2, help="2: a cold and a warm forward; 0: prepare only")
     add("--offline", type=int, default=0, metavar="N", help="prepare so many runs, before the tokens are needed")

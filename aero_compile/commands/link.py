@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from aero_compile.commands.options import gigabytes, positive
 from aero_compile.errors import InputError
+from aero_compile.progress import Line
+from aero_compile.units import human_bytes
 
 if TYPE_CHECKING:
     from aero_compile.runtime.generation.session import Session
@@ -73,7 +75,7 @@ def add_client(parser: argparse.ArgumentParser, required: bool = True) -> None:
     add("--model-digest", metavar="HEX", help="accept this model alone, as the server's log tells its digest")
     text = "positions by which the server learns how long texts are, for N-1 to 2N-2 more steps each (default: exactly)"
     add("--bucket", type=positive, default=1, metavar="N", help=text)
-    text = "private folder where the server's programs are kept for the next session (default: nowhere)"
+    text = "private folder where the server's programs and its encrypted token table are kept (default: nowhere)"
     add("--cache", type=Path, metavar="DIR", help=text)
     text = (
         "tokens to prepare for while nothing is computed, where the server has prepared products (default: %(default)s)"
@@ -103,7 +105,8 @@ def open_session(args: argparse.Namespace, check: Callable[[Session], object] | 
 
     names = ("model_digest", "timeout", "bucket", "cache", "ahead", "prompt_ahead", "max_memory")
     asked = {name: getattr(args, name) for name in names}
-    connection = connect(args.server, on_wait=_say_wait, on_offer=offered, **asked, **way_of(args, "client"))
+    told: dict[str, Any] = {"on_wait": _say_wait, "on_offer": offered, "on_download": _Download(args.cache is not None)}
+    connection = connect(args.server, **told, **asked, **way_of(args, "client"))
     if args.prepared:
         _prepare(connection, args)
     return connection
@@ -117,6 +120,25 @@ def _prepare(connection: Connection, args: argparse.Namespace) -> None:
             f"--prepared: nothing can be prepared with the server at {args.server} for --ahead {args.ahead} and "
             f"--prompt-ahead {args.prompt_ahead}; it must be started with --offline"
         )
+
+
+class _Download:
+    """Shows how far the download of an encrypted token table is, on standard error: without a terminal by tenths."""
+
+    def __init__(self, keeps: bool) -> None:
+        self._line, self._tenths, self._keeps = Line(), -1, keeps
+
+    def __call__(self, here: int, all_of_it: int) -> None:
+        tenths, size = 10 * here // all_of_it, human_bytes(all_of_it)
+        if self._tenths < 0:
+            hint = "" if self._keeps else "; --cache DIR keeps it for later sessions"
+            self._line.say(f"downloading the server's encrypted token table, {size}, once{hint}")
+        elif here == all_of_it:
+            self._line.clear()
+            self._line.say("the encrypted token table is here")
+        elif self._line.live or tenths > self._tenths:
+            self._line.show(f"{human_bytes(here)} of {size} of the table are here")
+        self._tenths = tenths
 
 
 def _say_wait(before: int) -> None:

@@ -37,6 +37,16 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
+def add_lookup(group: Any) -> None:
+    """Add how tokens are looked up: to a parser, or a group of it."""
+    text = (
+        "how tokens look rows up in the server's table: one-hot, by products; encrypted, in one message (39 kB a token "
+        "of GPT-2 small), for which a client downloads the encrypted table once (8 bytes a number, 309 MB); or auto, "
+        "whichever is cheaper, the table not counted (default: %(default)s)"
+    )
+    group.add_argument("--lookup", choices=["auto", "encrypted", "one-hot"], default="auto", help=text)
+
+
 def add_costs(group: Any) -> None:
     """Add what decides the costs of a private forward beside the model: to a parser, or a group of it."""
     text = "with the private checks of ranges that programs for two hosts have"
@@ -52,7 +62,6 @@ def add_costs(group: Any) -> None:
         "4,096 rows where that is cheaper; a run's share is in its bill (default: the tokens of the runs; 0: none)"
     )
     group.add_argument("--prepare", type=int, metavar="ROWS", help=text)
-    text = "how tokens look rows up in the server's table: by one-hot products, or in one message, under encryption"
-    group.add_argument("--lookup", choices=["one-hot", "encrypted"], default="one-hot", help=text)
+    add_lookup(group)
     text = "what to emulate (or assume) between the parties: wan, lan or MBPS:RTT_MS; default: loopback, nothing"
     group.add_argument("--network", default="loopback", metavar="NET", help=text)

@@ -13,14 +13,19 @@ from aero_compile.files import make_private_folder, read_regular, write_private
 MOST_BYTES = 4 << 30
 """Bytes that all files may have together; the one that was used longest ago goes first."""
 
-_NAME = re.compile(r"\.?[0-9a-f]{64}\.(program|published)(\.\w+\.part)?")
+_NAME = re.compile(r"\.?[0-9a-f]{64}\.(program|published|table)((\.\w+)?\.part)?")
 """Files of ours, those that were being written when their writer was killed among them; others are left alone."""
 
 logger = logging.getLogger("aero_compile.serving.cache")
 
 
+def part_name(name: str) -> str:
+    """Name of the file in which a download is continued."""
+    return f".{name}.part"
+
+
 class Cache:
-    """Files named `DIGEST.program` and `DIGEST.published` in a folder, which is made with mode 0700.
+    """Files named `DIGEST.program`, `DIGEST.published` and `DIGEST.table` in a folder, which is made with mode 0700.
 
     Nothing is believed of what lies there: whoever reads it checks it as if it came from the server.
 
@@ -57,10 +62,22 @@ class Cache:
         except OSError as error:
             logger.warning("nothing is kept in %s: %s", self._folder, error.strerror)
 
+    def place(self, name: str, size: int) -> Path | None:
+        """Where a file of so many bytes is or goes, after others were removed for it; None if it is not to be kept."""
+        if size > self._most:
+            return None
+        try:
+            self._make_room(size, name)
+        except OSError as error:
+            logger.warning("nothing is kept in %s: %s", self._folder, error.strerror)
+            return None
+        return self._folder / name
+
     def _make_room(self, count: int, name: str) -> None:
         """Remove what was used longest ago, until there is room for `count` bytes under `name`."""
         with os.scandir(self._folder) as entries:
-            named = [entry for entry in entries if _NAME.fullmatch(entry.name) and entry.name != name]
+            own = {name, part_name(name)}
+            named = [entry for entry in entries if _NAME.fullmatch(entry.name) and entry.name not in own]
             known = [(each.stat(follow_symlinks=False), each.path) for each in named]
         total = count + sum(status.st_size for status, _ in known)
         for status, path in sorted(known, key=lambda each: each[0].st_mtime_ns):

@@ -48,6 +48,7 @@ def connect(
     prompt_ahead: int = 0,
     max_memory: int | None = None,
     on_offer: Callable[[Session | None], object] | None = None,
+    on_download: Callable[[int, int], None] | None = None,
 ) -> Connection:
     """Open a session with the server at `address`, "host:port", which `aero_compile.serve` runs.
 
@@ -64,8 +65,9 @@ def connect(
         silence_timeout: seconds without a sign of life after which the server is given up.
         bucket: positions by which the server learns how long generated texts and their prompts are; 1: exactly.
             `aero_compile.runtime.generation.session.Session` says what it costs.
-        cache: folder (made with mode 0700) where programs, and weights that clients are given, are kept for the next
-            session, up to 4 GB; they are checked again whenever they are taken from there. None: nothing is kept.
+        cache: folder (made with mode 0700) where programs, weights that clients are given and encrypted token tables
+            are kept for the next session, up to 4 GB; they are checked again whenever they are taken from there. None:
+            nothing is kept, and a table is downloaded by every session.
         ahead: tokens for which both parties prepare, from now on whenever nothing is computed for this client or
             others, where the server's programs are made for it (`offline=True`). The server sees how many.
         prompt_ahead: length of a prompt for which they do the same.
@@ -74,6 +76,8 @@ def connect(
         on_offer: called with what the server offers, before its programs are fetched and both parties are set up: a
             session that computes nothing, of which `room`, `most_new_tokens`, `check` and the like can be asked; None
             of a server that generates nothing. What it raises ends the connection.
+        on_download: called while an encrypted token table is downloaded, with the bytes that are here and those of all
+            of it; never where the cache has it.
 
     Returns:
         A connection with `.generate(ids, max_new_tokens)` and `.logits(ids)`, as far as the server has programs for
@@ -102,7 +106,8 @@ def connect(
             on_offer(session)
 
     times = (silence_timeout, connect_timeout, timeout)
-    terms = Terms(address, tls, protocol, model_digest, *times, told, offered, kept, max_memory)
+    downloaded = on_download or (lambda here, all_of_it: None)
+    terms = Terms(address, tls, protocol, model_digest, *times, told, offered, kept, max_memory, downloaded)
     return Connection(terms, bucket, ahead, prompt_ahead)
 
 
@@ -117,12 +122,15 @@ class Connection:
         self._held.callback(self._stop)
         self.last_cost: Cost | None = None
         """What the last logits took: bytes of both directions, messages, seconds."""
+        self.table_bytes = self._unbilled = 0
+        """Bytes of encrypted token tables that this connection has downloaded."""
         try:
             folder = self._held.enter_context(scratch_folder())
             self._conversation = self._wait(_make(terms, folder))
             self._held.callback(lambda: self._wait(self._conversation.end()))
             self._wait(self._conversation.begin())
             offer = self._conversation.offer
+            self.table_bytes = self._unbilled = self._conversation.table_bytes
             self._programs = sorted(offer.programs, key=lambda facts: facts.length)
             self._session = None if offer.generation is None else Session(_Decoder(self, self._conversation), bucket)
             self._ahead = self._prepares(ahead, prompt_ahead)
@@ -197,7 +205,7 @@ class Connection:
         """Generate up to `max_new_tokens` tokens behind the text `ids`, chosen here.
 
         The options are those of `aero_compile.runtime.generation.session.Session.generate`. What was prepared since the
-        last text is in the bill as `offline`.
+        last text is in the bill as `offline`, and what was downloaded of an encrypted table in that of the first text.
 
         Raises:
             InputError: as of `next_logits`, or prompt and tokens do not fit into `room`.
@@ -207,7 +215,9 @@ class Connection:
         session = self._generating()
         with self._in_use():
             offline, self._ahead.cost = self._ahead.cost, Cost()
-            return replace(session.generate(ids, max_new_tokens, on_token, choose, stop, guess), offline=offline)
+            made = session.generate(ids, max_new_tokens, on_token, choose, stop, guess)
+        table, self._unbilled = self._unbilled, 0
+        return replace(made, offline=offline, table_bytes=table)
 
     def prepare(self) -> Cost:
         """Wait until both parties have prepared what `ahead` and `prompt_ahead` of `connect` ask for.

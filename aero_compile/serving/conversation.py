@@ -30,6 +30,7 @@ from aero_compile.serving.process.memory import default_memory
 from aero_compile.serving.process.orders import Advance, Compute, Computed, Take
 from aero_compile.serving.process.worker import Worker
 from aero_compile.serving.taking import check_offer, take_offer
+from aero_compile.serving.taking_table import Told
 from aero_compile.serving.transport.agreement import (
     versions,
 )
@@ -94,10 +95,13 @@ class Terms:
     """Called with what the server offers, before anything of it is fetched or paid for; may refuse it."""
 
     cache: Cache | None = None
-    """Keeps programs for the next session."""
+    """Keeps programs and encrypted tables for the next session."""
 
     memory: int | None = None
     """Bytes of memory that the own party's process may hold; None: by the programs."""
+
+    downloaded: Told = lambda here, all_of_it: None
+    """Called while an encrypted table is downloaded, with the bytes that are here and those of all of it."""
 
 
 class Conversation:
@@ -116,6 +120,7 @@ class Conversation:
         self._worker: Worker | None = None
         self.generation: Programs | None = None
         self.set_up = Cost()
+        self.table_bytes = 0
         self.prepared: Counter[str] = Counter()
         self.offer: Offer
 
@@ -135,8 +140,8 @@ class Conversation:
         self.offer = await self._next(Offer)
         check_offer(self.offer, terms.protocol, terms.model_digest)
         terms.offered(self.offer)
-        taken = await take_offer(self.offer, self._folder, self._fetch, terms.cache)
-        self.generation = taken.generation
+        taken = await take_offer(self.offer, self._folder, self._fetch, terms.cache, terms.downloaded)
+        self.generation, self.table_bytes = taken.generation, taken.table_bytes
         self._budget = budget = LinkBudget("server", taken.allowances, self._break)
         self._links = Links(self._folder, self._call, self._counted, terms.silence)
         await self._links.listen()
@@ -154,10 +159,14 @@ class Conversation:
             self.set_up = await self._both(self._worker.set_up(terms.timeout))
         budget.end()
 
-    async def _fetch(self, digest: str, part: Any, size: int) -> bytes:
+    async def _fetch(self, digest: str, part: Any, size: int, piece: int = 0) -> bytes:
         self._largest = size
-        await self._say(Fetch(program=digest, part=part))
-        content: bytes = await self._next(bytes)
+        await self._say(Fetch(program=digest, part=part, piece=piece))
+        try:
+            async with asyncio.timeout(self._terms.timeout):
+                content: bytes = await self._next(bytes)
+        except TimeoutError as error:
+            raise PartyError(f"the server sent no {part} of {size:,} bytes in {self._terms.timeout:g} s") from error
         if len(content) != size:
             raise PartyError(f"the server sent {len(content):,} bytes of what it said to have {size:,}")
         return content

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from aero_compile.runtime.program_parts import TensorSpec
 from aero_compile.runtime.roles import SERVER
 from aero_compile.serving.link_budget import Allowances
 from aero_compile.serving.process.orders import Held
+from aero_compile.serving.served_tables import ServedTable, TablesOffered
 from aero_compile.serving.transport.agreement import facts_of, generation_of, model_digest
 from aero_compile.serving.transport.messages import MOST_PROGRAMS, Facts, Generation
 
@@ -56,12 +57,14 @@ class ServedGeneration:
 class Offered:
     """All that a server has: programs of whole texts, by length, and one generation, or either.
 
-    `weight_bytes`: of the arrays that a session's party reads.
+    `weight_bytes`: of the arrays that a session's party reads. `tables`: encrypted ones, which clients may fetch, by
+    digest.
     """
 
     forwards: tuple[Served, ...]
     generation: ServedGeneration | None
     weight_bytes: int
+    tables: Mapping[str, ServedTable] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
@@ -91,6 +94,8 @@ class Offered:
 def read_offer(folders: Sequence[str | os.PathLike[str]], protocol: str) -> Offered:
     """Read folders that `aero_compile.runtime.export` wrote, each a program with its weights, or those of a generation.
 
+    Tables that are looked up under encryption are encrypted now where no folder has them; equal ones once.
+
     Raises:
         InputError: a file is missing or damaged, a weight is no finite number, or the programs do not go together.
     """
@@ -100,9 +105,10 @@ def read_offer(folders: Sequence[str | os.PathLike[str]], protocol: str) -> Offe
     steps = [place for place in places if (place / INDEX).is_file()]
     if len(steps) > 1:
         raise InputError(f"a server has one generation, not {len(steps)}: {', '.join(map(str, steps))}")
-    read = [_read(place, protocol) for place in places if place not in steps]
+    tables = TablesOffered()
+    read = [_read(place, protocol, tables) for place in places if place not in steps]
     forwards = tuple(served for served, _ in read)
-    generation, more = _read_generation(steps[0], protocol) if steps else (None, 0)
+    generation, more = _read_generation(steps[0], protocol, tables) if steps else (None, 0)
     facts = [each.facts for each in forwards]
     for name in ("vocabulary", "ring_bits", "fraction_bits", "batch"):
         kinds = {getattr(each, name) for each in [*facts, *([generation.facts.programs["step"]] if generation else [])]}
@@ -110,36 +116,40 @@ def read_offer(folders: Sequence[str | os.PathLike[str]], protocol: str) -> Offe
             raise InputError(f"the programs are of different models: their {name} is one of {sorted(kinds)}")
     if len({each.length for each in facts}) < len(facts):
         raise InputError(f"two programs are for the same length: {sorted(each.length for each in facts)}")
-    return Offered(forwards, generation, more + sum(count for _, count in read))
+    return Offered(forwards, generation, more + sum(count for _, count in read), tables.by_digest)
 
 
-def _read(folder: Path, protocol: str) -> tuple[Served, int]:
+def _read(folder: Path, protocol: str, tables: TablesOffered) -> tuple[Served, int]:
     files = {name: folder / name for name in ("program.json", "weights.npz", "public.npz")}
     public = files["public.npz"] if files["public.npz"].exists() else None
     inputs = held_inputs(SERVER, files["program.json"], protocol, files["weights.npz"], public)
     count = _check_finite(folder, inputs.own, inputs.published)
     published = pack(inputs.program.published, inputs.published)
+    table = tables.find(inputs.program, inputs.own, folder)
     held = Held(
         program=str(files["program.json"].resolve()),
         weights=str(files["weights.npz"].resolve()),
         published=None if public is None else str(public.resolve()),
+        table=None if table is None else str(table.key),
     )
     allowance = allowance_of(inputs.program, SERVER)
-    return Served(
-        facts_of(inputs.program, len(published)), inputs.program.to_bytes(), published, held, allowance
-    ), count
+    facts = facts_of(inputs.program, len(published), None if table is None else table.facts)
+    return Served(facts, inputs.program.to_bytes(), published, held, allowance), count
 
 
-def _read_generation(folder: Path, protocol: str) -> tuple[ServedGeneration, int]:
+def _read_generation(folder: Path, protocol: str, tables: TablesOffered) -> tuple[ServedGeneration, int]:
     programs, files = Programs.load(folder), [(folder / name).resolve() for name in ("weights.npz", "public.npz")]
     if programs.step.protocol != protocol:
         raise InputError(f"{folder} is compiled for {programs.step.protocol}, and this party runs {protocol}")
     weights, public = read_weights(programs, files[0]), read_published(programs, files[1])
     count = _check_finite(folder, weights, public)
     published = pack(published_specs(programs), public)
-    held = Held(program=str(folder.resolve()), weights=str(files[0]), published=str(files[1]))
+    table = tables.find(programs, weights, folder)
+    key = None if table is None else str(table.key)
+    held = Held(program=str(folder.resolve()), weights=str(files[0]), published=str(files[1]), table=key)
     allowances = generation_allowances(programs, SERVER)
-    return ServedGeneration(generation_of(programs, len(published)), programs, published, held, allowances), count
+    facts = generation_of(programs, len(published), None if table is None else table.facts)
+    return ServedGeneration(facts, programs, published, held, allowances), count
 
 
 def _check_finite(folder: Path, *found: Mapping[str, npt.NDArray[Any]]) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 from aero_compile.errors import InputError
 from aero_compile.files import artifact_folder
+from aero_compile.runtime.compilation import AUTO
 from aero_compile.runtime.generation.programs import INDEX
 from aero_compile.runtime.hosts.network_spec import parse_network
 from aero_compile.serving.journal import note
@@ -91,12 +92,13 @@ def find_programs(
             as many as `compile_generation` makes.
         checks: how many positions with guesses of the client are computed at once, one program for each.
         running_sums: as of `compile_generation`.
-        options: of `aero_compile.runtime.compile_model`.
+        options: of `aero_compile.runtime.compile_model`. Tables that are looked up under encryption are not made here.
 
     Raises:
         InputError: there is nothing to serve at `source`, or a size cannot be; nothing was read or compiled.
         LoweringError: as of `compile_model`.
     """
+    options.setdefault("lookup", AUTO)  # part of the name of what is kept
     key, wanted, rooms = "", sorted(set(lengths)), sorted({room} if isinstance(room, int) else {*(room or ())})
     sizes = Sizes(tuple(wanted), tuple(rooms), tuple(fills), tuple(checks), running_sums)
     if isinstance(source, (str, os.PathLike)):
@@ -170,10 +172,10 @@ def _compiled(place: Path, keeps: bool, make: Callable[[Path], None]) -> Path:
 def _compile_whole(model: Any, length: int, protocol: str, options: dict[str, Any], place: Path) -> None:
     from aero_compile.runtime.inference import compile_model, export
 
-    export(compile_model(model, 1, length, protocol, **options), place)
+    export(compile_model(model, 1, length, protocol, **options), place, tables=False)
 
 
 def _compile_steps(model: Any, rooms: list[int], protocol: str, options: dict[str, Any], place: Path) -> None:
     from aero_compile.runtime.generation.export import compile_generation, export_generation
 
-    export_generation(compile_generation(model, rooms, protocol, **options), place)
+    export_generation(compile_generation(model, rooms, protocol, **options), place, tables=False)

@@ -112,6 +112,8 @@ class Server:
             )
             said: dict[str, Any] = {"address": self.address, "tls": self._tls is not None, "model_digest": self.digest}
             said |= {"bytes_per_session": self._offered.weight_bytes, "most_memory_per_session": shared.memory}
+            if tables := self._offered.tables.values():
+                said["table_bytes"] = sum(table.facts.size for table in tables)
             note("serving", **said, sessions=self.limits.max_sessions)
             ready()
             await self._stop.wait()

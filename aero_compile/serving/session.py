@@ -242,7 +242,11 @@ class Session:
                 await self._step(asked)
 
     async def _send(self, asked: Fetch) -> None:
-        content = self._shared.contents.get((asked.program, asked.part))
+        if asked.part == "table":
+            table = self._shared.offered.tables.get(asked.program)
+            content = None if table is None else await asyncio.to_thread(table.piece, asked.piece) or None
+        else:
+            content = self._shared.contents.get((asked.program, asked.part))
         if content is None:
             raise _no_program(asked.program)
         await send_content(self._channel, content)

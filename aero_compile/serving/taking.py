@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from aero_compile.files import write_private
 from aero_compile.runtime.costs.allowance import Allowance, allowance_of, generation_allowances
 from aero_compile.runtime.generation.arrays import are_published, published_specs
 from aero_compile.runtime.generation.programs import FORMAT, INDEX, Programs
+from aero_compile.runtime.hosts.lookup_files import LooksUp
 from aero_compile.runtime.prefix import digest_of
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.program_parts import TensorSpec
@@ -27,25 +28,34 @@ from aero_compile.serving.cache import Cache
 from aero_compile.serving.link_budget import Allowances
 from aero_compile.serving.offer import unpack
 from aero_compile.serving.process.orders import Held, Load
+from aero_compile.serving.taking_table import Told, check_table, take_table
 from aero_compile.serving.transport.agreement import check_same, check_versions, facts_of, generation_of, model_digest
-from aero_compile.serving.transport.messages import Facts, Generation, Offer
+from aero_compile.serving.transport.messages import LARGEST_TABLE, Facts, Generation, Offer, Table
 
 LARGEST_GIVEN = 1 << 32
 """Bytes of weights that a client takes."""
 
-Part = Literal["program", "published"]
+Part = Literal["program", "published", "table"]
 
-Fetch = Callable[[str, Part, int], Awaitable[bytes]]
-"""Gets a part of a program, by its digest, of so many bytes."""
+
+class Fetch(Protocol):
+    """Gets a part of a program, by its digest, of so many bytes; or a piece of a table, by that one's digest."""
+
+    def __call__(self, digest: str, part: Part, size: int, piece: int = 0) -> Awaitable[bytes]:
+        """Return what gives its content."""
 
 
 @dataclass(frozen=True)
 class Taken:
-    """The order that loads the client's party, what that may receive, and the programs of a generation, if any."""
+    """The order that loads the client's party, what that may receive, and the programs of a generation, if any.
+
+    `table_bytes`: what was downloaded of encrypted tables.
+    """
 
     order: Load
     generation: Programs | None
     allowances: Allowances
+    table_bytes: int = 0
 
 
 def check_offer(offer: Offer, protocol: str, wanted: str | None) -> None:
@@ -65,6 +75,11 @@ def check_offer(offer: Offer, protocol: str, wanted: str | None) -> None:
     given += [] if offer.generation is None else [offer.generation.published_size]
     if max(given) > LARGEST_GIVEN:
         raise PartyError(f"the server gives {max(given):,} bytes of weights; at most {LARGEST_GIVEN:,} are taken")
+    tables = {facts.table.digest: facts.table.size for facts in offer.programs if facts.table is not None}
+    if offer.generation is not None and offer.generation.table is not None:
+        tables[offer.generation.table.digest] = offer.generation.table.size
+    if (size := sum(tables.values())) > LARGEST_TABLE:
+        raise PartyError(f"the server gives {size:,} bytes of tables; at most {LARGEST_TABLE:,} are taken")
     found = model_digest(offer.programs, offer.generation)
     if wanted not in (None, found) or offer.digest != found:
         raise PartyError(f"the server offers the model {found}, not {wanted or offer.digest}")
@@ -83,44 +98,51 @@ def _other_protocol(theirs: str, own: str) -> str:
     )
 
 
-async def take_offer(offer: Offer, folder: Path, fetch: Fetch, cache: Cache | None = None) -> Taken:
+async def take_offer(
+    offer: Offer, folder: Path, fetch: Fetch, cache: Cache | None = None, told: Told = lambda here, all_of_it: None
+) -> Taken:
     """Take all programs into `folder`; each is read, and refused unless it keeps the tokens secret.
 
-    What `cache` has of them is not fetched, and is read and refused in the same way.
+    What `cache` has of them is not fetched, and is read and refused in the same way. `told`: of encrypted tables, how
+    many bytes of how many are here, piece by piece.
 
     Raises:
         InputError: a program is not one to run.
         PartyError: it is not the one that was offered, or cannot be kept.
     """
-    taker = _Taker(folder, fetch, cache)
+    taker = _Taker(folder, fetch, cache, told)
     held = tuple([await taker.whole(facts) for facts in offer.programs])
     if offer.generation is None:
-        return Taken(Load(programs=held), None, Allowances(taker.allowances, {}))
+        return Taken(Load(programs=held), None, Allowances(taker.allowances, {}), taker.table_bytes)
     programs, steps = await taker.generation(offer.generation)
     allowed = await asyncio.to_thread(generation_allowances, programs, CLIENT)
-    return Taken(Load(programs=held, generation=steps), programs, Allowances(taker.allowances, allowed))
+    allowances = Allowances(taker.allowances, allowed)
+    return Taken(Load(programs=held, generation=steps), programs, allowances, taker.table_bytes)
 
 
 class _Taker:
-    def __init__(self, folder: Path, fetch: Fetch, cache: Cache | None) -> None:
-        self._folder, self._fetch, self._cache = folder, fetch, cache
+    def __init__(self, folder: Path, fetch: Fetch, cache: Cache | None, told: Told) -> None:
+        self._folder, self._fetch, self._cache, self._told = folder, fetch, cache, told
+        self._tables: dict[str, str] = {}
         self.allowances: dict[str, Allowance] = {}
+        self.table_bytes = 0
 
     async def whole(self, facts: Facts) -> Held:
         path = self._folder / f"{facts.digest}.json"
         await self._content(facts, path)
         program = await asyncio.to_thread(Program.load, path)
-        check_same(facts, facts_of(program, facts.published_size), "the server's program")
+        check_same(facts, facts_of(program, facts.published_size, facts.table), "the server's program")
+        table = await self._table(facts.table, program, "the server's program")
         self.allowances[facts.digest] = await asyncio.to_thread(allowance_of, program, CLIENT)
         if not facts.published_size:
-            return Held(program=str(path))
+            return Held(program=str(path), table=table)
         arrays = path.with_suffix(".npz")
 
         def are_right(given: Mapping[str, npt.NDArray[Any]]) -> bool:
             return digest_of(given) == program.published_digest
 
         await self._arrays(facts.digest, facts.published_size, program.published, are_right, arrays)
-        return Held(program=str(path), published=str(arrays))
+        return Held(program=str(path), published=str(arrays), table=table)
 
     async def generation(self, offered: Generation) -> tuple[Programs, Held]:
         folder = self._folder / "generation"
@@ -131,15 +153,32 @@ class _Taker:
         index = json.dumps({"format": FORMAT, "programs": digests}).encode()
         await asyncio.to_thread(_keep, folder / INDEX, lambda file: file.write(index))
         programs = await asyncio.to_thread(Programs.load, folder)
-        found = generation_of(programs, offered.published_size)
+        found = generation_of(programs, offered.published_size, offered.table)
         for name, facts in offered.programs.items():
             check_same(facts, found.programs[name], f"the server's program {name}")
         if found != offered:
             raise PartyError("the server's generation is another one than it offers")
+        table = await self._table(offered.table, programs, "the server's generation")
         arrays = folder / "public.npz"
         are_right = partial(are_published, programs)
         await self._arrays(offered.digest, offered.published_size, published_specs(programs), are_right, arrays)
-        return programs, Held(program=str(folder), published=str(arrays))
+        return programs, Held(program=str(folder), published=str(arrays), table=table)
+
+    async def _table(self, table: Table | None, program: LooksUp, what: str) -> str | None:
+        """The file of the encrypted table that a program looks tokens up in, if it does."""
+        check_table(table, program, what)
+        if table is None:
+            return None
+        if table.digest not in self._tables:
+
+            async def fetch(digest: str, piece: int, size: int) -> bytes:
+                content = await self._fetch(digest, "table", size, piece)
+                self.table_bytes += len(content)
+                return content
+
+            path = await take_table(table, self._folder, fetch, self._cache, self._told)
+            self._tables[table.digest] = str(path.resolve())
+        return self._tables[table.digest]
 
     async def _content(self, facts: Facts, path: Path) -> None:
         content = await self._part(

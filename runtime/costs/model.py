@@ -19,7 +19,7 @@ import torch
 
 from aero_compile.errors import InputError
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
-from aero_compile.runtime.compilation import ONE_HOT, Options
+from aero_compile.runtime.compilation import AUTO, Options
 from aero_compile.runtime.costs import pphlo
 from aero_compile.runtime.costs.batches import BilledBatches
 from aero_compile.runtime.costs.billing import bill_forward, bill_offline, bill_set_up, split_of
@@ -31,6 +31,7 @@ from aero_compile.runtime.generation.batches import batches_for, batches_of
 from aero_compile.runtime.generation.compilation import compile_for_generation
 from aero_compile.runtime.generation.programs import Programs
 from aero_compile.runtime.generation.texts import runs_of_text
+from aero_compile.runtime.hosts.lookup_files import table_size
 from aero_compile.runtime.hosts.measure import OFFLINE, batches_line, offline_line, offline_rows
 from aero_compile.runtime.hosts.network_spec import Network, parse_network
 from aero_compile.runtime.hosts.split import SPLIT, split_line, split_rows
@@ -41,7 +42,7 @@ from aero_compile.runtime.offline.choice import is_cheaper
 from aero_compile.runtime.operators.limits import Format
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.spu_config import import_spu, runtime_config
-from aero_compile.units import human_bytes
+from aero_compile.units import human_bytes, table_line
 
 PROTOCOL = "cheetah"
 """The protocol whose costs are modelled."""
@@ -59,7 +60,8 @@ class Estimate:
     the machine of the table, between two processes), `sending` (bytes that pass one after the other, at the bandwidth
     of `network`) and `waiting` (`rounds` times its round trip); each row has all four.
     `table` tells where the measured part comes from. `offline_bytes`, `offline_messages` and `offline_seconds` are
-    those of what is prepared before (`offline=True`), which no other figure includes. Everything includes the opening
+    those of what is prepared before (`offline=True`), and `table_bytes` those of encrypted tables that a client
+    downloads once; no other figure includes them. Everything includes the opening
     of the logits and, for `warm_up` "full" or "setup", excludes the set-up of keys and stores.
 
     Of a generation everything is that of the prompt and of all `new_tokens` together, and `token` is the bill of the
@@ -90,6 +92,7 @@ class Estimate:
     batches: dict[str, Any] | None = None
     new_tokens: int = 0
     token: Estimate | None = None
+    table_bytes: int = 0
 
     def to_json(self) -> str:
         """Return everything as JSON text."""
@@ -110,6 +113,8 @@ class Estimate:
             lines.append(
                 f"  a token: {human_bytes(one.bytes)} both ways, {one.messages:,} messages, {one.seconds:.2f} s"
             )
+        if self.table_bytes:
+            lines.append(f"  {table_line(self.table_bytes)}")
         if self.offline_messages:
             lines.append(offline_line(self))
         if self.batches is not None and self.batches["matrices"]:
@@ -131,7 +136,7 @@ def estimate(
     public: str | Sequence[str] = (),
     offline: bool = False,
     prepare: int | None = None,
-    lookup: str = ONE_HOT,
+    lookup: str = AUTO,
     tolerances: Tolerances = DEFAULT,
     warm: bool | str = True,
     table: CostTable | str | os.PathLike[str] | None = None,
@@ -156,7 +161,7 @@ def estimate(
         public: weights that clients are given, as for `private_inference`.
         offline: what can be prepared before the tokens are known is billed apart, as for `private_inference`.
         prepare: tokens for which products are prepared by the batch, as for `private_inference` or `private_generate`.
-        lookup: how tokens look rows up, as for `private_inference`; "encrypted" not with `new_tokens`.
+        lookup: how tokens look rows up, as for `private_inference`.
         tolerances: how far off approximations may be, as for `private_inference`.
         warm: what came before, as for `private_inference`: True, a whole forward; "setup", the set-up alone.
         table: measured costs (`benchmarks/calibrate.py` writes them); None: those shipped with the package.
@@ -191,8 +196,6 @@ def estimate(
     if new_tokens is None:
         compiled = compile_unseen(with_weights(model), batch, seq_len, options)
         return estimate_program(compiled.program, network=emulated, warm=warm, table=costs, prepare=prepare)
-    if lookup != ONE_HOT:
-        raise InputError(f"generation looks tokens up by one-hot products alone, not lookup={lookup!r}")
     if batch != 1:
         raise InputError("one text is generated at a time: batch=1")
     fills = [seq_len - 1] if seq_len > 2 else []
@@ -268,8 +271,9 @@ def estimate_generation(
         **{key: sum(each[key] for each in reveals) for key, value in reveal.items() if key not in _TEXTS},
     }
     whole = _estimate(programs.step, emulated, warm_up, [*steps, opening], total, costs)
-    whole = replace(whole, shape=(1, length), program=programs.digest, new_tokens=new_tokens, token=token)
-    return replace(whole, batches=batched.to_json(1) if programs.step.is_prepared else None)
+    whole = replace(whole, shape=(1, length), program=programs.digest, table_bytes=table_size(programs))
+    made_ahead = batched.to_json(1) if programs.step.is_prepared else None
+    return replace(whole, new_tokens=new_tokens, token=token, batches=made_ahead)
 
 
 def _fitting(table: CostTable | None, program: Program) -> CostTable:
@@ -303,6 +307,7 @@ def _estimate(
         offline_bytes=sum(row["offline_bytes"] for row in steps),
         offline_messages=sum(row["offline_messages"] for row in steps),
         offline_seconds=sum(row["offline_seconds"] for row in steps),
+        table_bytes=table_size(program),
     )
 
 

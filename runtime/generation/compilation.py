@@ -143,6 +143,7 @@ def _compiled(
         form = options.form
         programs[name] = compile_steps(live, options.protocol, form.ring_bits, form.fraction_bits, codes)
         codes |= programs[name].codes
+    options.check_lookups(programs.values())
     return CompiledGeneration(of_names(programs), weights, published)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from aero_compile.runtime.hosts.computation import Computation, Opened
 from aero_compile.runtime.hosts.link import Way
 from aero_compile.runtime.hosts.party_inputs import Arrays, PartyInputs
 from aero_compile.runtime.kernels.cached_product import CachedProduct
+from aero_compile.runtime.kernels.lookup_table import Held
 from aero_compile.runtime.offline.batch import Matrix
 from aero_compile.runtime.offline.prepare import prepare, text_steps
 from aero_compile.runtime.offline.store import Prepared
@@ -34,7 +37,8 @@ MOST_ROWS = 1 << 18
 class StepComputation(Computation):
     """One party's side. Weights are set once; keys and values never leave the runtime.
 
-    `weights`: the server's, nothing at the client.
+    `weights`: the server's, nothing at the client. `tables`: what this party holds of those that any program looks up
+    under encryption.
     """
 
     def __init__(
@@ -47,8 +51,10 @@ class StepComputation(Computation):
         published: Arrays,
         log: SpuLog,
         way: Way,
+        tables: Mapping[str, Held] = MappingProxyType({}),
     ) -> None:
-        super().__init__(spu, link, PartyInputs(rank, programs.step, published, weights, None), log, way)
+        inputs = PartyInputs(rank, programs.step, published, weights, None, dict(tables))
+        super().__init__(spu, link, inputs, log, way)
         self._programs, self._name, self._position = programs, "step", 0
         self._of_client: dict[str, npt.NDArray[Any]] = {}
         self._are_set: set[str] = set()

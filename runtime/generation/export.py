@@ -12,13 +12,15 @@ from torch import nn
 
 from aero_compile.files import make_private_folder, write_private
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
-from aero_compile.runtime.compilation import Options
+from aero_compile.runtime.compilation import AUTO, Options
 from aero_compile.runtime.generation.compilation import compile_for_generation
 from aero_compile.runtime.generation.programs import CompiledGeneration
+from aero_compile.runtime.hosts.lookup_files import FILES, write_tables
 from aero_compile.runtime.hosts.network_spec import Network, parse_network
 from aero_compile.runtime.hosts.parties import PUBLIC
 from aero_compile.runtime.inference import batches, names_of
 from aero_compile.runtime.operators.limits import Format
+from aero_compile.runtime.roles import CLIENT, SERVER
 from aero_compile.runtime.spu_config import import_spu
 
 WEIGHTS = "weights.npz"
@@ -44,6 +46,7 @@ def compile_generation(
     tolerances: Tolerances = DEFAULT,
     field: int = 64,
     fraction_bits: int = 18,
+    lookup: str = AUTO,
     network: str | Network = "loopback",
 ) -> CompiledGeneration:
     """Compile what two parties run to generate texts of up to `room` tokens, without any text.
@@ -60,6 +63,7 @@ def compile_generation(
         running_sums: of heads that attend to all positions so far alike, let the parties hold one sum instead of the
             values of all positions. What they hold then only goes on: a text that is changed anywhere is computed anew
             from its first token, nothing is guessed, and prompts take programs that they fill.
+        lookup: as of `private_inference`, for each program by itself.
         optimize, calibration, clamp, guards, public, offline, tolerances, field, fraction_bits, network: as of
             `compile_model`.
 
@@ -70,7 +74,8 @@ def compile_generation(
     """
     form, between = Format(field, fraction_bits, tolerances), parse_network(network)
     options = Options(
-        *(protocol, form, batches(calibration), "all", optimize, clamp, guards, names_of(public), offline, between)
+        *(protocol, form, batches(calibration), "all", optimize, clamp, guards, names_of(public), offline, between),
+        lookup=lookup,
     )
     import_spu()
     rooms = [room] if isinstance(room, int) else sorted({*room})
@@ -88,8 +93,11 @@ def usual_fills(room: int) -> list[int]:
     return [*found, room - 1] if room > 2 else found
 
 
-def export_generation(compiled: CompiledGeneration, directory: str | os.PathLike[str]) -> None:
+def export_generation(compiled: CompiledGeneration, directory: str | os.PathLike[str], *, tables: bool = True) -> None:
     """Write the programs and `public.npz`, for both parties, and `weights.npz`, for the server only (mode 0600).
+
+    Where tables are looked up under encryption, `lookup_key.npz` is for the server only and `lookup_table.bin` for
+    clients, as of `aero_compile.runtime.export`; with `tables=False` both are left out.
 
     The folder is made with mode 0700 if it does not exist; programs are named by their digests.
     """
@@ -97,4 +105,6 @@ def export_generation(compiled: CompiledGeneration, directory: str | os.PathLike
     make_private_folder(target)
     write_private(target / WEIGHTS, lambda file: np.savez(file, **compiled.weights))
     write_private(target / PUBLIC, lambda file: np.savez(file, **compiled.published))
+    if tables:
+        write_tables(compiled.programs, compiled.weights, target / FILES[SERVER], target / FILES[CLIENT])
     compiled.programs.save(target)  # last: its index says that all is there

@@ -38,6 +38,7 @@ from aero_compile.runtime.generation.programs import Programs
 from aero_compile.runtime.hosts.computation import config_of, print_event
 from aero_compile.runtime.hosts.ending import Deadline, die, end_orphaned, end_with_parent, leave
 from aero_compile.runtime.hosts.link import parse_address, watch_peer
+from aero_compile.runtime.hosts.lookup_files import FILES, Tables, read_tables
 from aero_compile.runtime.hosts.party_inputs import Arrays, tls_config
 from aero_compile.runtime.hosts.party_process import agree_on, exit_code_of, meet, part, party_parser
 from aero_compile.runtime.padding import filled_up
@@ -66,6 +67,8 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--programs", type=Path, required=True, help="folder of the compiled programs, equal on both sides")
     add("--public", type=Path, required=True, help="both: .npz of the arrays that both parties hold")
+    text = "of programs that look up under encryption: lookup_key.npz (server), lookup_table.bin (client)"
+    add("--lookup", type=Path, help=text)
     add("--idle", type=float, default=3600.0, help="server: seconds to wait for the client's next tokens")
     return parser
 
@@ -88,6 +91,7 @@ class _Party:
             )
         self.published = read_published(self.programs, self.options.public)
         self.weights = self._weights()
+        self.key, self.tables = self._tables()
         self._deadline = Deadline()
 
     def run(self) -> None:
@@ -99,7 +103,8 @@ class _Party:
         self._computing()
         stop_watch = watch_peer(way.answers, lambda: die(f"{self.role}: lost the other party"))
         started = time.perf_counter()
-        computation = StepComputation(spu, link, self.rank, self.programs, self.weights, self.published, log, way)
+        held = (self.weights, self.published)
+        computation = StepComputation(spu, link, self.rank, self.programs, *held, log, way, self.tables)
         spent = computation.set_up() if options.set_up else {}
         link.barrier()
         self._deadline.clear()
@@ -119,10 +124,19 @@ class _Party:
             raise InputError("the server (rank 0) takes --weights, the client (rank 1) none")
         return {} if self.rank == CLIENT else read_weights(self.programs, self.options.weights)
 
+    def _tables(self) -> tuple[str, Tables]:
+        path, options = self.options.lookup, self.options
+        if (path is not None) != bool(self.programs.looked_up):
+            wanted = f"with lookups under encryption: add --lookup {FILES[self.rank]}"
+            found = wanted if path is None else "without lookups under encryption: no --lookup"
+            raise InputError(f"{options.programs} is compiled {found}")
+        return ("", {}) if path is None else read_tables(path, self.programs, self.rank, self.weights)
+
     def _agree(self, link: Any) -> None:
         """Compare role, programs and configuration with the peer's before any share exists."""
         step = self.programs.step
         facts = {"program": self.programs.digest, "config": str(config_of(step)), "spu": step.versions["spu"]}
+        facts["lookup table"] = self.key
         agree_on(link, self.rank, {**facts, "set-up": self.options.set_up})
         print_event("connected")
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from aero_compile.errors import InputError, PartyError
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
-from aero_compile.runtime.compilation import Options
+from aero_compile.runtime.compilation import AUTO, Options
 from aero_compile.runtime.generation.batches import batches_for
 from aero_compile.runtime.generation.bill import Cost, Generation, Token
 from aero_compile.runtime.generation.compilation import compile_for_generation
@@ -24,6 +24,7 @@ from aero_compile.runtime.generation.programs import CompiledGeneration
 from aero_compile.runtime.generation.session import Choose, Guess, Session
 from aero_compile.runtime.generation.texts import prepared_for, runs_of_text
 from aero_compile.runtime.hosts.link import free_addresses
+from aero_compile.runtime.hosts.lookup_files import FILES, table_size
 from aero_compile.runtime.hosts.network import Relay
 from aero_compile.runtime.hosts.network_spec import UNLIMITED, Network, parse_network
 from aero_compile.runtime.hosts.parties import (
@@ -64,6 +65,7 @@ def private_generate(
     tolerances: Tolerances = DEFAULT,
     field: int = 64,
     fraction_bits: int = 18,
+    lookup: str = AUTO,
     set_up: bool = True,
     timeout: float = 3600.0,
     tls: TLSConfig | None = None,
@@ -84,7 +86,7 @@ def private_generate(
         stop: ids behind which nothing is generated.
         guess: tokens that may come next behind a text, which are checked at once; the text stays what it would be.
         at_once: positions of one check, the last token of the text among them.
-        optimize, calibration, clamp, guards, public, tolerances, field, fraction_bits, tls, network: as of
+        optimize, calibration, clamp, guards, public, lookup, tolerances, field, fraction_bits, tls, network: as of
             `private_inference`. Ranges are checked on the prompt and on what the model itself goes on with.
         offline: products with the server's matrices, and of hidden values, are prepared before the prompt is known; the
             bill has that apart (`Generation.offline`).
@@ -113,7 +115,8 @@ def private_generate(
         tls.check(tls.peer_name or LOOPBACK)
     form, emulated = Format(field, fraction_bits, tolerances), parse_network("loopback" if network is None else network)
     options = Options(
-        *(protocol, form, batches(calibration), "all", optimize, clamp, guards, names_of(public), offline, emulated)
+        *(protocol, form, batches(calibration), "all", optimize, clamp, guards, names_of(public), offline, emulated),
+        lookup=lookup,
     )
     import_spu()
     given = with_graph(model)
@@ -139,7 +142,7 @@ def private_generate(
         prepared = decoder.prepare([*batches_for(compiled.programs, ahead, prepare), *ahead]) if ahead else Cost()
         session = Session(decoder)
         made = session.generate([int(each) for each in prompt[0]], max_new_tokens, on_token, choose, stop, guess)
-    return replace(made, offline=prepared)
+    return replace(made, offline=prepared, table_bytes=table_size(compiled.programs))
 
 
 @contextmanager
@@ -174,7 +177,9 @@ def local_decoder(
     with scratch_folder() as root:
         server, client = root / "server", root / "client"
         export_generation(compiled, server)
-        export_generation(replace(compiled, weights={}), client)
+        export_generation(replace(compiled, weights={}), client, tables=False)
+        if (table := server / FILES[CLIENT]).exists():
+            table.rename(client / FILES[CLIENT])
         common = ["--timeout", str(timeout), "--idle", str(timeout), "--protocol", compiled.programs.step.protocol]
         common += ["--connect-timeout", str(min(CONNECT_SECONDS, timeout)), "--with-parent", *_tls(tls)]
         common += ["--set-up"] if set_up else []
@@ -199,6 +204,7 @@ def _started(
             for rank, folder in ((SERVER, server), (CLIENT, client)):
                 arguments = ["--rank", str(rank), "--address", addresses[rank], "--peer", ways[1 - rank]]
                 arguments += ["--programs", ".", "--public", PUBLIC, "--output", ".", "--scratch", str(folder)]
+                arguments += ["--lookup", FILES[rank]] if (folder / FILES[rank]).exists() else []
                 arguments += [*(["--weights", WEIGHTS] if rank == SERVER else []), *common]
                 parties.append(PartyProcess(rank, folder, arguments, events, MODULE))
             return ProcessDecoder(parties, client, events, timeout + CONNECT_SECONDS), relay

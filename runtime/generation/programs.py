@@ -59,6 +59,16 @@ class Programs:
         return self.step.tokens.shape[2]
 
     @property
+    def fraction_bits(self) -> int:
+        """Of the fixed-point format of all programs."""
+        return self.step.fraction_bits
+
+    @property
+    def looked_up(self) -> dict[str, tuple[int, ...]]:
+        """The tables that any of the programs looks up under encryption, with their shapes."""
+        return {name: shape for program in self.all.values() for name, shape in program.looked_up.items()}
+
+    @property
     def takes_back(self) -> bool:
         """Whether a position can be computed anew; of a running sum nothing is taken off again."""
         return not any(is_running_sum(spec.name) for spec in self.step.cached)
@@ -239,6 +249,11 @@ def check(programs: Programs) -> None:
         _check_growth(each.step, larger.step)
     for each in rooms:
         _check_room(replace(each, larger=None))
+    tables = programs.looked_up
+    for name, program in programs.all.items():
+        for table, shape in program.looked_up.items():
+            if shape != (other := tables[table]):
+                raise InputError(f"the program {name!r} looks up in {table!r} {shape}, and another one in {other}")
 
 
 def _check_growth(step: Program, larger: Program) -> None:

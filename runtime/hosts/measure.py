@@ -10,9 +10,10 @@ from itertools import pairwise
 from typing import Any
 
 from aero_compile.errors import PartyError
+from aero_compile.runtime.hosts.lookup_files import table_size
 from aero_compile.runtime.hosts.split import SPLIT, split_line, split_rows
 from aero_compile.runtime.hosts.traffic import Traffic
-from aero_compile.units import human_bytes
+from aero_compile.units import human_bytes, table_line
 
 _KIND = re.compile(
     r"- (?P<name>\S.*?), executed (?P<count>\d+) times, duration (?P<seconds>[\d.e+-]+)s, "
@@ -115,6 +116,8 @@ class Measurement:
     `setup_bytes`, `setup_messages` and `setup_seconds` are those of the set-up that `warm="setup"` asks for; otherwise
     it sends no payload and is part of the first forward. `setup_wire_bytes`: as the kernel counted them.
 
+    `table_bytes`: of encrypted tables that a client downloads once for all forwards, in no other figure.
+
     `cold_bytes`, `cold_messages` and `cold_seconds` are the set-up and the first forward together.
 
     `per_op`: one dict per operator kind of the model (`softmax`, `linear`, ...) with `count`,
@@ -158,6 +161,7 @@ class Measurement:
     setup_bytes: int = 0
     setup_messages: int = 0
     batches: dict[str, Any] | None = None
+    table_bytes: int = 0
 
     def to_json(self) -> str:
         """Return everything as JSON text."""
@@ -172,6 +176,8 @@ class Measurement:
             f"  {human_bytes(self.bytes)} both ways, {self.messages:,} messages, {self.seconds:.2f} s "
             f"({self._first_forward})",
         ]
+        if self.table_bytes:
+            lines.append(f"  {table_line(self.table_bytes)}")
         if self.offline_messages:
             lines.append(offline_line(self))
         if self.batches is not None and self.batches["matrices"]:
@@ -295,6 +301,7 @@ def combine(
         setup_bytes=setup_bytes,
         setup_messages=setup_messages,
         batches=_batches(server.get("batches"), client.get("batches")),
+        table_bytes=table_size(program),
         **used.split(),
     )
 

@@ -32,7 +32,8 @@ class PartyInputs:
 
     `published`: the arrays that both hold; `own`: those of this party alone; `store`: where its preparations are, None
     for a program that takes none; `tables`: what it holds of those that are looked up under encryption, and `key`
-    the name of their keys. `in_range`: False where the client's own could not be computed of its tokens, and is zeros.
+    the digest of the clients' file of them. `in_range`: False where the client's own could not be computed of its
+    tokens, and is zeros.
     """
 
     rank: int
@@ -59,26 +60,27 @@ def read_inputs(options: Any) -> PartyInputs:
     return PartyInputs(rank, program, published, own, _store(options, program, weights), tables, key, in_range)
 
 
-def held_inputs(rank: int, path: Path, protocol: str, weights: Path | None, public: Path | None) -> PartyInputs:
+def held_inputs(
+    rank: int, path: Path, protocol: str, weights: Path | None, public: Path | None, table: Path | None = None
+) -> PartyInputs:
     """Read what a party has of the program `path` before there are tokens; `weights`: the server's, None at the client.
 
+    `table`: this party's file of tables that are looked up under encryption; None: it is not made or downloaded yet.
+
     Raises:
-        InputError: as of `read_inputs`, or the program takes something prepared or encrypted, or is a step of a
-            generation.
+        InputError: as of `read_inputs`, or the program takes something prepared, or is a step of a generation.
     """
     program = _program(path, protocol)
     if program.is_prepared:
         raise InputError(
             f"{path} is compiled with offline=True, and whole texts are served without preparations: compile it without"
         )
-    if program.looked_up:
-        raise InputError(
-            f"{path} is compiled with lookup='encrypted', and a service gives no tables: compile it without"
-        )
     if program.cached or program.by_position or not program.opens:
         raise InputError(f"{path} is a step of a generation, and not a program of whole texts")
     published = _published(public, path, program)
-    return PartyInputs(rank, program, published, {} if weights is None else read_arrays(weights, program.weights), None)
+    own = {} if weights is None else read_arrays(weights, program.weights)
+    key, tables = ("", {}) if table is None else read_tables(table, program, rank, own)
+    return PartyInputs(rank, program, published, own, None, tables, key)
 
 
 def _program(path: Path, protocol: str) -> Program:
@@ -153,7 +155,7 @@ def _tables(options: Any, program: Program, weights: Mapping[str, npt.NDArray[An
     """The name of the key, and what this party holds of tables that are looked up under encryption."""
     path, needed = options.lookup, bool(program.looked_up)
     if (path is not None) != needed:
-        wanted = f"compiled with lookup='encrypted': add --lookup {FILES[options.rank]}"
+        wanted = f"compiled with lookups under encryption: add --lookup {FILES[options.rank]}"
         raise InputError(f"{options.program} is {wanted if needed else 'compiled without a lookup: no --lookup'}")
     return read_tables(path, program, options.rank, weights) if needed else ("", {})
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from aero_compile.errors import PartyError
 from aero_compile.runtime.kernels.kernel import Kernel, Result, Shape
-from aero_compile.runtime.kernels.lookup_table import degree_for, look_up, opened
+from aero_compile.runtime.kernels.lookup_table import degree_for, look_up, opened, sent_bytes
 from aero_compile.runtime.kernels.ring_encryption import LARGEST_DEGREE
 from aero_compile.runtime.kernels.words import Words
 from aero_compile.runtime.roles import CLIENT
@@ -89,5 +89,5 @@ class EncryptedLookup(Kernel):
         return super().work(*shapes)[0] - math.prod(shapes[1]), math.prod(shapes[0][:-1]) * degree * degree.bit_length()
 
     def bill(self, session: Session, *shapes: Shape) -> None:
-        session.send(CLIENT, 8.0 * math.prod(shapes[0][:-1]) * (degree_for(self.width) + self.width))
+        session.send(CLIENT, float(math.prod(shapes[0][:-1]) * sent_bytes(self.width)))
         session.kernel(type(self).__name__, *self.work(*shapes))

@@ -49,6 +49,11 @@ def degree_for(width: int) -> int:
     return max(LEAST_DEGREE, 1 << (width - 1).bit_length())
 
 
+def sent_bytes(width: int) -> int:
+    """Bytes that a client sends for one token."""
+    return 8 * (degree_for(width) + width)
+
+
 def largest_noise(degree: int) -> int:
     """By so much a word that was looked up may be off at most."""
     return LARGEST_ERROR * (2 * degree + 1)

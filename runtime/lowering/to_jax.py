@@ -85,7 +85,7 @@ def lower(
     doublings: Doublings = NO_DOUBLINGS,
     one_product: bool = True,
     offline: bool = False,
-    encrypted: bool = False,
+    encrypted: bool | None = False,
     reaches: Mapping[str, float] | None = None,
     worth: Callable[[int], bool] = lambda count: False,
     network: Network = UNLIMITED,
@@ -99,8 +99,8 @@ def lower(
     approximations may be. `guards`: the format whose ranges private checks keep where no bound shows that they are
     kept; None: none are made. `doublings`: by which powers of two the rows of norms are multiplied. `one_product`:
     whether the ring is one for exponentials of one product. `offline`: products with matrices of the server take what
-    both parties prepare before the tokens are known. `encrypted`: rows of the server's tables are looked up under
-    encryption. `reaches`: how far values that operators compare reach on
+    both parties prepare before the tokens are known. `encrypted`: whether rows of the server's tables are looked up
+    under encryption; None: where that takes fewer bytes. `reaches`: how far values that operators compare reach on
     typical text, by the names of their nodes, where the tokens of a run are looked at before it. `worth`: whether so
     many comparisons may take the 32-bit ring, for which the format must be of 18 fraction bits in the 64-bit ring.
     `network`: between the parties, over which the program should be quick. `cached`: bounds of what other programs
@@ -117,7 +117,7 @@ def lower(
         plan = plan_guards(part, schedule.order, guards, schedule.is_tokens, doublings, cached)
     emission = _Emission(
         *(schedule, plan, doublings, exact, dtype, spreads or {}, tolerances, one_product),
-        *(offline and not exact, network, encrypted and not exact),
+        *(offline and not exact, network, False if exact else encrypted),
     )
     return emission.program({} if exact else reaches or {}, (lambda count: False) if exact else worth)
 
@@ -136,7 +136,7 @@ class _Emission:
     one_product: bool
     offline: bool
     network: Network
-    encrypted: bool
+    encrypted: bool | None
     exponentials: dict[str, SoftmaxExponential] = field(default_factory=dict)
     small: frozenset[fx.Node] = frozenset()
     small_pays: bool = False
@@ -332,8 +332,10 @@ class _Emission:
         """What looks rows of a table up by one-hot tokens; encrypted ones by the tokens themselves alone."""
         while ids is not self.part.tokens and op_name(ids) in _RESHAPING:
             ids = self.schedule.reads(ids)[0]
-        if self.encrypted and ids is self.part.tokens and self._is_servers_matrix(table):
-            return lookups.embed
+        if ids is self.part.tokens and self._is_servers_matrix(table):
+            count, (vocabulary, width) = math.prod(self.part.shapes[ids]), self.part.known[table].shape
+            if lookups.is_cheaper(count, vocabulary, width) if self.encrypted is None else self.encrypted:
+                return lookups.embed
         return prepared.embed if self._is_prepared(table) else products.embed
 
     def _softmax(self, slot: Slot, node: fx.Node) -> Call:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from aero_compile.runtime.arithmetic.ciphertexts import matmul, tiles
+from aero_compile.runtime.arithmetic.prices import price
 from aero_compile.runtime.arithmetic.ring import fraction_bits
 from aero_compile.runtime.arithmetic.truncation import truncated
 from aero_compile.runtime.kernels.calls import call_kernel
 from aero_compile.runtime.kernels.encrypted_lookup import LEAST_BITS, EncryptedLookup
+from aero_compile.runtime.kernels.lookup_table import sent_bytes
+from aero_compile.runtime.kernels.ring_encryption import LARGEST_DEGREE
 
 
 def embed(ids: Any, table: Any) -> Any:
@@ -15,3 +19,14 @@ def embed(ids: Any, table: Any) -> Any:
     vocabulary, width = table.shape
     (found,) = call_kernel(EncryptedLookup(vocabulary, width, fraction_bits() or LEAST_BITS), ids, table)
     return truncated(found)
+
+
+def is_cheaper(count: int, vocabulary: int, width: int) -> bool:
+    """True if looking `count` tokens up in a table [vocabulary, width] is cheaper under encryption than by a product.
+
+    The table itself, which a client downloads once, is not counted. A vocabulary of bytes is looked up by a product
+    where a prompt is long: the product's bytes grow with the table, those of a lookup with the tokens.
+    """
+    if width > LARGEST_DEGREE:
+        return False
+    return count * sent_bytes(width) <= sum(price(matmul(*tile)) for tile in tiles(count, vocabulary, width))

@@ -100,7 +100,7 @@ def test_rows_of_the_default_recipes(
     assert "[████████████████████████] 4/4" in printed.err
     result = json.loads(out.read_text())
     assert result["seed"] == 7
-    same = {"protocol": "cheetah", "logits": "all", "warm_up": "full", "network": "loopback"}
+    same = {"protocol": "cheetah", "logits": "all", "warm_up": "full", "network": "loopback", "lookup": "auto"}
     assert result["config"] == {"estimate": False, **same}
     assert all(row["estimated"] is False and row["paper"] is None for row in result["rows"])
     assert all(row["layers"] == 1 and row["heads"] == 4 and row["width"] == 64 for row in result["rows"])

@@ -65,3 +65,27 @@ def test_a_server_that_has_nothing_to_prepare_is_named(monkeypatch: pytest.Monke
         InputError, match="at h:1 for --ahead 8 and --prompt-ahead 0; it must be started with --offline"
     ):
         opened(monkeypatch, Cost(), "--prepared")
+
+
+@pytest.mark.parametrize("cache", [None, "kept"])
+def test_a_download_is_told_by_tenths_and_how_to_keep_it(
+    cache: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pieces, size = 39, 39 * (1 << 23)
+
+    def connect(address: str, on_download: Any, **given: Any) -> Connection:
+        for piece in range(pieces + 1):
+            on_download(piece << 23, size)
+        return Connection(Cost())
+
+    monkeypatch.setattr("aero_compile.serving.client.connect", connect)
+    parser = argparse.ArgumentParser()
+    add_client(parser)
+    more = [] if cache is None else ["--cache", cache]
+    args = parser.parse_args(["--server", "host:1", "--tokenizer", "t.json", "--insecure-plain", *more])
+    open_session(args)
+    first, *lines, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("downloading the server's encrypted token table, 327 MB, once")
+    assert ("--cache DIR keeps it" in first) == (cache is None)
+    assert (len(lines), last) == (9, "the encrypted token table is here")
+    assert lines[0] == "33.6 MB of 327 MB of the table are here"

@@ -30,7 +30,7 @@ class Taker:
     """Takes what a server offers, with a cache, and counts what is fetched."""
 
     def __init__(self, offered: Offered, folder: Path) -> None:
-        self._contents, self._folder, self._count = offered.contents, folder, 0
+        self._contents, self._tables, self._folder, self._count = offered.contents, offered.tables, folder, 0
         self.kept = folder / "kept"
         self.fetched: list[str] = []
         self.changes: Callable[[str, bytes], bytes] = lambda name, content: content
@@ -41,9 +41,10 @@ class Taker:
             programs=forwards, generation=generation, idle_seconds=9.0, set_up=False, most_prepared=0, **rest
         )
 
-    async def _fetch(self, digest: str, part: Any, size: int) -> bytes:
+    async def _fetch(self, digest: str, part: Any, size: int, piece: int = 0) -> bytes:
         self.fetched.append(f"{digest}.{part}")
-        return self.changes(f"{digest}.{part}", self._contents[digest, part])
+        content = self._tables[digest].piece(piece) if part == "table" else self._contents[digest, part]
+        return self.changes(f"{digest}.{part}", content)
 
     def take(self) -> tuple[list[str], dict[str, bytes]]:
         """What was fetched in one more session, and the files that its party is to load."""
@@ -69,14 +70,14 @@ def offered(tmp_path_factory: pytest.TempPathFactory) -> Offered:
     whole = read_offer([made / "whole"], "semi2k")
     export_generation(small_compiled(), made / "steps")
     steps = read_offer([made / "steps"], "semi2k")
-    return Offered(whole.forwards, steps.generation, 0)
+    return Offered(whole.forwards, steps.generation, 0, steps.tables)
 
 
 def test_a_second_session_fetches_nothing(offered: Offered, tmp_path: Path) -> None:
     taker = Taker(offered, tmp_path)
     fetched, first = taker.take()
     assert sorted(fetched) == sorted(os.listdir(taker.kept))
-    assert {name.rpartition(".")[2] for name in fetched} == {"program", "published"}
+    assert {name.rpartition(".")[2] for name in fetched} == {"program", "published", "table"}
     assert taker.kept.stat().st_mode & 0o777 == 0o700
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in taker.kept.iterdir())
     again, second = taker.take()

@@ -71,6 +71,6 @@ def exported(root: Path, protocol: str = "semi2k", steps: int = 1, **options: An
     if compiled.published:
         shutil.copy(server / "public.npz", client / "public.npz")
     if compiled.program.looked_up:
-        (server / "lookup_table.npz").rename(client / "lookup_table.npz")
+        (server / "lookup_table.bin").rename(client / "lookup_table.bin")
     np.save(client / "tokens.npy", IDS)
     return Exported(compiled, server, client)

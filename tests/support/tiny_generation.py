@@ -41,9 +41,9 @@ def small_captured() -> TransformedModel:
 
 
 @made_once
-def small_compiled(protocol: str = "semi2k", guards: bool = False) -> CompiledGeneration:
+def small_compiled(protocol: str = "semi2k", guards: bool = False, lookup: str = "auto") -> CompiledGeneration:
     """Its programs."""
-    options = Options(protocol, Format(64, 18, DEFAULT), guards=guards)
+    options = Options(protocol, Format(64, 18, DEFAULT), guards=guards, lookup=lookup)
     return compile_for_generation(small_captured(), ROOM, FILLS, options, checks=CHECKS)
 
 

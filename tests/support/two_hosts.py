@@ -32,7 +32,7 @@ def party(
     if rank != SERVER and not (folder / "tokens.npy").exists():
         inputs = []
     inputs += ["--public", "public.npz"] if (folder / "public.npz").exists() else []
-    for name in ("lookup_key.npz", "lookup_table.npz"):
+    for name in ("lookup_key.npz", "lookup_table.bin"):
         inputs += ["--lookup", name] if (folder / name).exists() else []
     command = [sys.executable, "-m", "aero_compile.runtime.party", "--rank", str(rank), *inputs]
     command += ["--address", address, "--peer", peer, "--program", "program.json", "--output", "out"]

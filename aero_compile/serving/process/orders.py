@@ -20,12 +20,14 @@ class _Order(BaseModel):
 class Held(_Order):
     """Files of one program: its own, the weights (the server's alone), and the weights that clients are given.
 
-    Of a generation, `program` is the folder of its programs.
+    `table`: of encrypted tables; at the server that of their keys. Of a generation, `program` is the folder of its
+    programs.
     """
 
     program: str
     weights: str | None = None
     published: str | None = None
+    table: str | None = None
 
 
 class Load(_Order):

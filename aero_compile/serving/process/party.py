@@ -28,6 +28,7 @@ from aero_compile.runtime.generation.programs import Programs
 from aero_compile.runtime.hosts.computation import Computation, Opened, config_of
 from aero_compile.runtime.hosts.ending import LINGER_SECONDS, leave
 from aero_compile.runtime.hosts.link import connect
+from aero_compile.runtime.hosts.lookup_files import Tables, read_tables
 from aero_compile.runtime.hosts.party_inputs import Arrays, PartyInputs, held_inputs
 from aero_compile.runtime.hosts.party_process import agree_on
 from aero_compile.runtime.program import hidden_inputs
@@ -82,6 +83,7 @@ class SessionParty:
         self._inputs: dict[str, PartyInputs] = {}
         self._computations: dict[str, Computation] = {}
         self._generation: tuple[Programs, Arrays, Arrays] | None = None
+        self._table: tuple[str, Tables] = ("", {})
         self._stepping: StepComputation | None = None
         self._in_range: dict[str, bool] = {}
         self._spu: Any = None
@@ -108,8 +110,10 @@ class SessionParty:
 
     def _load(self, order: Load) -> Loaded:
         for held in order.programs:
-            weights, public = (None if path is None else Path(path) for path in (held.weights, held.published))
-            inputs = held_inputs(self._rank, Path(held.program), self._protocol, weights, public)
+            files = (None if path is None else Path(path) for path in (held.weights, held.published, held.table))
+            inputs = held_inputs(self._rank, Path(held.program), self._protocol, *files)
+            if bool(inputs.program.looked_up) != bool(inputs.key):
+                raise InputError(_no_table(held))
             self._inputs[inputs.program.digest] = inputs
         if order.generation is not None:
             self._generation = self._held_generation(order.generation)
@@ -124,7 +128,12 @@ class SessionParty:
         if programs.step.protocol != self._protocol:
             raise InputError(f"{held.program} is compiled for {programs.step.protocol}, not {self._protocol}")
         published = {} if held.published is None else read_published(programs, Path(held.published))
-        return programs, {} if held.weights is None else read_weights(programs, Path(held.weights)), published
+        weights = {} if held.weights is None else read_weights(programs, Path(held.weights))
+        if bool(programs.looked_up) != (held.table is not None):
+            raise InputError(_no_table(held))
+        if held.table is not None:
+            self._table = read_tables(Path(held.table), programs, self._rank, weights)
+        return programs, weights, published
 
     def _meet(self, seconds: float) -> None:
         self._log = SpuLog(self._spu, Path("spu.log"))
@@ -135,7 +144,9 @@ class SessionParty:
         """Compare role, programs and configuration with the peer's before any share exists."""
         configs = {digest: str(config_of(inputs.program)) for digest, inputs in self._inputs.items()}
         steps = None if self._generation is None else self._generation[0].digest
-        agree_on(self._link, self._rank, {"programs": configs, "steps": steps, "spu": str(self._spu.__version__)})
+        tables = {digest: inputs.key for digest, inputs in self._inputs.items()} | {"steps": self._table[0]}
+        facts = {"programs": configs, "steps": steps, "spu": str(self._spu.__version__), "lookup table": tables}
+        agree_on(self._link, self._rank, facts)
 
     def _computation(self, digest: str) -> Computation:
         """The runtime of a program, made when it is first needed: in the same order at both parties."""
@@ -150,7 +161,7 @@ class SessionParty:
         """The runtime that keeps the cached values, made when it is first needed."""
         if self._stepping is None:
             assert self._generation is not None
-            told = (self._log, self._way)
+            told = (self._log, self._way, self._table[1])
             self._stepping = StepComputation(self._spu, self._link.spawn(), self._rank, *self._generation, *told)
             self._stepping.before_opening = Path(OPENING).touch
         return self._stepping
@@ -184,6 +195,11 @@ class SessionParty:
         before = self._steps().received
         cost = self._steps().prepare_for(order.program)
         return _computed(cost, self._steps().received - before, Opened())
+
+
+def _no_table(held: Held) -> str:
+    wanted = "takes none" if held.table else "looks tokens up in an encrypted table, and there is none"
+    return f"{held.program} {wanted}"
 
 
 def _computed(cost: Cost, received: int, opened: Opened) -> tuple[Computed, bytes]:

@@ -13,7 +13,7 @@ from typing import Any
 from aero_compile.errors import InputError, PartyError
 from aero_compile.runtime.generation.programs import Programs
 from aero_compile.runtime.program import Program
-from aero_compile.serving.transport.messages import WIRE, Facts, Generation
+from aero_compile.serving.transport.messages import WIRE, Facts, Generation, Table
 from aero_compile.version import __version__
 
 _NAMES = {
@@ -33,6 +33,7 @@ _NAMES = {
     "size": "size",
     "published_size": "size of the weights that clients are given",
     "digest": "program",
+    "table": "encrypted table",
 }
 """Of the fields of `Facts`, what a user calls them; a difference is named by the first that differs."""
 
@@ -63,19 +64,19 @@ def check_versions(theirs_wire: int, theirs: dict[str, str], who: str) -> None:
             raise PartyError(f"{who} has {name} {theirs.get(name)}, and this end {mine}; both need the same version")
 
 
-def facts_of(program: Program, published_size: int = 0) -> Facts:
-    """The facts of a program; `published_size`: bytes of the arrays that clients are given.
+def facts_of(program: Program, published_size: int = 0, table: Table | None = None) -> Facts:
+    """The facts of a program; `published_size`: bytes of the arrays that clients are given; `table`: for its lookups.
 
     Raises:
         InputError: it is no program of token ids, or beyond what is served.
     """
     try:
-        return _facts(program, published_size)
+        return _facts(program, published_size, table)
     except ValueError as error:  # pydantic's, too
         raise InputError(f"a program cannot be served: {str(error)[:500]}") from error
 
 
-def _facts(program: Program, published_size: int) -> Facts:
+def _facts(program: Program, published_size: int, table: Table | None) -> Facts:
     batch, length, vocabulary = program.tokens.shape
     content = program.to_bytes()
     return Facts(
@@ -95,10 +96,11 @@ def _facts(program: Program, published_size: int) -> Facts:
         published=program.published_digest,
         published_size=published_size,
         versions=program.versions,
+        table=table,
     )
 
 
-def generation_of(programs: Programs, published_size: int) -> Generation:
+def generation_of(programs: Programs, published_size: int, table: Table | None = None) -> Generation:
     """The facts of the programs of a generation; `published_size`: bytes of the arrays that both parties hold."""
     return Generation(
         digest=programs.digest,
@@ -106,6 +108,7 @@ def generation_of(programs: Programs, published_size: int) -> Generation:
         vocabulary=programs.vocabulary,
         programs={name: facts_of(program) for name, program in programs.all.items()},
         published_size=published_size,
+        table=table,
     )
 
 
@@ -113,7 +116,7 @@ def model_digest(programs: Sequence[Facts], generation: Generation | None = None
     """SHA-256 of what a server offers, in any order: what a client may insist on.
 
     It stands for the programs, so for the architecture, shapes, settings and bounds, and for the weights that clients
-    are given. The weights that stay at the server are in none of them.
+    are given. The weights that stay at the server are in none of them, nor are their encrypted tables.
     """
     return _digest(sorted([facts.digest for facts in programs] + ([generation.digest] if generation else [])))
 

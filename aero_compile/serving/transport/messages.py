@@ -10,12 +10,18 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter
 
-WIRE = 2
+WIRE = 3
 """Version of these messages; both ends must have the same."""
 
 MOST_PROGRAMS = 32
 LARGEST_PROGRAM = 1 << 26
 """Bytes of a program that a client takes from a server."""
+
+LARGEST_TABLE = 1 << 33
+"""Bytes of an encrypted table that a client takes: 8 for each number, so 128,256 rows of 4,096 are 4.2 GB."""
+
+PIECE_BYTES = 1 << 23
+"""Bytes of a piece of a table, the last one less: what a download that broke off loses at most."""
 
 
 def _printable(text: str) -> str:
@@ -35,6 +41,25 @@ class _Form(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
+class Table(_Form):
+    """The encrypted tables that programs look tokens up in, as one file (`runtime.hosts.lookup_files`).
+
+    `digest`: SHA-256 of it, which stands for the server's key; `size`: its bytes.
+    """
+
+    digest: Digest
+    size: Annotated[int, Field(gt=0, le=LARGEST_TABLE)]
+
+    @property
+    def pieces(self) -> int:
+        """How many pieces it is sent in."""
+        return -(-self.size // PIECE_BYTES)
+
+    def piece_size(self, number: int) -> int:
+        """Bytes of a piece; 0 or less where there is none with this number."""
+        return min(PIECE_BYTES, self.size - number * PIECE_BYTES)
+
+
 class Facts(_Form):
     """What is agreed about one program; `agreement.facts_of` makes them of the program itself.
 
@@ -42,7 +67,8 @@ class Facts(_Form):
     `architecture`: how many steps there are of each operator. `inputs`: SHA-256 of the names and shapes of the weights.
     `bounds`: SHA-256 of the code of all operators, with their approximations and what calibration and private checks
     bound. `published`: SHA-256 of the weights that clients are given, "" where there are none.
-    `size`, `published_size`: bytes.
+    `size`, `published_size`: bytes. `table`: None where nothing is looked up under encryption, and in a generation,
+    which has one for all its programs.
     """
 
     digest: Digest
@@ -61,6 +87,7 @@ class Facts(_Form):
     published: Digest | Literal[""]
     published_size: Count
     versions: Annotated[dict[Word, Word], Field(max_length=10)]
+    table: Table | None = None
 
 
 class Generation(_Form):
@@ -75,6 +102,7 @@ class Generation(_Form):
     vocabulary: Size
     programs: Annotated[dict[Word, Facts], Field(min_length=2, max_length=MOST_PROGRAMS)]
     published_size: Count
+    table: Table | None = None
 
 
 # --- from the client ------------------------------------------------------------------------------------
@@ -100,11 +128,15 @@ class Link(_Form):
 
 
 class Fetch(_Form):
-    """Asks for a program, or for the arrays that both parties hold (of a generation: by its digest)."""
+    """Asks for a program, or for the arrays that both parties hold (of a generation: by its digest).
+
+    Or for a `piece` of an encrypted table, whose own digest `program` then is.
+    """
 
     kind: Literal["fetch"] = "fetch"
     program: Digest
-    part: Literal["program", "published"]
+    part: Literal["program", "published", "table"]
+    piece: Count = 0
 
 
 class Open(_Form):

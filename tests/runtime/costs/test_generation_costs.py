@@ -71,7 +71,7 @@ def test_few_messages_make_a_token() -> None:
     """One layer of two heads with room for 8 positions; by pairs its maximum alone took 68 more."""
     token = estimate_generation(small_compiled("cheetah").programs, len(PROMPT), 1, warm="setup").token
     assert token is not None
-    assert token.messages <= 577
+    assert token.messages <= 578
 
 
 @pytest.mark.slow

@@ -44,7 +44,7 @@ def test_against_a_measured_run() -> None:
 
 def test_products_move_before_and_the_rest_stays() -> None:
     model = tiny_model()
-    plain, split = (estimate(model, 6, offline=offline) for offline in (False, True))
+    plain, split = (estimate(model, 6, offline=offline, lookup="one-hot") for offline in (False, True))
     assert (plain.offline_bytes, plain.offline_messages, plain.offline_seconds) == (0, 0, 0)
     assert "offline" not in str(plain)
     before, after = ({row["op"]: row for row in each.per_op} for each in (plain, split))
@@ -57,7 +57,7 @@ def test_products_move_before_and_the_rest_stays() -> None:
 
 def test_a_product_sends_eight_bytes_a_value() -> None:
     """Besides a truncation for each entry of the result, of at most 30 bytes where there are so few."""
-    rows = {row["op"]: row for row in estimate(tiny_model(), 6, offline=True).per_op}
+    rows = {row["op"]: row for row in estimate(tiny_model(), 6, offline=True, lookup="one-hot").per_op}
     tokens, width, results = math.prod((6, 64)), 6 * 8, 6 * 8
     assert 8 * tokens < rows["embedding"]["bytes"] < 8 * tokens + 30 * results
     assert 8 * 2 * width < rows["linear"]["bytes"] < 8 * 2 * width + 30 * (results + tokens)

@@ -25,6 +25,7 @@ from aero_compile.runtime.generation.party import (
 from aero_compile.runtime.generation.processes import MODULE, Events, ProcessDecoder
 from aero_compile.runtime.generation.session import Session
 from aero_compile.runtime.hosts.link import free_addresses
+from aero_compile.runtime.hosts.lookup_files import FILES, write_tables
 from aero_compile.runtime.hosts.parties import PartyProcess
 from aero_compile.runtime.program import one_hot
 from aero_compile.runtime.program_parts import KernelStep
@@ -96,6 +97,7 @@ def test_wire_and_files_hold_nothing_of_the_other_party(tmp_path: Path) -> None:
         compiled.programs.save(folder)
         write_private(folder / "public.npz", lambda file: np.savez(file, **compiled.published))
     write_private(folders[SERVER] / "weights.npz", lambda file: np.savez(file, **compiled.weights))
+    write_tables(compiled.programs, compiled.weights, *(folders[rank] / FILES[rank] for rank in (SERVER, CLIENT)))
     own = free_addresses(2)
     wires = [Wire(address) for address in own]
     events, parties = Events(), []
@@ -103,6 +105,7 @@ def test_wire_and_files_hold_nothing_of_the_other_party(tmp_path: Path) -> None:
         arguments = ["--rank", str(rank), "--address", own[rank], "--peer", wires[1 - rank].address, "--protocol"]
         arguments += ["semi2k", "--programs", ".", "--public", "public.npz", "--output", ".", "--with-parent"]
         arguments += ["--weights", "weights.npz"] if rank == SERVER else []
+        arguments += ["--lookup", FILES[rank]]
         parties.append(PartyProcess(rank, folder, arguments, events, MODULE))
     decoder = ProcessDecoder(parties, folders[CLIENT], events, timeout=120.0)
     try:

@@ -130,7 +130,7 @@ def test_other_weights_than_those_it_was_made_with(files: Exported) -> None:
 def test_options_that_do_not_fit_the_program(
     offline: bool, extra: list[str], words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    files = exported(tmp_path, offline=offline)
+    files = exported(tmp_path, offline=offline, lookup="one-hot")
     arguments = ["--rank", "0", "--address", "127.0.0.1:1", "--peer", "127.0.0.1:2", "--protocol", "semi2k"]
     arguments += ["--program", str(files.server / "program.json"), "--weights", str(files.server / "weights.npz")]
     options = [str(tmp_path / "kept") if word == "kept" else word for word in extra]

@@ -13,7 +13,9 @@ from aero_compile.errors import InputError, LoweringError
 from aero_compile.runtime import compile_model, estimate, private_inference
 from aero_compile.runtime.arithmetic.tolerances import Tolerances
 from aero_compile.runtime.kernels.encrypted_lookup import EncryptedLookup
+from aero_compile.runtime.kernels.ring_encryption import LARGEST_DEGREE
 from aero_compile.runtime.operators.limits import Format
+from aero_compile.runtime.operators.lookups import is_cheaper
 from aero_compile.runtime.program import one_hot
 from aero_compile.runtime.program_parts import TOKENS
 from benchmarks.lib.two_threads import simulate
@@ -80,7 +82,7 @@ def test_rows_are_right_to_a_unit_up_to_the_limit_and_refused_beyond() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"lookup": "secret"}, "lookup must be 'one-hot' or 'encrypted'"),
+        ({"lookup": "secret"}, "lookup must be 'auto', 'encrypted' or 'one-hot'"),
         ({"lookup": "encrypted", "field": 128}, "takes the 64-bit ring"),
         ({"lookup": "encrypted", "fraction_bits": 16}, "fraction_bits of 18 or more"),
         ({"lookup": "encrypted", "public": "embedding"}, "there is none here"),
@@ -99,9 +101,25 @@ def test_it_goes_with_what_is_prepared_offline() -> None:
     assert [type(kernel).__name__ for kernel in program.kernels] == ["EncryptedLookup", "PreparedProduct"]
 
 
-def test_an_estimate_of_generation_has_no_such_lookup() -> None:
-    with pytest.raises(InputError, match="generation looks tokens up by one-hot products alone"):
-        estimate(tiny_model(), 6, lookup="encrypted", new_tokens=2)
+@pytest.mark.parametrize(
+    ("count", "vocabulary", "width", "encrypted"),
+    [
+        (1, 50257, 768, True),
+        (128, 50257, 768, True),
+        (1, 256, 512, True),
+        (512, 256, 512, False),  # bytes: a long prompt takes fewer by a product
+        (1, 50257, LARGEST_DEGREE + 1, False),
+    ],
+)
+def test_the_cheaper_lookup_is_that_of_the_cost_model(count: int, vocabulary: int, width: int, encrypted: bool) -> None:
+    assert is_cheaper(count, vocabulary, width) is encrypted
+
+
+def test_by_default_formats_and_given_tables_take_what_they_can() -> None:
+    model = model_of(ugly(1.0), with_positions)
+    assert compile_model(model, *SHAPE, "semi2k").program.looked_up
+    for options in ({"lookup": "one-hot"}, {"field": 128}, {"fraction_bits": 16}, {"public": "embedding"}):
+        assert not compile_model(model, *SHAPE, "semi2k", **options).program.looked_up, options
 
 
 @pytest.mark.slow

@@ -1,0 +1,252 @@
+"""The encrypted tables of a server: made once for all programs, found again, and served to many sessions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aero_compile.errors import InputError, PartyError
+from aero_compile.runtime import export_generation
+from aero_compile.runtime.hosts.lookup_files import FILES, table_size, write_tables
+from aero_compile.runtime.roles import CLIENT, SERVER
+from aero_compile.serving.client import connect
+from aero_compile.serving.offer import Offered, read_offer
+from aero_compile.serving.programs import find_programs
+from aero_compile.serving.served_tables import ServedTable
+from aero_compile.serving.taking import check_offer
+from aero_compile.serving.transport.agreement import versions
+from aero_compile.serving.transport.messages import LARGEST_TABLE, PIECE_BYTES, WIRE, Offer, Table
+from tests.support.service import SEMI2K, Bare, is_served, serving
+from tests.support.tiny_generation import FILLS, PROMPT, ROOM, eager_logits, eager_text, small_captured, small_compiled
+
+pytest.importorskip("spu")
+
+KEY, CLIENTS = FILES[SERVER], FILES[CLIENT]
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Programs of one model for whole texts of two lengths and for generation; it is not to be changed here."""
+    folder = tmp_path_factory.mktemp("programs")
+    sizes: dict[str, Any] = {"room": ROOM, "fills": FILLS, "guards": False, "lookup": "encrypted"}
+    find_programs(small_captured(), (2, 4), "semi2k", folder, **sizes)
+    assert not [*folder.glob(f"*/{KEY}")]
+    read_offer(sorted(folder.iterdir()), "semi2k")
+    return folder
+
+
+@pytest.fixture
+def folder(programs: Path, tmp_path: Path) -> Path:
+    shutil.copytree(programs, tmp_path / "programs")
+    return tmp_path / "programs"
+
+
+def offer_of(folder: Path) -> Offered:
+    return read_offer(sorted(folder.iterdir()), "semi2k")
+
+
+def test_equal_tables_are_encrypted_once_and_found_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aero_compile.serving.served_tables.write_tables", lambda *given: pytest.fail("again"))
+    offered = offer_of(folder)
+    (table,) = offered.tables.values()
+    assert [path.name for path in folder.glob(f"*/{KEY}")] == [KEY]
+    assert offered.generation is not None
+    agreed = [*(each.facts.table for each in offered.forwards), offered.generation.facts.table]
+    assert agreed == [table.facts] * 3
+    held = [*(each.held.table for each in offered.forwards), offered.generation.held.table]
+    assert held == [str(table.key)] * 3
+    content = table.file.read_bytes()
+    assert (table.facts.digest, table.facts.size) == (hashlib.sha256(content).hexdigest(), len(content))
+    assert table.facts.size == table_size(offered.generation.programs)
+    assert b"".join(table.piece(number) for number in range(table.facts.pieces)) == content
+    assert table.piece(table.facts.pieces) == table.piece(2**40) == b""
+
+
+def test_pieces_are_cut_where_they_say(tmp_path: Path) -> None:
+    content = np.random.default_rng(1).bytes(PIECE_BYTES + 7)
+    (tmp_path / "table").write_bytes(content)
+    facts = Table(digest=hashlib.sha256(content).hexdigest(), size=len(content))
+    served = ServedTable(facts, tmp_path / "table", tmp_path / "key")
+    assert [served.piece(number) for number in range(3)] == [content[:PIECE_BYTES], content[PIECE_BYTES:], b""]
+
+
+@pytest.mark.parametrize("damage", ["table changed", "table cut", "no table", "key cut", "no key", "other weights"])
+def test_what_does_not_fit_is_made_anew(damage: str, folder: Path) -> None:
+    (before,) = offer_of(folder).tables.values()
+    place = before.key.parent
+    if damage == "other weights":
+        compiled = small_compiled()
+        weights = {name: array * np.float32(1.5) for name, array in compiled.weights.items()}
+        write_tables(compiled.programs, weights, place / KEY, place / CLIENTS)
+    else:
+        path = place / (KEY if "key" in damage else CLIENTS)
+        content = path.read_bytes()
+        path.unlink()
+        if "changed" in damage:
+            path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        if "cut" in damage:
+            path.write_bytes(content[: len(content) // 2])
+        if path.exists():
+            path.chmod(0o600)
+    (after,) = offer_of(folder).tables.values()
+    assert after.facts.digest != before.facts.digest
+    assert after.facts.size == before.facts.size
+    (again,) = offer_of(folder).tables.values()
+    assert again.facts == after.facts
+
+
+def test_a_key_that_others_can_read_is_refused(folder: Path) -> None:
+    (path,) = folder.glob(f"*/{KEY}")
+    path.chmod(0o640)
+    with pytest.raises(InputError, match=f"{KEY}: holds a secret and has mode 0640"):
+        offer_of(folder)
+
+
+def test_a_folder_that_takes_no_table_is_told(folder: Path) -> None:
+    for path in folder.glob("*/lookup_*"):
+        path.unlink()
+    (sorted(folder.iterdir())[0] / CLIENTS).mkdir()
+    with pytest.raises(InputError, match=r"the encrypted table cannot be written: .*; serve the programs from a"):
+        offer_of(folder)
+
+
+def test_two_sessions_download_it_once_and_compute_what_the_model_does(folder: Path, tmp_path: Path) -> None:
+    """Whole texts and generated ones; the texts of one-hot products are the same."""
+    texts, told = [], list[tuple[int, int]]()
+    with serving(folder) as running:
+        (size,) = (event["table_bytes"] for event in running.events("serving", 1))
+        for session, downloaded in ((1, size), (2, 0)):
+            given: dict[str, Any] = {"cache": tmp_path / "cache", "on_download": lambda *it: told.append(it)}
+            with connect(running.address, **SEMI2K, **given) as connection:
+                assert connection.table_bytes == downloaded
+                made = connection.generate(PROMPT, 3)
+                assert made.table_bytes == downloaded
+                assert ("table, once" in str(made)) == (session == 1)
+                assert connection.generate(PROMPT[:2], 1).table_bytes == 0
+                texts.append(made.ids)
+                logits = connection.logits(PROMPT)[-1]
+                np.testing.assert_allclose(logits, eager_logits(PROMPT), rtol=0, atol=0.05)
+        assert told == [(0, size), (size, size)]
+        assert [path.name for path in (tmp_path / "cache").glob("*.table")] == [f"{_digest(folder)}.table"]
+
+        (kept,) = (tmp_path / "cache").glob("*.table")
+        kept.write_bytes(kept.read_bytes()[:-1] + b"!")
+        with connect(running.address, **SEMI2K, cache=tmp_path / "cache") as connection:
+            assert connection.table_bytes == size
+            texts.append(connection.generate(PROMPT, 3).ids)
+    one_hot = small_compiled("semi2k", False, "one-hot")
+    export_generation(one_hot, tmp_path / "one-hot")
+    with serving(tmp_path / "one-hot") as running, connect(running.address, **SEMI2K) as connection:
+        assert not running.server._offered.tables
+        texts.append(connection.generate(PROMPT, 3).ids)
+        assert connection.table_bytes == 0
+    assert texts == [eager_text(PROMPT, 3)] * 4
+
+
+def _digest(folder: Path) -> str:
+    (table,) = offer_of(folder).tables.values()
+    return table.facts.digest
+
+
+@pytest.mark.parametrize(
+    ("sends", "why"),
+    [
+        (lambda content: content[:-1], r"the server sent .* bytes of what it said to have"),
+        (lambda content: content + b"!", r"and .* were asked for"),
+        (lambda content: content[:-1] + bytes([content[-1] ^ 1]), "is another one than it offers"),
+        (lambda content: b"", "this server has no program"),
+    ],
+)
+def test_what_is_no_table_ends_the_session_before_it_opens(
+    sends: Callable[[bytes], bytes], why: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    piece = ServedTable.piece
+    with serving(folder) as running:
+        with monkeypatch.context() as patch:
+            patch.setattr(ServedTable, "piece", lambda self, number: sends(piece(self, number)))
+            with pytest.raises(PartyError, match=why):
+                connect(running.address, **SEMI2K, cache=tmp_path / "cache")
+        assert not [*(tmp_path / "cache").glob("*.table")]
+        assert not running.events("opened")
+        assert is_served(running)
+
+
+def test_a_table_of_another_key_ends_both_before_they_start(folder: Path, tmp_path: Path) -> None:
+    """A server that offers a table by its right digest, and holds the key of another one."""
+    with serving(folder) as running:
+        (table,) = running.server._offered.tables.values()
+        compiled = small_compiled()
+        write_tables(compiled.programs, compiled.weights, table.key, tmp_path / "other")
+        with pytest.raises(PartyError, match="different lookup table"):
+            connect(running.address, **SEMI2K)
+
+
+def test_pieces_that_there_are_not_end_the_session(folder: Path) -> None:
+    with serving(folder) as running, Bare(running.address) as client:
+        table = client.greet()["generation"]["table"]
+        client.say({"kind": "fetch", "program": table["digest"], "part": "table", "piece": 1})
+        assert client.hear() | {"message": ""} == {"kind": "refused", "reason": "program", "message": ""}
+        with Bare(running.address) as other:
+            other.greet()
+            other.say({"kind": "fetch", "program": "0" * 64, "part": "table"})
+            assert other.hear()["kind"] == "refused"
+
+
+def test_offers_of_too_much_are_refused_before_anything_is_fetched(folder: Path) -> None:
+    offered = offer_of(folder)
+    assert offered.generation is not None
+    whole, steps = offered.forwards[0].facts, offered.generation.facts
+    assert steps.table is not None
+    rest: dict[str, Any] = {"wire": WIRE, "versions": versions(), "digest": offered.digest, "tokens_left": None}
+    rest |= {"idle_seconds": 9.0, "set_up": False, "most_prepared": 0}
+
+    def offer(*sizes: int) -> Offer:
+        tables = [steps.table.model_copy(update={"size": size, "digest": f"{size:064x}"}) for size in sizes]  # type: ignore[union-attr]
+        forwards = (whole.model_copy(update={"table": tables[0]}), offered.forwards[1].facts)
+        return Offer(programs=forwards, generation=steps.model_copy(update={"table": tables[1]}), **rest)
+
+    check_offer(offer(LARGEST_TABLE // 2, LARGEST_TABLE // 2 - 40_000), "semi2k", None)
+    with pytest.raises(PartyError, match=r"gives 8,589,9.*bytes of tables; at most 8,589,934,592 are taken"):
+        check_offer(offer(LARGEST_TABLE // 2, LARGEST_TABLE // 2 + 1), "semi2k", None)
+    content = offer(1, 2).model_dump()
+    content["generation"]["table"]["size"] = LARGEST_TABLE + 1
+    with pytest.raises(ValueError, match=r"generation\.table\.size"):
+        Offer.model_validate_json(json.dumps(content))
+
+
+@pytest.mark.parametrize("more", [-8, 8])
+def test_an_offered_size_that_is_not_the_programs_is_not_fetched(
+    more: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(folder) as running:
+        monkeypatch.setattr(ServedTable, "piece", lambda self, number: pytest.fail("fetched"))
+        offered = running.server._offered
+        assert offered.generation is not None
+        (table,) = offered.tables.values()
+        wrong = table.facts.model_copy(update={"size": table.facts.size + more})
+        facts = offered.generation.facts.model_copy(update={"table": wrong})
+        object.__setattr__(offered.generation, "facts", facts)
+        object.__setattr__(offered, "forwards", ())
+        object.__setattr__(running.server, "digest", offered.digest)
+        with pytest.raises(PartyError, match="looks tokens up in an encrypted table of"):
+            connect(running.address, **SEMI2K)
+
+
+def test_an_exported_table_is_served_as_it_is(tmp_path: Path) -> None:
+    compiled = small_compiled()
+    export_generation(compiled, tmp_path / "steps")
+    before = (tmp_path / "steps" / CLIENTS).read_bytes()
+    (table,) = read_offer([tmp_path / "steps"], "semi2k").tables.values()
+    assert table.file.read_bytes() == before
+    assert sorted(os.listdir(tmp_path / "steps"))[-4:-1] == [KEY, CLIENTS, "public.npz"]
+    export_generation(replace(compiled, weights={}), tmp_path / "client", tables=False)
+    assert not [*(tmp_path / "client").glob("lookup_*")]
