@@ -83,6 +83,8 @@ def add_client(parser: argparse.ArgumentParser, required: bool = True) -> None:
     add("--ahead", type=int, default=8, metavar="N", help=text)
     text = "tokens of a prompt to prepare for in the same way (default: %(default)s)"
     add("--prompt-ahead", type=int, default=0, metavar="N", help=text)
+    text = "rows of products to keep prepared by the batch of 4,096, one a token, in the same way (default: none)"
+    add("--prepare", type=int, default=0, metavar="ROWS", help=text)
     add("--prepared", action="store_true", help="wait until all of that is prepared before the first text is computed")
     text = "memory that the process of the session may hold (default: what the server's programs can need)"
     add("--max-memory", type=gigabytes, metavar="GB", help=text)
@@ -103,7 +105,7 @@ def open_session(args: argparse.Namespace, check: Callable[[Session], object] | 
         if check is not None:
             check(session)
 
-    names = ("model_digest", "timeout", "bucket", "cache", "ahead", "prompt_ahead", "max_memory")
+    names = ("model_digest", "timeout", "bucket", "cache", "ahead", "prompt_ahead", "prepare", "max_memory")
     asked = {name: getattr(args, name) for name in names}
     told: dict[str, Any] = {"on_wait": _say_wait, "on_offer": offered, "on_download": _Download(args.cache is not None)}
     connection = connect(args.server, **told, **asked, **way_of(args, "client"))

@@ -74,6 +74,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     text = "runs of a program that are prepared for a client at once, with --offline (default: 16)"
     many("--max-prepared", type=int, metavar="N", help=text)
+    text = "rows of products that are kept prepared for a client by the batch of 4,096, with --offline (default: none)"
+    many("--prepare", dest="max_prepared_rows", type=int, metavar="ROWS", help=text)
     text = "seconds after which a client that asks for nothing is sent away (default: 300)"
     many("--idle-seconds", type=float, metavar="S", help=text)
     text = "private folder where the tokens that clients have spent are kept, for one server at a time"
@@ -93,6 +95,8 @@ def run(args: argparse.Namespace) -> int:
     asked = {name: getattr(args, name) for name in vars(Limits()) if getattr(args, name, None) is not None}
     if not args.source.is_dir():
         raise InputError(f"there is no folder {args.source}")
+    if args.max_prepared_rows and not args.offline:
+        raise InputError(f"--prepare {args.max_prepared_rows} is of what is prepared before the tokens: add --offline")
     if args.offline and args.lengths:
         raise InputError("--offline prepares for --room alone: whole texts (--lengths) are served without")
     compiling: dict[str, Any] = {"public": args.public, "network": args.network, "lookup": args.lookup}

@@ -15,7 +15,8 @@ def usage(prompt_tokens: int, endings: Sequence[Ending]) -> dict[str, Any]:
     """Tokens, guesses that were right, and in `cost` what it took: bytes of both directions, messages, seconds.
 
     `bytes_per_token`: of a generated token on average, the prompt not counted. `offline`: what was prepared for these
-    texts before they were asked for, in none of the others.
+    texts before they were asked for, in none of the others. `rows_left`: tokens for which products are prepared by the
+    batch and not used.
     """
     texts = [ending.made for ending in endings]
     cost = sum((text.total for text in texts), Cost())
@@ -36,6 +37,7 @@ def usage(prompt_tokens: int, endings: Sequence[Ending]) -> dict[str, Any]:
             "bytes_per_token": round(behind / max(1, made)),
             "accepted_share": round(right / max(1, guessed), 4),
             "offline": _cost(offline),
+            "rows_left": texts[-1].rows_left if texts else 0,
         },
     }
 

@@ -37,11 +37,12 @@ def runs_ahead(programs: Programs, held: int, tokens: int, prompt: int) -> list[
 class Ahead:
     """Prepares what is missing while the conversation is left alone. `wanted`: names of all runs to have prepared.
 
-    `cost`: of all that was prepared.
+    `rows`: of each matrix to have prepared by the batch. `cost`: of all that was prepared.
     """
 
-    def __init__(self, conversation: Conversation, wanted: Callable[[], Iterable[str]]) -> None:
-        self._conversation, self._wanted = conversation, wanted
+    def __init__(self, conversation: Conversation, wanted: Callable[[], Iterable[str]], rows: int = 0) -> None:
+        self._conversation, self._wanted, self._rows = conversation, wanted, rows
+        self._refused: set[str] = set()
         self._task: asyncio.Task[None] | None = None
         self._enough = asyncio.Event()
         self.cost = Cost()
@@ -68,8 +69,12 @@ class Ahead:
 
     async def _work(self) -> None:
         while not self._enough.is_set() and (name := self._missing()) is not None:
+            left = self._conversation.rows
+            before = left.left(name) if left.knows(name) else -1
             cost = await self._conversation.prepare(name)
             if cost is not None:
+                if before >= 0 and left.left(name) == before:
+                    self._refused.add(name)  # the server's weights are too large for a batch
                 self.cost += cost
                 continue
             with contextlib.suppress(TimeoutError):
@@ -77,10 +82,18 @@ class Ahead:
                     await self._enough.wait()
 
     def _missing(self) -> str | None:
-        """The first run that is not prepared, of those that may be."""
+        """The first batch, or else run, that is not prepared, of those that may be."""
+        if (batch := self._missing_batch()) is not None:
+            return batch
         ahead = Counter[str]()
         for name in self._wanted():
             ahead[name] += 1
             if self._conversation.prepared[name] < min(ahead[name], self._conversation.most_prepared(name)):
                 return name
         return None
+
+    def _missing_batch(self) -> str | None:
+        """The first batch of which there is place for another one, of those that the server makes."""
+        rows, most = self._conversation.rows, min(self._rows, self._conversation.offer.most_rows)
+        names = (name for name in rows.names() if name not in self._refused)
+        return next((name for name in names if rows.has_place(name, most)), None)

@@ -19,6 +19,7 @@ from aero_compile.runtime.generation.programs import check_name, count_of, is_ch
 from aero_compile.runtime.generation.session import Choose, Guess, Session
 from aero_compile.runtime.hosts.scratch import scratch_folder
 from aero_compile.runtime.hosts.tls import TLSConfig
+from aero_compile.runtime.kernels.column_encryption import ROWS
 from aero_compile.runtime.padding import filled_up
 from aero_compile.serving.ahead import Ahead, runs_ahead
 from aero_compile.serving.cache import Cache
@@ -46,6 +47,7 @@ def connect(
     cache: str | os.PathLike[str] | None = None,
     ahead: int = 8,
     prompt_ahead: int = 0,
+    prepare: int = 0,
     max_memory: int | None = None,
     on_offer: Callable[[Session | None], object] | None = None,
     on_download: Callable[[int, int], None] | None = None,
@@ -71,6 +73,8 @@ def connect(
         ahead: tokens for which both parties prepare, from now on whenever nothing is computed for this client or
             others, where the server's programs are made for it (`offline=True`). The server sees how many.
         prompt_ahead: length of a prompt for which they do the same.
+        prepare: rows of each of the server's matrices that both parties keep prepared by the batch of 4,096, on disk,
+            one for each token, in the same way; no more than the server allows. A multiple of 4,096 is used in full.
         max_memory: bytes of memory that the process of this session's party may hold; beyond it the connection is
             closed. None: as much as the server's programs can need, whatever size they are.
         on_offer: called with what the server offers, before its programs are fetched and both parties are set up: a
@@ -94,13 +98,18 @@ def connect(
         if not 0 < value < float("inf"):
             raise InputError(f"{name} must be a positive number of seconds, not {value!r}")
     told = on_wait or (lambda before: None)
-    for name, value in {"ahead": ahead, "prompt_ahead": prompt_ahead}.items():
+    for name, value in {"ahead": ahead, "prompt_ahead": prompt_ahead, "prepare": prepare}.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise InputError(f"{name} must be a number of tokens, not {value!r}")
     check_memory("max_memory", max_memory)
     kept = None if cache is None else Cache(cache)
 
     def offered(offer: Offer) -> None:
+        if min(prepare, offer.most_rows) < ROWS and prepare:
+            raise InputError(
+                f"prepare={prepare}: a batch has {ROWS:,} rows, and the server keeps {offer.most_rows:,} for a client; "
+                f"give prepare={ROWS} or more, and start the server with --offline --prepare {ROWS} or more"
+            )
         session = None if offer.generation is None else Session(_Offered(offer.generation), bucket)
         if on_offer is not None:
             on_offer(session)
@@ -108,13 +117,13 @@ def connect(
     times = (silence_timeout, connect_timeout, timeout)
     downloaded = on_download or (lambda here, all_of_it: None)
     terms = Terms(address, tls, protocol, model_digest, *times, told, offered, kept, max_memory, downloaded)
-    return Connection(terms, bucket, ahead, prompt_ahead)
+    return Connection(terms, bucket, ahead, prompt_ahead, prepare)
 
 
 class Connection:
     """An open session with a server. One thread at a time may use it."""
 
-    def __init__(self, terms: Terms, bucket: int = 1, ahead: int = 0, prompt_ahead: int = 0) -> None:
+    def __init__(self, terms: Terms, bucket: int = 1, ahead: int = 0, prompt_ahead: int = 0, prepare: int = 0) -> None:
         self._held = contextlib.ExitStack()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="aero-compile-client")
@@ -133,7 +142,7 @@ class Connection:
             self.table_bytes = self._unbilled = self._conversation.table_bytes
             self._programs = sorted(offer.programs, key=lambda facts: facts.length)
             self._session = None if offer.generation is None else Session(_Decoder(self, self._conversation), bucket)
-            self._ahead = self._prepares(ahead, prompt_ahead)
+            self._ahead = self._prepares(ahead, prompt_ahead, prepare)
             self._wait(self._ahead.begin())
         except BaseException:
             self._held.close()
@@ -217,10 +226,10 @@ class Connection:
             offline, self._ahead.cost = self._ahead.cost, Cost()
             made = session.generate(ids, max_new_tokens, on_token, choose, stop, guess)
         table, self._unbilled = self._unbilled, 0
-        return replace(made, offline=offline, table_bytes=table)
+        return replace(made, offline=offline, table_bytes=table, rows_left=self.rows_left)
 
     def prepare(self) -> Cost:
-        """Wait until both parties have prepared what `ahead` and `prompt_ahead` of `connect` ask for.
+        """Wait until both parties have prepared what `ahead`, `prompt_ahead` and `prepare` of `connect` ask for.
 
         Returns:
             What was prepared since the last text; nothing where the server's programs take nothing prepared.
@@ -230,6 +239,11 @@ class Connection:
         """
         self.run(self._ahead.finish)
         return self._ahead.cost
+
+    @property
+    def rows_left(self) -> int:
+        """Tokens for which products with the server's matrices are prepared by the batch and not used."""
+        return self._conversation.rows.tokens
 
     @property
     def room(self) -> int:
@@ -255,13 +269,14 @@ class Connection:
             raise InputError("the server has no programs that generate: it has logits() of whole texts")
         return self._session
 
-    def _prepares(self, tokens: int, prompt: int) -> Ahead:
+    def _prepares(self, tokens: int, prompt: int, rows: int) -> Ahead:
         """What is prepared while the connection is idle: for the position that a text is at."""
         programs, session = self._conversation.generation, self._session
         if programs is None or session is None:
             return Ahead(self._conversation, lambda: ())
         known = programs
-        return Ahead(self._conversation, lambda: runs_ahead(known, session.shown, tokens, min(prompt, known.room)))
+        length = min(prompt, known.room)
+        return Ahead(self._conversation, lambda: runs_ahead(known, session.shown, tokens, length), rows)
 
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[None]:

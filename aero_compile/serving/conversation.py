@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from aero_compile import errors
 from aero_compile.errors import AeroError, InputError, OutOfRangeError, PartyError
+from aero_compile.runtime.generation.batches import RowsLeft
 from aero_compile.runtime.generation.bill import Cost
 from aero_compile.runtime.generation.programs import Programs
 from aero_compile.runtime.hosts.opening import OUT_OF_RANGE
@@ -122,6 +123,7 @@ class Conversation:
         self.set_up = Cost()
         self.table_bytes = 0
         self.prepared: Counter[str] = Counter()
+        self.rows = RowsLeft(None)
         self.offer: Offer
 
     async def begin(self) -> None:
@@ -142,6 +144,7 @@ class Conversation:
         terms.offered(self.offer)
         taken = await take_offer(self.offer, self._folder, self._fetch, terms.cache, terms.downloaded)
         self.generation, self.table_bytes = taken.generation, taken.table_bytes
+        self.rows = RowsLeft(taken.generation)
         self._budget = budget = LinkBudget("server", taken.allowances, self._break)
         self._links = Links(self._folder, self._call, self._counted, terms.silence)
         await self._links.listen()
@@ -211,6 +214,7 @@ class Conversation:
         self.prepared[name] -= self.prepared[name] > 0
         done, content = await self._both(self._worker.compute(order, self._terms.timeout))
         self._budget.end(done)
+        self.rows.report(done.rows)
         self.prepared[done.text] -= self.prepared[done.text] > 0
         _refuse_outside(done)
         logits = None if done.shape is None else np.frombuffer(content, "<f4").reshape(done.shape).astype(np.float32)
@@ -221,7 +225,7 @@ class Conversation:
         return 0 if self.generation is None else min(self.offer.most_prepared, self.generation.most_prepared(name))
 
     async def prepare(self, name: str) -> Cost | None:
-        """Prepare one run of a program of the generation, or a text; None: the server has others to serve now.
+        """Prepare one run of a program of the generation, a text or a batch; None: the server has others to serve now.
 
         Raises:
             PartyError: the conversation is over.
@@ -235,7 +239,8 @@ class Conversation:
             return None
         done, _ = await self._both(self._worker.compute(orders.Prepare(program=name), self._terms.timeout))
         self._budget.end(done)
-        self.prepared[name] += 1
+        self.rows.report(done.rows)
+        self.prepared[name] += not self.rows.knows(name)
         return Cost(done.bytes, done.messages, done.seconds)
 
     def offer_of(self, name: str) -> Facts:

@@ -22,6 +22,8 @@ class Limits:
             server: rows of logits of whole texts, positions of generated ones. None: any number.
         max_prepared: runs of one program that a session holds prepared ahead, of programs compiled with
             `offline=True`; 0: none.
+        max_prepared_rows: rows of each of the server's matrices that a session holds prepared by the batch of 4,096, of
+            the same programs, on disk; 0: none.
         idle_seconds: a client that asks for nothing for so long is sent away.
         silence_seconds: a client that nothing is heard of for so long is lost.
         stall_seconds: a forward in which nothing passes between the parties for so long is ended.
@@ -35,6 +37,7 @@ class Limits:
     max_session_memory: int | None = None
     max_tokens_per_client: int | None = None
     max_prepared: int = 16
+    max_prepared_rows: int = 0
     idle_seconds: float = 300.0
     silence_seconds: float = 30.0
     stall_seconds: float = 300.0
@@ -48,6 +51,7 @@ class Limits:
             "max_waiting": (self.max_waiting, 0),
             "max_sessions": (self.max_sessions, 1),
             "max_prepared": (self.max_prepared, 0),
+            "max_prepared_rows": (self.max_prepared_rows, 0),
         }
         if self.max_tokens_per_client is not None:
             counts["max_tokens_per_client"] = (self.max_tokens_per_client, 1)

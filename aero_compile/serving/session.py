@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from aero_compile.errors import AeroError, PartyError
+from aero_compile.runtime.generation.batches import RowsLeft
 from aero_compile.runtime.generation.party import CLOSE, read_order, write_order
 from aero_compile.runtime.roles import SERVER
 from aero_compile.serving.journal import note
@@ -113,6 +114,8 @@ class Session:
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._positions = 0
         self._prepared: Counter[str] = Counter()
+        generation = shared.offered.generation
+        self._rows = RowsLeft(None if generation is None else generation.programs)
         self._number = secrets.token_hex(4)
 
     # --- the client's connections ---------------------------------------------------------------------
@@ -215,6 +218,7 @@ class Session:
             idle_seconds=self._limits.idle_seconds,
             set_up=self._shared.set_up,
             most_prepared=self._limits.max_prepared,
+            most_rows=self._limits.max_prepared_rows,
         )
 
     # --- what it asks for ------------------------------------------------------------------------------
@@ -309,18 +313,17 @@ class Session:
         count = generation.programs.all[name].tokens.shape[1]
         order = Advance(program=name, position=position, kept=kept, tokens=None)
         done = await self._compute(order, count, count)
+        self._rows.report(done.rows)
         for used in (name, done.text):
             self._prepared[used] -= self._prepared[used] > 0
         self._positions = position + kept
 
     async def _prepare(self, name: str) -> None:
-        """Prepare a run of a program of the generation, unless there are others to serve."""
-        generation, shared, limits = self._shared.offered.generation, self._shared, self._limits
+        """Prepare a run of a program of the generation, a text or a batch, unless there are others to serve."""
+        shared, limits = self._shared, self._limits
         if self._worker is None or self._link is None:
             raise Garbled("the session is not open")
-        most = 0 if generation is None else min(generation.programs.most_prepared(name), limits.max_prepared)
-        if self._prepared[name] >= most:
-            raise _End("prepared", f"{self._prepared[name]} runs of {name} are prepared, and no more may be")
+        self._check_prepared(name)
         if not shared.turns.has_place:
             await self._channel.send(Later())
             return
@@ -331,10 +334,23 @@ class Session:
             done, _ = await self._link.while_moving(preparing, limits.stall_seconds)
             self._link.budget.end(done)
             await self._channel.send(Finished(seconds=done.seconds))
-        self._prepared[name] += 1
+        self._rows.report(done.rows)
+        self._prepared[name] += not self._rows.knows(name)
         shared.metrics.prepared(done.bytes, done.seconds)
         said: dict[str, Any] = {"program": name, "bytes": done.bytes, "seconds": round(done.seconds, 3)}
         note("prepared", session=self._number, client=self._caller.name, **said)
+
+    def _check_prepared(self, name: str) -> None:
+        """End the session of a client that asks for more than it may have prepared."""
+        generation, limits = self._shared.offered.generation, self._limits
+        if self._rows.knows(name):
+            if not self._rows.has_place(name, limits.max_prepared_rows):
+                left, most = self._rows.left(name), limits.max_prepared_rows
+                raise _End("prepared", f"{left:,} rows of {name} are prepared, and at most {most:,} may be")
+            return
+        most = 0 if generation is None else min(generation.programs.most_prepared(name), limits.max_prepared)
+        if self._prepared[name] >= most:
+            raise _End("prepared", f"{self._prepared[name]} runs of {name} are prepared, and no more may be")
 
     async def _compute(self, order: Compute | Advance, tokens: int, spends: int) -> Computed:
         """Let the own party do its part of a computation of so many tokens, when it is this client's turn.

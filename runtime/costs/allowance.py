@@ -30,7 +30,8 @@ from aero_compile.runtime.program_parts import SET_UP, KernelStep
 from aero_compile.runtime.roles import CLIENT, SERVER
 
 if TYPE_CHECKING:
-    from aero_compile.runtime.generation.programs import Programs
+    from aero_compile.runtime.generation.batches import batches_of
+from aero_compile.runtime.generation.programs import Programs
 
 MARGIN = 1.5
 """Times the bytes of the cost model: it is within a few percent where it was measured, and the table is of one
@@ -56,6 +57,9 @@ STORE_BYTES = 1 << 20
 OPERATION_BYTES, ELEMENT_BYTES = 2 << 20, 1 << 12
 """For an operation of unknown cost, and for each element of what it takes and gives. The costliest known ones send
 1.1 MB (ciphertexts of a small product) and 1.5 kB (a logarithm's element)."""
+
+BLOCK_BYTES = 1 << 28
+"""Of memory for the columns of a batch that are answered at once: 67 MB of sums, and what they are made of."""
 
 WORD = 8
 
@@ -102,7 +106,9 @@ def allowed_for_batch(matrix: Matrix, rank: int) -> int:
 
 
 def generation_allowances(programs: Programs, rank: int) -> dict[str, Allowance]:
-    """Bound what party `rank` may receive in runs of the programs of a generation, and in preparing texts, by name.
+    """Bound what party `rank` may receive in runs of the programs of a generation, in preparing texts and batches.
+
+    They are given by name.
 
     A run that reads cached rows may begin a text for which nothing was prepared.
     """
@@ -112,7 +118,17 @@ def generation_allowances(programs: Programs, rank: int) -> dict[str, Allowance]
         if program.cached_products:
             text, own = texts[programs.text_of(name)], found[name]
             found[name] = replace(own, run=own.run + text.run, memory=max(own.memory, text.memory))
-    return found | texts
+    batches = {name: _of_batch(matrix, rank, found["step"]) for name, matrix in batches_of(programs).items()}
+    return found | texts | batches
+
+
+def _of_batch(matrix: Matrix, rank: int, step: Allowance) -> Allowance:
+    """Bound what is received in preparing a batch; keys and weights are those of `step`.
+
+    The server holds both parts of all ciphertexts in limbs, 4 bytes each and four at most, and a block of answers.
+    """
+    memory = step.memory + 32 * ROWS * matrix.inner + BLOCK_BYTES
+    return replace(step, run=allowed_for_batch(matrix, rank) + RUN_BYTES, memory=memory)
 
 
 def _of_text(program: Program, rank: int, step: Allowance) -> Allowance:

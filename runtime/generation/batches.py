@@ -6,7 +6,7 @@ They are prepared by name, like runs of programs: "batch-0" is of the first matr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from aero_compile.runtime.generation.programs import Programs
 from aero_compile.runtime.kernels.column_encryption import ROWS
@@ -41,3 +41,40 @@ def batches_for(programs: Programs, names: Iterable[str], rows: int | None) -> l
         if wanted.total() and is_cheaper(matrix, wanted):
             found += [name] * -(-sum(count * times for count, times in wanted.items()) // ROWS)
     return found
+
+
+class RowsLeft:
+    """The rows of a generation's batches that both parties have left, as their processes report them.
+
+    `programs`: of the generation; None: there is none, and no batch.
+    """
+
+    def __init__(self, programs: Programs | None) -> None:
+        self._matrices = {} if programs is None else batches_of(programs)
+        self._left = dict.fromkeys(self._matrices, 0)
+
+    def report(self, rows: Sequence[int]) -> None:
+        """Take what a process says after a run or a preparation; nothing says that nothing has changed."""
+        if rows:
+            self._left = dict(zip(self._matrices, rows, strict=True))
+
+    def knows(self, name: str) -> bool:
+        """True if this is the name of a batch."""
+        return name in self._matrices
+
+    def left(self, name: str) -> int:
+        """Rows of a batch's matrix that were not used."""
+        return self._left[name]
+
+    def has_place(self, name: str, most: int) -> bool:
+        """True if another batch leaves no more than `most` rows."""
+        return self._left[name] + ROWS <= most
+
+    @property
+    def tokens(self) -> int:
+        """Tokens for which there are rows of all matrices."""
+        return min(self._left.values(), default=0)
+
+    def names(self) -> list[str]:
+        """Names of all batches."""
+        return list(self._matrices)

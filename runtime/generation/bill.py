@@ -48,7 +48,8 @@ class Generation:
     logits is with the token that was chosen from them. `set_up` is the session's, in the bill of its first text;
     `offline` is what was prepared before the prompt was known, in no other cost. Of `guessed` tokens that were checked,
     `right` were the ones that were chosen. `padding` are the steps that hide the length. `table_bytes`: of encrypted
-    tables that the client downloads once for all texts, in no other figure.
+    tables that the client downloads once for all texts, in no other figure. `rows_left`: tokens for which products are
+    prepared by the batch with a server, and not used.
     """
 
     prompt: tuple[int, ...]
@@ -60,6 +61,7 @@ class Generation:
     right: int = 0
     padding: Cost = field(default_factory=Cost)
     table_bytes: int = 0
+    rows_left: int = 0
 
     @property
     def _before(self) -> list[tuple[str, Cost]]:
@@ -104,6 +106,7 @@ class Generation:
             *([f"  {'padding':<10}{self.padding}"] if self.padding.messages else []),
             f"  {'a token':<10}{self.per_token}",
             f"  {'in all':<10}{self.total}",
-            *([f"  {'+ ' + names:<10}{self.paid}"] if (names := ", ".join(name for name, _ in self._before)) else []),
+            *([f"  {'+ ' + names:<10} {self.paid}"] if (names := ", ".join(name for name, _ in self._before)) else []),
+            *([f"  products by the batch are left for {self.rows_left:,} tokens"] if self.rows_left else []),
         ]
         return "\n".join(rows)

@@ -80,7 +80,7 @@ class Advance(_Order):
 
 
 class Prepare(_Order):
-    """Prepare one run of a program of the generation, or a text, by its name; it is kept and used once."""
+    """Prepare one run of a program of the generation, a text or a batch, by its name; it is kept and used once."""
 
     kind: Literal["prepare"] = "prepare"
     program: str
@@ -109,7 +109,7 @@ class Computed(_Order):
 
     Or a preparation is, which has no logits. `received`: bytes that this party took of the other's. `in_range`: False
     at a client on whose text a value left its range. `text`: name of the preparation of a text that the run took, or
-    "".
+    "". `rows`: those that were prepared by the batch and not used, for each matrix (`batches_of`).
     """
 
     kind: Literal["computed"] = "computed"
@@ -120,6 +120,7 @@ class Computed(_Order):
     shape: tuple[int, ...] | None
     in_range: bool = True
     text: str = ""
+    rows: tuple[int, ...] = ()
 
 
 class Fault(_Order):

@@ -189,12 +189,13 @@ class SessionParty:
         before = self._steps().received
         cost, opened = self._steps().run(order.program, order.position, order.kept, ids)
         done, content = _computed(cost, self._steps().received - before, opened)
-        return done.model_copy(update={"text": self._steps().text}), content
+        return done.model_copy(update={"text": self._steps().text, "rows": self._steps().rows_left}), content
 
     def _prepare(self, order: Prepare) -> tuple[Computed, bytes]:
         before = self._steps().received
         cost = self._steps().prepare_for(order.program)
-        return _computed(cost, self._steps().received - before, Opened())
+        done, content = _computed(cost, self._steps().received - before, Opened())
+        return done.model_copy(update={"rows": self._steps().rows_left}), content
 
 
 def _no_table(held: Held) -> str:

@@ -162,7 +162,10 @@ class Step(_Form):
 
 
 class Prepare(_Form):
-    """Asks for what one run of a program of the generation takes and does not depend on tokens; it is used once."""
+    """Asks for what one run of a program of the generation takes and does not depend on tokens; it is used once.
+
+    Or what a text takes as a whole, or rows of products by the batch; `program` is the name of what is prepared.
+    """
 
     kind: Literal["prepare"] = "prepare"
     program: Word
@@ -181,7 +184,8 @@ class Offer(_Form):
     """What the server has, in answer to `Hello`; `digest` is `agreement.model_digest` of all of it.
 
     `tokens_left`: how many more it computes for this client. `idle_seconds`: a session that asks for nothing is closed.
-    `most_prepared`: runs of one program that a session may have prepared.
+    `most_prepared`: runs of one program that a session may have prepared. `most_rows`: rows of each matrix that it may
+    have prepared by the batch.
     """
 
     kind: Literal["offer"] = "offer"
@@ -194,6 +198,7 @@ class Offer(_Form):
     idle_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     set_up: bool
     most_prepared: Count
+    most_rows: Count
 
 
 class Refused(_Form):
