@@ -127,7 +127,12 @@ class Both:
         def run(kernel: CachedProduct, side: Side, *shares: Words) -> tuple[Words, ...]:
             sent, send, cached = list[Words](), side.send, side.cached
             assert cached is not None
-            side.send = lambda words: (sent.append(words.copy()), send(words))[1]  # type: ignore[method-assign]
+
+            def recording(words: Words) -> None:
+                sent.append(words.copy())
+                send(words)
+
+            side.send = recording  # type: ignore[method-assign]
             first = len(cached.numbers.rows)
             try:
                 found = plain(kernel, side, *shares)
