@@ -20,7 +20,6 @@ from aero_compile.runtime.costs.billing import bill_forward, bill_offline, bill_
 from aero_compile.runtime.costs.session import Session
 from aero_compile.runtime.costs.table import shipped
 from aero_compile.runtime.hosts.network_spec import UNLIMITED
-from aero_compile.runtime.kernels.cached_product import CachedProduct
 from aero_compile.runtime.kernels.cached_rows import RowNumbers
 from aero_compile.runtime.kernels.column_encryption import ROWS
 from aero_compile.runtime.offline.batch import KEY_SENT, Matrix, rows_by_matrix
@@ -197,10 +196,9 @@ class _Bound(Session):
         if self._masks:  # SEMI2K opens both operands behind masks, weights too
             self.swap(WORD * (m * k + k * n))
 
-    def row_numbers(self, kernel: CachedProduct) -> RowNumbers:
-        """Nothing is masked yet, and most rows are used up: as after a text went back often."""
-        most = kernel.room + kernel.spare
-        return RowNumbers(most, [], kernel.spare, kernel.room - kernel.rows, kernel.rows)
+    def row_numbers(self, site: str, room: int, spare: int, rows: int) -> RowNumbers:
+        """Nothing is masked yet, and most masks are used up: as after a text went back often."""
+        return RowNumbers(room + spare, [], spare, room - rows, rows)
 
     def _spend(self, server: float, client: float, messages: int, seconds: float, passing: float) -> None:
         self._sent[SERVER] += server

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from aero_compile.errors import LoweringError
 from aero_compile.runtime.arithmetic import ciphertexts
@@ -19,9 +18,6 @@ from aero_compile.runtime.costs.table import CostTable
 from aero_compile.runtime.hosts.network_spec import Network
 from aero_compile.runtime.kernels.cached_rows import RowNumbers
 from aero_compile.runtime.roles import CLIENT, SERVER
-
-if TYPE_CHECKING:
-    from aero_compile.runtime.kernels.cached_product import CachedProduct
 
 TILE = 2048
 """Elements that a tile of a bitwise protocol has at least (SPU's state.cc)."""
@@ -87,16 +83,14 @@ class Session:
         self._stored: dict[tuple[bool, int, int], float] = {}
         self.cached: Mapping[str, RowNumbers] = {}
 
-    def row_numbers(self, kernel: CachedProduct) -> RowNumbers:
-        """Return the numbers of the rows that a cached product's run takes, begun.
+    def row_numbers(self, site: str, room: int, spare: int, rows: int) -> RowNumbers:
+        """Return the numbers of the masks that a run of a cached product takes, begun.
 
         Where no text is followed: a run at the last position, of a text of which each row was masked when it was made.
+        `room`, `spare` and `rows` (new ones) are those of the kernel (`CachedProduct`).
         """
-        found = self.cached.get(kernel.site)
-        if found is not None:
-            return found
-        before = kernel.room - kernel.rows
-        return RowNumbers(kernel.room + kernel.spare, list(range(before)), before, before, kernel.rows)
+        found = self.cached.get(site)
+        return found or RowNumbers(room + spare, list(range(room - rows)), room - rows, room - rows, rows)
 
     def bill(self) -> Cost:
         """Return what was spent since the last call."""

@@ -198,7 +198,7 @@ class CachedProduct(Kernel):
         return (x @ y,)
 
     def bill(self, session: Session, *shapes: Shape) -> None:
-        s, numbers = self.sizes(*shapes), session.row_numbers(self)
+        s, numbers = self.sizes(*shapes), session.row_numbers(self.site, self.room, self.spare, self.rows)
         kept = numbers.kept
         rows, first = numbers.take()
         wide = s.width if self.keys else int(rows[-1]) + 1

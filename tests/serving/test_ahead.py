@@ -23,6 +23,10 @@ from tests.support.tiny_generation import PROMPT, ROOM, eager_text, small_captur
 pytest.importorskip("spu")
 
 
+WEIGHT, MASKED = 2 * 2 * 8, 2 * 2 * 2 * 8 * 8
+"""Bytes of a weight of attention in two heads, and of a position's keys and values of 8, of both parties."""
+
+
 class Talk:
     """A conversation that prepares, or has others to serve."""
 
@@ -111,20 +115,20 @@ def test_texts_take_what_was_prepared_while_the_client_was_idle(tmp_path: Path) 
         connect(running.address, **SEMI2K, ahead=2, prompt_ahead=len(PROMPT)) as connection,
     ):
         before = connection.prepare()
-        assert [event["program"] for event in running.events("prepared", 3)] == ["3", "step", "step"]
+        assert [event["program"] for event in running.events("prepared", 4)] == ["3", "text", "step", "step"]
         assert not running.events("computed")
         made = connection.generate(PROMPT, 3)
         assert made.ids == eager_text(PROMPT, 3)
         assert made.offline == before
         first, second, late = (token.cost.bytes for token in made.tokens)
-        assert first == second < late  # two were prepared, and each was used once
-        assert before.bytes == sum(event["bytes"] for event in running.events("prepared")[:3])
-        assert late - first == running.events("prepared")[1]["bytes"]
+        assert first == second + 3 * MASKED - WEIGHT  # with the rows of the prompt
+        assert before.bytes == sum(event["bytes"] for event in running.events("prepared")[:4])
+        assert late - second - WEIGHT == running.events("prepared")[2]["bytes"]  # two were prepared, and used once
         assert "offline" in str(made)
-        assert len(running.events("prepared", 6)) == 6  # again, while nothing is asked for
+        assert len(running.events("prepared", 8)) == 8  # again, while nothing is asked for
         again = connection.generate(PROMPT[:1], 2)
         assert again.ids == eager_text(PROMPT[:1], 2)
-        assert [token.cost.bytes for token in again.tokens] == [first, first]
+        assert [token.cost.bytes for token in again.tokens] == [second - 4 * WEIGHT, second - 3 * WEIGHT]
         assert again.offline.bytes == before.bytes
         counted = {each.name: each for each in running.server.metrics.registry.collect()}
         assert counted["aero_prepared_bytes"].samples[0].value >= 2 * before.bytes

@@ -132,11 +132,11 @@ class Both:
             sent, send, cached = list[Words](), side.send, side.cached
             assert cached is not None
 
-            def noted(words: Words) -> None:
+            def recording(words: Words) -> None:
                 sent.append(words.copy())
                 send(words)
 
-            side.send = noted  # type: ignore[method-assign]
+            side.send = recording  # type: ignore[method-assign]
             first = len(cached.numbers.rows)
             try:
                 found = plain(kernel, side, *shares)

@@ -48,6 +48,23 @@ def test_the_bill_is_the_estimate(guards: bool) -> None:
 
 
 @pytest.mark.slow
+def test_the_bill_of_a_prepared_text_is_the_estimate() -> None:
+    """With what is prepared for the text as a whole, and each token a weight of attention more than the one before."""
+    made = aero_compile.private_generate(small_captured(), PROMPT, 3, offline=True)
+    found = aero_compile.estimate(small_captured(), len(PROMPT), new_tokens=3, warm="setup", offline=True)
+    assert found.token is not None
+    assert found.bytes == pytest.approx(made.total.bytes, rel=0.02)  # GELU and norms of so few elements
+    assert found.messages == made.total.messages
+    assert found.token.bytes == pytest.approx(made.tokens[-1].cost.bytes, rel=0.02)
+    assert found.token.messages == made.tokens[-1].cost.messages
+    assert found.offline_bytes == pytest.approx(made.offline.bytes, rel=0.01)
+    assert found.offline_messages == made.offline.messages
+    first, second, third = (token.cost.bytes for token in made.tokens)
+    weight, masked = 2 * 2 * 8, 2 * 2 * 2 * 8 * 8  # of two heads, both directions
+    assert (first - second, third - second) == (3 * masked - weight, weight)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("network", ["loopback", "lan", "wan"])
 def test_a_step_waits_no_longer_than_a_check_of_two(network: str) -> None:
     """One row of 12 heads of 64, as in GPT-2 small: alone it is computed in forms that are as good as those of two."""
