@@ -13,7 +13,11 @@ import pytest
 
 from aero_compile import connect
 from aero_compile.errors import InputError, PartyError
+from aero_compile.proxy.answers import usage
+from aero_compile.proxy.writer import Ending
+from aero_compile.runtime.generation.batches import RowsLeft
 from aero_compile.runtime.generation.bill import Cost
+from aero_compile.runtime.kernels.column_encryption import ROWS
 from aero_compile.serving import ahead
 from aero_compile.serving.ahead import Ahead, runs_ahead
 from aero_compile.serving.programs import find_programs
@@ -31,7 +35,8 @@ class Talk:
     """A conversation that prepares, or has others to serve."""
 
     def __init__(self, *busy: int) -> None:
-        self.prepared, self.generation, self.offer = Counter[str](), None, SimpleNamespace(most_prepared=3)
+        self.prepared, self.generation, self.offer = Counter[str](), None, SimpleNamespace(most_prepared=3, most_rows=0)
+        self.rows = RowsLeft(None)
         self.asked: list[str] = []
         self._busy, self.fails = busy, False
 
@@ -138,7 +143,82 @@ def test_texts_take_what_was_prepared_while_the_client_was_idle(tmp_path: Path) 
         assert "not open" in caller.hear()["message"]
 
 
-@pytest.mark.parametrize("options", [{"ahead": -1}, {"ahead": True}, {"prompt_ahead": 1.5}])
+def test_products_are_prepared_by_the_batch_and_told(tmp_path: Path) -> None:
+    """Before the first text; every program takes of the same rows, and the client knows how many are left."""
+    (folder,) = find_programs(
+        small_captured(), (), "semi2k", tmp_path, room=ROOM, fills=(3,), guards=False, offline=True
+    )
+    with (
+        serving(folder, max_prepared_rows=ROWS + 1) as running,
+        connect(running.address, **SEMI2K, ahead=2, prepare=2 * ROWS) as connection,
+    ):
+        connection.prepare()
+        prepared = [event["program"] for event in running.events("prepared")]
+        names = [name for name in prepared if name.startswith("batch-")]
+        assert len(names) == len({*names}) > 0, "one of each matrix: the server keeps no more"
+        assert prepared[: len(names)] == names, "before the runs that take of them"
+        assert 0 < connection.rows_left < ROWS
+        left, made = connection.rows_left, connection.generate(PROMPT, 3)
+        assert made.ids == eager_text(PROMPT, 3)
+        assert 0 < made.rows_left < left
+        assert f"left for {made.rows_left:,} tokens" in str(made)
+        assert usage(len(PROMPT), [Ending("stop", made)])["cost"]["rows_left"] == made.rows_left
+        connection.prepare()
+        again = [event["program"] for event in running.events("prepared")]
+        assert [name for name in again if name.startswith("batch-")] == names, "they are enough"
+
+
+@pytest.mark.parametrize(("allowed", "asked"), [(0, ROWS), (ROWS - 1, ROWS), (ROWS, 7)])
+def test_fewer_rows_than_a_batch_are_refused(tmp_path: Path, allowed: int, asked: int) -> None:
+    (folder,) = find_programs(
+        small_captured(), (), "semi2k", tmp_path, room=ROOM, fills=(3,), guards=False, offline=True
+    )
+    with serving(folder, max_prepared_rows=allowed) as running:
+        with pytest.raises(InputError, match=f"the server keeps {allowed:,} for a client"):
+            connect(running.address, **SEMI2K, prepare=asked)
+        with Bare(running.address) as caller:
+            caller.greet()
+
+
+def test_a_client_gets_no_more_rows_than_the_server_keeps(tmp_path: Path) -> None:
+    (folder,) = find_programs(
+        small_captured(), (), "semi2k", tmp_path, room=ROOM, fills=(3,), guards=False, offline=True
+    )
+    with (
+        serving(folder, max_prepared_rows=ROWS) as running,
+        connect(running.address, **SEMI2K, ahead=0) as connection,
+    ):
+        conversation = connection._conversation
+        assert connection.run(lambda: conversation.prepare("batch-0")) is not None
+        with pytest.raises(PartyError, match=r"4,096 rows of batch-0 are prepared, and at most 4,096 may be"):
+            connection.run(lambda: conversation.prepare("batch-0"))
+
+
+def test_weights_that_are_too_large_for_a_batch_are_asked_for_once() -> None:
+    class Rows:
+        def names(self) -> list[str]:
+            return ["batch-0"]
+
+        def knows(self, name: str) -> bool:
+            return name == "batch-0"
+
+        def left(self, name: str) -> int:
+            return 0
+
+        def has_place(self, name: str, most: int) -> bool:
+            return True
+
+    async def use() -> None:
+        talk: Any = Talk()
+        talk.rows, talk.offer = Rows(), SimpleNamespace(most_rows=ROWS)
+        work = Ahead(talk, list, ROWS)
+        await work.finish()
+        assert talk.asked == ["batch-0"]
+
+    asyncio.run(use())
+
+
+@pytest.mark.parametrize("options", [{"ahead": -1}, {"ahead": True}, {"prompt_ahead": 1.5}, {"prepare": -1}])
 def test_numbers_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="must be a number of tokens"):
         connect("127.0.0.1:1", **SEMI2K, **options)
