@@ -194,6 +194,23 @@ def test_heads_by_entropy_are_written_into_the_recipe() -> None:
     assert model.recipe == model.reports[-1].text == f"drop-heads{{heads={heads_text(order[:3])}}}"
     again = aero_compile.transform(model, "drop-heads{heads=entropy:2}", calibration=text)
     assert again.dropped_heads == frozenset(order[:5])
+    replayed = aero_compile.transform(base, again.recipe)
+    assert replayed.history == again.history
+    assert str(replayed.graph) == str(again.graph)
+    for value, expected in zip(replayed.parameters(), again.parameters(), strict=True):
+        assert torch.equal(value, expected)
+
+
+@pytest.mark.parametrize("name", ["drop-heads", "static-attention"])
+def test_entropies_choose_nothing_where_no_softmax_is_left(name: str) -> None:
+    """More heads are wanted than there are, then none is left: nothing is missing, text least of all."""
+    base, text = captured("gpt2-eager"), tokens(3, 9, seed=5)
+    model = aero_compile.transform(base, f"{name}{{heads=entropy:99}}", calibration=text)
+    assert aero_compile.census(model, 8).total("softmax") == 0
+    for heads in ("entropy:99", "entropy:1", "entropy:-1", "entropy>0.1", "entropy:2+0.1"):
+        again = aero_compile.transform(model, f"{name}{{heads={heads}}}", calibration=text)
+        assert not again.reports[-1].modified
+        assert again.history == model.history
 
 
 def test_what_is_refused() -> None:
