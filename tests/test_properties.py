@@ -447,7 +447,9 @@ def reference_cases(decoders: st.SearchStrategy[Config]) -> st.SearchStrategy[tu
 @given(reference_cases(POOLED))
 @example((Config(layers=2, block="parallel-one-norm", order="feed-forward-first"), ["scaled-ffn"], 0))
 @example((Config(norm="rms_written", qk_norm=True, scaling="queries", width=12), ["strip-layer-norm"], 0))
-@example((Config(norm="rms_written", placement="sandwich", gains=True), ["strip-layer-norm"], 0))  # a gain before a norm
+@example(
+    (Config(norm="rms_written", placement="sandwich", gains=True), ["strip-layer-norm"], 0)
+)  # a gain before a norm
 @example((Config(norm="rms_written", attention="sdpa-causal", context=4), ["softmax-temperature{max_positions=29}"], 0))
 def test_reference(case: tuple[Config, list[str], int]) -> None:
     check_reference(*case)
