@@ -54,8 +54,9 @@ class HeadsPass(PerhapsCalibratedPass):
     def apply(self, model: TransformedModel, batches: Batches) -> PassResult:
         left, shares = self.open_heads(model), None
         soft = left & heads_with_softmax(model)
-        if is_measured(self.heads) and batches is not None and soft:
-            shares = {head: share for head, share in entropy_shares(model, batches).items() if head in soft}
+        if is_measured(self.heads) and batches is not None:
+            measured = entropy_shares(model, batches) if soft else {}  # without a softmax entropies choose no head
+            shares = {head: share for head, share in measured.items() if head in soft}
         chosen = chosen_heads(self.heads, model.num_heads, self.name, shares) & left
         if not chosen:
             return PassResult(model, modified=False)

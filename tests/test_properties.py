@@ -25,8 +25,12 @@ from torch import Tensor
 
 import aero_compile
 from aero_compile import TransformedModel
+from aero_compile.analysis.head_sets import is_measured
 from aero_compile.errors import InputError, LoweringError, RecipeError, UnsupportedGraphError
-from aero_compile.graph_pass import GraphPass
+from aero_compile.graph_pass import GraphPass, UnlistedPass
+from aero_compile.passes._some_heads import HeadsPass
+from aero_compile.passes.drop_heads import DropHeads
+from aero_compile.passes.local_attention import LocalAttention
 from aero_compile.recipe.recipe import PASSES, Recipe, resolve
 from benchmarks.lib.decoder_config import Config
 from benchmarks.lib.decoder_parts import ACTIVATIONS
@@ -267,7 +271,8 @@ def check_passes(config: Config, passes: list[GraphPass]) -> None:
         if result is None:
             continue
         assert_modified_is_true(model, result, one)
-        assert_idempotent(result, one)
+        assert_history_replays(model, result)
+        assert_idempotent(result, recorded_as(one, model, result))
         if one.keeps_function:
             assert_equal_functions(config, result, model)
         assert_sound(config, result, model)
@@ -279,7 +284,35 @@ def check_passes(config: Config, passes: list[GraphPass]) -> None:
 def assert_modified_is_true(model: TransformedModel, result: TransformedModel, one: GraphPass) -> None:
     changed = canonical(result) != canonical(model)
     assert result.reports[-1].modified == changed
-    assert result.history == ((*model.history, one) if changed else model.history)
+    assert result.history[: len(model.history)] == model.history
+    recorded = result.history[len(model.history) :]
+    assert [without_measured(each) for each in recorded] == [without_measured(one)] * changed
+    if not is_measured(getattr(one, "heads", "none")):
+        assert recorded == (one,) * changed
+
+
+def recorded_as(one: GraphPass, model: TransformedModel, result: TransformedModel) -> GraphPass:
+    """The pass as the history has it: entropies would choose among the heads that are left, others each time."""
+    recorded = result.history[-1] if len(result.history) > len(model.history) else one
+    assert isinstance(recorded, GraphPass)
+    return recorded
+
+
+def without_measured(one: GraphPass | UnlistedPass) -> GraphPass | UnlistedPass:
+    """The pass without the option that entropies decide: the history has what they chose."""
+    return dataclasses.replace(one, heads="none") if isinstance(one, HeadsPass) else one
+
+
+def assert_history_replays(model: TransformedModel, result: TransformedModel) -> None:
+    """A pass that chose heads by entropies is recorded with these heads alone, and makes the same model again."""
+    for one in result.history[len(model.history) :]:
+        if isinstance(one, HeadsPass):
+            assert not is_measured(one.heads)
+            again = apply(model, one)
+            assert again is not None
+            assert canonical(again) == canonical(result)
+            for value, expected in zip(again.parameters(), result.parameters(), strict=True):
+                assert torch.equal(value, expected)
 
 
 def canonical(model: TransformedModel) -> tuple[str, tuple[str, ...]]:
@@ -343,6 +376,8 @@ def passes_cases(decoders: st.SearchStrategy[Config]) -> st.SearchStrategy[tuple
 
 @few(max_examples=3)
 @given(passes_cases(POOLED))
+@example((POOL[8], [DropHeads(heads="entropy:99", output="mean"), DropHeads(heads="entropy:1")]))  # all, then none
+@example((POOL[8], [LocalAttention(heads="entropy:1", window=2), DropHeads(heads="entropy:-1")]))
 def test_passes(case: tuple[Config, list[GraphPass]]) -> None:
     check_passes(*case)
 
@@ -412,6 +447,9 @@ def reference_cases(decoders: st.SearchStrategy[Config]) -> st.SearchStrategy[tu
 @given(reference_cases(POOLED))
 @example((Config(layers=2, block="parallel-one-norm", order="feed-forward-first"), ["scaled-ffn"], 0))
 @example((Config(norm="rms_written", qk_norm=True, scaling="queries", width=12), ["strip-layer-norm"], 0))
+@example(
+    (Config(norm="rms_written", placement="sandwich", gains=True), ["strip-layer-norm"], 0)
+)  # a gain before a norm
 @example((Config(norm="rms_written", attention="sdpa-causal", context=4), ["softmax-temperature{max_positions=29}"], 0))
 def test_reference(case: tuple[Config, list[str], int]) -> None:
     check_reference(*case)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support import tenths
-from tests.support.budgets import by_pairs
+from tests.support.budgets import by_pairs, by_turns
 
 NAMES = [f"tests/test_{f}.py::test_{t}[{c}]" for f in range(6) for t in range(9) for c in range(1 + t * t)]
 SECONDS = {tenths.function_of(name): random.Random(i).uniform(0, 40) for i, name in enumerate(NAMES)}
@@ -60,6 +60,17 @@ def test_every_two_values_of_two_axes_meet() -> None:
     for one, other in ((0, 1), (0, 2), (1, 2)):
         pairs = {(case[one], case[other]) for case in cases}
         assert len(pairs) == len(axes[one]) * len(axes[other])
+
+
+def test_by_turns_every_value_meets_half_of_the_others() -> None:
+    ones, others = [f"n{i}" for i in range(7)], [f"h{i}" for i in range(5)]
+    kept = [("n0", "h1"), ("n0", "h0")]
+    parameters = by_turns(ones, others, *kept)
+    cases = [each.values for each in parameters]
+    assert [each.values for each in parameters if not each.marks] == kept
+    assert len(cases) == len(set(cases)) == 18 + 1
+    assert all(2 <= sum(case[0] == one for case in cases) <= 4 for one in ones)
+    assert all(3 <= sum(case[1] == other for case in cases) <= 5 for other in others)
 
 
 SUITE = """

@@ -6,7 +6,9 @@ An activation times a value of another branch, or times weights, can be written 
     (u·g)·(1 + erf(g/√2))·½  → u·(g·(1 + erf(g/√2)))·½
     (w·g)·sigmoid(g)         → (g·sigmoid(g))·w          w: weights, or any table
 
-Products whose factors already stand together stay as they are.
+Only the smallest product that holds all factors of one origin is rewritten. What is multiplied with it from outside
+stays outside, so that the weight next to a written norm remains that norm's own:
+    s·(w·(x·rsqrt(v)))       stays                       s: a scale of the branch (LayerScale), no part of the norm
 """
 
 from __future__ import annotations
@@ -30,27 +32,29 @@ aten = torch.ops.aten
 _STARTS = PRODUCERS | NORMS | PARTS | SPLITS
 """Ops whose result is taken as one value, whatever it is computed from."""
 
-Origins = Mapping[fx.Node, frozenset[fx.Node]]
+Origin = frozenset[fx.Node]
+Origins = Mapping[fx.Node, Origin]
 
 
 @dataclass(frozen=True)
 class _Factor:
-    """A factor of a product: a node or a number; `below` if the product is divided by it."""
+    """A factor of a product: a node or a number; `below` if the product is divided by it, `depth` products down."""
 
     value: Any
     below: bool
+    depth: int = 0
 
 
 def group_factors(model: TransformedModel) -> None:
     """Rewrite every product of `model`'s graph in which factors of one origin stand apart."""
     live, values = live_values(model)
     origins = origins_of([node for node in model.graph.nodes if node in live], live)
-    for root in reversed(list(model.graph.nodes)):
-        if root.target in SCALES and root in live and root.users and not root.kwargs and is_floating(values[root]):
-            factors = list(_factors(root, root, origins, values))
-            groups = _groups(factors, origins)
-            if len(factors) > 2 and any(len(group) > 1 for group in groups.values()):
-                _regroup(root, factors, groups, origins)
+    products = _Products(origins, values)
+    for root in reversed(list(model.graph.nodes)):  # a product comes before those that are its factors
+        if root in live and root.users and products.is_product(root):
+            apart = products.apart(root)
+            if apart:
+                _regroup(root, list(products.factors(root, apart)), origins)
 
 
 def origins_of(order: list[fx.Node], live: set[fx.Node]) -> dict[fx.Node, frozenset[fx.Node]]:
@@ -63,34 +67,61 @@ def origins_of(order: list[fx.Node], live: set[fx.Node]) -> dict[fx.Node, frozen
     return origins
 
 
-def _factors(node: fx.Node, root: fx.Node, origins: Origins, values: Mapping[fx.Node, Any]) -> Iterator[_Factor]:
-    """Factors of `node`, through products that nothing else reads."""
-    inner = node is root or (len(node.users) == 1 and node in origins and not node.kwargs)
-    if node.target not in SCALES or not inner or not is_floating(values[node]):
-        yield _Factor(node, below=False)
-        return
-    for place, operand in enumerate(node.args):
-        inverse = node.target is aten.div.Tensor and place == 1
-        found = _factors(operand, root, origins, values) if isinstance(operand, fx.Node) else [_Factor(operand, False)]
-        for factor in found:
-            yield _Factor(factor.value, factor.below != inverse)
+class _Products:
+    """Products as trees of two operands each: a product that only another product reads is a part of it."""
+
+    def __init__(self, origins: Origins, values: Mapping[fx.Node, Any]) -> None:
+        self._origins = origins
+        self._values = values
+
+    def is_product(self, node: Any) -> bool:
+        """True if `node` multiplies or divides floating-point values that depend on tokens."""
+        is_scale = node in self._origins and node.target in SCALES and not node.kwargs
+        return is_scale and is_floating(self._values[node])
+
+    def apart(self, root: fx.Node) -> frozenset[Origin]:
+        """Origins of both operands of `root`, which no smaller product joins; none if all factors are of one origin."""
+        left, right = ({self._of(leaf) for leaf in self._leaves(operand)} for operand in root.args)
+        return frozenset((left & right) - {None}) if len(left | right) > 1 else frozenset()
+
+    def factors(self, root: fx.Node, apart: frozenset[Origin]) -> Iterator[_Factor]:
+        """Factors of `root`; a product among them that holds none of the origins `apart` is one factor."""
+        yield from self._operands(root, apart, _Factor(root, below=False))
+
+    def _operands(self, node: fx.Node, apart: frozenset[Origin], whole: _Factor) -> Iterator[_Factor]:
+        for place, operand in enumerate(node.args):
+            inverse = node.target is aten.div.Tensor and place == 1
+            factor = _Factor(operand, whole.below != inverse, whole.depth + 1)
+            if self._is_inner(operand) and any(self._of(leaf) in apart for leaf in self._leaves(operand)):
+                assert isinstance(operand, fx.Node)
+                yield from self._operands(operand, apart, factor)
+            else:
+                yield factor
+
+    def _leaves(self, operand: Any) -> Iterator[Any]:
+        if not self._is_inner(operand):
+            yield operand
+            return
+        for each in operand.args:
+            yield from self._leaves(each)
+
+    def _of(self, leaf: Any) -> Origin | None:
+        """Origin of a factor; None for numbers, and for what depends on no token."""
+        return self._origins.get(leaf) if isinstance(leaf, fx.Node) else None
+
+    def _is_inner(self, operand: Any) -> bool:
+        return isinstance(operand, fx.Node) and len(operand.users) == 1 and self.is_product(operand)
 
 
-def _groups(factors: list[_Factor], origins: Origins) -> dict[frozenset[fx.Node], list[_Factor]]:
-    """The live factors by origin."""
-    groups: dict[frozenset[fx.Node], list[_Factor]] = {}
-    for factor in factors:
-        if isinstance(factor.value, fx.Node) and factor.value in origins:
-            groups.setdefault(origins[factor.value], []).append(factor)
-    return groups
-
-
-def _regroup(
-    root: fx.Node, factors: list[_Factor], groups: dict[frozenset[fx.Node], list[_Factor]], origins: Origins
-) -> None:
-    """Write `root` as the product of the groups, then of what depends on no token, in the order in which it stands."""
+def _regroup(root: fx.Node, factors: list[_Factor], origins: Origins) -> None:
+    """Write `root` as the product of its groups, then of what depends on no token: the innermost first."""
     rewriter = Rewriter(root)
-    rest = [factor for factor in factors if not (isinstance(factor.value, fx.Node) and factor.value in origins)]
+    groups: dict[Origin, list[_Factor]] = {}
+    rest: list[_Factor] = []
+    for factor in factors:
+        is_live = isinstance(factor.value, fx.Node) and factor.value in origins
+        (groups.setdefault(origins[factor.value], []) if is_live else rest).append(factor)
+    rest.sort(key=lambda factor: -factor.depth)
     live = [_multiplied(rewriter, group) for group in groups.values()]
     rewriter.replace(_written(rewriter, _multiplied(rewriter, [*live, *rest])))
 

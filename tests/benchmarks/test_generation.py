@@ -46,7 +46,7 @@ def test_a_text_beyond_the_room_is_refused(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [[], ["--offline"], ["--prompt", "4", "--offline"], ["--check", "2"]])
+@pytest.mark.parametrize("more", [[], ["--prompt", "4", "--offline"], ["--check", "2"]])
 def test_measured_and_estimated_agree(more: list[str], tmp_path: Path) -> None:
     """In Cheetah: bytes within a hundredth, messages to the last one."""
     out = tmp_path / "rows.json"

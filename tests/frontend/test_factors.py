@@ -85,6 +85,32 @@ def test_the_order_of_factors_does_not_matter(kind: str, data: st.DataObject) ->
     becomes(gate, kind, lambda u, g: u * F.relu(g), lambda u, g: u * g)
 
 
+@settings(max_examples=8, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@given(data=st.data())
+def test_a_scale_around_a_norm_is_no_part_of_it(data: st.DataObject) -> None:
+    """s·(w·(x·r)), in any order of factors at any depth, also next to a gate's other branch: w goes with the norm."""
+    inner = data.draw(st.permutations(["x", "r", "w"]))
+    joins = [data.draw(st.integers(0, left - 2)) for left in (3, 2)]
+    scale_first, gated, centered = (data.draw(st.booleans()) for _ in range(3))
+
+    def gate(u: Tensor, v: Tensor, norm: bool = True) -> Tensor:
+        a, b = u[..., :40], u[..., 40:]
+        x = a - a.mean(-1, keepdim=True) if centered else a
+        own = {"x": x, "r": torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5), "w": v.flip(0)}
+        y = product([own[name] for name in inner], joins) if norm else a
+        y = v * y if scale_first else y * v
+        return F.silu(b) * y if gated else y
+
+    model: Cut = randomize(Cut(gate)).eval()
+    ids = tokens(2, 7, vocab=30)
+    with torch.no_grad():
+        captured = aero_compile.transform(model, "baseline")
+        stripped = aero_compile.transform(captured, "strip-layer-norm{norms=other}")
+        assert torch.allclose(captured(ids), model(ids), rtol=1e-10, atol=1e-10)
+        model.gate = lambda u, v: gate(u, v, norm=False)
+        assert torch.allclose(stripped(ids), model(ids), rtol=1e-10, atol=1e-10)
+
+
 def product(factors: Sequence[Tensor], joins: Sequence[int]) -> Tensor:
     """All factors, neighbours multiplied one pair after the other: any association."""
     left = list(factors)

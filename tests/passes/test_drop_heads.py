@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from aero_compile.analysis.head_order import product_of
 from aero_compile.analysis.head_sets import Head, chosen_heads, heads_text
 from aero_compile.errors import InputError, RecipeError, UnsupportedGraphError
 from tests.support import tiny_models
-from tests.support.budgets import by_default
+from tests.support.budgets import by_default, by_turns
 from tests.support.static_heads import uniform, with_pattern
 from tests.support.tiny_models import HEADS, LAYERS, WIDTH, all_logits, captured, tokens, transformed
 
@@ -34,8 +35,14 @@ def logits(model: TransformedModel, ids: Tensor) -> Tensor:
         return all_logits(model, ids)
 
 
-@pytest.mark.parametrize("name", by_default(tiny_models.EVERY, "llama-sdpa", "lecture", "encoder-post"))
-@pytest.mark.parametrize("heads", by_default(("0.1+1.2-3", "0.*", "all"), "0.1+1.2-3", "0.*"))
+@pytest.mark.parametrize(
+    ("name", "heads"),
+    by_turns(
+        tiny_models.EVERY,
+        ("0.1+1.2-3", "0.*", "all"),
+        *itertools.product(("llama-sdpa", "lecture", "encoder-post"), ("0.1+1.2-3", "0.*")),
+    ),
+)
 def test_against_probabilities_of_zero(name: str, heads: str) -> None:
     """In every layout of heads, at shapes that the graph was not captured at."""
     base, model = captured(name), transformed(name, f"drop-heads{{heads={heads}}}")
@@ -84,8 +91,13 @@ def test_with_static_heads_in_any_order() -> None:
         assert [each.dropped for each in model.structure.attentions] == [(0, 1), (0,)]
 
 
-@pytest.mark.parametrize("name", by_default((*tiny_models.EVERY, "bloom-eager", "mpt-eager"), "bloom-eager"))
-@pytest.mark.parametrize("static", ["all", "1.*", "1.0-2"])
+STATIC = ("all", "1.*", "1.0-2")
+
+
+@pytest.mark.parametrize(
+    ("name", "static"),
+    by_turns((*tiny_models.EVERY, "bloom-eager", "mpt-eager"), STATIC, *(("bloom-eager", heads) for heads in STATIC)),
+)
 def test_entropies_of_static_heads_that_go_later(name: str, static: str) -> None:
     ids = tokens(2, 7)
     base = transformed(name, f"static-attention{{heads={static}}}")
@@ -194,6 +206,23 @@ def test_heads_by_entropy_are_written_into_the_recipe() -> None:
     assert model.recipe == model.reports[-1].text == f"drop-heads{{heads={heads_text(order[:3])}}}"
     again = aero_compile.transform(model, "drop-heads{heads=entropy:2}", calibration=text)
     assert again.dropped_heads == frozenset(order[:5])
+    replayed = aero_compile.transform(base, again.recipe)
+    assert replayed.history == again.history
+    assert str(replayed.graph) == str(again.graph)
+    for value, expected in zip(replayed.parameters(), again.parameters(), strict=True):
+        assert torch.equal(value, expected)
+
+
+@pytest.mark.parametrize("name", ["drop-heads", "static-attention"])
+def test_entropies_choose_nothing_where_no_softmax_is_left(name: str) -> None:
+    """More heads are wanted than there are, then none is left: nothing is missing, text least of all."""
+    base, text = captured("gpt2-eager"), tokens(3, 9, seed=5)
+    model = aero_compile.transform(base, f"{name}{{heads=entropy:99}}", calibration=text)
+    assert aero_compile.census(model, 8).total("softmax") == 0
+    for heads in ("entropy:99", "entropy:1", "entropy:-1", "entropy>0.1", "entropy:2+0.1"):
+        again = aero_compile.transform(model, f"{name}{{heads={heads}}}", calibration=text)
+        assert not again.reports[-1].modified
+        assert again.history == model.history
 
 
 def test_what_is_refused() -> None:

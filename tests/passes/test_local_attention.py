@@ -11,7 +11,7 @@ from torch import Tensor
 import aero_compile
 from aero_compile.analysis.head_sets import chosen_heads
 from aero_compile.errors import RecipeError
-from tests.support.budgets import by_default
+from tests.support.budgets import by_turns
 from tests.support.static_heads import with_pattern
 from tests.support.tiny_models import EVERY, HEADS, LAYERS, all_logits, captured, tokens, transformed
 
@@ -24,8 +24,10 @@ def last_few(probabilities: Tensor, head: tuple[int, int]) -> Tensor:
     return near / near.sum(-1, keepdim=True)
 
 
-@pytest.mark.parametrize("name", by_default(EVERY, "gpt2-eager"))
-@pytest.mark.parametrize("heads", ["0.1+1.2-3", "0.*", "all"])
+HEADS_OF = ("0.1+1.2-3", "0.*", "all")
+
+
+@pytest.mark.parametrize(("name", "heads"), by_turns(EVERY, HEADS_OF, *(("gpt2-eager", heads) for heads in HEADS_OF)))
 def test_against_probabilities_that_are_replaced(name: str, heads: str) -> None:
     base, model = captured(name), transformed(name, f"local-attention{{heads={heads},window={WINDOW}}}")
     for batch, length in ((2, 13), (1, 2)):

@@ -49,3 +49,14 @@ def by_pairs(
     square = [(a, others[j], thirds[-(i + j) % size]) for i, a in enumerate(ones) for j in range(size)]
     slow = [pytest.param(*case, marks=pytest.mark.slow) for case in square if case not in kept]
     return [*(pytest.param(*case) for case in kept), *slow]
+
+
+def by_turns(first: Iterable[str], second: Iterable[str], *kept: tuple[str, str]) -> list[Any]:
+    """Parameters of two axes: every value of one meets every other value of the second, half of the grid.
+
+    What is `kept` runs by default, the rest with `-m slow`.
+    """
+    others = list(second)
+    half = [(a, b) for i, a in enumerate(first) for j, b in enumerate(others) if (i + j) % 2 == 0]
+    slow = [pytest.param(*case, marks=pytest.mark.slow) for case in half if case not in kept]
+    return [*(pytest.param(*case) for case in kept), *slow]

@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,9 @@ from tests.support.runtime_tiny import tiny_compiled
 
 SEMI2K: dict[str, Any] = {"protocol": "semi2k", "insecure_plain": True}
 """Options of both ends for what needs neither the one's security nor the other's."""
+
+POOL = "server-pool"
+"""Prefix of the names of a server's pool threads: their number is bounded, and they end with the server."""
 
 LOG_SECONDS = 10.0
 """Within which the log has what a test waits for."""
@@ -86,7 +90,12 @@ def _serving(folder: Path, tls: TLSConfig | None, **options: Any) -> Iterator[Ru
     LOGGER.addHandler(writes)
     before, LOGGER.propagate = LOGGER.level, False
     LOGGER.setLevel("INFO")
-    thread = threading.Thread(target=lambda: asyncio.run(server.run(ready.set)), daemon=True)
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(thread_name_prefix=POOL))
+        await server.run(ready.set)
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
     thread.start()
     try:
         assert ready.wait(20)
@@ -188,6 +197,11 @@ def server_process(folder: Path, **options: Any) -> Iterator[tuple[subprocess.Po
         if process.poll() is None:
             process.send_signal(signal.SIGKILL)
         process.communicate()
+
+
+def threads_but_pools() -> set[threading.Thread]:
+    """The threads of this process, without those of servers' pools, which start as late as they are needed at once."""
+    return {thread for thread in threading.enumerate() if not thread.name.startswith(POOL)}
 
 
 def open_descriptors() -> int:

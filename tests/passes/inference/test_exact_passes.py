@@ -19,7 +19,7 @@ from aero_compile.optimize import passes
 from benchmarks.lib.decoder_config import Config
 from benchmarks.lib.random_decoders import build
 from tests.support import tiny_models
-from tests.support.budgets import by_default
+from tests.support.budgets import MANY, by_default, many
 from tests.support.captured_decoders import POOL, for_inference
 from tests.support.drawn_decoders import configs
 
@@ -126,7 +126,7 @@ def test_random_decoders(case: tuple[Config, list[str]]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@many(max_examples=MANY)
 @given(cases())
 def test_random_decoders_many(case: tuple[Config, list[str]]) -> None:
     check(*case)

@@ -24,7 +24,7 @@ from benchmarks.lib import written_decoders
 from benchmarks.lib.decoder_config import Config
 from benchmarks.lib.random_decoders import build
 from tests.support import tiny_models
-from tests.support.budgets import MANY, by_default, many
+from tests.support.budgets import MANY, by_default, by_turns, many
 from tests.support.captured_decoders import every_decoder, for_inference
 from tests.support.drawn_decoders import configs
 from tests.support.folding import logits, trained
@@ -139,9 +139,13 @@ def test_recipes(name: str, recipe: str) -> None:
     assert_narrow(model)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["softmax_only", "SM+R", "SM+LN", "simplified_relu", "simplified_parallel_gelu"])
-@pytest.mark.parametrize("name", [n for n in tiny_models.EVERY if n not in ("gpt2-eager", "gpt_neox-sdpa")])
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    by_turns(
+        [name for name in tiny_models.EVERY if name not in ("gpt2-eager", "gpt_neox-sdpa")],
+        ("softmax_only", "SM+R", "SM+LN", "simplified_relu", "simplified_parallel_gelu"),
+    ),
+)
 def test_all_families_after_recipes(name: str, recipe: str) -> None:
     try:
         model, reference = trained(name, recipe), trained(name, recipe)
@@ -175,7 +179,7 @@ def test_many_random_decoders(config: Config) -> None:
 
 
 @pytest.mark.slow
-@many(max_examples=MANY)
+@many(max_examples=MANY // 2)  # decoders with norms above, as many again
 @given(configs())
 def test_many_random_decoders_without_norms(config: Config) -> None:
     try:

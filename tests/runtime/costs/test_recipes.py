@@ -31,8 +31,8 @@ def test_a_decoder_is_billed_as_it_runs(case: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(comparisons.SET_UP_BYTES, "cheetah", 0)  # comparisons in the second runtime
     recipe, _, name = case.partition(": ")
     model, ids, options = transformed("gpt2-eager", recipe), tokens(2, 5), OPTIONS[name]
-    expected = estimate(model, 5, batch=2, warm="setup", **options)
-    _, bill = private_inference(model, ids, warm="setup", **options)
+    expected = estimate(model, 5, batch=2, **options)
+    _, bill = private_inference(model, ids, **options)
     assert expected.bytes == pytest.approx(bill.bytes, rel=5e-3)
     assert expected.offline_bytes == pytest.approx(bill.offline_bytes, rel=5e-3)
     assert (expected.messages, expected.offline_messages) == (bill.messages, bill.offline_messages)
@@ -56,7 +56,7 @@ def test_polynomials_have_a_price_at_every_length() -> None:
 def test_polynomials_are_billed_as_they_run(form: str) -> None:
     """Few elements are compared in the one ring that there is; many, as above, in a second one."""
     model, ids = transformed("gpt2-eager", f"polynomial-gelu{{form={form}}}"), tokens(1, 5)
-    expected = estimate(model, 5, warm="setup")
-    _, bill = private_inference(model, ids, warm="setup")
+    expected = estimate(model, 5)
+    _, bill = private_inference(model, ids)
     assert expected.bytes == pytest.approx(bill.bytes, rel=5e-3)
     assert expected.messages == bill.messages

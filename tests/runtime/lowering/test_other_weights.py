@@ -72,19 +72,19 @@ def test_what_is_lowered_is_what_the_model_computes(case: str) -> None:
         np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("case", by_default(CASES, "gpt2-eager quad-softmax"))
+@pytest.mark.parametrize("case", by_default(CASES[::2], "gpt2-eager quad-softmax"))
 def test_one_step_for_every_position(case: str) -> None:
-    """A mask that follows from the position: as many keys are counted as it shows."""
+    """A mask that follows from the position: as many keys are counted as it shows. Every other family and recipe."""
     name, recipe = case.split(" ")
     model = optimize_for_inference(transformed(name, recipe))
-    ids = tokens(1, 4, model.vocab_size)
+    ids = tokens(1, 3, model.vocab_size)
     step = decode_step(model, 1, 6, 1, anywhere=True)
     part = partition_step(step)
     defer_normalization(part)
     cached: Sequence[Any] = [np.random.default_rng(0).normal(size=each.shape) for each in step.cached]
     with jax.experimental.enable_x64():
         live = lower(part, exact=True, dtype=np.float64)
-        for at in range(4):
+        for at in range(3):
             rows = one_hot(ids[:, at : at + 1].numpy(), live.token_shape[2]).astype(np.float64)
             found, cached = jax.jit(functools.partial(live.run_step, position=at))(rows, cached)
             with torch.no_grad():
