@@ -20,6 +20,7 @@ from aero_compile.runtime.generation.session import Session
 from aero_compile.runtime.generation.texts import TextNumbers, cached_kernel, prepared_for, runs_of_text, spare_rows
 from aero_compile.runtime.roles import SERVER
 from benchmarks.lib import zoo
+from tests.support.budgets import by_default
 from tests.support.made_once import made_once
 from tests.support.stepping import Both
 from tests.support.tiny_generation import PROMPT, ROOM, eager_logits, small_captured
@@ -116,7 +117,7 @@ def everything(session: Session, eager: Eager) -> None:
         logits([2, 7, 1, last, last])
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", by_default(MODELS, "gpt2"))
 def test_texts_are_those_of_the_model_and_no_mask_hides_two_values(model: str) -> None:
     """Of all that both parties send for cached rows each word is a value less a word of A or B of its own."""
     made, eager = MODELS[model]
@@ -142,6 +143,7 @@ def test_texts_are_those_of_the_model_and_no_mask_hides_two_values(model: str) -
     assert made_anew, "some positions were computed anew under masks of the same text"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_what_is_opened_is_what_is_billed(model: str) -> None:
     """To the byte, whatever the runs: both follow the same numbers."""
@@ -185,11 +187,13 @@ def test_a_text_is_prepared_before_it_begins_and_never_serves_another() -> None:
     both.close()
 
 
+@pytest.mark.parametrize("model", by_default(MODELS, "gpt2"))
 @pytest.mark.parametrize("seed", range(20))
-def test_numbers_are_given_once_on_any_course(seed: int) -> None:
+def test_numbers_are_given_once_on_any_course(seed: int, model: str) -> None:
     """Of random runs, as two parties would follow them."""
-    programs, draw = prepared_llama().programs, np.random.default_rng(seed)
-    ours, theirs, held, given = TextNumbers(programs), TextNumbers(programs), 0, dict[int, set[int]]()
+    programs, draw = MODELS[model][0]().programs, np.random.default_rng(seed)
+    ours, theirs, held = TextNumbers(programs), TextNumbers(programs), 0
+    alive, given = list[Any](), dict[int, set[int]]()
     kinds = ["step", "step", "advance", "check-3", "5@8", "3"]
     for _ in range(60):
         kind = kinds[draw.integers(len(kinds))]
@@ -207,13 +211,8 @@ def test_numbers_are_given_once_on_any_course(seed: int) -> None:
             before = given.setdefault(id(numbers), set())
             assert not before & {*rows[first:].tolist()}
             before |= {*rows[first:].tolist()}
-            _alive.append(numbers)
+            alive.append(numbers)  # so that none has the identity of another one
         held = position + kept
-    _alive.clear()
-
-
-_alive: list[Any] = []
-"""Keeps numbers, so that none has the identity of another one."""
 
 
 def test_what_is_prepared_ahead_names_texts_where_they_are_taken() -> None:
