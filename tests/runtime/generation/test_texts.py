@@ -23,21 +23,13 @@ from benchmarks.lib import zoo
 from tests.support.budgets import by_default
 from tests.support.made_once import made_once
 from tests.support.stepping import Both
-from tests.support.tiny_generation import PROMPT, ROOM, eager_logits, small_captured
+from tests.support.tiny_generation import PROMPT, ROOM, eager_logits, small_prepared
 
 pytest.importorskip("spu")
 
 CLOSE_TO = 5e-3
 
 Eager = Callable[[list[int]], npt.NDArray[Any]]
-
-
-@made_once
-def prepared_gpt2() -> CompiledGeneration:
-    """One layer, two rooms, prompts of 3 and 5, checks of 3."""
-    return compile_generation(
-        small_captured(), (ROOM // 2, ROOM), "semi2k", fills=(3, 5), checks=(3,), guards=False, offline=True
-    )
 
 
 @made_once
@@ -72,7 +64,7 @@ def llama_logits(text: list[int]) -> npt.NDArray[Any]:
         return found
 
 
-MODELS = {"gpt2": (prepared_gpt2, eager_logits), "llama": (prepared_llama, llama_logits)}
+MODELS = {"gpt2": (small_prepared, eager_logits), "llama": (prepared_llama, llama_logits)}
 
 
 def likeliest(eager: Eager, prompt: list[int], count: int) -> list[int]:
@@ -167,7 +159,7 @@ def test_what_is_opened_is_what_is_billed(model: str) -> None:
 
 
 def test_a_text_is_prepared_before_it_begins_and_never_serves_another() -> None:
-    compiled = prepared_gpt2()
+    compiled = small_prepared()
     both = Both(compiled)
     server = both.parties[SERVER]
     both.prepare(["text", "step", "text"])
@@ -216,7 +208,7 @@ def test_numbers_are_given_once_on_any_course(seed: int, model: str) -> None:
 
 
 def test_what_is_prepared_ahead_names_texts_where_they_are_taken() -> None:
-    programs = prepared_gpt2().programs
+    programs = small_prepared().programs
     assert list(programs.texts) == ["text", "text@8"]
     assert [programs.most_prepared(name) for name in ("text", "text@8", "text@9")] == [2, 2, 0]
     runs = runs_of_text(programs, 4, 4)
@@ -229,7 +221,7 @@ def test_what_is_prepared_ahead_names_texts_where_they_are_taken() -> None:
 def test_programs_that_read_cached_rows_in_other_ways_are_no_generation() -> None:
     import dataclasses
 
-    programs = prepared_gpt2().programs
+    programs = small_prepared().programs
     check(programs)
     step = programs.checks[3]
     at = next(iter(step.cached_products.values()))
