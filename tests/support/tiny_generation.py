@@ -55,6 +55,13 @@ def small_growing() -> CompiledGeneration:
 
 
 @made_once
+def small_prepared() -> CompiledGeneration:
+    """The same two rooms, of which products are prepared."""
+    options = Options("semi2k", Format(64, 18, DEFAULT), offline=True)
+    return compile_for_generation(small_captured(), (ROOM // 2, ROOM), FILLS, options, checks=CHECKS)
+
+
+@made_once
 def small_static() -> TransformedModel:
     """The same model, of which one head attends to all positions so far alike."""
     return aero_compile.transform(small_captured(), "static-attention{heads=0.1}")

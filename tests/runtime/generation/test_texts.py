@@ -20,23 +20,16 @@ from aero_compile.runtime.generation.session import Session
 from aero_compile.runtime.generation.texts import TextNumbers, cached_kernel, prepared_for, runs_of_text, spare_rows
 from aero_compile.runtime.roles import SERVER
 from benchmarks.lib import zoo
+from tests.support.budgets import by_default
 from tests.support.made_once import made_once
 from tests.support.stepping import Both
-from tests.support.tiny_generation import PROMPT, ROOM, eager_logits, small_captured
+from tests.support.tiny_generation import PROMPT, ROOM, eager_logits, small_prepared
 
 pytest.importorskip("spu")
 
 CLOSE_TO = 5e-3
 
 Eager = Callable[[list[int]], npt.NDArray[Any]]
-
-
-@made_once
-def prepared_gpt2() -> CompiledGeneration:
-    """One layer, two rooms, prompts of 3 and 5, checks of 3."""
-    return compile_generation(
-        small_captured(), (ROOM // 2, ROOM), "semi2k", fills=(3, 5), checks=(3,), guards=False, offline=True
-    )
 
 
 @made_once
@@ -71,7 +64,7 @@ def llama_logits(text: list[int]) -> npt.NDArray[Any]:
         return found
 
 
-MODELS = {"gpt2": (prepared_gpt2, eager_logits), "llama": (prepared_llama, llama_logits)}
+MODELS = {"gpt2": (small_prepared, eager_logits), "llama": (prepared_llama, llama_logits)}
 
 
 def likeliest(eager: Eager, prompt: list[int], count: int) -> list[int]:
@@ -116,7 +109,7 @@ def everything(session: Session, eager: Eager) -> None:
         logits([2, 7, 1, last, last])
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", by_default(MODELS, "gpt2"))
 def test_texts_are_those_of_the_model_and_no_mask_hides_two_values(model: str) -> None:
     """Of all that both parties send for cached rows each word is a value less a word of A or B of its own."""
     made, eager = MODELS[model]
@@ -142,6 +135,7 @@ def test_texts_are_those_of_the_model_and_no_mask_hides_two_values(model: str) -
     assert made_anew, "some positions were computed anew under masks of the same text"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_what_is_opened_is_what_is_billed(model: str) -> None:
     """To the byte, whatever the runs: both follow the same numbers."""
@@ -165,7 +159,7 @@ def test_what_is_opened_is_what_is_billed(model: str) -> None:
 
 
 def test_a_text_is_prepared_before_it_begins_and_never_serves_another() -> None:
-    compiled = prepared_gpt2()
+    compiled = small_prepared()
     both = Both(compiled)
     server = both.parties[SERVER]
     both.prepare(["text", "step", "text"])
@@ -185,11 +179,13 @@ def test_a_text_is_prepared_before_it_begins_and_never_serves_another() -> None:
     both.close()
 
 
+@pytest.mark.parametrize("model", by_default(MODELS, "gpt2"))
 @pytest.mark.parametrize("seed", range(20))
-def test_numbers_are_given_once_on_any_course(seed: int) -> None:
+def test_numbers_are_given_once_on_any_course(seed: int, model: str) -> None:
     """Of random runs, as two parties would follow them."""
-    programs, draw = prepared_llama().programs, np.random.default_rng(seed)
-    ours, theirs, held, given = TextNumbers(programs), TextNumbers(programs), 0, dict[int, set[int]]()
+    programs, draw = MODELS[model][0]().programs, np.random.default_rng(seed)
+    ours, theirs, held = TextNumbers(programs), TextNumbers(programs), 0
+    alive, given = list[Any](), dict[int, set[int]]()
     kinds = ["step", "step", "advance", "check-3", "5@8", "3"]
     for _ in range(60):
         kind = kinds[draw.integers(len(kinds))]
@@ -207,17 +203,12 @@ def test_numbers_are_given_once_on_any_course(seed: int) -> None:
             before = given.setdefault(id(numbers), set())
             assert not before & {*rows[first:].tolist()}
             before |= {*rows[first:].tolist()}
-            _alive.append(numbers)
+            alive.append(numbers)  # so that none has the identity of another one
         held = position + kept
-    _alive.clear()
-
-
-_alive: list[Any] = []
-"""Keeps numbers, so that none has the identity of another one."""
 
 
 def test_what_is_prepared_ahead_names_texts_where_they_are_taken() -> None:
-    programs = prepared_gpt2().programs
+    programs = small_prepared().programs
     assert list(programs.texts) == ["text", "text@8"]
     assert [programs.most_prepared(name) for name in ("text", "text@8", "text@9")] == [2, 2, 0]
     runs = runs_of_text(programs, 4, 4)
@@ -230,7 +221,7 @@ def test_what_is_prepared_ahead_names_texts_where_they_are_taken() -> None:
 def test_programs_that_read_cached_rows_in_other_ways_are_no_generation() -> None:
     import dataclasses
 
-    programs = prepared_gpt2().programs
+    programs = small_prepared().programs
     check(programs)
     step = programs.checks[3]
     at = next(iter(step.cached_products.values()))

@@ -11,7 +11,7 @@ import pytest
 
 from aero_compile.errors import InputError
 from aero_compile.runtime.program import Program
-from tests.support.tiny_generation import ROOM, small_compiled
+from tests.support.tiny_generation import ROOM, small_compiled, small_prepared
 
 pytest.importorskip("spu")
 
@@ -116,4 +116,49 @@ def test_a_choice_that_selections_share_must_be_public(tmp_path: Path) -> None:
     content["codes"][key] = secret.replace(line, hidden) if secret != code else code.replace(line, hidden)
     (tmp_path / "step.json").write_text(json.dumps(content))
     with pytest.raises(InputError):
+        Program.load(tmp_path / "step.json")
+
+
+def _cached_products(content: Content) -> list[Content]:
+    return [step for step in content["steps"] if step.get("kernel", {}).get("kernel") == "CachedProduct"]
+
+
+def _share_masks(content: Content) -> None:
+    first, second = _cached_products(content)
+    second["kernel"]["site"] = first["kernel"]["site"]
+
+
+def _hold_nothing(content: Content) -> None:
+    content["published"] += [dict(spec) for spec in content["cached"]]
+    content["cached"], content["results"] = [], []
+
+
+def _prepare_nothing(content: Content) -> None:
+    _cached_products(content)[0]["preparation"] = ""
+
+
+def _prepare_another(content: Content) -> None:
+    first, second = _cached_products(content)
+    first["preparation"] = second["preparation"]
+
+
+def _prepare_much(content: Content) -> None:
+    _cached_products(content)[0]["kernel"]["spare"] = 2**40
+
+
+def _take_other_rows(content: Content) -> None:
+    _cached_products(content)[0]["kernel"]["repeats"] = 3
+
+
+@pytest.mark.parametrize(
+    "change", [_share_masks, _hold_nothing, _prepare_nothing, _prepare_another, _prepare_much, _take_other_rows]
+)
+def test_products_with_cached_rows_are_those_of_a_generation(change: Callable[[Content], None], tmp_path: Path) -> None:
+    content: Content = json.loads(small_prepared().programs.step.to_bytes())
+    assert len(_cached_products(content)) == 2
+    (tmp_path / "step.json").write_text(json.dumps(content))
+    Program.load(tmp_path / "step.json")
+    change(content)
+    (tmp_path / "step.json").write_text(json.dumps(content))
+    with pytest.raises(InputError, match=r"is not run|not a readable"):
         Program.load(tmp_path / "step.json")
