@@ -31,6 +31,7 @@ from aero_compile.plain_help import HelpParser
 from aero_compile.progress import Progress
 from aero_compile.reporting.report import aligned, command_line, write_json
 from aero_compile.runtime.costs.model import Estimate, estimate_generation, estimate_program
+from aero_compile.runtime.generation.batches import batches_for
 from aero_compile.runtime.generation.bill import Cost, Generation
 from aero_compile.runtime.generation.export import compile_generation
 from aero_compile.runtime.generation.private import local_decoder
@@ -38,6 +39,7 @@ from aero_compile.runtime.generation.programs import CompiledGeneration, Program
 from aero_compile.runtime.generation.session import Guess, Session
 from aero_compile.runtime.generation.texts import prepared_for, runs_of_text
 from aero_compile.runtime.hosts.network_spec import Network, parse_network
+from aero_compile.runtime.inference import check_prepare
 from aero_compile.training.run_directory import versions
 from aero_compile.units import human_bytes
 from benchmarks.lib.pi_rows import LAYERS, SHAPES, Task, build, check_lengths
@@ -59,6 +61,8 @@ def parser() -> argparse.ArgumentParser:
         "--check", type=positive, default=1, metavar="N", help="tokens computed at once; default: %(default)s"
     )
     p.add_argument("--offline", action="store_true", help="prepare what can be before the prompt is known")
+    text = "with --offline: rows of products to prepare by the batch where that is cheaper; default: those of the text"
+    p.add_argument("--prepare", type=int, metavar="ROWS", help=text)
     add_lookup(p)
     p.add_argument("--network", default="loopback", help="loopback, lan, wan or MBPS:RTT_MS; default: %(default)s")
     p.add_argument("--estimate", action="store_true", help="run nothing, predict only")
@@ -87,6 +91,7 @@ def row(task: Task, args: argparse.Namespace) -> dict[str, Any]:
     """Compile for one room, predict the bills and, unless only that was asked for, generate."""
     if args.prompt + args.tokens - 1 > task.seq_len:
         raise InputError(f"--prompt {args.prompt} and --tokens {args.tokens} do not fit a room for {task.seq_len}")
+    check_prepare(args.prepare, args.offline)
     model, network = build(task, args.seed), parse_network(args.network)
     began = time.monotonic()
     fills = [args.prompt - 1] if args.prompt > 2 else []
@@ -98,11 +103,11 @@ def row(task: Task, args: argparse.Namespace) -> dict[str, Any]:
     if args.estimate:
         return found
     prompt = torch.randint(0, model.vocab_size, (args.prompt,), generator=torch.Generator().manual_seed(args.seed))
-    made, of_text = generated(compiled, [int(each) for each in prompt], guesses_of(model, args), args, network)
+    made, parts = generated(compiled, [int(each) for each in prompt], guesses_of(model, args), args, network)
     return found | {
         "set_up": asdict(made.set_up),
         "offline": asdict(made.offline),
-        "offline_text": asdict(of_text),
+        **{name: asdict(cost) for name, cost in parts.items()},
         "prompt": asdict(made.prefill),
         "tokens": [asdict(token.cost) for token in made.tokens],
         "guessed": made.guessed,
@@ -113,15 +118,15 @@ def row(task: Task, args: argparse.Namespace) -> dict[str, Any]:
 
 def predicted(programs: Programs, args: argparse.Namespace, network: Network) -> dict[str, Any]:
     """The estimated bills of a token, of all to the first one and of a check, each with what is prepared for it."""
-    asked: dict[str, Any] = {"network": network, "warm": "setup"}
+    asked: dict[str, Any] = {"network": network, "warm": "setup", "prepare": args.prepare}
     first = estimate_generation(programs, args.prompt, 1, **asked)
     token = estimate_generation(programs, 1, args.tokens, **asked).token
     assert token is not None
-    found = {"estimate": bill(token), "estimate_offline": prepared_bill(token)}
+    found = {"estimate": bill(token), "estimate_offline": prepared_bill(token), "estimate_batches": first.batches}
     if args.prompt > 1:
         found |= {"estimate_first": bill(first), "estimate_first_offline": prepared_bill(first)}
     if args.check > 1:
-        check = estimate_program(programs.checks[args.check], **asked)
+        check = estimate_program(programs.checks[args.check], network=network, warm="setup")
         found |= {"estimate_check": bill(check), "estimate_check_offline": prepared_bill(check)}
     return found
 
@@ -151,8 +156,12 @@ def guesses_of(model: TransformedModel, args: argparse.Namespace) -> Guess | Non
 
 def generated(
     compiled: CompiledGeneration, prompt: list[int], guess: Guess | None, args: argparse.Namespace, network: Network
-) -> tuple[Generation, Cost]:
-    """Generate behind a prompt between two processes, whatever can be prepared before; and the text's part of that."""
+) -> tuple[Generation, dict[str, Cost]]:
+    """Generate behind a prompt between two processes, whatever can be prepared before.
+
+    Returns:
+        The text, and what was prepared for it as a whole and by the batch.
+    """
     programs = compiled.programs
     runs, position, left = runs_of_text(programs, len(prompt), 0), len(prompt) - 1, args.tokens
     while left:
@@ -162,10 +171,13 @@ def generated(
     names = prepared_for(programs, runs)
     texts = [name for name in names if name in programs.texts]
     with local_decoder(compiled, set_up=True, timeout=3600 * args.hours, network=network) as decoder:
-        of_texts = decoder.prepare(texts) if args.offline else Cost()
+        parts = {"offline_batches": Cost(), "offline_text": Cost()}
+        if args.offline:
+            parts["offline_batches"] = decoder.prepare(batches_for(programs, names, args.prepare))
+            parts["offline_text"] = decoder.prepare(texts)
         of_runs = decoder.prepare([name for name in names if name not in texts]) if args.offline else Cost()
         made = Session(decoder).generate(prompt, args.tokens, guess=guess)
-        return replace(made, offline=of_texts + of_runs), of_texts
+        return replace(made, offline=sum(parts.values(), of_runs)), parts
 
 
 @torch.no_grad()
@@ -190,7 +202,15 @@ def text(rows: Sequence[dict[str, Any]]) -> str:
             prepared = each[f"{kind}_offline"]["bytes"]
             cells = [*figures(measured), *figures(each[kind]), human_bytes(prepared) if prepared else "–", error]
             lines.append([str(each["room"]), what, *cells])
-    return "\n".join(aligned(head, lines, left={1}))
+    return "\n".join([*aligned(head, lines, left={1}), *(line for each in rows for line in _prepared(each))])
+
+
+def _prepared(row: dict[str, Any]) -> Iterator[str]:
+    """What was prepared in all, by the batch and for the text as a whole."""
+    for name, what in (("offline", "in all"), ("offline_batches", "by the batch"), ("offline_text", "for the text")):
+        cost = Cost(**row.get(name, {}))
+        if cost.messages:
+            yield f"room {row['room']}, prepared {what}: {cost}"
 
 
 def _kinds(row: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any] | None, str]]:

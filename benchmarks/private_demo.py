@@ -26,6 +26,7 @@ from aero_compile.plain_help import HelpParser
 from aero_compile.runtime.hosts.certificates import make_certificates
 from aero_compile.runtime.hosts.link import free_addresses, parse_address
 from aero_compile.runtime.hosts.scratch import scratch_folder
+from aero_compile.runtime.kernels.column_encryption import ROWS
 from aero_compile.training.data import load_text, prepare
 from benchmarks import demo
 from benchmarks.lib.two_networks import Host, two_networks
@@ -65,13 +66,14 @@ def run(args: argparse.Namespace, settings: demo.Settings) -> int:
         make_certificates(folder / "keys", [there.address])
         common = ["--certs", str(folder / "keys"), "--protocol", args.protocol]
         kept = ["--keep", str(args.output_dir / "programs"), "--room", str(room)]
-        kept += ["--offline", "--max-prepared", str(room)] if args.offline else []
+        kept += ["--offline", "--max-prepared", str(room), "--prepare", str(ROWS)] if args.offline else []
         print("compiling and starting the server …", flush=True)
         with serving(there, str(artifact), *common, *kept) as address:
             apart = "two network namespaces, " if here.namespace else ""
             print(f"server: {address}, {apart}TLS 1.3; the client's text, token by token:\n\n{args.prompt}", end="")
             asked = ["--prompt", args.prompt, "--max-tokens", str(args.max_tokens), "--tokenizer", str(artifact)]
             ahead = ["--ahead", str(args.max_tokens), "--prompt-ahead", str(len(prompt)), "--prepared"]
+            ahead += ["--prepare", str(ROWS)]
             asked += ahead if args.offline else []
             text, bill = chat(here, "--server", address, *common, *asked)
     wanted = tokenizer.decode(clear)
