@@ -60,7 +60,7 @@ def test_random_decoders(config: Config) -> None:
 
 
 @pytest.mark.slow
-@many(max_examples=MANY)
+@many(max_examples=MANY // 2)
 @given(configs(max_layers=2))
 def test_many_random_decoders(config: Config) -> None:
     check_decoder(config, inference_copy(transform(build(config), "baseline")))

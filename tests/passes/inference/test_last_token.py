@@ -172,14 +172,14 @@ def test_random_decoders(config: Config) -> None:
 
 
 @pytest.mark.slow
-@many(max_examples=MANY)
+@many(max_examples=MANY // 2)  # test_exact_passes.py draws others for all passes
 @given(configs())
 def test_many_random_decoders(config: Config) -> None:
     check(config, aero_compile.transform(build(config), "baseline"))
 
 
 @pytest.mark.slow
-@many(max_examples=MANY // 2)  # decoders with norms above, as many again
+@many(max_examples=MANY // 2)
 @given(configs())
 def test_many_random_decoders_without_norms(config: Config) -> None:
     try:
