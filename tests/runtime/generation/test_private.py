@@ -224,7 +224,9 @@ def test_no_more_is_prepared_than_a_text_takes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("protocol", ["semi2k", "cheetah"])
+@pytest.mark.parametrize(
+    ("protocol", "offline"), [("semi2k", False), ("cheetah", False), ("semi2k", True), ("cheetah", True)]
+)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -234,11 +236,11 @@ def test_no_more_is_prepared_than_a_text_takes() -> None:
         ("gpt_neox", {"rotary_pct": 0.5}),
     ],
 )
-def test_other_positions_and_heads(kind: str, options: dict[str, Any], protocol: str) -> None:
+def test_other_positions_and_heads(kind: str, options: dict[str, Any], protocol: str, offline: bool) -> None:
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         model = hugging_face(kind, "eager", **options).eval()
-    made = private_generate(model, PROMPT, 3, protocol, set_up=False)
+    made = private_generate(model, PROMPT, 3, protocol, set_up=False, offline=offline)
     text = list(PROMPT)
     for token in made.tokens:
         with torch.no_grad():
