@@ -27,7 +27,7 @@ import aero_compile
 from aero_compile import TransformedModel
 from aero_compile.analysis.head_sets import is_measured
 from aero_compile.errors import InputError, LoweringError, RecipeError, UnsupportedGraphError
-from aero_compile.graph_pass import GraphPass, UnlistedPass
+from aero_compile.graph_pass import GraphPass
 from aero_compile.passes._some_heads import HeadsPass
 from aero_compile.passes.drop_heads import DropHeads
 from aero_compile.passes.local_attention import LocalAttention
@@ -298,7 +298,7 @@ def recorded_as(one: GraphPass, model: TransformedModel, result: TransformedMode
     return recorded
 
 
-def without_measured(one: GraphPass | UnlistedPass) -> GraphPass | UnlistedPass:
+def without_measured(one: Any) -> Any:
     """The pass without the option that entropies decide: the history has what they chose."""
     return dataclasses.replace(one, heads="none") if isinstance(one, HeadsPass) else one
 

@@ -82,7 +82,8 @@ class _Products:
     def apart(self, root: fx.Node) -> frozenset[Origin]:
         """Origins of both operands of `root`, which no smaller product joins; none if all factors are of one origin."""
         left, right = ({self._of(leaf) for leaf in self._leaves(operand)} for operand in root.args)
-        return frozenset((left & right) - {None}) if len(left | right) > 1 else frozenset()
+        shared = frozenset(origin for origin in left & right if origin is not None)
+        return shared if len(left | right) > 1 else frozenset()
 
     def factors(self, root: fx.Node, apart: frozenset[Origin]) -> Iterator[_Factor]:
         """Factors of `root`; a product among them that holds none of the origins `apart` is one factor."""
