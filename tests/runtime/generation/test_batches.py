@@ -12,7 +12,7 @@ import pytest
 from aero_compile.errors import InputError
 from aero_compile.runtime import compile_generation, private_generate
 from aero_compile.runtime.generation import batches as module
-from aero_compile.runtime.generation.batches import batches_for, batches_of
+from aero_compile.runtime.generation.batches import RowsLeft, batches_for, batches_of
 from aero_compile.runtime.generation.party import read_preparation, write_preparation
 from aero_compile.runtime.kernels.column_encryption import ROWS
 from aero_compile.runtime.offline.batch import rows_by_matrix
@@ -94,3 +94,20 @@ def test_a_text_is_the_same_by_the_batch(protocol: str) -> None:
 def test_numbers_of_rows_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
         private_generate(small_captured(), PROMPT, 1, "semi2k", **options)
+
+
+def test_rows_left_are_those_that_processes_report() -> None:
+    left = RowsLeft(_compiled().programs)
+    names = left.names()
+    assert names == list(batches_of(_compiled().programs))
+    assert left.tokens == 0
+    left.report([*range(ROWS, ROWS + len(names))])
+    assert left.tokens == ROWS
+    assert [left.left(name) for name in names] == [*range(ROWS, ROWS + len(names))]
+    assert left.has_place(names[0], 2 * ROWS)
+    assert not left.has_place(names[1], 2 * ROWS)
+    left.report(())
+    assert left.tokens == ROWS, "nothing was said"
+    assert not left.knows("step")
+    none = RowsLeft(None)
+    assert (none.tokens, none.names(), none.knows(names[0])) == (0, [], False)
