@@ -27,6 +27,7 @@ from aero_compile.runtime.hosts.parties import LOOPBACK, run_parties
 from aero_compile.runtime.hosts.progress import RunProgress
 from aero_compile.runtime.hosts.tls import TLSConfig
 from aero_compile.runtime.models import checked_ids, with_graph
+from aero_compile.runtime.offline.rows import MOST_ROWS
 from aero_compile.runtime.operators.limits import Format
 from aero_compile.runtime.roles import CLIENT, SERVER
 from aero_compile.runtime.spu_config import import_spu
@@ -224,8 +225,8 @@ def check_prepare(prepare: Any, offline: bool) -> None:
     """Raise InputError for a number of tokens that cannot be prepared for; None is no number."""
     if prepare is None:
         return
-    if isinstance(prepare, bool) or not isinstance(prepare, int) or prepare < 0:
-        raise InputError(f"prepare must be a number of tokens, 0 or more, not {prepare!r}")
+    if isinstance(prepare, bool) or not isinstance(prepare, int) or not 0 <= prepare <= MOST_ROWS:
+        raise InputError(f"prepare must be a number of tokens from 0 to {MOST_ROWS:,}, not {prepare!r}")
     if not offline:
         raise InputError(f"prepare={prepare} is of what is prepared before the tokens are known: give offline=True too")
 

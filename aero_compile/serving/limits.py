@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aero_compile.errors import InputError
+from aero_compile.runtime.kernels.column_encryption import ROWS
+from aero_compile.runtime.offline.rows import MOST_ROWS
 from aero_compile.serving.process.memory import check_memory
 
 
@@ -58,6 +60,10 @@ class Limits:
         for name, (value, least) in counts.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise InputError(f"{name} must be a whole number of at least {least}, not {value!r}")
+        if 0 < self.max_prepared_rows < ROWS or self.max_prepared_rows > MOST_ROWS:
+            raise InputError(
+                f"max_prepared_rows must be 0, or {ROWS:,} (a batch) to {MOST_ROWS:,}, not {self.max_prepared_rows!r}"
+            )
         check_memory("max_session_memory", self.max_session_memory)
         for name, seconds in vars(self).items():
             if name.endswith("_seconds") and not 0 < seconds < float("inf"):

@@ -91,10 +91,11 @@ class Offered:
         return found
 
 
-def read_offer(folders: Sequence[str | os.PathLike[str]], protocol: str) -> Offered:
+def read_offer(folders: Sequence[str | os.PathLike[str]], protocol: str, batches: bool = False) -> Offered:
     """Read folders that `aero_compile.runtime.export` wrote, each a program with its weights, or those of a generation.
 
-    Tables that are looked up under encryption are encrypted now where no folder has them; equal ones once.
+    Tables that are looked up under encryption are encrypted now where no folder has them; equal ones once. `batches`:
+    clients may have products prepared by the batch.
 
     Raises:
         InputError: a file is missing or damaged, a weight is no finite number, or the programs do not go together.
@@ -108,7 +109,7 @@ def read_offer(folders: Sequence[str | os.PathLike[str]], protocol: str) -> Offe
     tables = TablesOffered()
     read = [_read(place, protocol, tables) for place in places if place not in steps]
     forwards = tuple(served for served, _ in read)
-    generation, more = _read_generation(steps[0], protocol, tables) if steps else (None, 0)
+    generation, more = _read_generation(steps[0], protocol, tables, batches) if steps else (None, 0)
     facts = [each.facts for each in forwards]
     for name in ("vocabulary", "ring_bits", "fraction_bits", "batch"):
         kinds = {getattr(each, name) for each in [*facts, *([generation.facts.programs["step"]] if generation else [])]}
@@ -137,7 +138,7 @@ def _read(folder: Path, protocol: str, tables: TablesOffered) -> tuple[Served, i
     return Served(facts, inputs.program.to_bytes(), published, held, allowance), count
 
 
-def _read_generation(folder: Path, protocol: str, tables: TablesOffered) -> tuple[ServedGeneration, int]:
+def _read_generation(folder: Path, protocol: str, tables: TablesOffered, batches: bool) -> tuple[ServedGeneration, int]:
     programs, files = Programs.load(folder), [(folder / name).resolve() for name in ("weights.npz", "public.npz")]
     if programs.step.protocol != protocol:
         raise InputError(f"{folder} is compiled for {programs.step.protocol}, and this party runs {protocol}")
@@ -147,7 +148,7 @@ def _read_generation(folder: Path, protocol: str, tables: TablesOffered) -> tupl
     table = tables.find(programs, weights, folder)
     key = None if table is None else str(table.key)
     held = Held(program=str(folder.resolve()), weights=str(files[0]), published=str(files[1]), table=key)
-    allowances = generation_allowances(programs, SERVER)
+    allowances = generation_allowances(programs, SERVER, batches)
     facts = generation_of(programs, len(published), None if table is None else table.facts)
     return ServedGeneration(facts, programs, published, held, allowances), count
 

@@ -75,7 +75,9 @@ class Server:
             self._listener = held.enter_context(reserve(address))
             self._budget = TokenBudget(self.limits.max_tokens_per_client, state)
             held.callback(self._budget.close)
-            self._offered = read_offer(programs() if callable(programs) else programs, protocol)
+            self._offered = read_offer(
+                programs() if callable(programs) else programs, protocol, self.limits.max_prepared_rows > 0
+            )
             listen(self._listener, address)
             held.pop_all()
         self._contents = self._offered.contents

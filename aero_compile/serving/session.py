@@ -115,6 +115,7 @@ class Session:
         self._positions = 0
         self._prepared: Counter[str] = Counter()
         generation = shared.offered.generation
+        self._refused: set[str] = set()
         self._rows = RowsLeft(None if generation is None else generation.programs)
         self._number = secrets.token_hex(4)
 
@@ -334,8 +335,12 @@ class Session:
             done, _ = await self._link.while_moving(preparing, limits.stall_seconds)
             self._link.budget.end(done)
             await self._channel.send(Finished(seconds=done.seconds))
+        before = self._rows.left(name) if self._rows.knows(name) else None
         self._rows.report(done.rows)
-        self._prepared[name] += not self._rows.knows(name)
+        if before is None:
+            self._prepared[name] += 1
+        elif self._rows.left(name) == before:
+            self._refused.add(name)
         shared.metrics.prepared(done.bytes, done.seconds)
         said: dict[str, Any] = {"program": name, "bytes": done.bytes, "seconds": round(done.seconds, 3)}
         note("prepared", session=self._number, client=self._caller.name, **said)
@@ -343,6 +348,8 @@ class Session:
     def _check_prepared(self, name: str) -> None:
         """End the session of a client that asks for more than it may have prepared."""
         generation, limits = self._shared.offered.generation, self._limits
+        if name in self._refused:
+            raise _End("prepared", f"the weights of {name} are too large for a batch, and are not looked at again")
         if self._rows.knows(name):
             if not self._rows.has_place(name, limits.max_prepared_rows):
                 left, most = self._rows.left(name), limits.max_prepared_rows

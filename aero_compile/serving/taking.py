@@ -115,7 +115,7 @@ async def take_offer(
     if offer.generation is None:
         return Taken(Load(programs=held), None, Allowances(taker.allowances, {}), taker.table_bytes)
     programs, steps = await taker.generation(offer.generation)
-    allowed = await asyncio.to_thread(generation_allowances, programs, CLIENT)
+    allowed = await asyncio.to_thread(generation_allowances, programs, CLIENT, offer.most_rows > 0)
     allowances = Allowances(taker.allowances, allowed)
     return Taken(Load(programs=held, generation=steps), programs, allowances, taker.table_bytes)
 

@@ -57,6 +57,9 @@ OPERATION_BYTES, ELEMENT_BYTES = 2 << 20, 1 << 12
 """For an operation of unknown cost, and for each element of what it takes and gives. The costliest known ones send
 1.1 MB (ciphertexts of a small product) and 1.5 kB (a logarithm's element)."""
 
+WORK_FACTOR = 6
+"""Times `Allowance.memory` a limit on memory is, for copies and ciphertexts under way."""
+
 BLOCK_BYTES = 1 << 28
 """Of memory for the columns of a batch that are answered at once: 67 MB of sums, and what they are made of."""
 
@@ -104,10 +107,10 @@ def allowed_for_batch(matrix: Matrix, rank: int) -> int:
     return int(MARGIN * (matrix.sent[1 - rank] + KEY_SENT)) + FRAME_BYTES * messages
 
 
-def generation_allowances(programs: Programs, rank: int) -> dict[str, Allowance]:
+def generation_allowances(programs: Programs, rank: int, batches: bool) -> dict[str, Allowance]:
     """Bound what party `rank` may receive in runs of the programs of a generation, in preparing texts and batches.
 
-    They are given by name.
+    They are given by name, batches only if some may be made.
 
     A run that reads cached rows may begin a text for which nothing was prepared.
     """
@@ -117,16 +120,17 @@ def generation_allowances(programs: Programs, rank: int) -> dict[str, Allowance]
         if program.cached_products:
             text, own = texts[programs.text_of(name)], found[name]
             found[name] = replace(own, run=own.run + text.run, memory=max(own.memory, text.memory))
-    batches = {name: _of_batch(matrix, rank, found["step"]) for name, matrix in batches_of(programs).items()}
-    return found | texts | batches
+    matrices = batches_of(programs) if batches else {}
+    return found | texts | {name: _of_batch(matrix, rank, found["step"]) for name, matrix in matrices.items()}
 
 
 def _of_batch(matrix: Matrix, rank: int, step: Allowance) -> Allowance:
     """Bound what is received in preparing a batch; keys and weights are those of `step`.
 
-    The server holds both parts of all ciphertexts in limbs, 4 bytes each and four at most, and a block of answers.
+    The server holds both parts of all ciphertexts in limbs of 4 bytes, five at most, one in float64, and a block of
+    answers; a limit on memory takes six times what is told here.
     """
-    memory = step.memory + 32 * ROWS * matrix.inner + BLOCK_BYTES
+    memory = step.memory + (48 * ROWS * matrix.inner + BLOCK_BYTES) // WORK_FACTOR
     return replace(step, run=allowed_for_batch(matrix, rank) + RUN_BYTES, memory=memory)
 
 

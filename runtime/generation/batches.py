@@ -52,6 +52,8 @@ class RowsLeft:
     def __init__(self, programs: Programs | None) -> None:
         self._matrices = {} if programs is None else batches_of(programs)
         self._left = dict.fromkeys(self._matrices, 0)
+        runs = [rows_by_matrix(each) for each in (() if programs is None else programs.all.values())]
+        self._largest = {name: max(run.get(matrix, 0) for run in runs) for name, matrix in self._matrices.items()}
 
     def report(self, rows: Sequence[int]) -> None:
         """Take what a process says after a run or a preparation; nothing says that nothing has changed."""
@@ -67,8 +69,8 @@ class RowsLeft:
         return self._left[name]
 
     def has_place(self, name: str, most: int) -> bool:
-        """True if another batch leaves no more than `most` rows."""
-        return self._left[name] + ROWS <= most
+        """True if there is less than a batch to `most` rows, so that the last rows of one and the next are there."""
+        return self._left[name] <= most - ROWS + self._largest[name] - 1
 
     @property
     def tokens(self) -> int:

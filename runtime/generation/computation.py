@@ -21,17 +21,16 @@ from aero_compile.runtime.hosts.computation import Computation, Opened
 from aero_compile.runtime.hosts.link import Way
 from aero_compile.runtime.hosts.party_inputs import Arrays, PartyInputs
 from aero_compile.runtime.kernels.cached_product import CachedProduct
+from aero_compile.runtime.kernels.column_encryption import ROWS
 from aero_compile.runtime.kernels.lookup_table import Held
 from aero_compile.runtime.offline.batch import Matrix
 from aero_compile.runtime.offline.prepare import prepare, text_steps
+from aero_compile.runtime.offline.rows import MOST_ROWS
 from aero_compile.runtime.offline.store import Prepared
 from aero_compile.runtime.program import hidden_inputs
 from aero_compile.runtime.program_parts import KernelStep, Step, TensorSpec
 from aero_compile.runtime.roles import CLIENT, SERVER
 from aero_compile.runtime.spu_config import SpuLog
-
-MOST_ROWS = 1 << 18
-"""Rows of one matrix beyond which no batch is begun."""
 
 
 class StepComputation(Computation):
@@ -86,7 +85,7 @@ class StepComputation(Computation):
         return cost_of({"steps": steps, "seconds": time.monotonic() - started})
 
     def _prepare_batch(self, matrix: Matrix) -> Cost:
-        if self._batches.left(matrix) > MOST_ROWS:
+        if self._batches.left(matrix) + ROWS > MOST_ROWS:
             raise PartyError(f"{self._batches.left(matrix):,} rows of {matrix.name} are prepared, and no more may be")
         made = self.make_batch(matrix)
         self._link.barrier()

@@ -41,6 +41,7 @@ from aero_compile.runtime.hosts.link import parse_address, watch_peer
 from aero_compile.runtime.hosts.lookup_files import FILES, Tables, read_tables
 from aero_compile.runtime.hosts.party_inputs import Arrays, tls_config
 from aero_compile.runtime.hosts.party_process import agree_on, exit_code_of, meet, part, party_parser
+from aero_compile.runtime.kernels.column_encryption import ROWS
 from aero_compile.runtime.padding import filled_up
 from aero_compile.runtime.roles import CLIENT, ROLES, SERVER
 from aero_compile.runtime.spu_config import SpuLog, import_spu, load_spu_alone
@@ -69,6 +70,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--public", type=Path, required=True, help="both: .npz of the arrays that both parties hold")
     text = "of programs that look up under encryption: lookup_key.npz (server), lookup_table.bin (client)"
     add("--lookup", type=Path, help=text)
+    text = "server: rows of each matrix that the client may have prepared by the batch of 4,096 (default: none)"
+    add("--prepare", type=int, default=0, metavar="ROWS", help=text)
     add("--idle", type=float, default=3600.0, help="server: seconds to wait for the client's next tokens")
     return parser
 
@@ -154,6 +157,7 @@ class _Party:
             order = bytes(link.recv(CLIENT))
             name = read_preparation(order, self.programs)
             if name is not None:
+                self._check_batch(computation, name)
                 self._computing()
                 computation.prepare_for(name)
                 continue
@@ -166,6 +170,15 @@ class _Party:
             self._deadline.clear()
             print_event("ran", program=name, position=position, cost=asdict(cost))
             held = position + kept
+
+    def _check_batch(self, computation: StepComputation, name: str) -> None:
+        """Raise PartyError for a batch that would leave more rows than the server allows."""
+        left = dict(zip(batches_of(self.programs), computation.rows_left, strict=True))
+        if name in left and left[name] + ROWS > self.options.prepare:
+            raise PartyError(
+                f"server: the client asked for {name}, and {self.options.prepare:,} rows may be prepared by the batch: "
+                "start the server's party with --prepare ROWS"
+            )
 
     # --- the client -----------------------------------------------------------------------------------
 

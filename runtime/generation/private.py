@@ -39,6 +39,7 @@ from aero_compile.runtime.hosts.scratch import scratch_folder
 from aero_compile.runtime.hosts.tls import TLSConfig
 from aero_compile.runtime.inference import batches, check_prepare, names_of
 from aero_compile.runtime.models import Tokens, checked_ids, in_the_clear, with_graph
+from aero_compile.runtime.offline.rows import MOST_ROWS
 from aero_compile.runtime.operators.limits import Format
 from aero_compile.runtime.roles import CLIENT, SERVER
 from aero_compile.runtime.spu_config import import_spu
@@ -182,7 +183,7 @@ def local_decoder(
             table.rename(client / FILES[CLIENT])
         common = ["--timeout", str(timeout), "--idle", str(timeout), "--protocol", compiled.programs.step.protocol]
         common += ["--connect-timeout", str(min(CONNECT_SECONDS, timeout)), "--with-parent", *_tls(tls)]
-        common += ["--set-up"] if set_up else []
+        common += ["--prepare", str(MOST_ROWS), *(["--set-up"] if set_up else [])]
         decoder, relay = _started(server, client, common, timeout, network)
         try:
             yield decoder

@@ -15,7 +15,7 @@ The client opens d' + c'·s = R·W + z + noise, and the server keeps -z: they sh
 
 Why it is right: the noise is Σ w·e / 2^16, which `holds` bounds up to a chance of 2^-280, and e_0·u + e'·s and what is
 rounded off, at most `LARGEST_NOISE`. Both together stay below 2^18 units of a product with 2·18 fraction bits, which is
-the last bit that truncation leaves; the standard deviation is 260 units, a thousandth of it.
+the last bit that truncation leaves; the standard deviation is 260 units for small weights, a thousandth of it.
 
 Why it is private: the server sees ciphertexts of R alone. With ternary secrets the standard for homomorphic encryption
 (https://homomorphicencryption.org/standard) allows N = 4,096 a modulus of 109 bits at 128 bits of security and of 75

@@ -1,10 +1,12 @@
 """Rows of R and of a party's share of R·W that a batch left, for one matrix W of the server: each is used once.
 
-They lie in files without a name, in a private folder, which end with the process; rows that were given are overwritten.
+They lie in files without a name, in a private folder, which end with the process. Rows that were given are overwritten,
+though what the disk has of them is not wiped for sure.
 """
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections import deque
 from dataclasses import dataclass, field
@@ -12,19 +14,32 @@ from pathlib import Path
 
 import numpy as np
 
+from aero_compile.errors import PartyError
 from aero_compile.runtime.kernels.column_encryption import ROWS
 from aero_compile.runtime.kernels.words import Words
+
+MOST_ROWS = 1 << 18
+"""Rows of one matrix that may be there at once."""
 
 Row = dict[str, Words]
 """Rows [count, width] by name: "random", of the client alone, and "product"."""
 
 
 def empty_rows(folder: Path, widths: dict[str, int]) -> Row:
-    """Arrays on disk for the rows of one batch, [N, width] each; 8·N bytes a column."""
+    """Arrays on disk for the rows of one batch, [N, width] each; 8·N bytes a column.
+
+    Raises:
+        PartyError: the disk has no room for them, which is taken here: a page without it would end the process later.
+    """
     found: Row = {}
     for name, width in widths.items():
         with tempfile.TemporaryFile(dir=folder) as file:
-            found[name] = np.memmap(file, np.uint64, "w+", shape=(ROWS, width))
+            try:
+                os.posix_fallocate(file.fileno(), 0, 8 * ROWS * width)
+            except OSError as error:
+                wanted = f"{8 * ROWS * width:,} bytes of a batch's rows"
+                raise PartyError(f"{folder} has no room for {wanted} ({error.strerror}); prepare less") from error
+            found[name] = np.memmap(file, np.uint64, "r+", shape=(ROWS, width))
     return found
 
 

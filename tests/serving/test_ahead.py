@@ -18,8 +18,10 @@ from aero_compile.proxy.writer import Ending
 from aero_compile.runtime.generation.batches import RowsLeft
 from aero_compile.runtime.generation.bill import Cost
 from aero_compile.runtime.kernels.column_encryption import ROWS
+from aero_compile.runtime.offline.rows import MOST_ROWS
 from aero_compile.serving import ahead
 from aero_compile.serving.ahead import Ahead, runs_ahead
+from aero_compile.serving.limits import Limits
 from aero_compile.serving.programs import find_programs
 from tests.support.service import SEMI2K, Bare, serving
 from tests.support.tiny_generation import PROMPT, ROOM, eager_text, small_captured, small_growing
@@ -168,7 +170,7 @@ def test_products_are_prepared_by_the_batch_and_told(tmp_path: Path) -> None:
         assert [name for name in again if name.startswith("batch-")] == names, "they are enough"
 
 
-@pytest.mark.parametrize(("allowed", "asked"), [(0, ROWS), (ROWS - 1, ROWS), (ROWS, 7)])
+@pytest.mark.parametrize(("allowed", "asked"), [(0, ROWS), (ROWS, 7)])
 def test_fewer_rows_than_a_batch_are_refused(tmp_path: Path, allowed: int, asked: int) -> None:
     (folder,) = find_programs(
         small_captured(), (), "semi2k", tmp_path, room=ROOM, fills=(3,), guards=False, offline=True
@@ -178,6 +180,12 @@ def test_fewer_rows_than_a_batch_are_refused(tmp_path: Path, allowed: int, asked
             connect(running.address, **SEMI2K, prepare=asked)
         with Bare(running.address) as caller:
             caller.greet()
+
+
+@pytest.mark.parametrize("rows", [-1, 1, ROWS - 1, MOST_ROWS + 1, True])
+def test_limits_that_hold_no_batch_are_refused(rows: int) -> None:
+    with pytest.raises(InputError, match="max_prepared_rows must be"):
+        Limits(max_prepared_rows=rows).check()
 
 
 def test_a_client_gets_no_more_rows_than_the_server_keeps(tmp_path: Path) -> None:

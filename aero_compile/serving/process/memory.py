@@ -14,6 +14,7 @@ import os
 from pathlib import Path
 
 from aero_compile.errors import InputError, PartyError
+from aero_compile.runtime.costs.allowance import WORK_FACTOR as WORK_FACTOR
 
 LOOK_SECONDS = 0.5
 
@@ -23,9 +24,6 @@ BASE_BYTES = 1 << 30
 CORE_BYTES = 1 << 30
 """For each core: stores of 10 million transfers for each sender and ring, and their making. A session of a decoder of
 one layer that is set up in Cheetah on two cores holds 0.9 GiB at the server and 1.4 GiB at the client."""
-
-WORK_FACTOR = 6
-"""Times the weights in the ring and what one run exchanges, for copies and ciphertexts under way."""
 
 LEAST_BYTES = 1 << 24
 

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aero_compile.errors import InputError
+from aero_compile.errors import InputError, PartyError
 from aero_compile.runtime import compile_generation, private_generate
 from aero_compile.runtime.generation import batches as module
+from aero_compile.runtime.generation import private
 from aero_compile.runtime.generation.batches import RowsLeft, batches_for, batches_of
 from aero_compile.runtime.generation.party import read_preparation, write_preparation
 from aero_compile.runtime.kernels.column_encryption import ROWS
@@ -86,7 +87,8 @@ def test_a_text_is_the_same_by_the_batch(protocol: str) -> None:
     ("options", "message"),
     [
         ({"prepare": 4096}, "give offline=True too"),
-        ({"prepare": -1, "offline": True}, "a number of tokens, 0 or more, not -1"),
+        ({"prepare": -1, "offline": True}, "a number of tokens from 0 to 262,144, not -1"),
+        ({"prepare": 262_145, "offline": True}, "from 0 to 262,144, not 262145"),
         ({"prepare": True, "offline": True}, "not True"),
         ({"prepare": 1.5, "offline": True}, "not 1.5"),
     ],
@@ -104,10 +106,28 @@ def test_rows_left_are_those_that_processes_report() -> None:
     left.report([*range(ROWS, ROWS + len(names))])
     assert left.tokens == ROWS
     assert [left.left(name) for name in names] == [*range(ROWS, ROWS + len(names))]
-    assert left.has_place(names[0], 2 * ROWS)
-    assert not left.has_place(names[1], 2 * ROWS)
+    assert all(left.has_place(name, 3 * ROWS) for name in names)
+    assert not any(left.has_place(name, ROWS) for name in names)
+    left.report([1] * len(names))
+    runs = [rows_by_matrix(program) for program in _compiled().programs.all.values()]
+    largest = {
+        name: max(run.get(matrix, 0) for run in runs) for name, matrix in batches_of(_compiled().programs).items()
+    }
+    assert max(largest.values()) > 1
+    assert {name for name in names if left.has_place(name, ROWS)} == {name for name in names if largest[name] > 1}
+    left.report([ROWS] * len(names))
     left.report(())
     assert left.tokens == ROWS, "nothing was said"
     assert not left.knows("step")
     none = RowsLeft(None)
     assert (none.tokens, none.names(), none.knows(names[0])) == (0, [], False)
+
+
+def test_a_party_makes_no_batch_that_it_was_not_started_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows take gigabytes, and the client says when they are made."""
+    monkeypatch.setattr(private, "MOST_ROWS", 0)
+    with (
+        pytest.raises(PartyError, match=r"start the server's party with --prepare ROWS"),
+        private.local_decoder(_compiled()) as decoder,
+    ):
+        decoder.prepare(["batch-0"])

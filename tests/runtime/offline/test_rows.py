@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from aero_compile.errors import PartyError
 from aero_compile.runtime.kernels.column_encryption import ROWS
 from aero_compile.runtime.offline.rows import Row, RowPool, empty_rows
 
@@ -54,3 +56,14 @@ def test_no_file_of_rows_has_a_name(tmp_path: Path) -> None:
     pool = RowPool()
     pool.add(_batch(tmp_path, 0))
     assert os.listdir(tmp_path) == []
+
+
+def test_a_disk_without_room_is_an_error_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later it would be a signal that ends the process, and those of other sessions."""
+
+    def full(descriptor: int, start: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(PartyError, match=r"no room for 98,304 bytes of a batch's rows \(No space left"):
+        empty_rows(tmp_path, {"product": 3})

@@ -43,7 +43,7 @@ def test_they_compute_what_the_model_computes(protocol: str, body: Any, shape: t
     model = TokenRows(torch.randn(11, 21, generator=generator) * size, body, parameters)
     model.shape = (*shape, 21)
     ids = np.arange(np.prod(shape)).reshape(shape) * 5 % 11
-    compiled = compile_model(model, *shape, protocol, offline=True, guards=False)
+    compiled = compile_model(model, *shape, protocol, offline=True, guards=False, lookup="one-hot")
     kernels = [type(step.kernel) for step in compiled.program.steps if isinstance(step, KernelStep)]
     middle = [TripleProduct] * 2 if body is squared else [PreparedProduct]
     assert kernels == [PreparedProduct, *middle, PreparedProduct]
