@@ -18,11 +18,15 @@ from aero_compile.runtime.generation.bill import Cost, Logits
 from aero_compile.runtime.generation.computation import StepComputation
 from aero_compile.runtime.generation.programs import CompiledGeneration, check_name
 from aero_compile.runtime.generation.texts import Run
+from aero_compile.runtime.hosts.lookup_files import made_tables
 from aero_compile.runtime.kernels.cached_product import CachedProduct
 from aero_compile.runtime.kernels.side import Side
 from aero_compile.runtime.kernels.words import Words
 from aero_compile.runtime.padding import filled_up
 from aero_compile.runtime.roles import CLIENT, SERVER
+
+WAIT_MS = 600_000
+"""A party waits as long for a message of the other: a step may take minutes on a busy machine."""
 
 
 class _AnyCount(int):
@@ -106,7 +110,9 @@ class Both:
         self.checks = tuple(self.programs.checks)
         self._seen: dict[int, list[dict[str, Any]]] = {SERVER: [], CLIENT: []}
         self._pool = ThreadPoolExecutor(2)
+        tables = made_tables(compiled.programs, compiled.weights)
         desc = spu.link.Desc()
+        desc.recv_timeout_ms = WAIT_MS
         desc.id = uuid.uuid4().hex
         for rank in (SERVER, CLIENT):
             desc.add_party(f"party{rank}", f"thread{rank}")
@@ -117,7 +123,7 @@ class Both:
             self._pool.submit(
                 StepComputation,
                 *(spu, links[rank].result(), rank, compiled.programs),
-                *(compiled.weights if rank == SERVER else {}, compiled.published, log, way),
+                *(compiled.weights if rank == SERVER else {}, compiled.published, log, way, tables[rank]),
             )
             for rank in (SERVER, CLIENT)
         ]
