@@ -49,8 +49,8 @@ def _require_causal_at(
     only_last = values[output][0].shape[1] == 1
     for attention in found:
         for heads in attention.groups:
-            queries, keys = values[heads.scores].shape[-2:]
-            if only_last and queries < keys:  # one a head, where the heads are folded into them
+            sizes = [values[node].shape[-2:] for node in (heads.scores, heads.softmax)]
+            if only_last and any(queries < keys for queries, keys in sizes):  # taken before scores, or after
                 continue
             added = [size - sample_shape(model)[1] for size in values[heads.softmax].shape[-2:]]
             rows, columns = (length + more for more in added)

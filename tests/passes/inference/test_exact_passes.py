@@ -125,6 +125,12 @@ def test_random_decoders(case: tuple[Config, list[str]]) -> None:
     check(*case)
 
 
+def test_a_position_that_is_taken_between_scores_and_softmax() -> None:
+    """Of few positions: a mask of the one query was looked at as of a length below none."""
+    options: dict[str, Any] = {"positions": "rotary", "attention": "sdpa-bool", "linear": "matmul", "tied": True}
+    check(Config(layers=1, heads=4, groups=2, head_width=4, width=16, context=8, **options), ["shaped-attention"])
+
+
 @pytest.mark.slow
 @many(max_examples=MANY)
 @given(cases())
