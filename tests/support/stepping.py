@@ -123,7 +123,8 @@ class Both:
             self._pool.submit(
                 StepComputation,
                 *(spu, links[rank].result(), rank, compiled.programs),
-                *(compiled.weights if rank == SERVER else {}, compiled.published, log, way, tables[rank]),
+                compiled.weights if rank == SERVER else {},
+                *(compiled.published, log, way, tables[rank]),
             )
             for rank in (SERVER, CLIENT)
         ]

@@ -224,9 +224,7 @@ def test_no_more_is_prepared_than_a_text_takes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("protocol", "offline"), [("semi2k", False), ("cheetah", False), ("semi2k", True), ("cheetah", True)]
-)
+@pytest.mark.parametrize(("protocol", "offline"), [("semi2k", False), ("cheetah", True)])
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
