@@ -106,7 +106,7 @@ class Generation:
             *([f"  {'padding':<10}{self.padding}"] if self.padding.messages else []),
             f"  {'a token':<10}{self.per_token}",
             f"  {'in all':<10}{self.total}",
-            *([f"  {'+ ' + names:<10} {self.paid}"] if (names := ", ".join(name for name, _ in self._before)) else []),
+            *([f"  {f'+ {names} ':<10}{self.paid}"] if (names := ", ".join(name for name, _ in self._before)) else []),
             *([f"  products by the batch are left for {self.rows_left:,} tokens"] if self.rows_left else []),
         ]
         return "\n".join(rows)

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aero_compile.runtime.kernels.element_triples import ElementTriples
-from aero_compile.runtime.kernels.kernel import Kernel, Preparation, RandomWords, Result, Shape
+from aero_compile.runtime.kernels.kernel import ElementTriples, Kernel, Preparation, RandomWords, Result, Shape
 from aero_compile.runtime.kernels.prepared_squares import cross_terms, opened_squares
 from aero_compile.runtime.kernels.words import Words
 from aero_compile.runtime.roles import CLIENT, SERVER

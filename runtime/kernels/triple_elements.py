@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aero_compile.runtime.kernels.element_triples import ElementTriples
-from aero_compile.runtime.kernels.kernel import Kernel, Preparation, RandomWords, Result, Shape
+from aero_compile.runtime.kernels.kernel import ElementTriples, Kernel, Preparation, RandomWords, Result, Shape
 from aero_compile.runtime.kernels.words import Words
 from aero_compile.runtime.roles import CLIENT, SERVER
 

@@ -1,7 +1,7 @@
 """Element products of all kernels of a program, whose triples are made together, in few calls of SPU.
 
 SPU multiplies elements in whole ciphertexts of 8192 values, and a call costs messages and milliseconds of its own. So
-what the kernels of a program take (`kernels/element_triples.py`) is made together, in groups that are bounded so that
+what the kernels of a program take (`ElementTriples`) is made together, in groups that are bounded so that
 their ciphertexts fit into memory. The cost of a group is divided among its steps by their elements.
 """
 

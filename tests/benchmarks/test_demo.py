@@ -131,9 +131,10 @@ def test_interrupted_run_is_taken_up_and_finished_run_left_alone(
         "guards": False,
         "public": (),
         "offline": False,
+        "prepare": None,
         "calibration": None,
         "clamp": True,
-        "lookup": "one-hot",
+        "lookup": "auto",
     }
     assert all(call[2] == same for call in runtime.calls)
 

@@ -65,6 +65,7 @@ def test_a_text_goes_on_as_the_model_does_and_says_what_it_cost(endpoint: Endpoi
         "bytes_per_token": 1000,
         "accepted_share": 0.0,
         "offline": {"bytes": 0, "messages": 0, "seconds": 0.0},
+        "rows_left": 0,
     }
     assert found.usage.completion_tokens_details.accepted_prediction_tokens == 0
 

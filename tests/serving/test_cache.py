@@ -37,6 +37,7 @@ class Taker:
         generation = None if offered.generation is None else offered.generation.facts
         forwards = tuple(each.facts for each in offered.forwards)
         rest: dict[str, Any] = {"wire": WIRE, "versions": versions(), "digest": offered.digest, "tokens_left": None}
+        rest |= {"most_rows": 0}
         self._offer = Offer(
             programs=forwards, generation=generation, idle_seconds=9.0, set_up=False, most_prepared=0, **rest
         )

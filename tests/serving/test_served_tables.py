@@ -207,7 +207,7 @@ def test_offers_of_too_much_are_refused_before_anything_is_fetched(folder: Path)
     whole, steps = offered.forwards[0].facts, offered.generation.facts
     assert steps.table is not None
     rest: dict[str, Any] = {"wire": WIRE, "versions": versions(), "digest": offered.digest, "tokens_left": None}
-    rest |= {"idle_seconds": 9.0, "set_up": False, "most_prepared": 0}
+    rest |= {"idle_seconds": 9.0, "set_up": False, "most_prepared": 0, "most_rows": 0}
 
     def offer(*sizes: int) -> Offer:
         tables = [steps.table.model_copy(update={"size": size, "digest": f"{size:064x}"}) for size in sizes]  # type: ignore[union-attr]

@@ -18,6 +18,9 @@ RECEIVE_SECONDS = 60.0
 """Within which the other side has sent, unless it failed."""
 
 
+EXTREMES = (0, 1, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1)
+
+
 class Pair:
     """Both ends of a link: what one sends waits for the other, and is kept in `sent`, by the sender's rank."""
 
@@ -63,3 +66,9 @@ def split(words: Words, draw: np.random.Generator) -> tuple[Words, Words]:
     """Two shares of words, drawn."""
     theirs = draw.integers(2**64, size=words.shape, dtype=np.uint64)
     return words - theirs, theirs
+
+
+def words_of(shape: tuple[int, ...], draw: np.random.Generator) -> Words:
+    """Words of any kind: a third at random, the others extreme ones."""
+    extreme = draw.choice(np.array(EXTREMES, np.uint64), shape)
+    return np.where(draw.random(shape) < 1 / 3, draw.integers(2**64, size=shape, dtype=np.uint64), extreme)

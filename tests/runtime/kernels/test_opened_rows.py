@@ -13,9 +13,8 @@ from aero_compile.runtime.costs.session import Session
 from aero_compile.runtime.costs.table import CostTable
 from aero_compile.runtime.kernels.opened_rows import ScaledRows, SquaredRows
 from aero_compile.runtime.roles import CLIENT, SERVER
-from tests.runtime.kernels.test_prepared_squares import words_of
 from tests.support.budgets import MANY, many
-from tests.support.kernel_sides import run_both, split
+from tests.support.kernel_sides import run_both, split, words_of
 
 
 @given(st.integers(1, 6), st.integers(1, 9), st.booleans(), st.integers(0, 2**32))

@@ -9,21 +9,13 @@ from hypothesis import strategies as st
 
 from aero_compile.runtime.costs.session import Session
 from aero_compile.runtime.costs.table import CostTable
-from aero_compile.runtime.kernels.element_triples import ElementTriples
+from aero_compile.runtime.kernels.kernel import ElementTriples
 from aero_compile.runtime.kernels.prepared_squares import PreparedSquares
-from aero_compile.runtime.kernels.words import Words
 from aero_compile.runtime.roles import CLIENT, SERVER
 from tests.support.budgets import MANY, many
-from tests.support.kernel_sides import run_both, split
+from tests.support.kernel_sides import run_both, split, words_of
 
-EXTREMES = (0, 1, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1)
 SHAPES = st.lists(st.integers(1, 7), max_size=3).map(tuple)
-
-
-def words_of(shape: tuple[int, ...], draw: np.random.Generator) -> Words:
-    """Words of any kind: a third at random, the others extreme ones."""
-    extreme = draw.choice(np.array(EXTREMES, np.uint64), shape)
-    return np.where(draw.random(shape) < 1 / 3, draw.integers(2**64, size=shape, dtype=np.uint64), extreme)
 
 
 @given(SHAPES, st.integers(0, 2**32))

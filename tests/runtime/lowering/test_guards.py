@@ -232,7 +232,7 @@ def _only_row_4_is_outside(model: TokenRows) -> None:
 @pytest.fixture(scope="module")
 def compiled() -> Any:
     pytest.importorskip("spu")
-    return compile_model(normed(table_with_outlier(3e4)), 1, 4, "semi2k")
+    return compile_model(normed(table_with_outlier(3e4)), 1, 4, "semi2k", lookup="one-hot")
 
 
 def test_text_that_fits_gets_its_logits(compiled: Any) -> None:
