@@ -13,7 +13,7 @@ READY := $(VENV)/.installed
 JOBS ?= $(shell echo $$(($$(nproc 2>/dev/null || echo 2) + 1)))
 
 help:
-	@echo 'make demo    train four small models, run each in real two-party computation, print one table (5 to 6 min with the set-up)'
+	@echo 'make demo    train four small models, run each in real two-party computation, print one table (about 5 min with the set-up)'
 	@echo 'make private-demo   a server and a client over TLS: private text, the same in the clear, and the bill'
 	@echo 'make test    ruff, mypy --strict and pytest'
 	@echo 'make slow    the tests that take minutes   make tenth   a tenth of them, TENTH=0 … 9 or by the commit'
