@@ -206,7 +206,7 @@ def text(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _prepared(row: dict[str, Any]) -> Iterator[str]:
-    """What was prepared in all, by the batch and for the text as a whole."""
+    """Lines of the costs of preparation: in all, by the batch and for the text as a whole."""
     for name, what in (("offline", "in all"), ("offline_batches", "by the batch"), ("offline_text", "for the text")):
         cost = Cost(**row.get(name, {}))
         if cost.messages:

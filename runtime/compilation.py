@@ -51,7 +51,7 @@ from aero_compile.runtime.rehearsal import check_logits
 from aero_compile.runtime.spu_config import check_config
 
 AUTO, ONE_HOT, ENCRYPTED = "auto", "one-hot", "encrypted"
-"""How tokens look rows up in the server's table: by a product with one-hot rows, or under encryption; `AUTO`: in each
+"""Ways of looking rows up in the server's table: by a product with one-hot rows, or under encryption; `AUTO`: in each
 program as it takes fewer bytes, the table itself not counted."""
 
 LOOKUPS = (AUTO, ENCRYPTED, ONE_HOT)

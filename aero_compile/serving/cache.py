@@ -63,7 +63,7 @@ class Cache:
             logger.warning("nothing is kept in %s: %s", self._folder, error.strerror)
 
     def place(self, name: str, size: int) -> Path | None:
-        """Where a file of so many bytes is or goes, after others were removed for it; None if it is not to be kept."""
+        """Return the path of a file of so many bytes, after others were removed for it; None if it is not kept."""
         if size > self._most:
             return None
         try:

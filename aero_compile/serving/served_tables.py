@@ -25,7 +25,7 @@ from aero_compile.serving.transport.messages import LARGEST_TABLE, PIECE_BYTES, 
 
 @dataclass(frozen=True)
 class ServedTable:
-    """What is agreed about a table, the file that clients fetch, and that of the server's keys."""
+    """A table as it is agreed on, the file that clients fetch, and that of the server's keys."""
 
     facts: Table
     file: Path

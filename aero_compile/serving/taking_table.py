@@ -47,7 +47,7 @@ async def take_table(table: Table, folder: Path, fetch: FetchPiece, cache: Cache
         folder: private, for a table that is not kept.
         fetch: gets the pieces.
         cache: keeps it, and the pieces that are here where this breaks off.
-        told: is told each piece; nothing where the table is here already.
+        told: receives each piece; nothing where the table is here already.
 
     Raises:
         PartyError: the server sends another table, or there is no room for it.

@@ -91,7 +91,7 @@ def on_numbers(program: Program, numbers: npt.NDArray[Any]) -> Program:
 
 
 def both_parties(program: Program, party: Callable[[Side, Any, Any], Any], profile: bool = False) -> dict[int, Any]:
-    """What `party(side, io, runtime)` returns in each of two threads, by rank, in the configuration of a program.
+    """Return what `party(side, io, runtime)` gives in each of two threads, by rank, in the configuration of a program.
 
     `profile`: let SPU write what executions cost to its log.
     """

@@ -128,7 +128,7 @@ def _of_batch(matrix: Matrix, rank: int, step: Allowance) -> Allowance:
     """Bound what is received in preparing a batch; keys and weights are those of `step`.
 
     The server holds both parts of all ciphertexts in limbs of 4 bytes, five at most, one in float64, and a block of
-    answers; a limit on memory takes six times what is told here.
+    answers; a limit on memory is six times this.
     """
     memory = step.memory + (48 * ROWS * matrix.inner + BLOCK_BYTES) // WORK_FACTOR
     return replace(step, run=allowed_for_batch(matrix, rank) + RUN_BYTES, memory=memory)

@@ -57,6 +57,6 @@ class BilledBatches:
         return dict(zip(OFFLINE, (round(size), round(messages), seconds), strict=True))
 
     def to_json(self, runs: int) -> dict[str, Any]:
-        """What was prepared by the batch for so many runs, as `Measurement.batches` has it."""
+        """Return the batches for so many runs in the form of `Measurement.batches`."""
         sums = {name: sum(each[name] for each in self.matrices) for name in ("bytes", "messages", "seconds")}
         return {"runs": runs, **sums, "matrices": self.matrices}

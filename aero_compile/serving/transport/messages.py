@@ -52,7 +52,7 @@ class Table(_Form):
 
     @property
     def pieces(self) -> int:
-        """How many pieces it is sent in."""
+        """Number of pieces that it is sent in."""
         return -(-self.size // PIECE_BYTES)
 
     def piece_size(self, number: int) -> int:
