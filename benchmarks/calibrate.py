@@ -40,7 +40,8 @@ def calibrate(quick: bool = False, parts: Sequence[str] = (), old: CostTable | N
     begun = time.monotonic()
     only = frozenset(case for part in parts for case in PARTS[part]) if old is not None else None
     progress = Progress(
-        sum(1 for _ in cases(quick, only)) + (sum(1 for _ in kernel_cases()) + len(BATCHES) if only is None or KERNELS in only else 0)
+        sum(1 for _ in cases(quick, only))
+        + (sum(1 for _ in kernel_cases()) + len(BATCHES) if only is None or KERNELS in only else 0)
     )
 
     def say(what: str) -> None:

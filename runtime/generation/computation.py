@@ -77,7 +77,9 @@ class StepComputation(Computation):
         name, runs = self._programs.runs_named(name)
         program, started = self._programs.all[name], time.monotonic()
         if len(self._prepared[name]) + runs > self._programs.most_prepared(name):
-            raise PartyError(f"{len(self._prepared[name])} runs of {name!r} are prepared, and no text takes {runs} more")
+            raise PartyError(
+                f"{len(self._prepared[name])} runs of {name!r} are prepared, and no text takes {runs} more"
+            )
         self._log.read()
         kept, steps = self._prepare(program, runs)
         self._prepared[name].extend(kept)

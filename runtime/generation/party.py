@@ -239,7 +239,9 @@ def write_preparation(name: str) -> bytes:
 def read_preparation(content: bytes, programs: Programs) -> str | None:
     """Return what `write_preparation` named, by whomever: runs, a text or a batch; None if this is something else."""
     names = [name for name in (*programs.all, *programs.texts) if programs.most_prepared(name)]
-    return next((name for name in (*names, *programs.joined, *batches_of(programs)) if content == write_preparation(name)), None)
+    return next(
+        (name for name in (*names, *programs.joined, *batches_of(programs)) if content == write_preparation(name)), None
+    )
 
 
 def write_order(name: str, position: int, kept: int) -> bytes:

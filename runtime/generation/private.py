@@ -140,7 +140,11 @@ def private_generate(
     runs = runs_of_text(compiled.programs, prompt.shape[1], max_new_tokens)
     ahead = prepared_for(compiled.programs, runs) if offline else []
     with local_decoder(compiled, set_up, timeout, tls, emulated) as decoder:
-        prepared = decoder.prepare([*batches_for(compiled.programs, ahead, prepare), *joined_runs(compiled.programs, ahead)]) if ahead else Cost()
+        prepared = (
+            decoder.prepare([*batches_for(compiled.programs, ahead, prepare), *joined_runs(compiled.programs, ahead)])
+            if ahead
+            else Cost()
+        )
         session = Session(decoder)
         made = session.generate([int(each) for each in prompt[0]], max_new_tokens, on_token, choose, stop, guess)
     return replace(made, offline=prepared, table_bytes=table_size(compiled.programs))
