@@ -309,11 +309,11 @@ def non_negative(matrix: Any, target: Any) -> Any:
 
 
 def _step_seconds(records: Sequence[Record]) -> dict[str, float]:
-    """What starting an executable takes besides its operations, by the length of its text."""
+    """Fit the seconds that an executable takes besides its operations, by the length of its text."""
     found = [
         (float(record["code_bytes"]), record["seconds"] - sum(row["seconds"] for row in record["HLO"].values()))
         for record in records
-        if record["run"] > 0
+        if record["run"] > 0 and "code_bytes" in record  # those of kernels start none
     ]
     slope, start = _line(found)
     return {"step": start, "step_byte": slope}
