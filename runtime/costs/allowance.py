@@ -124,8 +124,8 @@ def generation_allowances(programs: Programs, rank: int, batches: bool) -> dict[
             text, own = texts[programs.text_of(name)], found[name]
             found[name] = replace(own, run=own.run + text.run, memory=max(own.memory, text.memory))
     matrices = batches_of(programs) if batches else {}
-    for name, (program, runs) in programs.joined.items():
-        own = found[program]
+    for name, (single, runs) in programs.joined.items():
+        own = found[single]
         found[name] = replace(own, run=runs * own.run, memory=own.memory + ELEMENTS_MEMORY // WORK_FACTOR)
     return found | texts | {name: _of_batch(matrix, rank, found["step"]) for name, matrix in matrices.items()}
 
