@@ -23,10 +23,10 @@ from aero_compile.exit_codes import exit_code
 from aero_compile.plain_help import HelpParser
 from aero_compile.progress import Progress
 from aero_compile.runtime.costs.table import SHIPPED, CostTable, settings_of
-from aero_compile.runtime.kernels.registry import CALIBRATED
 from aero_compile.runtime.spu_config import import_spu
 from benchmarks.lib.calibrate_cases import FIELD, FRACTION_BITS, KERNELS, PROTOCOL, cases, configuration, measure
 from benchmarks.lib.calibrate_fit import PARTS, table_of, updated
+from benchmarks.lib.calibrate_kernels import BATCHES, kernel_cases
 
 
 def calibrate(quick: bool = False, parts: Sequence[str] = (), old: CostTable | None = None) -> CostTable:
@@ -40,7 +40,8 @@ def calibrate(quick: bool = False, parts: Sequence[str] = (), old: CostTable | N
     begun = time.monotonic()
     only = frozenset(case for part in parts for case in PARTS[part]) if old is not None else None
     progress = Progress(
-        sum(1 for _ in cases(quick, only)) + (len(CALIBRATED) if only is None or KERNELS in only else 0)
+        sum(1 for _ in cases(quick, only))
+        + (sum(1 for _ in kernel_cases()) + len(BATCHES) if only is None or KERNELS in only else 0)
     )
 
     def say(what: str) -> None:

@@ -37,7 +37,7 @@ from aero_compile.runtime.generation.export import compile_generation
 from aero_compile.runtime.generation.private import local_decoder
 from aero_compile.runtime.generation.programs import CompiledGeneration, Programs, check_name
 from aero_compile.runtime.generation.session import Guess, Session
-from aero_compile.runtime.generation.texts import prepared_for, runs_of_text
+from aero_compile.runtime.generation.texts import joined_runs, prepared_for, runs_of_text
 from aero_compile.runtime.hosts.network_spec import Network, parse_network
 from aero_compile.runtime.inference import check_prepare
 from aero_compile.training.run_directory import versions
@@ -120,7 +120,7 @@ def predicted(programs: Programs, args: argparse.Namespace, network: Network) ->
     """The estimated bills of a token, of all to the first one and of a check, each with what is prepared for it."""
     asked: dict[str, Any] = {"network": network, "warm": "setup", "prepare": args.prepare}
     first = estimate_generation(programs, args.prompt, 1, **asked)
-    token = estimate_generation(programs, 1, args.tokens, **asked).token
+    token = estimate_generation(programs, args.prompt, args.tokens, **asked).token
     assert token is not None
     found = {"estimate": bill(token), "estimate_offline": prepared_bill(token), "estimate_batches": first.batches}
     if args.prompt > 1:
@@ -175,7 +175,8 @@ def generated(
         if args.offline:
             parts["offline_batches"] = decoder.prepare(batches_for(programs, names, args.prepare))
             parts["offline_text"] = decoder.prepare(texts)
-        of_runs = decoder.prepare([name for name in names if name not in texts]) if args.offline else Cost()
+        rest = joined_runs(programs, (name for name in names if name not in texts))
+        of_runs = decoder.prepare(rest) if args.offline else Cost()
         made = Session(decoder).generate(prompt, args.tokens, guess=guess)
         return replace(made, offline=sum(parts.values(), of_runs)), parts
 

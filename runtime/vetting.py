@@ -17,7 +17,7 @@ from aero_compile.errors import AeroError, InputError
 from aero_compile.runtime.costs.pphlo import parse
 from aero_compile.runtime.kernels.cached_product import CachedProduct
 from aero_compile.runtime.kernels.encrypted_lookup import EncryptedLookup
-from aero_compile.runtime.offline.elements import joined_elements
+from aero_compile.runtime.offline.elements import joined_elements, runs_at_once
 from aero_compile.runtime.prefix import check_prefix
 from aero_compile.runtime.program_parts import SET_UP, SET_UP_INPUTS, KernelStep, ProgramContent, Step, TensorSpec
 from aero_compile.runtime.spu_config import check_config
@@ -334,10 +334,13 @@ def _taken(step: KernelStep) -> list[str]:
 
 def _check_elements(program: ProgramContent) -> None:
     """Element products are prepared in groups that follow from the program, by codes of two arrays of integers."""
-    for joined in joined_elements(program.steps):
+    groups = joined_elements(program.steps)
+    several = runs_at_once(program)
+    for joined in [*groups, *(joined_elements(program.steps, several) if several > 1 else [])]:
         kind = _type((joined.size,), "int32")
         if _check_code(program, joined.key, [kind] * 2, 1) != [kind]:
             raise InputError(f"the program's code {joined.key!r} gives another shape")
+    for joined in groups:
         steps = [program.steps[at] for at in joined.steps]
         if any(isinstance(step, KernelStep) and step.preparation != joined.key for step in steps):
             raise InputError(f"a step of the program is not prepared with its group {joined.key!r}")

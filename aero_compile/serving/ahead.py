@@ -82,14 +82,20 @@ class Ahead:
                     await self._enough.wait()
 
     def _missing(self) -> str | None:
-        """The first batch, or else run, that is not prepared, of those that may be."""
+        """Return the first batch, or else run, that is not prepared, of those that may be.
+
+        As many runs of a program at once as are missing and it can have.
+        """
         if (batch := self._missing_batch()) is not None:
             return batch
-        ahead = Counter[str]()
-        for name in self._wanted():
+        conversation, wanted = self._conversation, list(self._wanted())
+        ahead, totals = Counter[str](), Counter(wanted)
+        for name in wanted:
             ahead[name] += 1
-            if self._conversation.prepared[name] < min(ahead[name], self._conversation.most_prepared(name)):
-                return name
+            most, prepared = conversation.most_prepared(name), conversation.prepared[name]
+            if prepared < min(ahead[name], most):
+                joined, runs = conversation.joined(name)
+                return joined if runs <= min(totals[name], most) - prepared else name
         return None
 
     def _missing_batch(self) -> str | None:

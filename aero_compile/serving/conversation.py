@@ -224,8 +224,13 @@ class Conversation:
         """How many runs of a program of the generation may be prepared at once."""
         return 0 if self.generation is None else min(self.offer.most_prepared, self.generation.most_prepared(name))
 
+    def joined(self, program: str) -> tuple[str, int]:
+        """Return the name of several runs of a program that are prepared at once, and how many; else its own, and 1."""
+        joined = {} if self.generation is None else self.generation.joined
+        return next(((name, runs) for name, (own, runs) in joined.items() if own == program), (program, 1))
+
     async def prepare(self, name: str) -> Cost | None:
-        """Prepare one run of a program of the generation, a text or a batch; None: the server has others to serve now.
+        """Prepare runs of a program of the generation, a text or a batch; None: the server has others to serve now.
 
         Raises:
             PartyError: the conversation is over.
@@ -240,7 +245,9 @@ class Conversation:
         done, _ = await self._both(self._worker.compute(orders.Prepare(program=name), self._terms.timeout))
         self._budget.end(done)
         self.rows.report(done.rows)
-        self.prepared[name] += not self.rows.knows(name)
+        if not self.rows.knows(name):
+            own, runs = (name, 1) if self.generation is None else self.generation.runs_named(name)
+            self.prepared[own] += runs
         return Cost(done.bytes, done.messages, done.seconds)
 
     def offer_of(self, name: str) -> Facts:

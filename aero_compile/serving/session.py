@@ -338,7 +338,8 @@ class Session:
         before = self._rows.left(name) if self._rows.knows(name) else None
         self._rows.report(done.rows)
         if before is None:
-            self._prepared[name] += 1
+            own, runs = self._runs_named(name)
+            self._prepared[own] += runs
         elif self._rows.left(name) == before:
             self._refused.add(name)
         shared.metrics.prepared(done.bytes, done.seconds)
@@ -355,9 +356,15 @@ class Session:
                 left, most = self._rows.left(name), limits.max_prepared_rows
                 raise _End("prepared", f"{left:,} rows of {name} are prepared, and at most {most:,} may be")
             return
-        most = 0 if generation is None else min(generation.programs.most_prepared(name), limits.max_prepared)
-        if self._prepared[name] >= most:
-            raise _End("prepared", f"{self._prepared[name]} runs of {name} are prepared, and no more may be")
+        own, runs = self._runs_named(name)
+        most = 0 if generation is None else min(generation.programs.most_prepared(own), limits.max_prepared)
+        if self._prepared[own] + runs > most:
+            raise _End("prepared", f"{self._prepared[own]} runs of {own} are prepared, and at most {most} may be")
+
+    def _runs_named(self, name: str) -> tuple[str, int]:
+        """Return which program the name of what is prepared means, and how many of its runs."""
+        generation = self._shared.offered.generation
+        return (name, 1) if generation is None else generation.programs.runs_named(name)
 
     async def _compute(self, order: Compute | Advance, tokens: int, spends: int) -> Computed:
         """Let the own party do its part of a computation of so many tokens, when it is this client's turn.

@@ -13,6 +13,7 @@ from aero_compile.runtime.costs.composed import COMPOSED
 from aero_compile.runtime.costs.session import MUTUAL, OPEN, TILE, TRANSFER
 from aero_compile.runtime.costs.table import CostTable, Kernel
 from aero_compile.runtime.kernels.registry import CALIBRATED
+from aero_compile.runtime.offline.choice import BATCHED
 from benchmarks.lib.calibrate_cases import KERNELS, MOVED
 
 Record = dict[str, Any]
@@ -308,11 +309,11 @@ def non_negative(matrix: Any, target: Any) -> Any:
 
 
 def _step_seconds(records: Sequence[Record]) -> dict[str, float]:
-    """What starting an executable takes besides its operations, by the length of its text."""
+    """Fit the seconds that an executable takes besides its operations, by the length of its text."""
     found = [
         (float(record["code_bytes"]), record["seconds"] - sum(row["seconds"] for row in record["HLO"].values()))
         for record in records
-        if record["run"] > 0
+        if record["run"] > 0 and "code_bytes" in record  # those of kernels start none
     ]
     slope, start = _line(found)
     return {"step": start, "step_byte": slope}
@@ -333,7 +334,7 @@ def _local(records: Sequence[Record]) -> dict[str, float]:
 def _share_kernels(records: Sequence[Record]) -> dict[str, tuple[float, float, float]]:
     """Fit the seconds of each kernel's calls to its work; the median of each size counts, relative errors too."""
     found = {}
-    for name in CALIBRATED:
+    for name in (*CALIBRATED, BATCHED):
         rows, seconds = [], []
         for size in sorted({tuple(record["n"]) for record in _of(records, name)}):
             runs = [record["seconds"] for record in _of(records, name) if tuple(record["n"]) == size]

@@ -1,15 +1,18 @@
-"""What the parties' own work on the words of their shares takes: every kernel, as a run calls it.
+"""Seconds of the parties' own work on the words of their shares: every kernel as a run calls it, and batches.
 
 Both parties call each kernel at the same time, on words drawn at random, so they share the machine as in a run. What
-SPU does inside a kernel (the comparison of `Negative`) is measured by itself and left out here.
+SPU does inside a kernel (the comparison of `Negative`) is measured by itself and left out here. The server has its
+weights as words already, as after its first run.
 """
 
 from __future__ import annotations
 
 import math
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,9 +32,14 @@ from aero_compile.runtime.kernels.square_terms import SquareTerms
 from aero_compile.runtime.kernels.triple_elements import BatchedElements, TripleElements
 from aero_compile.runtime.kernels.triple_product import TripleProduct
 from aero_compile.runtime.kernels.whole_numbers import WholeNumbers
-from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.kernels.words import Words, read_words
+from aero_compile.runtime.offline.batch import Batches, Matrix
+from aero_compile.runtime.offline.choice import BATCHED
 from aero_compile.runtime.program_parts import KernelStep
 from aero_compile.runtime.roles import CLIENT, SERVER
+
+BATCHES = ((64, 64), (768, 768), (768, 3072), (3072, 768))
+"""Sizes of matrices with which a batch is made."""
 
 REPEATS = 5
 WEIGHT_BITS = 18
@@ -88,6 +96,8 @@ def kernel_records(
             elif isinstance(kernel, EncryptedLookup):
                 values, owner = np.eye(shape[0], shape[1], dtype=np.int32), CLIENT
             runtime.set_var(name, share(values, owner))
+        held = {name: read_words(runtime.get_var(name)) for name in names[-1:] if case.weight}
+        side.weight = held.__getitem__ if held else None
         results = tuple(f"r{at}" for at in range(len(kernel.results(*case.shapes))))
         step = KernelStep("kernel", "", kernel, case.shapes, names, results, ())
         for run in range(REPEATS):
@@ -102,6 +112,22 @@ def kernel_records(
             yield {"name": type(kernel).__name__, "n": kernel.work(*case.shapes), "run": run, "seconds": seconds}
         for name in names:
             runtime.del_var(name)
+
+
+def batch_records(side: Side) -> Iterator[dict[str, Any]]:
+    """Make a batch with each of some matrices; yields records as `kernel_records` does."""
+    draw = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as folder:
+        for inner, columns in BATCHES:
+            matrix = Matrix(f"{inner}x{columns}", False, inner, columns)
+            weights = np.rint(draw.normal(0, 0.05, (inner, columns)) * 2**WEIGHT_BITS).astype(np.int64)
+            batches = Batches(side, Path(folder), WEIGHT_BITS, {matrix: weights}.__getitem__)
+            for run in range(2):
+                side.link.barrier()
+                begun = time.perf_counter()
+                batches.make(matrix)
+                side.link.barrier()
+                yield {"name": BATCHED, "n": matrix.work, "run": run, "seconds": time.perf_counter() - begun}
 
 
 def _prepared(kernel: Kernel, shapes: tuple[Shape, ...], rank: int, draw: Any) -> Mapping[str, Words]:

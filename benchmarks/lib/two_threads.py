@@ -54,7 +54,7 @@ def simulate(
         for name, pieces in shares.items():
             runtime.set_var(name, pieces[side.rank])
         own = weights if side.rank == SERVER else {}
-        prepared, _ = prepare(side, io, runtime, program, own, lambda what: {})
+        (prepared,), _ = prepare(side, io, runtime, program, own, lambda what: {})
         for at, step in enumerate(program.steps):
             if isinstance(step, KernelStep):
                 side.prepared = prepared.get(at, {}) or tables[side.rank].get(step.inputs[-1], {})

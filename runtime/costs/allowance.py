@@ -63,6 +63,9 @@ WORK_FACTOR = 6
 BLOCK_BYTES = 1 << 28
 """Of memory for the columns of a batch that are answered at once: 67 MB of sums, and what they are made of."""
 
+ELEMENTS_MEMORY = 1 << 27
+"""Bytes that SPU takes beside a run for the largest group of elements that is prepared for several runs."""
+
 WORD = 8
 
 _TENSOR = re.compile(r"tensor<((?:\d+x)*!?[a-z])")
@@ -108,7 +111,7 @@ def allowed_for_batch(matrix: Matrix, rank: int) -> int:
 
 
 def generation_allowances(programs: Programs, rank: int, batches: bool) -> dict[str, Allowance]:
-    """Bound what party `rank` may receive in runs of the programs of a generation, in preparing texts and batches.
+    """Bound what party `rank` may receive in runs of a generation, and in preparing runs, texts and batches.
 
     They are given by name, batches only if some may be made.
 
@@ -121,6 +124,9 @@ def generation_allowances(programs: Programs, rank: int, batches: bool) -> dict[
             text, own = texts[programs.text_of(name)], found[name]
             found[name] = replace(own, run=own.run + text.run, memory=max(own.memory, text.memory))
     matrices = batches_of(programs) if batches else {}
+    for name, (single, runs) in programs.joined.items():
+        own = found[single]
+        found[name] = replace(own, run=runs * own.run, memory=own.memory + ELEMENTS_MEMORY // WORK_FACTOR)
     return found | texts | {name: _of_batch(matrix, rank, found["step"]) for name, matrix in matrices.items()}
 
 

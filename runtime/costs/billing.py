@@ -85,11 +85,25 @@ def bill_offline(
 
     Of a product of which `batches` have rows, the share. With `text_steps`, what is prepared for a whole text.
     """
-    found: dict[int, dict[str, Any]] = {}
-    prepared, groups = steps(program), joined_elements(program.steps) if steps is prepared_steps else []
+    (found,) = bill_prepared_runs(session, program, functions, network, batches, steps)
+    return found
+
+
+def bill_prepared_runs(
+    session: Session,
+    program: Program,
+    functions: Mapping[str, pphlo.Function],
+    network: Network,
+    batches: BilledBatches | None = None,
+    steps: Callable[[Program], list[tuple[int, KernelStep]]] = prepared_steps,
+    runs: int = 1,
+) -> list[dict[int, dict[str, Any]]]:
+    """Bill what is prepared for several runs at once, for each as `bill_offline` does."""
+    of_runs: list[dict[int, dict[str, Any]]] = [{} for _ in range(runs)]
+    prepared, groups = steps(program), joined_elements(program.steps, runs) if steps is prepared_steps else []
     for _ in range(2 * bool(prepared or groups)):  # for the start, and for a name
         session.meet()
-    for at, step in prepared:
+    for found, (at, step) in ((found, each) for found in of_runs for each in prepared):
         if batches is not None and (share := batches.take(step)) is not None:
             found[at] = share
             continue
@@ -105,10 +119,24 @@ def bill_offline(
         operations.run(session, functions[joined.key], [OWNED[owner] for owner in joined.owners])
         spent = session.bill()
         whole = dict(zip(OFFLINE, (round(spent.bytes), spent.messages, spent.seconds(network)), strict=True))
-        found |= zip(joined.steps, joined.divided([whole] * len(joined.steps)), strict=True)
+        divided = joined.divided([whole] * len(joined.steps))
+        for at, columns in zip(joined.steps, divided, strict=True):
+            for found, part in zip(of_runs, in_parts(columns, runs), strict=True):
+                found[at] = part
     if prepared or groups:
         session.meet()
-    return found
+    return of_runs
+
+
+def in_parts(columns: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    """Divide the numbers of a step among runs: whole ones in whole parts with the same sum."""
+    return [
+        {
+            name: value * (at + 1) // count - value * at // count if isinstance(value, int) else value / count
+            for name, value in columns.items()
+        }
+        for at in range(count)
+    ]
 
 
 def row_of(label: str, place: str, spent: Cost, network: Network) -> dict[str, Any]:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aero_compile.runtime.costs import pphlo
 from aero_compile.runtime.costs.batches import BilledBatches
-from aero_compile.runtime.costs.billing import bill_forward, bill_offline
+from aero_compile.runtime.costs.billing import bill_forward, bill_offline, bill_prepared_runs
 from aero_compile.runtime.costs.session import Cost, Session
 from aero_compile.runtime.generation.programs import Programs
-from aero_compile.runtime.generation.texts import Run, TextNumbers, prepared_for
+from aero_compile.runtime.generation.texts import Run, TextNumbers, joined_runs, prepared_for
 from aero_compile.runtime.hosts.network_spec import Network
 from aero_compile.runtime.offline.prepare import text_steps
 
-Columns = dict[str, Any]
+Columns = dict[Any, Any]
 
 
 def bill_text(
@@ -30,21 +31,23 @@ def bill_text(
     Products take rows of `batches`. What was prepared for the text stands with the first run that computes logits from
     it.
     """
-    of_runs, of_texts = list[Mapping[int, Columns]](), dict[str, list[Mapping[int, Columns]]]()
-    for name in prepared_for(programs, runs):
+    of_runs, of_texts = defaultdict[str, list[Columns]](list), defaultdict[str, list[Columns]](list)
+    for name in joined_runs(programs, prepared_for(programs, runs)):
         if name in programs.texts:
             program = programs.texts[name]
-            of_texts.setdefault(name, []).append(bill_offline(session, program, functions, network, steps=text_steps))
+            of_texts[name].append(bill_offline(session, program, functions, network, steps=text_steps))
         else:
-            of_runs.append(bill_offline(session, programs.all[name], functions, network, batches))
+            name, count = programs.runs_named(name)
+            program = programs.all[name]
+            of_runs[name] += bill_prepared_runs(session, program, functions, network, batches, runs=count)
     numbers, found, due = TextNumbers(programs), list[tuple[list[Columns], Cost]](), list[Mapping[str, Columns]]()
-    for (name, position, kept), own in zip(runs, of_runs, strict=True):
+    for name, position, kept in runs:
         program = programs.all[name]
         if text := numbers.begin(name, position, kept):
             sites = programs.texts[text].cached_products
             prepared = of_texts[text].pop(0)
             due.append({site: prepared[at] for site, at in sites.items()})
-        before = dict(own)
+        before = of_runs[name].pop(0)
         if due and due[0].keys() <= program.cached_products.keys():
             before |= {program.cached_products[site]: columns for site, columns in due.pop(0).items()}
         session.cached = numbers.sites

@@ -65,7 +65,7 @@ class StepComputation(Computation):
         """Name of the preparation of a text that the last run took; "" if it went on with its text, or reads none."""
 
     def prepare_for(self, name: str) -> Cost:
-        """Prepare one run of a program, or a batch (`batches_of`), before its tokens are known; each is used once.
+        """Prepare runs of a program, or a batch (`batches_of`), before their tokens are known; each is used once.
 
         Raises:
             PartyError: more is prepared already than a text can take, or than `MOST_ROWS` of a matrix.
@@ -74,12 +74,15 @@ class StepComputation(Computation):
             return self._prepare_batch(matrix)
         if name in self._programs.texts:
             return self._prepare_text(name)
+        name, runs = self._programs.runs_named(name)
         program, started = self._programs.all[name], time.monotonic()
-        if len(self._prepared[name]) >= self._programs.most_prepared(name):
-            raise PartyError(f"{len(self._prepared[name])} runs of {name!r} are prepared, which no text can take")
+        if len(self._prepared[name]) + runs > self._programs.most_prepared(name):
+            raise PartyError(
+                f"{len(self._prepared[name])} runs of {name!r} are prepared, and no text takes {runs} more"
+            )
         self._log.read()
-        kept, steps = self._prepare(program)
-        self._prepared[name].append(kept)
+        kept, steps = self._prepare(program, runs)
+        self._prepared[name].extend(kept)
         self.received += sum(step["recv_bytes"] for step in steps)
         self._link.barrier()
         return cost_of({"steps": steps, "seconds": time.monotonic() - started})
@@ -103,7 +106,7 @@ class StepComputation(Computation):
             raise PartyError(f"{self._texts.count(name)} texts are prepared, and no more may be")
         program, started = self._programs.texts[name], time.monotonic()
         self._log.read()
-        kept, steps = prepare(self._side, self._io, self._runtime, program, {}, self._profile, steps=text_steps)
+        (kept,), steps = prepare(self._side, self._io, self._runtime, program, {}, self._profile, steps=text_steps)
         self._texts.add(name, kept)
         self.received += sum(step["recv_bytes"] for step in steps)
         self._link.barrier()

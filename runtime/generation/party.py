@@ -6,7 +6,7 @@ client does what it is told on standard input, one JSON object a line,
     {"do": "fill", "ids": [...], "position": P}     keys and values of tokens at P and behind it
     {"do": "step", "ids": [...], "position": P}     one token, and the logits that follow it
     {"do": "check-N", "ids": [...], "position": P}  up to N tokens, and the logits that follow each
-    {"do": "prepare", "programs": [...]}            for one run each, or batches, before the tokens are known
+    {"do": "prepare", "programs": [...]}            for runs, texts or batches, before the tokens are known
     {"do": "close"}
 
 and answers with events, JSON lines on standard output; logits are in `logits.npy` in its output directory. Of each of
@@ -232,14 +232,16 @@ class _Party:
 
 
 def write_preparation(name: str) -> bytes:
-    """What the client tells the server: a run of this program, or this batch, is to be prepared."""
+    """Return what the client tells the server: runs of this program, or this batch, are to be prepared."""
     return json.dumps({"prepare": name}).encode()
 
 
 def read_preparation(content: bytes, programs: Programs) -> str | None:
-    """The program, text or batch that `write_preparation` named, by whomever; None if this is something else."""
+    """Return what `write_preparation` named, by whomever: runs, a text or a batch; None if this is something else."""
     names = [name for name in (*programs.all, *programs.texts) if programs.most_prepared(name)]
-    return next((name for name in (*names, *batches_of(programs)) if content == write_preparation(name)), None)
+    return next(
+        (name for name in (*names, *programs.joined, *batches_of(programs)) if content == write_preparation(name)), None
+    )
 
 
 def write_order(name: str, position: int, kept: int) -> bytes:

@@ -22,7 +22,7 @@ from aero_compile.runtime.generation.export import WEIGHTS, export_generation
 from aero_compile.runtime.generation.processes import MODULE, Events, ProcessDecoder
 from aero_compile.runtime.generation.programs import CompiledGeneration
 from aero_compile.runtime.generation.session import Choose, Guess, Session
-from aero_compile.runtime.generation.texts import prepared_for, runs_of_text
+from aero_compile.runtime.generation.texts import joined_runs, prepared_for, runs_of_text
 from aero_compile.runtime.hosts.link import free_addresses
 from aero_compile.runtime.hosts.lookup_files import FILES, table_size
 from aero_compile.runtime.hosts.network import Relay
@@ -140,7 +140,11 @@ def private_generate(
     runs = runs_of_text(compiled.programs, prompt.shape[1], max_new_tokens)
     ahead = prepared_for(compiled.programs, runs) if offline else []
     with local_decoder(compiled, set_up, timeout, tls, emulated) as decoder:
-        prepared = decoder.prepare([*batches_for(compiled.programs, ahead, prepare), *ahead]) if ahead else Cost()
+        prepared = (
+            decoder.prepare([*batches_for(compiled.programs, ahead, prepare), *joined_runs(compiled.programs, ahead)])
+            if ahead
+            else Cost()
+        )
         session = Session(decoder)
         made = session.generate([int(each) for each in prompt[0]], max_new_tokens, on_token, choose, stop, guess)
     return replace(made, offline=prepared, table_bytes=table_size(compiled.programs))

@@ -60,7 +60,7 @@ class ProcessDecoder:
         return np.load(self._folder / "logits.npy", allow_pickle=False)[: len(ids)], cost
 
     def prepare(self, programs: Sequence[str]) -> Cost:
-        """Prepare one run of each of these programs, or batches, by their names, before the tokens are known."""
+        """Prepare runs of programs, texts or batches, by their names, before the tokens are known."""
         self._say({"do": "prepare", "programs": list(programs)})
         return Cost(**self._wait("answer")["cost"])
 

@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import numpy.typing as npt
 from aero_compile.decoding.cached_names import is_running_sum
 from aero_compile.errors import InputError
 from aero_compile.files import read_regular, write_atomically
+from aero_compile.runtime.offline.elements import runs_at_once
 from aero_compile.runtime.program import Program
 
 INDEX = "generation.json"
@@ -139,6 +141,16 @@ class Programs:
         if name not in self.all or not self.all[name].is_prepared:
             return 0
         return 1 if is_fill(name) else self.room
+
+    @cached_property
+    def joined(self) -> dict[str, tuple[str, int]]:
+        """Names of several runs that are prepared at once: the program, and how many of its runs."""
+        counts = {name: runs_at_once(program) for name, program in self.all.items()}
+        return {f"{name}*{runs}": (name, runs) for name, runs in counts.items() if runs > 1}
+
+    def runs_named(self, name: str) -> tuple[str, int]:
+        """Return which program a name of what is prepared means, and how many of its runs."""
+        return self.joined.get(name, (name, 1))
 
     def _index(self) -> bytes:
         digests = {name: program.digest for name, program in self.all.items()}

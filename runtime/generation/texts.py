@@ -8,7 +8,7 @@ under which all rows that are held are masked once more, each by a fresh mask.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 
 from aero_compile.runtime.generation.bill import Cost
@@ -134,6 +134,28 @@ def prepared_for(programs: Programs, runs: Iterable[Run], held: int = 0) -> list
         for site in programs.all[name].cached_products:
             numbers.sites[site].take()
         found.append(name)
+    return found
+
+
+def joined_runs(programs: Programs, names: Iterable[str]) -> list[str]:
+    """Return the names of what is prepared with runs of one program put together where they can be.
+
+    The first of them takes the place of all, so that nothing is prepared later than it is in `names`.
+    """
+    left = list(names)
+    counts, found = Counter(left), list[str]()
+    together = {program: (name, runs) for name, (program, runs) in programs.joined.items()}
+    ready = Counter[str]()
+    for name in left:
+        if ready[name]:
+            ready[name] -= 1
+            continue
+        joined, runs = together.get(name, (name, 1))
+        if counts[name] < runs:
+            joined, runs = name, 1
+        counts[name] -= runs
+        ready[name] += runs - 1
+        found.append(joined)
     return found
 
 

@@ -165,7 +165,7 @@ class Computation:
         self._log.read()
 
         name = agreed_name(self._link)
-        kept, steps = self._prepare(self._program)
+        (kept,), steps = self._prepare(self._program)
         store.save(name, kept)
         self.received += sum(step["recv_bytes"] for step in steps)
         self._link.barrier()  # the other has it too
@@ -175,11 +175,10 @@ class Computation:
             self._add_share(record, row)
         return record
 
-    def _prepare(self, program: Program) -> tuple[Prepared, list[dict[str, Any]]]:
-        """Prepare one run of `program`: what is kept for it, and what each step cost."""
-        return prepare(
-            self._side, self._io, self._runtime, program, self._inputs.own, self._profile, batches=self._batches
-        )
+    def _prepare(self, program: Program, runs: int = 1) -> tuple[list[Prepared], list[dict[str, Any]]]:
+        """Prepare so many runs of `program`: what is kept for each, and what each step cost."""
+        own, batches = self._inputs.own, self._batches
+        return prepare(self._side, self._io, self._runtime, program, own, self._profile, batches=batches, runs=runs)
 
     def _add_share(self, record: dict[str, Any], row: dict[str, Any]) -> None:
         """Add to the row of a step, and to the seconds of its run, the share of the batch of which it took rows."""

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from aero_compile.errors import AeroError, LoweringError
 from aero_compile.runtime.arithmetic.ring import fixed_point
@@ -19,7 +20,7 @@ from aero_compile.runtime.kernels.registry import to_json
 from aero_compile.runtime.lowering import warm_up
 from aero_compile.runtime.lowering.cut import cut
 from aero_compile.runtime.lowering.live import LiveProgram, LiveStep
-from aero_compile.runtime.offline.elements import Joined, joined_elements
+from aero_compile.runtime.offline.elements import Joined, joined_elements, most_runs
 from aero_compile.runtime.prefix import digest_of
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.program_parts import SET_UP, TOKENS, KernelStep, Step, TensorSpec
@@ -47,7 +48,10 @@ def compile_steps(
         if compiled is not None and compiled.key not in codes:
             codes[compiled.key] = known.get(compiled.key) or _compile(spu, compiled, form, live.published)
     triples = {at: joined.key for joined in joined_elements([piece for piece, _ in pieces]) for at in joined.steps}
-    for joined in joined_elements([piece for piece, _ in pieces]):
+    arrays: dict[str, npt.NDArray[Any]] = {**live.weights, **live.published}
+    positions = next((array.shape[0] for name, array in arrays.items() if name in live.by_position), 0)
+    together = most_runs([piece for piece, _ in pieces], positions)
+    for joined in (each for runs in {1, together} for each in joined_elements([piece for piece, _ in pieces], runs)):
         if joined.key not in codes:
             codes[joined.key] = known.get(joined.key) or _compile(spu, _product_of(joined), form, ())
     last_use = {name: at for at, (piece, _) in enumerate(pieces) for name in (*piece.inputs, *piece.outputs)}

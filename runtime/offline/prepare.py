@@ -50,26 +50,22 @@ def prepare(
     profile: Callable[[str], dict[str, Any]],
     batches: Batches | None = None,
     steps: Callable[[ProgramContent], list[tuple[int, KernelStep]]] = prepared_steps,
-) -> tuple[Prepared, list[dict[str, Any]]]:
-    """Prepare one run of `program`, or of `steps` of it, as one party, in SPU's `runtime`, with the peer.
+    runs: int = 1,
+) -> tuple[list[Prepared], list[dict[str, Any]]]:
+    """Prepare `runs` of `program`, or of `steps` of it, as one party, in SPU's `runtime`, with the peer.
+
+    Several runs are more than one only where the program has codes for so many (`runs_at_once`).
 
     `weights`: the server's; the client has none. `profile` gives the record of the last execution, called as it says.
     `batches`: products of which they have rows take those, and cost nothing here; None: there are none.
 
     Returns:
-        What is kept for the run, and for each step its number, label and place with what it cost.
+        What is kept for each run, and for each step its number, label and place with what it cost.
     """
-    groups = joined_elements(program.steps) if steps is prepared_steps else []
-    numbers = [*(at for at, _ in steps(program)), *(at for joined in groups for at in joined.steps)]
-    found: Prepared = {at: {} for at in sorted(numbers)}
-    rows = []
-    for at, step in steps(program):
-        if batches is not None and (ready := batches.take(step)) is not None:
-            record = {**vars(Exchanged()), "rows": rows_of(step), "seconds": 0.0}
-            found[at] = ready
-            rows.append({"at": at, "op": step.label, "place": step.place, **record})
-    by_batch = {row["at"] for row in rows}
-    _draw(side.rank, program, found, by_batch)
+    groups = joined_elements(program.steps, runs) if steps is prepared_steps else []
+    numbers = sorted([*(at for at, _ in steps(program)), *(at for joined in groups for at in joined.steps)])
+    of_runs: list[Prepared] = [{at: {} for at in numbers} for _ in range(runs)]
+    rows: list[dict[str, Any]] = []
 
     def records(of: Sequence[int], begun: float, what: str) -> list[dict[str, Any]]:
         record = profile(what) | {"seconds": time.perf_counter() - begun}
@@ -78,17 +74,26 @@ def prepare(
             {"at": at, "op": each.label, "place": each.place, **record} for at, each in zip(of, labels, strict=True)
         ]
 
-    for at, step in steps(program):
-        if at in by_batch:
-            continue
-        begun = time.perf_counter()
-        _prepare(side, io, runtime, program.codes[step.preparation], step, weights, found[at])
-        rows += records([at], begun, f"the preparation of step {at}, {step.label} ({step.place})")
+    for found in of_runs:
+        by_batch = set[int]()
+        for at, step in steps(program):
+            if batches is not None and (ready := batches.take(step)) is not None:
+                record = {**vars(Exchanged()), "rows": rows_of(step), "seconds": 0.0}
+                found[at] = ready
+                by_batch.add(at)
+                rows.append({"at": at, "op": step.label, "place": step.place, **record})
+        _draw(side.rank, program, found, by_batch)
+        for at, step in steps(program):
+            if at in by_batch:
+                continue
+            begun = time.perf_counter()
+            _prepare(side, io, runtime, program.codes[step.preparation], step, weights, found[at])
+            rows += records([at], begun, f"the preparation of step {at}, {step.label} ({step.place})")
     for joined in groups:
         begun = time.perf_counter()
-        _multiply(side, io, runtime, program, joined, found)
+        _multiply(side, io, runtime, program, joined, of_runs)
         rows += joined.divided(records(joined.steps, begun, f"the preparation of {joined.size:,} elements"))
-    return found, rows
+    return of_runs, rows
 
 
 def _draw(rank: int, program: ProgramContent, found: Prepared, without: Container[int]) -> None:
@@ -132,7 +137,9 @@ def _prepare(
     kept["product"] = _run(side, io, runtime, step.label, code, arguments)
 
 
-def _multiply(side: Side, io: Any, runtime: Any, program: ProgramContent, joined: Joined, found: Prepared) -> None:
+def _multiply(
+    side: Side, io: Any, runtime: Any, program: ProgramContent, joined: Joined, of_runs: Sequence[Prepared]
+) -> None:
     """Multiply the factors of a group, and keep for each of its steps this party's share of the products."""
     factors = []
     for at in joined.steps:
@@ -140,14 +147,15 @@ def _multiply(side: Side, io: Any, runtime: Any, program: ProgramContent, joined
         assert isinstance(step, KernelStep)
         plan = step.kernel.triples(*step.shapes)
         assert plan is not None
-        factors.append(plan.factors(found[at]))
+        factors += [plan.factors(found[at]) for found in of_runs]
     whole: list[Words | None] = [np.concatenate(each) for each in zip(*factors, strict=True)]
     if joined.crossed:
         whole = [*whole, None] if side.rank == SERVER else [None, *whole]
     arguments: list[Argument] = [((joined.size,), owner, own) for owner, own in zip(joined.owners, whole, strict=True)]
     product = _run(side, io, runtime, "elements", program.codes[joined.key], arguments)
     for at, words in zip(joined.steps, np.split(product, np.cumsum(joined.sizes)[:-1]), strict=True):
-        found[at]["product"] = words
+        for found, own in zip(of_runs, np.split(words, len(of_runs)), strict=True):
+            found[at]["product"] = own
 
 
 Argument = tuple[tuple[int, ...], int | None, Words | None]

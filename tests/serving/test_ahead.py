@@ -40,13 +40,16 @@ class Talk:
         self.prepared, self.generation, self.offer = Counter[str](), None, SimpleNamespace(most_prepared=3, most_rows=0)
         self.rows = RowsLeft(None)
         self.asked: list[str] = []
-        self._busy, self.fails = busy, False
+        self._busy, self.fails, self.at_once = busy, False, 1
 
     def begin_task(self, work: Any) -> asyncio.Task[Any]:
         return asyncio.create_task(work)
 
     def most_prepared(self, name: str) -> int:
         return {"step": 3, "8": 1}.get(name, 0)
+
+    def joined(self, program: str) -> tuple[str, int]:
+        return (f"{program}*{self.at_once}", self.at_once) if self.at_once > 1 else (program, 1)
 
     async def prepare(self, name: str) -> Cost | None:
         await asyncio.sleep(0)
@@ -55,7 +58,8 @@ class Talk:
             raise PartyError("lost")
         if len(self.asked) in self._busy:
             return None
-        self.prepared[name] += 1
+        own, _, runs = name.partition("*")
+        self.prepared[own] += int(runs or 1)
         return Cost(10, 1, 0.5)
 
 
@@ -67,6 +71,24 @@ def test_which_runs_are_prepared() -> None:
     assert runs_ahead(programs, ROOM - 1, 3, 0) == ["step@8"]
     assert runs_ahead(programs, ROOM, 2, 0) == ["step"] * 2  # the next text is another one
     assert runs_ahead(programs, 0, 0, 0) == []
+
+
+@pytest.mark.parametrize(
+    ("at_once", "wanted", "asked"),
+    [
+        (2, ["step"] * 9, ["step*2", "step"]),  # three at most
+        (2, ["8", "step", "step"], ["8", "step*2"]),
+        (4, ["step"] * 9, ["step", "step", "step"]),
+    ],
+)
+def test_as_many_runs_at_once_as_are_missing_and_may_be(at_once: int, wanted: list[str], asked: list[str]) -> None:
+    async def use() -> None:
+        talk: Any = Talk()
+        talk.at_once = at_once
+        await Ahead(talk, lambda: wanted).finish()
+        assert talk.asked == asked
+
+    asyncio.run(use())
 
 
 def test_what_is_missing_is_prepared_until_someone_asks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,8 +99,8 @@ def test_a_second_is_worth_what_a_network_passes_in_it(network: str | Network, w
 
 def test_waiting_joins_what_computing_parts() -> None:
     """One row of 12 heads: over a distant network fewer products follow each other, over a near one of the same rate
-    each goes by itself."""
-    near, distant = Network(100.0), NETWORKS["wan"]
+    few heads are joined."""
+    near, distant = Network(10_000.0), Network(10_000.0, 200.0)
     found = {}
     for network in (near, distant):
         with second_worth(*network.worth):

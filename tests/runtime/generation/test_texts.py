@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from aero_compile.errors import InputError, PartyError
@@ -17,10 +21,17 @@ from aero_compile.runtime.costs.table import CostTable
 from aero_compile.runtime.generation.export import compile_generation
 from aero_compile.runtime.generation.programs import CompiledGeneration, Programs, check
 from aero_compile.runtime.generation.session import Session
-from aero_compile.runtime.generation.texts import TextNumbers, cached_kernel, prepared_for, runs_of_text, spare_rows
-from aero_compile.runtime.roles import SERVER
+from aero_compile.runtime.generation.texts import (
+    TextNumbers,
+    cached_kernel,
+    joined_runs,
+    prepared_for,
+    runs_of_text,
+    spare_rows,
+)
+from aero_compile.runtime.roles import CLIENT, SERVER
 from benchmarks.lib import zoo
-from tests.support.budgets import by_default
+from tests.support.budgets import by_default, few
 from tests.support.made_once import made_once
 from tests.support.stepping import Both
 from tests.support.tiny_generation import PROMPT, ROOM, eager_logits, small_prepared
@@ -156,6 +167,44 @@ def test_what_is_opened_is_what_is_billed(model: str) -> None:
             spent = bill.bill()
             assert (spent.server_bytes, spent.client_bytes, spent.messages) == (*[8.0 * opening.opened.size] * 2, 2)
     assert next(openings, None) is None
+
+
+def test_several_runs_are_prepared_at_once_and_each_is_used_once() -> None:
+    both = Both(small_prepared())
+    assert both.programs.joined["step*4"] == ("step", 4)
+    assert both.programs.joined["step@8*8"] == ("step@8", 8)
+    assert not any(name.startswith(("3", "5")) for name in both.programs.joined), "a text has one run of a fill"
+    both.prepare(["step*4"])
+    queues = [party._prepared["step"] for party in both.parties]
+    words = [np.concatenate([kept.ravel() for at in run for kept in run[at].values()]) for run in queues[CLIENT]]
+    assert len(words) == 4
+    for one, other in combinations(words, 2):
+        assert not np.intersect1d(one, other).any(), "no two runs share a word, but for zero"
+    both.prepare(["step*4"])
+    with pytest.raises(PartyError, match=r"8 runs of 'step' are prepared, and no text takes 4 more"):
+        both.parties[SERVER].prepare_for("step*4")
+    for left, text in zip((7, 6, 5), ([3], [3, 5], [3, 5, 7]), strict=True):
+        found = both.step(text[-1], len(text) - 1)[0]
+        np.testing.assert_allclose(found, eager_logits(text), rtol=0, atol=CLOSE_TO)
+        assert [len(queue) for queue in queues] == [left, left]
+    both.close()
+
+
+@given(st.lists(st.sampled_from(["step", "advance", "step@8", "3", "text"]), max_size=40))
+@few(max_examples=60)
+def test_runs_are_put_together_where_there_are_enough(names: list[str]) -> None:
+    programs = small_prepared().programs
+    found, place = Counter[str](), 0
+    for name in joined_runs(programs, names):
+        own, runs = programs.runs_named(name)
+        first = names.index(own)  # of those that are not prepared by now
+        for _ in range(found[own]):
+            first = names.index(own, first + 1)
+        assert place <= first, "nothing is prepared later than it was asked for"
+        place, found[own] = first, found[own] + runs
+    assert found == Counter(names)
+    for program, runs in programs.joined.values():
+        assert joined_runs(programs, names).count(program) == Counter(names)[program] % runs
 
 
 def test_a_text_is_prepared_before_it_begins_and_never_serves_another() -> None:

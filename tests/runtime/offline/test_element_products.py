@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,18 +34,27 @@ def _program(protocol: str, rows: int, width: int) -> Any:
 
     shapes = ((1, rows, width),)
     step = LiveStep("op", "here", "key", (TOKENS,), ("result",), shapes, ("float32",), function)
+    angles = {"angles": np.zeros((2, 1), np.float32)}  # of two positions, so that two runs are prepared at once
     live = LiveProgram((step,), {}, shapes[0], "result", (rows, width), frozenset(), offline=True)
+    live = replace(live, published=angles, by_position=frozenset(angles))
     return compile_steps(live, protocol, 64, 18)
 
 
+def prepared_runs(side: Any, io: Any, runtime: Any, program: Any, at_once: bool) -> list[Any]:
+    """Prepare two runs, at once or one after the other."""
+    made = [prepare(side, io, runtime, program, {}, lambda what: {}, runs=1 + at_once) for _ in range(2 - at_once)]
+    return [run for runs, _ in made for run in runs]
+
+
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize(("shape", "protocol"), in_both([(3, 11), (64, 128)], (3, 11)))
-def test_shares_add_up_to_exact_products_of_fresh_words(protocol: str, shape: tuple[int, int]) -> None:
+def test_shares_add_up_to_exact_products_of_fresh_words(protocol: str, shape: tuple[int, int], at_once: bool) -> None:
     """Many rows are prepared by matrices, few by elements."""
     program = _program(protocol, *shape)
     kernels = {at: step.kernel for at, step in enumerate(program.steps) if isinstance(step, KernelStep)}
     runs = both_parties(
         program,
-        lambda side, io, runtime: [prepare(side, io, runtime, program, {}, lambda what: {})[0] for _ in range(2)],
+        lambda side, io, runtime: prepared_runs(side, io, runtime, program, at_once),
     )
     by_matrices = {each.by_matrices for each in kernels.values() if isinstance(each, (SquaredRows, ScaledRows))}
     assert by_matrices == {shape[0] > 3}

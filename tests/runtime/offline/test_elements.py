@@ -14,7 +14,7 @@ from aero_compile.runtime.kernels.prepared_squares import PreparedSquares
 from aero_compile.runtime.kernels.triple_elements import BatchedElements
 from aero_compile.runtime.kernels.whole_numbers import WholeNumbers
 from aero_compile.runtime.offline import elements as module
-from aero_compile.runtime.offline.elements import Joined, joined_elements
+from aero_compile.runtime.offline.elements import MOST_RUNS, Joined, joined_elements, most_runs
 from aero_compile.runtime.program_parts import KernelStep, Step
 from aero_compile.runtime.roles import SERVER
 from tests.support.budgets import few
@@ -48,6 +48,26 @@ def test_every_step_with_triples_is_in_one_group(kinds: list[tuple[int, int]], m
         assert all(joined.size <= most or len(joined.steps) == 1 for joined in mine)
         for first, second in pairwise(mine):
             assert first.size + second.sizes[0] > most, "no more of them than needed"
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 40)), max_size=9), st.integers(0, 99), st.integers(1, 2000))
+@few(max_examples=60)
+def test_as_many_runs_at_once_as_one_group_of_a_kind_holds(
+    kinds: list[tuple[int, int]], positions: int, most: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "MOST", most)
+        steps = _steps(kinds)
+        runs, single = most_runs(steps, positions), joined_elements(steps)
+        found = joined_elements(steps, runs)
+        assert 1 <= runs <= MOST_RUNS
+        assert runs == 1 or runs <= positions
+        assert [(each.crossed, each.steps) for each in found] == [(each.crossed, each.steps) for each in single]
+        for one, several in zip(single, found, strict=True):
+            assert several.sizes == tuple(runs * size for size in one.sizes)
+            assert runs == 1 or several.size <= most
+        if single and len({each.crossed for each in single}) == len(single) and 2 * runs <= min(positions, MOST_RUNS):
+            assert max(2 * runs * each.size for each in single) > most, "no fewer than fit"
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=9), st.integers(0, 10**9), st.integers(0, 99))
