@@ -7,6 +7,7 @@ product is made for `--rows` rows, a batch for 4,096; figures are of one row, an
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script it would know its own folder alone
 
 from aero_compile.commands.options import positive
 from aero_compile.errors import InputError

@@ -130,6 +130,42 @@ def offline_before() -> str:
     return table(["operator", "online MB", "s", "offline MB", "s"], lines)
 
 
+def prepared() -> str:
+    """Runs of a text and of tokens, with products prepared by the batch; of a token's preparation the cost model."""
+    one, two = the_row("unprepared_t128"), the_row("prepared_t128").measurement
+    (row,) = raw("generation_r128_prepared")["rows"]
+    token, before = row["tokens"][-1], row["estimate_offline"]
+
+    def line(what: str, count: float, messages: int, seconds: float, about: str = "") -> list[str]:
+        return [what, f"{about}{human_bytes(count)}", f"{messages:,}", f"{seconds:.1f}"]
+
+    text, batches = row["offline_text"], row["offline_batches"]
+    lines = [
+        line("a text of 128 tokens, nothing prepared", one.bytes, one.messages, one.seconds),
+        line("the same: prepared", two["offline_bytes"], two["offline_messages"], two["offline_seconds"]),
+        line("… and from then on", two["bytes"], two["messages"], two["seconds"]),
+        line("rows for 4,096 tokens, once", batches["bytes"], batches["messages"], batches["seconds"]),
+        line("a text with room for 128, once", text["bytes"], text["messages"], text["seconds"]),
+        line("a token: prepared, its rows included", before["bytes"], before["messages"], before["seconds"], about="≈"),
+        line("… and from then on", token["bytes"], token["messages"], token["seconds"]),
+    ]
+    return table(["", "bytes", "messages", "seconds"], lines)
+
+
+def products() -> str:
+    """SPU's product with a matrix of the server, and a batch, of one row."""
+    rows = {(each["matrix"], each["way"]): each for each in raw("products")["rows"]}
+    lines = []
+    for matrix in dict.fromkeys(matrix for matrix, _ in rows):
+        cells = [matrix.replace("x", " × ")]
+        for way in ("SPU", "batch"):
+            each = rows[matrix, way]
+            cells += [human_bytes(each["bytes"] / each["rows"]), f"{1e3 * each['seconds'] / each['rows']:.2f}"]
+            cells.append(human_bytes(each["memory"]))
+        lines.append(cells)
+    return table(["matrix", "SPU", "ms", "memory", "batch", "ms", "memory"], lines)
+
+
 def lookup() -> str:
     """A lookup under encryption: bytes and processor seconds."""
     found = {row["part"]: row for row in raw("lookup")["rows"]}

@@ -41,6 +41,8 @@ SOURCES: Mapping[str, Source] = {
     "passes-others": Made(costs.passes_others),
     "offline": Made(costs.offline),
     "offline-before": Made(costs.offline_before),
+    "prepared": Made(costs.prepared),
+    "products": Made(costs.products),
     "lookup": Made(costs.lookup),
     "rounds": Made(costs.rounds),
     "static-heads": Made(costs.static_heads),
