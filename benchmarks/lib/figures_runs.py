@@ -63,6 +63,21 @@ def estimates() -> str:
     return table(["GPT-2 small's shape, softmax_only", "run", "estimate, bytes", "messages", "estimate"], lines)
 
 
+def estimated_seconds() -> str:
+    """Seconds of runs in full beside those of the cost model, of the same version."""
+    found = {name: rows_of(name)[0].measurement for name in ("unprepared_t128", "prepared_t128")}
+    foreseen = {name: rows_of(f"{name}_estimated")[0].measurement for name in found}
+    lines = []
+    for words, name, key in (
+        ("a text, nothing prepared", "unprepared_t128", "seconds"),
+        ("its preparation", "prepared_t128", "offline_seconds"),
+        ("… and from then on", "prepared_t128", "seconds"),
+    ):
+        ran, estimate = found[name][key], foreseen[name][key]
+        lines.append([words, f"{ran:.0f}", f"{estimate:.0f}", f"{100 * (estimate / ran - 1):+.0f} %".replace("-", "−")])
+    return table(["GPT-2 small's shape, softmax_only, 128 tokens", "run, s", "estimate, s", "off by"], lines)
+
+
 def search_orders() -> str:
     """By how much each order of giving heads up raises the perplexity where it first saves so much of what can go."""
     found = raw("search_sm_r")

@@ -52,6 +52,7 @@ SOURCES: Mapping[str, Source] = {
     "fidelity-cheetah": Made(partial(runs.fidelity, "fidelity_cheetah")),
     "peer": Made(runs.peer),
     "estimates": Made(runs.estimates),
+    "estimated-seconds": Made(runs.estimated_seconds),
     "torture": Made(runs.torture),
     "zoo": Made(runs.zoo_counts),
     "approximations": Made(runs.approximated),

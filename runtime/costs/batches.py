@@ -29,32 +29,39 @@ class BilledBatches:
     matrices: list[dict[str, Any]] = field(default_factory=list)
     total: Cost = field(default_factory=Cost)
     _left: Counter[Matrix] = field(default_factory=Counter)
-    _shares: dict[Matrix, tuple[float, float, float]] = field(default_factory=dict)
+    _shares: dict[Matrix, tuple[tuple[float, float], tuple[float, float], float]] = field(default_factory=dict)
 
     def make(self, wanted: Mapping[Matrix, int]) -> None:
         """Bill batches for so many rows of each matrix."""
         for matrix, rows in wanted.items():
-            spent = Cost()
+            spent, messages = Cost(), [0, 0]
             for _ in range(-(-rows // ROWS)):
                 if not self._left:
                     self.session.send(CLIENT, KEY_SENT)
-                self.session.batch(BATCHED, matrix.sent, matrix.messages, *matrix.work)
+                    messages[CLIENT] += 1
+                self.session.batch(BATCHED, matrix.sent, sum(matrix.messages), *matrix.work)
+                messages = [sum(each) for each in zip(messages, matrix.messages, strict=True)]
                 self._left[matrix] += ROWS
                 spent.add(self.session.bill())
-            costs = (spent.bytes, spent.messages, spent.seconds(self.network))
-            self._shares[matrix] = (costs[0] / rows, costs[1] / rows, costs[2] / rows)
-            row = {"name": matrix.name, "rows": rows, "bytes": round(costs[0]), "messages": costs[1]}
-            self.matrices.append({**row, "seconds": costs[2]})
+            sent, seconds = (spent.server_bytes, spent.client_bytes), spent.seconds(self.network)
+            by_row = (sent[0] / rows, sent[1] / rows), (messages[0] / rows, messages[1] / rows)
+            self._shares[matrix] = (*by_row, seconds / rows)
+            row = {"name": matrix.name, "rows": rows, "bytes": round(spent.bytes), "messages": spent.messages}
+            self.matrices.append({**row, "seconds": seconds})
             self.total.add(spent)
 
     def take(self, step: KernelStep) -> dict[str, Any] | None:
-        """The columns of a step that takes rows: its share; None if there are not enough."""
+        """Return the columns of a step that takes rows: its share; None if there are not enough.
+
+        What each party sends is rounded by itself, as where a run is measured.
+        """
         matrix = matrix_of(step)
         if matrix is None or self._left[matrix] < rows_of(step):
             return None
         self._left[matrix] -= rows_of(step)
-        size, messages, seconds = (each * rows_of(step) for each in self._shares[matrix])
-        return dict(zip(OFFLINE, (round(size), round(messages), seconds), strict=True))
+        count, (sent, messages, seconds) = rows_of(step), self._shares[matrix]
+        whole = (sum(round(each * count) for each in parties) for parties in (sent, messages))
+        return dict(zip(OFFLINE, (*whole, seconds * count), strict=True))
 
     def to_json(self, runs: int) -> dict[str, Any]:
         """Return the batches for so many runs in the form of `Measurement.batches`."""

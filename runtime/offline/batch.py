@@ -66,10 +66,9 @@ class Matrix:
         return 8 * (1 + 2 * ROWS * self.columns + len(list(_answers(self.columns)))), client
 
     @property
-    def messages(self) -> int:
-        """Messages of both parties in one batch, without the connection's key."""
-        asked = -(-self.columns // WIDE)
-        return 1 + -(-self.inner // AT_ONCE) + asked + len(list(_answers(self.columns)))
+    def messages(self) -> tuple[int, int]:
+        """Messages of the server and of the client in one batch, without the connection's key."""
+        return 1 + len(list(_answers(self.columns))), -(-self.inner // AT_ONCE) + -(-self.columns // WIDE)
 
     @property
     def work(self) -> tuple[int, int]:
