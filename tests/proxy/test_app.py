@@ -265,7 +265,7 @@ def test_a_template_may_refuse(endpoint: Endpoint) -> None:
 
 @pytest.mark.parametrize(("stop", "kept"), [([], True), (["\ufffe"], True), ("first", False)])
 def test_of_a_conversation_only_the_new_message_is_computed(endpoint: Endpoint, stop: Any, kept: bool) -> None:
-    """The model writes by other ids than the tokenizer would; they stay where the caller sends its answer back whole."""
+    """The model writes by other ids than the tokenizer would; they stay where its answer comes back whole."""
     endpoint.writer.close()
     endpoint.tokenizer.chat_template = TEMPLATE.replace("assistant:{%", "assistant: {%")
     messages: list[Any] = [{"role": "user", "content": "for x"}]
