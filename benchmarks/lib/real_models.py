@@ -62,7 +62,7 @@ class RealModel:
     @torch.no_grad()
     def greedy(self, ids: Sequence[int], count: int) -> list[int]:
         """The likeliest continuation of at most `count` ids, up to one that ends it: by `generate` of transformers."""
-        if hasattr(self.source, "generate"):
+        if not isinstance(self.source, TransformedModel):
             text = torch.tensor([[*ids]])
             options: dict[str, Any] = {
                 "max_new_tokens": count,

@@ -69,9 +69,8 @@ def perplexity(
         clear.append(-logs[np.arange(context - 1), block[1:]])
         private.append(-own[np.arange(context - 1), block[1:]])
         divergences.append(float((np.exp(logs) * (logs - own)).sum(-1).mean()))
-        say(
-            f"{number + 1} of {count} blocks: perplexity {np.exp(np.mean(clear)):.3f}, private {np.exp(np.mean(private)):.3f}"
-        )
+        both = f"{np.exp(np.mean(clear)):.3f}, private {np.exp(np.mean(private)):.3f}"
+        say(f"{number + 1} of {count} blocks: perplexity {both}")
     return {
         "how": HOW,
         "tokens": count * context,
