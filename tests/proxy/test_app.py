@@ -276,7 +276,7 @@ def test_of_a_conversation_only_the_new_message_is_computed(endpoint: Endpoint, 
         cut = [endpoint.text(made)[-1]] if stop == "first" else stop
         first = endpoint.client.chat.completions.create(messages=messages, stop=cut, **asked)
         said = first.choices[0].message.content
-        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "print"}]
+        messages += [first.choices[0].message.model_dump(), {"role": "user", "content": "print"}]
         text = f"user: for x\nassistant: {said}\nuser: print\nassistant: "
         whole = endpoint.writer.encode(text)
         rest = endpoint.writer.encode("\nuser: print\nassistant: ")
