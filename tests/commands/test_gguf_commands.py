@@ -92,8 +92,8 @@ def test_a_conversation_through_the_openai_client(model: tuple[str, RealModel], 
             first = api.chat.completions.create(messages=messages, **asked)
             ids = real.prompt_ids("the ball", None)
             assert first.choices[0].message.content == said(real, real.greedy(ids, 3))
-            messages += [first.choices[0].message.to_dict(), {"role": "user", "content": "red"}]
+            messages += [first.choices[0].message, {"role": "user", "content": "red"}]
             second = api.chat.completions.create(messages=messages, **asked)
-            costs = [each.usage.model_extra["cost"]["bytes"] for each in (first, second)]
+            costs = [each.usage.cost["bytes"] for each in (first, second)]
             assert second.usage.prompt_tokens > first.usage.prompt_tokens
             assert all(costs)
