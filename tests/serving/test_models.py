@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,7 +69,7 @@ def test_more_than_the_positions_of_a_file_is_refused_before_anything_is_loaded(
 def test_a_file_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("spu")
     write_gguf(tmp_path / "tiny.gguf")
-    options = {"guards": False}
+    options: dict[str, Any] = {"guards": False}
     found = find_programs(tmp_path / "tiny.gguf", (), "semi2k", tmp_path / "kept", room=8, fills=[4], **options)
     assert Programs.load(found[0]).room == 8
     monkeypatch.setattr("aero_compile.serving.programs._compile_steps", lambda *given: pytest.fail("again"))

@@ -78,7 +78,7 @@ def write_gguf(path: Path, name: str = "llama", layers: int = 1, blocks: bool = 
     for weight, parameter in model.named_parameters():
         kind = kinds.Q8_0 if blocks and parameter.dim() == 2 and parameter.shape[-1] % 32 == 0 else kinds.F32
         written = gguf.quantize(_as_written(parameter.detach(), weight, name, model.config), kind)
-        writer.add_tensor(names.get_name(weight, try_suffixes=(".weight", ".bias")), written, raw_dtype=kind)
+        writer.add_tensor(str(names.get_name(weight, try_suffixes=(".weight", ".bias"))), written, raw_dtype=kind)
         if kind != kinds.F32:
             rounded = torch.from_numpy(gguf.dequantize(gguf.quantize(parameter.detach().numpy(), kind), kind))
             parameter.data.copy_(rounded)
@@ -86,7 +86,8 @@ def write_gguf(path: Path, name: str = "llama", layers: int = 1, blocks: bool = 
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return model
+    made: nn.Module = model
+    return made
 
 
 def _metadata(architecture: str, config: Any) -> dict[str, Any]:
