@@ -101,6 +101,7 @@ def _parts(
     step = partial(decode_step, model, 1, room, running_sums=running_sums)
     one = step()
     cut = partial(partition_step, spare=spare)
+    step = partial(step, checked=True)
     parts = {str(n): cut(step(n), 0, opens=False) for n in fills}
     parts |= {"advance": cut(one, opens=False), "step": cut(one)}
     for count in checks:
