@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from aero_compile.runtime.hosts.network_spec import Network
     from aero_compile.serving.client import connect
     from aero_compile.serving.server import serve
+    from aero_compile.training.gguf_models import load_gguf
 
 __all__ = [
     "AeroError",
@@ -42,6 +43,7 @@ __all__ = [
     "estimate",
     "export_onnx",
     "load",
+    "load_gguf",
     "onnx_census",
     "optimize_for_inference",
     "private_generate",
@@ -65,6 +67,7 @@ _LAZY = {
     "estimate": "aero_compile.runtime.costs.model",
     "export_onnx": "aero_compile.onnx.export",
     "load": "aero_compile.artifact",
+    "load_gguf": "aero_compile.training.gguf_models",
     "onnx_census": "aero_compile.onnx.census",
     "optimize_for_inference": "aero_compile.optimize",
     "private_generate": "aero_compile.runtime",

@@ -31,6 +31,7 @@ EXAMPLES = """examples:
   aero-compile certs keys --host server.example
   aero-compile certs keys --revoke alice
   aero-compile serve runs/mine/artifact --room 128 --fills 32 --listen server.example:9000 --certs keys
+  aero-compile serve model.gguf --room 128 --offline --listen server.example:9000 --certs keys --keep programs
   aero-compile chat --server server.example:9000 --certs keys --tokenizer runs/mine/artifact --prompt 'def f('
   aero-compile proxy --server server.example:9000 --certs keys --tokenizer runs/mine/artifact --port 8000
   aero-compile proxy --new-key bob
@@ -40,6 +41,7 @@ Exit code 2: an input that cannot be used. aero-compile COMMAND --help tells mor
 
 EXTRAS = {
     **dict.fromkeys(("accelerate", "datasets", "tokenizers", "tqdm", "transformers"), "train"),
+    "gguf": "gguf",
     **dict.fromkeys(("onnx", "onnxruntime", "onnxscript", "onnx_ir"), "onnx"),
     **dict.fromkeys(("jax", "spu"), "spu"),
     **dict.fromkeys(("cryptography", "prometheus_client", "pydantic", "starlette", "uvicorn"), "serve"),

@@ -54,7 +54,8 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         default=["mini"],
         metavar="MODEL",
-        help=f"shapes with random weights ({', '.join(SHAPES)}) or folders of saved artifacts; default: mini",
+        help=f"shapes with random weights ({', '.join(SHAPES)}), or saved models: folders of artifacts or Hugging Face "
+        "models, GGUF files; default: mini",
     )
     p.add_argument(
         "--recipes",

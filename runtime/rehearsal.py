@@ -125,7 +125,10 @@ def rehearse_step(
     def opened(name: str) -> npt.NDArray[np.float64]:
         return np.asarray(io.reconstruct([runtime.get_var(name)]), dtype=np.float64)
 
-    weights, published = at_position(program, weights, position), at_position(program, published, position)
+    # Of a generation's weights only those that this program reads: each is encoded in the ring anew.
+    read = {spec.name for spec in program.weights}
+    own = {name: array for name, array in weights.items() if name in read}
+    weights, published = at_position(program, own, position), at_position(program, published, position)
     before = {spec.name: np.asarray(value, np.float32) for spec, value in zip(program.cached, cached, strict=True)}
     for name, value in {**weights, **before, **client_inputs(program, ids, published)}.items():
         runtime.set_var(name, io.make_shares(value, spu.Visibility.VIS_SECRET, 0)[0])

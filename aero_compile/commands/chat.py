@@ -38,6 +38,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("text")
     add = group.add_argument
     add("--prompt", metavar="TEXT", help="text to go on with, or message (default: standard input, to its end)")
+    text = "instructions to the model, which the chat template writes first (default: the template's own, if any)"
+    add("--system", metavar="TEXT", help=text)
     add("--raw", action="store_true", help="go on with the prompt as it is, also where there is a chat template")
     text = f"tokens to generate, of an answer as many as there is room for (default: {MOST_TOKENS}, or what fits)"
     add("--max-tokens", type=positive, metavar="N", help=text)
@@ -56,7 +58,11 @@ def run(args: argparse.Namespace) -> int:
 
     choose = Sampler(Sampling(args.temperature, args.top_p, args.seed))
     tokenizer = load_tokenizer(args.tokenizer)
-    dialog = Dialog(tokenizer) if tokenizer.chat_template and not args.raw else None
+    system = None if args.system is None else typed(args.system)
+    dialog = Dialog(tokenizer, system) if tokenizer.chat_template and not args.raw else None
+    if dialog is None and system is not None:
+        why = "--raw goes on with a text as it is" if args.raw else f"{args.tokenizer} has no chat template"
+        raise InputError(f"--system is written by a chat template, and {why}: leave it out")
     prompts = _prompts(args, several=dialog is not None)
     draft = draft_of(args, tokenizer)
 
@@ -64,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         if draft is not None:
             draft(session)
         for prompt in prompts if isinstance(prompts, list) else ():
-            ids = _encoded(tokenizer, prompt) if dialog is None else Dialog(tokenizer).ask(prompt)
+            ids = _encoded(tokenizer, prompt) if dialog is None else Dialog(tokenizer, system).ask(prompt)
             session.check(ids, 1 if args.max_tokens is None or dialog is not None else args.max_tokens)
 
     with open_session(args, check) as session:
@@ -112,6 +118,8 @@ class _Writes:
     """Streams texts of one session to standard output, and their bills to standard error."""
 
     def __init__(self, session: Any, tokenizer: Any, args: argparse.Namespace, choose: Any, guess: Any) -> None:
+        from aero_compile.decoding.dialog import end_ids
+
         self._session, self._stop, self._most, self._how = (
             session,
             [*map(typed, args.stop)],
@@ -119,7 +127,7 @@ class _Writes:
             (choose, guess),
         )
         self._raw = tokenizer.backend_tokenizer
-        self._ends = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+        self._ends = end_ids(tokenizer)
 
     def answer(self, dialog: Any, message: str) -> None:
         """Answer a message, with no more tokens than there is room for."""

@@ -31,7 +31,7 @@ def add_draft(parser: argparse.ArgumentParser) -> None:
     text = (
         "guess tokens in the clear, which are checked several at once and leave the text as it is: ngram (what "
         "followed the last tokens before follows again), or a small public model with the same tokenizer: an artifact, "
-        "a folder or a Hub name, as safetensors"
+        "a folder or a Hub name, as safetensors, or a GGUF file"
     )
     group.add_argument("--draft", metavar="MODEL", help=text)
     text = "tokens to guess at once (default: as many as the server checks, serve --checks)"

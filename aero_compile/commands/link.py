@@ -68,7 +68,10 @@ def add_client(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """Add what a client needs: the server, what is accepted of it, and the tokenizer."""
     add = parser.add_argument
     add("--server", required=required, metavar="HOST:PORT", help="where aero-compile serve listens")
-    text = "the model's tokenizer: a tokenizer.json, a folder that has one, or a Hub name"
+    text = (
+        "the model's tokenizer: a tokenizer.json, a folder that has one, a GGUF file (of which nothing else is read), "
+    )
+    text += "or a Hub name"
     add("--tokenizer", required=required, metavar="PATH", help=text)
     add_way(parser, "client")
     add("--server-name", metavar="NAME", help="name in the server's certificate (default: the host of --server)")

@@ -8,8 +8,8 @@ from typing import Any
 from aero_compile.lengths import DEFAULT_LENGTH
 
 MODEL = (
-    "Hub name{hub}, local folder, config.json, saved artifact, package.module:factory, or one of the shapes tiny, "
-    "gpt2, pythia-70m"
+    "Hub name{hub}, local folder, GGUF file, config.json, saved artifact, package.module:factory, or one of the shapes "
+    "tiny, gpt2, pythia-70m"
 )
 
 

@@ -1,7 +1,8 @@
 """Serve a model to clients that keep their texts to themselves: they get logits, and no weights.
 
-What is served is a saved artifact, which is compiled here, or a folder of compiled programs. The log goes to standard
-error, one JSON object a line, without tokens, logits or keys. SIGINT and SIGTERM end the server.
+What is served is a model, which is compiled here (a saved artifact, a GGUF file, or a folder of a Hugging Face model),
+or a folder of compiled programs. The log goes to standard error, one JSON object a line, without tokens, logits or
+keys. SIGINT and SIGTERM end the server.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def counts(text: str) -> tuple[int, ...]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     add = parser.add_argument
-    add("source", metavar="ARTIFACT", type=Path, help="saved artifact, or folder of compiled programs")
+    text = "saved artifact, GGUF file, folder of a Hugging Face model, or folder of compiled programs"
+    add("source", metavar="MODEL", type=Path, help=text)
     add("--listen", required=True, metavar="HOST:PORT", help="where clients find it")
     text = (
         "tokens that a generated text may have with its prompt; several divided by commas: a text grows through them; "
@@ -93,8 +95,8 @@ def run(args: argparse.Namespace) -> int:
     from aero_compile.serving.server import serve
 
     asked = {name: getattr(args, name) for name in vars(Limits()) if getattr(args, name, None) is not None}
-    if not args.source.is_dir():
-        raise InputError(f"there is no folder {args.source}")
+    if not args.source.exists():
+        raise InputError(f"there is no file or folder {args.source}")
     if args.max_prepared_rows and not args.offline:
         raise InputError(f"--prepare {args.max_prepared_rows} is of what is prepared before the tokens: add --offline")
     if args.offline and args.lengths:

@@ -13,6 +13,7 @@ from typing import Any
 from aero_compile.errors import InputError
 from aero_compile.files import GRAPH_FILE, artifact_folder
 from aero_compile.runtime.generation.session import Guess
+from aero_compile.training.gguf_header import is_gguf
 
 NGRAM = "ngram"
 """The name of the draft that needs no model."""
@@ -84,7 +85,7 @@ def make_draft(name: str, tokenizer: Any) -> Draft:
 
     Args:
         name: "ngram"; or a public model, which runs in the clear on this machine: a saved artifact, a folder with
-            weights as safetensors, or a Hub name. Nothing that is loaded is executed or unpickled.
+            weights as safetensors, a GGUF file, or a Hub name. Nothing that is loaded is executed or unpickled.
         tokenizer: of the private model. A draft that comes with another one, or knows fewer tokens, is refused.
 
     Raises:
@@ -107,9 +108,14 @@ def _load(name: str) -> tuple[Any, int | None, int]:
 
         artifact = load(name)
         return optimize_for_inference(artifact, logits="last"), artifact.max_positions, artifact.vocab_size
+    from aero_compile.training.gguf_models import load_gguf
     from aero_compile.training.models import load_pretrained
 
-    model: Any = load_pretrained(name, "--draft", use_safetensors=True, trust_remote_code=False)
+    model: Any = (
+        load_gguf(name)
+        if is_gguf(name)
+        else load_pretrained(name, "--draft", use_safetensors=True, trust_remote_code=False)
+    )
     return model.eval(), getattr(model.config, "max_position_embeddings", None), int(model.config.vocab_size)
 
 

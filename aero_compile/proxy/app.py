@@ -107,9 +107,10 @@ class _API:
 
     async def chat(self, request: Request) -> Response:
         form = await _read(request, ChatForm)
-        ids = self._writer.encode(self._rendered(form))
+        text = self._rendered(form)
+        ids = self._writer.encode_conversation(text, request.scope[CALLER])
         fits = max(1, min(CHAT_TOKENS, self._writer.most_new_tokens(len(ids))))
-        return await self._answer(request, form, Chat(self._name), [ids], fits)
+        return await self._answer(request, form, Chat(self._name), [ids], fits, text)
 
     def _rendered(self, form: ChatForm) -> str:
         """The conversation as the model's template writes it."""
@@ -126,11 +127,19 @@ class _API:
             raise HTTPException(404, f"there is no model {name!r} here, only {self._name!r}")
 
     async def _answer(
-        self, request: Request, form: Form, form_of_answer: Completion, prompts: list[list[int]], tokens: int
+        self,
+        request: Request,
+        form: Form,
+        form_of_answer: Completion,
+        prompts: list[list[int]],
+        tokens: int,
+        conversation: str = "",
     ) -> Response:
         self._known(form.model)
         sampling = Sampling(form.temperature, form.top_p, form.seed)
-        wanted = [Wanted(ids, form.most_tokens or tokens, sampling, form.stops, form.top) for ids in prompts]
+        wanted = [
+            Wanted(ids, form.most_tokens or tokens, sampling, form.stops, form.top, conversation) for ids in prompts
+        ]
         for one in wanted:
             self._writer.check(one)
         count = sum(len(ids) for ids in prompts)

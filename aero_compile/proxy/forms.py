@@ -150,7 +150,9 @@ def read_form(kind: type[F], body: bytes) -> F:
     if not isinstance(content, dict):
         raise BadRequestError("the body is no JSON object")
     asked = {
-        name: value for name, value in content.items() if value is not None and NEUTRAL.get(name, _NOTHING) != value
+        name: _given(value)
+        for name, value in content.items()
+        if value is not None and NEUTRAL.get(name, _NOTHING) != value
     }
     try:
         return kind.model_validate_json(json.dumps(asked))
@@ -158,10 +160,21 @@ def read_form(kind: type[F], body: bytes) -> F:
         found = error.errors(include_url=False, include_context=False, include_input=False)
         field = str(found[0]["loc"][0]) if found[0]["loc"] else None
         if found[0]["type"] == "extra_forbidden":
-            raise BadRequestError(f"{field} is not supported here; leave it out", field) from error
+            place = ".".join(map(str, found[0]["loc"]))
+            raise BadRequestError(f"{place} is not supported here; leave it out", field) from error
         # Of a field that may have several forms there is one for each.
         said = dict.fromkeys(each["msg"] for each in found if each["loc"][:1] == found[0]["loc"][:1])
         raise BadRequestError(f"{field}: {'; or: '.join(said)}", field) from error
+
+
+def _given(value: Any) -> Any:
+    """A field without what its objects leave open: an answer that is sent back has `refusal: null`, and more such."""
+    if not isinstance(value, list):
+        return value
+    return [
+        {name: part for name, part in each.items() if part is not None} if isinstance(each, dict) else each
+        for each in value
+    ]
 
 
 _NOTHING = object()

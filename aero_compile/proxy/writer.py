@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from aero_compile.decoding.dialog import Transcript, end_ids
 from aero_compile.decoding.sampling import Sampler, Sampling, likeliest, log_probabilities
 from aero_compile.decoding.text import TextStream
 from aero_compile.errors import InputError, OutOfRangeError, PartyError
@@ -69,6 +70,7 @@ class Wanted:
     """A text to write: behind `ids`, at most `most_tokens`, up to one of the strings `stop`.
 
     `top`: how many of the likeliest tokens are listed for each, with log-probabilities; None: none of that.
+    `conversation`: the text that `ids` spell, where the caller may go on from it and the answer; "" of others.
     """
 
     ids: list[int]
@@ -76,6 +78,7 @@ class Wanted:
     sampling: Sampling
     stop: list[str]
     top: int | None = None
+    conversation: str = ""
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,8 @@ class Writer:
         self._raw = tokenizer.backend_tokenizer
         self._open, self._draft, self._most = open_session, draft, sessions
         self._sessions: dict[str, _Held] = {}  # the one that was used last is the last
+        self._conversations: dict[str, Transcript] = {}
+        self._ends = end_ids(tokenizer)
         self._turn = asyncio.Lock()
         self._waiting = 0
         self.room = self.vocabulary = 0
@@ -171,6 +176,7 @@ class Writer:
     def _end(self, caller: str) -> None:
         """End a caller's session, which may be broken."""
         held = self._sessions.pop(caller, None)
+        self._conversations.pop(caller, None)
         if held is not None:
             with contextlib.suppress(PartyError, OSError):
                 held.session.close()
@@ -187,6 +193,11 @@ class Writer:
     def encode(self, text: str) -> list[int]:
         """The ids of a text, as it is: without special tokens around it."""
         return list(self._raw.encode(text, add_special_tokens=False).ids)
+
+    def encode_conversation(self, text: str, caller: str) -> list[int]:
+        """The ids of a conversation; those of the caller's last one and its answer stay where it begins with them."""
+        held = self._conversations.get(caller)
+        return self.encode(text) if held is None else held.encode(text)
 
     def check(self, wanted: Wanted) -> None:
         """Raise InputError for a text that this model cannot go on with."""
@@ -213,7 +224,7 @@ class Writer:
         """
         self.check(wanted)
         queue: asyncio.Queue[Piece | None] = asyncio.Queue()
-        job = _Job(wanted, caller, self.tokenizer, asyncio.get_running_loop(), queue)
+        job = _Job(wanted, caller, self.tokenizer, self._ends, asyncio.get_running_loop(), queue)
         task = asyncio.create_task(self._take_turn(job))
         task.add_done_callback(lambda _: queue.put_nowait(None))
         try:
@@ -221,10 +232,20 @@ class Writer:
                 yield piece
             made = task.result()
             if made is not None:
-                yield Piece(job.text.finish())
+                rest = job.text.finish()
+                self._keep(job, made, rest)
+                yield Piece(rest)
                 yield Ending(job.reason, made)
         finally:
             job.unwanted.set()
+
+    def _keep(self, job: _Job, made: Generation, rest: str) -> None:
+        """Hold a conversation with its answer, unless a stop string cut that in the middle of its ids."""
+        if not job.wanted.conversation or job.text.stopped or job.caller not in self._sessions:
+            return
+        held = self._conversations.setdefault(job.caller, Transcript(self.tokenizer))
+        answer = [each for each in made.ids if each not in job.ends]
+        held.keep(job.wanted.conversation + job.said + rest, [*job.wanted.ids, *answer])
 
     async def _take_turn(self, job: _Job) -> Generation | None:
         if self._waiting > MOST_WAITING:
@@ -260,12 +281,13 @@ class _Job:
         wanted: Wanted,
         caller: str,
         tokenizer: Any,
+        ends: tuple[int, ...],
         loop: asyncio.AbstractEventLoop,
         queue: asyncio.Queue[Piece | None],
     ) -> None:
         self.wanted, self.caller = wanted, caller
         self.choose = Sampler(wanted.sampling)
-        self.ends = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+        self.ends, self.said = ends, ""
         self.text = TextStream(tokenizer.backend_tokenizer, wanted.ids, wanted.stop)
         self.unwanted = threading.Event()
         self.begun = False
@@ -277,6 +299,7 @@ class _Job:
         self.begun = True
         ended = token.id in self.ends
         text = "" if ended else self.text.push(token.id)
+        self.said += text
         if ended or self.text.stopped:
             self.reason = "stop"
         self._loop.call_soon_threadsafe(self._queue.put_nowait, Piece(text, self._written(token)))

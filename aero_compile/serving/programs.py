@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -12,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from aero_compile.errors import InputError
-from aero_compile.files import artifact_folder
 from aero_compile.runtime.compilation import AUTO
 from aero_compile.runtime.generation.programs import INDEX
 from aero_compile.runtime.hosts.network_spec import parse_network
 from aero_compile.serving.journal import note
+from aero_compile.serving.models import load_model, model_digest, model_place, positions_of
 from aero_compile.serving.transport.agreement import versions
 
 PROGRAM = "program.json"
@@ -82,11 +81,11 @@ def find_programs(
 
     Args:
         source: a folder that `aero_compile.runtime.export` wrote or one of such folders, which is taken as it is; or
-            what is compiled: a saved artifact's folder or a model.
+            what is compiled: a saved artifact's folder, that of a Hugging Face model, a GGUF file, or a model.
         lengths: tokens of the whole texts that are compiled for, each at least 1.
         protocol: that is compiled for.
-        folder: where compiled programs are kept (mode 0700). Those of an artifact are found there again, under a name
-            made of the artifact's digest and the options.
+        folder: where compiled programs are kept (mode 0700). Those of a folder or file are found there again, under
+            a name made of its digest and the options.
         room: positions of texts that are generated, or of several rooms, through which they grow; None: none are.
         fills: how many positions from the first on of such a text are computed at once, one program for each; none:
             as many as `compile_generation` makes.
@@ -106,10 +105,10 @@ def find_programs(
         if found:
             sizes.refuse_any(source)
             return found
-        place = artifact_folder(Path(source))
-        sizes.check(_positions(place))
+        place = model_place(Path(source))
+        sizes.check(positions_of(place))
         parse_network(options.get("network", "loopback"))
-        source, key = _artifact(place, protocol, options)
+        source, key = load_model(place), _name(place, protocol, options)
     else:
         sizes.check(getattr(source, "max_positions", None))
     made: dict[str, Callable[[Path], None]] = {
@@ -131,29 +130,17 @@ def _exported(place: Path) -> list[Path]:
     return sorted(each.parent for name in (PROGRAM, INDEX) for each in place.glob(f"*/{name}"))
 
 
-def _positions(place: Path) -> int | None:
-    """The longest text of an artifact's model; its weights are not read."""
-    from aero_compile.artifact import GRAPH_FILE, read_document
-
-    if not (place / GRAPH_FILE).is_file():
-        raise InputError(f"{place} holds neither programs ({PROGRAM}) nor a saved artifact ({GRAPH_FILE})")
-    found = read_document(place).get("max_positions")
-    return found if isinstance(found, int) else None
-
-
-def _artifact(place: Path, protocol: str, options: dict[str, Any]) -> tuple[Any, str]:
-    """The model of an artifact, and the name that its programs have with these options."""
-    from aero_compile.artifact import GRAPH_FILE, load
+def _name(place: Path, protocol: str, options: dict[str, Any]) -> str:
+    """The name that the programs of a model have with these options, whose texts become batches."""
     from aero_compile.runtime.inference import batches
 
-    model = load(place)
-    said = hashlib.sha256((place / GRAPH_FILE).read_bytes())  # it names the weights by their digest
+    said = model_digest(place)
     texts = options["calibration"] = batches(options.get("calibration")) or None
     for text in texts or ():
         said.update(repr(text.tolist()).encode())
     others = sorted((name, repr(value)) for name, value in options.items() if name != "calibration")
     said.update(repr((protocol, sorted(versions().items()), others)).encode())
-    return model, f"{said.hexdigest()[:16]}-"
+    return f"{said.hexdigest()[:16]}-"
 
 
 def _compiled(place: Path, keeps: bool, make: Callable[[Path], None]) -> Path:

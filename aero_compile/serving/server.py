@@ -159,8 +159,8 @@ def serve(
     """Serve a model's logits and texts until SIGINT or SIGTERM; see `aero_compile.connect` for the other end.
 
     Args:
-        source: a saved artifact's folder or a model, which is compiled here; or a folder of programs that were, or of
-            such folders.
+        source: what is compiled here (a saved artifact's folder, that of a Hugging Face model, a GGUF file, or a
+            model), or a folder of programs that were, or of such folders.
         address: "host:port" to listen at.
         lengths: of whole texts, in tokens; a client fills its text up to the next.
         room: tokens that a generated text may have with its prompt; None: the server generates nothing. Of several
@@ -169,8 +169,8 @@ def serve(
         checks: how many tokens are checked at once where the client guesses, one program for each number.
         running_sums: let both parties hold one sum instead of the values of all positions, of heads that attend to all
             of them alike; then what is held of a text only goes on (`compile_generation`).
-        folder: where compiled programs and their weights are kept (mode 0700); an artifact's are found there again. By
-            default they go when the server does.
+        folder: where compiled programs and their weights are kept (mode 0700); those of a file or folder are found
+            there again. By default they go when the server does.
         protocol: "cheetah" (secure against semi-honest parties) or "semi2k" (for tests: the server could open shares).
         compiling: options of `aero_compile.runtime.compile_model`.
         log: a text file for the log, a JSON object a line; standard error by default.

@@ -18,6 +18,7 @@ from aero_compile.model import TransformedModel
 from aero_compile.passes.softmax_temperature import SoftmaxTemperature
 from aero_compile.passes.static_attention import StaticAttention
 from aero_compile.recipe.recipe import Recipe, resolve
+from aero_compile.training.gguf_header import is_gguf, read_header
 from aero_compile.training.hub_access import NO_COPY, copies_alone, is_offline
 from aero_compile.training.options import DEFAULT_WEIGHT, RetrainOptions
 from aero_compile.training.sources import cause_line
@@ -69,6 +70,8 @@ def find_model(name: str, *, from_scratch: bool, overrides: str | None, context:
         raise InputError("--model is empty")
     path = Path(name).expanduser()
     changes = parse_overrides(overrides)
+    if is_gguf(path):
+        return _gguf(path, from_scratch, overrides)
     if name == "tiny":
         return _from_config(_shape(name, {"n_positions": max(context, 128)} | changes), name)
     if path.is_file() and path.suffix == ".json":
@@ -87,7 +90,7 @@ def find_model(name: str, *, from_scratch: bool, overrides: str | None, context:
     # Of a folder without a tokenizer transformers makes an empty one, which writes no text at all.
     own = name if (path.is_dir() and has_tokenizer(path)) or not (path.is_dir() or name in SHAPES) else None
     if from_scratch:
-        config = _shape(name, changes) if name in SHAPES else _load_config(name, changes)
+        config = _shape(name, changes) if name in SHAPES else _changed(load_config(name), changes)
         return _from_config(config, name, own)
     if overrides:
         raise InputError("--config-overrides changes models that start from scratch: add --from-scratch")
@@ -98,6 +101,8 @@ def find_model(name: str, *, from_scratch: bool, overrides: str | None, context:
 def find_shape(name: str, context: int) -> ModelSource:
     """Interpret `--model` where its weights do not matter: a configuration is enough where there is one."""
     path = Path(name).expanduser()
+    if is_gguf(path):
+        return _gguf_shape(path)
     fixed = (path.is_dir() and not (path / "config.json").is_file()) or (":" in name and not path.exists())
     return find_model(name, from_scratch=not fixed, overrides=None, context=context)
 
@@ -143,15 +148,19 @@ def _read_config(path: Path, changes: dict[str, Any]) -> Any:
         raise InputError(f"--model {path} is no model configuration: {cause_line(error)}") from error
 
 
-def _load_config(name: str, changes: dict[str, Any]) -> Any:
+def load_config(name: str) -> Any:
+    """Load the configuration of a Hub name or a folder.
+
+    Raises:
+        InputError: there is none, or it cannot be read.
+    """
     from transformers import AutoConfig
 
     try:
         with copies_alone(is_offline(name)):
-            config = AutoConfig.from_pretrained(name, local_files_only=is_offline(name))
+            return AutoConfig.from_pretrained(name, local_files_only=is_offline(name))
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"--model {name}: no configuration could be loaded: {_reason(name, error)}") from error
-    return _changed(config, changes)
 
 
 def _from_config(config: Any, name: str, tokenizer: str | None = None) -> ModelSource:
@@ -205,6 +214,29 @@ def _reason(name: str, error: BaseException) -> str:
     if is_offline(name):
         return NO_COPY
     return cause_line(error)
+
+
+def _gguf(path: Path, from_scratch: bool, overrides: str | None) -> ModelSource:
+    from aero_compile.training.gguf_models import load_gguf
+
+    if from_scratch or overrides:
+        raise InputError("a GGUF file is taken with its weights: no --from-scratch or --config-overrides with it")
+    header = read_header(path)
+    own = str(path) if header.values.get("tokenizer.ggml.tokens") else None
+    positions = header.size("context_length")
+    return ModelSource(
+        f"GGUF file {path}", lambda _vocab, _end: load_gguf(path), tokenizer=own, pretrained=True, positions=positions
+    )
+
+
+def _gguf_shape(path: Path) -> ModelSource:
+    """The architecture of a GGUF file with random weights, and its own vocabulary."""
+    from aero_compile.training.gguf_models import gguf_config
+
+    config = gguf_config(path)
+    source = _from_config(config, str(path))
+    own = int(config.vocab_size)
+    return replace(source, build=lambda _vocab, end: source.build(own, end))
 
 
 def _artifact(path: Path, from_scratch: bool, overrides: str | None) -> ModelSource:

@@ -9,6 +9,7 @@ from typing import Any
 
 from aero_compile.errors import DataError, InputError
 from aero_compile.files import artifact_folder
+from aero_compile.training.gguf_header import is_gguf
 from aero_compile.training.hub_access import NO_COPY, copies_alone, is_offline
 from aero_compile.training.sources import cause_line
 
@@ -18,9 +19,9 @@ SMALLEST_VOCABULARY = 257
 
 
 def load_tokenizer(name: str | Path) -> Any:
-    """A fast Hugging Face tokenizer from a Hub name, a folder, or a `tokenizer.json`.
+    """A fast Hugging Face tokenizer from a Hub name, a folder, a `tokenizer.json`, or a GGUF file.
 
-    Raises DataError if it is not there or cannot be read.
+    Raises DataError if it is not there or cannot be read, InputError of a GGUF file.
     """
     from transformers import AutoTokenizer
 
@@ -28,7 +29,11 @@ def load_tokenizer(name: str | Path) -> Any:
     if path.is_dir() and (path / "tokenizer.json").is_file() and not (path / "tokenizer_config.json").is_file():
         path = path / "tokenizer.json"
     try:
-        if path.is_file():
+        if is_gguf(path):
+            from aero_compile.training.gguf_models import gguf_tokenizer
+
+            found = gguf_tokenizer(path)
+        elif path.is_file():
             from tokenizers import Tokenizer
 
             raw = Tokenizer.from_file(str(path))
@@ -39,6 +44,8 @@ def load_tokenizer(name: str | Path) -> Any:
             with copies_alone(offline):
                 found = AutoTokenizer.from_pretrained(place, local_files_only=offline)
         written = found("def text", add_special_tokens=False)["input_ids"]
+    except InputError:
+        raise
     # The tokenizers library raises bare Exception for a damaged file.
     except Exception as error:
         reason = cause_line(error)

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,14 @@ from torch import nn
 import aero_compile
 from aero_compile.artifact import read_document
 from aero_compile.errors import InputError, RecipeError, nearest
+from aero_compile.files import GRAPH_FILE
 from aero_compile.lengths import default_length
 from aero_compile.recipe.labels import plain_label
 from aero_compile.recipe.recipe import recipe_names, recipes, resolve
 from aero_compile.reporting.evaluate import estimated_row, private_row
 from aero_compile.reporting.report import Row, command_line
+from aero_compile.serving.models import load_model, model_place, positions_of
+from aero_compile.training.gguf_header import is_gguf
 from aero_compile.training.models import check_history, under_recipe
 from aero_compile.training.run_directory import versions
 from benchmarks.lib import paper
@@ -109,14 +112,16 @@ def row_key(row: Row) -> tuple[str, str, int | None, int]:
     return row.model, row.recipe, row.layers if row.model in SHAPES else None, row.seq_len
 
 
-def is_artifact(model: str) -> bool:
-    """Tell whether a `--model` is a folder rather than the name of a shape; raises for neither."""
+def is_saved(model: str) -> bool:
+    """True if a `--model` is a folder or a GGUF file rather than the name of a shape; raises for neither."""
     if model in SHAPES:
         return False
-    if Path(model).is_dir():
+    if Path(model).is_dir() or is_gguf(model):
         return True
     hint = "" if "/" in model else nearest(model, SHAPES)
-    raise InputError(f"--model {model!r} is neither a known shape nor the folder of a saved artifact{hint}")
+    raise InputError(
+        f"--model {model!r} is neither a known shape nor a GGUF file, nor the folder of a saved artifact or model{hint}"
+    )
 
 
 def tasks(args: argparse.Namespace) -> list[Task]:
@@ -124,11 +129,12 @@ def tasks(args: argparse.Namespace) -> list[Task]:
     names = recipe_names(args.recipes) if args.recipes else None
     found: list[Task] = []
     for model in args.model:
-        if is_artifact(model):
+        if is_saved(model):
+            place = model_place(model)
             if args.layers:
-                raise InputError(f"{model} is an artifact, which has its own layers: leave --layers out")
+                raise InputError(f"{model} is a saved model, which has its own layers: leave --layers out")
             for name in names or ():
-                check_history(read_document(Path(model)).get("history", ()), resolve(name))
+                check_history(_history(place), resolve(name))
             recipes_here: list[str | None] = [*names] if names else [None]
             found += [Task(model, name, t, None) for t in _lengths(args, model) for name in recipes_here]
         elif args.estimate and args.compare and model == IN_PAPER:
@@ -139,6 +145,11 @@ def tasks(args: argparse.Namespace) -> list[Task]:
                 Task(model, name, t, args.layers or LAYERS[model]) for t in _lengths(args, model) for name in names_here
             ]
     return list(dict.fromkeys(found))
+
+
+def _history(place: Path) -> Sequence[str]:
+    """The passes that a saved model has been through: an artifact alone has any."""
+    return read_document(place).get("history", ()) if (place / GRAPH_FILE).is_file() else ()
 
 
 def _lengths(args: argparse.Namespace, model: str) -> list[int]:
@@ -177,10 +188,9 @@ def check_lengths(todo: list[Task]) -> None:
 
 
 def positions(model: str) -> int | None:
-    """Return how many positions a named shape or an artifact has, None for any number; reads no weights."""
+    """Return how many positions a named shape or a saved model has, None for any number; reads no weights."""
     if model not in SHAPES:
-        limit = read_document(Path(model)).get("max_positions")
-        return limit if isinstance(limit, int) else None
+        return positions_of(model_place(model))
     with torch.device("meta"):
         built: Any = SHAPES[model](1)
     return int(built.config.max_position_embeddings)
@@ -189,8 +199,8 @@ def positions(model: str) -> int | None:
 def build(task: Task, seed: int) -> aero_compile.TransformedModel:
     """Return the model of a task, ready to run."""
     if task.recipe is None:
-        return aero_compile.load(task.model)
-    source = aero_compile.load(task.model) if task.layers is None else captured(task.model, task.layers, seed)
+        return load_model(model_place(task.model))
+    source = load_model(model_place(task.model)) if task.layers is None else captured(task.model, task.layers, seed)
     generator = torch.Generator().manual_seed(seed + 1)  # other tokens than the row is measured on
     length = default_length(source.max_positions, task.seq_len)
     tokens = torch.randint(0, source.vocab_size, (CALIBRATION_BATCH, length), generator=generator)

@@ -101,6 +101,7 @@ def _parts(
     step = partial(decode_step, model, 1, room, running_sums=running_sums)
     one = step()
     cut = partial(partition_step, spare=spare)
+    step = partial(step, checked=True)
     parts = {str(n): cut(step(n), 0, opens=False) for n in fills}
     parts |= {"advance": cut(one, opens=False), "step": cut(one)}
     for count in checks:
@@ -134,9 +135,9 @@ def _compiled(
         live = _named_apart(lowering(part, seen, options)(cached=left), name, weights | published)
         left = tuple(map(hull, left, live.left)) if left else live.left
         refuse_outside(model, live, seen, options, text)
-        weights |= live.weights
-        published |= live.published
-        lowered[name] = live
+        weights, published = {**live.weights, **weights}, {**live.published, **published}
+        # Of a weight that several programs read one array is held.
+        lowered[name] = replace(live, weights={each: weights[each] for each in live.weights})
     codes: dict[str, str] = {}
     programs: dict[str, Program] = {}
     for name, live in lowered.items():

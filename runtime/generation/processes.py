@@ -64,6 +64,11 @@ class ProcessDecoder:
         self._say({"do": "prepare", "programs": list(programs)})
         return Cost(**self._wait("answer")["cost"])
 
+    @property
+    def processes(self) -> dict[str, int]:
+        """Ids of the parties' processes of this machine, by role."""
+        return {party.role: party.process.pid for party in self._parties}
+
     def close(self) -> None:
         """End all processes, politely if they still run."""
         self._say({"do": "close"})

@@ -23,7 +23,7 @@ _STORAGE, _ADDITIVE, _BITS = b"*", b"AShr<FM64>", b"BShr"
 
 
 def read_words(share: Any, ring: int = 64, bits: bool = False) -> Words:
-    """Return the words of `share`, uint64 [elements], in the order of the elements.
+    """Return the words of `share`, uint64 [elements], in the order of the elements; they are not to be written to.
 
     `ring`: in which it is, of 64 or 32 bits. `bits`: it is one of single bits, which are XORed.
 
@@ -34,8 +34,10 @@ def read_words(share: Any, ring: int = 64, bits: bool = False) -> Words:
     if f"<FM{ring}".encode() not in meta or (_BITS in meta) != bits or (bits and b",1>" not in meta):
         form = "shares of single bits" if bits else "additive shares"
         raise PartyError(f"a kernel takes {form} in the {ring}-bit ring, not {meta!r}")
-    content = b"".join(bytes(chunk)[_start(bytes(chunk)) :] for chunk in share.share_chunks)
-    return np.frombuffer(content, f"<u{ring // 8}").astype(np.uint64)
+    # Of a matrix of weights each copy counts: they are read anew by every rehearsal.
+    parts = [memoryview(chunk)[_start(chunk) :] for chunk in map(bytes, share.share_chunks)]
+    content = parts[0] if len(parts) == 1 else b"".join(parts)
+    return np.frombuffer(content, f"<u{ring // 8}").astype(np.uint64, copy=False)
 
 
 def as_bits(share: Any) -> Any:

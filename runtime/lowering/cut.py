@@ -15,8 +15,21 @@ from aero_compile.runtime.lowering.live import LiveStep
 from aero_compile.runtime.program_parts import KernelStep
 
 
-def cut(step: LiveStep) -> list[LiveStep | KernelStep]:
-    """Cut a step into pieces and calls of kernels, in the order in which they run; the last piece gives its results."""
+def cut(step: LiveStep, traces: dict[str, Any] | None = None) -> list[LiveStep | KernelStep]:
+    """Cut a step into pieces and calls of kernels, in the order in which they run; the last piece gives its results.
+
+    `traces`: traced functions by the keys of their steps, which is added to. Steps with one key compute the same (the
+    layers of a transformer), so that each is traced once, unless a kernel of it knows the place that it is for.
+    """
+    known = {} if traces is None else traces
+    closed = known[step.key] if step.key in known else _traced(step)
+    calls = [eqn for eqn in closed.jaxpr.eqns if _is_call(eqn)]
+    if not any(eqn.params["kernel"].for_text for eqn in calls):
+        known[step.key] = closed
+    return _Pieces(step, closed).found() if calls else [step]
+
+
+def _traced(step: LiveStep) -> Any:
     import jax
 
     argument: Any = jax.ShapeDtypeStruct
@@ -24,10 +37,7 @@ def cut(step: LiveStep) -> list[LiveStep | KernelStep]:
         argument(shape, np.float32 if dtype == "float64" else dtype)
         for shape, dtype in zip(step.shapes, step.dtypes, strict=True)
     ]
-    closed = jax.make_jaxpr(step.function)(*arguments)
-    if not any(_is_call(eqn) for eqn in closed.jaxpr.eqns):
-        return [step]
-    return _Pieces(step, closed).found()
+    return jax.make_jaxpr(step.function)(*arguments)
 
 
 class _Pieces:

@@ -77,7 +77,8 @@ class Inputs:
             slot.inputs.setdefault(name, (array.shape, np.dtype(self.dtype).name))
             return Ref(name)
         if owned:
-            array = array.astype(self.dtype)  # SPU's inputs of the server are numbers, flags and counts too
+            # SPU's inputs of the server are numbers, flags and counts too.
+            array = array.astype(self.dtype, copy=False)
             name = self._weight(value, known, array)
             slot.inputs.setdefault(name, (array.shape, array.dtype.name))
             return Ref(name)

@@ -61,9 +61,12 @@ def _is_floats(value: Any) -> bool:
 
 
 def _doublings(weight: Tensor, fraction_bits: int) -> int:
+    unit = 2.0**-fraction_bits
+    # Most weights are far from small, which numbers of half the width show as well.
+    if float(weight.detach().float().square().mean().sqrt()) > 2 * FEW_UNITS * unit:
+        return 0
     size = weight.detach().double()
     rms, most = float(size.square().mean().sqrt()), float(size.abs().max())
-    unit = 2.0**-fraction_bits
     if not 0 < rms < FEW_UNITS * unit:  # False for NaN
         return 0
     return max(0, min(math.ceil(math.log2(ENOUGH_UNITS * unit / rms)), math.floor(math.log2(LARGEST / most))))

@@ -42,7 +42,8 @@ def compile_steps(
     """
     spu, form = import_spu(), (fraction_bits, field, live.offline)
     codes: dict[str, str] = {SET_UP: known.get(SET_UP) or _compile(spu, warm_up.STEP, form, ())}
-    pieces = [(piece, number > 0) for step in live.steps for number, piece in enumerate(_cut(step, form))]
+    traces: dict[str, Any] = {}
+    pieces = [(piece, number > 0) for step in live.steps for number, piece in enumerate(_cut(step, form, traces))]
     for piece, _ in pieces:
         compiled = _preparation(piece) if isinstance(piece, KernelStep) else piece
         if compiled is not None and compiled.key not in codes:
@@ -121,9 +122,9 @@ def _product_of(joined: Joined) -> LiveStep:
     )
 
 
-def _cut(step: LiveStep, form: tuple[int, int, bool]) -> list[LiveStep | KernelStep]:
+def _cut(step: LiveStep, form: tuple[int, int, bool], traces: dict[str, Any]) -> list[LiveStep | KernelStep]:
     with _tracing(step, form):
-        return cut(step)
+        return cut(step, traces)
 
 
 def _compile(spu: Any, step: LiveStep, form: tuple[int, int, bool], published: Container[str]) -> str:

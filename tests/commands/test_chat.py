@@ -159,3 +159,32 @@ def test_a_text_gets_no_more_tokens_than_fit_where_no_number_is_given(
     free = [word for word in arguments if word not in ("--max-tokens", "4")]
     assert main([*free, "--raw", "--prompt", words([3] * (ROOM - 4))]) == 0
     assert "5 generated" in capsys.readouterr().err
+
+
+def test_instructions_come_first_and_the_end_of_a_turn_ends_an_answer(
+    asked: tuple[list[str], ClearDecoder],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Whatever token the template writes after an answer: here the second one that the model goes on with."""
+    arguments, decoder = asked
+    template = TEMPLATE.replace("else 'w2'", "else 'w4' if m['role'] == 'system' else 'w2'")
+    text = [4, 9, 1, 5, 2]
+    made = continuation(text, 4)
+    ends = (
+        f"{{% for m in messages %}}{{% if m['role'] == 'assistant' %}}{{{{ m['content'] }}}} w{made[1]} {{% endif %}}"
+    )
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": ends + "{% endfor %}{% if messages[-1]['role'] != 'assistant' %}" + template + "{% endif %}",
+        "additional_special_tokens": [f"w{made[1]}"],
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert main([*arguments, "--prompt", "w5", "--system", "w9"]) == 0
+    said, bill = capfd.readouterr()
+    assert said.split() == [f"w{made[0]}"]
+    assert "2 generated" in bill
+    decoder.closed = False
+    assert main([*arguments, "--prompt", "w5", "--system", "w9", "--raw"]) == 2
+    assert "--raw goes on with a text as it is" in capfd.readouterr().err

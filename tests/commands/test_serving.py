@@ -169,7 +169,7 @@ def test_mistakes_end_with_2(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["serve", "nowhere", "--listen", "127.0.0.1:1", "--insecure-plain"], "there is no folder nowhere"),
+        (["serve", "nowhere", "--listen", "127.0.0.1:1", "--insecure-plain"], "there is no file or folder nowhere"),
         (["serve", ".", "--listen", "127.0.0.1:1"], "no certificates: give --certs DIR"),
         (
             ["serve", ".", "--listen", "127.0.0.1:1", "--insecure-plain", "--max-tokens-per-client", "5"],

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from aero_compile.decoding.dialog import Dialog, rendered
+from aero_compile.decoding.dialog import Dialog, Transcript, end_ids, rendered
 from aero_compile.errors import InputError
 from aero_compile.training.tokenizer import END_OF_TEXT, train_tokenizer
+from tests.support.budgets import few
 from tests.support.made_once import made_once
 
 PLAIN = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
@@ -76,6 +80,53 @@ def test_messages_that_a_template_refuses_are_not_taken() -> None:
     for _ in range(2):
         with pytest.raises(InputError, match="refuses these messages: enough"):
             dialog.ask("c")
+
+
+def test_instructions_are_what_the_template_writes_first() -> None:
+    dialog = Dialog(tokenizer(PLAIN), "be brief")
+    assert text(dialog.ask("what is it")) == "system: be brief\nuser: what is it\nassistant: "
+    dialog.answer("a ball", encoded("a ball"))
+    assert text(dialog.ask("red")).startswith("system: be brief\nuser: what is it\nassistant: a ball\nuser: red")
+    refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system here') }}{% endif %}" + PLAIN
+    with pytest.raises(InputError, match="no system here"):
+        Dialog(tokenizer(refuses), "be brief").ask("a")
+
+
+END_OF_TURN = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} <|turn|>\n{% endfor %}assistant: "
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [(None, [END_OF_TEXT]), (PLAIN, [END_OF_TEXT]), (ENDED, [END_OF_TEXT]), (END_OF_TURN, [END_OF_TEXT, "<|turn|>"])],
+)
+def test_an_answer_ends_with_what_the_template_writes_after_one(template: str | None, ends: list[str]) -> None:
+    found = copy.deepcopy(trained())
+    found.add_special_tokens({"additional_special_tokens": ["<|turn|>", "<|tool|>"]})
+    found.chat_template = template
+    assert end_ids(found) == tuple(found.convert_tokens_to_ids(ends))
+    found.end_ids = (found.convert_tokens_to_ids("<|tool|>"),)  # of a GGUF file
+    assert set(end_ids(found)) == {*found.convert_tokens_to_ids(ends), *found.end_ids}
+
+
+def test_a_template_that_refuses_answers_and_no_end_at_all() -> None:
+    found = copy.deepcopy(trained())
+    found.chat_template = "{{ raise_exception('never') }}"
+    assert end_ids(found) == (found.eos_token_id,)
+    found.eos_token = None
+    assert end_ids(found) == ()
+
+
+@few(max_examples=50)
+@given(st.lists(st.sampled_from(["the ball", " is", " red", "\n", "x"]), max_size=6), st.integers(0, 40))
+def test_a_transcript_keeps_the_ids_of_what_it_holds(parts: list[str], at: int) -> None:
+    said = "".join(parts)
+    transcript = Transcript(trained())
+    assert transcript.encode(said) == encoded(said)
+    held = said[:at]
+    letters = [each for letter in held for each in encoded(letter)]
+    transcript.keep(held, letters)
+    assert transcript.encode(said) == ([*letters, *encoded(said[at:])] if held else encoded(said))
+    assert transcript.encode("other" + said) == encoded("other" + said)
 
 
 def test_without_a_template_there_is_no_conversation() -> None:

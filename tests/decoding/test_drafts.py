@@ -16,6 +16,7 @@ from aero_compile.decoding.sampling import Sampler, Sampling
 from aero_compile.errors import InputError
 from tests.support.budgets import few
 from tests.support.clear_session import clear_session
+from tests.support.gguf_files import byte_tokenizer, write_gguf
 from tests.support.tiny_generation import VOCABULARY, eager_text, small_captured, small_gpt2
 from tests.support.words import save_words
 
@@ -80,6 +81,20 @@ def test_a_model_guesses_what_it_goes_on_with(kind: str, tmp_path: Path) -> None
     assert guess(long)[0] == eager_text(long[-16:], 1)[0]
     assert all(each < 5 for each in made(3, 5)([3, 1, 4]))  # no token that the private model lacks
     assert guess([VOCABULARY]) == []  # nor anything behind one that the draft lacks
+
+
+def test_a_gguf_file_guesses_what_its_model_goes_on_with(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    model: Any = write_gguf(tmp_path / "draft.gguf", "qwen2")
+    own = byte_tokenizer()
+    guess = make_draft(str(tmp_path / "draft.gguf"), own)(2, len(own))
+    wanted = [3, 1, 4]
+    with torch.no_grad():
+        for _ in range(2):
+            wanted.append(int(model(torch.tensor([wanted])).logits[0, -1].argmax()))
+    assert guess([3, 1, 4]) == wanted[3:]
+    with pytest.raises(InputError, match="has another tokenizer than --tokenizer"):
+        make_draft(str(tmp_path / "draft.gguf"), tokenizer(tmp_path / "words", VOCABULARY))
 
 
 def test_a_draft_for_other_tokens_is_refused(tmp_path: Path) -> None:

@@ -263,6 +263,32 @@ def test_a_template_may_refuse(endpoint: Endpoint) -> None:
         endpoint.client.chat.completions.create(model=NAME, messages=[{"role": "system", "content": "x"}])
 
 
+@pytest.mark.parametrize(("stop", "kept"), [([], True), (["\ufffe"], True), ("first", False)])
+def test_of_a_conversation_only_the_new_message_is_computed(endpoint: Endpoint, stop: Any, kept: bool) -> None:
+    """The model writes by other ids than the tokenizer would; they stay where its answer comes back whole."""
+    endpoint.writer.close()
+    endpoint.tokenizer.chat_template = TEMPLATE.replace("assistant:{%", "assistant: {%")
+    messages: list[Any] = [{"role": "user", "content": "for x"}]
+    asked: dict[str, Any] = {"model": NAME, "max_tokens": 9, "temperature": 0}
+    prompt = endpoint.writer.encode("user: for x\nassistant: ")
+    made = endpoint.continuation("user: for x\nassistant: ", 9)
+    try:
+        cut = [endpoint.text(made)[-1]] if stop == "first" else stop
+        first = endpoint.client.chat.completions.create(messages=messages, stop=cut, **asked)
+        said = first.choices[0].message.content
+        messages += [first.choices[0].message.model_dump(), {"role": "user", "content": "print"}]
+        text = f"user: for x\nassistant: {said}\nuser: print\nassistant: "
+        whole = endpoint.writer.encode(text)
+        rest = endpoint.writer.encode("\nuser: print\nassistant: ")
+        assert whole != [*prompt, *made, *rest]
+        second = endpoint.client.chat.completions.create(messages=messages, **asked)
+        assert second.usage.prompt_tokens == (len(prompt) + len(made) + len(rest) if kept else len(whole))
+        if kept:
+            assert second.usage.model_extra["cost"]["messages"] == len(rest) + 27  # the answer's last token is new, too
+    finally:
+        endpoint.tokenizer.chat_template = TEMPLATE
+
+
 def test_without_a_template_there_is_no_chat(endpoint: Endpoint) -> None:
     endpoint.tokenizer.chat_template = None
     try:

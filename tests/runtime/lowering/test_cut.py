@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from aero_compile.runtime.kernels.cached_product import CachedProduct
 from aero_compile.runtime.kernels.calls import call_kernel
 from aero_compile.runtime.kernels.exponential_factors import ExponentialFactors
 from aero_compile.runtime.lowering.cut import cut
@@ -120,3 +121,43 @@ def test_equal_steps_have_equal_keys_and_others_have_not() -> None:
 def test_a_call_that_is_not_cut_off_is_never_compiled() -> None:
     with pytest.raises(NotImplementedError):
         jax.jit(exponential)(np.ones(3, np.float32))
+
+
+def test_steps_with_one_key_are_traced_once_and_keep_their_names() -> None:
+    traced: list[str] = []
+
+    def step(layer: int, key: str) -> LiveStep:
+        def function(x: Any, y: Any) -> tuple[Any, Any]:
+            traced.append(f"x{layer}")
+            return once(x, y)
+
+        inputs, outputs = (f"x{layer}", f"y{layer}"), (f"first{layer}", f"second{layer}")
+        return LiveStep("once", f"layer {layer}", key, inputs, outputs, ((3, 4),) * 2, ("float32",) * 2, function)
+
+    traces: dict[str, Any] = {}
+    found = [cut(step(layer, key), traces) for layer, key in enumerate("aab")]
+    assert traced == ["x0", "x2"]
+    for layer, pieces in enumerate(found):
+        assert {piece.place for piece in pieces} == {f"layer {layer}"}
+        names = {name for piece in pieces for name in (*piece.inputs, *piece.outputs)}
+        assert {f"x{layer}", f"y{layer}", f"first{layer}", f"second{layer}"} <= names
+        assert all(str(layer) in name for name in names)
+        assert [len(piece.inputs) for piece in pieces] == [len(piece.inputs) for piece in found[0]]
+
+
+def test_a_kernel_that_knows_its_place_is_traced_anew() -> None:
+    shapes = ((2, 1, 3), (2, 3, 4))
+    traces: dict[str, Any] = {}
+
+    def step(site: str) -> LiveStep:
+        kernel = CachedProduct(site, True, 1, 0, 1, 3, 4)
+        return LiveStep(
+            *("scores", site, "a", ("x", "y"), ("z",), shapes, ("float32",) * 2),
+            lambda x, y: (call_kernel(kernel, x, y)[0] * 0.5,),
+        )
+
+    for site in ("one", "other"):
+        (kernel,) = (piece.kernel for piece in cut(step(site), traces) if isinstance(piece, KernelStep))
+        assert isinstance(kernel, CachedProduct)
+        assert kernel.site == site
+    assert traces == {}
