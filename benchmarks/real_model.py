@@ -38,7 +38,7 @@ from aero_compile.runtime.generation.private import local_decoder
 from aero_compile.runtime.generation.processes import ProcessDecoder
 from aero_compile.runtime.generation.programs import CompiledGeneration, Programs
 from aero_compile.runtime.generation.session import Session
-from aero_compile.runtime.generation.texts import prepared_for, runs_of_text
+from aero_compile.runtime.generation.texts import joined_runs, prepared_for, runs_of_text
 from aero_compile.runtime.hosts.network_spec import Network, parse_network
 from aero_compile.runtime.inference import check_prepare
 from aero_compile.runtime.kernels.column_encryption import ROWS
@@ -199,7 +199,9 @@ def prepared(
     steps = [name for name in names if name.startswith("step")]
     prompt = [name for name in names if name not in (*texts, *steps)]
     kinds = {"batches": batches, "text": texts, "prompt": prompt, "steps": steps}
-    costs = {kind: decoder.prepare(wanted) if wanted else Cost() for kind, wanted in kinds.items()}
+    costs = {
+        kind: decoder.prepare(joined_runs(programs, wanted)) if wanted else Cost() for kind, wanted in kinds.items()
+    }
     rows = ROWS * max(Counter(batches).values(), default=1)
     shares = [(costs["batches"], rows), (costs["text"], programs.room), (costs["steps"], max(1, len(steps)))]
     return costs, {name: sum(getattr(cost, name) / share for cost, share in shares) for name in ("bytes", "seconds")}
