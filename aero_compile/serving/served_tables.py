@@ -67,9 +67,10 @@ class TablesOffered:
         if not size:
             return None
         if size > LARGEST_TABLE:
+            without = "weights_at_client=False" if program.client_weights else "lookup='one-hot'"
             raise InputError(
                 f"{folder}: its encrypted table has {size:,} bytes, and clients take at most {LARGEST_TABLE:,}; "
-                "compile it with lookup='one-hot'"
+                f"compile it with {without}"
             )
         made_for = about(program, weights)
         if made_for not in self._made:

@@ -258,7 +258,7 @@ class Computation:
         side.exchanged = Exchanged()
         if isinstance(step, KernelStep):
             already = side.executions
-            side.prepared = prepared.pop(at, {}) or self._inputs.tables.get(step.inputs[-1], {})
+            side.prepared = prepared.pop(at, {}) or self._inputs.tables.get(step.encrypted, {})
             run_kernel(side, self._io, runtime, step)
             executions = side.executions - already
         else:

@@ -87,7 +87,7 @@ PUBLIC_KEY, FIRST_ROW = 0, 1
 Digits = npt.NDArray[np.int32]
 
 Held = Mapping[str, Words]
-"""What a party holds of a matrix: the server its "secrets" [pieces, N]; the client the "digits" of the parts b, int32
+"""What a party holds of a matrix: the server its "secret" [pieces, N]; the client the "digits" of the parts b, int32
 [digits, 2·inner, columns] as words, the "seed", and the "public" keys' parts b [pieces, N]."""
 
 
@@ -121,7 +121,7 @@ def encrypted_weights(weights: Words, seed: Words, draw: Draw = os.urandom) -> t
             span = slice(piece * DEGREE, min(columns, (piece + 1) * DEGREE))
             found[:, first:last, span] = _part_b(part_a, secret, rows[first:last, span], draw)
     digits = found.ravel().view(np.uint64).reshape(sizes(inner, columns)["digits"])
-    return {"secrets": secrets.view(np.uint64)}, {"digits": digits, "seed": seed, "public": public}
+    return {"secret": secrets.view(np.uint64)}, {"digits": digits, "seed": seed, "public": public}
 
 
 def multiplied(held: Held, x: Words, draw: Draw = os.urandom) -> Iterator[tuple[Words, Words, slice]]:
@@ -147,7 +147,7 @@ def multiplied(held: Held, x: Words, draw: Draw = os.urandom) -> Iterator[tuple[
 def opened(held: Held, received: Iterator[Words]) -> Words:
     """Decrypt what `multiplied` sent, each polynomial when it arrives: the server's share [rows, columns]."""
     found, head = list[Words](), np.zeros(0, np.uint64)
-    for piece, (secret, words) in enumerate(zip(held["secrets"].view(np.int64), received, strict=True)):
+    for piece, (secret, words) in enumerate(zip(held["secret"].view(np.int64), received, strict=True)):
         if not piece:
             head, words = words[:, :DEGREE], words[:, DEGREE:]
         found.append(words + times(head, secret)[:, : words.shape[1]])
@@ -194,7 +194,7 @@ def _limbs(x: Words) -> npt.NDArray[np.float64]:
     numbers = np.concatenate([low, high], axis=1)
     lower = numbers.astype(np.int16)
     upper = numbers.astype(np.int64) - lower >> np.int64(LIMB_BITS)
-    return np.concatenate([lower, upper]).astype(np.float64)
+    return np.asarray(np.concatenate([lower, upper]).astype(np.float64))
 
 
 def _sums(limbs: npt.NDArray[np.float64], digits: Callable[[int, int, int], Digits]) -> Words:

@@ -161,7 +161,7 @@ def test_what_the_client_holds_is_uniform_and_its_words_are_not_the_weights() ->
     """Whatever the weights are; equal rows and equal matrices differ by uniform words, also under one seed."""
     weights, parts_a = np.zeros((40, 70), np.uint64), seed()
     (server, client), (_, again) = encrypt(weights, parts_a), encrypt(weights, parts_a)
-    assert (set(server), set(client)) == ({"secrets"}, {"digits", "seed", "public"})
+    assert (set(server), set(client)) == ({"secret"}, {"digits", "seed", "public"})
     assert {name: held.shape for name, held in client.items()} == sizes(40, 70)
     for digits in (_whole(client), _whole(client) - _whole(again), np.diff(_whole(client), axis=0)):
         assert spread(digits) < 6
@@ -183,7 +183,7 @@ def test_parts_b_decrypt_to_the_weights_with_the_secret_alone() -> None:
     weights = words_of((3, DEGREE + 2), np.random.default_rng(5))
     parts_a = seed()
     server, client = encrypt(weights, parts_a)
-    secrets = server["secrets"].view(np.int64)
+    secrets = server["secret"].view(np.int64)
     digits = client["digits"].view(np.int32).reshape(DIGITS, 6, -1)
     part_a = encrypted_weights._parts_a(parts_a.tobytes(), 0)[:, :6]
     for row, column in ((0, 0), (2, DEGREE - 1), (1, DEGREE), (5, 7), (3, DEGREE + 1)):
@@ -199,9 +199,9 @@ def test_public_keys_are_encryptions_of_zero() -> None:
     parts_a = seed()
     server, client = encrypt(np.zeros((1, DEGREE + 1), np.uint64), parts_a)
     zero = encrypted_weights.hashed(parts_a, 0, DEGREE)
-    for public, secret in zip(client["public"], server["secrets"].view(np.int64), strict=True):
+    for public, secret in zip(client["public"], server["secret"].view(np.int64), strict=True):
         assert np.abs((public + times(zero, secret)).view(np.int64)).max() <= LARGEST_ERROR
-    assert not np.array_equal(server["secrets"][0], server["secrets"][1])
+    assert not np.array_equal(server["secret"][0], server["secret"][1])
 
 
 def test_parts_a_are_hashed_from_the_seed_and_the_number_and_uniform() -> None:
