@@ -115,7 +115,7 @@ class Options:
         if self.weights_at_client and self.offline:
             raise InputError(
                 "weights_at_client=True is for forwards that nothing is prepared for, and offline=True prepares the "
-                "same products, by the batch for fewer bytes and seconds: leave one of them out"
+                "same products before the tokens are known, by the batch in fewer seconds: leave one of them out"
             )
         if self.weights_at_client and not self._can_encrypt:
             raise InputError(
