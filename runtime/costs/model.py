@@ -31,7 +31,7 @@ from aero_compile.runtime.generation.batches import batches_for, batches_of
 from aero_compile.runtime.generation.compilation import compile_for_generation
 from aero_compile.runtime.generation.programs import Programs
 from aero_compile.runtime.generation.texts import runs_of_text
-from aero_compile.runtime.hosts.lookup_files import table_size, weight_size
+from aero_compile.runtime.hosts.lookup_sizes import table_size, weight_size
 from aero_compile.runtime.hosts.measure import OFFLINE, batches_line, offline_line, offline_rows
 from aero_compile.runtime.hosts.network_spec import Network, parse_network
 from aero_compile.runtime.hosts.split import SPLIT, split_line, split_rows

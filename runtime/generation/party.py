@@ -38,7 +38,8 @@ from aero_compile.runtime.generation.programs import Programs
 from aero_compile.runtime.hosts.computation import config_of, print_event
 from aero_compile.runtime.hosts.ending import Deadline, die, end_orphaned, end_with_parent, leave
 from aero_compile.runtime.hosts.link import parse_address, watch_peer
-from aero_compile.runtime.hosts.lookup_files import FILES, Tables, encrypted_parts, read_tables
+from aero_compile.runtime.hosts.lookup_files import FILES, Tables, read_tables
+from aero_compile.runtime.hosts.lookup_sizes import encrypted_parts
 from aero_compile.runtime.hosts.party_inputs import Arrays, tls_config
 from aero_compile.runtime.hosts.party_process import agree_on, exit_code_of, meet, part, party_parser
 from aero_compile.runtime.kernels.column_encryption import ROWS

@@ -24,7 +24,8 @@ from aero_compile.runtime.generation.programs import CompiledGeneration
 from aero_compile.runtime.generation.session import Choose, Guess, Session
 from aero_compile.runtime.generation.texts import prepared_for, runs_of_text
 from aero_compile.runtime.hosts.link import free_addresses
-from aero_compile.runtime.hosts.lookup_files import FILES, table_size, weight_size
+from aero_compile.runtime.hosts.lookup_files import FILES
+from aero_compile.runtime.hosts.lookup_sizes import table_size, weight_size
 from aero_compile.runtime.hosts.network import Relay
 from aero_compile.runtime.hosts.network_spec import UNLIMITED, Network, parse_network
 from aero_compile.runtime.hosts.parties import (

@@ -15,26 +15,25 @@ import os
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from aero_compile.errors import InputError
 from aero_compile.files import refuse_exposed, write_private
-from aero_compile.runtime.kernels.encrypted_weights import encrypted_weights, sizes
-from aero_compile.runtime.kernels.lookup_table import Held, degree_for, encrypted_table
+from aero_compile.runtime.hosts.lookup_sizes import MAGIC, LooksUp, layout, table_size
+from aero_compile.runtime.kernels.encrypted_weights import encrypted_weights
+from aero_compile.runtime.kernels.lookup_table import Held, encrypted_table
 from aero_compile.runtime.kernels.ring_encryption import SEED_WORDS, uniform
 from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.offline.prepare import encoded
 from aero_compile.runtime.offline.store import fingerprint
-from aero_compile.runtime.program_parts import ClientMatrix
 from aero_compile.runtime.roles import CLIENT, SERVER
+from aero_compile.runtime.spu_config import import_spu, runtime_config
 
 FILES = {SERVER: "lookup_key.npz", CLIENT: "lookup_table.bin"}
 """What each role has, beside the program."""
-
-MAGIC = b"aero_compile encrypted table/1\n\0"
-"""A multiple of 8 bytes, so that words behind it can be mapped into memory."""
 
 DIGEST_WORDS = 4
 _DIGEST, _ABOUT = "table", "about"
@@ -43,41 +42,6 @@ Tables = dict[str, Held]
 """What a party holds of each table and matrix, by its name in the program (`KernelStep.encrypted`)."""
 
 Weights = Mapping[str, npt.NDArray[Any]]
-
-
-class LooksUp(Protocol):
-    """A program, or all programs of a generation."""
-
-    @property
-    def looked_up(self) -> dict[str, tuple[int, ...]]:
-        """The tables that are looked up under encryption, with their shapes."""
-
-    @property
-    def client_weights(self) -> dict[str, ClientMatrix]:
-        """The matrices that clients multiply with, encrypted, by the names under which they are held."""
-
-    @property
-    def fraction_bits(self) -> int:
-        """Of the fixed-point format."""
-
-
-def table_size(program: LooksUp) -> int:
-    """Bytes of the file that clients download once for the tables and weights of a program; 0 if there are none."""
-    found = sum(_bytes(parts) for parts in _layout(program).values())
-    return len(MAGIC) + found if found else 0
-
-
-def weight_size(program: LooksUp) -> int:
-    """Bytes of that file that are of encrypted weights."""
-    matrices = program.client_weights.values()
-    found = sum(_bytes(sizes(matrix.inner, matrix.columns)) for matrix in matrices)
-    return found + len(MAGIC) if found and not program.looked_up else found
-
-
-def encrypted_parts(program: LooksUp) -> str:
-    """What a program takes of that file, for messages; "" if it takes none."""
-    parts = [(program.looked_up, "lookups under encryption"), (program.client_weights, "weights at the client")]
-    return " and ".join(what for found, what in parts if found)
 
 
 def made_tables(program: LooksUp, weights: Weights) -> tuple[Tables, Tables]:
@@ -91,7 +55,7 @@ def made_tables(program: LooksUp, weights: Weights) -> tuple[Tables, Tables]:
 def _made(program: LooksUp, weights: Weights) -> Iterator[tuple[str, Held, Held]]:
     """Encrypt one table or matrix after the other, in the order of the file."""
     seed = uniform(os.urandom, SEED_WORDS)  # of all matrices, which share their parts a
-    for name in _layout(program):
+    for name in layout(program):
         if (matrix := program.client_weights.get(name)) is not None:
             words = _encoded(weights[matrix.weight], program.fraction_bits)
             yield name, *encrypted_weights(words.T if matrix.transposed else words, seed)
@@ -103,9 +67,6 @@ def _made(program: LooksUp, weights: Weights) -> Iterator[tuple[str, Held, Held]
 
 def _encoded(weight: npt.NDArray[Any], fraction_bits: int) -> Words:
     """The words in which SPU computes with a weight, uint64 of its shape: the server multiplies with the same."""
-    from aero_compile.runtime.offline.prepare import encoded
-    from aero_compile.runtime.spu_config import import_spu, runtime_config  # it reads bills, which read this module
-
     spu = import_spu()
     io = spu.Io(2, runtime_config("cheetah", 64, fraction_bits))  # all protocols encode alike
     return encoded(spu, io, weight).reshape(weight.shape)
@@ -121,7 +82,7 @@ def write_tables(program: LooksUp, weights: Weights, server: Path, client: Path)
         file.write(MAGIC)
         for name, key, table in _made(program, weights):
             arrays[f"secret:{name}"] = key["secret"]
-            for part in _layout(program)[name]:
+            for part in layout(program)[name]:
                 file.write(np.ascontiguousarray(table[part], "<u8").data)
 
     write_private(client, write)
@@ -165,7 +126,7 @@ def _read_key(path: Path, program: LooksUp, weights: Weights) -> tuple[str, Tabl
     refuse_exposed(path)
     with np.load(path, allow_pickle=False) as file:
         digest, made_for = (_checked(file, name, (DIGEST_WORDS,)) for name in (_DIGEST, _ABOUT))
-        shapes = {name: parts["public"] for name, parts in _layout(program).items()}
+        shapes = {name: parts["public"] for name, parts in layout(program).items()}
         found = {name: {"secret": _checked(file, f"secret:{name}", shape)} for name, shape in shapes.items()}
     if made_for.tobytes() != about(program, weights):
         raise InputError(f"{path} was made with other weights; export the program anew, and give clients the new table")
@@ -187,24 +148,10 @@ def _read_table(path: Path, program: LooksUp) -> tuple[str, Tables]:
     if mapped[: len(MAGIC)] != MAGIC:
         raise ValueError("it does not begin as one")
     found, at = Tables(), len(MAGIC)
-    for name, parts in _layout(program).items():
+    for name, parts in layout(program).items():
         held = {}
         for part, shape in parts.items():
             held[part] = np.frombuffer(mapped, "<u8", math.prod(shape), at).reshape(shape)
             at += 8 * math.prod(shape)
         found[name] = held
     return hashlib.sha256(mapped).hexdigest(), found
-
-
-def _layout(program: LooksUp) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Names and shapes, in words, of what the clients' file holds of each table and matrix, in its order."""
-    found: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, shape in sorted(program.looked_up.items()):
-        found[name] = {"rows": shape, "seed": (SEED_WORDS,), "public": (degree_for(shape[1]),)}
-    for name, matrix in sorted(program.client_weights.items()):
-        found[name] = sizes(matrix.inner, matrix.columns)
-    return found
-
-
-def _bytes(parts: Mapping[str, tuple[int, ...]]) -> int:
-    return sum(8 * math.prod(shape) for shape in parts.values())

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.errors import InputError
-from aero_compile.runtime.hosts.lookup_files import FILES, Tables, encrypted_parts, read_tables
+from aero_compile.runtime.hosts.lookup_files import FILES, Tables, read_tables
+from aero_compile.runtime.hosts.lookup_sizes import encrypted_parts
 from aero_compile.runtime.hosts.tls import TLSConfig
 from aero_compile.runtime.offline.store import Store, fingerprint
 from aero_compile.runtime.prefix import digest_of

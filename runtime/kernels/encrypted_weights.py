@@ -114,12 +114,12 @@ def encrypted_weights(weights: Words, seed: Words, draw: Draw = os.urandom) -> t
     secrets = ternary(draw, pieces(columns), DEGREE)
     public = errors(draw, *secrets.shape).view(np.uint64) - times(hashed(seed, PUBLIC_KEY, DEGREE), secrets)
     found = np.empty((DIGITS, 2 * inner, columns), np.int32)
-    rows = np.concatenate([weights, weights << np.uint64(HALF_BITS)])
     for number, (first, last) in enumerate(_blocks(2 * inner)):
-        part_a = _parts_a(seed.tobytes(), number)[:, : last - first]
+        part_a, numbers = _parts_a(seed.tobytes(), number)[:, : last - first], np.arange(first, last)
+        rows = weights[numbers % inner] << np.where(numbers < inner, 0, HALF_BITS).astype(np.uint64)[:, None]
         for piece, secret in enumerate(secrets):
             span = slice(piece * DEGREE, min(columns, (piece + 1) * DEGREE))
-            found[:, first:last, span] = _part_b(part_a, secret, rows[first:last, span], draw)
+            found[:, first:last, span] = _part_b(part_a, secret, rows[:, span], draw)
     digits = found.ravel().view(np.uint64).reshape(sizes(inner, columns)["digits"])
     return {"secret": secrets.view(np.uint64)}, {"digits": digits, "seed": seed, "public": public}
 

@@ -28,7 +28,8 @@ from aero_compile.runtime.generation.programs import Programs
 from aero_compile.runtime.hosts.computation import Computation, Opened, config_of
 from aero_compile.runtime.hosts.ending import LINGER_SECONDS, leave
 from aero_compile.runtime.hosts.link import connect
-from aero_compile.runtime.hosts.lookup_files import Tables, encrypted_parts, read_tables
+from aero_compile.runtime.hosts.lookup_files import Tables, read_tables
+from aero_compile.runtime.hosts.lookup_sizes import encrypted_parts
 from aero_compile.runtime.hosts.party_inputs import Arrays, PartyInputs, held_inputs
 from aero_compile.runtime.hosts.party_process import agree_on
 from aero_compile.runtime.program import hidden_inputs

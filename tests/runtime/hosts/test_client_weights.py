@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from aero_compile.runtime import export
-from aero_compile.runtime.hosts.lookup_files import about, made_tables, read_tables, table_size, weight_size
+from aero_compile.runtime.hosts.lookup_files import about, made_tables, read_tables
+from aero_compile.runtime.hosts.lookup_sizes import table_size, weight_size
 from aero_compile.runtime.kernels.encrypted_weights import multiplied, opened
 from aero_compile.runtime.party import main
 from aero_compile.runtime.roles import CLIENT, SERVER
