@@ -31,7 +31,7 @@ drawn for this row alone. Without them c, a known function of x, would tell x to
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 
 import numpy as np
@@ -135,11 +135,13 @@ def multiplied(held: Held, x: Words, draw: Draw = os.urandom) -> Iterator[tuple[
     digits = held["digits"].view("<i4").reshape(DIGITS, 2 * inner, -1)
     limbs, random = _limbs(x), ternary(draw, len(x), DEGREE)
     zero = times(hashed(seed, PUBLIC_KEY, DEGREE), random) + errors(draw, len(x), DEGREE).view(np.uint64)
-    head = _sums(limbs, lambda number, first, last: _parts_a(seed.tobytes(), number)[:, : last - first]) + zero
+    blocks = list(_blocks(2 * inner))
+    parts_a = (_parts_a(seed.tobytes(), number)[:, : last - first] for number, (first, last) in enumerate(blocks))
+    head = _sums(limbs, parts_a) + zero
     for piece, key in enumerate(public):
         span = slice(piece * DEGREE, min(digits.shape[2], (piece + 1) * DEGREE))
         mask = uniform(draw, len(x), span.stop - span.start)
-        sums = _sums(limbs, lambda number, first, last: digits[:, first:last, span])  # noqa: B023
+        sums = _sums(limbs, [digits[:, first:last, span] for first, last in blocks])
         sent = sums + times(key, random)[:, : mask.shape[1]] + mask
         yield (sent if piece else np.concatenate([head, sent], axis=1)), -mask, span
 
@@ -197,14 +199,14 @@ def _limbs(x: Words) -> npt.NDArray[np.float64]:
     return np.asarray(np.concatenate([lower, upper]).astype(np.float64))
 
 
-def _sums(limbs: npt.NDArray[np.float64], digits: Callable[[int, int, int], Digits]) -> Words:
+def _sums(limbs: npt.NDArray[np.float64], digits: Iterable[Digits]) -> Words:
     """The sums of encrypted rows times numbers, [2·rows, inner] in limbs, divided by 2^`LOW_BITS` and rounded to words.
 
-    `digits`: of the block of rows with a number, from a row to another [digits, block, columns].
+    `digits`: of each block of encrypted rows [digits, block, columns].
     """
     totals: npt.NDArray[np.int64] | None = None
-    for number, (first, last) in enumerate(_blocks(limbs.shape[1])):
-        block, left = digits(number, first, last), np.ascontiguousarray(limbs[:, first:last])
+    for block, (first, last) in zip(digits, _blocks(limbs.shape[1]), strict=True):
+        left = np.ascontiguousarray(limbs[:, first:last])
         if totals is None:
             totals = np.zeros((DIGITS, len(limbs), block.shape[2]), np.int64)
         for place in range(DIGITS):

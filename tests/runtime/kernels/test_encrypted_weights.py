@@ -80,9 +80,7 @@ def test_every_extreme_word_is_multiplied_exactly(word: int) -> None:
 def test_sums_of_the_largest_limbs_and_digits_are_exact(digit: int, word: int) -> None:
     inner = AT_ONCE
     block = np.full((DIGITS, AT_ONCE, 2), digit, np.int32)
-    found = encrypted_weights._sums(
-        encrypted_weights._limbs(np.full((1, inner), word, np.uint64)), lambda number, first, last: block
-    )
+    found = encrypted_weights._sums(encrypted_weights._limbs(np.full((1, inner), word, np.uint64)), [block, block])
     low = (word + 2**31) % 2**32 - 2**31
     high = ((word - low) // 2**32 + 2**31) % 2**32 - 2**31
     value = sum(digit << (DIGIT_BITS * place) for place in range(DIGITS))
@@ -186,13 +184,32 @@ def test_parts_b_decrypt_to_the_weights_with_the_secret_alone() -> None:
     secrets = server["secret"].view(np.int64)
     digits = client["digits"].view(np.int32).reshape(DIGITS, 6, -1)
     part_a = encrypted_weights._parts_a(parts_a.tobytes(), 0)[:, :6]
-    for row, column in ((0, 0), (2, DEGREE - 1), (1, DEGREE), (5, 7), (3, DEGREE + 1)):
+    masks = [products(part_a, secret) for secret in secrets]
+    errors = []
+    for row, column in np.ndindex(6, DEGREE + 2):
         piece, place = divmod(column, DEGREE)
-        opened_digits = digits[:, row, column] + products(part_a, secrets[piece])[:, row, place]
+        opened_digits = digits[:, row, column] + masks[piece][:, row, place]
         value = sum(int(digit) << (DIGIT_BITS * number) for number, digit in enumerate(opened_digits))
         wanted = int(weights[row % 3, column]) << (32 if row >= 3 else 0)
-        error = (value - (wanted << LOW_BITS) + 2**92) % 2**93 - 2**92
-        assert abs(error) <= LARGEST_ERROR
+        errors.append((value - (wanted << LOW_BITS) + 2**92) % 2**93 - 2**92)
+    assert max(map(abs, errors)) <= LARGEST_ERROR
+    assert np.std(errors) == pytest.approx(12**0.5, rel=0.05)
+    assert abs(np.corrcoef(errors[:-1], errors[1:])[0, 1]) < 0.05
+
+
+def test_secrets_errors_and_masks_are_drawn_anew() -> None:
+    """Every call draws as many random bytes as its secrets, errors and masks take."""
+    drawn: list[int] = []
+
+    def count(size: int) -> bytes:
+        drawn.append(size)
+        return os.urandom(size)
+
+    _, client = encrypt(np.zeros((3, DEGREE + 2), np.uint64), seed(), count)
+    assert sum(drawn) == 2 * (8 + 6) * DEGREE + 6 * 2 * 3 * (DEGREE + 2)
+    drawn.clear()
+    list(multiplied(client, np.zeros((5, 3), np.uint64), count))
+    assert sum(drawn) == 5 * ((8 + 6) * DEGREE + 8 * (DEGREE + 2))
 
 
 def test_public_keys_are_encryptions_of_zero() -> None:
