@@ -122,6 +122,6 @@ def _prepared(kernel: Kernel, shapes: tuple[Shape, ...], rank: int, draw: Any) -
     triples, plan = kernel.triples(*shapes), kernel.preparation(*shapes)
     size = triples.size if triples else math.prod(plan.gives) if plan else 0
     randoms = triples.randoms if triples else plan.randoms if plan else ()
-    sizes = {random.name: math.prod(random.shape) for random in randoms if random.owner in (None, rank)}
-    sizes |= {"product": size} if randoms else {}
-    return {name: draw.integers(2**64, size=size, dtype=np.uint64) for name, size in sizes.items()}
+    counts = {random.name: math.prod(random.shape) for random in randoms if random.owner in (None, rank)}
+    counts |= {"product": size} if randoms else {}
+    return {name: draw.integers(2**64, size=count, dtype=np.uint64) for name, count in counts.items()}

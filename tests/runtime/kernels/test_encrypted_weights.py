@@ -27,7 +27,7 @@ from aero_compile.runtime.kernels.encrypted_weights import (
     pieces,
     sizes,
 )
-from aero_compile.runtime.kernels.ring_encryption import LARGEST_ERROR, products, times, uniform
+from aero_compile.runtime.kernels.ring_encryption import LARGEST_ERROR, hashed, products, times, uniform
 from aero_compile.runtime.kernels.words import Words
 from tests.support.kernel_sides import words_of
 
@@ -215,7 +215,7 @@ def test_secrets_errors_and_masks_are_drawn_anew() -> None:
 def test_public_keys_are_encryptions_of_zero() -> None:
     parts_a = seed()
     server, client = encrypt(np.zeros((1, DEGREE + 1), np.uint64), parts_a)
-    zero = encrypted_weights.hashed(parts_a, 0, DEGREE)
+    zero = hashed(parts_a, 0, DEGREE)
     for public, secret in zip(client["public"], server["secret"].view(np.int64), strict=True):
         assert np.abs((public + times(zero, secret)).view(np.int64)).max() <= LARGEST_ERROR
     assert not np.array_equal(server["secret"][0], server["secret"][1])
