@@ -200,7 +200,7 @@ class SessionParty:
 
 
 def _no_table(held: Held) -> str:
-    wanted = "takes none" if held.table else "looks tokens up in an encrypted table, and there is none"
+    wanted = "takes none" if held.table else "takes an encrypted table or weights, and there are none"
     return f"{held.program} {wanted}"
 
 
