@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 ROWS_AT_ONCE = 128
 """Rows of X that the client multiplies at once: sums of 25 MB, and messages of at most 8.4 MB."""
 
-CONVERTED_ROWS = 8
+CONVERTED_ROWS = 16
 """Converting the digits of a block takes as long as multiplying so many rows with them."""
 
 
