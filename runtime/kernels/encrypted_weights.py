@@ -124,6 +124,13 @@ def encrypted_weights(weights: Words, seed: Words, draw: Draw = os.urandom) -> t
     return {"secret": secrets.view(np.uint64)}, {"digits": digits, "seed": seed, "public": public}
 
 
+def hash_parts(held: Held) -> None:
+    """Hash the parts a of a matrix, as many as are kept, before a product takes them."""
+    for number, _ in enumerate(_blocks(2 * held["digits"].shape[1])):
+        if number < HELD_BLOCKS:
+            _parts_a(held["seed"].tobytes(), number)
+
+
 def multiplied(held: Held, x: Words, draw: Draw = os.urandom) -> Iterator[tuple[Words, Words, slice]]:
     """Multiply words x [rows, inner] with an encrypted matrix, as the client.
 

@@ -237,6 +237,15 @@ def _packed(digits: Any) -> Words:
     return np.ascontiguousarray((digits & 0xFFFF).astype(np.uint16)).reshape(-1).view(np.uint64)
 
 
+def test_parts_a_are_hashed_once_before_the_first_product() -> None:
+    _, client = encrypt(np.zeros((AT_ONCE, 3), np.uint64), seed())
+    encrypted_weights._parts_a.cache_clear()
+    encrypted_weights.hash_parts(client)
+    assert encrypted_weights._parts_a.cache_info().misses == 2
+    list(multiplied(client, np.zeros((1, AT_ONCE), np.uint64)))
+    assert encrypted_weights._parts_a.cache_info().misses == 2
+
+
 def test_a_polynomial_that_is_missing_is_noticed() -> None:
     server, client = encrypt(np.zeros((1, DEGREE + 1), np.uint64), seed())
     assert pieces(DEGREE + 1) == 2 == len(list(multiplied(client, np.zeros((1, 1), np.uint64))))
