@@ -12,6 +12,8 @@ def human_bytes(count: float) -> str:
     return f"{count:,.3g} TB" if count < 999.5 else f"{count:,.0f} TB"
 
 
-def table_line(count: int) -> str:
-    """Return the line of a bill for `count` bytes of encrypted token tables."""
-    return f"table, once: {human_bytes(count)}, which a client keeps for all texts"
+def table_lines(tables: int, weights: int = 0) -> list[str]:
+    """Return the line of a bill for so many bytes of encrypted token tables and weights; none where there are none."""
+    parts = [("table", tables), ("encrypted weights", weights)]
+    found = " and ".join(f"{name}, once: {human_bytes(count)}" for name, count in parts if count)
+    return [f"  {found}, which a client keeps for all texts"] if found else []

@@ -23,7 +23,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import numpy as np
 import torch
 
-from aero_compile.commands.options import add_lookup, positive
+from aero_compile.commands.options import add_lookup, add_weights_at_client, positive
 from aero_compile.errors import InputError
 from aero_compile.exit_codes import exit_code
 from aero_compile.model import TransformedModel
@@ -64,6 +64,7 @@ def parser() -> argparse.ArgumentParser:
     text = "with --offline: rows of products to prepare by the batch where that is cheaper; default: those of the text"
     p.add_argument("--prepare", type=int, metavar="ROWS", help=text)
     add_lookup(p)
+    add_weights_at_client(p)
     p.add_argument("--network", default="loopback", help="loopback, lan, wan or MBPS:RTT_MS; default: %(default)s")
     p.add_argument("--estimate", action="store_true", help="run nothing, predict only")
     p.add_argument("--seed", type=int, default=0, help="default: %(default)s")
@@ -97,6 +98,7 @@ def row(task: Task, args: argparse.Namespace) -> dict[str, Any]:
     fills = [args.prompt - 1] if args.prompt > 2 else []
     checks = [args.check] if args.check > 1 else []
     common: dict[str, Any] = {"guards": False, "offline": args.offline, "network": network, "lookup": args.lookup}
+    common |= {"weights_at_client": True} if args.weights_at_client else {}
     compiled = compile_generation(model, task.seq_len, fills=fills, checks=checks, **common)
     found: dict[str, Any] = {"room": task.seq_len, "layers": task.layers, "compiling": time.monotonic() - began}
     found |= predicted(compiled.programs, args, network)

@@ -142,6 +142,7 @@ def config(args: argparse.Namespace) -> dict[str, Any]:
         **({"offline": True} if args.offline else {}),
         **({} if args.prepare is None else {"prepare": args.prepare}),
         **({"lookup": args.lookup} if args.lookup != "one-hot" else {}),
+        **({"weights_at_client": True} if args.weights_at_client else {}),
         **({} if args.clamp else {"clamp": False}),
     }
 

@@ -1,12 +1,15 @@
-"""Compare SPU's product with the server's matrix with ours by the batch, on the same shapes: bytes, seconds, memory.
+"""Compare SPU's product with the server's matrix with ours, on the same shapes: bytes, seconds, memory.
 
-Both are what is prepared before the tokens are known: shares of R·W. Both parties are threads of one process. SPU's
-product is made for `--rows` rows, a batch for 4,096; figures are of one row, and memory is that of both parties.
+SPU's product and the batch are what is prepared before the tokens are known: shares of R·W. With the weights at the
+client the product is that of the tokens themselves; what encrypting them once takes is a row of its own, and bytes of
+it those of the file. Both parties are threads of one process. SPU's product and the client's are made for `--rows`
+rows, a batch for 4,096; figures are of one row, and memory is that of both parties.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 import time
@@ -23,18 +26,24 @@ from aero_compile.errors import InputError
 from aero_compile.exit_codes import exit_code
 from aero_compile.plain_help import HelpParser
 from aero_compile.reporting.report import origin, write_json
+from aero_compile.runtime.kernels.client_product import ClientProduct
 from aero_compile.runtime.kernels.column_encryption import ROWS
-from aero_compile.runtime.kernels.side import Side
+from aero_compile.runtime.kernels.encrypted_weights import Held, encrypted_weights
+from aero_compile.runtime.kernels.ring_encryption import SEED_WORDS, uniform
+from aero_compile.runtime.kernels.side import Exchanged, Side
 from aero_compile.runtime.lowering.live import LiveProgram, LiveStep
 from aero_compile.runtime.lowering.spu_compile import compile_steps
 from aero_compile.runtime.offline.batch import Batches, Matrix, matrix_of
 from aero_compile.runtime.offline.prepare import encoded, prepare
 from aero_compile.runtime.operators import prepared
 from aero_compile.runtime.program_parts import TOKENS, KernelStep
-from aero_compile.runtime.roles import SERVER
+from aero_compile.runtime.roles import CLIENT, SERVER
 from aero_compile.runtime.spu_config import SpuLog, import_spu
 from aero_compile.units import human_bytes
 from benchmarks.lib.two_threads import both_parties
+
+SPU, BATCH, ONCE, CLIENTS = "SPU", "batch", "encrypt", "client"
+"""Ways of a product; `ONCE` makes the file that `CLIENTS` takes."""
 
 SHAPES = ("768x768", "768x2304", "768x3072", "3072x768")
 
@@ -54,18 +63,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> int:
     """Measure, print and write."""
     rows: list[dict[str, Any]] = []
-    print(f"{'matrix':<12}{'way':<7}{'rows':>6}{'bytes a row':>13}{'ms a row':>10}{'memory':>10}")
+    print(f"{'matrix':<12}{'way':<9}{'rows':>6}{'bytes a row':>13}{'ms a row':>10}{'memory':>10}")
     for shape in map(_shape, args.shapes):
         for row in _measured(shape, args.rows, args.seed):
             rows.append(row)
             print(
-                f"{row['matrix']:<12}{row['way']:<7}{row['rows']:>6}{human_bytes(row['bytes'] / row['rows']):>13}"
+                f"{row['matrix']:<12}{row['way']:<9}{row['rows']:>6}{human_bytes(row['bytes'] / row['rows']):>13}"
                 f"{row['seconds'] / row['rows'] * 1e3:>10.2f}{human_bytes(row['memory']):>10}",
                 flush=True,
             )
     if args.json is not None:
         config = {"shapes": list(args.shapes), "rows": args.rows}
-        title = "Products with the server's matrices: SPU's and by the batch"
+        title = "Products with the server's matrices: SPU's, by the batch, and with weights at the client"
         found = origin("aero_compile.products/1", title=title, seed=args.seed, config=config)
         write_json(args.json, {**found, "rows": rows})
     return 0
@@ -85,9 +94,13 @@ def _measured(shape: tuple[int, int], count: int, seed: int) -> list[dict[str, A
     (step,) = (step for step in program.steps if isinstance(step, KernelStep))
     matrix = matrix_of(step)
     assert matrix is not None
+    words = np.random.default_rng(seed).integers(2**64, size=(count, shape[0]), dtype=np.uint64)
+    sizes = {SPU: count, BATCH: ROWS, ONCE: 1, CLIENTS: count}
     with tempfile.TemporaryDirectory() as folder:
         log = SpuLog(import_spu(), Path(folder) / "spu.log")
-        found: dict[str, dict[str, Any]] = {"SPU": {}, "batch": {}}
+        found: dict[str, dict[str, Any]] = {way: {} for way in sizes}
+        held: dict[int, Held] = {}
+        sent: dict[int, int] = {}
 
         def party(side: Side, io: Any, runtime: Any) -> None:
             own = {"w": weight} if side.rank == SERVER else {}
@@ -96,28 +109,37 @@ def _measured(shape: tuple[int, int], count: int, seed: int) -> list[dict[str, A
                 _work(way, side, io, runtime, own, found[way])
 
         def _work(way: str, side: Side, io: Any, runtime: Any, own: Any, figures: dict[str, Any]) -> None:
+            side.exchanged = Exchanged()
             side.link.barrier()
             if side.rank == SERVER:
                 log.read()
                 figures["memory"] = -_resident(reset=True)
             side.link.barrier()
             begun = time.perf_counter()
-            if way == "SPU":
+            if way == SPU:
                 prepare(side, io, runtime, program, own, lambda what: {})
-            else:
+            elif way == BATCH:
                 batches = Batches(side, Path(folder), 18, lambda matrix: _whole(side, io, own["w"], matrix))
                 batches.make(matrix)
-                figures["bytes"] = figures.get("bytes", 0) + side.exchanged.send_bytes
+            elif way == CLIENTS:
+                matrix_words = _whole(side, io, own["w"], matrix).view(np.uint64) if own else np.zeros(0, np.uint64)
+                side.prepared = held[side.rank]
+                ClientProduct(shape[0], False).run(side, words.ravel(), matrix_words.ravel())
+            elif side.rank == SERVER:
+                matrix_words = _whole(side, io, own["w"], matrix).view(np.uint64)
+                held[SERVER], held[CLIENT] = encrypted_weights(matrix_words, uniform(os.urandom, SEED_WORDS))
+            sent[side.rank] = side.exchanged.send_bytes
             side.link.barrier()
             if side.rank == SERVER:
                 figures["seconds"] = time.perf_counter() - begun
                 figures["memory"] += _resident(reset=False)
-                if way == "SPU":
-                    figures["bytes"] = log.read()["send_bytes"]
+                figures["bytes"] = log.read()["send_bytes"] if way == SPU else sum(sent.values())
+                if way == ONCE:
+                    figures["bytes"] = sum(words.nbytes for words in held[CLIENT].values())
+            side.link.barrier()
 
         both_parties(program, party, profile=True)
     name = f"{shape[0]}x{shape[1]}"
-    sizes = {"SPU": count, "batch": ROWS}
     return [{"matrix": name, "way": way, "rows": sizes[way], **figures} for way, figures in found.items()]
 
 

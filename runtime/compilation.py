@@ -91,9 +91,11 @@ class Options:
     network: Network = UNLIMITED
     looked_at: bool = False
     lookup: str = AUTO
+    weights_at_client: bool = False
 
     def __post_init__(self) -> None:
         check_config(self.protocol, self.form.ring_bits, self.form.fraction_bits)
+        self._check_weights()
         if self.offline and self.form.ring_bits != RING_BITS:
             raise InputError(f"offline=True takes the {RING_BITS}-bit ring (field={RING_BITS})")
         if self.lookup not in LOOKUPS:
@@ -106,9 +108,24 @@ class Options:
         if not self.clamp and not self.calibration:
             raise InputError("clamp=False needs calibration: text that shows how far scores spread")
 
+    def _check_weights(self) -> None:
+        """Raise InputError if weights at the client do not go with the other options."""
+        if not isinstance(self.weights_at_client, bool):
+            raise InputError(f"weights_at_client must be True or False, not {self.weights_at_client!r}")
+        if self.weights_at_client and self.offline:
+            raise InputError(
+                "weights_at_client=True is for forwards that nothing is prepared for, and offline=True prepares the "
+                "same products before the tokens are known, by the batch in fewer seconds: leave one of them out"
+            )
+        if self.weights_at_client and not self._can_encrypt:
+            raise InputError(
+                f"weights_at_client=True takes the {RING_BITS}-bit ring (field={RING_BITS}) and fraction_bits of "
+                f"{LEAST_BITS} or more, below which the noise of the encryption stays"
+            )
+
     @property
     def _can_encrypt(self) -> bool:
-        """True if lookups under encryption are exact in this format."""
+        """True if lookups and products under encryption are exact in this format."""
         return self.form.ring_bits == RING_BITS and self.form.fraction_bits >= LEAST_BITS
 
     @property
@@ -201,6 +218,7 @@ def lowering(part: Partition, seen: Observed, options: Options) -> Callable[...,
         doublings=doubled,
         offline=options.offline,
         encrypted=options.encrypted,
+        weights_at_client=options.weights_at_client,
         one_product=fits,
         reaches=seen.reaches,
         worth=lambda count: fits and pays(count, options.protocol),

@@ -48,6 +48,7 @@ def private_inference(
     offline: bool = False,
     prepare: int | None = None,
     lookup: str = AUTO,
+    weights_at_client: bool = False,
     tolerances: Tolerances = DEFAULT,
     field: int = 64,
     fraction_bits: int = 18,
@@ -85,6 +86,9 @@ def private_inference(
             "encrypted": the client has the table once, encrypted by the server, 8 bytes for each of its numbers
             (`table_bytes` of the bill, in no other figure), and sends a re-encrypted row for each token, 39 kB at a
             width of 768. "auto": whichever takes fewer bytes with these tokens.
+        weights_at_client: clients hold the matrices of the server encrypted, 24 bytes for each weight, from a download
+            (`weight_bytes` of the bill, in no other figure), and multiply with them where that is cheaper than SPU's
+            product, the download not counted. For forwards without `offline`.
         tolerances: how far off the approximated functions may be, each by itself (`aero_compile.runtime.approximations`
             tells what they cost), and the logits: a rehearsal of the program in the clear refuses what is further off.
         field: ring size in bits; fraction_bits: fixed-point fraction bits.
@@ -114,6 +118,7 @@ def private_inference(
         *(protocol, form, texts, logits, optimize, clamp, guards, names_of(public), offline, emulated),
         looked_at=True,
         lookup=lookup,
+        weights_at_client=weights_at_client,
     )
     check_prepare(prepare, offline)
     if not timeout > 0:
@@ -172,6 +177,7 @@ def compile_model(
     public: str | Sequence[str] = (),
     offline: bool = False,
     lookup: str = AUTO,
+    weights_at_client: bool = False,
     tolerances: Tolerances = DEFAULT,
     field: int = 64,
     fraction_bits: int = 18,
@@ -189,6 +195,7 @@ def compile_model(
     options = Options(
         *(protocol, form, batches(calibration), logits, optimize, clamp, guards, names_of(public), offline, between),
         lookup=lookup,
+        weights_at_client=weights_at_client,
     )
     return compile_unseen(model, batch, length, options)
 
@@ -205,9 +212,9 @@ def export(compiled: Compiled, directory: str | os.PathLike[str], *, tables: boo
     """Write `program.json` (for both parties) and `weights.npz` (for the server only, mode 0600).
 
     Where clients are given weights, `public.npz` has them, for both parties. Where tables are looked up under
-    encryption, a new key for them is drawn: `lookup_key.npz` is for the server only, `lookup_table.bin` for clients,
-    each of which needs it once for all its runs with this key. With `tables=False` both are left out; a server that
-    offers the program makes them at its start.
+    encryption, or clients multiply with encrypted weights, a new key for them is drawn: `lookup_key.npz` is for the
+    server only, `lookup_table.bin` for clients, each of which needs it once for all its runs with this key. With
+    `tables=False` both are left out; a server that offers the program makes them at its start.
 
     The folder is made with mode 0700 if it does not exist.
     """

@@ -55,7 +55,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--program", type=Path, required=True, help="the compiled program, equal on both sides")
     add("--tokens", type=Path, help="client: .npy of int64 token ids [B, T]")
     add("--public", type=Path, help="both: .npz of the weights that clients are given, where there are any")
-    text = "of a program that looks up under encryption: lookup_key.npz (server), lookup_table.bin (client)"
+    text = "of a program that looks up under encryption, or has weights at the client: "
+    text += "lookup_key.npz (server), lookup_table.bin (client)"
     add("--lookup", type=Path, help=text)
     add("--runs", type=int, choices=(0, 1, 2), default=2, help="2: a cold and a warm forward; 0: prepare only")
     add("--offline", type=int, default=0, metavar="N", help="prepare so many runs, before the tokens are needed")

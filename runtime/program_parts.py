@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from aero_compile.runtime.kernels.cached_product import CachedProduct
+from aero_compile.runtime.kernels.client_product import ClientProduct
 from aero_compile.runtime.kernels.encrypted_lookup import EncryptedLookup
 from aero_compile.runtime.kernels.kernel import Kernel
 from aero_compile.runtime.kernels.registry import to_json
@@ -71,14 +72,40 @@ class KernelStep:
     continues: bool = False
     preparation: str = ""
 
+    @property
+    def encrypted(self) -> str:
+        """Name of the encrypted table or matrix that the kernel takes; "" if it takes none.
+
+        A table that is looked up may be multiplied with, too, and a matrix from either side: each is encrypted apart.
+        """
+        if isinstance(self.kernel, ClientProduct):
+            return f"{self.inputs[1]}:{'rows' if self.kernel.transposed else 'columns'}"
+        return self.inputs[1] if isinstance(self.kernel, EncryptedLookup) else ""
+
     def to_json(self) -> dict[str, Any]:
         """Return it as plain data."""
         return {**{each.name: getattr(self, each.name) for each in fields(self)}, "kernel": to_json(self.kernel)}
 
 
+@dataclass(frozen=True)
+class ClientMatrix:
+    """A matrix of the server that clients hold encrypted: the weight, or its transpose, [inner, columns]."""
+
+    weight: str
+    transposed: bool
+    inner: int
+    columns: int
+
+
 def _is_own(step: Step | KernelStep, at: int) -> bool:
     """True if a step reads its input with this number as words of the server's."""
     return isinstance(step, KernelStep) and at in step.kernel.of_server
+
+
+def _client_matrix(step: KernelStep) -> ClientMatrix:
+    assert isinstance(step.kernel, ClientProduct)
+    turned = step.kernel.transposed
+    return ClientMatrix(step.inputs[1], turned, step.kernel.inner, step.shapes[1][not turned])
 
 
 @dataclass(frozen=True)
@@ -164,6 +191,12 @@ class ProgramContent:
         """The tables that are looked up under encryption, with their shapes."""
         calls = [step for step in self.steps if isinstance(step, KernelStep)]
         return {step.inputs[1]: step.shapes[1] for step in calls if isinstance(step.kernel, EncryptedLookup)}
+
+    @property
+    def client_weights(self) -> dict[str, ClientMatrix]:
+        """The matrices that clients multiply with, encrypted, by `KernelStep.encrypted`."""
+        calls = [step for step in self.steps if isinstance(step, KernelStep) and isinstance(step.kernel, ClientProduct)]
+        return {step.encrypted: _client_matrix(step) for step in calls}
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:

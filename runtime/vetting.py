@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from aero_compile.errors import AeroError, InputError
 from aero_compile.runtime.costs.pphlo import parse
 from aero_compile.runtime.kernels.cached_product import CachedProduct
+from aero_compile.runtime.kernels.client_product import ClientProduct
 from aero_compile.runtime.kernels.encrypted_lookup import EncryptedLookup
 from aero_compile.runtime.offline.elements import joined_elements, runs_at_once
 from aero_compile.runtime.prefix import check_prefix
@@ -273,6 +274,10 @@ def _check_kernel(program: ProgramContent, step: KernelStep, takes: list[str]) -
         raise InputError(f"its kernel looks up in {step.inputs[1][:60]!r}, which is no weight of the program")
     if isinstance(step.kernel, EncryptedLookup) and not _are_tokens(program, step.inputs[0]):
         raise InputError(f"its kernel looks {step.inputs[0][:60]!r} up, which are not the tokens")
+    if isinstance(step.kernel, ClientProduct):
+        own = {spec.name for spec in program.weights} - {*program.by_position}
+        if step.inputs[1] not in own:
+            raise InputError(f"its kernel multiplies with {step.inputs[1][:60]!r}, which is no weight of the program")
     _check_preparation(program, step)
     return [_type(each.shape, each.dtype) for each in results]
 

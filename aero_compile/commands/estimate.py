@@ -50,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
         offline=args.offline,
         prepare=args.prepare,
         lookup=args.lookup,
+        weights_at_client=args.weights_at_client,
         new_tokens=args.new_tokens,
     )
     print(found.to_json() if args.json else found)

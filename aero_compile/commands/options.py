@@ -47,6 +47,15 @@ def add_lookup(group: Any) -> None:
     group.add_argument("--lookup", choices=["auto", "encrypted", "one-hot"], default="auto", help=text)
 
 
+def add_weights_at_client(group: Any) -> None:
+    """Add that clients hold encrypted weights: to a parser, or a group of it."""
+    text = (
+        "clients multiply with the server's matrices, encrypted, where that is cheaper than SPU's product; they "
+        "download 24 bytes for each weight once, which is not counted"
+    )
+    group.add_argument("--weights-at-client", action="store_true", help=text)
+
+
 def add_costs(group: Any) -> None:
     """Add what decides the costs of a private forward beside the model: to a parser, or a group of it."""
     text = "with the private checks of ranges that programs for two hosts have"
@@ -63,5 +72,6 @@ def add_costs(group: Any) -> None:
     )
     group.add_argument("--prepare", type=int, metavar="ROWS", help=text)
     add_lookup(group)
+    add_weights_at_client(group)
     text = "what to emulate (or assume) between the parties: wan, lan or MBPS:RTT_MS; default: loopback, nothing"
     group.add_argument("--network", default="loopback", metavar="NET", help=text)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from aero_compile.commands.link import add_way, way_of
-from aero_compile.commands.options import add_lookup, gigabytes, names, positive
+from aero_compile.commands.options import add_lookup, add_weights_at_client, gigabytes, names, positive
 from aero_compile.errors import InputError
 
 KEYWORDS = {"address": "--listen", "folder": "--keep", "set_up": "--no-set-up", "tls": "--certs"}
@@ -54,6 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     text = "compile generation so that most of a token is computed before it, while a client asks for nothing"
     add("--offline", action="store_true", help=text)
     add_lookup(parser)
+    add_weights_at_client(parser)
     text = "compile for a network: wan, lan or MBPS:RTT_MS (default: %(default)s)"
     add("--network", default="loopback", metavar="NET", help=text)
     text = "where root starts the server: user that each session becomes once it has read the weights (default: root)"
@@ -103,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("--offline prepares for --room alone: whole texts (--lengths) are served without")
     compiling: dict[str, Any] = {"public": args.public, "network": args.network, "lookup": args.lookup}
     compiling |= {"offline": True} if args.offline else {}
+    compiling |= {"weights_at_client": True} if args.weights_at_client else {}
     serve(
         args.source,
         args.listen,

@@ -104,6 +104,7 @@ def private_row(
     offline: bool = False,
     prepare: int | None = None,
     lookup: str = "auto",
+    weights_at_client: bool = False,
     calibration: Any = None,
     clamp: bool = True,
     network: Any = "loopback",
@@ -120,8 +121,8 @@ def private_row(
     between the parties, as `private_inference` takes it; `timeout`: seconds for the computation; `guards`: with
     private checks of ranges; `public`: weights that the client is given; `offline`: with what can be
     prepared before, so that figures are those with the tokens, and products for `prepare` tokens by the batch;
-    `lookup`: how tokens look rows up; `calibration` and `clamp`: typical text, and whether exponentials hold for scores
-    that spread further than on it.
+    `lookup`: how tokens look rows up; `weights_at_client`: clients hold weights encrypted; `calibration` and `clamp`:
+    typical text, and whether exponentials hold for scores that spread further than on it.
     """
     from aero_compile import runtime
 
@@ -140,6 +141,7 @@ def private_row(
         offline=offline,
         prepare=prepare,
         lookup=lookup,
+        weights_at_client=weights_at_client,
         calibration=calibration,
         clamp=clamp,
         warm=warm,
@@ -195,6 +197,7 @@ def estimated_row(
     offline: bool = False,
     prepare: int | None = None,
     lookup: str = "auto",
+    weights_at_client: bool = False,
     calibration: Any = None,
     clamp: bool = True,
     network: Any = "loopback",
@@ -219,6 +222,7 @@ def estimated_row(
         offline=offline,
         prepare=prepare,
         lookup=lookup,
+        weights_at_client=weights_at_client,
         calibration=calibration,
         clamp=clamp,
         warm=warm,

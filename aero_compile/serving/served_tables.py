@@ -8,16 +8,8 @@ from pathlib import Path
 
 from aero_compile.errors import InputError
 from aero_compile.files import refuse_exposed
-from aero_compile.runtime.hosts.lookup_files import (
-    FILES,
-    LooksUp,
-    Weights,
-    about,
-    file_digest,
-    read_tables,
-    table_size,
-    write_tables,
-)
+from aero_compile.runtime.hosts.lookup_files import FILES, Weights, about, file_digest, read_tables, write_tables
+from aero_compile.runtime.hosts.lookup_sizes import LooksUp, table_size
 from aero_compile.runtime.roles import CLIENT, SERVER
 from aero_compile.serving.journal import note
 from aero_compile.serving.transport.messages import LARGEST_TABLE, PIECE_BYTES, Table
@@ -67,9 +59,10 @@ class TablesOffered:
         if not size:
             return None
         if size > LARGEST_TABLE:
+            without = "weights_at_client=False" if program.client_weights else "lookup='one-hot'"
             raise InputError(
                 f"{folder}: its encrypted table has {size:,} bytes, and clients take at most {LARGEST_TABLE:,}; "
-                "compile it with lookup='one-hot'"
+                f"compile it with {without}"
             )
         made_for = about(program, weights)
         if made_for not in self._made:

@@ -19,7 +19,7 @@ from aero_compile.files import write_private
 from aero_compile.runtime.costs.allowance import Allowance, allowance_of, generation_allowances
 from aero_compile.runtime.generation.arrays import are_published, published_specs
 from aero_compile.runtime.generation.programs import FORMAT, INDEX, Programs
-from aero_compile.runtime.hosts.lookup_files import LooksUp
+from aero_compile.runtime.hosts.lookup_sizes import LooksUp
 from aero_compile.runtime.prefix import digest_of
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.program_parts import TensorSpec

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from aero_compile.errors import PartyError
-from aero_compile.runtime.hosts.lookup_files import LooksUp, file_digest, table_size
+from aero_compile.runtime.hosts.lookup_files import file_digest
+from aero_compile.runtime.hosts.lookup_sizes import LooksUp, encrypted_parts, table_size
 from aero_compile.serving.cache import Cache, part_name
 from aero_compile.serving.transport.messages import PIECE_BYTES, Table
 from aero_compile.units import human_bytes
@@ -36,7 +37,13 @@ def check_table(table: Table | None, program: LooksUp, what: str) -> None:
     """
     size, wanted = 0 if table is None else table.size, table_size(program)
     if size != wanted:
-        raise PartyError(f"{what} looks tokens up in an encrypted table of {wanted:,} bytes, and {size:,} are offered")
+        parts = encrypted_parts(program)
+        takes = (
+            f"takes {parts} of {wanted:,} bytes"
+            if program.client_weights
+            else (f"looks tokens up in an encrypted table of {wanted:,} bytes")
+        )
+        raise PartyError(f"{what} {takes}, and {size:,} are offered")
 
 
 async def take_table(table: Table, folder: Path, fetch: FetchPiece, cache: Cache | None, told: Told) -> Path:

@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from aero_compile.runtime.kernels.client_product import ClientProduct
 from aero_compile.runtime.kernels.encrypted_lookup import EncryptedLookup
+from aero_compile.runtime.kernels.encrypted_weights import DEGREE, pieces, sizes
 from aero_compile.runtime.kernels.exponential_factors import ExponentialFactors
 from aero_compile.runtime.kernels.kernel import Kernel, Shape
 from aero_compile.runtime.kernels.lookup_table import degree_for
@@ -73,6 +75,8 @@ def kernel_cases() -> Iterator[KernelCase]:
         yield KernelCase(PreparedProduct(inner, False), ((rows, inner), (inner, columns)), weight=True)
     for rows, inner, columns in ((1, 64, 64), (16, 5000, 768), (128, 50257, 768)):
         yield KernelCase(EncryptedLookup(inner, columns, WEIGHT_BITS), ((rows, inner), (inner, columns)), weight=True)
+    for rows, inner, columns in ((1, 64, 64), (1, 768, 768), (128, 768, 768), (128, 768, 2304), (128, 3072, 768)):
+        yield KernelCase(ClientProduct(inner, False), ((rows, inner), (inner, columns)), weight=True)
     for heads, rows, inner, columns in ((1, 8, 8, 8), (12, 128, 64, 128), (12, 128, 128, 64)):
         yield KernelCase(TripleProduct(rows, inner, columns), ((heads, rows, inner), (heads, inner, columns)))
 
@@ -135,9 +139,15 @@ def _prepared(kernel: Kernel, shapes: tuple[Shape, ...], rank: int, draw: Any) -
         degree = degree_for(shapes[1][1])
         held = {"rows": shapes[1], "seed": (SEED_WORDS,), "public": (degree,), "secret": (degree,)}
         return {name: np.zeros(size, np.uint64) for name, size in held.items()}  # it takes as long on any words
+    if isinstance(kernel, ClientProduct):
+        columns = shapes[1][1]
+        held = {**sizes(kernel.inner, columns), "secret": (pieces(columns), DEGREE)}
+        words = {name: draw.integers(2**64, size=size, dtype=np.uint64) for name, size in held.items()}
+        ternary = draw.integers(-1, 2, size=held["secret"]).view(np.uint64)
+        return {**words, "seed": np.zeros(held["seed"], np.uint64), "secret": ternary}  # parts a are hashed once
     triples, plan = kernel.triples(*shapes), kernel.preparation(*shapes)
     size = triples.size if triples else math.prod(plan.gives) if plan else 0
     randoms = triples.randoms if triples else plan.randoms if plan else ()
-    sizes = {random.name: math.prod(random.shape) for random in randoms if random.owner in (None, rank)}
-    sizes |= {"product": size} if randoms else {}
-    return {name: draw.integers(2**64, size=size, dtype=np.uint64) for name, size in sizes.items()}
+    counts = {random.name: math.prod(random.shape) for random in randoms if random.owner in (None, rank)}
+    counts |= {"product": size} if randoms else {}
+    return {name: draw.integers(2**64, size=count, dtype=np.uint64) for name, count in counts.items()}

@@ -282,6 +282,7 @@ def _measure(task: Task, args: argparse.Namespace) -> Row:
         offline=args.offline,
         prepare=args.prepare,
         lookup=args.lookup,
+        weights_at_client=args.weights_at_client,
         **_calibration(model, task.seq_len, args),
         network=args.network,
         timeout=3600 * args.hours,
@@ -306,6 +307,7 @@ def _estimate(task: Task, args: argparse.Namespace) -> Row:
         offline=args.offline,
         prepare=args.prepare,
         lookup=args.lookup,
+        weights_at_client=args.weights_at_client,
         **_calibration(model, task.seq_len, args),
         network=args.network,
     )

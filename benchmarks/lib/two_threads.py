@@ -57,7 +57,7 @@ def simulate(
         (prepared,), _ = prepare(side, io, runtime, program, own, lambda what: {})
         for at, step in enumerate(program.steps):
             if isinstance(step, KernelStep):
-                side.prepared = prepared.get(at, {}) or tables[side.rank].get(step.inputs[-1], {})
+                side.prepared = prepared.get(at, {}) or tables[side.rank].get(step.encrypted, {})
                 run_kernel(side, io, runtime, step)
                 continue
             code = program.codes[step.code].encode()

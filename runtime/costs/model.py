@@ -31,7 +31,7 @@ from aero_compile.runtime.generation.batches import batches_for, batches_of
 from aero_compile.runtime.generation.compilation import compile_for_generation
 from aero_compile.runtime.generation.programs import Programs
 from aero_compile.runtime.generation.texts import runs_of_text
-from aero_compile.runtime.hosts.lookup_files import table_size
+from aero_compile.runtime.hosts.lookup_sizes import table_size, weight_size
 from aero_compile.runtime.hosts.measure import OFFLINE, batches_line, offline_line, offline_rows
 from aero_compile.runtime.hosts.network_spec import Network, parse_network
 from aero_compile.runtime.hosts.split import SPLIT, split_line, split_rows
@@ -42,7 +42,7 @@ from aero_compile.runtime.offline.choice import is_cheaper
 from aero_compile.runtime.operators.limits import Format
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.spu_config import import_spu, runtime_config
-from aero_compile.units import human_bytes, table_line
+from aero_compile.units import human_bytes, table_lines
 
 PROTOCOL = "cheetah"
 """The protocol whose costs are modelled."""
@@ -60,8 +60,8 @@ class Estimate:
     the machine of the table, between two processes), `sending` (bytes that pass one after the other, at the bandwidth
     of `network`) and `waiting` (`rounds` times its round trip); each row has all four.
     `table` tells where the measured part comes from. `offline_bytes`, `offline_messages` and `offline_seconds` are
-    those of what is prepared before (`offline=True`), and `table_bytes` those of encrypted tables that a client
-    downloads once; no other figure includes them. Everything includes the opening
+    those of what is prepared before (`offline=True`), and `table_bytes` and `weight_bytes` those of encrypted tables
+    and weights that a client downloads once; no other figure includes them. Everything includes the opening
     of the logits and, for `warm_up` "full" or "setup", excludes the set-up of keys and stores.
 
     Of a generation everything is that of the prompt and of all `new_tokens` together, and `token` is the bill of the
@@ -93,6 +93,7 @@ class Estimate:
     new_tokens: int = 0
     token: Estimate | None = None
     table_bytes: int = 0
+    weight_bytes: int = 0
 
     def to_json(self) -> str:
         """Return everything as JSON text."""
@@ -113,8 +114,7 @@ class Estimate:
             lines.append(
                 f"  a token: {human_bytes(one.bytes)} both ways, {one.messages:,} messages, {one.seconds:.2f} s"
             )
-        if self.table_bytes:
-            lines.append(f"  {table_line(self.table_bytes)}")
+        lines += table_lines(self.table_bytes, self.weight_bytes)
         if self.offline_messages:
             lines.append(offline_line(self))
         if self.batches is not None and self.batches["matrices"]:
@@ -137,6 +137,7 @@ def estimate(
     offline: bool = False,
     prepare: int | None = None,
     lookup: str = AUTO,
+    weights_at_client: bool = False,
     tolerances: Tolerances = DEFAULT,
     warm: bool | str = True,
     table: CostTable | str | os.PathLike[str] | None = None,
@@ -162,6 +163,7 @@ def estimate(
         offline: what can be prepared before the tokens are known is billed apart, as for `private_inference`.
         prepare: tokens for which products are prepared by the batch, as for `private_inference` or `private_generate`.
         lookup: how tokens look rows up, as for `private_inference`.
+        weights_at_client: clients hold matrices of the server encrypted, as for `private_inference`.
         tolerances: how far off approximations may be, as for `private_inference`.
         warm: what came before, as for `private_inference`: True, a whole forward; "setup", the set-up alone.
         table: measured costs (`benchmarks/calibrate.py` writes them); None: those shipped with the package.
@@ -192,6 +194,7 @@ def estimate(
         *(PROTOCOL, form, batches(calibration), logits, optimize, clamp, guards, names_of(public), offline, emulated),
         looked_at=True,
         lookup=lookup,
+        weights_at_client=weights_at_client,
     )
     if new_tokens is None:
         compiled = compile_unseen(with_weights(model), batch, seq_len, options)
@@ -271,7 +274,9 @@ def estimate_generation(
         **{key: sum(each[key] for each in reveals) for key, value in reveal.items() if key not in _TEXTS},
     }
     whole = _estimate(programs.step, emulated, warm_up, [*steps, opening], total, costs)
-    whole = replace(whole, shape=(1, length), program=programs.digest, table_bytes=table_size(programs))
+    weights = weight_size(programs)
+    whole = replace(whole, table_bytes=table_size(programs) - weights, weight_bytes=weights)
+    whole = replace(whole, shape=(1, length), program=programs.digest)
     made_ahead = batched.to_json(1) if programs.step.is_prepared else None
     return replace(whole, new_tokens=new_tokens, token=token, batches=made_ahead)
 
@@ -307,7 +312,8 @@ def _estimate(
         offline_bytes=sum(row["offline_bytes"] for row in steps),
         offline_messages=sum(row["offline_messages"] for row in steps),
         offline_seconds=sum(row["offline_seconds"] for row in steps),
-        table_bytes=table_size(program),
+        table_bytes=table_size(program) - weight_size(program),
+        weight_bytes=weight_size(program),
     )
 
 

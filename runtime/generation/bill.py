@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from aero_compile.units import human_bytes, table_line
+from aero_compile.units import human_bytes, table_lines
 
 Logits = npt.NDArray[np.float32]
 """Of the next token, [V]."""
@@ -47,9 +47,10 @@ class Generation:
     `prefill` is what the prompt cost in front of its last token, of which the first logits come; the cost of each
     logits is with the token that was chosen from them. `set_up` is the session's, in the bill of its first text;
     `offline` is what was prepared before the prompt was known, in no other cost. Of `guessed` tokens that were checked,
-    `right` were the ones that were chosen. `padding` are the steps that hide the length. `table_bytes`: of encrypted
-    tables that the client downloads once for all texts, in no other figure. `rows_left`: tokens for which products are
-    prepared by the batch with a server, and not used.
+    `right` were the ones that were chosen. `padding` are the steps that hide the length. `table_bytes` and
+    `weight_bytes`: of encrypted tables and weights that the client downloads once for all texts, in no other figure;
+    of a service all are `table_bytes`. `rows_left`: tokens for which products are prepared by the batch with a server,
+    and not used.
     """
 
     prompt: tuple[int, ...]
@@ -61,6 +62,7 @@ class Generation:
     right: int = 0
     padding: Cost = field(default_factory=Cost)
     table_bytes: int = 0
+    weight_bytes: int = 0
     rows_left: int = 0
 
     @property
@@ -100,7 +102,7 @@ class Generation:
         rows = [
             f"{len(self.prompt)} tokens of prompt, {len(self.tokens)} generated"
             + (f"; {self.right} of {self.guessed} guesses right ({self.accepted:.0%})" if self.guessed else ""),
-            *([f"  {table_line(self.table_bytes)}"] if self.table_bytes else []),
+            *table_lines(self.table_bytes, self.weight_bytes),
             *(f"  {name:<10}{cost}" for name, cost in [*self._before, ("prompt", self.prefill)]),
             *(f"  {f'token {at + 1}':<10}{token.cost}" for at, token in enumerate(self.tokens)),
             *([f"  {'padding':<10}{self.padding}"] if self.padding.messages else []),

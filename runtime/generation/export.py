@@ -47,6 +47,7 @@ def compile_generation(
     field: int = 64,
     fraction_bits: int = 18,
     lookup: str = AUTO,
+    weights_at_client: bool = False,
     network: str | Network = "loopback",
 ) -> CompiledGeneration:
     """Compile what two parties run to generate texts of up to `room` tokens, without any text.
@@ -63,7 +64,7 @@ def compile_generation(
         running_sums: of heads that attend to all positions so far alike, let the parties hold one sum instead of the
             values of all positions. What they hold then only goes on: a text that is changed anywhere is computed anew
             from its first token, nothing is guessed, and prompts take programs that they fill.
-        lookup: as of `private_inference`, for each program by itself.
+        lookup, weights_at_client: as of `private_inference`, for each program by itself.
         optimize, calibration, clamp, guards, public, offline, tolerances, field, fraction_bits, network: as of
             `compile_model`.
 
@@ -76,6 +77,7 @@ def compile_generation(
     options = Options(
         *(protocol, form, batches(calibration), "all", optimize, clamp, guards, names_of(public), offline, between),
         lookup=lookup,
+        weights_at_client=weights_at_client,
     )
     import_spu()
     rooms = [room] if isinstance(room, int) else sorted({*room})

@@ -39,6 +39,7 @@ from aero_compile.runtime.hosts.computation import config_of, print_event
 from aero_compile.runtime.hosts.ending import Deadline, die, end_orphaned, end_with_parent, leave
 from aero_compile.runtime.hosts.link import parse_address, watch_peer
 from aero_compile.runtime.hosts.lookup_files import FILES, Tables, read_tables
+from aero_compile.runtime.hosts.lookup_sizes import encrypted_parts
 from aero_compile.runtime.hosts.party_inputs import Arrays, tls_config
 from aero_compile.runtime.hosts.party_process import agree_on, exit_code_of, meet, part, party_parser
 from aero_compile.runtime.kernels.column_encryption import ROWS
@@ -68,7 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--programs", type=Path, required=True, help="folder of the compiled programs, equal on both sides")
     add("--public", type=Path, required=True, help="both: .npz of the arrays that both parties hold")
-    text = "of programs that look up under encryption: lookup_key.npz (server), lookup_table.bin (client)"
+    text = "of programs that look up under encryption, or have weights at the client: "
+    text += "lookup_key.npz (server), lookup_table.bin (client)"
     add("--lookup", type=Path, help=text)
     text = "server: rows of each matrix that the client may have prepared by the batch of 4,096 (default: none)"
     add("--prepare", type=int, default=0, metavar="ROWS", help=text)
@@ -129,8 +131,9 @@ class _Party:
 
     def _tables(self) -> tuple[str, Tables]:
         path, options = self.options.lookup, self.options
-        if (path is not None) != bool(self.programs.looked_up):
-            wanted = f"with lookups under encryption: add --lookup {FILES[self.rank]}"
+        parts = encrypted_parts(self.programs)
+        if (path is not None) != bool(parts):
+            wanted = f"with {parts}: add --lookup {FILES[self.rank]}"
             found = wanted if path is None else "without lookups under encryption: no --lookup"
             raise InputError(f"{options.programs} is compiled {found}")
         return ("", {}) if path is None else read_tables(path, self.programs, self.rank, self.weights)

@@ -24,7 +24,8 @@ from aero_compile.runtime.generation.programs import CompiledGeneration
 from aero_compile.runtime.generation.session import Choose, Guess, Session
 from aero_compile.runtime.generation.texts import joined_runs, prepared_for, runs_of_text
 from aero_compile.runtime.hosts.link import free_addresses
-from aero_compile.runtime.hosts.lookup_files import FILES, table_size
+from aero_compile.runtime.hosts.lookup_files import FILES
+from aero_compile.runtime.hosts.lookup_sizes import table_size, weight_size
 from aero_compile.runtime.hosts.network import Relay
 from aero_compile.runtime.hosts.network_spec import UNLIMITED, Network, parse_network
 from aero_compile.runtime.hosts.parties import (
@@ -67,6 +68,7 @@ def private_generate(
     field: int = 64,
     fraction_bits: int = 18,
     lookup: str = AUTO,
+    weights_at_client: bool = False,
     set_up: bool = True,
     timeout: float = 3600.0,
     tls: TLSConfig | None = None,
@@ -87,8 +89,9 @@ def private_generate(
         stop: ids behind which nothing is generated.
         guess: tokens that may come next behind a text, which are checked at once; the text stays what it would be.
         at_once: positions of one check, the last token of the text among them.
-        optimize, calibration, clamp, guards, public, lookup, tolerances, field, fraction_bits, tls, network: as of
-            `private_inference`. Ranges are checked on the prompt and on what the model itself goes on with.
+        optimize, calibration, clamp, guards, public, lookup, weights_at_client, tolerances, field, fraction_bits, tls,
+            network: as of `private_inference`. Ranges are checked on the prompt and on what the model itself goes on
+            with.
         offline: products with the server's matrices, and of hidden values, are prepared before the prompt is known; the
             bill has that apart (`Generation.offline`).
         prepare: rows of each of the server's matrices that are prepared by the batch (`offline=True`), one for each
@@ -118,6 +121,7 @@ def private_generate(
     options = Options(
         *(protocol, form, batches(calibration), "all", optimize, clamp, guards, names_of(public), offline, emulated),
         lookup=lookup,
+        weights_at_client=weights_at_client,
     )
     import_spu()
     given = with_graph(model)
@@ -147,7 +151,9 @@ def private_generate(
         )
         session = Session(decoder)
         made = session.generate([int(each) for each in prompt[0]], max_new_tokens, on_token, choose, stop, guess)
-    return replace(made, offline=prepared, table_bytes=table_size(compiled.programs))
+    weights = weight_size(compiled.programs)
+    tables = table_size(compiled.programs) - weights
+    return replace(made, offline=prepared, table_bytes=tables, weight_bytes=weights)
 
 
 @contextmanager

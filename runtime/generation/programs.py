@@ -24,6 +24,7 @@ from aero_compile.errors import InputError
 from aero_compile.files import read_regular, write_atomically
 from aero_compile.runtime.offline.elements import runs_at_once
 from aero_compile.runtime.program import Program
+from aero_compile.runtime.program_parts import ClientMatrix
 
 INDEX = "generation.json"
 FORMAT = 1
@@ -69,6 +70,11 @@ class Programs:
     def looked_up(self) -> dict[str, tuple[int, ...]]:
         """The tables that any of the programs looks up under encryption, with their shapes."""
         return {name: shape for program in self.all.values() for name, shape in program.looked_up.items()}
+
+    @property
+    def client_weights(self) -> dict[str, ClientMatrix]:
+        """The matrices that clients multiply with, encrypted, in any of the programs."""
+        return {name: matrix for program in self.all.values() for name, matrix in program.client_weights.items()}
 
     @property
     def takes_back(self) -> bool:
@@ -261,11 +267,14 @@ def check(programs: Programs) -> None:
         _check_growth(each.step, larger.step)
     for each in rooms:
         _check_room(replace(each, larger=None))
-    tables = programs.looked_up
+    tables, matrices = programs.looked_up, programs.client_weights
     for name, program in programs.all.items():
         for table, shape in program.looked_up.items():
             if shape != (other := tables[table]):
                 raise InputError(f"the program {name!r} looks up in {table!r} {shape}, and another one in {other}")
+        for weight, matrix in program.client_weights.items():
+            if matrix != (same := matrices[weight]):
+                raise InputError(f"the program {name!r} multiplies with {matrix}, and another one with {same}")
 
 
 def _check_growth(step: Program, larger: Program) -> None:

@@ -18,6 +18,7 @@ from aero_compile.runtime.hosts.measure import check_against_wire, check_profile
 from aero_compile.runtime.hosts.opening import OUT_OF_RANGE, open_bit, open_logits, send_share
 from aero_compile.runtime.hosts.party_inputs import PartyInputs
 from aero_compile.runtime.kernels.column_encryption import ROWS, Weights
+from aero_compile.runtime.kernels.encrypted_weights import hash_parts
 from aero_compile.runtime.kernels.run import run_kernel
 from aero_compile.runtime.kernels.side import Exchanged, Side
 from aero_compile.runtime.kernels.words import Words
@@ -107,6 +108,11 @@ class Computation:
             if shapes := kernel.set_up():
                 sizes = (math.prod(shape) if stored else 1 for shape in shapes)
                 kernel.run(self._side, *(np.zeros(size, np.uint64) for size in sizes))
+        for name, matrix in self._program.client_weights.items():
+            if self._rank == SERVER:
+                self._words_of(matrix.weight)
+            else:
+                hash_parts(self._inputs.tables[name])
         spent, direct = self._log.read(), vars(exchanged)
         return {
             "bytes": sum(spent[name] + direct[name] for name in ("send_bytes", "recv_bytes")),
@@ -257,7 +263,7 @@ class Computation:
         side.exchanged = Exchanged()
         if isinstance(step, KernelStep):
             already = side.executions
-            side.prepared = prepared.pop(at, {}) or self._inputs.tables.get(step.inputs[-1], {})
+            side.prepared = prepared.pop(at, {}) or self._inputs.tables.get(step.encrypted, {})
             run_kernel(side, self._io, runtime, step)
             executions = side.executions - already
         else:

@@ -1,91 +1,93 @@
-"""The files of tables that are looked up under encryption: the server's keys, and what clients download once.
+"""The files of tables and weights that clients hold encrypted: the server's keys, and what clients download once.
 
 They serve every run of the programs and weights that they were made for. The clients' file begins with `MAGIC`; then
-follow, for each table by name, the words of its rows [V, w], of the seed and of the public key's part b, all of which
-the program's shapes say the sizes of. Its SHA-256 is in the server's file, and the parties compare it before they
-start.
+follow, for each table by name, the words of its rows [V, w], of the seed and of the public key's part b, and for each
+matrix by name its digits, its seed and the parts b of its public keys, all of which the program's shapes say the sizes
+of. Its SHA-256 is in the server's file, and the parties compare it before they start.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import mmap
+import os
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from aero_compile.errors import InputError
 from aero_compile.files import refuse_exposed, write_private
-from aero_compile.runtime.kernels.lookup_table import Held, degree_for, encrypted_table
-from aero_compile.runtime.kernels.ring_encryption import SEED_WORDS
+from aero_compile.runtime.hosts.lookup_sizes import MAGIC, LooksUp, layout, table_size
+from aero_compile.runtime.kernels.encrypted_weights import encrypted_weights
+from aero_compile.runtime.kernels.lookup_table import Held, encrypted_table
+from aero_compile.runtime.kernels.ring_encryption import SEED_WORDS, uniform
 from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.offline.prepare import encoded
 from aero_compile.runtime.offline.store import fingerprint
 from aero_compile.runtime.roles import CLIENT, SERVER
+from aero_compile.runtime.spu_config import import_spu, runtime_config
 
 FILES = {SERVER: "lookup_key.npz", CLIENT: "lookup_table.bin"}
 """What each role has, beside the program."""
 
-MAGIC = b"aero_compile encrypted table/1\n\0"
-"""A multiple of 8 bytes, so that words behind it can be mapped into memory."""
-
 DIGEST_WORDS = 4
 _DIGEST, _ABOUT = "table", "about"
-_PARTS = ("rows", "seed", "public")
 
 Tables = dict[str, Held]
-"""What a party holds of each table, by the table's name in the program."""
+"""What a party holds of each table and matrix, by its name in the program (`KernelStep.encrypted`)."""
 
 Weights = Mapping[str, npt.NDArray[Any]]
 
 
-class LooksUp(Protocol):
-    """A program, or all programs of a generation."""
-
-    @property
-    def looked_up(self) -> dict[str, tuple[int, ...]]:
-        """The tables that are looked up under encryption, with their shapes."""
-
-    @property
-    def fraction_bits(self) -> int:
-        """Of the fixed-point format."""
-
-
-def table_size(program: LooksUp) -> int:
-    """Bytes of the file that clients download once for the tables of a program; 0 where none is looked up."""
-    shapes = program.looked_up.values()
-    return len(MAGIC) + sum(8 * count for shape in shapes for count in _counts(shape)) if shapes else 0
-
-
 def made_tables(program: LooksUp, weights: Weights) -> tuple[Tables, Tables]:
-    """Draw keys and encrypt the tables: what the server and what clients hold of them."""
+    """Draw keys and encrypt the tables and weights: what the server and what clients hold of them."""
     server, client = Tables(), Tables()
-    for name in program.looked_up:
-        scaled = np.rint(weights[name].astype(np.float64) * 2.0**program.fraction_bits).astype(np.int64)
-        rows = scaled.view(np.uint64) << np.uint64(program.fraction_bits)
-        server[name], client[name] = encrypted_table(rows)
+    for name, key, table in _made(program, weights):
+        server[name], client[name] = key, table
     return server, client
 
 
+def _made(program: LooksUp, weights: Weights) -> Iterator[tuple[str, Held, Held]]:
+    """Encrypt one table or matrix after the other, in the order of the file."""
+    seed = uniform(os.urandom, SEED_WORDS)  # of all matrices, which share their parts a
+    for name in layout(program):
+        if (matrix := program.client_weights.get(name)) is not None:
+            words = _encoded(weights[matrix.weight], program.fraction_bits)
+            yield name, *encrypted_weights(words.T if matrix.transposed else words, seed)
+            continue
+        scaled = np.rint(weights[name].astype(np.float64) * 2.0**program.fraction_bits).astype(np.int64)
+        rows = scaled.view(np.uint64) << np.uint64(program.fraction_bits)
+        yield name, *encrypted_table(rows)
+
+
+def _encoded(weight: npt.NDArray[Any], fraction_bits: int) -> Words:
+    """The words in which SPU computes with a weight, uint64 of its shape: the server multiplies with the same."""
+    spu = import_spu()
+    io = spu.Io(2, runtime_config("cheetah", 64, fraction_bits))  # all protocols encode alike
+    return encoded(spu, io, weight).reshape(weight.shape)
+
+
 def write_tables(program: LooksUp, weights: Weights, server: Path, client: Path) -> None:
-    """Encrypt the tables under new keys, and write both files (mode 0600), if the program looks anything up."""
-    if not program.looked_up:
+    """Encrypt tables and weights under new keys, and write both files (mode 0600), if the program takes any."""
+    if not table_size(program):
         return
-    keys, tables = made_tables(program, weights)
-    write_private(client, lambda file: _write(file, tables))
-    arrays = {f"secret:{table}": held["secret"] for table, held in keys.items()}
+    arrays: dict[str, Words] = {}
+
+    def write(file: BinaryIO) -> None:
+        file.write(MAGIC)
+        for name, key, table in _made(program, weights):
+            arrays[f"secret:{name}"] = key["secret"]
+            for part in layout(program)[name]:
+                file.write(np.ascontiguousarray(table[part], "<u8").data)
+
+    write_private(client, write)
     arrays |= {_DIGEST: _words(bytes.fromhex(file_digest(client))), _ABOUT: _words(about(program, weights))}
     write_private(server, lambda file: np.savez(file, **arrays))  # last: it names the other file
-
-
-def _write(file: BinaryIO, tables: Tables) -> None:
-    file.write(MAGIC)
-    for name in sorted(tables):
-        for part in _PARTS:
-            file.write(np.ascontiguousarray(tables[name][part], "<u8").data)
 
 
 def file_digest(path: Path) -> str:
@@ -95,9 +97,10 @@ def file_digest(path: Path) -> str:
 
 
 def about(program: LooksUp, weights: Weights) -> bytes:
-    """Digest of the weights that a program looks up, and of how: equal ones can share a key and a table."""
-    content = fingerprint(f"tables:{program.fraction_bits}", {name: weights[name] for name in program.looked_up})
-    return bytes.fromhex(content)
+    """Digest of the weights that clients hold encrypted, and of how: equal ones can share a key and a table."""
+    held = {name: weights[name] for name in program.looked_up}
+    held |= {name: weights[matrix.weight] for name, matrix in program.client_weights.items()}
+    return bytes.fromhex(fingerprint(f"tables:{program.fraction_bits}", held))
 
 
 def _words(content: bytes) -> Words:
@@ -123,8 +126,8 @@ def _read_key(path: Path, program: LooksUp, weights: Weights) -> tuple[str, Tabl
     refuse_exposed(path)
     with np.load(path, allow_pickle=False) as file:
         digest, made_for = (_checked(file, name, (DIGEST_WORDS,)) for name in (_DIGEST, _ABOUT))
-        degrees = {table: (degree_for(shape[1]),) for table, shape in program.looked_up.items()}
-        found = {table: {"secret": _checked(file, f"secret:{table}", size)} for table, size in degrees.items()}
+        shapes = {name: parts["public"] for name, parts in layout(program).items()}
+        found = {name: {"secret": _checked(file, f"secret:{name}", shape)} for name, shape in shapes.items()}
     if made_for.tobytes() != about(program, weights):
         raise InputError(f"{path} was made with other weights; export the program anew, and give clients the new table")
     return digest.tobytes().hex(), dict(found)
@@ -145,15 +148,10 @@ def _read_table(path: Path, program: LooksUp) -> tuple[str, Tables]:
     if mapped[: len(MAGIC)] != MAGIC:
         raise ValueError("it does not begin as one")
     found, at = Tables(), len(MAGIC)
-    for name, shape in sorted(program.looked_up.items()):
-        parts = {}
-        for part, count in zip(_PARTS, _counts(shape), strict=True):
-            parts[part] = np.frombuffer(mapped, "<u8", count, at)
-            at += 8 * count
-        found[name] = {**parts, "rows": parts["rows"].reshape(shape)}
+    for name, parts in layout(program).items():
+        held = {}
+        for part, shape in parts.items():
+            held[part] = np.frombuffer(mapped, "<u8", math.prod(shape), at).reshape(shape)
+            at += 8 * math.prod(shape)
+        found[name] = held
     return hashlib.sha256(mapped).hexdigest(), found
-
-
-def _counts(shape: tuple[int, ...]) -> Iterator[int]:
-    """Words of each of the `_PARTS` of a table."""
-    yield from (shape[0] * shape[1], SEED_WORDS, degree_for(shape[1]))

@@ -10,10 +10,10 @@ from itertools import pairwise
 from typing import Any
 
 from aero_compile.errors import PartyError
-from aero_compile.runtime.hosts.lookup_files import table_size
+from aero_compile.runtime.hosts.lookup_sizes import table_size, weight_size
 from aero_compile.runtime.hosts.split import SPLIT, split_line, split_rows
 from aero_compile.runtime.hosts.traffic import Traffic
-from aero_compile.units import human_bytes, table_line
+from aero_compile.units import human_bytes, table_lines
 
 _KIND = re.compile(
     r"- (?P<name>\S.*?), executed (?P<count>\d+) times, duration (?P<seconds>[\d.e+-]+)s, "
@@ -116,7 +116,8 @@ class Measurement:
     `setup_bytes`, `setup_messages` and `setup_seconds` are those of the set-up that `warm="setup"` asks for; otherwise
     it sends no payload and is part of the first forward. `setup_wire_bytes`: as the kernel counted them.
 
-    `table_bytes`: of encrypted tables that a client downloads once for all forwards, in no other figure.
+    `table_bytes` and `weight_bytes`: of encrypted tables and weights that a client downloads once for all forwards, in
+    no other figure.
 
     `cold_bytes`, `cold_messages` and `cold_seconds` are the set-up and the first forward together.
 
@@ -162,6 +163,7 @@ class Measurement:
     setup_messages: int = 0
     batches: dict[str, Any] | None = None
     table_bytes: int = 0
+    weight_bytes: int = 0
 
     def to_json(self) -> str:
         """Return everything as JSON text."""
@@ -176,8 +178,7 @@ class Measurement:
             f"  {human_bytes(self.bytes)} both ways, {self.messages:,} messages, {self.seconds:.2f} s "
             f"({self._first_forward})",
         ]
-        if self.table_bytes:
-            lines.append(f"  {table_line(self.table_bytes)}")
+        lines += table_lines(self.table_bytes, self.weight_bytes)
         if self.offline_messages:
             lines.append(offline_line(self))
         if self.batches is not None and self.batches["matrices"]:
@@ -301,7 +302,8 @@ def combine(
         setup_bytes=setup_bytes,
         setup_messages=setup_messages,
         batches=_batches(server.get("batches"), client.get("batches")),
-        table_bytes=table_size(program),
+        table_bytes=table_size(program) - weight_size(program),
+        weight_bytes=weight_size(program),
         **used.split(),
     )
 

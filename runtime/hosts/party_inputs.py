@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from aero_compile.errors import InputError
 from aero_compile.runtime.hosts.lookup_files import FILES, Tables, read_tables
+from aero_compile.runtime.hosts.lookup_sizes import encrypted_parts
 from aero_compile.runtime.hosts.tls import TLSConfig
 from aero_compile.runtime.offline.store import Store, fingerprint
 from aero_compile.runtime.prefix import digest_of
@@ -152,10 +153,11 @@ def _of_client(options: Any, program: Program, published: Arrays) -> tuple[Array
 
 
 def _tables(options: Any, program: Program, weights: Mapping[str, npt.NDArray[Any]]) -> tuple[str, Tables]:
-    """The name of the key, and what this party holds of tables that are looked up under encryption."""
-    path, needed = options.lookup, bool(program.looked_up)
+    """The name of the key, and what this party holds of encrypted tables and weights."""
+    path, parts = options.lookup, encrypted_parts(program)
+    needed = bool(parts)
     if (path is not None) != needed:
-        wanted = f"compiled with lookups under encryption: add --lookup {FILES[options.rank]}"
+        wanted = f"compiled with {parts}: add --lookup {FILES[options.rank]}"
         raise InputError(f"{options.program} is {wanted if needed else 'compiled without a lookup: no --lookup'}")
     return read_tables(path, program, options.rank, weights) if needed else ("", {})
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from aero_compile.runtime.kernels.cached_product import CachedProduct
+from aero_compile.runtime.kernels.client_product import ClientProduct
 from aero_compile.runtime.kernels.encrypted_lookup import EncryptedLookup
 from aero_compile.runtime.kernels.exponential_factors import ExponentialFactors
 from aero_compile.runtime.kernels.kernel import Kernel
@@ -24,6 +25,7 @@ KERNELS: dict[str, type[Kernel]] = {
     for kind in (
         BatchedElements,
         CachedProduct,
+        ClientProduct,
         EncryptedLookup,
         ExponentialFactors,
         Negative,

@@ -76,6 +76,12 @@ def times(a: Words, small: Small) -> Words:
     return _coefficients(_values(low) * factor) + (_coefficients(_values(high) * factor) << np.uint64(32))
 
 
+def products(polynomials: npt.NDArray[Any], small: Small) -> npt.NDArray[np.int64]:
+    """The products modulo X^N + 1 of whole numbers [..., N] of at most 2^31 and ternary polynomials [..., N], exact as
+    those of `times`."""
+    return _coefficients(_values(polynomials) * _values(small)).view(np.int64)
+
+
 def _values(polynomial: npt.NDArray[Any]) -> npt.NDArray[np.complex128]:
     """Its values at half of the roots of X^N + 1, N/2 in number; the others are their conjugates."""
     half = polynomial.shape[-1] // 2

@@ -51,7 +51,7 @@ from aero_compile.runtime.lowering.refusals import (
     refuse_private_choices,
 )
 from aero_compile.runtime.lowering.schedule import LIKE_SECOND, SOFTMAX, Group, Schedule
-from aero_compile.runtime.operators import lookups, pointwise, prepared, products, registry, views
+from aero_compile.runtime.operators import client_products, lookups, pointwise, prepared, products, registry, views
 from aero_compile.runtime.operators.limits import Format
 from aero_compile.runtime.operators.watching import watching
 
@@ -86,6 +86,7 @@ def lower(
     one_product: bool = True,
     offline: bool = False,
     encrypted: bool | None = False,
+    weights_at_client: bool = False,
     reaches: Mapping[str, float] | None = None,
     worth: Callable[[int], bool] = lambda count: False,
     network: Network = UNLIMITED,
@@ -100,7 +101,8 @@ def lower(
     kept; None: none are made. `doublings`: by which powers of two the rows of norms are multiplied. `one_product`:
     whether the ring is one for exponentials of one product. `offline`: products with matrices of the server take what
     both parties prepare before the tokens are known. `encrypted`: whether rows of the server's tables are looked up
-    under encryption; None: where that takes fewer bytes. `reaches`: how far values that operators compare reach on
+    under encryption; None: where that takes fewer bytes. `weights_at_client`: whether clients may hold matrices of the
+    server encrypted, where a product costs less then. `reaches`: how far values that operators compare reach on
     typical text, by the names of their nodes, where the tokens of a run are looked at before it. `worth`: whether so
     many comparisons may take the 32-bit ring, for which the format must be of 18 fraction bits in the 64-bit ring.
     `network`: between the parties, over which the program should be quick. `cached`: bounds of what other programs
@@ -118,6 +120,7 @@ def lower(
     emission = _Emission(
         *(schedule, plan, doublings, exact, dtype, spreads or {}, tolerances, one_product),
         *(offline and not exact, network, False if exact else encrypted),
+        weights_at_client and not exact,
     )
     return emission.program({} if exact else reaches or {}, (lambda count: False) if exact else worth)
 
@@ -137,6 +140,7 @@ class _Emission:
     offline: bool
     network: Network
     encrypted: bool | None
+    weights_at_client: bool
     exponentials: dict[str, SoftmaxExponential] = field(default_factory=dict)
     small: frozenset[fx.Node] = frozenset()
     small_pays: bool = False
@@ -269,6 +273,9 @@ class _Emission:
         if in_two_phases is not None:
             cached = self._cached(node, arguments) if in_two_phases is prepared.product else None
             return cached(live) if cached else Call(in_two_phases, live, {"prepared": True})
+        at_client = self._at_client(node, arguments)
+        if at_client is not None:
+            return Call(at_client, live, {"at_client": True})
         if len(self.schedule.strips.get(node, ())) > 1:
             queries, keys = live["x"], live["other"]
             return Call(blocked_scores, {"queries": queries, "keys": keys}, {"strips": self.schedule.strips[node]})
@@ -308,6 +315,24 @@ class _Emission:
             return None
         shapes = self.part.shapes[left], self.part.shapes[right]
         return prepared.product if shapes[0][:-2] == shapes[1][:-2] and min(map(len, shapes)) >= 2 else None
+
+    def _at_client(self, node: fx.Node, arguments: dict[str, Any]) -> registry.Operator | None:
+        """The operator of a product with a matrix that the client holds encrypted; None: there is no such."""
+        of = {aten.linear.default: ("input", "weight", True), aten.matmul.default: ("x", "other", False)}
+        if not self.weights_at_client or node.target not in of:
+            return None
+        left, right, transposed = of[node.target]
+        rows, weight = arguments[left], arguments[right]
+        positions = self.part.positions
+        if not self.part.is_live(rows) or not self._is_servers_matrix(weight):
+            return None
+        if positions is not None and positions.decide(weight):
+            return None
+        *lead, inner = self.part.shapes[rows]
+        columns = self.part.known[weight].shape[not transposed]
+        if not client_products.is_cheaper(math.prod(lead), inner, int(columns)):
+            return None
+        return client_products.linear if transposed else client_products.matmul
 
     def _cached(self, node: fx.Node, arguments: dict[str, Any]) -> Callable[[dict[str, Any]], Call] | None:
         """The call of a product whose second factor are cached rows of a generation; None of any other.

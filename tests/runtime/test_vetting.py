@@ -300,6 +300,36 @@ def test_other_preparations_are_refused(name: str, tmp_path: Path) -> None:
         _load(content, tmp_path)
 
 
+@pytest.mark.parametrize("declared", ["cached", "by_position"])
+def test_a_product_at_the_client_takes_weights_of_the_program_alone(declared: str, tmp_path: Path) -> None:
+    """Another input of the same type, of which the client holds nothing."""
+    content = json.loads(_client_weights_program().to_bytes())
+    _load(content, tmp_path)
+    step = _prepared(content, "ClientProduct")
+    if declared == "cached":
+        content["cached"] = [{"name": "other", "shape": step["shapes"][1], "dtype": "float32"}]
+        step["inputs"][1] = "other"
+    else:
+        content["by_position"] = [step["inputs"][1]]
+    with pytest.raises(InputError, match=r"program\.json"):
+        _load(content, tmp_path)
+
+
+@pytest.mark.parametrize("inner", [7, 2**15 + 1, True])
+def test_a_product_at_the_client_takes_its_own_sizes_alone(inner: int, tmp_path: Path) -> None:
+    content = json.loads(_client_weights_program().to_bytes())
+    _prepared(content, "ClientProduct")["kernel"]["inner"] = inner
+    with pytest.raises(InputError, match=r"program\.json"):
+        _load(content, tmp_path)
+
+
+@functools.cache
+def _client_weights_program() -> Program:
+    from aero_compile.runtime import compile_model
+
+    return compile_model(tiny_model(), 1, 6, "semi2k", weights_at_client=True).program
+
+
 @functools.cache
 def _looked_up_program() -> Program:
     from aero_compile.runtime import compile_model

@@ -16,7 +16,8 @@ import pytest
 
 from aero_compile.errors import InputError, PartyError
 from aero_compile.runtime import export_generation
-from aero_compile.runtime.hosts.lookup_files import FILES, table_size, write_tables
+from aero_compile.runtime.hosts.lookup_files import FILES, write_tables
+from aero_compile.runtime.hosts.lookup_sizes import table_size
 from aero_compile.runtime.roles import CLIENT, SERVER
 from aero_compile.serving.client import connect
 from aero_compile.serving.offer import Offered, read_offer

@@ -170,6 +170,6 @@ def test_too_little_room_is_told_before_anything_is_fetched(tmp_path: Path, monk
     [({}, 1), ({"w:table": (5, 3)}, None), ({"w:table": (5, 3)}, 8 * (15 + 4 + 4096)), ({"w:table": (5, 3)}, 1 << 33)],
 )
 def test_a_size_that_is_not_the_programs_is_refused(shapes: dict[str, tuple[int, ...]], size: int | None) -> None:
-    program: Any = SimpleNamespace(looked_up=shapes, fraction_bits=18)
+    program: Any = SimpleNamespace(looked_up=shapes, client_weights={}, fraction_bits=18)
     with pytest.raises(PartyError, match=r"looks tokens up in an encrypted table of .* bytes, and .* are offered"):
         check_table(None if size is None else Table(digest="0" * 64, size=size), program, "it")

@@ -70,7 +70,7 @@ def exported(root: Path, protocol: str = "semi2k", steps: int = 1, **options: An
     compiled.program.save(client / "program.json")
     if compiled.published:
         shutil.copy(server / "public.npz", client / "public.npz")
-    if compiled.program.looked_up:
+    if (server / "lookup_table.bin").exists():
         (server / "lookup_table.bin").rename(client / "lookup_table.bin")
     np.save(client / "tokens.npy", IDS)
     return Exported(compiled, server, client)

@@ -29,6 +29,7 @@ from aero_compile.runtime.hosts.computation import Computation, Opened, config_o
 from aero_compile.runtime.hosts.ending import LINGER_SECONDS, leave
 from aero_compile.runtime.hosts.link import connect
 from aero_compile.runtime.hosts.lookup_files import Tables, read_tables
+from aero_compile.runtime.hosts.lookup_sizes import encrypted_parts
 from aero_compile.runtime.hosts.party_inputs import Arrays, PartyInputs, held_inputs
 from aero_compile.runtime.hosts.party_process import agree_on
 from aero_compile.runtime.program import hidden_inputs
@@ -112,7 +113,7 @@ class SessionParty:
         for held in order.programs:
             files = (None if path is None else Path(path) for path in (held.weights, held.published, held.table))
             inputs = held_inputs(self._rank, Path(held.program), self._protocol, *files)
-            if bool(inputs.program.looked_up) != bool(inputs.key):
+            if bool(encrypted_parts(inputs.program)) != bool(inputs.key):
                 raise InputError(_no_table(held))
             self._inputs[inputs.program.digest] = inputs
         if order.generation is not None:
@@ -129,7 +130,7 @@ class SessionParty:
             raise InputError(f"{held.program} is compiled for {programs.step.protocol}, not {self._protocol}")
         published = {} if held.published is None else read_published(programs, Path(held.published))
         weights = {} if held.weights is None else read_weights(programs, Path(held.weights))
-        if bool(programs.looked_up) != (held.table is not None):
+        if bool(encrypted_parts(programs)) != (held.table is not None):
             raise InputError(_no_table(held))
         if held.table is not None:
             self._table = read_tables(Path(held.table), programs, self._rank, weights)
@@ -199,7 +200,7 @@ class SessionParty:
 
 
 def _no_table(held: Held) -> str:
-    wanted = "takes none" if held.table else "looks tokens up in an encrypted table, and there is none"
+    wanted = "takes none" if held.table else "takes an encrypted table or weights, and there are none"
     return f"{held.program} {wanted}"
 
 

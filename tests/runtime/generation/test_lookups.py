@@ -15,7 +15,7 @@ from aero_compile.runtime import compile_generation, estimate, private_generate
 from aero_compile.runtime.costs.model import estimate_generation
 from aero_compile.runtime.generation.private import local_session
 from aero_compile.runtime.generation.programs import CompiledGeneration, of_names
-from aero_compile.runtime.hosts.lookup_files import table_size
+from aero_compile.runtime.hosts.lookup_sizes import table_size
 from aero_compile.runtime.kernels.encrypted_lookup import EncryptedLookup
 from aero_compile.runtime.program_parts import KernelStep
 from benchmarks.lib import zoo

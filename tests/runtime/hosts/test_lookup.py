@@ -7,7 +7,7 @@ import json
 import shutil
 import stat
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,12 @@ from hypothesis import strategies as st
 
 from aero_compile.runtime import export
 from aero_compile.runtime.compilation import Compiled
-from aero_compile.runtime.hosts.lookup_files import FILES, read_tables, table_size, write_tables
+from aero_compile.runtime.hosts.lookup_files import FILES, read_tables, write_tables
+from aero_compile.runtime.hosts.lookup_sizes import table_size
 from aero_compile.runtime.kernels.lookup_table import degree_for, largest_noise, look_up, opened
 from aero_compile.runtime.party import main
 from aero_compile.runtime.program import one_hot
+from aero_compile.runtime.program_parts import ClientMatrix
 from aero_compile.runtime.roles import CLIENT, SERVER
 from tests.support.budgets import few
 from tests.support.runtime_tiny import IDS, Exported, exported, logits_of, tiny_model
@@ -51,6 +53,7 @@ class Looked:
 
     looked_up: dict[str, tuple[int, ...]]
     fraction_bits: int
+    client_weights: dict[str, ClientMatrix] = field(default_factory=dict)
 
 
 def parts_of(path: Path, compiled: Compiled) -> dict[str, Any]:

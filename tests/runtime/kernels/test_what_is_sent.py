@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from aero_compile.runtime.kernels.cached_product import CachedProduct
+from aero_compile.runtime.kernels.client_product import ClientProduct
 from aero_compile.runtime.kernels.encrypted_lookup import EncryptedLookup
+from aero_compile.runtime.kernels.encrypted_weights import encrypted_weights
 from aero_compile.runtime.kernels.exponential_factors import ExponentialFactors
 from aero_compile.runtime.kernels.kernel import Kernel, LocalKernel
 from aero_compile.runtime.kernels.lookup_table import encrypted_table
@@ -52,7 +54,8 @@ ALONE: list[tuple[Kernel, tuple[int, ...]]] = [
 
 def test_every_kernel_is_here() -> None:
     """`Negative` sends nothing itself: SPU compares in its second runtime. `CachedProduct` has a test of its own."""
-    kinds = {type(kernel) for kernel, _ in (*PREPARED, *ALONE)} | {CachedProduct, EncryptedLookup, Negative}
+    kinds = {type(kernel) for kernel, _ in (*PREPARED, *ALONE)}
+    kinds |= {CachedProduct, ClientProduct, EncryptedLookup, Negative}
     assert kinds == set(KERNELS.values())
 
 
@@ -93,6 +96,19 @@ def test_what_a_party_computes_alone_sends_nothing(kernel: Kernel, shape: tuple[
     shares = ([np.full(shape, 7, np.uint64)],) * 2
     _, pair = run_both(kernel, shares, ({}, {}))
     assert pair.sent == {SERVER: [], CLIENT: []}
+
+
+def test_a_product_with_weights_at_the_client_sends_other_words_for_equal_rows() -> None:
+    weights, unread = np.zeros((9, 7), np.uint64), np.zeros(0, np.uint64)
+    held = encrypted_weights(weights, np.arange(4, dtype=np.uint64))
+    sent = []
+    for _ in range(2):
+        x = np.full((ROWS, 9), 7, np.uint64)
+        _, pair = run_both(ClientProduct(9, False), ([x, weights], [x, unread]), held)
+        assert pair.sent[SERVER] == []
+        sent.append(np.frombuffer(b"".join(pair.sent[CLIENT]), np.uint64)[1:])  # less the number of the message
+        assert np.unique(sent[-1]).size == sent[-1].size
+    assert (sent[0] != sent[1]).all()
 
 
 def test_a_lookup_sends_other_words_for_the_same_token() -> None:

@@ -1,0 +1,134 @@
+"""A product with a matrix of the server, made of what the client computes with the matrix's encryption.
+
+The parties hold X in shares X_0 + X_1 modulo 2^64. The server multiplies its share with W itself, and the client its
+own with the encrypted matrix, which it has kept since a download (see `encrypted_weights`). What comes out has twice
+the fraction bits, as SPU's own product has before it is truncated; the noise of the encryption is below one unit of
+what truncation leaves. Client-side products are those of Nimbus (NeurIPS 2024); here the server's matrix is not
+transformed, and the client multiplies by BLAS.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from aero_compile.errors import PartyError
+from aero_compile.runtime.kernels.encrypted_weights import DEGREE, DIGITS, LARGEST_INNER, multiplied, opened, pieces
+from aero_compile.runtime.kernels.kernel import Kernel, Result, Shape
+from aero_compile.runtime.kernels.ring_products import ring_product
+from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.roles import CLIENT
+
+if TYPE_CHECKING:
+    from aero_compile.runtime.costs.session import Session
+    from aero_compile.runtime.kernels.side import Side
+
+ROWS_AT_ONCE = 128
+"""Rows of X that the client multiplies at once: sums of 25 MB, and messages of at most 8.4 MB."""
+
+CONVERTED_ROWS = 16
+"""Converting the digits of a block takes as long as multiplying so many rows with them."""
+
+
+@dataclass(frozen=True)
+class ClientProduct(Kernel):
+    """The kernel: x [..., inner] times the server's w [inner, columns], or [columns, inner] if `transposed`.
+
+    The result has twice the fraction bits: it is x·w·2^fraction_bits (`aero_compile.runtime.operators.client_products`
+    truncates it).
+    """
+
+    of_server: ClassVar[frozenset[int]] = frozenset({1})
+
+    inner: int
+    transposed: bool
+
+    def check(self) -> None:
+        if type(self.inner) is not int or not 1 <= self.inner <= LARGEST_INNER or type(self.transposed) is not bool:
+            raise ValueError(f"the options of ClientProduct are a whole number, 1 to {LARGEST_INNER}, and a bool")
+
+    def results(self, *shapes: Shape) -> tuple[Result, ...]:
+        if len(shapes) != 2 or not shapes[0] or shapes[0][-1] != self.inner:
+            raise ValueError(f"ClientProduct takes rows of {self.inner} values and a matrix, not {shapes}")
+        if len(shapes[1]) != 2 or shapes[1][self.transposed] != self.inner or not math.prod(shapes[1]):
+            raise ValueError(f"ClientProduct takes a matrix for rows of {self.inner} values, not {shapes[1]}")
+        return (Result((*shapes[0][:-1], shapes[1][not self.transposed])),)
+
+    def run(self, side: Side, *shares: Words) -> tuple[Words, ...]:
+        x = shares[0].reshape(-1, self.inner)
+        if side.rank == CLIENT:
+            return (self._send(side, x),)
+        found = ring_product(x, self._matrix(shares[1]))
+        messages = enumerate(_messages(*found.shape))
+        for rows in _blocks(found):
+            rows += opened(side.prepared, _received(side, islice(messages, pieces(found.shape[1]))))
+        return (found.ravel(),)
+
+    def _send(self, side: Side, x: Words) -> Words:
+        """Multiply the client's share, and send what the server decrypts; returns the share of the product."""
+        columns = side.prepared["digits"].shape[2]
+        found, number = np.empty((len(x), columns), np.uint64), 0
+        for rows, share in zip(_blocks(x), _blocks(found), strict=True):
+            for sent, mine, span in multiplied(side.prepared, rows):
+                side.send(np.concatenate([np.array([number], np.uint64), sent.ravel()]))
+                share[:, span] = mine
+                number += 1
+        return found.ravel()
+
+    def together(self, draw: np.random.Generator, *words: Words) -> tuple[Words, ...]:
+        return (ring_product(words[0].reshape(-1, self.inner), self._matrix(words[1])).ravel(),)
+
+    def _matrix(self, words: Words) -> Words:
+        return words.reshape(-1, self.inner).T if self.transposed else words.reshape(self.inner, -1)
+
+    def plain(self, *arguments: Any) -> tuple[Any, ...]:
+        x, weight = arguments
+        return (x @ (weight.T if self.transposed else weight),)
+
+    def work(self, *shapes: Shape) -> tuple[int, int]:
+        """Of the words that the client sends, and its multiplications of numbers with digits of ciphertexts."""
+        rows, columns = math.prod(shapes[0][:-1]), shapes[1][not self.transposed]
+        converted = CONVERTED_ROWS * -(-rows // ROWS_AT_ONCE)
+        sent = DEGREE + columns
+        return rows * sent, (rows + converted) * 2 * self.inner * DIGITS * sent
+
+    def bill(self, session: Session, *shapes: Shape) -> None:
+        rows, columns = math.prod(shapes[0][:-1]), shapes[1][not self.transposed]
+        for shape in _messages(rows, columns):
+            session.send(CLIENT, 8.0 * (1 + math.prod(shape)))
+        session.kernel(type(self).__name__, *self.work(*shapes))
+
+
+def sent_bytes(rows: int, columns: int) -> int:
+    """Bytes that the client sends for so many rows of X, by a matrix of so many columns."""
+    return sum(8 * (1 + math.prod(shape)) for shape in _messages(rows, columns))
+
+
+def _messages(rows: int, columns: int) -> Iterator[Shape]:
+    """Shapes of the messages of the client: for each block of rows one a polynomial, of which the first has c', too."""
+    for first in range(0, rows, ROWS_AT_ONCE):
+        for at in range(0, columns, DEGREE):
+            width = min(columns - at, DEGREE)
+            yield min(rows - first, ROWS_AT_ONCE), width if at else DEGREE + width
+
+
+def _blocks(rows: Words) -> Iterator[Words]:
+    return (rows[first : first + ROWS_AT_ONCE] for first in range(0, len(rows), ROWS_AT_ONCE))
+
+
+def _received(side: Side, messages: Iterator[tuple[int, Shape]]) -> Iterator[Words]:
+    """The client's messages of one block of rows, as they come; each begins with its number.
+
+    Raises:
+        PartyError: one is missing, or of another size.
+    """
+    for number, shape in messages:
+        content = side.receive((1 + math.prod(shape),))
+        if content[0] != number:
+            raise PartyError(f"the other party sent message {content[0]} of a product instead of {number}")
+        yield content[1:].reshape(shape)

@@ -1,0 +1,45 @@
+"""Products of hidden rows with matrices of the server that the client holds encrypted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aero_compile.runtime.arithmetic.prices import second_bytes
+from aero_compile.runtime.arithmetic.truncation import truncated
+from aero_compile.runtime.costs.table import shipped
+from aero_compile.runtime.kernels.calls import call_kernel
+from aero_compile.runtime.kernels.client_product import ClientProduct, sent_bytes
+from aero_compile.runtime.kernels.encrypted_weights import LARGEST_INNER
+from aero_compile.runtime.offline.batch import Matrix
+from aero_compile.runtime.offline.choice import product_price
+
+
+def linear(input: Any, weight: Any, bias: Any = None, **_: Any) -> Any:
+    """[..., inner] times `weight` [columns, inner], and the bias."""
+    found = _product(input, weight, transposed=True)
+    return found if bias is None else found + bias
+
+
+def matmul(x: Any, other: Any, **_: Any) -> Any:
+    """[..., inner] × [inner, columns]."""
+    return _product(x, other, transposed=False)
+
+
+def is_cheaper(rows: int, inner: int, columns: int) -> bool:
+    """True if the product of so many rows with a matrix [inner, columns] is cheaper with the matrix at the client.
+
+    Costs are bytes, and seconds as bytes; the file with the encrypted matrix, which a client downloads once, is not
+    counted. A matrix of too many rows is left to SPU's product: the noise would not stay below one unit.
+    """
+    if inner > LARGEST_INNER:
+        return False
+    call, word, multiplication = shipped().share_kernels[ClientProduct.__name__]
+    words, multiplications = ClientProduct(inner, False).work((rows, inner), (inner, columns))
+    seconds = call + word * words + multiplication * multiplications
+    price = sent_bytes(rows, columns) + seconds * second_bytes()
+    return price < product_price(Matrix("", False, inner, columns), rows)
+
+
+def _product(x: Any, weight: Any, transposed: bool) -> Any:
+    (found,) = call_kernel(ClientProduct(x.shape[-1], transposed), x, weight)
+    return truncated(found)
