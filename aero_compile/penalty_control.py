@@ -17,7 +17,7 @@ from aero_compile.errors import InputError
 
 LARGEST_STEP = 1.1
 """Largest factor by which lambda moves in a step: the penalty jumps where a head crosses the margin, lambda must not.
-From 0.05 it reaches 1 in 32 steps."""
+Its first move alone is free, since where it begins was chosen without knowing the loss."""
 LARGEST_CHANGE = 1000.0
 """Lambda stays within this factor of where it began: a penalty near 0 would drive it without end."""
 
@@ -88,14 +88,15 @@ def against_own_maximum(entropies: Sequence[Tensor]) -> list[Tensor]:
 
 
 def followed_weight(weight: Tensor, start: float, ce_loss: Tensor, penalty: Tensor, share: float) -> Tensor:
-    """Lambda of the next step: moved towards `share * ce_loss / penalty`, by at most a tenth of itself.
+    """Lambda of the next step: moved from `weight` towards `share * ce_loss / penalty`, by at most a tenth of itself.
 
-    All arguments but numbers are scalars, of float32. Where no head is outside of the margin (a penalty of 0) lambda
-    stays: there is nothing to weigh. Without gradients, and the same for the same values.
+    All arguments but numbers are scalars, of float32. From `start` it goes there at once. Where no head is outside of
+    the margin (a penalty of 0) lambda stays: there is nothing to weigh. Without gradients, and the same for the same
+    values.
     """
     with torch.no_grad():
         change = share * ce_loss.float() / (weight * penalty.float())
-        moved = (weight * change.clamp(1 / LARGEST_STEP, LARGEST_STEP)).clamp(
-            start / LARGEST_CHANGE, start * LARGEST_CHANGE
-        )
+        limited = change.clamp(1 / LARGEST_STEP, LARGEST_STEP)
+        moved = weight * torch.where(weight == torch.tensor(start).to(weight), change, limited)
+        moved = moved.clamp(start / LARGEST_CHANGE, start * LARGEST_CHANGE)
         return torch.where((penalty > 0) & torch.isfinite(moved), moved, weight)

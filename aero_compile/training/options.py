@@ -182,8 +182,8 @@ class RetrainOptions:
     penalty_share: Annotated[float, BELOW_ONE] = _option(
         0.0,
         "Let lambda follow the loss so that lambda times the penalty is this share of the cross entropy, such as 0.05: "
-        "a fixed lambda is too small once heads are near their thresholds. By at most a tenth a step, and "
-        "within a thousand times --lambda, where it begins.",
+        "a fixed lambda knows neither the size of the loss nor how far heads are from their thresholds. It moves by at "
+        "most a tenth a step, and within a factor of 1,000 of --lambda, where it begins.",
     )
     thresholds: str | None = _option(
         None,

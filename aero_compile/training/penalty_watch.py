@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from aero_compile.entropy import EntropyRegularizedModel
+if TYPE_CHECKING:  # reports read the limits below without torch
+    from aero_compile.entropy import EntropyRegularizedModel
 
 LEAST_SHARE = 0.01
 """Share of the cross entropy below which the penalty counts as off."""
@@ -68,6 +69,6 @@ class PenaltyWatch:
         return (
             f"the entropy penalty does not act: for {self._steps_below} steps, up to step {step}, lambda * penalty "
             f"was below {LEAST_SHARE:.0%} of the cross entropy (now {share:.2%}), with {heads_outside:.3g} of {heads} "
-            f"heads outside of the margin. lambda is {model.current_weight:.3g}, gamma {model.margin:g}, theta {low:.2f} to "
-            f"{high:.2f} ({state}). Ways out: {'; '.join(filter(None, out)) or 'a larger --lambda'}"
+            f"heads outside of the margin. lambda is {model.current_weight:.3g}, gamma {model.margin:g}, theta "
+            f"{low:.2f} to {high:.2f} ({state}). Ways out: {'; '.join(filter(None, out)) or 'a larger --lambda'}"
         )
