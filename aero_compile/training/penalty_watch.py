@@ -12,6 +12,8 @@ LEAST_SHARE = 0.01
 """Share of the cross entropy below which the penalty counts as off."""
 LEAST_TIME = 0.1
 """Share of the run's steps for which it must have been below, without a break."""
+LEAST_STEPS = 10
+"""And so many steps at least: fewer say nothing."""
 
 
 class PenaltyWatch:
@@ -50,7 +52,7 @@ class PenaltyWatch:
             self._steps_below = 0
             return False
         self._steps_below += since
-        due = self._steps_below >= LEAST_TIME * steps and not self.has_warned
+        due = self._steps_below >= max(LEAST_TIME * steps, LEAST_STEPS) and not self.has_warned
         self.has_warned |= due
         return due
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aero_compile.retrain import retrain
-from aero_compile.training.penalty_watch import LEAST_SHARE, PenaltyWatch
+from aero_compile.training.penalty_watch import LEAST_SHARE, LEAST_STEPS, PenaltyWatch
 from tests.support.budgets import few
 from tests.support.tiny_runs import blocks, evaluating, lines, regularized, softmax_only
 
@@ -53,7 +53,7 @@ def test_it_warns_once_after_a_tenth_of_the_run_below_the_limit(
         below = 0
         while below < end - start and by_step[end - 1 - below] < LEAST_SHARE:
             below += 1
-        if below and below >= steps / 10:
+        if below >= max(steps / 10, LEAST_STEPS):
             expected.append(end)
     assert due(PenaltyWatch(fixed=False, first_step=first), found, steps) == expected[:1]
 
