@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 from benchmarks.lib.study_plan import Task
 from benchmarks.lib.study_run import Study, forecast
 
-WAIT = 10.0
+WAIT = 2.0
 """Seconds until a process that finds every run taken looks again."""
 
 
