@@ -261,7 +261,7 @@ class EntropyRegularizedModel(Checkpointable, nn.Module):
             weighted = weight * share * penalty
             result["loss"] = result["loss"] + weighted
             result["penalty"], result["weighted_penalty"] = penalty.detach(), weighted.detach()
-            result |= self._state_of_heads(entropies, length)
+            result["relative_entropies"], result["heads_outside"] = self._state_of_heads(entropies, length)
         if distiller is not None:
             result["loss"] = result["loss"] + (distiller.terms.ce - 1.0) * out.loss
             for name, term in distiller.compare(out, input_ids, attention_mask).items():
@@ -293,12 +293,12 @@ class EntropyRegularizedModel(Checkpointable, nn.Module):
         return entropy_regularization(entropies, thresholds, self.margin, seq_len=length)
 
     @torch.no_grad()
-    def _state_of_heads(self, entropies: Sequence[Tensor], length: int) -> dict[str, Any]:
+    def _state_of_heads(self, entropies: Sequence[Tensor], length: int) -> tuple[list[Tensor], Tensor]:
         """Heads' mean entropies as fractions of the largest, and how many are outside of the margin, in both forms."""
         largest = math.log(length) or 1.0
         relative = headwise(entropies) / largest
         outside = (relative - self.thresholds).abs() > self.margin
-        return {"relative_entropies": list(relative), "heads_outside": outside.sum().to(relative.dtype)}
+        return list(relative), outside.sum().to(relative.dtype)
 
 
 def _row_shares(entropies: Sequence[Tensor]) -> list[Tensor]:

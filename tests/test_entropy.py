@@ -313,6 +313,20 @@ def test_lambda_that_follows_is_in_the_loss_and_in_the_state() -> None:
     assert "followed_weight" not in plain.state_dict()
 
 
+@pytest.mark.parametrize("control", [PenaltyControl(), PenaltyControl(share=0.1, by_row=True, waits=True)])
+def test_a_compiled_step_gives_the_same(control: PenaltyControl) -> None:
+    torch.manual_seed(0)
+    ids = torch.randint(0, 11, (3, 5))
+    model = EntropyRegularizedModel(TinyAttention(), weight=0.5, margin=0.05, control=control)
+    expected = model(ids, labels=ids)
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
+    found = compiled(ids, labels=ids)
+    assert isinstance(found, TrainingOutput)
+    assert found.keys() == expected.keys()
+    for name in ("loss", "penalty", "weighted_penalty", "heads_outside"):
+        assert torch.allclose(found[name], expected[name]), name
+
+
 def test_without_weight_thresholds_are_not_trained() -> None:
     model = EntropyRegularizedModel(TinyAttention())
     ids = torch.randint(0, 11, (2, 4))
