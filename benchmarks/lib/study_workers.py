@@ -31,7 +31,7 @@ def carry_out_claims(study: Study, ready: Sequence[Task] | None = None) -> bool:
         tasks = [task for task in (study.ready() if ready is None else ready) if study.done(task) is None]
         if not tasks:
             return True
-        trained = None
+        trained: bool | None = None
         for task in tasks:
             trained = _claimed(study, task)
             if trained is not None:

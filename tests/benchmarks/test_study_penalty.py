@@ -43,8 +43,9 @@ def plan(**changes: Any) -> ArmsPlan:
 
 def row_of(task: Task, loss: float | None, **changes: Any) -> StudyRow:
     perplexity = None if loss is None else math.exp(loss)
-    said = (task.key, task.label, task.seed, task.trial, dict(task.axes), dict(task.tuned), [], "finished")
-    return dataclasses.replace(StudyRow(*said, task.steps, 0, 80.0, final_perplexity=perplexity), **changes)
+    said: tuple[Any, ...] = (task.key, task.label, task.seed, task.trial, dict(task.axes), dict(task.tuned), [])
+    row = StudyRow(*said, "finished", task.steps, 0, 80.0, final_perplexity=perplexity)
+    return dataclasses.replace(row, **changes)
 
 
 def write(study: Any, task: Task, loss: float | None, **changes: Any) -> None:
@@ -278,7 +279,7 @@ def test_a_run_that_another_process_has_is_left_to_it(tmp_path: Path, monkeypatc
     held = FileLock(tmp_path / "locks" / f"{first.key}.lock")
     held.acquire()
     monkeypatch.setattr(study, "train", train)
-    monkeypatch.setattr(study_workers.time, "sleep", other_ends)
+    monkeypatch.setattr("benchmarks.lib.study_workers.time.sleep", other_ends)
     assert study_workers.carry_out_claims(study, [first, second, third])
     assert trained == [second.key, third.key, first.key]
 
