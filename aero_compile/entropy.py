@@ -283,7 +283,7 @@ class EntropyRegularizedModel(Checkpointable, nn.Module):
 
     def _penalty(self, entropies: Sequence[Tensor], length: int) -> Tensor:
         """The penalty of the batch of all processes; averaged over them, as data-parallel training does, it stays."""
-        thresholds = self.thresholds
+        thresholds: Tensor = self.thresholds
         if self.thresholds_move is not None:  # a gradient of 0, not none: data-parallel training waits for one
             thresholds = thresholds.detach() + self.thresholds_move * (thresholds - thresholds.detach())
         if self.reduction == "listing":  # a sum over the batch

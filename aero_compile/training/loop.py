@@ -213,7 +213,7 @@ class RegularizedTrainer(Trainer):
         return warmup * (self.state.max_steps if warmup < 1 else 1)
 
     def _thresholds_move(self) -> bool:
-        return self.state.global_step >= self._steps_of(self.threshold_warmup)
+        return bool(self.state.global_step >= self._steps_of(self.threshold_warmup))
 
     def before_update(self) -> None:
         """Before an update of weights: check the gradients, hold thresholds that wait, and let lambda follow."""

@@ -43,8 +43,20 @@ def plan(**changes: Any) -> ArmsPlan:
 
 def row_of(task: Task, loss: float | None, **changes: Any) -> StudyRow:
     perplexity = None if loss is None else math.exp(loss)
-    said: tuple[Any, ...] = (task.key, task.label, task.seed, task.trial, dict(task.axes), dict(task.tuned), [])
-    row = StudyRow(*said, "finished", task.steps, 0, 80.0, final_perplexity=perplexity)
+    row = StudyRow(
+        task.key,
+        task.label,
+        task.seed,
+        task.trial,
+        dict(task.axes),
+        dict(task.tuned),
+        [],
+        "finished",
+        task.steps,
+        0,
+        80.0,
+        final_perplexity=perplexity,
+    )
     return dataclasses.replace(row, **changes)
 
 

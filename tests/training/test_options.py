@@ -67,8 +67,8 @@ def test_thresholds_are_learned_unless_they_are_fixed_or_given() -> None:
     assert not RetrainOptions(thresholds="fixed").learns_thresholds
     assert not RetrainOptions(thresholds_from="runs/x").learns_thresholds
     assert RetrainOptions(thresholds_from="runs/x", thresholds="learned", threshold_warmup=3).learns_thresholds
-    fixed: dict[str, Any]
-    for fixed in ({"thresholds": "fixed"}, {"thresholds_from": "runs/x"}):
+    settings: list[dict[str, Any]] = [{"thresholds": "fixed"}, {"thresholds_from": "runs/x"}]
+    for fixed in settings:
         with pytest.raises(InputError, match="--threshold-warmup must be given with --thresholds learned"):
             RetrainOptions(threshold_warmup=3, **fixed)
 
