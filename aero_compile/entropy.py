@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from aero_compile.across_processes import process_count, with_means_of_all
 from aero_compile.errors import InputError
 from aero_compile.ir.checkpointing import Checkpointable, Checkpoints
+from aero_compile.penalty_control import PenaltyControl, against_own_maximum, followed_weight, initial_thresholds
 from aero_compile.score_spread import spread_penalty
 
 Reduction = Literal["algorithm", "listing"]
@@ -146,6 +147,10 @@ class EntropyRegularizedModel(Checkpointable, nn.Module):
     `spread_weight`: weight of `aero_compile.score_spread.spread_penalty`; 0 leaves it out. The attribute
     `listing_blocks`, if set, is the number of blocks that the listing's penalty is a sum over, whatever the batch is.
 
+    `control`: ways to keep the penalty acting (`aero_compile.penalty_control`). With `waits` the scalar buffer
+    `thresholds_move` is set from 0 to 1 by whoever trains. With `share` the buffer `followed_weight`, saved with the
+    module, is lambda; whoever trains calls `follow` once a step.
+
     Everything is computed inside `forward`, so data-parallel wrappers see every parameter. Tied weights
     are written once in `state_dict()` and shared again by `load_state_dict`.
     """
@@ -164,6 +169,7 @@ class EntropyRegularizedModel(Checkpointable, nn.Module):
         warms_up: bool = False,
         distiller: Distills | None = None,
         spread_weight: float = 0.0,
+        control: PenaltyControl = PenaltyControl(),  # noqa: B008, it is frozen
     ) -> None:
         super().__init__()
         if not (math.isfinite(weight) and weight >= 0):
@@ -183,12 +189,16 @@ class EntropyRegularizedModel(Checkpointable, nn.Module):
         self.weight, self.margin, self.reduction = weight, margin, reduction
         self.distiller, self.spread_weight = distiller, spread_weight
         self.listing_blocks: int | None = None
-        self.thresholds = nn.Parameter(
-            torch.full((len(heads), max(heads)), float(threshold_init)), requires_grad=weight > 0
-        )
-        # A buffer, not a number: torch.compile would compile anew for every value.
+        self.control = control
+        start = initial_thresholds(heads, threshold_init, control.targets)
+        self.thresholds = nn.Parameter(start, requires_grad=weight > 0 and control.learns)
+        # Buffers, not numbers: torch.compile would compile anew for every value.
         self.register_buffer("weight_share", torch.ones(()) if warms_up else None, persistent=False)
+        self.register_buffer("thresholds_move", torch.zeros(()) if control.waits else None, persistent=False)
+        self.register_buffer("followed_weight", torch.tensor(float(weight)) if control.share and weight else None)
         self.weight_share: Tensor | None
+        self.thresholds_move: Tensor | None
+        self.followed_weight: Tensor | None
         self.register_state_dict_post_hook(_drop_tied)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_restore_tied)  # type: ignore[no-untyped-call]
 
@@ -212,7 +222,10 @@ class EntropyRegularizedModel(Checkpointable, nn.Module):
         the plain cross entropy, so that held-out losses compare between settings. Also returned: `logits` `[B, T, V]`,
         and detached `ce_loss`, `penalty`, `spread_penalty` (scalars), `entropies`, L tensors `[H]` averaged over batch
         and positions (always when regularizing, else on `output_entropies`), and on `output_spreads` the largest
-        spreads of scores over both, L tensors `[H]`.
+        spreads of scores over both, L tensors `[H]`. When regularizing, detached too: `weighted_penalty` (lambda times
+        the penalty), `heads_outside` (how many heads are outside of the margin) and `relative_entropies` (L tensors
+        `[H]`, what thresholds are compared with: fractions of the largest entropy). In eval mode, with entropies:
+        `row_shares`, L tensors `[H]`, the mean over rows i > 0 of E_i / log(i + 1).
         """
         regularize = self.training and self.weight > 0 and labels is not None
         wanted = regularize or output_entropies
@@ -229,6 +242,8 @@ class EntropyRegularizedModel(Checkpointable, nn.Module):
             result["ce_loss"] = out.loss.detach()
         if wanted:
             result["entropies"] = [layer.detach() for layer in _layer_means(out.entropies)]
+        if wanted and not self.training:
+            result["row_shares"] = _row_shares(out.entropies)
         if output_spreads:
             result["spreads"] = [layer.detach().amax((0, 2)) for layer in out.spreads]
         if narrows:
@@ -236,10 +251,17 @@ class EntropyRegularizedModel(Checkpointable, nn.Module):
             result["loss"] = result["loss"] + self.spread_weight * spread
             result["spread_penalty"] = spread.detach()
         if regularize:
-            penalty = self._penalty(out.entropies)
+            length = out.entropies[0].shape[2]
+            entropies = against_own_maximum(out.entropies) if self.control.by_row else out.entropies
+            if self.reduction == "algorithm":
+                entropies = with_means_of_all(entropies)
+            penalty = self._penalty(entropies, length)
             share = 1.0 if self.weight_share is None else self.weight_share
-            result["loss"] = result["loss"] + self.weight * share * penalty
-            result["penalty"] = penalty.detach()
+            weight = self.weight if self.followed_weight is None else self.followed_weight
+            weighted = weight * share * penalty
+            result["loss"] = result["loss"] + weighted
+            result["penalty"], result["weighted_penalty"] = penalty.detach(), weighted.detach()
+            result["relative_entropies"], result["heads_outside"] = self._state_of_heads(entropies, length)
         if distiller is not None:
             result["loss"] = result["loss"] + (distiller.terms.ce - 1.0) * out.loss
             for name, term in distiller.compare(out, input_ids, attention_mask).items():
@@ -247,13 +269,42 @@ class EntropyRegularizedModel(Checkpointable, nn.Module):
                 result[f"distill_{name}"] = term.detach()
         return result
 
-    def _penalty(self, entropies: Sequence[Tensor]) -> Tensor:
+    def follow(self, ce_loss: Tensor, penalty: Tensor) -> None:
+        """Move lambda towards its share of the cross entropy, given the means of a step; nothing without a share."""
+        if self.followed_weight is not None:
+            new = followed_weight(self.followed_weight, self.weight, ce_loss, penalty, self.control.share)
+            self.followed_weight.copy_(new)
+
+    @property
+    def current_weight(self) -> float:
+        """Lambda as it is: with its warm-up, and followed if it follows the loss."""
+        weight = self.weight if self.followed_weight is None else float(self.followed_weight)
+        return weight if self.weight_share is None else weight * float(self.weight_share)
+
+    def _penalty(self, entropies: Sequence[Tensor], length: int) -> Tensor:
         """The penalty of the batch of all processes; averaged over them, as data-parallel training does, it stays."""
+        thresholds: Tensor = self.thresholds
+        if self.thresholds_move is not None:  # a gradient of 0, not none: data-parallel training waits for one
+            thresholds = thresholds.detach() + self.thresholds_move * (thresholds - thresholds.detach())
         if self.reduction == "listing":  # a sum over the batch
             blocks, own = self.listing_blocks, entropies[0].shape[0]
             scale = process_count() if blocks is None else blocks / own
-            return scale * entropy_regularization(entropies, self.thresholds, self.margin, "listing")
-        return entropy_regularization(with_means_of_all(entropies), self.thresholds, self.margin)
+            return scale * entropy_regularization(entropies, thresholds, self.margin, "listing", length)
+        return entropy_regularization(entropies, thresholds, self.margin, seq_len=length)
+
+    @torch.no_grad()
+    def _state_of_heads(self, entropies: Sequence[Tensor], length: int) -> tuple[list[Tensor], Tensor]:
+        """Heads' mean entropies as fractions of the largest, and how many are outside of the margin, in both forms."""
+        largest = math.log(length) or 1.0
+        relative = headwise(entropies) / largest
+        outside = (relative - self.thresholds).abs() > self.margin
+        return list(relative), outside.sum().to(relative.dtype)
+
+
+def _row_shares(entropies: Sequence[Tensor]) -> list[Tensor]:
+    """Headwise means of E_i / log(i + 1) over batch and rows i > 0, L tensors `[H]`."""
+    largest = math.log(entropies[0].shape[2]) or 1.0
+    return [layer.detach() / largest for layer in _layer_means(against_own_maximum(entropies))]
 
 
 def _tied_names(module: nn.Module) -> dict[str, str]:

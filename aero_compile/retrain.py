@@ -29,6 +29,7 @@ from aero_compile.errors import InputError, OutputDirError
 from aero_compile.exit_codes import exit_code
 from aero_compile.files import write_atomically
 from aero_compile.model import TransformedModel
+from aero_compile.penalty_control import PenaltyControl
 from aero_compile.reporting.model_card import model_card
 from aero_compile.training.build import Built, build, identity, load_data
 from aero_compile.training.command_line import parse_command_line
@@ -177,6 +178,13 @@ def _trainer(plan: Plan, built: Built) -> RegularizedTrainer:
         warms_up=options.lambda_warmup > 0,
         distiller=distiller,
         spread_weight=options.spread_weight,
+        control=PenaltyControl(
+            learns=options.learns_thresholds,
+            waits=options.threshold_warmup > 0,
+            targets=None if plan.targets is None else plan.targets.thresholds,
+            share=options.penalty_share,
+            by_row=options.max_entropy == "row",
+        ),
     )
     wrapper.listing_blocks = options.listing_blocks
     names = [name for name, parameter in wrapper.named_parameters() if parameter.requires_grad]
@@ -189,6 +197,7 @@ def _trainer(plan: Plan, built: Built) -> RegularizedTrainer:
             ffn_spectra=options.ffn_spectra,
             lr_scale=scales,
             lambda_warmup=options.lambda_warmup,
+            threshold_warmup=options.threshold_warmup,
             stages=built.stages,
             switching=built.switching,
             model=wrapper,

@@ -22,6 +22,7 @@ from aero_compile.entropy import (
     headwise,
 )
 from aero_compile.errors import InputError
+from aero_compile.penalty_control import PenaltyControl, against_own_maximum
 from tests.support.tiny_runs import CONTEXT, VOCABULARY, softmax_only
 
 
@@ -234,6 +235,98 @@ def test_model_adds_the_penalty_in_training_only() -> None:
     assert plain.penalty is None
     assert "entropies" not in model(ids)
     assert model(ids).loss is None
+
+
+@pytest.mark.parametrize("reduction", ["algorithm", "listing"])
+@pytest.mark.parametrize("by_row", [False, True])
+def test_what_is_shown_of_the_penalty_is_what_the_loss_has(reduction: Any, by_row: bool) -> None:
+    torch.manual_seed(1)
+    control = PenaltyControl(by_row=by_row)
+    inner = TinyAttention()
+    model = EntropyRegularizedModel(inner, weight=2.0, margin=0.05, reduction=reduction, control=control)
+    with torch.no_grad():
+        model.thresholds.copy_(torch.tensor([[0.97, 0.2]]))
+    ids = torch.randint(0, 11, (3, 5))
+    out = model(ids, labels=ids)
+    entropies = inner(ids, output_entropies=True).entropies
+    if by_row:
+        entropies = against_own_maximum(entropies)
+    expected = entropy_regularization(entropies, model.thresholds, 0.05, reduction, seq_len=5)
+    assert float(out.penalty) == pytest.approx(float(expected.detach()), rel=1e-6)
+    assert float(out.weighted_penalty) == pytest.approx(2 * float(expected.detach()), rel=1e-6)
+    assert float(out.loss) == pytest.approx(float(out.ce_loss + out.weighted_penalty), rel=1e-6)
+    relative = headwise(entropies) / math.log(5)
+    assert torch.allclose(torch.stack(out.relative_entropies), relative)
+    outside = int(((relative - model.thresholds).abs() > 0.05).sum())
+    assert int(out.heads_outside) == outside
+    assert not any(t.requires_grad for t in (out.heads_outside, out.weighted_penalty, *out.relative_entropies))
+
+
+def test_shares_of_rows_are_those_of_uniform_heads() -> None:
+    model = EntropyRegularizedModel(copy.deepcopy(softmax_only())).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "c_attn" in name:
+                parameter.zero_()
+        shares = model(torch.randint(0, VOCABULARY, (2, CONTEXT)), output_entropies=True).row_shares
+    assert torch.allclose(torch.stack(shares), torch.ones(len(shares), len(shares[0])), atol=1e-5)
+    model.train()
+    assert model(torch.randint(0, VOCABULARY, (2, CONTEXT)), output_entropies=True).row_shares is None
+
+
+def test_thresholds_that_are_fixed_or_wait_get_no_gradient() -> None:
+    torch.manual_seed(0)
+    ids = torch.randint(0, 11, (3, 5))
+    fixed = EntropyRegularizedModel(TinyAttention(), weight=2.0, margin=0.0, control=PenaltyControl(learns=False))
+    waiting = EntropyRegularizedModel(TinyAttention(), weight=2.0, margin=0.0, control=PenaltyControl(waits=True))
+    for model in (fixed, waiting):
+        model(ids, labels=ids).loss.backward()
+        assert all(p.grad is not None for name, p in model.model.named_parameters() if p.requires_grad)
+    assert fixed.thresholds.grad is None
+    assert waiting.thresholds.grad is not None
+    assert not waiting.thresholds.grad.any()
+    assert waiting.thresholds_move is not None
+    waiting.thresholds_move.fill_(1.0)
+    waiting(ids, labels=ids).loss.backward()
+    free = EntropyRegularizedModel(copy.deepcopy(waiting.model), weight=2.0, margin=0.0)
+    free(ids, labels=ids).loss.backward()
+    assert free.thresholds.grad is not None
+    assert torch.equal(waiting.thresholds.grad, free.thresholds.grad)
+
+
+def test_lambda_that_follows_is_in_the_loss_and_in_the_state() -> None:
+    torch.manual_seed(0)
+    ids = torch.randint(0, 11, (3, 5))
+    model = EntropyRegularizedModel(TinyAttention(), weight=0.5, margin=0.0, control=PenaltyControl(share=0.25))
+    assert model.current_weight == 0.5
+    out = model(ids, labels=ids)
+    model.follow(out.ce_loss, out.penalty)
+    again = model(ids, labels=ids)
+    assert float(again.weighted_penalty) == pytest.approx(0.25 * float(out.ce_loss), rel=1e-6)
+    assert float(again.loss) == pytest.approx(1.25 * float(out.ce_loss), rel=1e-6)
+    other = EntropyRegularizedModel(TinyAttention(), weight=0.5, control=PenaltyControl(share=0.25))
+    other.load_state_dict(model.state_dict())
+    assert other.current_weight == model.current_weight != 0.5
+    plain = EntropyRegularizedModel(TinyAttention(), weight=0.5)
+    plain.follow(out.ce_loss, out.penalty)
+    assert plain.current_weight == 0.5
+    assert "followed_weight" not in plain.state_dict()
+
+
+@pytest.mark.parametrize("control", [PenaltyControl(), PenaltyControl(share=0.1, by_row=True, waits=True)])
+def test_a_compiled_step_gives_the_same(control: PenaltyControl) -> None:
+    model = EntropyRegularizedModel(copy.deepcopy(softmax_only()), weight=0.5, margin=0.05, control=control)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    ids = torch.randint(0, VOCABULARY, (2, CONTEXT))
+    expected = model(ids, labels=ids)
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
+    found = compiled(ids, labels=ids)
+    assert isinstance(found, TrainingOutput)
+    assert found.keys() == expected.keys()
+    for name in ("loss", "penalty", "weighted_penalty", "heads_outside"):
+        assert torch.allclose(found[name], expected[name]), name
 
 
 def test_without_weight_thresholds_are_not_trained() -> None:

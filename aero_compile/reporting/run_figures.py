@@ -39,7 +39,7 @@ def losses(runs: Sequence[RunRecords]) -> str:
     highest = _readable_loss(runs)
     for over, x_label in (("step", "steps"), ("tokens", "training tokens")):
         lines: dict[str, Points] = {}
-        tones, thin, marks = {}, set(), _marks(runs) if over == "step" else {}
+        tones, thin, marks = {}, set(), marks_of(runs) if over == "step" else {}
         for tone, run in enumerate(runs):
             for what, key in (("training", run.loss_key), ("held-out", "eval_loss")):
                 name = _line(run, runs, what)
@@ -70,7 +70,7 @@ def _line(run: RunRecords, runs: Sequence[RunRecords], what: str) -> str:
     return f"{run.name}: {what}" if len(runs) > 1 else what
 
 
-def _marks(runs: Sequence[RunRecords]) -> dict[float, str]:
+def marks_of(runs: Sequence[RunRecords]) -> dict[float, str]:
     """Where a stage of a single run began, where it was resumed, or failed, by step."""
     if len(runs) > 1:
         return {}
@@ -100,7 +100,9 @@ def course(runs: Sequence[RunRecords]) -> str:
         lines = {run.name: run.series(key) for run in runs}
         if any(lines.values()):
             tones = {run.name: tone for tone, run in enumerate(runs)}
-            out.append(figure(title, line_chart(lines, title, "step", unit, log=log, tones=tones, marks=_marks(runs))))
+            out.append(
+                figure(title, line_chart(lines, title, "step", unit, log=log, tones=tones, marks=marks_of(runs)))
+            )
     return "".join(out)
 
 
@@ -115,7 +117,7 @@ def stages(run: RunRecords) -> str:
         "after its passes": [(s["step"], s["loss_after"]) for s in begun],
     }
     title = "Held-out loss over the stages"
-    chart = line_chart(lines, title, "step", "nats per token", thin={"held-out"}, marks=_marks([run]))
+    chart = line_chart(lines, title, "step", "nats per token", thin={"held-out"}, marks=marks_of([run]))
     rows = [
         [
             str(s["stage"]),
@@ -160,7 +162,7 @@ def entropies(run: RunRecords) -> str:
     where, tables = measured(run)
     if not tables:
         return ""
-    marks = _marks([run])
+    marks = marks_of([run])
     lines = {_layer(i): [(s, _mean(t[i])) for s, t in tables] for i in range(len(tables[0][1]))}
     bands = {_layer(i): [(s, *_ends(t[i])) for s, t in tables] for i in range(len(tables[0][1]))}
     title = "Layerwise entropy over training"
@@ -172,7 +174,7 @@ def entropies(run: RunRecords) -> str:
     out = [figure(title, chart, caption)]
     title = "Figure 4 of the paper: entropy of every head"
     caption = f"On {where}. 0 is a head that looks at one token only; the top of the scale, log T, at all alike."
-    chart = heatmap_over_time(_frames(tables), title, run.max_entropy, "nats")
+    chart = heatmap_over_time(frames_of(tables), title, run.max_entropy, "nats")
     out.append(figure(title, chart, caption))
     shares = [(step, quartile_shares(table)) for step, table in tables]
     over_time = {name: [(s, 100 * q[i]) for s, q in shares] for i, name in enumerate(QUARTILES)}
@@ -196,12 +198,12 @@ def _named_dynamics(run: RunRecords) -> str:
 
 def thresholds(run: RunRecords) -> str:
     """Learned thresholds θ of the regularization, by head and by layer."""
-    tables = _tables(run, "thresholds")
+    tables = tables_of(run, "thresholds")
     if not tables:
         return ""
     title = "Figure 11 (a) of the paper: thresholds θ"
     caption = "Learned fractions of log T that the entropy of each head is drawn to."
-    out = [figure(title, heatmap_over_time(_frames(tables), title, 1.0, "of log T"), caption)]
+    out = [figure(title, heatmap_over_time(frames_of(tables), title, 1.0, "of log T"), caption)]
     last = tables[-1][1]
     spread = [(i, _mean(row), _deviation(row)) for i, row in enumerate(last)]
     title = "Figure 11 (b) of the paper: thresholds by layer"
@@ -218,13 +220,13 @@ def thresholds(run: RunRecords) -> str:
 
 def temperatures(run: RunRecords) -> str:
     """Learned softmax temperatures, by head and by layer."""
-    tables = _tables(run, "temperatures")
+    tables = tables_of(run, "temperatures")
     if not tables:
         return ""
     top = max((t for _, table in tables for row in table for t in row if t == t), default=1.0)
     title = "Softmax temperature of every head"
     caption = "Mean over positions; below 1 attention is sharper than without a temperature, above 1 more even."
-    out = [figure(title, heatmap_over_time(_frames(tables), title, top, "(temperature)"), caption)]
+    out = [figure(title, heatmap_over_time(frames_of(tables), title, top, "(temperature)"), caption)]
     rows = [i for i, row in enumerate(tables[0][1]) if row]
     lines = {_layer(i): [(s, _mean(t[i])) for s, t in tables] for i in rows}
     bands = {_layer(i): [(s, *_ends(t[i])) for s, t in tables] for i in rows}
@@ -236,17 +238,17 @@ def temperatures(run: RunRecords) -> str:
 
 def score_spreads(run: RunRecords) -> str:
     """How far the attention scores of each head spread, and those of each layer."""
-    tables = _tables(run, "score_spread")
+    tables = tables_of(run, "score_spread")
     if not tables:
         return ""
     lines = {_layer(i): [(s, max(t[i])) for s, t in tables] for i, row in enumerate(tables[0][1]) if row}
     title = "Widest row of attention scores by layer"
-    chart = line_chart(lines, title, "step", "spread of scores", ordered=True, marks=_marks([run]))
+    chart = line_chart(lines, title, "step", "spread of scores", ordered=True, marks=marks_of([run]))
     caption = "On held-out blocks: largest less smallest score of a row. It decides which exponential a layer needs."
     out = [figure(title, chart, caption)]
     top = max((s for _, table in tables for row in table for s in row if s == s), default=1.0)
     title = "Widest row of every head"
-    out.append(figure(title, heatmap_over_time(_frames(tables), title, top, "(spread)")))
+    out.append(figure(title, heatmap_over_time(frames_of(tables), title, top, "(spread)")))
     return "".join(out)
 
 
@@ -264,7 +266,7 @@ def scalars(run: RunRecords) -> str:
         drawn = {line: [(step, v[0]) for step, v in values] for line, values in lines.items()}
         vectors = any(v[1] != v[2] for values in lines.values() for _, v in values)
         bands = {line: [(s, v[1], v[2]) for s, v in values] for line, values in lines.items()} if vectors else None
-        chart = line_chart(drawn, title, "step", unit, bands=bands, ordered=len(lines) > 1, marks=_marks([run]))
+        chart = line_chart(drawn, title, "step", unit, bands=bands, ordered=len(lines) > 1, marks=marks_of([run]))
         caption = "Mean; the band reaches from the smallest value to the largest." if vectors else ""
         out.append(figure(f"{title}, over training" if group.startswith("scaled_ffn ") else title, chart, caption))
         if group.startswith("scaled_ffn "):
@@ -296,7 +298,7 @@ def scales(run: RunRecords) -> str:
         lines = _by_layer(rows)
         if lines:
             title = f"Scale of {words}"
-            chart = line_chart(lines, title, "step", "root mean square", ordered=True, log=True, marks=_marks([run]))
+            chart = line_chart(lines, title, "step", "root mean square", ordered=True, log=True, marks=marks_of([run]))
             out.append(figure(title, chart, "On held-out blocks."))
     failed = run.failure
     if failed is not None and "layers" in failed:
@@ -351,14 +353,14 @@ def _by_layer(rows: Iterable[tuple[int, Sequence[int], Sequence[float]]]) -> dic
     return lines
 
 
-def _tables(run: RunRecords, key: str) -> list[tuple[int, Table]]:
+def tables_of(run: RunRecords, key: str) -> list[tuple[int, Table]]:
     """`(step, [L][H])` of a quantity in `parameters.jsonl`, one for each step, all of the shape of the last."""
     found: Mapping[int, Table] = {r["step"]: r[key] for r in run.parameters if key in r}
     shape = [len(row) for row in list(found.values())[-1]] if found else []
     return [(step, table) for step, table in found.items() if [len(row) for row in table] == shape]
 
 
-def _frames(tables: Sequence[tuple[int, Table]]) -> list[tuple[str, Table]]:
+def frames_of(tables: Sequence[tuple[int, Table]]) -> list[tuple[str, Table]]:
     """At most so many frames that the file stays small, evenly spread, with the first and the last."""
     last = len(tables) - 1
     count = min(_MOST_FRAMES, len(tables))

@@ -103,6 +103,22 @@ class RunRecords:
         found = (m for m in self.metrics if m.get("event") == "stage" and all(_number(m.get(key)) for key in needed))
         return list({m["step"]: m for m in found}.values())
 
+    def penalty_shares(self) -> list[tuple[float, float]]:
+        """`(step, lambda * penalty over the cross entropy)`; computed where an older run recorded only its parts."""
+        recorded, weight = self.series("penalty_share"), self.setting("lambda")
+        if recorded or not _number(weight):
+            return recorded
+        found = []
+        for line in self.metrics:
+            penalty, loss, now = line.get("penalty"), line.get("ce_loss", 0.0), line.get("lambda", weight)
+            if _number(penalty) and _number(now) and loss > 0:
+                found.append((line["step"], now * penalty / loss))
+        return found
+
+    def warnings(self) -> list[str]:
+        """What the run warned of while it was trained."""
+        return [str(line["warning"]) for line in self.metrics if line.get("event") == "warning" and "warning" in line]
+
     @property
     def failure(self) -> Record | None:
         """What was measured when the run stopped at a value that was not finite."""
@@ -242,7 +258,7 @@ def _is_entropy(record: Record) -> bool:
     return _is_table(record.get("entropies"))
 
 
-HEADWISE = ("thresholds", "temperatures", "score_spread")
+HEADWISE = ("thresholds", "relative_entropies", "temperatures", "score_spread")
 """What `parameters.jsonl` has for every head."""
 
 

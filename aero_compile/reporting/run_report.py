@@ -11,6 +11,7 @@ from typing import Any
 
 from aero_compile.analysis.layer_text import layers_text
 from aero_compile.files import write_atomically
+from aero_compile.reporting import penalty_figures
 from aero_compile.reporting import run_figures as figures
 from aero_compile.reporting.entropy_states import (
     Limits,
@@ -111,6 +112,7 @@ def _lead(runs: Sequence[RunRecords]) -> str:
 
 def _faults(runs: Sequence[RunRecords]) -> str:
     told = [f"{run.name}: {fault}." for run in runs for fault in run.faults]
+    told += [f"{run.name}: {warning}." for run in runs for warning in run.warnings()]
     return "".join(f'<p class="notice">{escape(text)}</p>' for text in told)
 
 
@@ -169,6 +171,7 @@ def _one_run(run: RunRecords, limits: Limits, alone: bool) -> str:
         _section("Staged removal", figures.stages(run)),
         _section("Attention entropy", figures.entropies(run)),
         _states(run, limits),
+        _section("Does the entropy penalty act?", penalty_figures.penalty(run)),
         _section("Entropy thresholds", figures.thresholds(run)),
         _section("Temperatures", figures.temperatures(run)),
         _section("Spread of scores", figures.score_spreads(run)),

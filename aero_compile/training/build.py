@@ -315,6 +315,11 @@ def identity(plan: Plan, built: Built) -> dict[str, Any]:
         "entropy_blocks": options.entropy_blocks,
         "seed": plan.args.seed,
         "lambda_warmup": options.lambda_warmup or None,
+        "penalty_share": options.penalty_share or None,
+        "thresholds": None if options.learns_thresholds or not options.weight else "fixed",
+        "thresholds_from": plan.targets and plan.targets.fingerprint,
+        "threshold_warmup": options.threshold_warmup or None,
+        "max_entropy": None if options.max_entropy == "length" else options.max_entropy,
         "spread_weight": options.spread_weight or None,
         "distill": plan.distillation and dataclasses.asdict(plan.distillation),
         "teacher": plan.teacher and teacher and f"{plan.teacher.description}, weights {fingerprint(teacher)}",
@@ -323,6 +328,7 @@ def identity(plan: Plan, built: Built) -> dict[str, Any]:
         "lr_scale": parse_lr_scale(options.lr_scale) or None,
         "switch_static": _switching_identity(plan),
         "training": settings_that_matter(
-            plan.args, any_length=not (0 < options.lambda_warmup < 1 or options.switch_static)
+            plan.args,
+            any_length=not (0 < options.lambda_warmup < 1 or 0 < options.threshold_warmup < 1 or options.switch_static),
         ),
     }

@@ -45,7 +45,10 @@ HELP_GROUPS: Mapping[str, tuple[str, ...]] = {
         "gradient_accumulation_steps",
     ),
     "optimizer": ("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay"),
-    "entropy regularization": ("entropy_weight", "gamma", "threshold_init", "entropy_reduction"),
+    "entropy regularization": (
+        *("entropy_weight", "gamma", "threshold_init", "entropy_reduction"),
+        *("penalty_share", "thresholds", "thresholds_from", "threshold_warmup", "max_entropy"),
+    ),
     "changes in the course of a run": ("stages", "switch_static", "search_budget", "distill"),
     "speed and memory": ("bf16", "activation_checkpointing"),
     "records": ("logging_steps", "eval_steps", "save_steps", "save_total_limit", "report_to"),

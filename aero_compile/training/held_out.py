@@ -23,18 +23,26 @@ def mean_loss(model: Any, blocks: Any, size: int, device: Any, most: int = 64) -
     return total / count
 
 
-def headwise_entropies(model: Any, blocks: Any, size: int, device: Any, most: int) -> list[list[float]]:
-    """Headwise entropies `[L][H]` (nats) in eval mode, over the first `most` blocks; the model keeps its mode."""
+def headwise_entropies(
+    model: Any, blocks: Any, size: int, device: Any, most: int
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Headwise entropies `[L][H]` in eval mode, over the first `most` blocks: in nats, and as shares of rows' maxima.
+
+    The latter are means over rows i > 0 of E_i / log(i + 1). The model keeps its mode.
+    """
     training, count = model.training, min(most, len(blocks))
     model.eval()
-    sums: list[Tensor] = []
+    sums: list[list[Tensor]] = [[], []]
     with torch.no_grad():
         for ids in batches(blocks, count, size):
             out = model(input_ids=ids.to(device), output_entropies=True)
-            rows = [layer.double() * len(ids) for layer in out["entropies"]]
-            sums = [a + b for a, b in zip(sums, rows, strict=True)] if sums else rows
+            for number, name in enumerate(("entropies", "row_shares")):
+                rows = [layer.double() * len(ids) for layer in out[name]]
+                before = sums[number]
+                sums[number] = [a + b for a, b in zip(before, rows, strict=True)] if before else rows
     model.train(training)
-    return [(row / count).tolist() for row in sums]
+    nats, shares = ([(row / count).tolist() for row in table] for table in sums)
+    return nats, shares
 
 
 def headwise_spreads(model: Any, blocks: Any, size: int, device: Any, most: int) -> list[list[float]]:

@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.trainer_utils import EvalLoopOutput, IntervalStrategy
 
+from aero_compile.across_processes import mean_over_processes
 from aero_compile.errors import OutputDirError, TrainingError
 from aero_compile.model import TransformedModel
 from aero_compile.passes._head_edits import heads_with_softmax
@@ -31,6 +32,7 @@ from aero_compile.training import held_out
 from aero_compile.training.learning_rates import fill_groups, scale_by_stage, split_groups
 from aero_compile.training.model_records import ModelRecords
 from aero_compile.training.nonfinite import bad_gradient, non_finite_parameter, where_values_broke
+from aero_compile.training.penalty_watch import PenaltyWatch
 from aero_compile.training.progress_bar import Pace, TrainingLines, TrainingProgress
 from aero_compile.training.recorder import NothingToTrain, Recorder
 from aero_compile.training.run_directory import METRICS_FILE, RunDirectory
@@ -43,7 +45,10 @@ _NEVER_DECAYED = ("log_t", "thresholds")
 
 logger = logging.getLogger("aero_compile.retrain")
 
-_PARTS = ("ce_loss", "penalty", "spread_penalty", "distill_kl", "distill_hidden", "distill_attention")
+_PARTS = (
+    *("ce_loss", "penalty", "weighted_penalty", "heads_outside", "spread_penalty"),
+    *("distill_kl", "distill_hidden", "distill_attention"),
+)
 
 
 def perplexity(loss: float) -> float:
@@ -69,6 +74,7 @@ class RegularizedTrainer(Trainer):
         ffn_spectra: bool = False,
         lr_scale: Mapping[str, float] = MappingProxyType({}),
         lambda_warmup: float = 0.0,
+        threshold_warmup: float = 0.0,
         stages: StagedRemoval | None = None,
         switching: HeadSwitching | None = None,
         **options: Any,
@@ -77,7 +83,7 @@ class RegularizedTrainer(Trainer):
             run,
             args.save_total_limit,
             begin_step=self.begin_step,
-            check_gradients=self.check_gradients,
+            before_update=self.before_update,
             wait=lambda: self.accelerator.wait_for_everyone(),
         )
         args.save_total_limit = None  # the recorder removes old checkpoints, later than Trainer would
@@ -87,7 +93,10 @@ class RegularizedTrainer(Trainer):
         self.records = ModelRecords(run, ffn_spectra=ffn_spectra)
         self._pace = Pace()
         self.lr_scale, self.lambda_warmup, self.stages = lr_scale, lambda_warmup, stages
-        self.switching = switching
+        self.threshold_warmup, self.switching = threshold_warmup, switching
+        self._watch: PenaltyWatch | None = None
+        self._parts_of_step: list[tuple[Tensor, Tensor]] = []
+        self._relative_entropies: list[Tensor] | None = None
         self._sums: dict[str, Tensor] = {}
         self._counted = 0
         self._inputs: dict[str, Any] = {}
@@ -166,7 +175,10 @@ class RegularizedTrainer(Trainer):
                 if outputs.get(name) is not None:
                     self._sums[name] = self._sums.get(name, 0.0) + outputs[name].mean()
             self._counted += 1
+            if outputs.get("penalty") is not None:
+                self._parts_of_step.append((outputs["ce_loss"].mean(), outputs["penalty"].mean()))
             self._train_entropies = outputs.get("entropies")
+            self._relative_entropies = outputs.get("relative_entropies")
             self._inputs = inputs
         elif not bool(torch.isfinite(loss).all()):
             self._inputs = inputs
@@ -189,11 +201,30 @@ class RegularizedTrainer(Trainer):
         return loss
 
     def _warm_up(self) -> None:
-        """Set the share of lambda that this step has: it follows from the step, and so is the same after a resume."""
+        """Set what warms up: it follows from the step, and so is the same after a resume."""
         wrapper: Any = self.accelerator.unwrap_model(self.model)
         if self.lambda_warmup:
-            steps = self.lambda_warmup * (self.state.max_steps if self.lambda_warmup < 1 else 1)
+            steps = self._steps_of(self.lambda_warmup)
             wrapper.weight_share.fill_(min(1.0, (self.state.global_step + 1) / max(steps, 1.0)))
+        if self.threshold_warmup:
+            wrapper.thresholds_move.fill_(float(self._thresholds_move()))
+
+    def _steps_of(self, warmup: float) -> float:
+        return warmup * (self.state.max_steps if warmup < 1 else 1)
+
+    def _thresholds_move(self) -> bool:
+        return bool(self.state.global_step >= self._steps_of(self.threshold_warmup))
+
+    def before_update(self) -> None:
+        """Before an update of weights: check the gradients, hold thresholds that wait, and let lambda follow."""
+        self.check_gradients()
+        wrapper: Any = self.accelerator.unwrap_model(self.model)
+        if self.threshold_warmup and not self._thresholds_move():
+            wrapper.thresholds.grad = None  # the optimizer knows nothing of it until it moves
+        if wrapper.followed_weight is not None and self._parts_of_step:
+            means = torch.stack([torch.stack(list(parts)).float() for parts in self._parts_of_step]).mean(0)
+            wrapper.follow(*mean_over_processes(means))
+        self._parts_of_step = []
 
     def check_gradients(self) -> None:
         """Raise TrainingError if a gradient is not finite (float16 scaling handles its own overflows)."""
@@ -293,23 +324,41 @@ class RegularizedTrainer(Trainer):
                 mean: Any = self.accelerator.reduce(total.detach().float() / self._counted, reduction="mean")
                 logs[name] = float(mean)
             self._sums, self._counted = {}, 0
+            if "weighted_penalty" in logs:
+                logs["penalty_share"] = logs.pop("weighted_penalty") / max(logs["ce_loss"], 1e-12)
             speed = self._pace.tokens_per_second(self.state.num_input_tokens_seen)
             if speed is not None:
                 logs["tokens_per_second"] = speed
             self._record_parameters("log")
             wrapper: Any = self.accelerator.unwrap_model(self.model)
-            if self.lambda_warmup:
-                logs["lambda"] = wrapper.weight * float(wrapper.weight_share)
+            if self.lambda_warmup or wrapper.followed_weight is not None:
+                logs["lambda"] = wrapper.current_weight
         if "eval_loss" in logs:
             logs["perplexity"] = perplexity(logs["eval_loss"])
         super().log(logs, start_time)
         if "loss" in logs and self._train_entropies is not None:
-            rows = [layer.float().view(-1, self._heads(i)).mean(0) for i, layer in enumerate(self._train_entropies)]
-            self.records.entropies(self.state.global_step, "log", "train", [row.tolist() for row in rows])
+            self.records.entropies(self.state.global_step, "log", "train", self._by_head(self._train_entropies))
+        if "penalty_share" in logs:
+            self._watch_penalty(logs["penalty_share"], logs["heads_outside"])
 
-    def _heads(self, layer: int) -> int:
+    def _watch_penalty(self, share: float, heads_outside: float) -> None:
+        """Warn, once in a run, where the penalty is too small to act; what was recorded before a resume counts."""
         wrapper: Any = self.accelerator.unwrap_model(self.model)
-        return int(wrapper.model.num_heads[layer])
+        step, steps = self.state.global_step, self.state.max_steps
+        if self._watch is None:
+            fixed = not wrapper.thresholds.requires_grad
+            self._watch = PenaltyWatch(fixed=fixed, first_step=self._steps_of(self.lambda_warmup))
+            before = self.run_directory.read_lines(METRICS_FILE)
+            self._watch.replay([record for record in before if record["step"] < step], steps)
+        if self._watch.observe(step, steps, share, heads_outside):
+            text = self._watch.text(wrapper, step, share, heads_outside)
+            self.run_directory.append(METRICS_FILE, {"step": step, "event": "warning", "warning": text})
+            logger.warning("warning: %s", text)
+
+    def _by_head(self, layers: list[Tensor]) -> list[list[float]]:
+        """What each head has, `[L][H]`, of L tensors that several devices may have put one behind the other."""
+        heads = self._transformed().num_heads
+        return [layer.float().view(-1, int(heads[i])).mean(0).tolist() for i, layer in enumerate(layers)]
 
     def evaluation_loop(self, *args: Any, **options: Any) -> EvalLoopOutput:
         """As Trainer's; in several processes the mean over all held-out blocks, where Trainer counts some twice."""
@@ -390,8 +439,8 @@ class RegularizedTrainer(Trainer):
     def measure(self, event: str) -> list[list[float]]:
         """Record what is looked at over time on held-out blocks; returns the headwise entropies `[L][H]` (nats)."""
         step, size, blocks = self.state.global_step, self.args.eval_batch_size, self._held_out()
-        entropies = held_out.headwise_entropies(self.model, blocks, size, self.args.device, self.entropy_blocks)
-        self.records.entropies(step, event, "validation", entropies)
+        entropies, shares = held_out.headwise_entropies(self.model, blocks, size, self.args.device, self.entropy_blocks)
+        self.records.entropies(step, event, "validation", entropies, shares)
         wrapper: Any = self.accelerator.unwrap_model(self.model)
         spreads = None
         if wrapper.spread_weight:
@@ -421,4 +470,6 @@ class RegularizedTrainer(Trainer):
         model = self._inner()
         if model is not None:
             wrapper: Any = self.accelerator.unwrap_model(self.model)
-            self.records.parameters(self.state.global_step, event, wrapper, model, spreads)
+            relative = self._relative_entropies if event == "log" else None
+            rows = None if relative is None else self._by_head(relative)
+            self.records.parameters(self.state.global_step, event, wrapper, model, spreads, rows)

@@ -19,9 +19,19 @@ class ModelRecords:
     def __init__(self, run: RunDirectory, *, ffn_spectra: bool) -> None:
         self._run, self._ffn_spectra = run, ffn_spectra
 
-    def entropies(self, step: int, event: str, split: str, entropies: list[list[float]]) -> None:
-        """Headwise entropies `[L][H]` in nats."""
-        self._run.append(ENTROPIES_FILE, {"step": step, "event": event, "split": split, "entropies": entropies})
+    def entropies(
+        self,
+        step: int,
+        event: str,
+        split: str,
+        entropies: list[list[float]],
+        row_shares: list[list[float]] | None = None,
+    ) -> None:
+        """Headwise entropies `[L][H]` in nats, and as shares of what each row can have, if that was measured."""
+        record: dict[str, Any] = {"step": step, "event": event, "split": split, "entropies": entropies}
+        if row_shares is not None:
+            record["row_shares"] = [[float(f"{share:.6g}") for share in row] for row in row_shares]
+        self._run.append(ENTROPIES_FILE, record)
 
     def parameters(
         self,
@@ -30,13 +40,15 @@ class ModelRecords:
         wrapper: EntropyRegularizedModel,
         model: TransformedModel,
         spreads: list[list[float]] | None = None,
+        relative_entropies: list[list[float]] | None = None,
     ) -> None:
         """What the passes and the regularization learn beside weights; no line where that is nothing.
 
-        `spreads`: how far the scores of each head `[L][H]` spread at most, if that was measured.
+        `spreads`: how far the scores of each head `[L][H]` spread at most, if that was measured. `relative_entropies`:
+        of the training batch `[L][H]`, the fractions of the largest entropy that thresholds are compared with.
         """
         record: dict[str, Any] = {"step": step, "event": event}
-        if wrapper.thresholds.requires_grad:
+        if wrapper.weight > 0:
             record["thresholds"] = [[float(f"{t:.6g}") for t in row] for row in wrapper.thresholds.tolist()]
         temperatures = probes.headwise_temperatures(model)
         if any(temperatures):
@@ -44,6 +56,8 @@ class ModelRecords:
         scalars = probes.learned_scalars(model)
         if scalars:
             record["scalars"] = scalars
+        if relative_entropies is not None:
+            record["relative_entropies"] = [[float(f"{e:.6g}") for e in row] for row in relative_entropies]
         if spreads is not None:
             record["score_spread"] = [[float(f"{s:.6g}") for s in row] for row in spreads]
         if len(record) > 2:

@@ -14,6 +14,7 @@ from aero_compile.training.distillation import parse_distillation
 from aero_compile.training.initialization import SCHEMES
 from aero_compile.training.learning_rates import parse_lr_scale
 from aero_compile.training.ranges import (
+    BELOW_ONE,
     PART,
     POSITIVE,
     SHARE,
@@ -30,6 +31,10 @@ DEFAULT_RECIPE = "EReg(SM(t)+ScFFN)"
 # Weights of regularized recipes where none is given. The listing's is the paper's; it sums over positions, so for
 # Algorithm 1, which averages, the number has another meaning and size.
 DEFAULT_WEIGHT = {"algorithm": 0.05, "listing": 1e-5}
+
+
+THRESHOLDS = ("learned", "fixed")
+MAX_ENTROPIES = ("length", "row")
 
 
 def _option(default: Any, help: str, **more: Any) -> Any:
@@ -77,7 +82,8 @@ class RetrainOptions:
     )
     temperature_init: Annotated[float | None, POSITIVE] = _option(
         None,
-        "Initial softmax temperature of a recipe that has one (the paper: 0.01 CodeParrot, 0.1 Languini).",
+        "Initial softmax temperature of a recipe that has one; the paper, with entropy regularization: 0.01 on "
+        "CodeParrot, 0.1 on Languini.",
     )
     search_budget: str | None = _option(
         None,
@@ -173,6 +179,36 @@ class RetrainOptions:
         "With --entropy-reduction listing: let the penalty be the sum over so many blocks, however a step's batch is "
         "divided into forward passes and processes. Default: over those of a forward pass of all processes.",
     )
+    penalty_share: Annotated[float, BELOW_ONE] = _option(
+        0.0,
+        "Let lambda follow the loss so that lambda times the penalty is this share of the cross entropy, such as 0.05: "
+        "a fixed lambda knows neither the size of the loss nor how far heads are from their thresholds. It moves by at "
+        "most a tenth a step, and within a factor of 1,000 of --lambda, where it begins.",
+    )
+    thresholds: str | None = _option(
+        None,
+        "learned: thresholds are trained, as the paper's are; fixed: they stay as they begin, since learned ones "
+        "follow the heads that they should hold and so turn the penalty off. --lr-scale theta=0.01 learns them slowly. "
+        "Default: learned, and with --thresholds-from fixed.",
+        choices=list(THRESHOLDS),
+    )
+    thresholds_from: str | None = _option(
+        None,
+        "Begin the thresholds with the entropies that the heads of this run ended with, of a reference such as SM+LN+G "
+        "in the same shape, so that the penalty draws heads to a distribution that works.",
+    )
+    threshold_warmup: Annotated[float, SOME_STEPS] = _option(
+        0.0,
+        "Learn thresholds only after so many steps, or, below 1, this share of all steps: the heads then move to the "
+        "thresholds first, and not the other way round.",
+    )
+    max_entropy: str = _option(
+        "length",
+        "What entropies are fractions of, in thresholds and margin: length, as in the paper, is log(context) for "
+        "every row; row is log(i + 1), all that row i of causal attention can reach, so that uniform heads have 1 and "
+        "not 0.8.",
+        choices=list(MAX_ENTROPIES),
+    )
     lambda_warmup: Annotated[float, SOME_STEPS] = _option(
         0.0, "Raise lambda from 0 over so many steps, or, below 1, over this share of all steps."
     )
@@ -244,7 +280,7 @@ class RetrainOptions:
         check_ranges(self, ranges_of(RetrainOptions), {"entropy_weight": "--lambda"})
         need(self.entropy_reduction in REDUCTIONS, "entropy-reduction", f"one of {', '.join(REDUCTIONS)}")
         need(self.init in SCHEMES, "init", f"one of {', '.join(SCHEMES)}")
-        need(not self.lambda_warmup or self.weight > 0, "lambda-warmup", "left out where lambda is 0")
+        self._check_penalty(need)
         parse_lr_scale(self.lr_scale)
         if self.stages is not None:
             check_stages(self.stages)
@@ -255,6 +291,14 @@ class RetrainOptions:
         need(self.search_logits in ("last", "all"), "search-logits", f"last or all, not {self.search_logits}")
         if self.search_budget is not None:
             self._check_search()
+
+    def _check_penalty(self, need: Callable[[object, str, str], None]) -> None:
+        need(self.thresholds in (None, *THRESHOLDS), "thresholds", f"one of {', '.join(THRESHOLDS)}")
+        need(self.max_entropy in MAX_ENTROPIES, "max-entropy", f"one of {', '.join(MAX_ENTROPIES)}")
+        for name in ("lambda_warmup", "penalty_share", "thresholds_from", "threshold_warmup"):
+            idle = getattr(self, name) and not self.weight
+            need(not idle, name.replace("_", "-"), "left out where lambda is 0")
+        need(not self.threshold_warmup or self.learns_thresholds, "threshold-warmup", "given with --thresholds learned")
 
     def _check_search(self) -> None:
         from aero_compile.runtime.hosts.network_spec import parse_network
@@ -281,6 +325,11 @@ class RetrainOptions:
         """The recipe's text, with its default filled in."""
         default = DEFAULT_RECIPE if self.stages is None else "baseline"
         return default if self.recipe is None else self.recipe
+
+    @property
+    def learns_thresholds(self) -> bool:
+        """True if thresholds are trained, where there is a penalty."""
+        return self.thresholds_from is None if self.thresholds is None else self.thresholds == "learned"
 
     @property
     def weight(self) -> float:

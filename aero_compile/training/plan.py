@@ -29,6 +29,7 @@ from aero_compile.training.distillation import Distillation, parse_distillation
 from aero_compile.training.hub import HubTarget
 from aero_compile.training.models import ModelSource, check_context, choose_recipe, continued_weight, find_model
 from aero_compile.training.options import RetrainOptions
+from aero_compile.training.penalty_targets import PenaltyTargets, read_targets
 from aero_compile.training.run_directory import RunDirectory
 from aero_compile.training.trainer_arguments import RetrainArguments
 
@@ -39,7 +40,8 @@ logger = logging.getLogger("aero_compile.retrain")
 class Plan:
     """What a run is asked to do; all of it was checked before anything takes time.
 
-    `flags`: those of the command line that a later `--resume` needs; None for a run from Python.
+    `flags`: those of the command line that a later `--resume` needs; None for a run from Python. `targets`: where
+    entropy thresholds begin, of a reference run.
     """
 
     options: RetrainOptions
@@ -54,6 +56,7 @@ class Plan:
     teacher: ModelSource | None = None
     hub: HubTarget | None = None
     flags: Sequence[str] | None = None
+    targets: PenaltyTargets | None = None
 
     @property
     def step(self) -> int:
@@ -118,7 +121,24 @@ def resolve(
         raise InputError(
             f"--distill: {teacher.description} has new weights, which teach nothing: name a trained model by --teacher"
         )
-    return Plan(options, args, run, checkpoint, source, recipe, datasets, context, distillation, teacher, hub, flags)
+    targets = None
+    if options.thresholds_from is not None:
+        targets = read_targets(options.thresholds_from, by_row=options.max_entropy == "row")
+    return Plan(
+        options,
+        args,
+        run,
+        checkpoint,
+        source,
+        recipe,
+        datasets,
+        context,
+        distillation=distillation,
+        teacher=teacher,
+        hub=hub,
+        flags=flags,
+        targets=targets,
+    )
 
 
 def _hub(args: TrainingArguments) -> HubTarget | None:

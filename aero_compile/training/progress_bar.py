@@ -131,6 +131,8 @@ def _words(logs: dict[str, Any]) -> dict[str, str]:
         "loss": "loss {:.4g}",
         "eval_loss": "held-out {:.4g}",
         "perplexity": "perplexity {:.4g}",
+        "penalty_share": "penalty share {:.2%}",
+        "heads_outside": "{:.3g} heads outside",
         "tokens_per_second": "{:,.0f} tokens/s",
     }
     return {key: form.format(logs[key]) for key, form in forms.items() if isinstance(logs.get(key), float)}

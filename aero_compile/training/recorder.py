@@ -16,7 +16,7 @@ class NothingToTrain(Exception):
 
 
 class Recorder(TrainerCallback):
-    """Writes metrics and marks checkpoints; has gradients checked before each update."""
+    """Writes metrics and marks checkpoints; has gradients checked, and more, before each update."""
 
     def __init__(
         self,
@@ -24,11 +24,11 @@ class Recorder(TrainerCallback):
         keep: int | None,
         *,
         begin_step: Callable[[], None],
-        check_gradients: Callable[[], None],
+        before_update: Callable[[], None],
         wait: Callable[[], None],
     ) -> None:
         self.run, self.begin, self.keep = run, time.time(), keep
-        self.begin_step, self.check_gradients, self.wait = begin_step, check_gradients, wait
+        self.begin_step, self.before_update, self.wait = begin_step, before_update, wait
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.global_step >= state.max_steps:
@@ -54,7 +54,7 @@ class Recorder(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        self.check_gradients()
+        self.before_update()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.wait()  # each process writes its own random state

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from aero_compile.errors import InputError
@@ -18,7 +18,10 @@ from aero_compile.training.trainer_arguments import RetrainArguments
 CONFIG = "config."
 """Begins the name of an axis that is a field of the model's configuration, such as config.initializer_range."""
 
-REGULARIZED = ("lambda", "entropy-weight", "gamma", "entropy-reduction", "threshold-init")
+REGULARIZED = (
+    *("lambda", "entropy-weight", "gamma", "entropy-reduction", "threshold-init", "lambda-warmup"),
+    *("penalty-share", "thresholds", "thresholds-from", "threshold-warmup", "max-entropy"),
+)
 """Axes that change nothing where nothing is regularized: such architectures are trained once for all their values."""
 
 Setting = tuple[tuple[str, str], ...]
@@ -112,9 +115,10 @@ class Plan:
         axes = {name: values for name, values in self.vary.items() if regularized or name not in REGULARIZED}
         return _settings(axes)
 
-    def rows(self, chosen: Mapping[str, Setting]) -> Iterator[Task]:
-        """All rows, seed by seed; `chosen`: what the trials of each architecture found."""
-        for seed, label in itertools.product(self.seeds, self.labels):
+    def rows(self, chosen: Mapping[str, Setting], without: Collection[str] = ()) -> Iterator[Task]:
+        """All rows, seed by seed; `chosen`: what the trials of each architecture found; `without`: labels left out."""
+        labels = [label for label in self.labels if label not in without]
+        for seed, label in itertools.product(self.seeds, labels):
             for axes in self.settings(label):
                 yield self._task(label, seed, axes, chosen.get(label, _settings(self.tune)[0]), self.steps)
 

@@ -44,6 +44,8 @@ class StudyRow:
     `status`: "finished", or "not finite" where it stopped at NaN or infinity, in `nan_step` and `nan_place`.
     Perplexities are of the held-out text, at the end and the lowest of all evaluations. `quartiles` are the shares of
     heads in each quarter of the largest entropy observed in this model, lowest first; the last is the paper's overload.
+    `penalty_share` and `heads_outside` are means over the last tenth of the steps: lambda times the entropy penalty
+    over the cross entropy, and heads outside of the margin; None without a penalty.
     `near_uniform_share` is that of heads above three quarters of what a causal head can have at most (the mean of log i
     over positions i). `seconds` are of training with its evaluations, over all sessions.
     """
@@ -68,6 +70,8 @@ class StudyRow:
     entropies: list[list[float]] = field(default_factory=list)
     eval_loss: list[tuple[int, float]] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
+    penalty_share: float | None = None
+    heads_outside: float | None = None
 
     @property
     def overload_share(self) -> float | None:
@@ -135,6 +139,8 @@ def run_task(task: Task, folder: Path, data: Data) -> StudyRow:
         entropies=last,
         eval_loss=losses,
         versions=versions(),
+        penalty_share=_late_mean(metrics, "penalty_share"),
+        heads_outside=_late_mean(metrics, "heads_outside"),
     )
     write_json(folder / "rows" / f"{task.key}.json", finite_or_none(asdict(row)))
     return row
@@ -191,6 +197,13 @@ def _seconds(metrics: Sequence[Mapping[str, Any]]) -> float:
         total += before if now < before else 0.0
         before = now
     return total + before
+
+
+def _late_mean(metrics: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    """Mean of a recorded number over the last tenth of the steps; None where it was not recorded."""
+    values = [(int(m["step"]), float(m[name])) for m in metrics if _fits(m.get(name), float)]
+    late = [value for step, value in values if step > 0.9 * values[-1][0]]
+    return sum(late) / len(late) if late else None
 
 
 def near_uniform_share(entropies: Sequence[Sequence[float]], context: int) -> float | None:

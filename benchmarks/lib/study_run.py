@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from aero_compile.files import write_atomically
 from aero_compile.progress import Progress
@@ -14,14 +14,37 @@ from aero_compile.reporting.page import drawing
 from aero_compile.reporting.report import command_line, write_json
 from aero_compile.training.run_directory import versions
 from benchmarks.lib import study_page, study_table
-from benchmarks.lib.study_plan import Plan, Setting, Task
+from benchmarks.lib.study_plan import Setting, Task
 from benchmarks.lib.study_rows import Data, StudyRow, read_row, run_task
+
+
+class AnyPlan(Protocol):
+    """What a study trains: `labels` name what has trials and rows of its own."""
+
+    @property
+    def labels(self) -> tuple[str, ...]: ...
+    @property
+    def seeds(self) -> tuple[int, ...]: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def trial_steps(self) -> int: ...
+    @property
+    def base(self) -> tuple[str, ...]: ...
+    @property
+    def vary(self) -> Mapping[str, tuple[str, ...]]: ...
+    @property
+    def tune(self) -> Mapping[str, tuple[str, ...]]: ...
+
+    def trials(self, label: str) -> list[Task]: ...
+
+    def rows(self, chosen: Mapping[str, Setting], without: Collection[str] = ()) -> Iterator[Task]: ...
 
 
 class Study:
     """A study in its folder: what is done, what is left, and how long that will take."""
 
-    def __init__(self, plan: Plan, folder: Path, hours: float) -> None:
+    def __init__(self, plan: AnyPlan, folder: Path, hours: float) -> None:
         self.plan, self.folder = plan, folder
         self.end = time.monotonic() + 3600 * hours
         self.data = Data()
@@ -54,6 +77,13 @@ class Study:
         """All runs that are known by now: trials, and rows with what the trials found (or would try first)."""
         trials = [task for label in self.plan.labels for task in self.plan.trials(label)]
         return [*trials, *self.plan.rows(self.chosen())]
+
+    def ready(self) -> list[Task]:
+        """Runs that may begin: trials, and rows of what has its trials done or needs none."""
+        chosen = self.chosen()
+        trials = {label: self.plan.trials(label) for label in self.plan.labels}
+        waiting = [label for label in self.plan.labels if trials[label] and label not in chosen]
+        return [*(task for label in trials for task in trials[label]), *self.plan.rows(chosen, waiting)]
 
     def tasks_done(self) -> int:
         """How many runs have their record."""

@@ -112,8 +112,8 @@ def test_sliders_hold_every_measurement(tmp_path: Path) -> None:
     expected = [[[entropy(i, j, s) for j in range(HEADS)] for i in range(LAYERS)] for s in STEPS]
     assert np.allclose(heads["frames"], expected, atol=5e-4)
     assert heads["top"] == pytest.approx(math.log(CONTEXT))
-    assert len(data) == 3  # entropies, thresholds, temperatures
-    assert text.count('type="range"') == text.count("<label for=") == 3
+    assert len(data) == 4  # entropies, distances from thresholds, thresholds, temperatures
+    assert text.count('type="range"') == text.count("<label for=") == 4
 
 
 def test_a_failure_names_the_first_layer_and_the_scale_before_it(tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ def test_csv_has_every_number(tmp_path: Path) -> None:
     for row in heads:
         assert float(row["entropy_nats"]) == entropy(int(row["layer"]), int(row["head"]), int(row["step"]))
     assert {row["metric"] for row in tables["metrics"]} >= {"loss", "ce_loss", "eval_loss", "perplexity", "penalty"}
-    assert len(tables["headwise"]) == 2 * len(STEPS) * LAYERS * HEADS
+    assert len(tables["headwise"]) == 3 * len(STEPS) * LAYERS * HEADS
     assert {row["place"] for row in tables["activations"]} >= {"stream", "ffn_hidden_before", "ffn_hidden_after"}
     assert any(row["event"] == "failure" and row["value"] == "nan" for row in tables["activations"])
     assert tables["layers"][2]["collapsed_since"] == "60"

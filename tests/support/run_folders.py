@@ -42,6 +42,7 @@ def run_folder(folder: Path, steps: Iterable[int] = range(0, 101, 10), **setting
         loss = 5 * math.exp(-step / 50) + 1
         told = {"step": step, "tokens": 64 * step, "tokens_per_second": 900.0 + step}
         metrics.append({**told, "loss": loss + 0.01, "ce_loss": loss, "penalty": 0.2, "learning_rate": 1e-3})
+        metrics[-1] |= {"penalty_share": 0.05 / (1 + step), "heads_outside": 4.5, "lambda": 0.05 + 0.001 * step}
         metrics.append({"step": step, "tokens": 64 * step, "eval_loss": loss + 0.1, "perplexity": math.exp(loss + 0.1)})
     write_lines(folder / "metrics.jsonl", metrics)
     tables = {s: [[entropy(i, j, s) for j in range(HEADS)] for i in range(LAYERS)] for s in steps}
@@ -52,6 +53,7 @@ def run_folder(folder: Path, steps: Iterable[int] = range(0, 101, 10), **setting
             "step": s,
             "event": "log",
             "thresholds": [[0.5 + 0.001 * s] * HEADS] * LAYERS,
+            "relative_entropies": [[e / math.log(CONTEXT) for e in row] for row in tables[s]],
             "temperatures": [[0.1] * HEADS] * LAYERS,
             "scalars": {
                 f"scaled_ffn.{i}.{leaf}": [1 + 0.01 * s * i] * 3 for i in range(LAYERS) for leaf in ("alpha", "beta")

@@ -24,6 +24,7 @@ from aero_compile.retrain import RetrainOptions, retrain
 from aero_compile.training.loop import RegularizedTrainer, perplexity
 from aero_compile.training.run_directory import RunDirectory
 from tests.support.tiny_runs import (
+    CONTEXT,
     arguments,
     blocks,
     captured,
@@ -130,6 +131,66 @@ def test_resume_gives_what_an_uninterrupted_run_gives(tmp_path: Path) -> None:
     record = json.loads((folder / "run.json").read_text())
     assert record["status"] == "finished"
     assert len(record["sessions"]) == 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"penalty_share": 0.1},
+        {"penalty_share": 0.1, "entropy_reduction": "listing", "entropy_weight": 1e-4, "max_entropy": "row"},
+        {"threshold_warmup": 3},
+        {"threshold_warmup": 0.75, "penalty_share": 0.05, "lambda_warmup": 5},
+        {"thresholds": "fixed", "penalty_share": 0.05},
+    ],
+    ids=["share", "share-of-the-listing", "waiting", "waiting-at-the-stop", "fixed"],
+)
+def test_a_penalty_that_is_kept_acting_is_resumed_bit_for_bit(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Lambda as it was, thresholds as they stood, and every record of them."""
+    chosen, folder = regularized(**changes), tmp_path / "run"
+    sizes = {"logging_steps": 1}
+    whole = retrain(chosen, evaluating(tmp_path / "whole", **sizes), model=softmax_only(), datasets=blocks())
+    with killed_at(6):
+        retrain(chosen, evaluating(folder, **sizes), model=softmax_only(), datasets=blocks())
+    again = dataclasses.replace(chosen, resume="last")
+    result = retrain(again, evaluating(folder, **sizes), model=softmax_only(), datasets=blocks())
+    assert same_tensors(result.model, whole.model)
+    last = [load_file(path / "checkpoint-8" / "model.safetensors") for path in (folder, tmp_path / "whole")]
+    assert last[0].keys() == last[1].keys()
+    assert all(torch.equal(last[0][name], last[1][name]) for name in last[0])
+    shown = ("step", "loss", "penalty", "penalty_share", "heads_outside", "lambda", "event", "eval_loss")
+    told = [[{key: m.get(key) for key in shown} for m in run.history] for run in (result, whole)]
+    assert told[0] == told[1]
+    for file in ("entropies.jsonl", "parameters.jsonl"):
+        assert lines(folder / file) == lines(tmp_path / "whole" / file)
+    other = dataclasses.replace(again, penalty_share=0.3)
+    with pytest.raises(OutputDirError, match=r"penalty_share was .*, now 0\.3"):
+        retrain(other, evaluating(folder, **sizes), model=softmax_only(), datasets=blocks())
+
+
+def test_thresholds_wait_and_then_move(tmp_path: Path) -> None:
+    args = evaluating(tmp_path / "run", logging_steps=1, learning_rate=0.05, warmup_steps=0)
+    chosen = regularized(threshold_warmup=3, gamma=0.0, threshold_init=0.25)
+    retrain(chosen, args, model=softmax_only(), datasets=blocks())
+    found = {p["step"]: p["thresholds"] for p in lines(tmp_path / "run" / "parameters.jsonl") if p["event"] == "log"}
+    still = [[0.25, 0.25]] * 2
+    assert [found[step] == still for step in range(1, 9)] == [True] * 3 + [False] * 5
+    first = [abs(value - 0.25) for row in found[4] for value in row]
+    assert max(first) < 0.051, "the first move is one step of the optimizer, whose moments are new"
+
+
+def test_fixed_thresholds_and_targets_stay(tmp_path: Path) -> None:
+    """Those of a reference run are its last entropies, as fractions of log T."""
+    chosen = regularized(thresholds_from=str(finished().output_dir), gamma=0.0)
+    args = evaluating(tmp_path / "run", logging_steps=1)
+    retrain(chosen, args, model=softmax_only(), datasets=blocks())
+    expected = [[e / math.log(CONTEXT) for e in row] for row in finished().entropies_after]
+    found = [p["thresholds"] for p in lines(tmp_path / "run" / "parameters.jsonl")]
+    assert all(table == found[0] for table in found)
+    assert torch.allclose(torch.tensor(found[0]), torch.tensor(expected), atol=1e-5)
+    learned = dataclasses.replace(chosen, thresholds="learned")
+    retrain(learned, evaluating(tmp_path / "learned", logging_steps=1), model=softmax_only(), datasets=blocks())
+    moved = [p["thresholds"] for p in lines(tmp_path / "learned" / "parameters.jsonl")]
+    assert moved[0] == found[0] != moved[-1]
 
 
 def test_what_is_resumed_is_not_evaluated_once_more_at_its_start(tmp_path: Path) -> None:

@@ -39,11 +39,38 @@ def test_default_weight_follows_the_recipe() -> None:
         {"validation_fraction": 0.0},
         {"entropy_blocks": 0},
         {"calibration_batches": 0},
+        {"penalty_share": 1.0},
+        {"thresholds": "slow"},
+        {"max_entropy": "column"},
+        {"threshold_warmup": 1.5},
     ],
 )
 def test_options_out_of_range(changes: dict[str, Any]) -> None:
     with pytest.raises(InputError):
         RetrainOptions(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"penalty_share": 0.1}, {"thresholds_from": "runs/x"}, {"threshold_warmup": 3}, {"lambda_warmup": 3}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_what_changes_nothing_without_a_penalty_is_refused(changes: dict[str, Any]) -> None:
+    flag = next(iter(changes)).replace("_", "-")
+    with pytest.raises(InputError, match=f"--{flag} must be left out where lambda is 0"):
+        RetrainOptions(recipe="SM+R", **changes)
+    RetrainOptions(recipe="EReg(SM+R)", **changes)
+
+
+def test_thresholds_are_learned_unless_they_are_fixed_or_given() -> None:
+    assert RetrainOptions().learns_thresholds
+    assert not RetrainOptions(thresholds="fixed").learns_thresholds
+    assert not RetrainOptions(thresholds_from="runs/x").learns_thresholds
+    assert RetrainOptions(thresholds_from="runs/x", thresholds="learned", threshold_warmup=3).learns_thresholds
+    settings: list[dict[str, Any]] = [{"thresholds": "fixed"}, {"thresholds_from": "runs/x"}]
+    for fixed in settings:
+        with pytest.raises(InputError, match="--threshold-warmup must be given with --thresholds learned"):
+            RetrainOptions(threshold_warmup=3, **fixed)
 
 
 def outside(allowed: Range) -> list[Any]:

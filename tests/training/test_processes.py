@@ -167,6 +167,23 @@ def test_two_processes_train_what_one_trains(corpus: Path, tmp_path: Path) -> No
     assert_equal_runs(tmp_path / "whole", tmp_path / "divided", **IN_FLOAT64)
 
 
+@pytest.mark.slow
+def test_lambda_follows_the_loss_of_all_processes(corpus: Path, tmp_path: Path) -> None:
+    """With whole models and with spread ones, with thresholds that wait; lambda itself is a float32."""
+    followed = ("--dtype", "float64", "--penalty-share", "0.1", "--threshold-warmup", "2", "--max-entropy", "row")
+    in_two_processes(
+        [*flags(corpus, tmp_path / "ddp", 2), *followed],
+        [*flags(corpus, tmp_path / "fsdp2", 2), *followed, *FSDP2],
+    )
+    assert main([*flags(corpus, tmp_path / "one", 4), *followed]) == 0
+    for name in ("ddp", "fsdp2"):
+        assert_equal_runs(tmp_path / "one", tmp_path / name, **IN_FLOAT32)
+        runs = [RunDirectory(tmp_path / run).read_lines(METRICS_FILE) for run in ("one", name)]
+        one, two = ([line["lambda"] for line in lines if "lambda" in line] for lines in runs)
+        assert one == pytest.approx(two, rel=1e-5)
+        assert len(set(one)) == 4
+
+
 def test_no_function_of_the_model_depends_on_the_biases_of_its_keys() -> None:
     """So their gradient is rounding alone, which Adam divides by itself: no two ways to add up agree on it."""
     model = transformed("gpt2-eager", "EReg(SM(t)+ScFFN)").double().eval()

@@ -64,7 +64,9 @@ def test_a_log_file_gets_plain_lines(disable: list[str], tmp_path: Path, capsys:
     assert "\r" not in shown.err
     assert "it/s" not in shown.err
     assert "{" not in shown.err.replace("{init=", "")
-    found = re.findall(r"^step (\d)/4: loss [\d.]+(, [\d,]+ tokens/s)?(, \d+ s left)?$", shown.err, re.MULTILINE)
+    penalty = r", penalty share [\d.]+%, \d heads outside"
+    line = rf"^step (\d)/4: loss [\d.]+{penalty}(, [\d,]+ tokens/s)?(, \d+ s left)?$"
+    found = re.findall(line, shown.err, re.MULTILINE)
     assert [step for step, *_ in found] == ["1", "2", "3", "4"]
     assert all(speed for _, speed, _ in found[1:])
     assert all(left for *_, left in found[:3])

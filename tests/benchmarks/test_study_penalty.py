@@ -1,0 +1,351 @@
+"""The study of the entropy penalty: its arms, the gate's verdict, paired differences, and processes that share it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("transformers")
+pytest.importorskip("datasets")
+
+from filelock import FileLock
+
+from aero_compile.errors import InputError
+from aero_compile.training.command_line import parse_command_line
+from benchmarks import study_penalty
+from benchmarks.lib import study_workers
+from benchmarks.lib.paired import paired, t_quantile
+from benchmarks.lib.penalty_gate import MOST_RATES, GateStudy, early_overload, verdict
+from benchmarks.lib.penalty_main import MainStudy, cells, differences, percent
+from benchmarks.lib.penalty_plan import BASE, GATE_LABELS, ArmsPlan, gate_plan, half_of, main_arms
+from benchmarks.lib.study_plan import Task
+from benchmarks.lib.study_rows import StudyRow
+from tests.support.budgets import few
+
+ARMS = main_arms(("1e-3", "2e-3", "3e-3", "4e-3"), ("1e-3", "2e-3"), ("0.5:0.02", "0.35:0.1"))
+
+
+def plan(**changes: Any) -> ArmsPlan:
+    settings: dict[str, Any] = {"arms": ARMS, "seeds": (0, 1, 2), "steps": 40, "trial_steps": 10}
+    return ArmsPlan(**(settings | changes))
+
+
+def row_of(task: Task, loss: float | None, **changes: Any) -> StudyRow:
+    perplexity = None if loss is None else math.exp(loss)
+    row = StudyRow(
+        task.key,
+        task.label,
+        task.seed,
+        task.trial,
+        dict(task.axes),
+        dict(task.tuned),
+        [],
+        "finished",
+        task.steps,
+        0,
+        80.0,
+        final_perplexity=perplexity,
+    )
+    return dataclasses.replace(row, **changes)
+
+
+def write(study: Any, task: Task, loss: float | None, **changes: Any) -> None:
+    folder = study.folder / "rows"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{task.key}.json").write_text(json.dumps(dataclasses.asdict(row_of(task, loss, **changes))))
+
+
+# -- the plan -----------------------------------------------------------------------------------------------
+
+
+def test_seven_arms_have_equally_many_trials_and_are_what_they_are_called() -> None:
+    made = plan()
+    assert len(made.labels) == 7
+    assert {len(made.trials(name)) for name in made.labels} == {4}
+    assert len({task.key for name in made.labels for task in made.trials(name)}) == 28
+    for arm in ARMS:
+        options = parse_command_line([*made.row(arm, 0, arm.tune[0]).flags, "--output-dir", "x"])[0]
+        assert (options.weight > 0) == arm.label.startswith("EReg"), arm.name
+        if arm.name.endswith("paper"):
+            assert (options.weight, options.entropy_reduction, options.listing_blocks) == (1e-5, "listing", 32)
+            assert options.learns_thresholds
+            assert options.gamma == (0.1 if "SM+R" in arm.name else 0.2)
+            assert options.temperature_init == (None if "SM+R" in arm.name else 0.01)
+        if arm.name.endswith("acting"):
+            assert not options.learns_thresholds
+            assert (options.max_entropy, options.penalty_share, options.threshold_init) == ("row", 0.02, 0.5)
+    with pytest.raises(InputError, match="equally many trials"):
+        plan(arms=(ARMS[0], dataclasses.replace(ARMS[1], tune=())))
+
+
+@pytest.mark.parametrize("text", ["0.5", "2:0.1", "0.5:0", "0.5:1", "a:b", ":"])
+def test_settings_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(InputError, match="THRESHOLD:SHARE is needed"):
+        main_arms(("1e-3",), ("1e-3",), (text,))
+
+
+def test_the_shape_is_the_one_of_the_plan() -> None:
+    options, arguments = parse_command_line([*BASE, "--max-steps", "1", "--output-dir", "x"])
+    assert options.context * arguments.per_device_train_batch_size == 4096
+    assert (options.dataset, options.vocab_size) == ("site-packages", 2048)
+    assert options.config_overrides == "n_layer=6,n_head=8,n_embd=128"
+    assert options.max_train_tokens is not None
+    assert options.max_train_tokens > 3600 * 4096
+
+
+# -- the gate -----------------------------------------------------------------------------------------------
+
+
+def gate(folder: Path) -> GateStudy:
+    return GateStudy(gate_plan(("1e-3", "3e-3", "9e-3"), 20), folder, 1.0, 128)
+
+
+def finish(study: GateStudy, losses: Mapping[str, Mapping[str, float | None]], **changes: Any) -> None:
+    for task in study.tasks():
+        of_label = losses[task.label]
+        rate = dict(task.axes)["learning-rate"]
+        if rate in of_label:
+            write(study, task, of_label[rate], **changes)
+
+
+def test_a_learning_rate_is_added_where_an_edge_wins(tmp_path: Path) -> None:
+    study = gate(tmp_path)
+    assert len(study.tasks()) == 12
+    middle: dict[str, float | None] = {"1e-3": 3.0, "3e-3": 2.0, "9e-3": 2.5}
+    losses: dict[str, dict[str, float | None]] = {
+        "SM+LN+G": middle,
+        "SM+R": {"1e-3": 3.0, "3e-3": 2.0, "9e-3": 1.5},
+        "SM": {"1e-3": 1.0, "3e-3": 2.0, "9e-3": None},
+        "SM(t)+ScFFN": {"1e-3": None, "3e-3": None, "9e-3": None},
+    }
+    finish(study, losses)
+    assert study.plan.rates["SM"] == ("1e-3", "3e-3", "9e-3")
+    added = [task for task in study.tasks() if study.done(task) is None]
+    rates = {(task.label, dict(task.axes)["learning-rate"]) for task in added}
+    assert rates == {("SM+R", "0.027"), ("SM", "0.000333"), ("SM(t)+ScFFN", "0.000333")}
+    assert study.ready() == study.tasks()
+    for _ in range(9):  # the edge wins again and again
+        for task in study.tasks():
+            if study.done(task) is None:
+                write(study, task, -float(dict(task.axes)["learning-rate"]) if task.label == "SM+R" else 1.5)
+    assert len(study.plan.rates["SM+R"]) == MOST_RATES
+    assert len(study.plan.rates["SM"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("quartiles", "first_layers", "reached"),
+    [
+        ([0.05, 0.4, 0.5, 0.05], 3.7, True),
+        ([0.0, 0.1, 0.2, 0.7], 3.7, False),
+        ([0.05, 0.4, 0.5, 0.05], 3.0, False),
+    ],
+)
+def test_the_verdict_is_computed_from_the_best_runs(
+    quartiles: list[float], first_layers: float, reached: bool, tmp_path: Path
+) -> None:
+    """3.7 is over 0.9 of 3.87, the mean of log(i + 1) of 128 tokens."""
+    study = gate(tmp_path)
+    entropies = [[first_layers] * 8] * 2 + [[1.0] * 8] * 4
+    middle: dict[str, float | None] = {"1e-3": 3.0, "3e-3": 2.0, "9e-3": None}
+    finish(study, dict.fromkeys(GATE_LABELS, middle), quartiles=quartiles, entropies=entropies)
+    rows = [study.done(task) for task in study.tasks()]
+    found = verdict([row for row in rows if row is not None], 128)
+    assert found.reached is reached
+    assert found.rates["SM"] == "3e-3"
+    study.write()
+    text = (tmp_path / "gate.txt").read_text()
+    assert ("regime reached" if reached else "regime not reached") in text
+    assert json.loads((tmp_path / "gate.json").read_text())["verdict"]["reached"] is reached
+
+
+def test_there_is_no_verdict_before_the_end_nor_without_numbers(tmp_path: Path) -> None:
+    study = gate(tmp_path)
+    study.write()
+    assert "0 of 12 runs are done; no verdict yet" in (tmp_path / "gate.txt").read_text()
+    nothing = verdict([], 128)
+    assert not nothing.reached
+    assert "an unknown share" in nothing.text()
+
+
+def test_early_layers_are_the_first_third() -> None:
+    most = statistics.fmean(math.log(i) for i in range(1, 129))
+    high, low = 0.91 * most, 0.89 * most
+    assert early_overload([[high, low], [high, high], [high, high], [0, 0], [0, 0], [0, 0]], 128) == 0.75
+    assert early_overload([[high]], 128) == 1.0
+    assert early_overload([[math.nan]], 128) is None
+
+
+# -- differences --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("probability", "degrees", "expected"),
+    [(0.975, 1, 12.7062), (0.975, 2, 4.30265), (0.975, 3, 3.18245), (0.975, 30, 2.04227), (0.8, 2, 1.06066)],
+)
+def test_quantiles_are_those_of_tables(probability: float, degrees: int, expected: float) -> None:
+    assert t_quantile(probability, degrees) == pytest.approx(expected, rel=1e-5)
+
+
+@few(max_examples=30)
+@given(st.lists(st.floats(-1, 1), min_size=2, max_size=8), st.floats(-5, 5))
+def test_intervals_move_with_the_differences(values: list[float], shift: float) -> None:
+    found, moved = paired(values), paired([value + shift for value in values])
+    assert found is not None
+    assert moved is not None
+    assert found.half_width is not None
+    assert moved.half_width == pytest.approx(found.half_width, abs=1e-6)
+    assert moved.mean == pytest.approx(found.mean + shift, abs=1e-9)
+    assert found.resolvable is not None
+    assert found.resolvable >= found.half_width
+    expected = t_quantile(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
+    assert found.half_width == pytest.approx(expected, abs=1e-12)
+
+
+def test_few_pairs() -> None:
+    assert paired([]) is None
+    one = paired([0.5])
+    assert one is not None
+    assert (one.mean, one.half_width, one.differs) == (0.5, None, False)
+    apart = paired([0.5, 0.51, 0.49])
+    assert apart is not None
+    assert apart.differs
+
+
+def test_differences_are_of_the_same_seed_and_of_numbers() -> None:
+    task = plan().row(ARMS[1], 0, ())
+    rows = [row_of(task, loss, seed=seed) for seed, loss in ((0, 2.0), (1, 3.0), (2, None), (3, 1.0))]
+    others = [row_of(task, loss, seed=seed) for seed, loss in ((2, 1.0), (1, 2.5), (0, 2.25))]
+    assert differences(rows, others) == pytest.approx([-0.25, 0.5])
+    assert percent(math.log(1.05)) == pytest.approx(5.0)
+
+
+# -- the main study -----------------------------------------------------------------------------------------
+
+
+def test_rows_wait_for_their_trials_and_the_last_arm_for_all(tmp_path: Path) -> None:
+    study = MainStudy(plan(), tmp_path, 1.0)
+    assert all(task.trial for task in study.ready())
+    for number, task in enumerate(study.plan.trials("SM+R")):
+        write(study, task, 3.0 if number != 2 else 1.0)
+    ready = [task for task in study.ready() if not task.trial]
+    assert {(task.label, task.axes, task.tuned) for task in ready} == {("SM+R", (), (("learning-rate", "3e-3"),))}
+    assert [task.seed for task in ready] == [0, 1, 2]
+    for name in study.plan.labels:
+        for task in study.plan.trials(name):
+            write(study, task, 2.0)
+    study = MainStudy(plan(), tmp_path, 1.0)
+    for number, arm in enumerate(ARMS):
+        for task in study.plan.rows(study.chosen(), [other.name for other in ARMS if other is not arm]):
+            write(study, task, 2.0 - 0.1 * number + 0.01 * task.seed * (number + 1), penalty_share=0.05)
+    (last,) = {(task.label, task.axes) for task in study.tasks() if study.done(task) is None}
+    assert last == ("EReg(SM[*.1/2](t)+ScFFN)", ARMS[-1].flags)
+    assert [task.seed for task in study.ready() if study.done(task) is None] == [0, 1, 2]
+    study.write()
+    head, lines = cells(study.results())
+    table = {line[0]: dict(zip(head, line, strict=True)) for line in lines}
+    assert table["SM+R"]["against"] == "SM+LN+G"
+    assert table["SM+R, acting"]["difference, %"].startswith(f"{percent(-0.4 + 0.04):+.2f} [")
+    assert table["SM+R, acting"]["penalty, %"] == "5.000 ± 0.000"
+    assert table["SM(t)+ScFFN, acting, half"]["perplexity"] == "–"
+    assert "28 + 21" not in (tmp_path / "main.txt").read_text()
+    assert "49 of 52 runs are done." in (tmp_path / "main.txt").read_text()
+    assert len(json.loads((tmp_path / "main.json").read_text())["arms"]) == 8
+
+
+def test_an_arm_that_becomes_nan_is_not_the_best(tmp_path: Path) -> None:
+    study = MainStudy(plan(seeds=(0,), arms=tuple(dataclasses.replace(a, tune=()) for a in ARMS)), tmp_path, 1.0)
+    for number, task in enumerate(study.plan.rows({})):
+        write(study, task, None if number == 1 else 1.0 + number, status="not finite" if number == 1 else "finished")
+    (last,) = [task for task in study.tasks() if study.done(task) is None]
+    assert last.label == half_of(ARMS[2]).label == "SM[*.1/2](t)+ScFFN"
+
+
+# -- processes ----------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_another_process_has_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = MainStudy(plan(seeds=(0,)), tmp_path, 1.0)
+    first, second, third = study.ready()[:3]
+    trained: list[str] = []
+
+    def train(task: Task) -> StudyRow:
+        trained.append(task.key)
+        write(study, task, 2.0)
+        return row_of(task, 2.0)
+
+    def other_ends(_: float) -> None:
+        held.release()
+
+    (tmp_path / "locks").mkdir()
+    held = FileLock(tmp_path / "locks" / f"{first.key}.lock")
+    held.acquire()
+    monkeypatch.setattr(study, "train", train)
+    monkeypatch.setattr("benchmarks.lib.study_workers.time.sleep", other_ends)
+    assert study_workers.carry_out_claims(study, [first, second, third])
+    assert trained == [second.key, third.key, first.key]
+
+
+def test_the_budget_ends_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = MainStudy(plan(seeds=(0,)), tmp_path, 1e-9)
+    trained: list[str] = []
+
+    def train(task: Task) -> StudyRow:
+        trained.append(task.key)
+        write(study, task, 2.0)
+        return row_of(task, 2.0)
+
+    monkeypatch.setattr(study, "train", train)
+    assert not study_workers.carry_out_claims(study)
+    assert len(trained) == 1, "what is begun first is always done"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["gate", "--hours", "0"], "--hours must be a positive number"),
+        (["gate", "--", "--max-steps", "8"], "--max-steps behind -- is set by the study itself"),
+        (["main", "--acting", "0.5"], "THRESHOLD:SHARE is needed"),
+        (["main", "--rates", "1e-3"], "every arm needs equally many trials, not 1, 6"),
+        (["main", "--trial-share", "2"], "--trial-share must be"),
+        (["gate", "--rates", "-1"], "--learning-rate must be"),
+    ],
+)
+def test_mistakes(options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert study_penalty.main(["--output-dir", str(tmp_path), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_processes_carry_a_gate_out_and_the_same_command_continues(root: Path, tmp_path: Path) -> None:
+    """A budget that ends at once, then the rest; each run is made once."""
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for i in range(40):
+        (corpus / f"{i:02d}.py").write_text(f"def g{i}(y):\n    return {i} * y\n" * (1 + i % 4))
+    small = ["--config-overrides", "n_layer=2,n_embd=16,n_head=2", "--context", "16", "--vocab-size", "300"]
+    small += ["--dataset", str(corpus), "--per-device-train-batch-size", "4", "--entropy-blocks", "2"]
+    script = str(root / "benchmarks" / "study_penalty.py")
+    command = [sys.executable, script, "gate", "--steps", "4", "--output-dir", str(tmp_path / "gate")]
+    ended = subprocess.run(
+        [*command, "--hours", "1e-9", "--", *small], capture_output=True, text=True, cwd=tmp_path, check=True
+    )
+    assert "The budget is spent; the same command continues." in ended.stdout
+    done = {path: path.stat().st_mtime_ns for path in (tmp_path / "gate" / "rows").iterdir()}
+    assert len(done) == 2
+    ended = subprocess.run([*command, "--", *small], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert "regime " in ended.stdout
+    assert {path: path.stat().st_mtime_ns for path in done} == done
+    record = json.loads((tmp_path / "gate" / "gate.json").read_text())
+    assert record["verdict"] is not None
+    assert len(record["rows"]) >= 12

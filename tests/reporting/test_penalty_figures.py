@@ -1,0 +1,104 @@
+"""Pictures of the entropy penalty: what is drawn is what was recorded, also of older and of damaged runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aero_compile.reporting.penalty_figures import penalty
+from aero_compile.reporting.run_records import RunRecords, read_runs
+from aero_compile.reporting.run_report import report
+from tests.support.run_folders import CONTEXT, HEADS, LAYERS, entropy, run_folder, write_lines
+
+TITLES = [
+    "Penalty share: lambda times the penalty, of the cross entropy",
+    "Heads outside of the margin",
+    "Weight of the penalty, lambda",
+    "Threshold against entropy of every head",
+    "Distance of every head from its threshold",
+]
+
+
+def read(folder: Path) -> RunRecords:
+    (run,) = read_runs([folder])
+    return run
+
+
+def titles(html: str) -> list[str]:
+    return re.findall(r"<h3>(.*?)</h3>", html)
+
+
+def test_the_report_has_a_section_of_the_penalty(tmp_path: Path) -> None:
+    text = report(run_folder(tmp_path / "run")).html()
+    begin = text.index("<h2>Does the entropy penalty act?</h2>")
+    assert titles(text[begin : text.index("</section>", begin)]) == TITLES
+
+
+def test_shares_are_those_of_the_records_or_of_their_parts(tmp_path: Path) -> None:
+    run = read(run_folder(tmp_path / "run"))
+    shares = dict(run.penalty_shares())
+    assert shares == pytest.approx({step: 0.05 / (1 + step) for step in range(0, 101, 10)})
+    older = run_folder(tmp_path / "older")
+    metrics = [json.loads(line) for line in (older / "metrics.jsonl").read_text().splitlines()]
+    for line in metrics:
+        for name in ("penalty_share", "heads_outside", "lambda"):
+            line.pop(name, None)
+    write_lines(older / "metrics.jsonl", metrics)
+    expected = [(line["step"], 0.05 * line["penalty"] / line["ce_loss"]) for line in metrics if "ce_loss" in line]
+    assert read(older).penalty_shares() == expected
+    assert titles(penalty(read(older)))[0] == TITLES[0]
+
+
+def test_distances_are_in_margins(tmp_path: Path) -> None:
+    html = penalty(read(run_folder(tmp_path / "run")))
+    (data,) = [json.loads(text) for text in re.findall(r'<script type="application/json">(.*?)</script>', html)]
+    for step, frame in zip(range(0, 101, 10), data["frames"], strict=True):
+        for layer in range(LAYERS):
+            for head in range(HEADS):
+                relative = entropy(layer, head, step) / 2.772588722239781
+                assert frame[layer][head] == pytest.approx(abs(relative - 0.5 - 0.001 * step) / 0.1, abs=2e-3)
+    assert CONTEXT == 16
+
+
+def test_warnings_are_shown_and_escaped(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 30, "event": "warning", "warning": "penalty <off>"}) + "\n")
+    assert '<p class="notice">run: penalty &lt;off&gt;.</p>' in report(run).html()
+
+
+def test_a_run_without_a_penalty_has_no_section(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run", identity={"recipe": "relu", "context": CONTEXT, "lambda": 0.0})
+    write_lines(run / "metrics.jsonl", [{"step": 1, "loss": 2.0, "ce_loss": 2.0}])
+    write_lines(run / "parameters.jsonl", [])
+    assert penalty(read(run)) == ""
+    assert "Does the entropy penalty act?" not in report(run).html()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"relative_entropies": [[0.5]]},
+        {"relative_entropies": [[None] * HEADS] * LAYERS},
+        {"thresholds": [[None] * HEADS] * LAYERS},
+        {"thresholds": "none"},
+        {"relative_entropies": []},
+    ],
+)
+def test_damaged_tables_are_left_out(changes: dict[str, Any], tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run")
+    first = json.loads((run / "parameters.jsonl").read_text().splitlines()[0])
+    write_lines(run / "parameters.jsonl", [{**first, **changes}])
+    html = penalty(read(run))
+    assert titles(html)[:3] == TITLES[:3]
+    assert not re.search(r'(points|cx|cy|x|y)="[^"]*(nan|inf)', html)
+
+
+@pytest.mark.parametrize("gamma", [None, "0.1", -1, 0, True])
+def test_a_margin_that_is_none(gamma: Any, tmp_path: Path) -> None:
+    identity = {"recipe": "relu", "context": CONTEXT, "lambda": 0.05, "gamma": gamma}
+    assert titles(penalty(read(run_folder(tmp_path / "run", identity=identity))))[:4] == TITLES[:4]
