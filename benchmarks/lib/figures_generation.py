@@ -100,3 +100,24 @@ def networks() -> str:
 
 def _three(cost: dict[str, Any]) -> list[str]:
     return [human_bytes(cost["bytes"]), f"{cost['messages']:,}", f"{cost['seconds']:.1f}"]
+
+
+def chat_model() -> str:
+    """A text of SmolLM2-135M-Instruct, run in full."""
+    found = raw("smollm2_prepared")
+    (text,) = found["texts"]
+    amount = text["offline_token"]
+    costs = {
+        "set-up, once a session": found["set_up"],
+        "rows for 4,096 tokens, once": text["offline_batches"],
+        "a text with room for 64, once": text["offline_text"],
+        f"a prompt of {text['prompt_tokens']} tokens: prepared": text["offline_prompt"],
+        "… and then to the first token": _sum(text["fill"], text["tokens"][0]),
+        "a token: prepared, its share of all that included": {**amount, "messages": 0},
+        "… and then": text["tokens"][-1],
+    }
+    lines = [
+        [what, human_bytes(cost["bytes"]), f"{cost['messages']:,}" if cost["messages"] else "", f"{cost['seconds']:.1f}"]
+        for what, cost in costs.items()
+    ]
+    return table(["", "bytes", "messages", "seconds"], lines)

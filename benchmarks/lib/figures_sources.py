@@ -76,6 +76,7 @@ SOURCES: Mapping[str, Source] = {
     "rooms-today": Made(generation.rooms_today),
     "without-cache": Made(generation.without_cache),
     "first-token": Made(generation.first_token),
+    "chat-model": Made(generation.chat_model),
     "networks": Made(generation.networks),
     **LISTED,
 }
