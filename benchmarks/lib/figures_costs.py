@@ -133,6 +133,7 @@ def offline_before() -> str:
 def prepared() -> str:
     """Runs of a text and of tokens, with products prepared by the batch; of a token's preparation the cost model."""
     one, two = the_row("unprepared_t128"), the_row("prepared_t128").measurement
+    held = the_row("client_weights_t128")
     (row,) = raw("generation_r128_prepared")["rows"]
     token, before = row["tokens"][-1], row["estimate_offline"]
 
@@ -142,7 +143,8 @@ def prepared() -> str:
     text, batches = row["offline_text"], row["offline_batches"]
     lines = [
         line("a text of 128 tokens, nothing prepared", one.bytes, one.messages, one.seconds),
-        line("the same: prepared", two["offline_bytes"], two["offline_messages"], two["offline_seconds"]),
+        line("the same with weights at the client", held.bytes, held.messages, held.seconds),
+        line("a text: prepared", two["offline_bytes"], two["offline_messages"], two["offline_seconds"]),
         line("… and from then on", two["bytes"], two["messages"], two["seconds"]),
         line("rows for 4,096 tokens, once", batches["bytes"], batches["messages"], batches["seconds"]),
         line("a text with room for 128, once", text["bytes"], text["messages"], text["seconds"]),
@@ -153,17 +155,15 @@ def prepared() -> str:
 
 
 def products() -> str:
-    """SPU's product with a matrix of the server, and a batch, of one row."""
-    rows = {(each["matrix"], each["way"]): each for each in raw("products")["rows"]}
+    """A product with a matrix of the server in three ways, of one row."""
+    words = {"SPU": "SPU's product", "batch": "a batch", "client": "weights at the client"}
     lines = []
-    for matrix in dict.fromkeys(matrix for matrix, _ in rows):
-        cells = [matrix.replace("x", " × ")]
-        for way in ("SPU", "batch"):
-            each = rows[matrix, way]
+    for each in raw("products")["rows"]:
+        if each["way"] in words:
+            cells = [each["matrix"].replace("x", " × "), words[each["way"]], f"{each['rows']:,}"]
             cells += [human_bytes(each["bytes"] / each["rows"]), f"{1e3 * each['seconds'] / each['rows']:.2f}"]
-            cells.append(human_bytes(each["memory"]))
-        lines.append(cells)
-    return table(["matrix", "SPU", "ms", "memory", "batch", "ms", "memory"], lines)
+            lines.append([*cells, human_bytes(each["memory"])])
+    return table(["matrix", "way", "rows at once", "bytes a row", "ms a row", "memory"], lines, left=2)
 
 
 def lookup() -> str:

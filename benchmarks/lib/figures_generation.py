@@ -117,7 +117,12 @@ def chat_model() -> str:
         "… and then": text["tokens"][-1],
     }
     lines = [
-        [what, human_bytes(cost["bytes"]), f"{cost['messages']:,}" if cost["messages"] else "", f"{cost['seconds']:.1f}"]
+        [
+            what,
+            human_bytes(cost["bytes"]),
+            f"{cost['messages']:,}" if cost["messages"] else "",
+            f"{cost['seconds']:.1f}",
+        ]
         for what, cost in costs.items()
     ]
     return table(["", "bytes", "messages", "seconds"], lines)
