@@ -135,6 +135,7 @@ def test_interrupted_run_is_taken_up_and_finished_run_left_alone(
         "calibration": None,
         "clamp": True,
         "lookup": "auto",
+        "weights_at_client": False,
     }
     assert all(call[2] == same for call in runtime.calls)
 

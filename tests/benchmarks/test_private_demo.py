@@ -51,7 +51,7 @@ def test_the_private_text_is_that_in_the_clear(
 
 def test_a_server_that_does_not_start_says_why() -> None:
     with (
-        pytest.raises(PartyError, match="there is no folder nowhere"),
+        pytest.raises(PartyError, match="there is no file or folder nowhere"),
         private_demo.serving(Host("127.0.0.1"), "nowhere", "--insecure-plain"),
     ):
         pass
