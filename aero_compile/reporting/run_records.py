@@ -116,7 +116,7 @@ class RunRecords:
         return found
 
     def warnings(self) -> list[str]:
-        """What the run warned of while it was trained."""
+        """Warnings that the run gave while it was trained."""
         return [str(line["warning"]) for line in self.metrics if line.get("event") == "warning" and "warning" in line]
 
     @property

@@ -356,7 +356,7 @@ class RegularizedTrainer(Trainer):
             logger.warning("warning: %s", text)
 
     def _by_head(self, layers: list[Tensor]) -> list[list[float]]:
-        """What each head has, `[L][H]`, of L tensors that several devices may have put one behind the other."""
+        """Numbers of each head, `[L][H]`, of L tensors that several devices may have concatenated."""
         heads = self._transformed().num_heads
         return [layer.float().view(-1, int(heads[i])).mean(0).tolist() for i, layer in enumerate(layers)]
 

@@ -83,7 +83,7 @@ class RealModel:
         return found
 
     def text(self, ids: Sequence[int]) -> str:
-        """What `ids` read as, special tokens included."""
+        """Decode `ids` to text, special tokens included."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
