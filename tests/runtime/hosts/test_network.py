@@ -383,7 +383,9 @@ def test_private_inference_over_a_distant_network(monkeypatch: pytest.MonkeyPatc
     assert slow.rounds is not None
     assert 0.5 * slow.messages / 2 <= slow.rounds <= slow.messages
     assert slow.rounds * network.rtt_ms / 1e3 <= slow.seconds
-    assert slow.sending >= network.sending(max(slow.party_sent_bytes.values()))
+    # Seconds count from when both have begun: what a busy machine let one send before belongs to no step.
+    sent = slow.party_sent_bytes.values()
+    assert 0.5 * network.sending(max(sent)) <= slow.sending <= 1.1 * network.sending(sum(sent))
     assert slow.computing + slow.sending + slow.waiting == pytest.approx(slow.seconds)
     for name in ("rounds", "sending", "waiting"):
         assert sum(row[name] for row in slow.per_op) == pytest.approx(getattr(slow, name))
