@@ -383,9 +383,10 @@ def test_private_inference_over_a_distant_network(monkeypatch: pytest.MonkeyPatc
     assert slow.rounds is not None
     assert 0.5 * slow.messages / 2 <= slow.rounds <= slow.messages
     assert slow.rounds * network.rtt_ms / 1e3 <= slow.seconds
-    # Seconds count from when both have begun: what a busy machine let one send before belongs to no step.
+    # Framing and short pauses count as sending. Seconds count from when both have begun: what one of them
+    # sent before belongs to no step.
     sent = slow.party_sent_bytes.values()
-    assert 0.5 * network.sending(max(sent)) <= slow.sending <= 1.1 * network.sending(sum(sent))
+    assert 0.5 * network.sending(max(sent)) <= slow.sending <= 1.5 * network.sending(sum(sent))
     assert slow.computing + slow.sending + slow.waiting == pytest.approx(slow.seconds)
     for name in ("rounds", "sending", "waiting"):
         assert sum(row[name] for row in slow.per_op) == pytest.approx(getattr(slow, name))
