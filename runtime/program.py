@@ -21,11 +21,11 @@ from aero_compile.runtime.program_parts import KernelStep, ProgramContent, Step,
 from aero_compile.runtime.spu_config import largest_value
 from aero_compile.runtime.vetting import check_program
 
-FORMAT = 7
+FORMAT = 8
 """Version of the program file."""
 
-READ = (6, FORMAT)
-"""Versions that are read: the one before had no steps of generations."""
+READ = (6, 7, FORMAT)
+"""Versions that are read: 6 had no steps of generations, 7 none on shares."""
 
 LARGEST_FILE = 2**30
 """Bytes that a program file may have."""

@@ -6,11 +6,13 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
+from aero_compile.errors import LoweringError
 from aero_compile.runtime.kernels.cached_product import CachedProduct
 from aero_compile.runtime.kernels.client_product import ClientProduct
 from aero_compile.runtime.kernels.encrypted_lookup import EncryptedLookup
 from aero_compile.runtime.kernels.kernel import Kernel
 from aero_compile.runtime.kernels.registry import to_json
+from aero_compile.runtime.online.plan import SharePlan, plan_of
 from aero_compile.runtime.prefix import PrefixStep
 from aero_compile.runtime.roles import CLIENT, SERVER
 
@@ -41,7 +43,8 @@ SET_UP_INPUTS = tuple(TensorSpec(f"set-up:{i}", (SET_UP_SIDE, SET_UP_SIDE), "flo
 class Step:
     """One operator of the model, or a piece of one: runs `code` on named secret values; `free` ends the life of some.
 
-    `continues`: it goes on with the operator of the step before.
+    `continues`: it goes on with the operator of the step before. `on_shares`: the parties compute it on their shares
+    by themselves (`aero_compile.runtime.online`), not in SPU.
     """
 
     label: str
@@ -51,6 +54,7 @@ class Step:
     outputs: tuple[str, ...]
     free: tuple[str, ...]
     continues: bool = False
+    on_shares: bool = False
 
 
 @dataclass(frozen=True)
@@ -169,9 +173,31 @@ class ProgramContent:
     @property
     def is_prepared(self) -> bool:
         """Whether a run takes what was made before its tokens were known, for it alone."""
-        return any(
-            isinstance(step, KernelStep) and step.preparation and not step.kernel.for_text for step in self.steps
-        )
+        calls = [step for step in self.steps if isinstance(step, KernelStep) and not step.kernel.for_text]
+        return any(step.preparation for step in calls) or bool(self.truncated)
+
+    @cached_property
+    def share_plans(self) -> dict[str, SharePlan]:
+        """How the codes of the steps on shares are computed, by their keys.
+
+        Raises:
+            LoweringError: one of them needs SPU.
+        """
+        found = {}
+        for step in self.steps:
+            if isinstance(step, Step) and step.on_shares and step.code not in found:
+                plan = plan_of(self.codes[step.code], self.fraction_bits)
+                if plan is None:
+                    raise LoweringError(f"{step.label} ({step.place}) cannot be computed on shares")
+                found[step.code] = plan
+        return found
+
+    @property
+    def truncated(self) -> dict[int, int]:
+        """Elements that steps on shares truncate, by the numbers of these steps; without those that truncate none."""
+        on_shares = [(at, each) for at, each in enumerate(self.steps) if isinstance(each, Step) and each.on_shares]
+        found = {at: self.share_plans[step.code].truncated for at, step in on_shares}
+        return {at: count for at, count in found.items() if count}
 
     @property
     def cached_products(self) -> dict[str, int]:

@@ -14,11 +14,13 @@ import re
 from collections.abc import Iterator
 
 from aero_compile.errors import AeroError, InputError
+from aero_compile.runtime.arithmetic.one_product import RING_BITS
 from aero_compile.runtime.costs.pphlo import parse
 from aero_compile.runtime.kernels.cached_product import CachedProduct
 from aero_compile.runtime.kernels.client_product import ClientProduct
 from aero_compile.runtime.kernels.encrypted_lookup import EncryptedLookup
 from aero_compile.runtime.offline.elements import joined_elements, runs_at_once
+from aero_compile.runtime.online.plan import plan_of
 from aero_compile.runtime.prefix import check_prefix
 from aero_compile.runtime.program_parts import SET_UP, SET_UP_INPUTS, KernelStep, ProgramContent, Step, TensorSpec
 from aero_compile.runtime.spu_config import check_config
@@ -248,6 +250,7 @@ def _check_step(
     else:
         _check_name(step.code)
         results = _check_code(program, step.code, takes, len(step.outputs))
+        _check_on_shares(program, step)
     for name, kind in zip(step.outputs, results, strict=True):
         if name in known:
             raise InputError(f"it makes {name!r} anew")
@@ -257,6 +260,16 @@ def _check_step(
         if name in inputs or name not in known:
             raise InputError(f"it frees {name!r}, which is not its own")
         del known[name]
+
+
+def _check_on_shares(program: ProgramContent, step: Step) -> None:
+    """A step on shares must be one that can be computed so, in the ring that shares are truncated in."""
+    if type(step.on_shares) is not bool:
+        raise InputError("it does not say whether it is computed on shares")
+    if step.on_shares and (
+        program.field != RING_BITS or plan_of(program.codes[step.code], program.fraction_bits) is None
+    ):
+        raise InputError("it is to be computed on shares, and has operations for which SPU is needed")
 
 
 def _check_kernel(program: ProgramContent, step: KernelStep, takes: list[str]) -> list[str]:

@@ -33,6 +33,7 @@ from aero_compile.runtime.kernels.side import Side
 from aero_compile.runtime.kernels.square_terms import SquareTerms
 from aero_compile.runtime.kernels.triple_elements import BatchedElements, TripleElements
 from aero_compile.runtime.kernels.triple_product import TripleProduct
+from aero_compile.runtime.kernels.values import Values
 from aero_compile.runtime.kernels.whole_numbers import WholeNumbers
 from aero_compile.runtime.kernels.words import Words, read_words
 from aero_compile.runtime.offline.batch import Batches, Matrix
@@ -89,7 +90,7 @@ def kernel_records(
     `share` makes this party's piece of an input and its owner; `inside` tells how many seconds SPU's protocols took
     since it was last called.
     """
-    draw = np.random.default_rng(side.rank)
+    draw, held_values = np.random.default_rng(side.rank), Values(side.spu, io, runtime, side.rank)
     for case in kernel_cases():
         kernel, names = case.kernel, tuple(f"k{at}" for at in range(len(case.shapes)))
         for at, (name, shape) in enumerate(zip(names, case.shapes, strict=True)):
@@ -100,6 +101,7 @@ def kernel_records(
             elif isinstance(kernel, EncryptedLookup):
                 values, owner = np.eye(shape[0], shape[1], dtype=np.int32), CLIENT
             runtime.set_var(name, share(values, owner))
+            held_values.computed([name])
         held = {name: read_words(runtime.get_var(name)) for name in names[-1:] if case.weight}
         side.weight = held.__getitem__ if held else None
         results = tuple(f"r{at}" for at in range(len(kernel.results(*case.shapes))))
@@ -109,13 +111,11 @@ def kernel_records(
             side.link.barrier()
             inside()
             begun = time.perf_counter()
-            run_kernel(side, io, runtime, step)
+            run_kernel(side, held_values, step)
             seconds = time.perf_counter() - begun - inside()
-            for name in results:
-                runtime.del_var(name)
+            held_values.drop(results)
             yield {"name": type(kernel).__name__, "n": kernel.work(*case.shapes), "run": run, "seconds": seconds}
-        for name in names:
-            runtime.del_var(name)
+        held_values.drop(names)
 
 
 def batch_records(side: Side) -> Iterator[dict[str, Any]]:

@@ -16,9 +16,10 @@ import numpy.typing as npt
 from aero_compile.errors import OutOfRangeError
 from aero_compile.runtime.hosts.lookup_files import made_tables
 from aero_compile.runtime.hosts.opening import OUT_OF_RANGE, open_bit, send_share
-from aero_compile.runtime.kernels.run import run_kernel
 from aero_compile.runtime.kernels.side import Side
+from aero_compile.runtime.kernels.values import Values
 from aero_compile.runtime.offline.prepare import prepare
+from aero_compile.runtime.online.steps import run_step
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.program_parts import KernelStep, TensorSpec
 from aero_compile.runtime.roles import CLIENT, SERVER
@@ -42,31 +43,24 @@ def simulate(
     program = as_parties_load(program)
     config = _config(program)
     io = spu.Io(2, config)
-    shares = {
-        name: io.make_shares(array, spu.Visibility.VIS_SECRET, owner)
-        for owner, arrays in ((SERVER, weights), (CLIENT, tokens))
-        for name, array in arrays.items()
-    }
     tables = made_tables(program, weights)
     refused: list[str] = []
 
     def party(side: Side, io: Any, runtime: Any) -> Any:
-        for name, pieces in shares.items():
-            runtime.set_var(name, pieces[side.rank])
+        values = Values(spu, io, runtime, side.rank)
+        for owner, arrays in ((SERVER, weights), (CLIENT, tokens)):
+            for name, array in arrays.items():
+                values.put_input(name, array if side.rank == owner else np.zeros_like(array), owner)
         own = weights if side.rank == SERVER else {}
         (prepared,), _ = prepare(side, io, runtime, program, own, lambda what: {})
         for at, step in enumerate(program.steps):
-            if isinstance(step, KernelStep):
-                side.prepared = prepared.get(at, {}) or tables[side.rank].get(step.encrypted, {})
-                run_kernel(side, io, runtime, step)
-                continue
-            code = program.codes[step.code].encode()
-            runtime.run(spu.Executable(step.label, list(step.inputs), list(step.outputs), code))
+            held = tables[side.rank].get(step.encrypted, {}) if isinstance(step, KernelStep) else {}
+            run_step(side, values, runtime, program, step, prepared.get(at, {}) or held)
         if program.guard is not None and side.rank == SERVER:
-            send_share(side.link, runtime.get_var(program.guard))
-        elif program.guard is not None and not open_bit(side.link, runtime.get_var(program.guard), io)[1]:
+            send_share(side.link, values.share(program.guard))
+        elif program.guard is not None and not open_bit(side.link, values.share(program.guard), io)[1]:
             refused.append(OUT_OF_RANGE)
-        return runtime.get_var(program.logits.name)
+        return values.share(program.logits.name)
 
     results = both_parties(program, party)
     if refused:

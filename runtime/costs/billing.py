@@ -13,8 +13,12 @@ from aero_compile.runtime.costs.session import Cost, Session
 from aero_compile.runtime.hosts.measure import OFFLINE, by_operator
 from aero_compile.runtime.hosts.network_spec import Network
 from aero_compile.runtime.hosts.split import SPLIT
+from aero_compile.runtime.offline.bits import SET_UP as SET_UP_BITS
+from aero_compile.runtime.offline.bits import bill_bit_products, bit_groups
 from aero_compile.runtime.offline.elements import joined_elements
+from aero_compile.runtime.offline.groups import Group
 from aero_compile.runtime.offline.prepare import prepared_steps
+from aero_compile.runtime.online.bill import bill_on_shares
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.program_parts import SET_UP, TOKENS, KernelStep
 from aero_compile.runtime.roles import SERVER
@@ -28,6 +32,8 @@ def bill_set_up(session: Session, program: Program, functions: Mapping[str, pphl
     for kernel in program.kernels:
         if shapes := kernel.set_up():
             kernel.bill(session, *shapes)
+    if program.truncated:
+        bill_bit_products(session, SET_UP_BITS)
     session.bill()
 
 
@@ -54,6 +60,8 @@ def bill_forward(
             step.kernel.bill(session, *step.shapes)
             results = step.kernel.results(*step.shapes)
             found = tuple(BITS if each.dtype == "bool" else OWNED[each.owner] for each in results)
+        elif step.on_shares:
+            found = bill_on_shares(session, program.share_plans[step.code])
         else:
             session.step(len(program.codes[step.code]))
             found = operations.run(session, functions[step.code], [knows[name] for name in step.inputs])
@@ -100,8 +108,9 @@ def bill_prepared_runs(
 ) -> list[dict[int, dict[str, Any]]]:
     """Bill what is prepared for several runs at once, for each as `bill_offline` does."""
     of_runs: list[dict[int, dict[str, Any]]] = [{} for _ in range(runs)]
-    prepared, groups = steps(program), joined_elements(program.steps, runs) if steps is prepared_steps else []
-    for _ in range(2 * bool(prepared or groups)):  # for the start, and for a name
+    prepared, of_run = steps(program), steps is prepared_steps
+    groups, bits = (joined_elements(program.steps, runs), bit_groups(program, runs)) if of_run else ([], [])
+    for _ in range(2 * bool(prepared or groups or bits)):  # for the start, and for a name
         session.meet()
     for found, (at, step) in ((found, each) for found in of_runs for each in prepared):
         if batches is not None and (share := batches.take(step)) is not None:
@@ -117,15 +126,21 @@ def bill_prepared_runs(
     for joined in groups:
         session.step(len(program.codes[joined.key]))
         operations.run(session, functions[joined.key], [OWNED[owner] for owner in joined.owners])
-        spent = session.bill()
-        whole = dict(zip(OFFLINE, (round(spent.bytes), spent.messages, spent.seconds(network)), strict=True))
-        divided = joined.divided([whole] * len(joined.steps))
-        for at, columns in zip(joined.steps, divided, strict=True):
-            for found, part in zip(of_runs, in_parts(columns, runs), strict=True):
-                found[at] = part
-    if prepared or groups:
+        _divide(joined, session.bill(), network, of_runs)
+    for group in bits:
+        bill_bit_products(session, group.size)
+        _divide(group, session.bill(), network, of_runs)
+    if prepared or groups or bits:
         session.meet()
     return of_runs
+
+
+def _divide(group: Group, spent: Cost, network: Network, of_runs: list[dict[int, dict[str, Any]]]) -> None:
+    """Divide what was spent on a group among its steps, in each of the runs."""
+    whole = dict(zip(OFFLINE, (round(spent.bytes), spent.messages, spent.seconds(network)), strict=True))
+    for at, columns in zip(group.steps, group.divided([whole] * len(group.steps)), strict=True):
+        for found, part in zip(of_runs, in_parts(columns, len(of_runs)), strict=True):
+            found[at] = part
 
 
 def in_parts(columns: Mapping[str, Any], count: int) -> list[dict[str, Any]]:

@@ -72,11 +72,19 @@ class Operation:
 
 @dataclass(frozen=True)
 class Function:
-    """A compiled step: names of its arguments, its operations in order, names of its results."""
+    """A compiled step: names and types of its arguments, its operations in order, names of its results."""
 
     arguments: tuple[str, ...]
+    takes: tuple[Tensor, ...]
     operations: tuple[Operation, ...]
     results: tuple[str, ...]
+
+    @property
+    def gives(self) -> tuple[Tensor, ...]:
+        """Types of the results."""
+        types = dict(zip(self.arguments, self.takes, strict=True))
+        types |= {operation.result: operation.gives for operation in self.operations}
+        return tuple(types[name] for name in self.results)
 
 
 def parse(code: str) -> Function:
@@ -86,12 +94,15 @@ def parse(code: str) -> Function:
         LoweringError: a statement of a form that is not known; the message quotes it.
     """
     arguments: tuple[str, ...] | None = None
+    takes: tuple[Tensor, ...] = ()
     results: tuple[str, ...] | None = None
     operations: list[Operation] = []
     for line in code.splitlines():
         text = line.strip()
         if text.startswith("func.func"):
-            arguments = tuple(name for name, _ in _ARGUMENT.findall(text.partition(") -> ")[0]))
+            given = _ARGUMENT.findall(text.partition(") -> ")[0])
+            arguments = tuple(name for name, _ in given)
+            takes = tuple(each for _, kind in given for each in _types(kind, text))
         elif text.startswith("return"):
             results = tuple(_VALUE.findall(text.partition(" : ")[0]))
         elif text in ("", "}") or text.startswith(("module ", "pphlo.free ")):
@@ -100,7 +111,7 @@ def parse(code: str) -> Function:
             operations.append(_operation(text))
     if arguments is None or results is None:
         raise LoweringError(f"this is not the text of a compiled step: {code[:200]}")
-    return Function(arguments, tuple(operations), results)
+    return Function(arguments, takes, tuple(operations), results)
 
 
 def _operation(text: str) -> Operation:

@@ -62,9 +62,9 @@ class CostTable:
     `ciphertext_bytes`: "product_sent", "product_answer", "matmul_sent", "matmul_answer".
     `moduli`: ciphertexts for each 8192 values of an element-wise product.
     `kernels`: "trunc" by the fraction bits, "halve" by those that an exponential takes off its argument, "less" and
-    the same in the second runtime's ring, "less32", "select", "b2a" of a bit, "widen" of a bit in front of a fraction,
-    "and", and the bitwise parts of what SPU composes (`composed`),
-    whose exchanges stand there.
+    the same in the second runtime's ring, "less32", "select", "b2a" of a bit, in the second ring "b2a32", "widen" of a
+    bit in front of a fraction, "and", and the bitwise parts of what SPU composes (`composed`), whose exchanges stand
+    there.
     `refill`: of an empty store of oblivious transfers: "bytes", "messages", "seconds", and "count" it yields.
     `seconds`: coefficients, see `session`; `local`: seconds per element of operations without messages.
     `share_kernels`: seconds of a party's own work in a share-level kernel, by its name: of a call, of a word of its

@@ -1,4 +1,4 @@
-"""What one party computes of a generation: programs one after another, over cached values that stay in its runtime."""
+"""What one party computes of a generation: programs one after another, over cached values that stay with it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from aero_compile.runtime.spu_config import SpuLog
 
 
 class StepComputation(Computation):
-    """One party's side. Weights are set once; keys and values never leave the runtime.
+    """One party's side. Weights are set once; keys and values never leave the party.
 
     `weights`: the server's, nothing at the client. `tables`: what this party holds of those that any program looks up
     under encryption.
@@ -126,10 +126,8 @@ class StepComputation(Computation):
         if ids is not None:
             self._of_client, self.in_range = hidden_inputs(self._program, ids, published)
         record, opened = self.forward()
-        runtime = self._runtime
         for spec, result in zip(self._program.cached, self._program.results, strict=True):
-            runtime.set_var(spec.name, runtime.get_var(result))
-            runtime.del_var(result)
+            self._values.rename(result, spec.name)
         self._held = self._program.cached
         if opened.logits is not None:
             opened.logits = opened.logits[0, -1] if count_of(name) == 1 else opened.logits[0]
@@ -144,26 +142,25 @@ class StepComputation(Computation):
         return super()._run(at, step, prepared)
 
     def _set_inputs(self) -> None:
-        program, io, runtime = self._program, self._io, self._runtime
+        program, values = self._program, self._values
         for spec in program.weights:
             if spec.name not in program.multiplied:
                 self._set(program.given(spec), SERVER)
         tokens = [program.tokens] if program.reads_tokens else []
         for spec in (*tokens, *program.clients):
-            runtime.set_var(spec.name, self._share(io, spec, CLIENT))
+            values.put_input(spec.name, self._value(spec, CLIENT), CLIENT)
         for spec in program.cached:
             self._set(spec, SERVER)
         for held, spec in zip(self._held, program.cached if self._held else (), strict=True):
             if held != spec:
-                grow(self._spu, io, runtime, self._rank, held, spec, program.field)
+                grow(values, held, spec)
         for spec in program.shared_inputs:
             if self._is_needed(spec.name):
-                shares = io.make_shares(self._row(self._inputs.published, spec.name), self._spu.Visibility.VIS_PUBLIC)
-                runtime.set_var(spec.name, shares[self._rank])
+                values.put_public(spec.name, self._row(self._inputs.published, spec.name))
 
     def _set(self, spec: TensorSpec, owner: int) -> None:
         if self._is_needed(spec.name):
-            self._runtime.set_var(spec.name, self._share(self._io, spec, owner))
+            self._values.put_input(spec.name, self._value(spec, owner), owner)
 
     def _is_needed(self, name: str) -> bool:
         """Whether an input is to be set: once, or for each position anew."""

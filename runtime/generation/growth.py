@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from aero_compile.runtime.kernels.run import SHARED
-from aero_compile.runtime.kernels.words import Words, read_words, with_words
+from aero_compile.runtime.kernels.kernel import Result
+from aero_compile.runtime.kernels.values import Values
+from aero_compile.runtime.kernels.words import Words
 from aero_compile.runtime.program_parts import TensorSpec
 
 
-def grow(spu: Any, io: Any, runtime: Any, rank: int, held: TensorSpec, wanted: TensorSpec, ring: int) -> None:
-    """Give the cached value `held` of SPU's `runtime` the shape of `wanted`; positions that are new hold zeros.
-
-    `ring`: its bits.
-    """
-    words = resized(read_words(runtime.get_var(held.name), ring), held.shape, wanted.shape)
-    zeros = np.zeros(wanted.shape, wanted.dtype)
-    form = io.make_shares(zeros, spu.Visibility.VIS_SECRET, SHARED)[rank]
-    runtime.set_var(wanted.name, with_words(form, words, ring))
+def grow(values: Values, held: TensorSpec, wanted: TensorSpec) -> None:
+    """Give the cached value `held` the shape of `wanted`; positions that are new hold zeros."""
+    words = resized(values.words(held.name), held.shape, wanted.shape)
+    values.put(wanted.name, Result(wanted.shape, wanted.dtype), words)
 
 
 def resized(words: Words, held: tuple[int, ...], wanted: tuple[int, ...]) -> Words:

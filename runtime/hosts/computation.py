@@ -14,18 +14,21 @@ import numpy.typing as npt
 
 from aero_compile.errors import OutOfRangeError
 from aero_compile.runtime.hosts.link import Way
-from aero_compile.runtime.hosts.measure import check_against_wire, check_profile
+from aero_compile.runtime.hosts.measure import check_against_wire, check_profile, parse_profile
 from aero_compile.runtime.hosts.opening import OUT_OF_RANGE, open_bit, open_logits, send_share
 from aero_compile.runtime.hosts.party_inputs import PartyInputs
 from aero_compile.runtime.kernels.column_encryption import ROWS, Weights
 from aero_compile.runtime.kernels.encrypted_weights import hash_parts
-from aero_compile.runtime.kernels.run import run_kernel
 from aero_compile.runtime.kernels.side import Exchanged, Side
+from aero_compile.runtime.kernels.values import Values
 from aero_compile.runtime.kernels.words import Words
 from aero_compile.runtime.offline.batch import Batches, Matrix, matrix_of, rows_by_matrix
+from aero_compile.runtime.offline.bits import SET_UP as SET_UP_BITS
+from aero_compile.runtime.offline.bits import make_bit_products
 from aero_compile.runtime.offline.choice import is_cheaper
 from aero_compile.runtime.offline.prepare import agree, agreed_name, encoded, prepare, prepared_steps
 from aero_compile.runtime.offline.store import Prepared
+from aero_compile.runtime.online.steps import run_step
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.program_parts import SET_UP, SET_UP_INPUTS, KernelStep, Step, TensorSpec
 from aero_compile.runtime.roles import CLIENT, SERVER
@@ -77,6 +80,7 @@ class Computation:
         self._io = spu.Io(2, config)
         self._runtime = spu.Runtime(link, config)
         self._side = Side(spu, link, inputs.rank, small_config(program.protocol))
+        self._values = Values(spu, self._io, self._runtime, inputs.rank)
         self._batches = Batches(self._side, log.folder, program.fraction_bits, self._weight)
         self.received = 0
         """Payload in bytes that this party has taken from the other in runs and preparations."""
@@ -108,6 +112,8 @@ class Computation:
             if shapes := kernel.set_up():
                 sizes = (math.prod(shape) if stored else 1 for shape in shapes)
                 kernel.run(self._side, *(np.zeros(size, np.uint64) for size in sizes))
+        if self._program.truncated:
+            make_bit_products(self._side, SET_UP_BITS if stored else 1)
         for name, matrix in self._program.client_weights.items():
             if self._rank == SERVER:
                 self._words_of(matrix.weight)
@@ -234,23 +240,14 @@ class Computation:
         return {} if store is None else store.take(agree(self._link, self._rank, store.ready()))
 
     def _set_inputs(self) -> None:
-        program, runtime, io = self._program, self._runtime, self._io
+        program = self._program
         tokens = [program.tokens] if program.reads_tokens else []
         weights = [spec for spec in program.weights if spec.name not in program.multiplied]
         for owner, specs in ((SERVER, weights), (CLIENT, (*tokens, *program.clients))):
             for spec in specs:
-                runtime.set_var(spec.name, self._share(io, spec, owner))
+                self._values.put_input(spec.name, self._value(spec, owner), owner)
         for spec in program.shared_inputs:
-            shares = io.make_shares(self._inputs.published[spec.name], self._spu.Visibility.VIS_PUBLIC)
-            runtime.set_var(spec.name, shares[self._rank])
-
-    def _share(self, io: Any, spec: TensorSpec, owner: int) -> Any:
-        """This party's piece of an input: its own value if it is the owner, an empty one otherwise.
-
-        SPU keeps an owned input as it is at its owner and represents it at the peer by its shape alone, so
-        nothing is sent; it becomes a secret share in the first operator that mixes it with the peer's data.
-        """
-        return io.make_shares(self._value(spec, owner), self._spu.Visibility.VIS_SECRET, owner)[self._rank]
+            self._values.put_public(spec.name, self._inputs.published[spec.name])
 
     def _value(self, spec: TensorSpec, owner: int) -> npt.NDArray[Any]:
         return self._inputs.own[spec.name] if owner == self._rank else np.zeros(spec.shape, spec.dtype)
@@ -258,36 +255,28 @@ class Computation:
     def _run(self, at: int, step: Step | KernelStep, prepared: Prepared) -> dict[str, Any]:
         """Run one step; returns what it cost."""
         print_event("step", at=at, label=step.label, place=step.place)
-        side, runtime = self._side, self._runtime
-        begun, executions = time.monotonic(), 1
-        side.exchanged = Exchanged()
-        if isinstance(step, KernelStep):
-            already = side.executions
-            side.prepared = prepared.pop(at, {}) or self._inputs.tables.get(step.encrypted, {})
-            run_kernel(side, self._io, runtime, step)
-            executions = side.executions - already
-        else:
-            code = self._program.codes[step.code].encode()
-            runtime.run(self._spu.Executable(step.label, list(step.inputs), list(step.outputs), code))
-        profile = self._log.read()
+        begun = time.monotonic()
+        self._side.exchanged = Exchanged()
+        held = self._inputs.tables.get(step.encrypted, {}) if isinstance(step, KernelStep) else {}
+        kept = prepared.pop(at, {}) or held
+        executions = run_step(self._side, self._values, self._runtime, self._program, step, kept)
+        profile = self._log.read() if executions else parse_profile("")
         check_profile(profile, f"step {at}, {step.label} ({step.place})", executions)
-        profile |= {name: profile[name] + count for name, count in vars(side.exchanged).items()}
+        profile |= {name: profile[name] + count for name, count in vars(self._side.exchanged).items()}
         seconds = time.monotonic() - begun
-        for name in step.free:
-            if name not in self._program.multiplied:
-                runtime.del_var(name)
+        self._values.drop(step.free)
         return {"op": step.label, "place": step.place, "begun": begun, "seconds": seconds, **profile}
 
     def _open(self) -> Opened:
         """Open the bit of the private checks and the logits, both to the client alone."""
-        program, runtime, link, io = self._program, self._runtime, self._link, self._io
+        program, link, io = self._program, self._link, self._io
         found = Opened(in_range=self.in_range)
         for name, is_bit in ((program.guard, True), (program.logits.name if program.opens else None, False)):
             if name is None:
                 continue
             if not found.messages:
                 self.before_opening()
-            share = runtime.get_var(name)
+            share = self._values.share(name)
             found.messages += 1
             if self._rank == SERVER:
                 found.sent += send_share(link, share)
@@ -299,7 +288,7 @@ class Computation:
                 received, found.logits = open_logits(link, share, io, program, found.in_range)
                 found.received += received
                 found.in_range = found.logits is not None
-            runtime.del_var(name)
+            self._values.drop([name])
         return found
 
     def _wire_since(self, before: tuple[int, int]) -> list[int]:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from aero_compile.errors import PartyError
 from aero_compile.runtime.kernels.cached_rows import CachedRows
-from aero_compile.runtime.kernels.words import Words, read_words, with_words
+from aero_compile.runtime.kernels.words import Words, as_bits, read_words, with_words
 
 
 @dataclass
@@ -51,10 +52,7 @@ class Side:
         Never a share as it is: shares that SPU makes of one party's input come from seeds that both hold, so the
         owner's is its value plus a number that the other knows. What is sent is masked by words that this party drew.
         """
-        content = words.astype("<u8").tobytes()
-        self.link.send_async(1 - self.rank, content)
-        self.exchanged.send_actions += 1
-        self.exchanged.send_bytes += len(content)
+        self._send(words.astype("<u8").tobytes())
 
     def receive(self, shape: tuple[int, ...]) -> Words:
         """Receive words of this shape from the other party.
@@ -62,25 +60,49 @@ class Side:
         Raises:
             PartyError: it sent another number of bytes.
         """
+        content = self._receive(8 * math.prod(shape), f"words of shape {shape}")
+        return np.frombuffer(content, "<u8").astype(np.uint64).reshape(shape)
+
+    def _send(self, content: bytes) -> None:
+        self.link.send_async(1 - self.rank, content)
+        self.exchanged.send_actions += 1
+        self.exchanged.send_bytes += len(content)
+
+    def _receive(self, size: int, what: str) -> bytes:
         content = bytes(self.link.recv(1 - self.rank))
         self.exchanged.recv_actions += 1
         self.exchanged.recv_bytes += len(content)
-        if len(content) != 8 * math.prod(shape):
-            raise PartyError(f"the other party sent {len(content):,} bytes for words of shape {shape}")
-        return np.frombuffer(content, "<u8").astype(np.uint64).reshape(shape)
+        if len(content) != size:
+            raise PartyError(f"the other party sent {len(content):,} bytes for {what}")
+        return content
 
-    def run_small(self, code: str, words: Words) -> Words:
-        """Run `code` of one argument and one result in the 32-bit ring.
+    def exchange_bits(self, bits: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Send bits [n] to the other party, eight in a byte, and return as many that it sent.
 
-        `words` are an additive share of integers, uint64 [n], of which the lower 32 bits count; returns those of the
-        result, uint64 [n].
+        What is sent is masked by bits that this party drew.
+
+        Raises:
+            PartyError: it sent another number of bytes.
+        """
+        content = np.packbits(bits).tobytes()
+        self._send(content)
+        return np.unpackbits(
+            np.frombuffer(self._receive(len(content), f"{bits.size:,} bits"), np.uint8), count=bits.size
+        ).astype(np.bool_)
+
+    def run_small(self, code: str, words: Words, takes_bits: bool = False) -> Words:
+        """Run `code` of one argument and one result, integers and bits, in the 32-bit ring.
+
+        `words` are an additive share of integers, uint64 [n], of which the lower 32 bits count, and the result are
+        XOR shares of bits; `takes_bits`: the other way round.
         """
         spu, runtime = self.spu, self._small()
-        (form, _) = spu.Io(2, self._config).make_shares(np.zeros(words.size, np.int32), spu.Visibility.VIS_SECRET)
-        runtime.set_var("in", with_words(form, words, 32))
+        zeros = np.zeros(words.size, np.bool_ if takes_bits else np.int32)
+        (form, _) = spu.Io(2, self._config).make_shares(zeros, spu.Visibility.VIS_SECRET)
+        runtime.set_var("in", with_words(as_bits(form, 32) if takes_bits else form, words, 32))
         runtime.run(spu.Executable("kernel", ["in"], ["out"], code.encode()))
         self.executions += 1
-        found = read_words(runtime.get_var("out"), 32, bits=True)
+        found = read_words(runtime.get_var("out"), 32, bits=not takes_bits)
         for name in ("in", "out"):
             runtime.del_var(name)
         return found

@@ -18,7 +18,7 @@ Words = npt.NDArray[np.uint64]
 _CONTENT = 3 << 3 | 2
 """Tag of a chunk's bytes: field 3, length-delimited."""
 
-_STORAGE, _ADDITIVE, _BITS = b"*", b"AShr<FM64>", b"BShr"
+_STORAGE, _ADDITIVE, _BITS = b"*", b"AShr", b"BShr"
 """In a description: the tag of its last field, which names the form of a share (field 5, length-delimited); forms."""
 
 
@@ -40,14 +40,15 @@ def read_words(share: Any, ring: int = 64, bits: bool = False) -> Words:
     return np.frombuffer(content, f"<u{ring // 8}").astype(np.uint64, copy=False)
 
 
-def as_bits(share: Any) -> Any:
-    """Return an additive share of booleans in the 64-bit ring as one of single bits, with the same words."""
+def as_bits(share: Any, ring: int = 64) -> Any:
+    """Return an additive share of booleans in the ring of so many bits as one of single bits, with the same words."""
     meta = bytes(share.meta)
     start = meta.rfind(_STORAGE)
     kind = meta[start + 2 :]
-    if start < 0 or meta[start + 1] != len(kind) or not kind.endswith(_ADDITIVE):
+    form = b"<FM%d" % ring
+    if start < 0 or meta[start + 1] != len(kind) or not kind.endswith(_ADDITIVE + form + b">"):
         raise PartyError(f"SPU describes booleans in a form that this version does not know: {meta!r}")
-    kind = kind.removesuffix(_ADDITIVE) + _BITS + b"<FM64,1>"
+    kind = kind.removesuffix(_ADDITIVE + form + b">") + _BITS + form + b",1>"
     found = type(share)()
     found.meta, found.share_chunks = meta[:start] + _STORAGE + bytes([len(kind)]) + kind, share.share_chunks
     return found

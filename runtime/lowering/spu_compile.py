@@ -21,6 +21,7 @@ from aero_compile.runtime.lowering import warm_up
 from aero_compile.runtime.lowering.cut import cut
 from aero_compile.runtime.lowering.live import LiveProgram, LiveStep
 from aero_compile.runtime.offline.elements import Joined, joined_elements, most_runs
+from aero_compile.runtime.online.plan import plan_of
 from aero_compile.runtime.prefix import digest_of
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.program_parts import SET_UP, TOKENS, KernelStep, Step, TensorSpec
@@ -68,7 +69,10 @@ def compile_steps(
             key = found.key if found else triples.get(at, "")
             steps.append(replace(piece, free=free, continues=continues, preparation=key))
         else:
-            steps.append(Step(piece.label, piece.place, piece.key, piece.inputs, piece.outputs, free, continues))
+            names_of = (piece.label, piece.place, piece.key, piece.inputs, piece.outputs, free)
+            steps.append(
+                Step(*names_of, continues, live.offline and plan_of(codes[piece.key], fraction_bits) is not None)
+            )
     program = Program(
         protocol,
         field,

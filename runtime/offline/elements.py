@@ -8,13 +8,12 @@ runs of its program are prepared at once. The cost of a group is divided among i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from aero_compile.runtime.arithmetic.filling import FEW_OWNED, multiply
+from aero_compile.runtime.offline.groups import Group, grouped
 from aero_compile.runtime.program_parts import KernelStep, ProgramContent
 from aero_compile.runtime.roles import SERVER
 
@@ -26,20 +25,10 @@ MOST_RUNS = 16
 
 
 @dataclass(frozen=True)
-class Joined:
-    """Products of elements of several steps: their numbers, and how many elements each has, in all runs.
-
-    `crossed`: each party knows one factor alone.
-    """
+class Joined(Group):
+    """Products of elements of several steps; `crossed`: each party knows one factor alone."""
 
     crossed: bool
-    steps: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """Elements of all its steps."""
-        return sum(self.sizes)
 
     @property
     def key(self) -> str:
@@ -55,24 +44,6 @@ class Joined:
         """
         return (SERVER if self.crossed and self.size >= FEW_OWNED else None), None
 
-    def divided(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Rows of its steps, each with what the whole group cost: bytes and seconds cut by elements, exact in sum.
-
-        Messages and records stay whole, with the first step.
-        """
-        found: list[dict[str, Any]] = []
-        for row, end, size in zip(rows, np.cumsum(self.sizes).tolist(), self.sizes, strict=True):
-            parts: dict[str, Any] = {
-                name: value * end // self.size - value * (end - size) // self.size
-                for name, value in row.items()
-                if name.endswith("bytes")
-            }
-            parts |= {name: value * size / self.size for name, value in row.items() if name.endswith("seconds")}
-            whole = ("at", "op", "place") if found else tuple(row)
-            left = {name: value if name in whole else type(value)() for name, value in row.items() if name not in parts}
-            found.append({**left, **parts})
-        return found
-
     def product(self, *factors: Any) -> tuple[Any]:
         """The group as a JAX function of two arrays of integers [size]."""
         left, right = factors
@@ -85,7 +56,7 @@ def joined_elements(steps: Sequence[object], runs: int = 1) -> list[Joined]:
     triples = [(at, each.kernel.triples(*each.shapes)) for at, each in enumerate(steps) if isinstance(each, KernelStep)]
     for crossed in (True, False):
         sizes = [(at, runs * each.size) for at, each in triples if each is not None and each.crossed is crossed]
-        found += [Joined(crossed, *zip(*group, strict=True)) for group in _groups(sizes)]
+        found += [Joined(each.steps, each.sizes, crossed) for each in grouped(sizes, MOST)]
     return found
 
 
@@ -107,16 +78,3 @@ def runs_at_once(program: ProgramContent) -> int:
     """Return how many runs of a program can be prepared at once, by the codes that it has."""
     runs = most_runs(program.steps, program.positions)
     return runs if all(joined.key in program.codes for joined in joined_elements(program.steps, runs)) else 1
-
-
-def _groups(sizes: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Cut steps with their sizes in runs of `MOST` elements at most; a larger step is one by itself."""
-    groups: list[list[tuple[int, int]]] = []
-    total = 0
-    for at, size in sizes:
-        if not groups or total + size > MOST:
-            groups.append([])
-            total = 0
-        groups[-1].append((at, size))
-        total += size
-    return groups

@@ -13,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.errors import PartyError
-from aero_compile.runtime.kernels.run import SHARED
 from aero_compile.runtime.kernels.side import Exchanged, Side
+from aero_compile.runtime.kernels.values import SHARED
 from aero_compile.runtime.kernels.words import Words, read_words, with_words
 from aero_compile.runtime.offline.batch import Batches, rows_of
+from aero_compile.runtime.offline.bits import NAME, bit_groups, make_bit_products
 from aero_compile.runtime.offline.elements import Joined, joined_elements
 from aero_compile.runtime.offline.store import Prepared
 from aero_compile.runtime.program_parts import KernelStep, ProgramContent
@@ -62,8 +63,9 @@ def prepare(
     Returns:
         What is kept for each run, and for each step its number, label and place with what it cost.
     """
-    groups = joined_elements(program.steps, runs) if steps is prepared_steps else []
-    numbers = sorted([*(at for at, _ in steps(program)), *(at for joined in groups for at in joined.steps)])
+    of_run = steps is prepared_steps
+    groups, bits = (joined_elements(program.steps, runs), bit_groups(program, runs)) if of_run else ([], [])
+    numbers = sorted([*(at for at, _ in steps(program)), *(at for group in (*groups, *bits) for at in group.steps)])
     of_runs: list[Prepared] = [{at: {} for at in numbers} for _ in range(runs)]
     rows: list[dict[str, Any]] = []
 
@@ -93,6 +95,13 @@ def prepare(
         begun = time.perf_counter()
         _multiply(side, io, runtime, program, joined, of_runs)
         rows += joined.divided(records(joined.steps, begun, f"the preparation of {joined.size:,} elements"))
+    for group in bits:
+        begun = time.perf_counter()
+        made = np.split(make_bit_products(side, group.size), np.cumsum(group.sizes)[:-1])
+        for at, products in zip(group.steps, made, strict=True):
+            for found, own in zip(of_runs, np.split(products, runs), strict=True):
+                found[at][NAME] = own
+        rows += group.divided(records(group.steps, begun, f"the preparation of {group.size:,} bit products"))
     return of_runs, rows
 
 
@@ -123,7 +132,7 @@ def _prepare(
     code: str,
     step: KernelStep,
     weights: Mapping[str, npt.NDArray[Any]],
-    kept: dict[str, Words],
+    kept: dict[str, npt.NDArray[Any]],
 ) -> None:
     """Multiply the random words of a step, of which this party `kept` its own, and keep its share of the product."""
     plan = step.kernel.preparation(*step.shapes)

@@ -21,10 +21,9 @@ import numpy.typing as npt
 
 from aero_compile.errors import InputError, PartyError
 from aero_compile.files import make_private_folder, refuse_exposed, write_private
-from aero_compile.runtime.kernels.words import Words
 
-Prepared = dict[int, dict[str, Words]]
-"""For the number of a step, its random words and this party's share of its product, by name."""
+Prepared = dict[int, dict[str, npt.NDArray[Any]]]
+"""For the number of a step, its random words and this party's share of its product, or its bit products, by name."""
 
 _ID = re.compile(r"[0-9a-f]{32}")
 _ABOUT = "about"

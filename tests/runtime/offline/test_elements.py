@@ -73,7 +73,7 @@ def test_as_many_runs_at_once_as_one_group_of_a_kind_holds(
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=9), st.integers(0, 10**9), st.integers(0, 99))
 @few(max_examples=60)
 def test_what_a_group_cost_is_divided_among_its_steps(sizes: list[int], sent: int, messages: int) -> None:
-    joined = Joined(True, tuple(range(len(sizes))), tuple(sizes))
+    joined = Joined(tuple(range(len(sizes))), tuple(sizes), crossed=True)
     whole = {"op": "op", "seconds": 2.5, "send_bytes": sent, "send_actions": messages, "records": 1, "kinds": [{}]}
     rows = joined.divided([{**whole, "at": at} for at in joined.steps])
     assert [row["at"] for row in rows] == list(joined.steps)
@@ -87,6 +87,6 @@ def test_what_a_group_cost_is_divided_among_its_steps(sizes: list[int], sent: in
 
 
 def test_few_elements_take_stored_triples() -> None:
-    assert Joined(True, (0,), (3499,)).owners == (None, None)
-    assert Joined(True, (0, 1), (3499, 1)).owners == (SERVER, None)
-    assert Joined(False, (0,), (10**6,)).owners == (None, None)
+    assert Joined((0,), (3499,), crossed=True).owners == (None, None)
+    assert Joined((0, 1), (3499, 1), crossed=True).owners == (SERVER, None)
+    assert Joined((0,), (10**6,), crossed=False).owners == (None, None)

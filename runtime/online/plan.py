@@ -1,0 +1,126 @@
+"""The code of a step as the parties compute it on their shares: its operations, constants, and what it takes prepared.
+
+A code can be computed so if every operation on a secret moves elements, adds, or multiplies with public factors: of
+that only truncations need the other party. Other codes run in SPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from aero_compile.errors import LoweringError
+from aero_compile.runtime.costs.pphlo import Function, Operation, parse
+from aero_compile.runtime.online.constants import constants_of
+from aero_compile.runtime.online.moves import MOVES, can_move
+from aero_compile.runtime.online.public_values import PUBLIC, public_value
+from aero_compile.runtime.online.scaling import Factor, factor_of
+
+PRODUCTS = frozenset({"multiply", "dot", "dot_general"})
+
+_LINEAR = frozenset({"add", "subtract", "negate"})
+_CONVERSIONS = frozenset({("f32", "f32"), ("i32", "i32"), ("i32", "f32")})
+_BATCHED = ((0,), (0,), (2,), (1,))
+
+
+@dataclass(frozen=True)
+class SharePlan:
+    """A code that is computed on shares.
+
+    `constants`: the public values that follow from no argument, by the names of their operations. `factors`: those of
+    products. `truncations`: how many elements each truncation has, in order.
+    """
+
+    function: Function
+    constants: Mapping[str, npt.NDArray[Any]]
+    factors: Mapping[str, Factor]
+    truncations: tuple[int, ...]
+
+    @property
+    def truncated(self) -> int:
+        """Elements of all truncations."""
+        return sum(self.truncations)
+
+
+def plan_of(code: str, fraction_bits: int) -> SharePlan | None:
+    """Return how a code is computed on shares; None if it has an operation or a constant for which SPU is needed.
+
+    Raises:
+        LoweringError: the code is not what SPU's compiler prints.
+    """
+    function = parse(code)
+    if not all(_is_possible(operation) for operation in function.operations):
+        return None
+    try:
+        constants = _folded(function, constants_of(code))
+    except LoweringError:
+        return None
+    if not all(np.isfinite(values).all() for values in constants.values()):
+        return None
+    factors, truncations = dict[str, Factor](), list[int]()
+    for operation in function.operations:
+        if not operation.gives.secret or operation.kind not in PRODUCTS:
+            continue
+        public = next(at for at, taken in enumerate(operation.takes) if not taken.secret)
+        values = constants.get(operation.operands[public])
+        if values is not None and operation.takes[public].is_float:
+            factors[operation.result] = factor_of(values, _largest(operation, public, values), fraction_bits)
+        if truncated_bits(operation, factors, fraction_bits):
+            truncations.append(operation.gives.size)
+    return SharePlan(function, constants, factors, tuple(truncations))
+
+
+def truncated_bits(operation: Operation, factors: Mapping[str, Factor], fraction_bits: int) -> int:
+    """Return by how many bits the product of an operation is truncated; 0: not at all."""
+    if not all(taken.is_float for taken in operation.takes):
+        return 0
+    factor = factors.get(operation.result)
+    return fraction_bits if factor is None else factor.bits
+
+
+def _folded(function: Function, constants: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+    """Add the public values that follow from constants."""
+    for operation in function.operations:
+        if operation.kind == "constant" and operation.result not in constants:
+            raise LoweringError(f"the constant {operation.result} of a step is printed in a form that is not known")
+        if operation.kind != "constant" and not operation.gives.secret and constants.keys() >= {*operation.operands}:
+            constants[operation.result] = public_value(operation, [constants[name] for name in operation.operands])
+    return constants
+
+
+def _largest(operation: Operation, at: int, values: npt.NDArray[Any]) -> float:
+    """The largest magnitude of the factor with this number; of a matrix, the largest sum that one result adds up."""
+    magnitudes = np.abs(np.asarray(values, np.float64))
+    if operation.kind == "multiply":
+        return float(magnitudes.max(initial=0.0))
+    axis = -1 if at == 0 or magnitudes.ndim == 1 else -2
+    return float(magnitudes.sum(axis=axis).max(initial=0.0))
+
+
+def _is_possible(operation: Operation) -> bool:
+    kind, takes, gives = operation.kind, operation.takes, operation.gives
+    if any(each.secret and each.dtype not in ("f32", "i32") for each in (*takes, gives)):
+        return False
+    if kind in MOVES:
+        return can_move(operation)
+    if not gives.secret:
+        return kind == "constant" or kind in PUBLIC
+    if kind in PRODUCTS:
+        return _is_possible_product(operation)
+    if kind == "select":
+        return not takes[0].secret
+    if kind == "reduce":
+        return operation.reducer == "add"
+    return kind in _LINEAR or (kind == "convert" and (takes[0].dtype, gives.dtype) in _CONVERSIONS)
+
+
+def _is_possible_product(operation: Operation) -> bool:
+    if sum(taken.secret for taken in operation.takes) != 1:
+        return False
+    if operation.kind == "dot_general":
+        return operation.contraction == _BATCHED
+    return operation.kind == "multiply" or all(len(taken.shape) <= 2 for taken in operation.takes)

@@ -1,0 +1,62 @@
+"""Running one step of a program at one party: in SPU, on shares, or as a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from aero_compile.runtime.kernels.kernel import Result
+from aero_compile.runtime.kernels.run import run_kernel
+from aero_compile.runtime.kernels.side import Side
+from aero_compile.runtime.kernels.values import Values
+from aero_compile.runtime.offline.bits import NAME
+from aero_compile.runtime.online.interpreter import run_on_shares
+from aero_compile.runtime.program_parts import KernelStep, ProgramContent, Step
+
+_NONE = np.zeros(0, np.uint32)
+_DTYPES = {"f32": "float32", "i32": "int32"}
+
+
+def run_step(
+    side: Side,
+    values: Values,
+    runtime: Any,
+    program: ProgramContent,
+    step: Step | KernelStep,
+    prepared: Mapping[str, npt.NDArray[Any]],
+) -> int:
+    """Run a step on `values`, in SPU's `runtime` where it needs it; returns how many executions of SPU that took.
+
+    `prepared`: what was made for the step in the offline phase.
+
+    Raises:
+        PartyError: a value is not shared in the form that the step takes.
+    """
+    if isinstance(step, KernelStep):
+        before, side.prepared = side.executions, prepared
+        run_kernel(side, values, step)
+        return side.executions - before
+    if step.on_shares:
+        _run_on_shares(side, values, program, step, prepared.get(NAME, _NONE))
+        return 0
+    values.hand_over(step.inputs)
+    code = program.codes[step.code].encode()
+    runtime.run(side.spu.Executable(step.label, list(step.inputs), list(step.outputs), code))
+    values.computed(step.outputs)
+    return 1
+
+
+def _run_on_shares(
+    side: Side, values: Values, program: ProgramContent, step: Step, prepared: npt.NDArray[np.uint32]
+) -> None:
+    plan = program.share_plans[step.code]
+    arguments: list[npt.NDArray[Any]] = []
+    for name, takes in zip(step.inputs, plan.function.takes, strict=True):
+        public = None if takes.secret else values.public(name)
+        arguments.append(values.words(name).reshape(takes.shape) if public is None else public.astype(np.float64))
+    results = run_on_shares(side, plan, arguments, prepared, program.fraction_bits)
+    for name, words, gives in zip(step.outputs, results, plan.function.gives, strict=True):
+        values.put(name, Result(gives.shape, _DTYPES[gives.dtype]), words.ravel())

@@ -1,0 +1,59 @@
+"""Truncation of secret shares with a bit product of the offline phase: one bit an element by each party.
+
+Shares v_0 + v_1 = x + 2^62 + w·2^64 of a number |x| < 2^62: their sum has no highest bit, so it wraps (w = 1) if and
+only if one of the shares has it, w = a_0 ∨ a_1 with a_i the highest bit of v_i. Each party shifts its own share and
+rounds it to the nearest, and what is left is w·2^(64-s), of which w counts modulo 2^s alone (Cheetah, USENIX Security
+2022, sends an oblivious transfer for it). Here each party has drawn a bit m_i before, and both hold shares of
+2·m_0·m_1 modulo 2^31. They exchange d_i = a_i ⊕ m_i, uniform whatever a_i is, and have shares of
+
+    a_0 ∨ a_1 = a_0 + a_1 - a_0·a_1,    a_i = d_i + (1 - 2·d_i)·m_i.
+
+Both roundings are to the nearest, so a result is less than one unit off, not at all on average, and exact where x is a
+multiple of 2^s.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.roles import SERVER
+
+if TYPE_CHECKING:
+    from aero_compile.runtime.kernels.side import Side
+
+Bits = npt.NDArray[np.bool_]
+BitProducts = npt.NDArray[np.uint32]
+"""Of each element the party's own bit (the highest), and its share of twice the product of both, modulo 2^31."""
+
+_OFFSET, _ONE = np.uint64(1 << 62), np.uint64(1)
+_OWN = np.uint32(1 << 31)
+
+
+def bit_products(own: Bits, shares: npt.NDArray[np.uint32]) -> BitProducts:
+    """Pack a party's own bits and its shares of twice the products, of which 31 bits count."""
+    return (shares & ~_OWN) | (own.astype(np.uint32) << np.uint32(31))
+
+
+def truncate(side: Side, share: Words, bits: int, prepared: BitProducts) -> Words:
+    """Return this party's share of x / 2^bits, rounded, for its `share` [elements] of x, |x| < 2^62; 1 ≤ bits ≤ 30."""
+    is_server = side.rank == SERVER
+    raised = share + _OFFSET if is_server else share
+    highest, own = raised >> np.uint64(63) != 0, prepared >= _OWN
+    sent = highest ^ own
+    received = side.exchange_bits(sent)
+    # 2·(a_0 ∨ a_1): what follows from the own bits, then the share of what takes both.
+    known = highest.astype(np.int64) - np.where(received & own, 1 - 2 * sent.astype(np.int64), 0)
+    if is_server:
+        known -= sent & received
+    product = (prepared & ~_OWN).astype(np.int64)
+    wrapped = (2 * known - np.where(sent == received, product, -product)).astype(np.uint64)
+    half = np.uint64(1 << (bits - 1))
+    # Halves go up at one party and down at the other, so that numbers without a fraction stay as they are.
+    low = raised & np.uint64((1 << bits) - 1)
+    rounded = (raised >> np.uint64(bits)) + (low >= half if is_server else low > half)
+    result: Words = rounded - (wrapped << np.uint64(63 - bits))
+    return result - np.uint64(1 << (62 - bits)) if is_server else result

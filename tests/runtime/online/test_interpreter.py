@@ -1,0 +1,121 @@
+"""Compiled functions on shares: what JAX computes of the same numbers, within the rounding of their products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aero_compile.runtime.costs.session import Session
+from aero_compile.runtime.costs.table import CostTable
+from aero_compile.runtime.online.bill import bill_on_shares
+from aero_compile.runtime.online.plan import plan_of
+from aero_compile.runtime.roles import CLIENT, SERVER
+from tests.support.share_runs import FRACTION_BITS, UNIT, code_of, run_shares
+
+SMALL = 3 * UNIT
+
+
+def _jnp() -> Any:
+    return pytest.importorskip("jax.numpy")
+
+
+def _lax() -> Any:
+    return pytest.importorskip("jax.lax")
+
+
+FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], float]] = {
+    "sum": (lambda x, y: x + y - 2.5, ((3, 4), (3, 4)), 0.0),
+    "difference": (lambda x, y: 1.0 - x - y, ((5,), (5,)), 0.0),
+    "negative": (lambda x: -x, ((2, 3, 4),), 0.0),
+    "number": (lambda x: x * 1.7, ((7,),), SMALL),
+    "large number": (lambda x: x * 1000.3, ((7,),), 100 * UNIT),
+    "tiny number": (lambda x: x * 0.00123, ((7,),), SMALL),
+    "half": (lambda x: x * 0.5, ((7,),), SMALL),
+    "whole number": (lambda x: x * 3.0, ((7,),), 0.0),
+    "matrix": (lambda x: x @ np.linspace(-1, 1, 20, dtype=np.float32).reshape(4, 5), ((3, 4),), 2 * SMALL),
+    "matrix from the left": (
+        lambda x: np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3) @ x,
+        ((3, 5),),
+        2 * SMALL,
+    ),
+    "vector": (lambda x: x @ np.array([0.25, -0.7, 0.1, 0.03], np.float32), ((3, 4),), 2 * SMALL),
+    "mean": (lambda x: x.mean(-1), ((3, 9),), SMALL),
+    "total": (lambda x: x.sum((0, 2)), ((3, 4, 5),), 0.0),
+    "transposed": (lambda x: x.transpose(2, 0, 1) + 1.0, ((2, 3, 4),), 0.0),
+    "pieces": (lambda x: _lax().slice(x, (1, 0), (4, 5), (1, 2)), ((4, 6),), 0.0),
+    "rows": (lambda x: x[np.array([2, 0, 2])], ((3, 4),), 0.0),
+    "columns": (lambda x: x[:, np.array([3, 1])], ((3, 4),), 0.0),
+    "joined": (lambda x, y: _jnp().concatenate([x, y, -x], 1), ((2, 3), (2, 1)), 0.0),
+    "padded": (lambda x: _jnp().pad(x, ((1, 2), (0, 3))), ((2, 3),), 0.0),
+    "broadcast": (lambda x, y: x[:, None] + y[None], ((3,), (4,)), 0.0),
+    "masked": (lambda x: _jnp().where(np.tri(4, dtype=bool), x, -7.25), ((4, 4),), 0.0),
+    "stacked": (lambda x, y: _jnp().stack([x, y], -1) @ np.array([0.3, 0.6], np.float32), ((5,), (5,)), SMALL),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_is_what_jax_computes(name: str) -> None:
+    pytest.importorskip("spu")
+    function, shapes, allowed = FUNCTIONS[name]
+    draw = np.random.default_rng(len(name))
+    values = [(np.rint(draw.normal(0, 4, shape) / UNIT) * UNIT).astype(np.float32) for shape in shapes]
+    values = [np.rint(each.astype(np.float64) / UNIT) * UNIT for each in values]
+    arguments = [each.astype(np.float32) for each in values]
+    plan = plan_of(code_of(lambda *given: (function(*given),), arguments), FRACTION_BITS)
+    assert plan is not None
+    (found,), pair = run_shares(
+        plan, [np.rint(each / UNIT).astype(np.int64).astype(np.uint64) for each in values], draw
+    )
+    expected = np.asarray(function(*values), np.float64)
+    assert found.shape == expected.shape
+    assert np.abs(found * UNIT - expected).max() <= allowed
+    session = Session(CostTable.load())
+    bill_on_shares(session, plan)
+    spent = session.bill()
+    assert spent.messages == len(pair.sent[SERVER]) + len(pair.sent[CLIENT])
+    assert spent.server_bytes == sum(map(len, pair.sent[SERVER]))
+    assert spent.client_bytes == sum(map(len, pair.sent[CLIENT]))
+    assert bool(spent.messages) is (allowed > 0)
+
+
+def test_what_both_know_needs_no_share() -> None:
+    pytest.importorskip("spu")
+    draw = np.random.default_rng(0)
+    x, cosines = draw.normal(0, 3, (2, 6)), draw.uniform(-1, 1, 6)
+
+    def turned(x: Any, cosines: Any) -> Any:
+        return (_jnp().where(cosines < 0.5, x * cosines, x),)
+
+    plan = plan_of(code_of(turned, [x.astype(np.float32), cosines.astype(np.float32)], public=[1]), FRACTION_BITS)
+    assert plan is not None
+    words = np.rint(x / UNIT).astype(np.int64).astype(np.uint64)
+    (found,), _ = run_shares(plan, [words, cosines], draw)
+    assert np.abs(found * UNIT - np.where(cosines < 0.5, x * cosines, x)).max() < 5 * UNIT
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, y: x * y,
+        lambda x, y: x @ y,
+        lambda x, y: _jnp().maximum(x, y),
+        lambda x, y: _jnp().where(x < y, x, y),
+        lambda x, y: 1.0 / (x + y),
+        lambda x, y: _jnp().exp(x) + y,
+    ],
+    ids=["product", "matrix product", "maximum", "choice", "reciprocal", "exponential"],
+)
+def test_what_needs_the_other_party_is_left_to_spu(function: Callable[..., Any]) -> None:
+    pytest.importorskip("spu")
+    square = np.ones((3, 3), np.float32)
+    assert plan_of(code_of(lambda *given: (function(*given),), [square, square]), FRACTION_BITS) is None
+
+
+def test_a_constant_that_is_no_number_is_left_to_spu() -> None:
+    pytest.importorskip("spu")
+    x = np.ones(3, np.float32)
+    code = code_of(lambda x: (_jnp().where(np.array([True, False, True]), x, np.float32(np.inf)),), [x])
+    assert plan_of(code, FRACTION_BITS) is None
