@@ -1,8 +1,9 @@
-"""Fit chains of squares to exp, 1/x and the activations, for runtime/arithmetic/coefficients.py.
+"""Fit chains of squares to exp, 1/x, 1/√x and the activations, for runtime/arithmetic/coefficients.py.
 
     python benchmarks/fit_squares.py exp SQUARES REACH [ENTRIES]
     python benchmarks/fit_squares.py gelu SQUARES LIMIT
     python benchmarks/fit_squares.py reciprocal SQUARES LARGEST
+    python benchmarks/fit_squares.py root SQUARES LARGEST
 
 From several random starts: nonlinear least squares, then steps of linear programming towards the smallest largest
 error, then the weights are rounded to 2^-18 sum by sum, the later ones making up for what the earlier ones lost.
@@ -137,6 +138,9 @@ def problem(name: str, end: float, entries: int) -> tuple[Array, tuple[Array, ..
     if name == "reciprocal":
         x = np.unique(LEAST_SUM + points(end - LEAST_SUM))
         return x, (1 / x,), x
+    if name == "root":
+        x = np.unique(LEAST_SUM + points(end - LEAST_SUM))
+        return x, (x**-0.5,), np.sqrt(x)
     x = points(end)
     return x, left_over(name, x), np.ones_like(x)
 

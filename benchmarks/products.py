@@ -104,7 +104,7 @@ def _measured(shape: tuple[int, int], count: int, seed: int) -> list[dict[str, A
 
         def party(side: Side, io: Any, runtime: Any) -> None:
             own = {"w": weight} if side.rank == SERVER else {}
-            prepare(side, io, runtime, program, own, lambda what: {})  # keys and stores are made once
+            prepare(side, io, runtime, program, own, lambda what, executions: {})  # keys and stores are made once
             for way in found:
                 _work(way, side, io, runtime, own, found[way])
 
@@ -117,7 +117,7 @@ def _measured(shape: tuple[int, int], count: int, seed: int) -> list[dict[str, A
             side.link.barrier()
             begun = time.perf_counter()
             if way == SPU:
-                prepare(side, io, runtime, program, own, lambda what: {})
+                prepare(side, io, runtime, program, own, lambda what, executions: {})
             elif way == BATCH:
                 batches = Batches(side, Path(folder), 18, lambda matrix: _whole(side, io, own["w"], matrix))
                 batches.make(matrix)

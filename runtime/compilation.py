@@ -221,7 +221,7 @@ def lowering(part: Partition, seen: Observed, options: Options) -> Callable[...,
         weights_at_client=options.weights_at_client,
         one_product=fits,
         reaches=seen.reaches,
-        worth=lambda count: fits and pays(count, options.protocol),
+        worth=lambda count: fits and pays(count, options.protocol, options.offline),
         network=options.network,
     )
 

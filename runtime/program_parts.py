@@ -174,7 +174,7 @@ class ProgramContent:
     def is_prepared(self) -> bool:
         """Whether a run takes what was made before its tokens were known, for it alone."""
         calls = [step for step in self.steps if isinstance(step, KernelStep) and not step.kernel.for_text]
-        return any(step.preparation for step in calls) or bool(self.truncated)
+        return any(step.preparation for step in calls) or bool(self.correlations)
 
     @cached_property
     def share_plans(self) -> dict[str, SharePlan]:
@@ -192,12 +192,17 @@ class ProgramContent:
                 found[step.code] = plan
         return found
 
-    @property
-    def truncated(self) -> dict[int, int]:
-        """Elements that steps on shares truncate, by the numbers of these steps; without those that truncate none."""
-        on_shares = [(at, each) for at, each in enumerate(self.steps) if isinstance(each, Step) and each.on_shares]
-        found = {at: self.share_plans[step.code].truncated for at, step in on_shares}
-        return {at: count for at, count in found.items() if count}
+    @cached_property
+    def correlations(self) -> dict[int, dict[str, int]]:
+        """How many elements of each kind of correlated randomness steps take, by their numbers; without those that take
+        none."""
+        found = {at: self._correlations(step) for at, step in enumerate(self.steps)}
+        return {at: taken for at, taken in found.items() if taken}
+
+    def _correlations(self, step: Step | KernelStep) -> dict[str, int]:
+        if isinstance(step, KernelStep):
+            return step.kernel.correlations(*step.shapes)
+        return dict(self.share_plans[step.code].correlations) if step.on_shares else {}
 
     @property
     def cached_products(self) -> dict[str, int]:

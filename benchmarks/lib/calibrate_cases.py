@@ -242,7 +242,7 @@ def _party(rank: int, addresses: list[str], quick: bool, only: frozenset[str] | 
                     record = {"name": case.name, "n": case.n, "run": run, "seconds": seconds}
                     out.send(record | {"code_bytes": len(executable.code)} | profiles(log.read()))
         if only is None or KERNELS in only:
-            side = Side(spu, link, rank, configs[True])
+            side = Side(spu, link, rank, configs[True], ios[False])
 
             def share(value: Any, owner: int | None) -> Any:
                 return _share(spu, ios[0], link, rank, value, owner)

@@ -52,7 +52,7 @@ def simulate(
             for name, array in arrays.items():
                 values.put_input(name, array if side.rank == owner else np.zeros_like(array), owner)
         own = weights if side.rank == SERVER else {}
-        (prepared,), _ = prepare(side, io, runtime, program, own, lambda what: {})
+        (prepared,), _ = prepare(side, io, runtime, program, own, lambda what, executions: {})
         for at, step in enumerate(program.steps):
             held = tables[side.rank].get(step.encrypted, {}) if isinstance(step, KernelStep) else {}
             run_step(side, values, runtime, program, step, prepared.get(at, {}) or held)
@@ -102,8 +102,9 @@ def both_parties(program: Program, party: Callable[[Side, Any, Any], Any], profi
 
     def run(rank: int) -> None:
         link = spu.link.create_mem(desc, rank)
-        side = Side(spu, link, rank, _quiet(small_config(program.protocol)))
-        results[rank] = party(side, spu.Io(2, config), spu.Runtime(link, config))
+        io = spu.Io(2, config)
+        side = Side(spu, link, rank, _quiet(small_config(program.protocol)), io)
+        results[rank] = party(side, io, spu.Runtime(link, config))
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in (SERVER, CLIENT)]
     for thread in threads:

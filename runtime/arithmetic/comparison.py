@@ -11,9 +11,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from aero_compile.runtime.arithmetic.ring import fraction_bits, in_two_phases
 from aero_compile.runtime.kernels.calls import call_kernel
 from aero_compile.runtime.kernels.negative import Negative
+from aero_compile.runtime.kernels.prepared_sign import PreparedSign
 from aero_compile.runtime.lazy_jax import jnp
+from aero_compile.runtime.online.sign_layout import SMALL, wide
 
 COMPARISON_BYTES, SMALL_COMPARISON_BYTES, SELECT_BYTES = 82, 41, 16
 """Bytes an element, both ways, in Cheetah: in the 64-bit ring and in that of 32 bits; a selection in the former."""
@@ -48,25 +51,35 @@ def below(x: Any, limit: Any, bounded: bool = False) -> Any:
 
     `bounded`: whatever the operator's arguments are, |x - limit| is far below `SMALL_RING_HOLDS`.
     """
-    if _SMALL.get() >= (_BOUNDED if bounded else _ALL):
+    small = _SMALL.get() >= (_BOUNDED if bounded else _ALL)
+    bits = fraction_bits()
+    if in_two_phases() and bits is not None:
+        (bit,) = call_kernel(PreparedSign(SMALL if small else wide(bits)), x - limit)
+    elif small:
         (bit,) = call_kernel(Negative(), x - limit)
-        return bit
-    return x < limit
+    else:
+        bit = x < limit
+    return bit
 
 
 def above(x: Any, limit: Any, bounded: bool = False) -> Any:
     """x > `limit`, as `below`."""
-    return below(limit, x, bounded) if _SMALL.get() else x > limit
+    return below(limit, x, bounded) if _by_kernel() else x > limit
 
 
 def maximum(x: Any, y: Any) -> Any:
     """The larger of two JAX arrays of floats, or of one and a number."""
-    return jnp().where(below(x, y), y, x) if compares_small() else jnp().maximum(x, y)
+    return jnp().where(below(x, y), y, x) if _by_kernel() else jnp().maximum(x, y)
 
 
 def minimum(x: Any, y: Any) -> Any:
     """The smaller of two, as `maximum`."""
-    return jnp().where(below(x, y), x, y) if compares_small() else jnp().minimum(x, y)
+    return jnp().where(below(x, y), x, y) if _by_kernel() else jnp().minimum(x, y)
+
+
+def _by_kernel() -> bool:
+    """True if a comparison may be a call of a kernel here, which takes a difference."""
+    return _SMALL.get() != _NONE or in_two_phases()
 
 
 def magnitude(x: Any) -> Any:

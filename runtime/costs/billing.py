@@ -13,8 +13,8 @@ from aero_compile.runtime.costs.session import Cost, Session
 from aero_compile.runtime.hosts.measure import OFFLINE, by_operator
 from aero_compile.runtime.hosts.network_spec import Network
 from aero_compile.runtime.hosts.split import SPLIT
-from aero_compile.runtime.offline.bits import SET_UP as SET_UP_BITS
-from aero_compile.runtime.offline.bits import bill_bit_products, bit_groups
+from aero_compile.runtime.offline.correlations import SET_UP as SET_UP_ELEMENTS
+from aero_compile.runtime.offline.correlations import bill_correlations, correlation_groups
 from aero_compile.runtime.offline.elements import joined_elements
 from aero_compile.runtime.offline.groups import Group
 from aero_compile.runtime.offline.prepare import prepared_steps
@@ -32,8 +32,8 @@ def bill_set_up(session: Session, program: Program, functions: Mapping[str, pphl
     for kernel in program.kernels:
         if shapes := kernel.set_up():
             kernel.bill(session, *shapes)
-    if program.truncated:
-        bill_bit_products(session, SET_UP_BITS)
+    for name in sorted({name for taken in program.correlations.values() for name in taken}):
+        bill_correlations(session, name, SET_UP_ELEMENTS)
     session.bill()
 
 
@@ -109,8 +109,9 @@ def bill_prepared_runs(
     """Bill what is prepared for several runs at once, for each as `bill_offline` does."""
     of_runs: list[dict[int, dict[str, Any]]] = [{} for _ in range(runs)]
     prepared, of_run = steps(program), steps is prepared_steps
-    groups, bits = (joined_elements(program.steps, runs), bit_groups(program, runs)) if of_run else ([], [])
-    for _ in range(2 * bool(prepared or groups or bits)):  # for the start, and for a name
+    groups = joined_elements(program.steps, runs) if of_run else []
+    correlated = correlation_groups(program, runs) if of_run else []
+    for _ in range(2 * bool(prepared or groups or correlated)):  # for the start, and for a name
         session.meet()
     for found, (at, step) in ((found, each) for found in of_runs for each in prepared):
         if batches is not None and (share := batches.take(step)) is not None:
@@ -127,10 +128,10 @@ def bill_prepared_runs(
         session.step(len(program.codes[joined.key]))
         operations.run(session, functions[joined.key], [OWNED[owner] for owner in joined.owners])
         _divide(joined, session.bill(), network, of_runs)
-    for group in bits:
-        bill_bit_products(session, group.size)
+    for name, group in correlated:
+        bill_correlations(session, name, group.size)
         _divide(group, session.bill(), network, of_runs)
-    if prepared or groups or bits:
+    if prepared or groups or correlated:
         session.meet()
     return of_runs
 
@@ -140,7 +141,8 @@ def _divide(group: Group, spent: Cost, network: Network, of_runs: list[dict[int,
     whole = dict(zip(OFFLINE, (round(spent.bytes), spent.messages, spent.seconds(network)), strict=True))
     for at, columns in zip(group.steps, group.divided([whole] * len(group.steps)), strict=True):
         for found, part in zip(of_runs, in_parts(columns, len(of_runs)), strict=True):
-            found[at] = part
+            for name, value in part.items():
+                found.setdefault(at, dict.fromkeys(OFFLINE, 0))[name] += value
 
 
 def in_parts(columns: Mapping[str, Any], count: int) -> list[dict[str, Any]]:

@@ -23,9 +23,9 @@ from aero_compile.runtime.kernels.side import Exchanged, Side
 from aero_compile.runtime.kernels.values import Values
 from aero_compile.runtime.kernels.words import Words
 from aero_compile.runtime.offline.batch import Batches, Matrix, matrix_of, rows_by_matrix
-from aero_compile.runtime.offline.bits import SET_UP as SET_UP_BITS
-from aero_compile.runtime.offline.bits import make_bit_products
 from aero_compile.runtime.offline.choice import is_cheaper
+from aero_compile.runtime.offline.correlations import SET_UP as SET_UP_ELEMENTS
+from aero_compile.runtime.offline.correlations import make_correlations
 from aero_compile.runtime.offline.prepare import agree, agreed_name, encoded, prepare, prepared_steps
 from aero_compile.runtime.offline.store import Prepared
 from aero_compile.runtime.online.steps import run_step
@@ -79,7 +79,7 @@ class Computation:
         config = config_of(program)
         self._io = spu.Io(2, config)
         self._runtime = spu.Runtime(link, config)
-        self._side = Side(spu, link, inputs.rank, small_config(program.protocol))
+        self._side = Side(spu, link, inputs.rank, small_config(program.protocol), self._io)
         self._values = Values(spu, self._io, self._runtime, inputs.rank)
         self._batches = Batches(self._side, log.folder, program.fraction_bits, self._weight)
         self.received = 0
@@ -112,8 +112,8 @@ class Computation:
             if shapes := kernel.set_up():
                 sizes = (math.prod(shape) if stored else 1 for shape in shapes)
                 kernel.run(self._side, *(np.zeros(size, np.uint64) for size in sizes))
-        if self._program.truncated:
-            make_bit_products(self._side, SET_UP_BITS if stored else 1)
+        for name in sorted({name for taken in self._program.correlations.values() for name in taken}):
+            make_correlations(self._side, runtime, name, SET_UP_ELEMENTS if stored else 1)
         for name, matrix in self._program.client_weights.items():
             if self._rank == SERVER:
                 self._words_of(matrix.weight)
@@ -203,10 +203,10 @@ class Computation:
             row[name] += share if name == "seconds" else round(share)
         record["seconds"] += self._shares[matrix]["seconds"] * row["rows"]
 
-    def _profile(self, what: str) -> dict[str, Any]:
-        """The record of the last execution, which was `what`."""
+    def _profile(self, what: str, executions: int) -> dict[str, Any]:
+        """The record of the last executions, which were `what`."""
         found = self._log.read()
-        check_profile(found, what)
+        check_profile(found, what, executions)
         return found
 
     def forward(self) -> tuple[dict[str, Any], Opened]:

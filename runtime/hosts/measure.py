@@ -342,7 +342,8 @@ class _Run:
             row.update(dict.fromkeys(OFFLINE, 0))
         for a, b in zip(server_before.get("steps", ()), client_before.get("steps", ()), strict=True):
             sent = (a["send_bytes"] + b["send_bytes"], a["send_actions"] + b["send_actions"], a["seconds"])
-            rows[a["at"]].update(zip(OFFLINE, sent, strict=True))
+            for name, value in zip(OFFLINE, sent, strict=True):
+                rows[a["at"]][name] += value
         self.opening: dict[str, Any] = {"seconds": 0.0, **dict.fromkeys(SPLIT, 0.0)}
         for row, parts in zip([*rows, self.opening], _parts(server, client, traffic), strict=True):
             row.update(parts)

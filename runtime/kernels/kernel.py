@@ -155,6 +155,15 @@ class Kernel(ABC):
         """
         return None
 
+    def correlations(self, *shapes: Shape) -> dict[str, int]:
+        """How many elements of each kind of correlated randomness (`aero_compile.runtime.offline.correlations`) a run
+        takes, by the names of the kinds.
+
+        Raises:
+            ValueError: it does not take such arguments.
+        """
+        return {}
+
     def options_of_text(self) -> tuple[Any, ...]:
         """Options that, beside the shapes of what is drawn, decide what is prepared for a text."""
         return ()

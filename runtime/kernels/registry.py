@@ -14,6 +14,7 @@ from aero_compile.runtime.kernels.kernel import Kernel
 from aero_compile.runtime.kernels.negative import Negative
 from aero_compile.runtime.kernels.opened_rows import ScaledRows, SquaredRows
 from aero_compile.runtime.kernels.prepared_product import PreparedProduct
+from aero_compile.runtime.kernels.prepared_sign import PreparedSign
 from aero_compile.runtime.kernels.prepared_squares import PreparedSquares
 from aero_compile.runtime.kernels.square_terms import SquareTerms
 from aero_compile.runtime.kernels.triple_elements import BatchedElements, TripleElements
@@ -30,6 +31,7 @@ KERNELS: dict[str, type[Kernel]] = {
         ExponentialFactors,
         Negative,
         PreparedProduct,
+        PreparedSign,
         PreparedSquares,
         ScaledRows,
         SquareTerms,

@@ -29,15 +29,15 @@ class Side:
     """One party's side of the kernels of a run.
 
     `link`: to the other party. Both spawn from it at the same place of the program, so that theirs meet. `config`: of
-    the second runtime (`small_config`). `executions`: how many it has run. `prepared`: what was made for the
-    next call of a kernel before the tokens were known, or for all its calls, by name. `exchanged`: what kernels sent
-    and received without SPU since it was set anew. `weight`: gives the words of a weight of the server by its name, and
-    none at the client; None: they are in SPU. `cached`: what was prepared for the cached rows that the next call reads,
-    and what was opened of them.
+    the second runtime (`small_config`). `io`: makes shares of the first one. `executions`: how many it has run.
+    `prepared`: what was made for the next call of a kernel before the tokens were known, or for all its calls, by name.
+    `exchanged`: what kernels sent and received without SPU since it was set anew. `weight`: gives the words of a weight
+    of the server by its name, and none at the client; None: they are in SPU. `cached`: what was prepared for the cached
+    rows that the next call reads, and what was opened of them.
     """
 
-    def __init__(self, spu: Any, link: Any, rank: int, config: Any) -> None:
-        self.spu, self.link, self.rank = spu, link, rank
+    def __init__(self, spu: Any, link: Any, rank: int, config: Any, io: Any) -> None:
+        self.spu, self.link, self.rank, self.io = spu, link, rank, io
         self._config = config
         self._runtime: Any = None
         self.executions = 0
@@ -76,36 +76,56 @@ class Side:
             raise PartyError(f"the other party sent {len(content):,} bytes for {what}")
         return content
 
-    def exchange_bits(self, bits: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Send bits [n] to the other party, eight in a byte, and return as many that it sent.
+    def exchange(self, words: npt.NDArray[Any]) -> Words:
+        """Send words, uint32 or uint64 [n], to the other party, and return as many that it sent, as uint64.
 
-        What is sent is masked by bits that this party drew.
+        What is sent, here and by the next methods, is masked by words or bits that this party drew.
 
         Raises:
             PartyError: it sent another number of bytes.
         """
-        content = np.packbits(bits).tobytes()
+        received = self._swap(words.tobytes(), f"{words.size:,} words")
+        return np.frombuffer(received, words.dtype).astype(np.uint64)
+
+    def exchange_bits(self, bits: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Send bits [n], eight in a byte, and return as many that the other party sent.
+
+        Raises:
+            PartyError: it sent another number of bytes.
+        """
+        received = self._swap(np.packbits(bits).tobytes(), f"{bits.size:,} bits")
+        return _unpacked(received, bits.size)
+
+    def exchange_both(self, bits: npt.NDArray[np.bool_], words: Words) -> tuple[npt.NDArray[np.bool_], Words]:
+        """Send bits [n] and words [m] in one message, and return as many that the other party sent.
+
+        Raises:
+            PartyError: it sent another number of bytes.
+        """
+        content = words.tobytes() + np.packbits(bits).tobytes()
+        received = self._swap(content, f"{words.size:,} words and {bits.size:,} bits")
+        return _unpacked(received[words.nbytes :], bits.size), np.frombuffer(received[: words.nbytes], np.uint64)
+
+    def _swap(self, content: bytes, what: str) -> bytes:
         self._send(content)
-        return np.unpackbits(
-            np.frombuffer(self._receive(len(content), f"{bits.size:,} bits"), np.uint8), count=bits.size
-        ).astype(np.bool_)
+        return self._receive(len(content), what)
 
-    def run_small(self, code: str, words: Words, takes_bits: bool = False) -> Words:
-        """Run `code` of one argument and one result, integers and bits, in the 32-bit ring.
+    def run_small(self, code: str, words: Words, takes_bits: bool = False, gives_bits: bool = True) -> Words:
+        """Run `code` of one argument and one result, integers or bits, in the 32-bit ring.
 
-        `words` are an additive share of integers, uint64 [n], of which the lower 32 bits count, and the result are
-        XOR shares of bits; `takes_bits`: the other way round.
+        `words`: uint64 of the argument's shape, an additive share of integers, of which the lower 32 bits count, or
+        XOR shares of bits; returns those of the result [elements].
         """
         spu, runtime = self.spu, self._small()
-        zeros = np.zeros(words.size, np.bool_ if takes_bits else np.int32)
+        zeros = np.zeros(words.shape, np.bool_ if takes_bits else np.int32)
         (form, _) = spu.Io(2, self._config).make_shares(zeros, spu.Visibility.VIS_SECRET)
         runtime.set_var("in", with_words(as_bits(form, 32) if takes_bits else form, words, 32))
         runtime.run(spu.Executable("kernel", ["in"], ["out"], code.encode()))
         self.executions += 1
-        found = read_words(runtime.get_var("out"), 32, bits=not takes_bits)
+        found = read_words(runtime.get_var("out"), 32, bits=gives_bits)
         for name in ("in", "out"):
             runtime.del_var(name)
-        return found
+        return found & np.uint64(1) if gives_bits else found  # SEMI2K leaves something in the bits above
 
     def _small(self) -> Any:
         """The second runtime, made when it is first needed (not by cached_property, whose lock both threads of one
@@ -113,3 +133,7 @@ class Side:
         if self._runtime is None:
             self._runtime = self.spu.Runtime(self.link.spawn(), self._config)
         return self._runtime
+
+
+def _unpacked(content: bytes, count: int) -> npt.NDArray[np.bool_]:
+    return np.unpackbits(np.frombuffer(content, np.uint8), count=count).astype(np.bool_)

@@ -58,8 +58,8 @@ class Values:
         """Take note of values that SPU has computed."""
         self._in_spu.update(names)
 
-    def words(self, name: str) -> Words:
-        """Return this party's words of a secret [elements]; they are not to be written to."""
+    def words(self, name: str, bits: bool = False) -> Words:
+        """Return this party's words of a secret [elements]; they are not to be written to. `bits`: they are XORed."""
         if name in self._words:
             return self._words[name][1]
         if name in self._inputs:
@@ -67,7 +67,7 @@ class Values:
             words = read_words(self._share_of(found))
             self._words[name] = Result(found.array.shape, str(found.array.dtype), found.owner), words
             return words
-        return read_words(self._runtime.get_var(name))
+        return read_words(self._runtime.get_var(name), bits=bits)
 
     def public(self, name: str) -> Array | None:
         """Return a value that both parties know; None: it is a secret."""

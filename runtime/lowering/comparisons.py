@@ -78,6 +78,9 @@ def comparisons(node: fx.Node, shape: tuple[int, ...], mask: Masked | None, chos
     return size * (2 if clamped else 1) + rows * max(1, shape[-1] - 1).bit_length()
 
 
-def pays(count: int, protocol: str) -> bool:
-    """Whether `count` comparisons, those of one forward, save what the second runtime's set-up takes."""
-    return count * (COMPARISON_BYTES - SMALL_COMPARISON_BYTES) > SET_UP_BYTES[protocol]
+def pays(count: int, protocol: str, offline: bool) -> bool:
+    """True if `count` comparisons, those of one forward, save more in the 32-bit ring than its set-up costs.
+
+    With `offline` its masks are prepared, and any number of them saves some.
+    """
+    return offline or count * (COMPARISON_BYTES - SMALL_COMPARISON_BYTES) > SET_UP_BYTES[protocol]

@@ -17,7 +17,7 @@ from aero_compile.runtime.kernels.side import Exchanged, Side
 from aero_compile.runtime.kernels.values import SHARED
 from aero_compile.runtime.kernels.words import Words, read_words, with_words
 from aero_compile.runtime.offline.batch import Batches, rows_of
-from aero_compile.runtime.offline.bits import NAME, bit_groups, make_bit_products
+from aero_compile.runtime.offline.correlations import correlation_groups, divided, make_correlations
 from aero_compile.runtime.offline.elements import Joined, joined_elements
 from aero_compile.runtime.offline.store import Prepared
 from aero_compile.runtime.program_parts import KernelStep, ProgramContent
@@ -48,7 +48,7 @@ def prepare(
     runtime: Any,
     program: ProgramContent,
     weights: Mapping[str, npt.NDArray[Any]],
-    profile: Callable[[str], dict[str, Any]],
+    profile: Callable[[str, int], dict[str, Any]],
     batches: Batches | None = None,
     steps: Callable[[ProgramContent], list[tuple[int, KernelStep]]] = prepared_steps,
     runs: int = 1,
@@ -57,20 +57,22 @@ def prepare(
 
     Several runs are more than one only where the program has codes for so many (`runs_at_once`).
 
-    `weights`: the server's; the client has none. `profile` gives the record of the last execution, called as it says.
-    `batches`: products of which they have rows take those, and cost nothing here; None: there are none.
+    `weights`: the server's; the client has none. `profile` gives the record of the last executions, by their name and
+    number. `batches`: products of which they have rows take those, and cost nothing here; None: there are none.
 
     Returns:
         What is kept for each run, and for each step its number, label and place with what it cost.
     """
     of_run = steps is prepared_steps
-    groups, bits = (joined_elements(program.steps, runs), bit_groups(program, runs)) if of_run else ([], [])
-    numbers = sorted([*(at for at, _ in steps(program)), *(at for group in (*groups, *bits) for at in group.steps)])
+    groups = joined_elements(program.steps, runs) if of_run else []
+    correlated = correlation_groups(program, runs) if of_run else []
+    joined_steps = [at for group in (*groups, *(group for _, group in correlated)) for at in group.steps]
+    numbers = sorted({*(at for at, _ in steps(program)), *joined_steps})
     of_runs: list[Prepared] = [{at: {} for at in numbers} for _ in range(runs)]
     rows: list[dict[str, Any]] = []
 
-    def records(of: Sequence[int], begun: float, what: str) -> list[dict[str, Any]]:
-        record = profile(what) | {"seconds": time.perf_counter() - begun}
+    def records(of: Sequence[int], begun: float, what: str, executions: int = 1) -> list[dict[str, Any]]:
+        record = profile(what, executions) | {"seconds": time.perf_counter() - begun}
         labels = [program.steps[at] for at in of]
         return [
             {"at": at, "op": each.label, "place": each.place, **record} for at, each in zip(of, labels, strict=True)
@@ -95,13 +97,14 @@ def prepare(
         begun = time.perf_counter()
         _multiply(side, io, runtime, program, joined, of_runs)
         rows += joined.divided(records(joined.steps, begun, f"the preparation of {joined.size:,} elements"))
-    for group in bits:
-        begun = time.perf_counter()
-        made = np.split(make_bit_products(side, group.size), np.cumsum(group.sizes)[:-1])
-        for at, products in zip(group.steps, made, strict=True):
-            for found, own in zip(of_runs, np.split(products, runs), strict=True):
-                found[at][NAME] = own
-        rows += group.divided(records(group.steps, begun, f"the preparation of {group.size:,} bit products"))
+    for name, group in correlated:
+        begun, already = time.perf_counter(), side.executions
+        made = divided(make_correlations(side, runtime, name, group.size), group, runs)
+        for found, arrays_of_steps in zip(of_runs, made, strict=True):
+            for at, arrays in zip(group.steps, arrays_of_steps, strict=True):
+                found[at].update(arrays)
+        what = f"the preparation of {group.size:,} elements for {name}"
+        rows += group.divided(records(group.steps, begun, what, side.executions - already))
     return of_runs, rows
 
 
@@ -116,8 +119,7 @@ def _draw(rank: int, program: ProgramContent, found: Prepared, without: Containe
         if at not in found or at in without or not isinstance(step, KernelStep):
             continue
         plan = step.kernel.triples(*step.shapes) or step.kernel.preparation(*step.shapes)
-        assert plan is not None
-        for random in plan.randoms:
+        for random in () if plan is None else plan.randoms:
             if random.taken is not None:
                 found[at][random.name] = found[made[step.inputs[random.taken]]][random.name]
             elif random.owner in (None, rank):

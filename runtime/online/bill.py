@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from aero_compile.runtime.costs.operations import PUBLIC, SHARED
+from aero_compile.runtime.costs.operations import BITS, PUBLIC, SHARED
 from aero_compile.runtime.costs.session import Session
+from aero_compile.runtime.online.correlations import AND, LIFT, SELECTION, TRUNCATION
 from aero_compile.runtime.online.plan import SharePlan
 
-STEP, TRUNCATION = "StepOnShares", "Truncation"
-"""Names in the cost table of the seconds of a step for each element of its operations, and of truncations."""
+STEP, EXCHANGE = "StepOnShares", "ExchangeOnShares"
+"""Names in the cost table of the seconds of a step, for each element of its operations, and of its messages."""
+
+_BITS, _WORDS = {TRUNCATION: 1, AND: 2, LIFT: 1, SELECTION: 1}, {SELECTION: 1}
+"""What a party sends for an element: bits, and words of 8 bytes."""
 
 
 def bill_on_shares(session: Session, plan: SharePlan) -> tuple[str, ...]:
     """Bill a run; returns who knows its results."""
     operations = [each for each in plan.function.operations if each.result not in plan.constants]
     session.kernel(STEP, sum(each.gives.size for each in operations), 0)
-    for elements in plan.truncations:
-        session.swap(-(-elements // 8))
-        session.kernel(TRUNCATION, elements, 0)
-    return tuple(SHARED if each.secret else PUBLIC for each in plan.function.gives)
+    for kind, elements in plan.exchanges:
+        session.swap(-(-elements * _BITS[kind] // 8) + 8 * elements * _WORDS.get(kind, 0))
+        session.kernel(EXCHANGE, elements, 0)
+    return tuple((BITS if each.dtype == "i1" else SHARED) if each.secret else PUBLIC for each in plan.function.gives)

@@ -57,4 +57,4 @@ def _number(text: str, dtype: str) -> float | int | bool:
         return int(text)
     if text.startswith("0x"):  # NaN and infinities are printed by their bits
         return float(np.array([int(text, 16)], np.uint32).view(np.float32)[0])
-    return float(text)
+    return float(np.float32(text))  # as many digits are printed as tell it from others, not all

@@ -1,8 +1,9 @@
-"""One party's computation of a step on its shares: NumPy on words modulo 2^64, and a truncation after each product."""
+"""One party's computation of a step on its shares: NumPy on words modulo 2^64 and on bits, with masked messages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,32 +12,36 @@ import numpy.typing as npt
 from aero_compile.runtime.costs.pphlo import Operation, Tensor
 from aero_compile.runtime.kernels.side import Side
 from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.online.bits import both, lift, select
+from aero_compile.runtime.online.correlations import AND, ARRAYS, LIFT, SELECTION, TRUNCATION
 from aero_compile.runtime.online.moves import MOVES, move
-from aero_compile.runtime.online.plan import PRODUCTS, SharePlan, truncated_bits
+from aero_compile.runtime.online.plan import PRODUCTS, SharePlan, exchange_of, truncated_bits
 from aero_compile.runtime.online.public_values import public_value
-from aero_compile.runtime.online.truncation import BitProducts, truncate
+from aero_compile.runtime.online.truncation import NAME, truncate
 from aero_compile.runtime.roles import SERVER
 
 Array = npt.NDArray[Any]
+Prepared = Mapping[str, Array]
 
 
 def run_on_shares(
-    side: Side, plan: SharePlan, arguments: Sequence[Array], prepared: BitProducts, fraction_bits: int
-) -> tuple[Words, ...]:
-    """Compute a step as one party; returns its share of each result, uint64 of the result's shape.
+    side: Side, plan: SharePlan, arguments: Sequence[Array], prepared: Prepared, fraction_bits: int
+) -> tuple[Array, ...]:
+    """Compute a step as one party; returns its share of each result, of the result's shape.
 
-    `arguments`: this party's shares, uint64 of their shapes, and public values. `prepared`: as many bit products as the
-    plan truncates elements.
+    Shares of numbers are uint64, those of bits bool. `arguments`: this party's shares, and public values. `prepared`:
+    as much correlated randomness as the plan takes.
     """
     return _Run(side, plan, prepared, fraction_bits).run(arguments)
 
 
 class _Run:
-    def __init__(self, side: Side, plan: SharePlan, prepared: BitProducts, fraction_bits: int) -> None:
+    def __init__(self, side: Side, plan: SharePlan, prepared: Prepared, fraction_bits: int) -> None:
         self._side, self._plan, self._fraction_bits = side, plan, fraction_bits
-        self._prepared, self._used = prepared, 0
+        self._prepared, self._used = prepared, Counter[str]()
+        self._is_server = side.rank == SERVER
 
-    def run(self, arguments: Sequence[Array]) -> tuple[Words, ...]:
+    def run(self, arguments: Sequence[Array]) -> tuple[Array, ...]:
         function = self._plan.function
         values = {**self._plan.constants, **dict(zip(function.arguments, arguments, strict=True))}
         for operation in function.operations:
@@ -46,20 +51,24 @@ class _Run:
         return tuple(np.ascontiguousarray(values[name]) for name in function.results)
 
     def _result(self, operation: Operation, operands: list[Array]) -> Array:
+        kind, takes = operation.kind, operation.takes
         if not operation.gives.secret:
             return public_value(operation, operands)
-        if operation.kind in PRODUCTS:
-            return self._product(operation, operands)
-        if operation.kind == "select":
-            predicate, *chosen = operands
-            yes, no = self._shares(operation.takes[1:], chosen)
-            return np.where(predicate, yes, no)
-        if operation.kind == "spu.gather":
+        if kind == "spu.gather":
             return move(operation, operands)
-        shares = self._shares(operation.takes, operands)
-        if operation.kind in MOVES:
-            return move(operation, shares)
-        return self._sum(operation, shares)
+        if kind in MOVES:
+            return move(operation, self._shares(takes, operands))
+        if operation.gives.dtype == "i1":
+            return self._logic(operation, operands)
+        if exchange_of(operation):
+            return self._choice(operation, operands).reshape(operation.gives.shape)
+        if kind in PRODUCTS:
+            return self._product(operation, operands)
+        if kind == "select":
+            predicate, *chosen = operands
+            yes, no = self._shares(takes[1:], chosen)
+            return np.where(predicate, yes, no)
+        return self._sum(operation, self._shares(takes, operands))
 
     def _sum(self, operation: Operation, shares: list[Words]) -> Words:
         if operation.kind == "negate":
@@ -72,19 +81,26 @@ class _Run:
             return np.asarray(left.sum(axis=operation.integers("dimensions"), dtype=np.uint64) + right)
         return left - right if operation.kind == "subtract" else left + right
 
-    def _shares(self, takes: Sequence[Tensor], operands: Sequence[Array]) -> list[Words]:
+    def _shares(self, takes: Sequence[Tensor], operands: Sequence[Array]) -> list[Array]:
         """Operands as shares: of a public value, all of it at the server and nothing at the client."""
         return [
             value if taken.secret else self._public_share(value) for taken, value in zip(takes, operands, strict=True)
         ]
 
-    def _public_share(self, values: Array) -> Words:
-        return self._encoded(values) if self._side.rank == SERVER else np.zeros(values.shape, np.uint64)
+    def _public_share(self, values: Array) -> Array:
+        encoded = values if values.dtype == np.bool_ else self._encoded(values)
+        return encoded if self._is_server else np.zeros_like(encoded)
 
     def _encoded(self, values: Array) -> Words:
         if values.dtype == np.float64:
             values = np.rint(values * 2.0**self._fraction_bits)
         return values.astype(np.int64).astype(np.uint64)
+
+    def _taken(self, kind: str, elements: int) -> dict[str, Array]:
+        """Correlated randomness of a kind that was not used yet."""
+        start, self._used[kind] = self._used[kind], self._used[kind] + elements
+        names = ARRAYS[kind]
+        return {name: self._prepared[name][start : self._used[kind]] for name in names}
 
     def _product(self, operation: Operation, operands: list[Array]) -> Words:
         """A product with a public factor, truncated where both are fixed-point numbers."""
@@ -97,6 +113,45 @@ class _Run:
         bits = truncated_bits(operation, self._plan.factors, self._fraction_bits)
         if not bits:
             return product
-        start, self._used = self._used, self._used + product.size
-        found = truncate(self._side, product.ravel(), bits, self._prepared[start : self._used])
-        return found.reshape(operation.gives.shape)
+        taken = self._taken(TRUNCATION, product.size)
+        return truncate(self._side, product.ravel(), bits, taken[NAME]).reshape(operation.gives.shape)
+
+    def _logic(self, operation: Operation, operands: list[Array]) -> Array:
+        """XOR, AND, OR and NOT; of two bits, of which one may be public."""
+        takes = operation.takes
+        if operation.kind == "not":
+            return operands[0] ^ self._is_server
+        if operation.kind == "xor":
+            left, right = self._shares(takes, operands)
+            return np.asarray(left ^ right)
+        if not exchange_of(operation):
+            secret, public = operands if takes[0].secret else reversed(operands)
+            product = secret & public
+            return product if operation.kind == "and" else secret ^ product ^ self._public_share(public)
+        left, right = operands
+        taken = self._taken(AND, left.size)
+        product = both(self._side, left.ravel(), right.ravel(), taken).reshape(left.shape)
+        return product if operation.kind == "and" else left ^ right ^ product
+
+    def _choice(self, operation: Operation, operands: list[Array]) -> Words:
+        """A secret bit as a number, times a number, or between two."""
+        takes, size = operation.takes, operation.gives.size
+        at = next(number for number, taken in enumerate(takes) if taken.secret and taken.dtype == "i1")
+        bits, others = operands[at].ravel(), [each for number, each in enumerate(operands) if number != at]
+        if exchange_of(operation) == LIFT:
+            number = lift(self._side, bits, self._taken(LIFT, size))
+            return self._scaled(operation, number, others)
+        shares = self._shares([taken for number, taken in enumerate(takes) if number != at], others)
+        yes, no = (shares[0].ravel(), shares[1].ravel()) if operation.kind == "select" else (shares[0].ravel(), None)
+        found = select(self._side, bits, yes if no is None else yes - no, self._taken(SELECTION, size))
+        return found if no is None else found + no
+
+    def _scaled(self, operation: Operation, number: Words, public: list[Array]) -> Words:
+        """A bit that is a number: as the number it is converted to, times a public one, or between two public ones."""
+        if operation.kind == "convert":
+            return number << np.uint64(self._fraction_bits) if operation.gives.is_float else number
+        encoded = [self._encoded(each).ravel() for each in public]
+        if operation.kind == "multiply":
+            return number * encoded[0]
+        chosen = number * (encoded[0] - encoded[1])
+        return chosen + encoded[1] if self._is_server else chosen

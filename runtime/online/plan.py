@@ -1,11 +1,12 @@
 """The code of a step as the parties compute it on their shares: its operations, constants, and what it takes prepared.
 
-A code can be computed so if every operation on a secret moves elements, adds, or multiplies with public factors: of
-that only truncations need the other party. Other codes run in SPU.
+A code can be computed so if every operation on a secret moves elements, adds, multiplies with public factors, or takes
+secret bits: their XOR, their AND, and choices by them. Other codes run in SPU.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.errors import LoweringError
-from aero_compile.runtime.costs.pphlo import Function, Operation, parse
+from aero_compile.runtime.costs.pphlo import Function, Operation, Tensor, parse
 from aero_compile.runtime.online.constants import constants_of
+from aero_compile.runtime.online.correlations import AND, LIFT, SELECTION, TRUNCATION
 from aero_compile.runtime.online.moves import MOVES, can_move
 from aero_compile.runtime.online.public_values import PUBLIC, public_value
 from aero_compile.runtime.online.scaling import Factor, factor_of
@@ -24,6 +26,7 @@ PRODUCTS = frozenset({"multiply", "dot", "dot_general"})
 
 _LINEAR = frozenset({"add", "subtract", "negate"})
 _CONVERSIONS = frozenset({("f32", "f32"), ("i32", "i32"), ("i32", "f32")})
+_OF_BITS = frozenset({"and", "or", "xor", "not"})
 _BATCHED = ((0,), (0,), (2,), (1,))
 
 
@@ -32,18 +35,21 @@ class SharePlan:
     """A code that is computed on shares.
 
     `constants`: the public values that follow from no argument, by the names of their operations. `factors`: those of
-    products. `truncations`: how many elements each truncation has, in order.
+    products. `exchanges`: of each message the kind of correlated randomness that it takes, and its elements, in order.
     """
 
     function: Function
     constants: Mapping[str, npt.NDArray[Any]]
     factors: Mapping[str, Factor]
-    truncations: tuple[int, ...]
+    exchanges: tuple[tuple[str, int], ...]
 
     @property
-    def truncated(self) -> int:
-        """Elements of all truncations."""
-        return sum(self.truncations)
+    def correlations(self) -> Mapping[str, int]:
+        """Elements of each kind of correlated randomness that a run takes."""
+        found = Counter[str]()
+        for kind, elements in self.exchanges:
+            found[kind] += elements
+        return found
 
 
 def plan_of(code: str, fraction_bits: int) -> SharePlan | None:
@@ -61,17 +67,34 @@ def plan_of(code: str, fraction_bits: int) -> SharePlan | None:
         return None
     if not all(np.isfinite(values).all() for values in constants.values()):
         return None
-    factors, truncations = dict[str, Factor](), list[int]()
+    factors, exchanges = dict[str, Factor](), list[tuple[str, int]]()
     for operation in function.operations:
-        if not operation.gives.secret or operation.kind not in PRODUCTS:
-            continue
-        public = next(at for at, taken in enumerate(operation.takes) if not taken.secret)
-        values = constants.get(operation.operands[public])
-        if values is not None and operation.takes[public].is_float:
-            factors[operation.result] = factor_of(values, _largest(operation, public, values), fraction_bits)
-        if truncated_bits(operation, factors, fraction_bits):
-            truncations.append(operation.gives.size)
-    return SharePlan(function, constants, factors, tuple(truncations))
+        if kind := exchange_of(operation):
+            exchanges.append((kind, operation.gives.size))
+        elif operation.gives.secret and operation.kind in PRODUCTS:
+            public = next(at for at, taken in enumerate(operation.takes) if not taken.secret)
+            values = constants.get(operation.operands[public])
+            if values is not None and operation.takes[public].is_float:
+                factors[operation.result] = factor_of(values, _largest(operation, public, values), fraction_bits)
+            if truncated_bits(operation, factors, fraction_bits):
+                exchanges.append((TRUNCATION, operation.gives.size))
+    return SharePlan(function, constants, factors, tuple(exchanges))
+
+
+def exchange_of(operation: Operation) -> str:
+    """Return the kind of correlated randomness that an operation on secret bits takes; "": none."""
+    kind, takes, gives = operation.kind, operation.takes, operation.gives
+    if kind in ("and", "or"):
+        return AND if all(taken.secret for taken in takes) else ""
+    if not any(_is_secret_bit(taken) for taken in takes) or not gives.secret or gives.dtype == "i1":
+        return ""
+    if kind in ("convert", "select", "multiply"):
+        return SELECTION if any(taken.secret and taken.dtype != "i1" for taken in takes) else LIFT
+    return ""
+
+
+def _is_secret_bit(taken: Tensor) -> bool:
+    return taken.secret and taken.dtype == "i1"
 
 
 def truncated_bits(operation: Operation, factors: Mapping[str, Factor], fraction_bits: int) -> int:
@@ -103,19 +126,19 @@ def _largest(operation: Operation, at: int, values: npt.NDArray[Any]) -> float:
 
 def _is_possible(operation: Operation) -> bool:
     kind, takes, gives = operation.kind, operation.takes, operation.gives
-    if any(each.secret and each.dtype not in ("f32", "i32") for each in (*takes, gives)):
-        return False
     if kind in MOVES:
         return can_move(operation)
     if not gives.secret:
         return kind == "constant" or kind in PUBLIC
+    if gives.dtype == "i1":
+        return kind in _OF_BITS and all(taken.dtype == "i1" for taken in takes)
+    if any(_is_secret_bit(taken) for taken in takes):
+        return bool(exchange_of(operation)) and not (kind == "multiply" and all(map(_is_secret_bit, takes)))
     if kind in PRODUCTS:
         return _is_possible_product(operation)
-    if kind == "select":
-        return not takes[0].secret
     if kind == "reduce":
         return operation.reducer == "add"
-    return kind in _LINEAR or (kind == "convert" and (takes[0].dtype, gives.dtype) in _CONVERSIONS)
+    return kind in _LINEAR or kind == "select" or (kind == "convert" and (takes[0].dtype, gives.dtype) in _CONVERSIONS)
 
 
 def _is_possible_product(operation: Operation) -> bool:

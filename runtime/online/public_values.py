@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ _FUNCTIONS: dict[str, Callable[..., Array]] = {
     "convert": np.array,
 }
 
-PUBLIC = frozenset(_FUNCTIONS) | MOVES
+PUBLIC = frozenset(_FUNCTIONS) | MOVES | {"iota"}
 """Kinds that `public_value` computes."""
 
 
@@ -42,4 +43,8 @@ def public_value(operation: Operation, arrays: Sequence[Array]) -> Array:
     """Return the result of an operation of `PUBLIC` on public operands: float64, int64 or bool, of its shape."""
     if operation.kind in MOVES:
         return move(operation, arrays)
+    if operation.kind == "iota":
+        found = re.search(r"dim = (\d+)", operation.text)
+        shape = operation.gives.shape
+        return np.asarray(np.indices(shape)[int(found[1]) if found else 0], _HELD[operation.gives.dtype])
     return np.asarray(_FUNCTIONS[operation.kind](*arrays)).astype(_HELD[operation.gives.dtype], copy=False)

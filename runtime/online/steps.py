@@ -8,16 +8,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from aero_compile.runtime.costs.pphlo import Tensor
 from aero_compile.runtime.kernels.kernel import Result
 from aero_compile.runtime.kernels.run import run_kernel
 from aero_compile.runtime.kernels.side import Side
 from aero_compile.runtime.kernels.values import Values
-from aero_compile.runtime.offline.bits import NAME
 from aero_compile.runtime.online.interpreter import run_on_shares
 from aero_compile.runtime.program_parts import KernelStep, ProgramContent, Step
 
-_NONE = np.zeros(0, np.uint32)
-_DTYPES = {"f32": "float32", "i32": "int32"}
+_DTYPES = {"f32": "float32", "i32": "int32", "i1": "bool"}
 
 
 def run_step(
@@ -40,7 +39,7 @@ def run_step(
         run_kernel(side, values, step)
         return side.executions - before
     if step.on_shares:
-        _run_on_shares(side, values, program, step, prepared.get(NAME, _NONE))
+        _run_on_shares(side, values, program, step, prepared)
         return 0
     values.hand_over(step.inputs)
     code = program.codes[step.code].encode()
@@ -50,13 +49,19 @@ def run_step(
 
 
 def _run_on_shares(
-    side: Side, values: Values, program: ProgramContent, step: Step, prepared: npt.NDArray[np.uint32]
+    side: Side, values: Values, program: ProgramContent, step: Step, prepared: Mapping[str, npt.NDArray[Any]]
 ) -> None:
     plan = program.share_plans[step.code]
-    arguments: list[npt.NDArray[Any]] = []
-    for name, takes in zip(step.inputs, plan.function.takes, strict=True):
-        public = None if takes.secret else values.public(name)
-        arguments.append(values.words(name).reshape(takes.shape) if public is None else public.astype(np.float64))
+    arguments = [_argument(values, name, takes) for name, takes in zip(step.inputs, plan.function.takes, strict=True)]
     results = run_on_shares(side, plan, arguments, prepared, program.fraction_bits)
     for name, words, gives in zip(step.outputs, results, plan.function.gives, strict=True):
-        values.put(name, Result(gives.shape, _DTYPES[gives.dtype]), words.ravel())
+        values.put(name, Result(gives.shape, _DTYPES[gives.dtype]), words.ravel().astype(np.uint64, copy=False))
+
+
+def _argument(values: Values, name: str, takes: Tensor) -> npt.NDArray[Any]:
+    public = None if takes.secret else values.public(name)
+    if public is not None:
+        return public.astype(np.float64)
+    is_bit = takes.dtype == "i1"
+    words = values.words(name, bits=is_bit).reshape(takes.shape)
+    return words.astype(np.bool_) if is_bit else words

@@ -29,6 +29,9 @@ Bits = npt.NDArray[np.bool_]
 BitProducts = npt.NDArray[np.uint32]
 """Of each element the party's own bit (the highest), and its share of twice the product of both, modulo 2^31."""
 
+NAME = "bit products"
+"""Of the array."""
+
 _OFFSET, _ONE = np.uint64(1 << 62), np.uint64(1)
 _OWN = np.uint32(1 << 31)
 

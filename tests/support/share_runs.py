@@ -9,13 +9,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from aero_compile.runtime.online.correlations import AND, LIFT, SELECTION, TRUNCATION
 from aero_compile.runtime.online.interpreter import run_on_shares
 from aero_compile.runtime.online.plan import SharePlan
-from aero_compile.runtime.online.truncation import BitProducts, bit_products
+from aero_compile.runtime.online.truncation import NAME, BitProducts, bit_products
 from aero_compile.runtime.roles import CLIENT, SERVER
 from tests.support.kernel_sides import Pair, side_of, split
 
 FRACTION_BITS = 18
+Arrays = dict[str, npt.NDArray[Any]]
+
 UNIT = 2.0**-FRACTION_BITS
 
 
@@ -43,12 +46,34 @@ def drawn_products(count: int, draw: np.random.Generator) -> tuple[BitProducts, 
     )
 
 
+def drawn_correlations(plan: SharePlan, draw: np.random.Generator) -> tuple[Arrays, Arrays]:
+    """What both parties hold of what a plan takes prepared."""
+    taken, held = plan.correlations, (dict[str, npt.NDArray[Any]](), dict[str, npt.NDArray[Any]]())
+    for rank, products in enumerate(drawn_products(taken.get(TRUNCATION, 0), draw)):
+        held[rank][NAME] = products
+    count = taken.get(AND, 0)
+    left, right = draw.integers(2, size=(2, 2, count), dtype=np.uint8)
+    product = (left[0] ^ left[1]) & (right[0] ^ right[1])
+    mine = draw.integers(2, size=count, dtype=np.uint8)
+    for rank, part in enumerate((mine, product ^ mine)):
+        held[rank]["ands"] = left[rank] | right[rank] << np.uint8(1) | part << np.uint8(2)
+    for name in (LIFT, SELECTION):
+        bits = draw.integers(2, size=(2, taken.get(name, 0)), dtype=np.uint8)
+        number = (bits[0] ^ bits[1]).astype(np.uint64)
+        masks = draw.integers(2**64, size=bits.shape, dtype=np.uint64)
+        shared = {"numbers": split(number, draw), "products": split(number * masks.sum(0, dtype=np.uint64), draw)}
+        for rank in (SERVER, CLIENT):
+            held[rank].update({f"{name} bits": bits[rank], f"{name} masks": masks[rank]})
+            held[rank].update({f"{name} {each}": parts[rank] for each, parts in shared.items()})
+    return held
+
+
 def run_shares(
     plan: SharePlan, arguments: Sequence[npt.NDArray[Any]], draw: np.random.Generator
-) -> tuple[list[npt.NDArray[np.int64]], Pair]:
-    """What a plan computes of `arguments`: words of secrets, uint64, and public values; and the link between both."""
-    pair, shared = Pair(), [split(each, draw) if each.dtype == np.uint64 else (each, each) for each in arguments]
-    prepared = drawn_products(plan.truncated, draw)
+) -> tuple[list[npt.NDArray[Any]], Pair]:
+    """What a plan computes of `arguments`, and the link: words of secrets, uint64, secret bits, and public values."""
+    pair, shared = Pair(), [_shared(each, draw) for each in arguments]
+    prepared = drawn_correlations(plan, draw)
     with ThreadPoolExecutor(2) as pool:
         runs = [
             pool.submit(
@@ -62,4 +87,15 @@ def run_shares(
             for rank in (SERVER, CLIENT)
         ]
         servers, clients = (run.result(timeout=60) for run in runs)
-    return [(mine + theirs).astype(np.int64) for mine, theirs in zip(servers, clients, strict=True)], pair
+    return [_opened(mine, theirs) for mine, theirs in zip(servers, clients, strict=True)], pair
+
+
+def _shared(value: npt.NDArray[Any], draw: np.random.Generator) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    if value.dtype == np.bool_:
+        theirs = draw.integers(2, size=value.shape).astype(np.bool_)
+        return value ^ theirs, theirs
+    return split(value, draw) if value.dtype == np.uint64 else (value, value)
+
+
+def _opened(mine: npt.NDArray[Any], theirs: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return np.asarray(mine ^ theirs if mine.dtype == np.bool_ else (mine + theirs).astype(np.int64))

@@ -42,7 +42,8 @@ def _program(protocol: str, rows: int, width: int) -> Any:
 
 def prepared_runs(side: Any, io: Any, runtime: Any, program: Any, at_once: bool) -> list[Any]:
     """Prepare two runs, at once or one after the other."""
-    made = [prepare(side, io, runtime, program, {}, lambda what: {}, runs=1 + at_once) for _ in range(2 - at_once)]
+    options: dict[str, Any] = {"runs": 1 + at_once}
+    made = [prepare(side, io, runtime, program, {}, lambda what, executions: {}, **options) for _ in range(2 - at_once)]
     return [run for runs, _ in made for run in runs]
 
 

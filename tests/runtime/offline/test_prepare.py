@@ -40,7 +40,7 @@ def test_shares_add_up_to_exact_products(protocol: str) -> None:
 
     def make(side: Any, io: Any, runtime: Any) -> Any:
         own = {"w": weight} if side.rank == SERVER else {}
-        return [prepare(side, io, runtime, program, own, lambda what: {})[0][0] for _ in range(2)]
+        return [prepare(side, io, runtime, program, own, lambda what, executions: {})[0][0] for _ in range(2)]
 
     found = both_parties(program, make)
     encoded = np.trunc(weight.astype(np.float64) * 2**18).astype(np.int64).view(np.uint64)

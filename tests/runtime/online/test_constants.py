@@ -13,7 +13,7 @@ from aero_compile.runtime.online.constants import constants_of
     ("text", "expected"),
     [
         ("dense<1.500000e+00> : tensor<2x3xf32>", np.full((2, 3), 1.5)),
-        ("dense<-3.81469727E-6> : tensor<f32>", np.array(-3.81469727e-6)),
+        ("dense<-3.81469727E-6> : tensor<f32>", np.array(-(2.0**-18))),
         ("dense<[[0], [1], [-2]]> : tensor<3x1xi32>", np.array([[0], [1], [-2]])),
         ("dense<[[false, true]]> : tensor<1x2xi1>", np.array([[False, True]])),
         ("dense<true> : tensor<2xi1>", np.array([True, True])),

@@ -81,6 +81,51 @@ def test_a_function_is_what_jax_computes(name: str) -> None:
     assert bool(spent.messages) is (allowed > 0)
 
 
+MASK = np.array([[True, False, True, True], [False, True, False, False], [True, True, True, True]])
+
+BITS: dict[str, Callable[..., Any]] = {
+    "and": lambda p, q, x: _jnp().logical_and(p, q),
+    "or": lambda p, q, x: _jnp().logical_or(p, q),
+    "xor": lambda p, q, x: _jnp().logical_xor(p, q),
+    "not": lambda p, q, x: _jnp().logical_not(p),
+    "and of a mask": lambda p, q, x: _jnp().logical_and(p, MASK),
+    "or of a mask": lambda p, q, x: _jnp().logical_or(MASK, p),
+    "xor of a mask": lambda p, q, x: _jnp().logical_xor(MASK, p),
+    "rows": lambda p, q, x: p[np.array([2, 0, 2])],
+    "joined": lambda p, q, x: _jnp().concatenate([p, q, _jnp().logical_not(p)]),
+    "number": lambda p, q, x: p.astype(np.float32),
+    "between numbers": lambda p, q, x: _jnp().where(p, 1.25, -3.0),
+    "numbers of a table": lambda p, q, x: _jnp().where(p, np.arange(4, dtype=np.float32), 0.0).sum(0),
+    "times a number": lambda p, q, x: p * np.float32(2.5),
+    "times": lambda p, q, x: p * x,
+    "one or nothing": lambda p, q, x: _jnp().where(p, x, 0.0),
+    "one or a number": lambda p, q, x: _jnp().where(p, 7.0, x),
+    "one or the other": lambda p, q, x: _jnp().where(_jnp().logical_and(p, q), -x, x),
+    "count": lambda p, q, x: p.astype(np.float32).sum(1) + q.astype(np.float32).sum(1),
+}
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_secret_bits_choose_and_are_counted(name: str) -> None:
+    """Exact, whatever the shares are; `p` and `q` are bits, and what a function gives may be bits or numbers."""
+    pytest.importorskip("spu")
+    draw = np.random.default_rng(len(name))
+    bits = [draw.integers(2, size=(3, 4)).astype(np.bool_) for _ in range(2)]
+    x = np.rint(draw.normal(0, 4, (3, 4)) / UNIT) * UNIT
+    arguments = [*bits, x.astype(np.float32)]
+    plan = plan_of(code_of(lambda *given: (BITS[name](*given),), arguments), FRACTION_BITS)
+    assert plan is not None
+    (found,), pair = run_shares(plan, [*bits, np.rint(x / UNIT).astype(np.int64).astype(np.uint64)], draw)
+    expected = np.asarray(BITS[name](*bits, x))
+    assert found.shape == expected.shape
+    np.testing.assert_array_equal(found if expected.dtype == np.bool_ else found * UNIT, expected)
+    session = Session(CostTable.load())
+    bill_on_shares(session, plan)
+    spent = session.bill()
+    assert spent.messages == len(pair.sent[SERVER]) + len(pair.sent[CLIENT])
+    assert spent.server_bytes == sum(map(len, pair.sent[SERVER]))
+
+
 def test_what_both_know_needs_no_share() -> None:
     pytest.importorskip("spu")
     draw = np.random.default_rng(0)

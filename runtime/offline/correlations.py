@@ -1,0 +1,105 @@
+"""Correlated randomness of the offline phase, element by element: its kinds, and the groups in which it is made.
+
+Of every kind the steps of a program take so many elements (`ProgramContent.correlations`). Those of all steps, and of
+several runs, are made together. What a party holds of a kind are arrays by name, whose last axis are the elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from aero_compile.runtime.offline.bit_products import bill_bit_products, make_bit_products
+from aero_compile.runtime.offline.groups import Group, grouped
+from aero_compile.runtime.offline.selections import (
+    bill_ands,
+    bill_lifts,
+    bill_selections,
+    make_ands,
+    make_lifts,
+    make_selections,
+)
+from aero_compile.runtime.offline.sign_masks import bill_sign_masks, make_sign_masks
+from aero_compile.runtime.online.correlations import AND, LIFT, SELECTION, TRUNCATION
+from aero_compile.runtime.program_parts import ProgramContent
+
+if TYPE_CHECKING:
+    from aero_compile.runtime.costs.session import Session
+    from aero_compile.runtime.kernels.side import Side
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+SET_UP = 2**13
+"""Elements of each kind that the set-up makes: they occupy every worker of SPU's tiled protocols, each of which sets
+its oblivious transfers up."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind: how it is made by one party and what that costs, for so many elements. `most`: at once, for memory."""
+
+    make: Callable[[Side, Any, int], Arrays]
+    bill: Callable[[Session, int], None]
+    most: int
+
+
+_KINDS = {
+    TRUNCATION: Kind(make_bit_products, bill_bit_products, 2**22),
+    AND: Kind(make_ands, bill_ands, 2**22),
+    LIFT: Kind(make_lifts, bill_lifts, 2**21),
+    SELECTION: Kind(make_selections, bill_selections, 2**20),
+}
+
+
+def kind_of(name: str) -> Kind:
+    """Return the kind of this name."""
+    if name in _KINDS:
+        return _KINDS[name]
+    bits = int(name.removeprefix("sign "))
+    return Kind(
+        lambda side, runtime, count: make_sign_masks(side, bits, count),
+        lambda session, count: bill_sign_masks(session, bits, count),
+        2**16,
+    )
+
+
+def correlation_groups(program: ProgramContent, runs: int = 1) -> list[tuple[str, Group]]:
+    """Group the steps of a program by what they take, for so many runs, in the order in which it is made."""
+    taken = program.correlations
+    names = sorted({name for each in taken.values() for name in each})
+    return [
+        (name, group)
+        for name in names
+        for group in grouped(
+            ((at, runs * each[name]) for at, each in taken.items() if name in each), kind_of(name).most
+        )
+    ]
+
+
+def make_correlations(side: Side, runtime: Any, name: str, count: int) -> Arrays:
+    """Make so many elements of a kind as one party, in SPU's `runtime` or the second one."""
+    kind = kind_of(name)
+    parts = [kind.make(side, runtime, min(kind.most, count - start)) for start in range(0, count, kind.most)]
+    return {each: np.concatenate([part[each] for part in parts], axis=-1) for each in parts[0]}
+
+
+def bill_correlations(session: Session, name: str, count: int) -> None:
+    """Bill the making of so many elements of a kind."""
+    kind = kind_of(name)
+    for start in range(0, count, kind.most):
+        kind.bill(session, min(kind.most, count - start))
+
+
+def divided(made: Mapping[str, npt.NDArray[Any]], group: Group, runs: int) -> list[list[Arrays]]:
+    """Divide what was made for a group among its runs and steps: for each run, for each step."""
+    found: list[list[Arrays]] = [[] for _ in range(runs)]
+    end = 0
+    for size in group.sizes:
+        for of_run in found:
+            start, end = end, end + size // runs
+            of_run.append({name: np.ascontiguousarray(array[..., start:end]) for name, array in made.items()})
+    return found

@@ -1,0 +1,125 @@
+"""The sign of a masked secret: which boolean functions of its opened sum and of the mask's bits it is made of.
+
+Both open m = x + r modulo 2^k, and r's bits are shared. The sign of x is the highest bit of m - r: that of m, XOR that
+of r, XOR a borrow, which is 1 where the lower bits of m are less than those of r. These are compared by digits of three
+bits: each party has shares of "less" and "equal" of a digit without a message, as sums of monomials of the digit's bits
+(`masked_functions`). Up to four digits are joined by one message of masked bits, then up to four of what is left:
+
+    less = l_3 ⊕ e_3·l_2 ⊕ e_3·e_2·l_1 ⊕ e_3·e_2·e_1·l_0,    equal = e_3·e_2·e_1·e_0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from aero_compile.runtime.online.masked_functions import Monomials, Packed, Term
+
+DIGIT, JOINED = 3, 4
+"""Bits of a digit, and digits that one message joins."""
+
+SMALL = 32
+"""Bits of the smaller ring in which signs are taken."""
+
+
+def wide(fraction_bits: int) -> int:
+    """Bits of the ring that holds the difference of any two results of operators, which are below 2^(61 - 2f)."""
+    return 64 - fraction_bits
+
+
+def sign_masks(bits: int) -> str:
+    """Name of the correlated randomness for signs of numbers modulo 2^`bits`."""
+    return f"sign {bits}"
+
+
+@dataclass(frozen=True)
+class Join:
+    """Digits that are joined, by their numbers from the lowest; `equal`: whether it is asked for, too.
+
+    Its variables: "equal" of all digits but the lowest (with `equal`, of all), highest first, then "less" of all but
+    the highest.
+    """
+
+    digits: tuple[int, ...]
+    equal: bool
+
+    @property
+    def compared(self) -> tuple[int, ...]:
+        """Digits whose "equal" is a variable, highest first."""
+        return tuple(reversed(self.digits if self.equal else self.digits[1:]))
+
+    @property
+    def lower(self) -> tuple[int, ...]:
+        """Digits whose "less" is a variable, highest first."""
+        return tuple(reversed(self.digits[:-1]))
+
+    @cached_property
+    def less_terms(self) -> tuple[Term, ...]:
+        """Products of variables that, with the "less" of the highest digit, add up to "less"."""
+        offset = len(self.compared)
+        return tuple(frozenset({*range(at + 1), offset + at}) for at in range(len(self.lower)))
+
+    @cached_property
+    def equal_terms(self) -> tuple[Term, ...]:
+        """The product that is "equal", if that is asked for."""
+        return (frozenset(range(len(self.compared))),) if self.equal else ()
+
+    @cached_property
+    def monomials(self) -> Monomials:
+        """Those of the masks of its variables."""
+        return Monomials(len(self.compared) + len(self.lower), (*self.less_terms, *self.equal_terms))
+
+
+@dataclass(frozen=True)
+class SignLayout:
+    """How the sign of a number modulo 2^`bits` is taken."""
+
+    bits: int
+
+    @cached_property
+    def digits(self) -> tuple[tuple[int, ...], ...]:
+        """The bits of each digit, from the lowest."""
+        low = range(self.bits - 1)
+        return tuple(tuple(low[start : start + DIGIT]) for start in range(0, len(low), DIGIT))
+
+    @cached_property
+    def rounds(self) -> tuple[tuple[Join, ...], ...]:
+        """The joins of each round; what those of a round give are the digits of the next one."""
+        found, count = list[tuple[Join, ...]](), len(self.digits)
+        while count > 1:
+            starts = range(0, count, JOINED)
+            groups = [tuple(range(start, min(start + JOINED, count))) for start in starts]
+            found.append(tuple(Join(group, at > 0) for at, group in enumerate(groups)))
+            count = len(groups)
+        return tuple(found)
+
+    @cached_property
+    def variables(self) -> int:
+        """Masks of all rounds."""
+        return sum(join.monomials.variables for joins in self.rounds for join in joins)
+
+    @property
+    def gates(self) -> int:
+        """How many ANDs of shared bits the offline phase computes for one sign."""
+        joins = sum(join.monomials.gates for each in self.rounds for join in each)
+        return self.bits - 1 + sum(digit_monomials(len(digit)).gates for digit in self.digits) + joins
+
+
+def digit_monomials(count: int) -> Monomials:
+    """The monomials of the bits of a digit."""
+    return Monomials(count, (frozenset(range(count)),))
+
+
+def digit_selectors(count: int) -> tuple[Packed, Packed]:
+    """For each value M of a digit, uint32 [2^count] each, the monomials of R's bits that make M < R, and M = R."""
+    size, terms = 2**count, digit_monomials(count).terms
+    less, equal = np.zeros(size, np.uint32), np.zeros(size, np.uint32)
+    for at, term in enumerate(terms):
+        # The coefficient of a monomial is the sum of the function over all R whose bits are among the monomial's.
+        within = [r for r in range(size) if all(bit in term for bit in range(count) if r >> bit & 1)]
+        for opened in range(size):
+            less[opened] |= np.uint32(sum(opened < r for r in within) % 2 << at)
+            equal[opened] |= np.uint32(sum(opened == r for r in within) % 2 << at)
+    return less, equal
