@@ -27,11 +27,12 @@ import numpy.typing as npt
 
 from aero_compile.errors import InputError
 from aero_compile.runtime.arithmetic.coefficients import ACTIVATIONS
-from aero_compile.runtime.arithmetic.comparison import COMPARISON_BYTES, SELECT_BYTES, above
+from aero_compile.runtime.arithmetic.comparison import COMPARISON_BYTES, SELECT_BYTES, above, compare
 from aero_compile.runtime.arithmetic.constants import scale
 from aero_compile.runtime.arithmetic.exponential import Power, cheapest_exponential, choose_power
 from aero_compile.runtime.arithmetic.logarithm import LOGARITHMS
 from aero_compile.runtime.arithmetic.reciprocal import RECIPROCALS
+from aero_compile.runtime.arithmetic.ring import in_two_phases
 from aero_compile.runtime.arithmetic.roots import INVERSE_ROOTS, ROOTS
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Form, Tolerances, cheapest
 
@@ -140,13 +141,17 @@ def _parts(name: str, x: Any, tolerance: float, rate: float) -> tuple[Any, Any, 
     import jax.numpy as jnp
 
     limit, chain = ACTIVATIONS[name, squares_for(name, tolerance)]
-    positive = above(x, 0.0)
+    two_phases = in_two_phases()
+    end = limit / rate
+    positive, *others = compare(x, [0.0, end, -end] if two_phases else [0.0], coarse=True)
     rectified = jnp.where(positive, x, 0.0)  # relu(x) and |x| from one bit
     size = scale(rectified + rectified - x, rate)
     left, *right = chain.outputs(size)
     if right:  # before the limit is looked at: one choice by its bit
         left = left + jnp.where(positive, right[0] - left, 0.0)
-    return positive, rectified, jnp.where(above(size, limit), 0.0, left)
+    # Beyond an end on either side, which exclude each other: XOR needs no message.
+    outside = jnp.logical_xor(others[0], jnp.logical_not(others[1])) if two_phases else above(size, limit)
+    return positive, rectified, jnp.where(outside, 0.0, left)
 
 
 def squares_for(name: str, tolerance: float) -> int:

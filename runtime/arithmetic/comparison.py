@@ -6,17 +6,20 @@ An operator compares by the functions here. Which operators may use the small ri
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from aero_compile.runtime.arithmetic.ring import fraction_bits, in_two_phases
 from aero_compile.runtime.kernels.calls import call_kernel
 from aero_compile.runtime.kernels.negative import Negative
 from aero_compile.runtime.kernels.prepared_sign import PreparedSign
 from aero_compile.runtime.lazy_jax import jnp
-from aero_compile.runtime.online.sign_layout import SMALL, wide
 
 COMPARISON_BYTES, SMALL_COMPARISON_BYTES, SELECT_BYTES = 82, 41, 16
 """Bytes an element, both ways, in Cheetah: in the 64-bit ring and in that of 32 bits; a selection in the former."""
@@ -46,20 +49,58 @@ def compares_small() -> bool:
     return _SMALL.get() == _ALL
 
 
+COARSE = 14
+"""Fraction bits that a comparison looks at where it need not be exact: fewer bits are fewer ANDs offline."""
+
+
 def below(x: Any, limit: Any, bounded: bool = False) -> Any:
     """x < `limit` for a JAX array of floats and another or a number; bits of the shape that they broadcast to.
 
     `bounded`: whatever the operator's arguments are, |x - limit| is far below `SMALL_RING_HOLDS`.
     """
     small = _SMALL.get() >= (_BOUNDED if bounded else _ALL)
-    bits = fraction_bits()
-    if in_two_phases() and bits is not None:
-        (bit,) = call_kernel(PreparedSign(SMALL if small else wide(bits)), x - limit)
-    elif small:
+    if in_two_phases():
+        (bits,) = call_kernel(_sign(small, 0, (0.0,)), x - limit)
+        return bits[0]
+    if small:
         (bit,) = call_kernel(Negative(), x - limit)
-    else:
-        bit = x < limit
-    return bit
+        return bit
+    return x < limit
+
+
+def compare(x: Any, limits: Sequence[float], bounded: bool = False, coarse: bool = False) -> list[Any]:
+    """Which elements of a JAX array of floats are at least as large as each of some public limits: bits of its shape.
+
+    `bounded`: as for `below`. `coarse`: bits may be wrong where x is within 2^-`COARSE` of a limit. In two phases the
+    limits together cost little more than one of them.
+    """
+    if not in_two_phases():
+        return [jnp().logical_not(below(x, limit, bounded)) for limit in limits]
+    return list(_at_least(x, limits, bounded, coarse))
+
+
+def compare_all(x: Any, limits: npt.NDArray[np.float64], bounded: bool) -> Any:
+    """The bits of `compare` for several limits, coarse ones, as one array [limits, …]."""
+    if in_two_phases():
+        return _at_least(x, limits, bounded, coarse=True)
+    columns = limits.reshape((-1, *(1,) * x.ndim))
+    return above(jnp().broadcast_to(x, (len(columns), *x.shape)), columns, bounded)
+
+
+def _at_least(x: Any, limits: Iterable[float], bounded: bool, coarse: bool) -> Any:
+    bits = fraction_bits()
+    small = _SMALL.get() >= (_BOUNDED if bounded else _ALL)
+    dropped = max(0, bits - COARSE) if coarse and bits is not None else 0
+    (found,) = call_kernel(_sign(small, dropped, tuple(map(float, limits))), x)
+    return jnp().logical_not(found)
+
+
+def _sign(small: bool, dropped: int, limits: tuple[float, ...]) -> PreparedSign:
+    """The kernel in the narrowest ring that holds what is compared."""
+    bits = fraction_bits()
+    assert bits is not None
+    whole = SMALL_RING_HOLDS if small else 2.0 ** (63 - 2 * bits)  # results of operators are below a fourth of it
+    return PreparedSign(bits - dropped + int(math.log2(whole)) + 1, dropped, bits, limits)
 
 
 def above(x: Any, limit: Any, bounded: bool = False) -> Any:

@@ -14,7 +14,7 @@ from aero_compile.runtime.hosts.measure import OFFLINE, by_operator
 from aero_compile.runtime.hosts.network_spec import Network
 from aero_compile.runtime.hosts.split import SPLIT
 from aero_compile.runtime.offline.correlations import SET_UP as SET_UP_ELEMENTS
-from aero_compile.runtime.offline.correlations import bill_correlations, correlation_groups
+from aero_compile.runtime.offline.correlations import bill_correlations, correlation_groups, set_up_kinds
 from aero_compile.runtime.offline.elements import joined_elements
 from aero_compile.runtime.offline.groups import Group
 from aero_compile.runtime.offline.prepare import prepared_steps
@@ -32,7 +32,7 @@ def bill_set_up(session: Session, program: Program, functions: Mapping[str, pphl
     for kernel in program.kernels:
         if shapes := kernel.set_up():
             kernel.bill(session, *shapes)
-    for name in sorted({name for taken in program.correlations.values() for name in taken}):
+    for name in set_up_kinds(program):
         bill_correlations(session, name, SET_UP_ELEMENTS)
     session.bill()
 

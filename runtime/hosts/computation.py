@@ -25,7 +25,7 @@ from aero_compile.runtime.kernels.words import Words
 from aero_compile.runtime.offline.batch import Batches, Matrix, matrix_of, rows_by_matrix
 from aero_compile.runtime.offline.choice import is_cheaper
 from aero_compile.runtime.offline.correlations import SET_UP as SET_UP_ELEMENTS
-from aero_compile.runtime.offline.correlations import make_correlations
+from aero_compile.runtime.offline.correlations import make_correlations, set_up_kinds
 from aero_compile.runtime.offline.prepare import agree, agreed_name, encoded, prepare, prepared_steps
 from aero_compile.runtime.offline.store import Prepared
 from aero_compile.runtime.online.steps import run_step
@@ -112,7 +112,7 @@ class Computation:
             if shapes := kernel.set_up():
                 sizes = (math.prod(shape) if stored else 1 for shape in shapes)
                 kernel.run(self._side, *(np.zeros(size, np.uint64) for size in sizes))
-        for name in sorted({name for taken in self._program.correlations.values() for name in taken}):
+        for name in set_up_kinds(self._program):
             make_correlations(self._side, runtime, name, SET_UP_ELEMENTS if stored else 1)
         for name, matrix in self._program.client_weights.items():
             if self._rank == SERVER:

@@ -1,4 +1,4 @@
-"""x < 0 for secret elements, with masks of the offline phase: three messages by each party, masked ones alone.
+"""x < limit for secret elements and public limits, with masks of the offline phase: three messages by each party.
 
 `aero_compile.runtime.online.sign_layout` says how. Each opens its share of x plus its part of r, then shares of bits
 plus its shares of their masks; r and the masks are used once, so all that is sent is uniform whatever x is.
@@ -15,8 +15,9 @@ import numpy.typing as npt
 
 from aero_compile.runtime.kernels.kernel import Kernel, Result, Shape
 from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.lazy_jax import jnp
 from aero_compile.runtime.online.masked_functions import parity
-from aero_compile.runtime.online.sign_layout import SMALL, Join, SignLayout, digit_selectors, sign_masks
+from aero_compile.runtime.online.sign_layout import NARROWEST, WIDEST, Join, SignLayout
 from aero_compile.runtime.roles import SERVER
 
 if TYPE_CHECKING:
@@ -24,82 +25,124 @@ if TYPE_CHECKING:
     from aero_compile.runtime.kernels.side import Side
 
 Bits = npt.NDArray[np.bool_]
-Opened = npt.NDArray[np.int64]
+
+MOST_LIMITS = 64
 
 
 @dataclass(frozen=True)
 class PreparedSign(Kernel):
-    """The kernel: secret bits, right for numbers whose words are in ±2^(`bits` - 1)."""
+    """The kernel: secret bits, [limits, …], which elements are below each of the public `limits`.
+
+    It looks at numbers modulo 2^`bits` of units 2^(`dropped` - `fraction_bits`), after each party has dropped the lower
+    bits of its share: so it is right where x less a limit is in ±2^(bits - 1) units, and where x is a unit or more away
+    from the limit, if any bits are dropped.
+    """
 
     bits: int
+    dropped: int
+    fraction_bits: int
+    limits: tuple[float, ...] = (0.0,)
 
     def check(self) -> None:
-        if type(self.bits) is not int or not SMALL <= self.bits <= 63:
-            raise ValueError(f"the sign of numbers of {self.bits} bits is not taken: choose {SMALL} to 63")
+        numbers = (self.bits, self.dropped, self.fraction_bits)
+        if any(type(each) is not int for each in numbers) or not NARROWEST <= self.bits <= WIDEST:
+            raise ValueError(f"the sign of numbers of {self.bits} bits is not taken: choose {NARROWEST} to {WIDEST}")
+        if not 0 <= self.dropped <= min(self.fraction_bits, 64 - self.bits) or self.fraction_bits > 30:
+            raise ValueError(f"of {self.fraction_bits} fraction bits {self.dropped} are not dropped")
+        if not self.limits or len(self.limits) > MOST_LIMITS or not all(map(self._holds, self.limits)):
+            raise ValueError(f"PreparedSign takes 1 to {MOST_LIMITS} limits that its ring holds, not {self.limits}")
+
+    def _holds(self, limit: object) -> bool:
+        return type(limit) is float and abs(limit) * 2.0 ** (self.fraction_bits - self.dropped) < 2.0 ** (self.bits - 1)
+
+    @property
+    def layout(self) -> SignLayout:
+        """How it compares."""
+        return SignLayout(self.bits, len(self.limits))
 
     def results(self, *shapes: Shape) -> tuple[Result, ...]:
         if len(shapes) != 1:
             raise ValueError(f"PreparedSign takes one argument, not {len(shapes)}")
-        return (Result(shapes[0], "bool"),)
+        return (Result((len(self.limits), *shapes[0]), "bool"),)
 
     def correlations(self, *shapes: Shape) -> dict[str, int]:
         self.results(*shapes)
-        return {sign_masks(self.bits): math.prod(shapes[0])}
+        return {self.layout.name: math.prod(shapes[0])}
 
     def run(self, side: Side, *shares: Words) -> tuple[Words, ...]:
-        (x,), layout, kept = shares, SignLayout(self.bits), side.prepared
-        mine = x + kept["numbers"]
+        (x,), layout, kept = shares, self.layout, side.prepared
+        mine = (x >> np.uint64(self.dropped)) + kept["numbers"]
         kind = np.uint32 if self.bits <= 32 else np.uint64
-        opened = (mine + side.exchange(mine.astype(kind))) & np.uint64((1 << self.bits) - 1)
-        less, equal = list[Bits](), list[Bits]()
-        for digit, monomials in zip(layout.digits, kept["digits"], strict=True):
-            value = (opened >> np.uint64(digit[0]) & np.uint64(2 ** len(digit) - 1)).astype(np.int64)
-            is_less, is_equal = digit_selectors(len(digit))
-            less.append(parity(monomials & is_less[value]))
-            equal.append(parity(monomials & is_equal[value]))
-        masks, joins = kept["masks"], kept["joins"]
-        for each in layout.rounds:
-            less, equal = _joined(side, each, less, equal, masks, joins)
-            used = sum(join.monomials.variables for join in each)
-            masks, joins = masks[used:], joins[len(each) :]
-        result = less[0] ^ kept["highest"]
+        opened = self._less_limits(mine + side.exchange(mine.astype(kind)))
+        less, equal = _compared(layout, opened, kept["digits"])
+        masks, monomials = kept["masks"], kept["joins"]
+        for joins in layout.rounds:
+            less, equal = _joined(side, joins, less, equal, masks, monomials)
+            used = sum(join.monomials.variables for join in joins) * len(self.limits)
+            masks, monomials = masks[used:], monomials[len(joins) * len(self.limits) :]
+        result = less[:, 0] ^ kept["highest"]
         if side.rank == SERVER:
-            result = result ^ (opened >> np.uint64(self.bits - 1)).astype(np.bool_)
-        return (result.astype(np.uint64),)
+            result = result ^ (opened >> np.uint64(self.bits - 1) != 0)
+        return (result.ravel().astype(np.uint64),)
+
+    def _less_limits(self, words: Words) -> Words:
+        """Words less each limit, [limits, n], modulo 2^bits."""
+        unit = 2.0 ** (self.fraction_bits - self.dropped)
+        limits = np.rint(np.array(self.limits) * unit).astype(np.int64).astype(np.uint64)
+        return np.asarray((words - limits[:, None]) & np.uint64((1 << self.bits) - 1), np.uint64)
 
     def together(self, draw: np.random.Generator, *words: Words) -> tuple[Words, ...]:
-        (whole,) = words
-        return (whole >> np.uint64(self.bits - 1) & np.uint64(1),)
+        (whole,), low = words, np.uint64(self.dropped)
+        theirs = draw.integers(2**64, size=whole.shape, dtype=np.uint64)
+        less = self._less_limits((whole - theirs >> low) + (theirs >> low))
+        return ((less >> np.uint64(self.bits - 1)).ravel(),)
 
     def plain(self, *arguments: Any) -> tuple[Any, ...]:
         (x,) = arguments
-        return (x < 0,)
+        return (jnp().stack([x < limit for limit in self.limits]),)
 
     def bill(self, session: Session, *shapes: Shape) -> None:
         n = math.prod(shapes[0])
         session.kernel(type(self).__name__, *self.work(*shapes))
         session.swap(n * (4.0 if self.bits <= 32 else 8.0))
-        for joins in SignLayout(self.bits).rounds:
-            session.swap(-(-n * sum(join.monomials.variables for join in joins) // 8))
+        for joins in self.layout.rounds:
+            variables = sum(join.monomials.variables for join in joins)
+            session.swap(-(-n * len(self.limits) * variables // 8))
+
+
+def _compared(layout: SignLayout, opened: Words, digits: npt.NDArray[Any]) -> tuple[Bits, Bits]:
+    """Shares of which digits of `opened` [limits, n] are less than the mask's, and equal to them: [limits, digits,
+    n]."""
+    places = np.array([digit[0] for digit in layout.digits], np.uint64)[:, None]
+    sizes = np.array([2 ** len(digit) - 1 for digit in layout.digits], np.uint64)[:, None]
+    values = (opened[:, None] >> places & sizes).astype(np.int64)
+    rows = np.arange(len(places))[:, None]
+    less, equal = (parity(digits & table[rows, values]) for table in layout.selectors)
+    return less, equal
 
 
 def _joined(
-    side: Side, joins: tuple[Join, ...], less: list[Bits], equal: list[Bits], masks: Any, monomials: Any
-) -> tuple[list[Bits], list[Bits]]:
+    side: Side,
+    joins: tuple[Join, ...],
+    less: Bits,
+    equal: Bits,
+    masks: npt.NDArray[Any],
+    monomials: npt.NDArray[Any],
+) -> tuple[Bits, Bits]:
     """Join digits by one message; returns what is less, and equal where that is asked for (else nothing)."""
-    variables = [bits for join in joins for bits in _variables(join, less, equal)]
-    sent = np.stack(variables) ^ masks[: len(variables)]
-    opened = (sent ^ side.exchange_bits(sent.ravel()).reshape(sent.shape)).astype(np.int64)
-    found_less, found_equal = list[Bits](), list[Bits]()
-    for join, kept in zip(joins, monomials, strict=False):
-        own, opened = opened[: join.monomials.variables], opened[join.monomials.variables :]
-        value = np.zeros(own.shape[1], np.int64)
-        for at, bits in enumerate(own):
-            value |= bits << at
-        found_less.append(parity(kept & join.monomials.selectors(join.less_terms)[value]) ^ less[join.digits[-1]])
-        found_equal.append(parity(kept & join.monomials.selectors(join.equal_terms)[value]))
-    return found_less, found_equal
-
-
-def _variables(join: Join, less: list[Bits], equal: list[Bits]) -> list[Bits]:
-    return [*(equal[at] for at in join.compared), *(less[at] for at in join.lower)]
+    limits, count = len(less), less.shape[-1]
+    variables = np.concatenate(
+        [part for join in joins for part in (equal[:, list(join.compared)], less[:, list(join.lower)])], axis=1
+    )
+    sent = variables.reshape(-1, count) ^ masks[: limits * variables.shape[1]]
+    opened = (sent ^ side.exchange_bits(sent.ravel()).reshape(sent.shape)).reshape(variables.shape).astype(np.int64)
+    kept = monomials[: limits * len(joins)].reshape(limits, len(joins), count)
+    found_less, found_equal, start = list[Bits](), list[Bits](), 0
+    for at, join in enumerate(joins):
+        own = opened[:, start : start + join.monomials.variables]
+        start += join.monomials.variables
+        value = (own << np.arange(own.shape[1])[:, None]).sum(axis=1)
+        is_less, is_equal = (join.monomials.selectors(terms) for terms in (join.less_terms, join.equal_terms))
+        found_less.append(parity(kept[:, at] & is_less[value]) ^ less[:, join.digits[-1]])
+        found_equal.append(parity(kept[:, at] & is_equal[value]))
+    return np.stack(found_less, axis=1), np.stack(found_equal, axis=1)

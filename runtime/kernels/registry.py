@@ -60,7 +60,9 @@ def from_json(content: Mapping[str, Any]) -> Kernel:
         ValueError: there is no such kernel, or it does not take these options.
     """
     kind = KERNELS.get(content.get("kernel", ""))
-    options = {name: value for name, value in content.items() if name != "kernel"}
+    options = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in content.items() if name != "kernel"
+    }
     if kind is None or set(options) != {field.name for field in fields(kind)}:  # type: ignore[arg-type]
         raise ValueError(f"there is no kernel {str(dict(content))[:100]}")
     kernel = kind(**options)

@@ -1,48 +1,107 @@
-"""Circuits of XOR and AND on shared bits, as PPHLO text that SPU runs in its second runtime."""
+"""Circuits of XOR and AND on shared bits, as PPHLO text that SPU runs in its second runtime.
+
+An AND costs messages, so all ANDs of one depth become one operation on all their rows.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from dataclasses import dataclass
+
+Wire = int
+"""Number of a row of bits."""
+
+
+@dataclass(frozen=True)
+class _Gate:
+    """Two wires, and how many ANDs follow each other up to this one."""
+
+    kind: str
+    left: Wire
+    right: Wire
+    depth: int
+
 
 class BitCircuit:
-    """A circuit on rows of `size` bits: its inputs are the rows of one array, its outputs those of another.
-
-    A wire is the name of a row.
-    """
+    """A circuit on rows of `size` bits: its inputs are the rows of one array, its outputs those of another."""
 
     def __init__(self, inputs: int, size: int) -> None:
-        self._size, self._lines = size, list[str]()
-        self._inputs, self.gates = inputs, 0
-        self.inputs = [
-            self._add(f"slice %arg0 [{at}:1:{at + 1}, 0:1:{size}] : ({self._type(inputs)}) -> {self._type(1)}")
-            for at in range(inputs)
-        ]
+        self._size, self.inputs = size, list(range(inputs))
+        self._gates: list[_Gate] = []
 
-    def xor(self, left: str, right: str) -> str:
+    def xor(self, left: Wire, right: Wire) -> Wire:
         """Add a gate; no message."""
-        return self._add(f"xor {left}, {right} : {self._type(1)}")
+        return self._add("xor", left, right)
 
-    def both(self, left: str, right: str) -> str:
+    def both(self, left: Wire, right: Wire) -> Wire:
         """Add an AND gate."""
-        self.gates += 1
-        return self._add(f"and {left}, {right} : {self._type(1)}")
+        return self._add("and", left, right)
 
-    def code(self, outputs: list[str], version: str) -> str:
+    @property
+    def levels(self) -> list[int]:
+        """How many rows the ANDs of each depth have, in order."""
+        counts: defaultdict[int, int] = defaultdict(int)
+        for gate in self._gates:
+            counts[gate.depth] += gate.kind == "and"
+        return [counts[depth] for depth in sorted(counts) if counts[depth]]
+
+    def code(self, outputs: list[Wire], version: str) -> str:
         """Return the text of an executable that gives these wires, in order."""
-        types = ", ".join([self._type(1)] * len(outputs))
-        result = self._type(len(outputs))
-        joined = f"%{len(self._lines)}"
-        last = f"{joined} = pphlo.concatenate {', '.join(outputs)} dim = 0 : ({types}) -> {result}"
-        lines = "\n".join(f"    {line}" for line in (*self._lines, last))
+        text = _Text(self._size)
+        names = {wire: text.row("%arg0", wire, len(self.inputs)) for wire in self.inputs}
+        gates = [(len(self.inputs) + at, gate) for at, gate in enumerate(self._gates)]
+        for depth in range(max((gate.depth for _, gate in gates), default=0) + 1):
+            ands = [(wire, gate) for wire, gate in gates if gate.depth == depth and gate.kind == "and"]
+            if ands:
+                left = text.joined([names[gate.left] for _, gate in ands])
+                right = text.joined([names[gate.right] for _, gate in ands])
+                rows = text.add(f"and {left}, {right} : {text.type(len(ands))}")
+                names |= {wire: text.row(rows, at, len(ands)) for at, (wire, _) in enumerate(ands)}
+            for wire, gate in gates:
+                if gate.depth == depth and gate.kind == "xor":
+                    names[wire] = text.add(f"xor {names[gate.left]}, {names[gate.right]} : {text.type(1)}")
+        result = text.joined([names[wire] for wire in outputs])
+        lines = "\n".join(f"    {line}" for line in text.lines)
         return (
             f'module @bits attributes {{pphlo.version = "{version}"}} {{\n'
-            f"  func.func @main(%arg0: {self._type(self._inputs)}) -> {result} {{\n{lines}\n"
-            f"    return {joined} : {result}\n  }}\n}}\n"
+            f"  func.func @main(%arg0: {text.type(len(self.inputs))}) -> {text.type(len(outputs))} {{\n{lines}\n"
+            f"    return {result} : {text.type(len(outputs))}\n  }}\n}}\n"
         )
 
-    def _add(self, operation: str) -> str:
-        name = f"%{len(self._lines)}"
-        self._lines.append(f"{name} = pphlo.{operation}")
+    def _add(self, kind: str, left: Wire, right: Wire) -> Wire:
+        depth = max(self._depth(left), self._depth(right)) + (kind == "and")
+        self._gates.append(_Gate(kind, left, right, depth))
+        return len(self.inputs) + len(self._gates) - 1
+
+    def _depth(self, wire: Wire) -> int:
+        return 0 if wire < len(self.inputs) else self._gates[wire - len(self.inputs)].depth
+
+
+class _Text:
+    """The lines of an executable on rows of `size` bits."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.lines = size, list[str]()
+
+    def add(self, operation: str) -> str:
+        """Add an operation; returns the name of its result."""
+        name = f"%{len(self.lines)}"
+        self.lines.append(f"{name} = pphlo.{operation}")
         return name
 
-    def _type(self, rows: int) -> str:
-        return f"tensor<{rows}x{self._size}x!pphlo.secret<i1>>"
+    def type(self, rows: int) -> str:
+        """The type of so many rows."""
+        return f"tensor<{rows}x{self.size}x!pphlo.secret<i1>>"
+
+    def row(self, rows: str, at: int, count: int) -> str:
+        """One of the rows of a value."""
+        if count == 1:
+            return rows
+        return self.add(f"slice {rows} [{at}:1:{at + 1}, 0:1:{self.size}] : ({self.type(count)}) -> {self.type(1)}")
+
+    def joined(self, rows: list[str]) -> str:
+        """Rows as one value."""
+        if len(rows) == 1:
+            return rows[0]
+        types = ", ".join([self.type(1)] * len(rows))
+        return self.add(f"concatenate {', '.join(rows)} dim = 0 : ({types}) -> {self.type(len(rows))}")

@@ -25,6 +25,7 @@ from aero_compile.runtime.offline.selections import (
 )
 from aero_compile.runtime.offline.sign_masks import bill_sign_masks, make_sign_masks
 from aero_compile.runtime.online.correlations import AND, LIFT, SELECTION, TRUNCATION
+from aero_compile.runtime.online.sign_layout import SignLayout
 from aero_compile.runtime.program_parts import ProgramContent
 
 if TYPE_CHECKING:
@@ -59,11 +60,11 @@ def kind_of(name: str) -> Kind:
     """Return the kind of this name."""
     if name in _KINDS:
         return _KINDS[name]
-    bits = int(name.removeprefix("sign "))
+    layout = SignLayout.named(name)
     return Kind(
-        lambda side, runtime, count: make_sign_masks(side, bits, count),
-        lambda session, count: bill_sign_masks(session, bits, count),
-        2**16,
+        lambda side, runtime, count: make_sign_masks(side, layout, count),
+        lambda session, count: bill_sign_masks(session, layout, count),
+        2**15,
     )
 
 
@@ -78,6 +79,12 @@ def correlation_groups(program: ProgramContent, runs: int = 1) -> list[tuple[str
             ((at, runs * each[name]) for at, each in taken.items() if name in each), kind_of(name).most
         )
     ]
+
+
+def set_up_kinds(program: ProgramContent) -> list[str]:
+    """The kinds that a set-up makes some of: of those that take the same stores one."""
+    names = {name for taken in program.correlations.values() for name in taken}
+    return sorted({AND if name.startswith("sign ") else name for name in names})
 
 
 def make_correlations(side: Side, runtime: Any, name: str, count: int) -> Arrays:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from aero_compile.runtime.kernels.values import SHARED
 from aero_compile.runtime.kernels.words import Words, as_bits, read_words, with_words
-from aero_compile.runtime.offline.bit_circuit import BitCircuit
+from aero_compile.runtime.offline.bit_circuit import BitCircuit, Wire
 
 if TYPE_CHECKING:
     from aero_compile.runtime.costs.session import Session
@@ -37,14 +37,16 @@ _PRODUCT = "    %3 = pphlo.multiply %arg0, %arg1 : ({bits}, {numbers}) -> {numbe
 def make_ands(side: Side, runtime: Any, count: int) -> Arrays:
     """Make shares of pairs of bits and of their products: "ands" uint8 [count], bits 0, 1 and 2."""
     rows = np.stack([_bits(count), _bits(count)])
-    code = _and_circuit(count).code(["%2"], side.spu.__version__)
+    circuit, result = _and_circuit(count)
+    code = circuit.code([result], side.spu.__version__)
     product = side.run_small(code, rows.astype(np.uint64), takes_bits=True)
     return {"ands": rows[0] | rows[1] << np.uint8(1) | product.astype(np.uint8) << np.uint8(2)}
 
 
 def bill_ands(session: Session, count: int) -> None:
     """Bill the making of so many."""
-    session.step(len(_and_circuit(count).code(["%2"], "0.0.0")))
+    circuit, result = _and_circuit(count)
+    session.step(len(circuit.code([result], "0.0.0")))
     session.transfer("and", count, second=True)
 
 
@@ -83,10 +85,9 @@ def _bits(count: int) -> npt.NDArray[np.uint8]:
     return np.unpackbits(np.frombuffer(os.urandom(-(-count // 8)), np.uint8), count=count)
 
 
-def _and_circuit(count: int) -> BitCircuit:
+def _and_circuit(count: int) -> tuple[BitCircuit, Wire]:
     circuit = BitCircuit(2, count)
-    circuit.both(*circuit.inputs)
-    return circuit
+    return circuit, circuit.both(*circuit.inputs)
 
 
 def _code(count: int, multiplies: bool, version: str) -> str:

@@ -2,7 +2,7 @@
 
 Each party draws a number; their sum modulo 2^k is r. An adder on the bits of both numbers (one AND a bit) gives shares
 of r's bits, and further ANDs the monomials. SPU computes all of that on shared bits, half a byte an AND in Cheetah, for
-all signs of a program and several runs at once.
+all numbers of a program and several runs at once.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from aero_compile.runtime.offline.bit_circuit import BitCircuit
+from aero_compile.runtime.offline.bit_circuit import BitCircuit, Wire
 from aero_compile.runtime.online.masked_functions import Monomials
-from aero_compile.runtime.online.sign_layout import SignLayout, digit_monomials
+from aero_compile.runtime.online.sign_layout import Join, SignLayout, digit_monomials
 from aero_compile.runtime.roles import SERVER
 
 if TYPE_CHECKING:
@@ -28,24 +28,24 @@ SignMasks = dict[str, npt.NDArray[Any]]
 and "joins" [joins, n], shares of monomials as the bits of uint32; "masks" [variables, n], its shares of the masks."""
 
 
-def bill_sign_masks(session: Session, bits: int, count: int) -> None:
-    """Bill the making of masks for so many signs."""
-    circuit, outputs = _circuit(bits, count)
+def bill_sign_masks(session: Session, layout: SignLayout, count: int) -> None:
+    """Bill the making of masks for so many numbers."""
+    circuit, outputs = _circuit(layout, count)
     session.step(len(circuit.code(list(outputs), "0.0.0")))
-    for _ in range(circuit.gates):
-        session.transfer("and", count, second=True)
+    for rows in circuit.levels:
+        session.transfer("and", rows * count, second=True)
 
 
-def make_sign_masks(side: Side, bits: int, count: int) -> SignMasks:
-    """Make masks for so many signs of numbers modulo 2^`bits`, as one party."""
-    layout = SignLayout(bits)
+def make_sign_masks(side: Side, layout: SignLayout, count: int) -> SignMasks:
+    """Make masks for so many numbers, as one party."""
+    bits, variables = layout.bits, layout.limits * layout.variables
     numbers = np.frombuffer(os.urandom(8 * count), "<u8").astype(np.uint64) & np.uint64((1 << bits) - 1)
-    masks = np.unpackbits(np.frombuffer(os.urandom(-(-layout.variables * count // 8)), np.uint8))
-    masks = masks[: layout.variables * count].reshape(layout.variables, count)
+    masks = np.unpackbits(np.frombuffer(os.urandom(-(-variables * count // 8)), np.uint8))
+    masks = masks[: variables * count].reshape(variables, count)
     own = np.stack([numbers >> np.uint64(bit) & np.uint64(1) for bit in range(bits)])
     nothing = np.zeros_like(own)
     rows = np.concatenate([*((own, nothing) if side.rank == SERVER else (nothing, own)), masks.astype(np.uint64)])
-    circuit, outputs = _circuit(bits, count)
+    circuit, outputs = _circuit(layout, count)
     code = circuit.code(list(outputs), side.spu.__version__)
     shared = side.run_small(code, rows, takes_bits=True, gives_bits=True).reshape(len(outputs), count)
     return {"numbers": numbers, "masks": masks.astype(np.bool_), **_packed(layout, shared, side.rank)}
@@ -63,27 +63,32 @@ def _packed(layout: SignLayout, shared: npt.NDArray[np.uint64], rank: int) -> Si
         return found
 
     digits = np.stack([packed(digit_monomials(len(digit))) for digit in layout.digits])
-    joins = np.stack([packed(join.monomials) for joins in layout.rounds for join in joins])
+    joins = np.stack([packed(join.monomials) for join in _joins(layout)])
     return {"highest": highest, "digits": digits, "joins": joins}
 
 
 @cache
-def _circuit(bits: int, count: int) -> tuple[BitCircuit, tuple[str, ...]]:
+def _circuit(layout: SignLayout, count: int) -> tuple[BitCircuit, tuple[Wire, ...]]:
     """The circuit, and its outputs in the order in which `_packed` reads them."""
-    layout = SignLayout(bits)
-    circuit = BitCircuit(2 * bits + layout.variables, count)
+    bits = layout.bits
+    circuit = BitCircuit(2 * bits + layout.limits * layout.variables, count)
     first, second, masks = circuit.inputs[:bits], circuit.inputs[bits : 2 * bits], circuit.inputs[2 * bits :]
     total = _sum(circuit, first, second)
     outputs = [total[-1]]
     for digit in layout.digits:
         outputs += _products(circuit, digit_monomials(len(digit)), [total[bit] for bit in digit])
-    for join in (join for joins in layout.rounds for join in joins):
+    for join in _joins(layout):
         own, masks = masks[: join.monomials.variables], masks[join.monomials.variables :]
         outputs += _products(circuit, join.monomials, own)
     return circuit, tuple(outputs)
 
 
-def _sum(circuit: BitCircuit, first: list[str], second: list[str]) -> list[str]:
+def _joins(layout: SignLayout) -> list[Join]:
+    """The joins of all rounds, of each for all limits."""
+    return [join for joins in layout.rounds for _ in range(layout.limits) for join in joins]
+
+
+def _sum(circuit: BitCircuit, first: list[Wire], second: list[Wire]) -> list[Wire]:
     """The bits of a sum, without the last carry."""
     found, carry = [circuit.xor(first[0], second[0])], circuit.both(first[0], second[0])
     for at in range(1, len(first)):
@@ -94,7 +99,7 @@ def _sum(circuit: BitCircuit, first: list[str], second: list[str]) -> list[str]:
     return found
 
 
-def _products(circuit: BitCircuit, monomials: Monomials, wires: list[str]) -> list[str]:
+def _products(circuit: BitCircuit, monomials: Monomials, wires: list[Wire]) -> list[Wire]:
     """All monomials but the constant one."""
     made = {frozenset({at}): wire for at, wire in enumerate(wires)}
     for term in monomials.terms:

@@ -1,6 +1,7 @@
 """The sign of a masked secret: which boolean functions of its opened sum and of the mask's bits it is made of.
 
-Both open m = x + r modulo 2^k, and r's bits are shared. The sign of x is the highest bit of m - r: that of m, XOR that
+Both open m = x + r modulo 2^k, and r's bits are shared. The sign of x is the highest bit of m - r, and that of x less a
+public limit is the highest bit of m less the limit, less r, with the same r: that of m, XOR that
 of r, XOR a borrow, which is 1 where the lower bits of m are less than those of r. These are compared by digits of three
 bits: each party has shares of "less" and "equal" of a digit without a message, as sums of monomials of the digit's bits
 (`masked_functions`). Up to four digits are joined by one message of masked bits, then up to four of what is left:
@@ -11,27 +12,17 @@ bits: each party has shares of "less" and "equal" of a digit without a message, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 
 from aero_compile.runtime.online.masked_functions import Monomials, Packed, Term
 
-DIGIT, JOINED = 3, 4
-"""Bits of a digit, and digits that one message joins."""
+DIGIT, MOST_JOINED = 3, 4
+"""Bits of a digit, and most digits that one message joins."""
 
-SMALL = 32
-"""Bits of the smaller ring in which signs are taken."""
-
-
-def wide(fraction_bits: int) -> int:
-    """Bits of the ring that holds the difference of any two results of operators, which are below 2^(61 - 2f)."""
-    return 64 - fraction_bits
-
-
-def sign_masks(bits: int) -> str:
-    """Name of the correlated randomness for signs of numbers modulo 2^`bits`."""
-    return f"sign {bits}"
+NARROWEST, WIDEST = 8, 62
+"""Bits of the rings in which signs are taken."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +65,21 @@ class Join:
 
 @dataclass(frozen=True)
 class SignLayout:
-    """How the sign of a number modulo 2^`bits` is taken."""
+    """How a number modulo 2^`bits` is compared with so many public limits: of each difference the sign."""
 
     bits: int
+    limits: int = 1
+
+    @property
+    def name(self) -> str:
+        """Name of the correlated randomness for it."""
+        return f"sign {self.bits} {self.limits}"
+
+    @classmethod
+    def named(cls, name: str) -> SignLayout:
+        """Return the layout with this name."""
+        bits, limits = map(int, name.removeprefix("sign ").split())
+        return cls(bits, limits)
 
     @cached_property
     def digits(self) -> tuple[tuple[int, ...], ...]:
@@ -85,26 +88,40 @@ class SignLayout:
         return tuple(tuple(low[start : start + DIGIT]) for start in range(0, len(low), DIGIT))
 
     @cached_property
+    def selectors(self) -> tuple[Packed, Packed]:
+        """`digit_selectors` of all digits, uint32 [digits, 2^`DIGIT`] each."""
+        tables = [digit_selectors(len(digit)) for digit in self.digits]
+        less, equal = ([np.resize(each, 2**DIGIT) for each in of_digits] for of_digits in zip(*tables, strict=True))
+        return np.stack(less), np.stack(equal)
+
+    @cached_property
     def rounds(self) -> tuple[tuple[Join, ...], ...]:
-        """The joins of each round; what those of a round give are the digits of the next one."""
-        found, count = list[tuple[Join, ...]](), len(self.digits)
-        while count > 1:
-            starts = range(0, count, JOINED)
-            groups = [tuple(range(start, min(start + JOINED, count))) for start in starts]
-            found.append(tuple(Join(group, at > 0) for at, group in enumerate(groups)))
-            count = len(groups)
-        return tuple(found)
+        """The joins of each round, for one limit; what those of a round give are the digits of the next one.
+
+        As few rounds as there can be, and in these as few ANDs.
+        """
+        chains = [_rounds(len(self.digits), joined) for joined in range(2, MOST_JOINED + 1)]
+        return min(chains, key=lambda rounds: (len(rounds), sum(j.monomials.gates for joins in rounds for j in joins)))
 
     @cached_property
     def variables(self) -> int:
-        """Masks of all rounds."""
+        """Masks of all rounds, for one limit."""
         return sum(join.monomials.variables for joins in self.rounds for join in joins)
 
     @property
     def gates(self) -> int:
-        """How many ANDs of shared bits the offline phase computes for one sign."""
-        joins = sum(join.monomials.gates for each in self.rounds for join in each)
+        """How many ANDs of shared bits the offline phase computes for one number."""
+        joins = self.limits * sum(join.monomials.gates for each in self.rounds for join in each)
         return self.bits - 1 + sum(digit_monomials(len(digit)).gates for digit in self.digits) + joins
+
+
+def _rounds(count: int, joined: int) -> tuple[tuple[Join, ...], ...]:
+    found = list[tuple[Join, ...]]()
+    while count > 1:
+        groups = [tuple(range(start, min(start + joined, count))) for start in range(0, count, joined)]
+        found.append(tuple(Join(group, at > 0) for at, group in enumerate(groups)))
+        count = len(groups)
+    return tuple(found)
 
 
 def digit_monomials(count: int) -> Monomials:
@@ -112,6 +129,7 @@ def digit_monomials(count: int) -> Monomials:
     return Monomials(count, (frozenset(range(count)),))
 
 
+@cache
 def digit_selectors(count: int) -> tuple[Packed, Packed]:
     """For each value M of a digit, uint32 [2^count] each, the monomials of R's bits that make M < R, and M = R."""
     size, terms = 2**count, digit_monomials(count).terms
