@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.runtime.arithmetic.comparison import above, compares_small, maximum
+from aero_compile.runtime.arithmetic.ring import in_two_phases
 from aero_compile.runtime.hosts.network_spec import UNLIMITED, Network
 from aero_compile.runtime.lazy_jax import jnp
 
@@ -33,13 +34,23 @@ each element; round trips; seconds of a call, in the small ring those of a kerne
 SELECTION, CONJUNCTION = (8.1, 1.1e-6, 1.5, 1.7e-3), (0.0, 0.0, 1.0, 1.1e-3)
 """The same of a selection, and of a conjunction of bits."""
 
+PREPARED = (37.0, 1.5e-5, 3.0, 1.5e-3), (20.3, 1.1e-6, 1.0, 8e-4), (0.3, 2e-7, 1.0, 5e-4)
+"""The three in two phases, with what is prepared for them, whose messages are not waited for."""
+
 GATHER_SECONDS = 9.7e-7
 """Of an element that is moved to its place (the same table)."""
 
 
 @cache
-def widths(lengths: tuple[int, ...], groups: int, network: Network, small: bool) -> tuple[int, ...]:
-    """The width of each round for `groups` times rows of these lengths; `small`: comparisons take the 32-bit ring."""
+def widths(
+    lengths: tuple[int, ...], groups: int, network: Network, small: bool, prepared: bool = False
+) -> tuple[int, ...]:
+    """The width of each round for `groups` times rows of these lengths.
+
+    `small`: comparisons take the 32-bit ring. `prepared`: their masks are made before.
+    """
+    unprepared = (SMALL_RING if small else LARGE_RING, SELECTION, CONJUNCTION)
+    comparison, selection, conjunction = PREPARED if prepared else unprepared
 
     def price(count: int, form: tuple[float, float, float, float]) -> float:
         sent, each, rounds, call = form
@@ -52,8 +63,8 @@ def widths(lengths: tuple[int, ...], groups: int, network: Network, small: bool)
         # What is compared; the bits by which entries win, these entries and the last ones; what is summed.
         moved = 2 * compared + (chosen * (width + 1) + groups * int((-(-sizes // width)).sum()) * width) * (width > 2)
         found = moved * GATHER_SECONDS
-        found += price(compared, SMALL_RING if small else LARGE_RING) + price(chosen, SELECTION)
-        return found + _levels(width) * price(0, CONJUNCTION)
+        found += price(compared, comparison) + price(chosen, selection)
+        return found + _levels(width) * price(0, conjunction)
 
     @cache
     def best(joined: int) -> tuple[float, tuple[int, ...]]:
@@ -78,7 +89,7 @@ def _levels(width: int) -> int:
 def row_maximum(packed: Any, lengths: Indices, network: Network = UNLIMITED) -> Any:
     """Maximum of each row of `packed` [G, sum of lengths] → [G, rows], by the rounds that are quickest on `network`."""
     current, sizes = packed, np.asarray(lengths)
-    for width in widths(tuple(sizes.tolist()), packed.shape[0], network, compares_small()):
+    for width in widths(tuple(sizes.tolist()), packed.shape[0], network, compares_small(), in_two_phases()):
         current = _pairs(current, sizes) if width == 2 else _groups(current, sizes, width)
         sizes = -(-sizes // width)
     return current

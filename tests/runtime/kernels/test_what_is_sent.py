@@ -17,6 +17,7 @@ from aero_compile.runtime.kernels.lookup_table import encrypted_table
 from aero_compile.runtime.kernels.negative import Negative
 from aero_compile.runtime.kernels.opened_rows import ScaledRows, SquaredRows
 from aero_compile.runtime.kernels.prepared_product import PreparedProduct
+from aero_compile.runtime.kernels.prepared_sign import PreparedSign
 from aero_compile.runtime.kernels.prepared_squares import PreparedSquares
 from aero_compile.runtime.kernels.registry import KERNELS
 from aero_compile.runtime.kernels.square_terms import SquareTerms
@@ -53,9 +54,10 @@ ALONE: list[tuple[Kernel, tuple[int, ...]]] = [
 
 
 def test_every_kernel_is_here() -> None:
-    """`Negative` sends nothing itself: SPU compares in its second runtime. `CachedProduct` has a test of its own."""
+    """`Negative` sends nothing itself: SPU compares in its second runtime. `CachedProduct` and `PreparedSign` have tests
+    of their own."""
     kinds = {type(kernel) for kernel, _ in (*PREPARED, *ALONE)}
-    kinds |= {CachedProduct, ClientProduct, EncryptedLookup, Negative}
+    kinds |= {CachedProduct, ClientProduct, EncryptedLookup, Negative, PreparedSign}
     assert kinds == set(KERNELS.values())
 
 
