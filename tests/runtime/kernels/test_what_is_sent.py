@@ -54,8 +54,8 @@ ALONE: list[tuple[Kernel, tuple[int, ...]]] = [
 
 
 def test_every_kernel_is_here() -> None:
-    """`Negative` sends nothing itself: SPU compares in its second runtime. `CachedProduct` and `PreparedSign` have tests
-    of their own."""
+    """`Negative` sends nothing itself: SPU compares in its second runtime. `CachedProduct` and `PreparedSign` have
+    tests of their own."""
     kinds = {type(kernel) for kernel, _ in (*PREPARED, *ALONE)}
     kinds |= {CachedProduct, ClientProduct, EncryptedLookup, Negative, PreparedSign}
     assert kinds == set(KERNELS.values())
