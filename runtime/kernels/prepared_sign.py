@@ -17,7 +17,7 @@ from aero_compile.runtime.kernels.kernel import Kernel, Result, Shape
 from aero_compile.runtime.kernels.words import Words
 from aero_compile.runtime.lazy_jax import jnp
 from aero_compile.runtime.online.masked_functions import parity
-from aero_compile.runtime.online.sign_layout import NARROWEST, WIDEST, Join, SignLayout
+from aero_compile.runtime.online.sign_layout import MANY, NARROWEST, WIDEST, Join, SignLayout
 from aero_compile.runtime.roles import SERVER
 
 if TYPE_CHECKING:
@@ -55,10 +55,9 @@ class PreparedSign(Kernel):
     def _holds(self, limit: object) -> bool:
         return type(limit) is float and abs(limit) * 2.0 ** (self.fraction_bits - self.dropped) < 2.0 ** (self.bits - 1)
 
-    @property
-    def layout(self) -> SignLayout:
-        """How it compares."""
-        return SignLayout(self.bits, len(self.limits))
+    def layout(self, elements: int) -> SignLayout:
+        """How it compares so many elements."""
+        return SignLayout(self.bits, len(self.limits), elements >= MANY)
 
     def results(self, *shapes: Shape) -> tuple[Result, ...]:
         if len(shapes) != 1:
@@ -67,10 +66,12 @@ class PreparedSign(Kernel):
 
     def correlations(self, *shapes: Shape) -> dict[str, int]:
         self.results(*shapes)
-        return {self.layout.name: math.prod(shapes[0])}
+        elements = math.prod(shapes[0])
+        return {self.layout(elements).name: elements}
 
     def run(self, side: Side, *shares: Words) -> tuple[Words, ...]:
-        (x,), layout, kept = shares, self.layout, side.prepared
+        (x,), kept = shares, side.prepared
+        layout = self.layout(x.size)
         mine = (x >> np.uint64(self.dropped)) + kept["numbers"]
         kind = np.uint32 if self.bits <= 32 else np.uint64
         opened = self._less_limits(mine + side.exchange(mine.astype(kind)))
@@ -105,7 +106,7 @@ class PreparedSign(Kernel):
         n = math.prod(shapes[0])
         session.kernel(type(self).__name__, *self.work(*shapes))
         session.swap(n * (4.0 if self.bits <= 32 else 8.0))
-        for joins in self.layout.rounds:
+        for joins in self.layout(n).rounds:
             variables = sum(join.monomials.variables for join in joins)
             session.swap(-(-n * len(self.limits) * variables // 8))
 

@@ -1,10 +1,10 @@
 """The sign of a masked secret: which boolean functions of its opened sum and of the mask's bits it is made of.
 
 Both open m = x + r modulo 2^k, and r's bits are shared. The sign of x is the highest bit of m - r, and that of x less a
-public limit is the highest bit of m less the limit, less r, with the same r: that of m, XOR that
-of r, XOR a borrow, which is 1 where the lower bits of m are less than those of r. These are compared by digits of three
-bits: each party has shares of "less" and "equal" of a digit without a message, as sums of monomials of the digit's bits
-(`masked_functions`). Up to four digits are joined by one message of masked bits, then up to four of what is left:
+public limit is the highest bit of m less the limit, less r, with the same r: that of m, XOR that of r, XOR a borrow,
+which is 1 where the lower bits of m are less than those of r. These are compared by digits of two or three bits: each
+party has shares of "less" and "equal" of a digit without a message, as sums of monomials of the digit's bits
+(`masked_functions`). Two to four digits are joined by one message of masked bits, then as many of what is left:
 
     less = l_3 ⊕ e_3·l_2 ⊕ e_3·e_2·l_1 ⊕ e_3·e_2·e_1·l_0,    equal = e_3·e_2·e_1·e_0.
 """
@@ -18,8 +18,13 @@ import numpy as np
 
 from aero_compile.runtime.online.masked_functions import Monomials, Packed, Term
 
-DIGIT, MOST_JOINED = 3, 4
-"""Bits of a digit, and most digits that one message joins."""
+QUICK, LEAN = (3, (2, 3, 4)), (2, (2,))
+"""Bits of a digit, and how many digits one message joins: in few rounds, or with few ANDs in the offline phase."""
+
+LARGEST_DIGIT = 3
+
+MANY = 4096
+"""For so many numbers the ANDs cost more than the rounds: 12 ms for 24 of them, and 0.4 ms a round."""
 
 NARROWEST, WIDEST = 8, 62
 """Bits of the rings in which signs are taken."""
@@ -69,29 +74,32 @@ class SignLayout:
 
     bits: int
     limits: int = 1
+    is_lean: bool = False
 
     @property
     def name(self) -> str:
         """Name of the correlated randomness for it."""
-        return f"sign {self.bits} {self.limits}"
+        return f"sign {self.bits} {self.limits} {'lean' if self.is_lean else 'quick'}"
 
     @classmethod
     def named(cls, name: str) -> SignLayout:
         """Return the layout with this name."""
-        bits, limits = map(int, name.removeprefix("sign ").split())
-        return cls(bits, limits)
+        bits, limits, form = name.removeprefix("sign ").split()
+        return cls(int(bits), int(limits), form == "lean")
 
     @cached_property
     def digits(self) -> tuple[tuple[int, ...], ...]:
         """The bits of each digit, from the lowest."""
-        low = range(self.bits - 1)
-        return tuple(tuple(low[start : start + DIGIT]) for start in range(0, len(low), DIGIT))
+        low, (size, _) = range(self.bits - 1), LEAN if self.is_lean else QUICK
+        return tuple(tuple(low[start : start + size]) for start in range(0, len(low), size))
 
     @cached_property
     def selectors(self) -> tuple[Packed, Packed]:
-        """`digit_selectors` of all digits, uint32 [digits, 2^`DIGIT`] each."""
+        """`digit_selectors` of all digits, uint32 [digits, 2^`LARGEST_DIGIT`] each."""
         tables = [digit_selectors(len(digit)) for digit in self.digits]
-        less, equal = ([np.resize(each, 2**DIGIT) for each in of_digits] for of_digits in zip(*tables, strict=True))
+        less, equal = (
+            [np.resize(each, 2**LARGEST_DIGIT) for each in of_digits] for of_digits in zip(*tables, strict=True)
+        )
         return np.stack(less), np.stack(equal)
 
     @cached_property
@@ -100,7 +108,8 @@ class SignLayout:
 
         As few rounds as there can be, and in these as few ANDs.
         """
-        chains = [_rounds(len(self.digits), joined) for joined in range(2, MOST_JOINED + 1)]
+        _, sizes = LEAN if self.is_lean else QUICK
+        chains = [_rounds(len(self.digits), joined) for joined in sizes]
         return min(chains, key=lambda rounds: (len(rounds), sum(j.monomials.gates for joins in rounds for j in joins)))
 
     @cached_property

@@ -13,6 +13,7 @@ from aero_compile.runtime.costs.session import Session
 from aero_compile.runtime.costs.table import CostTable
 from aero_compile.runtime.kernels.prepared_sign import MOST_LIMITS, PreparedSign
 from aero_compile.runtime.kernels.registry import from_json, to_json
+from aero_compile.runtime.online.sign_layout import MANY as MANY_NUMBERS
 from aero_compile.runtime.online.sign_layout import NARROWEST, WIDEST
 from aero_compile.runtime.roles import CLIENT, SERVER
 from tests.support.budgets import MANY, many
@@ -25,7 +26,7 @@ UNIT = 2.0**-18
 def compared(kernel: PreparedSign, x: Any, draw: np.random.Generator) -> tuple[Any, Pair]:
     """The bits [limits, n] for whole numbers x of units."""
     shares = split(x.astype(np.uint64), draw)
-    masks = drawn_masks(kernel.layout, x.size, draw)
+    masks = drawn_masks(kernel.layout(x.size), x.size, draw)
     found, pair = run_both(kernel, ([shares[SERVER]], [shares[CLIENT]]), masks)
     bits = found[SERVER][0] ^ found[CLIENT][0]
     return bits.astype(np.bool_).reshape(len(kernel.limits), -1), pair
@@ -36,7 +37,13 @@ def compared(kernel: PreparedSign, x: Any, draw: np.random.Generator) -> tuple[A
 def test_the_sign_of_every_number_that_the_ring_holds(bits: int, seed: int) -> None:
     draw = np.random.default_rng(seed)
     end = 1 << (bits - 1)
-    x = np.concatenate([draw.integers(-end, end, 50), draw.integers(-3, 4, 20), [0, 1, -1, end - 1, -end]])
+    x = np.concatenate(
+        [
+            draw.integers(-end, end, MANY_NUMBERS if seed % 10 == 0 else 50),
+            draw.integers(-3, 4, 20),
+            [0, 1, -1, end - 1, -end],
+        ]
+    )
     found, pair = compared(PreparedSign(bits, 0, 18), x, draw)
     np.testing.assert_array_equal(found[0], x < 0)
     session = Session(CostTable.load())

@@ -24,7 +24,7 @@ from tests.support.sign_masks import monomial_bits
 spu = pytest.importorskip("spu")
 
 COUNT = 300
-LAYOUTS = (SignLayout(13), SignLayout(28, 3), SignLayout(32), SignLayout(42, 11))
+LAYOUTS = (SignLayout(13), SignLayout(28, 3), SignLayout(32, 1, True), SignLayout(42, 11))
 
 
 def made(protocol: str, names: list[str], count: int = COUNT) -> dict[str, list[dict[str, Any]]]:

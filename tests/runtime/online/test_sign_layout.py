@@ -11,6 +11,8 @@ from aero_compile.runtime.online.masked_functions import MOST, parity
 from aero_compile.runtime.online.sign_layout import WIDEST, SignLayout, digit_monomials, digit_selectors
 from tests.support.sign_masks import monomial_bits
 
+LAYOUTS = [SignLayout(bits, 1, is_lean) for bits in (13, 26, 32, 42, 46) for is_lean in (False, True)]
+
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_digits_are_compared_for_all_values(count: int) -> None:
@@ -23,7 +25,7 @@ def test_digits_are_compared_for_all_values(count: int) -> None:
 
 
 def test_joins_are_right_for_all_opened_bits_and_masks() -> None:
-    for join in {join for bits in (13, 26, 32, 42, 46) for joins in SignLayout(bits).rounds for join in joins}:
+    for join in {join for layout in LAYOUTS for joins in layout.rounds for join in joins}:
         count = join.monomials.variables
         assert len(join.monomials.terms) <= MOST
         masks = np.array(list(product([0, 1], repeat=count)), np.uint32).T
@@ -47,13 +49,19 @@ def test_joins_are_right_for_all_opened_bits_and_masks() -> None:
 
 
 def test_rounds_end_in_one_digit() -> None:
-    for bits in range(8, WIDEST + 1):
-        layout = SignLayout(bits)
+    for layout in (SignLayout(bits, 3, is_lean) for bits in range(8, WIDEST + 1) for is_lean in (False, True)):
         digits = [bit for digit in layout.digits for bit in digit]
-        assert digits == list(range(bits - 1))
+        assert digits == list(range(layout.bits - 1))
         count = len(layout.digits)
         for joins in layout.rounds:
             assert [digit for join in joins for digit in join.digits] == list(range(count))
             count = len(joins)
         assert count == 1
-        assert SignLayout.named(SignLayout(bits, 3).name) == SignLayout(bits, 3)
+        assert SignLayout.named(layout.name) == layout
+
+
+def test_a_lean_layout_has_fewer_ands_and_more_rounds() -> None:
+    for bits in (28, 32, 46):
+        quick, lean = SignLayout(bits), SignLayout(bits, 1, True)
+        assert lean.gates < 0.75 * quick.gates
+        assert len(lean.rounds) > len(quick.rounds)
