@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the measuring pr
 
 from aero_compile.runtime.costs.session import TILE
 from aero_compile.runtime.kernels.side import Side
-from benchmarks.lib.calibrate_kernels import batch_records, kernel_records
+from benchmarks.lib.calibrate_kernels import batch_records, kernel_records, share_records
 
 SHARED, SERVERS = None, 0
 PROTOCOL, FIELD, FRACTION_BITS = "cheetah", 64, 18
@@ -250,7 +250,8 @@ def _party(rank: int, addresses: list[str], quick: bool, only: frozenset[str] | 
             def inside() -> float:
                 return sum(row["seconds"] for row in profiles(log.read())["MPC"].values())
 
-            for record in chain(kernel_records(side, ios[0], runtimes[0], share, inside), batch_records(side)):
+            kernels = kernel_records(side, ios[0], runtimes[0], share, inside)
+            for record in chain(kernels, batch_records(side), share_records(side)):
                 if rank == 0:
                     out.send(record)
         if rank == 0:

@@ -14,6 +14,7 @@ from aero_compile.runtime.costs.session import MUTUAL, OPEN, TILE, TRANSFER
 from aero_compile.runtime.costs.table import CostTable, Kernel
 from aero_compile.runtime.kernels.registry import CALIBRATED
 from aero_compile.runtime.offline.choice import BATCHED
+from aero_compile.runtime.online.bill import EXCHANGE, STEP
 from benchmarks.lib.calibrate_cases import KERNELS, MOVED
 
 Record = dict[str, Any]
@@ -341,7 +342,7 @@ def _local(records: Sequence[Record]) -> dict[str, float]:
 def _share_kernels(records: Sequence[Record]) -> dict[str, tuple[float, float, float]]:
     """Fit the seconds of each kernel's calls to its work; the median of each size counts, relative errors too."""
     found = {}
-    for name in (*CALIBRATED, BATCHED):
+    for name in (*CALIBRATED, BATCHED, STEP, EXCHANGE):
         rows, seconds = [], []
         for size in sorted({tuple(record["n"]) for record in _of(records, name)}):
             runs = [record["seconds"] for record in _of(records, name) if tuple(record["n"]) == size]

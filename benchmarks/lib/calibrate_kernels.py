@@ -26,6 +26,7 @@ from aero_compile.runtime.kernels.lookup_table import degree_for
 from aero_compile.runtime.kernels.negative import Negative
 from aero_compile.runtime.kernels.opened_rows import ScaledRows, SquaredRows
 from aero_compile.runtime.kernels.prepared_product import PreparedProduct
+from aero_compile.runtime.kernels.prepared_sign import PreparedSign
 from aero_compile.runtime.kernels.prepared_squares import PreparedSquares
 from aero_compile.runtime.kernels.ring_encryption import SEED_WORDS
 from aero_compile.runtime.kernels.run import run_kernel
@@ -35,9 +36,12 @@ from aero_compile.runtime.kernels.triple_elements import BatchedElements, Triple
 from aero_compile.runtime.kernels.triple_product import TripleProduct
 from aero_compile.runtime.kernels.values import Values
 from aero_compile.runtime.kernels.whole_numbers import WholeNumbers
-from aero_compile.runtime.kernels.words import Words, read_words
+from aero_compile.runtime.kernels.words import read_words
 from aero_compile.runtime.offline.batch import Batches, Matrix
 from aero_compile.runtime.offline.choice import BATCHED
+from aero_compile.runtime.online.bill import EXCHANGE, STEP
+from aero_compile.runtime.online.interpreter import run_on_shares
+from aero_compile.runtime.online.plan import plan_of
 from aero_compile.runtime.program_parts import KernelStep
 from aero_compile.runtime.roles import CLIENT, SERVER
 
@@ -67,6 +71,8 @@ def kernel_cases() -> Iterator[KernelCase]:
         yield KernelCase(BatchedElements(False), ((size, 1), (size,)))
         yield KernelCase(PreparedSquares(), ((size,),))
         yield KernelCase(WholeNumbers(18), ((size,),))
+    for size, limits in ((1, 1), (1, 11), (1536, 3), (2**15, 1)):
+        yield KernelCase(PreparedSign(32, 0, 18, (0.0,) * limits), ((size,),))
     for rows in (1, 128):
         yield KernelCase(SquareTerms(768, 18), ((rows, 768),))
         yield KernelCase(TripleElements(False, 768), ((rows, 768), (rows,)))
@@ -134,7 +140,36 @@ def batch_records(side: Side) -> Iterator[dict[str, Any]]:
                 yield {"name": BATCHED, "n": matrix.work, "run": run, "seconds": time.perf_counter() - begun}
 
 
-def _prepared(kernel: Kernel, shapes: tuple[Shape, ...], rank: int, draw: Any) -> Mapping[str, Words]:
+def share_records(side: Side) -> Iterator[dict[str, Any]]:
+    """Run steps on shares; yields records of additions, and of what a truncation takes besides its product."""
+    for size in (1, 1536, 2**17):
+        values = np.zeros(size, np.uint64)
+        prepared = {"bit products": np.zeros(size, np.uint32)}
+        for run in range(REPEATS):
+            seconds = []
+            for factor in (2.0, 1.7):  # a whole number is not truncated
+                plan = plan_of(_code(size, factor), WEIGHT_BITS)
+                assert plan is not None
+                side.link.barrier()
+                begun = time.perf_counter()
+                run_on_shares(side, plan, [values], prepared, WEIGHT_BITS)
+                seconds.append(time.perf_counter() - begun)
+            yield {"name": STEP, "n": (2 * size, 0), "run": run, "seconds": seconds[0]}
+            yield {"name": EXCHANGE, "n": (size, 0), "run": run, "seconds": max(1e-6, seconds[1] - seconds[0])}
+
+
+def _code(size: int, factor: float) -> str:
+    secret, public = f"tensor<{size}x!pphlo.secret<f32>>", f"tensor<{size}xf32>"
+    return (
+        f"func.func @main(%arg0: {secret}) -> {secret} {{\n"
+        f"%0 = pphlo.constant dense<{factor}> : {public}\n"
+        f"%1 = pphlo.multiply %arg0, %0 : ({secret}, {public}) -> {secret}\n"
+        f"%2 = pphlo.add %1, %arg0 : {secret}\n"
+        f"return %2 : {secret}\n"
+    )
+
+
+def _prepared(kernel: Kernel, shapes: tuple[Shape, ...], rank: int, draw: Any) -> Mapping[str, Any]:
     if isinstance(kernel, EncryptedLookup):
         degree = degree_for(shapes[1][1])
         held = {"rows": shapes[1], "seed": (SEED_WORDS,), "public": (degree,), "secret": (degree,)}
@@ -145,6 +180,14 @@ def _prepared(kernel: Kernel, shapes: tuple[Shape, ...], rank: int, draw: Any) -
         words = {name: draw.integers(2**64, size=size, dtype=np.uint64) for name, size in held.items()}
         ternary = draw.integers(-1, 2, size=held["secret"]).view(np.uint64)
         return {**words, "seed": np.zeros(held["seed"], np.uint64), "secret": ternary}  # parts a are hashed once
+    if isinstance(kernel, PreparedSign):
+        count = math.prod(shapes[0])
+        layout = kernel.layout(count)
+        rows = {"digits": len(layout.digits), "joins": layout.limits * sum(map(len, layout.rounds))}
+        parts = {name: np.zeros((size, count), np.uint32) for name, size in rows.items()}
+        bits = {"highest": (count,), "masks": (layout.limits * layout.variables, count)}
+        parts |= {name: np.zeros(shape, np.bool_) for name, shape in bits.items()}
+        return {**parts, "numbers": np.zeros(count, np.uint64)}
     triples, plan = kernel.triples(*shapes), kernel.preparation(*shapes)
     size = triples.size if triples else math.prod(plan.gives) if plan else 0
     randoms = triples.randoms if triples else plan.randoms if plan else ()
