@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,7 @@ class SharePlan:
         return found
 
 
+@lru_cache(maxsize=4096)  # the layers of a model, and its programs, have most codes in common
 def plan_of(code: str, fraction_bits: int) -> SharePlan | None:
     """Return how a code is computed on shares; None if it has an operation or a constant for which SPU is needed.
 
