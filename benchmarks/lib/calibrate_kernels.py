@@ -185,9 +185,8 @@ def _prepared(kernel: Kernel, shapes: tuple[Shape, ...], rank: int, draw: Any) -
         layout = kernel.layout(count)
         rows = {"digits": len(layout.digits), "joins": layout.limits * sum(map(len, layout.rounds))}
         parts = {name: np.zeros((size, count), np.uint32) for name, size in rows.items()}
-        bits = {"highest": (count,), "masks": (layout.limits * layout.variables, count)}
-        parts |= {name: np.zeros(shape, np.bool_) for name, shape in bits.items()}
-        return {**parts, "numbers": np.zeros(count, np.uint64)}
+        masks = np.zeros((-(-layout.limits * layout.variables // 8), count), np.uint8)
+        return {**parts, "masks": masks, "highest": np.zeros(count, np.bool_), "numbers": np.zeros(count, np.uint64)}
     triples, plan = kernel.triples(*shapes), kernel.preparation(*shapes)
     size = triples.size if triples else math.prod(plan.gives) if plan else 0
     randoms = triples.randoms if triples else plan.randoms if plan else ()

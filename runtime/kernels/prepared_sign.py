@@ -76,7 +76,9 @@ class PreparedSign(Kernel):
         kind = np.uint32 if self.bits <= 32 else np.uint64
         opened = self._less_limits(mine + side.exchange(mine.astype(kind)))
         less, equal = _compared(layout, opened, kept["digits"])
-        masks, monomials = kept["masks"], kept["joins"]
+        packed: npt.NDArray[Any] = kept["masks"]
+        masks = np.unpackbits(packed, axis=0, count=layout.limits * layout.variables).astype(np.bool_)
+        monomials = kept["joins"]
         for joins in layout.rounds:
             less, equal = _joined(side, joins, less, equal, masks, monomials)
             used = sum(join.monomials.variables for join in joins) * len(self.limits)
@@ -118,7 +120,7 @@ def _compared(layout: SignLayout, opened: Words, digits: npt.NDArray[Any]) -> tu
     sizes = np.array([2 ** len(digit) - 1 for digit in layout.digits], np.uint64)[:, None]
     values = (opened[:, None] >> places & sizes).astype(np.int64)
     rows = np.arange(len(places))[:, None]
-    less, equal = (parity(digits & table[rows, values]) for table in layout.selectors)
+    less, equal = (parity(digits.astype(np.uint32) & table[rows, values]) for table in layout.selectors)
     return less, equal
 
 

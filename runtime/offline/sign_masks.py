@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from aero_compile.runtime.kernels.side import Side
 
 SignMasks = dict[str, npt.NDArray[Any]]
-"""What a party holds: "numbers" [n], its part of r; "highest" [n], its share of r's highest bit; "digits" [digits, n]
-and "joins" [joins, n], shares of monomials as the bits of uint32; "masks" [variables, n], its shares of the masks."""
+"""What a party holds: "numbers" [n], its part of r; "highest" [n], its share of r's highest bit; "digits" uint8
+[digits, n] and "joins" uint32 [joins, n], shares of monomials as bits; "masks" uint8 [variables / 8, n], its shares of
+the masks as bits."""
 
 
 def bill_sign_masks(session: Session, layout: SignLayout, count: int) -> None:
@@ -48,7 +49,7 @@ def make_sign_masks(side: Side, layout: SignLayout, count: int) -> SignMasks:
     circuit, outputs = _circuit(layout, count)
     code = circuit.code(list(outputs), side.spu.__version__)
     shared = side.run_small(code, rows, takes_bits=True, gives_bits=True).reshape(len(outputs), count)
-    return {"numbers": numbers, "masks": masks.astype(np.bool_), **_packed(layout, shared, side.rank)}
+    return {"numbers": numbers, "masks": np.packbits(masks, axis=0), **_packed(layout, shared, side.rank)}
 
 
 def _packed(layout: SignLayout, shared: npt.NDArray[np.uint64], rank: int) -> SignMasks:
@@ -62,7 +63,7 @@ def _packed(layout: SignLayout, shared: npt.NDArray[np.uint64], rank: int) -> Si
             found |= next(rows) << np.uint32(place)
         return found
 
-    digits = np.stack([packed(digit_monomials(len(digit))) for digit in layout.digits])
+    digits = np.stack([packed(digit_monomials(len(digit))).astype(np.uint8) for digit in layout.digits])
     joins = np.stack([packed(join.monomials) for join in _joins(layout)])
     return {"highest": highest, "digits": digits, "joins": joins}
 

@@ -31,7 +31,12 @@ def drawn_masks(layout: SignLayout, count: int, draw: np.random.Generator) -> tu
     theirs["highest"] &= 1
     held = ({name: array ^ theirs[name] for name, array in whole.items()}, theirs)
     first, second = (
-        {**parts, "highest": parts["highest"].astype(np.bool_), "numbers": numbers[rank], "masks": masks[rank]}
+        {
+            **parts,
+            "highest": parts["highest"].astype(np.bool_),
+            "numbers": numbers[rank],
+            "masks": np.packbits(masks[rank], axis=0),
+        }
         for rank, parts in enumerate(held)
     )
     return first, second

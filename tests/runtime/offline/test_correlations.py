@@ -67,7 +67,8 @@ def test_masks_for_signs(protocol: str) -> None:
         for digit, packed in zip(layout.digits, mine["digits"] ^ theirs["digits"], strict=True):
             expected = monomial_bits(digit_monomials(len(digit)), [bits[bit] for bit in digit])
             np.testing.assert_array_equal(packed, expected)
-        masks = iter((mine["masks"] ^ theirs["masks"]).astype(np.uint32))
+        count = layout.limits * layout.variables
+        masks = iter(np.unpackbits(mine["masks"] ^ theirs["masks"], axis=0, count=count).astype(np.uint32))
         joins = [join for joins in layout.rounds for _ in range(layout.limits) for join in joins]
         for join, packed in zip(joins, mine["joins"] ^ theirs["joins"], strict=True):
             rows = [next(masks) for _ in range(join.monomials.variables)]
@@ -80,9 +81,7 @@ def test_what_a_party_holds_is_uniform_by_itself() -> None:
     for name, parties in made("cheetah", [SignLayout(28, 2).name, SELECTION], 4000).items():
         for held in parties:
             for key, array in held.items():
-                ones = (
-                    array if key in ("highest", "masks", "selection bits") else parity((array >> 1).astype(np.uint32))
-                )
+                ones = array if key in ("highest", "selection bits") else parity((array >> 1).astype(np.uint32))
                 assert abs(float(np.mean(ones)) - 0.5) < 0.05, (name, key)
 
 
