@@ -85,6 +85,18 @@ def _opened_product(content: Content) -> None:
     content["codes"][key] = code.replace(f"-> tensor<{count}x!pphlo.secret<i32>> {{", f"-> tensor<{count}xi32> {{", 1)
 
 
+def _on_shares(content: Content) -> Content:
+    """A step on shares that adds two secrets."""
+    steps = [step for step in content["steps"] if step.get("on_shares")]
+    found: Content = next(step for step in steps if "pphlo.add" in content["codes"][step["code"]])
+    return found
+
+
+def _of_spu(content: Content) -> None:
+    code = _on_shares(content)["code"]
+    content["codes"][code] = content["codes"][code].replace("pphlo.add", "pphlo.maximum")
+
+
 ROWS = {"kernel": "ScaledRows", "width": 8, "by_matrices": False}
 
 CHANGED: dict[str, tuple[Callable[[Content], None], str]] = {
@@ -97,6 +109,12 @@ CHANGED: dict[str, tuple[Callable[[Content], None], str]] = {
     "other rows": (
         _in("SquaredRows", kernel={**ROWS, "kernel": "SquaredRows", "width": 7}),
         "takes rows",
+    ),
+    "shares compute what needs SPU": (_of_spu, "for which SPU is needed"),
+    "a mark that is not one": (lambda content: _on_shares(content).update(on_shares=1), "does not say whether"),
+    "limits that no ring holds": (
+        lambda content: _step(content, "PreparedSign")["kernel"].update(limits=[2.0**40]),
+        "that its ring holds",
     ),
     "an option too few": (_in("ScaledRows", kernel={"kernel": "ScaledRows", "width": 8}), "there is no kernel"),
     "an option of another type": (
