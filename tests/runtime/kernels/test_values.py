@@ -62,6 +62,8 @@ def test_a_name_is_given_to_another_value() -> None:
 def test_what_both_know_has_no_share_of_its_own() -> None:
     found, _ = values()
     found.put_public("p", np.array([0.25], np.float32))
-    np.testing.assert_array_equal(found.public("p"), [0.25])
+    public = found.public("p")
+    assert public is not None
+    np.testing.assert_array_equal(public, [0.25])
     assert found.public("unknown") is None
     found.hand_over(["p"])
