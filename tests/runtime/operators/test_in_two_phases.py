@@ -108,7 +108,7 @@ def test_nothing_of_two_secrets_is_multiplied_by_spu(name: str) -> None:
 def test_a_norm_opens_its_rows_once() -> None:
     kernels = _kernels(_program(cases.ALL["layer_norm_bare"].build(dtype=torch.float32)))
     assert kernels[SquaredRows] == kernels[ScaledRows] == 1
-    assert not kernels[PreparedSquares]
+    assert kernels[PreparedSquares] == 3, "those of the inverse root alone"
 
 
 def test_in_one_phase_there_is_none_of_it() -> None:
