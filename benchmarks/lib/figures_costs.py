@@ -7,6 +7,13 @@ from typing import Any
 from aero_compile.reporting import paper as beside
 from aero_compile.reporting import report
 from aero_compile.reporting.report import Row
+from aero_compile.runtime.costs.session import Session
+from aero_compile.runtime.costs.table import CostTable
+from aero_compile.runtime.kernels.prepared_sign import PreparedSign
+from aero_compile.runtime.offline.correlations import bill_correlations
+from aero_compile.runtime.online.bill import sent_bytes
+from aero_compile.runtime.online.correlations import AND, LIFT, SELECTION, TRUNCATION
+from aero_compile.runtime.online.sign_layout import MANY
 from aero_compile.units import human_bytes
 from benchmarks.lib.figures_raw import megabytes, raw, rows_of, table, the_row
 from benchmarks.pass_bytes import Stage
@@ -21,6 +28,28 @@ def demo() -> str:
     head, lines = report.cells(rows_of("demo"))
     kept = [i for i, name in enumerate(head) if name != "seconds"]
     return table([head[i] for i in kept], [[line[i] for i in kept] for line in lines], left=2)
+
+
+def on_shares() -> str:
+    """Bytes of an element in the online phase without SPU, by the cost model, where there are many."""
+    few, many = MANY // 2, 2**16
+    kinds = {"truncation": TRUNCATION, "AND of two secret bits": AND, "secret bit as a number": LIFT}
+    kinds["secret bit times a number"] = SELECTION
+    lines = [[what, _offline(kind, many), f"{2 * sent_bytes(kind, many) / many:.2f}"] for what, kind in kinds.items()]
+    sign = PreparedSign(32, 0, 18)
+    for what, count in ((f"x < limit, fewer than {MANY:,}", few), (f"x < limit, {MANY:,} and more", many)):
+        session = Session(CostTable.load())
+        sign.bill(session, (count,))
+        sent = session.bill().bytes / count
+        lines.append([what, _offline(sign.layout(count).name, count), f"{sent:.2f}"])
+    return table(["operation", "bytes offline", "bytes with the tokens, both ways"], lines)
+
+
+def _offline(kind: str, count: int) -> str:
+    """Bytes of an element, without what fills stores of oblivious transfers again."""
+    session = Session(CostTable.load(), stored=2**40)
+    bill_correlations(session, kind, count)
+    return f"{session.bill().bytes / count:.1f}"
 
 
 def paper_rows() -> list[Row]:

@@ -42,6 +42,7 @@ SOURCES: Mapping[str, Source] = {
     "offline": Made(costs.offline),
     "offline-before": Made(costs.offline_before),
     "prepared": Made(costs.prepared),
+    "on-shares": Made(costs.on_shares),
     "products": Made(costs.products),
     "lookup": Made(costs.lookup),
     "rounds": Made(costs.rounds),

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from aero_compile.errors import InputError
 from aero_compile.runtime.arithmetic.coefficients import ACTIVATIONS
-from aero_compile.runtime.arithmetic.comparison import COMPARISON_BYTES, SELECT_BYTES, above, compare
+from aero_compile.runtime.arithmetic.comparison import COMPARISON_BYTES, SELECT_BYTES, above, at_least
 from aero_compile.runtime.arithmetic.constants import scale
 from aero_compile.runtime.arithmetic.exponential import Power, cheapest_exponential, choose_power
 from aero_compile.runtime.arithmetic.logarithm import LOGARITHMS
@@ -141,17 +141,17 @@ def _parts(name: str, x: Any, tolerance: float, rate: float) -> tuple[Any, Any, 
     import jax.numpy as jnp
 
     limit, chain = ACTIVATIONS[name, squares_for(name, tolerance)]
-    two_phases = in_two_phases()
-    end = limit / rate
-    positive, *others = compare(x, [0.0, end, -end] if two_phases else [0.0], coarse=True)
+    if in_two_phases():  # with both ends at once, which exclude each other: XOR needs no message
+        bits = at_least(x, np.array([0.0, limit / rate, -limit / rate]))
+        positive, outside = bits[0], jnp.logical_xor(bits[1], jnp.logical_not(bits[2]))
+    else:
+        positive, outside = above(x, 0.0), None
     rectified = jnp.where(positive, x, 0.0)  # relu(x) and |x| from one bit
     size = scale(rectified + rectified - x, rate)
     left, *right = chain.outputs(size)
     if right:  # before the limit is looked at: one choice by its bit
         left = left + jnp.where(positive, right[0] - left, 0.0)
-    # Beyond an end on either side, which exclude each other: XOR needs no message.
-    outside = jnp.logical_xor(others[0], jnp.logical_not(others[1])) if two_phases else above(size, limit)
-    return positive, rectified, jnp.where(outside, 0.0, left)
+    return positive, rectified, jnp.where(above(size, limit) if outside is None else outside, 0.0, left)
 
 
 def squares_for(name: str, tolerance: float) -> int:

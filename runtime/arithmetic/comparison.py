@@ -7,7 +7,7 @@ An operator compares by the functions here. Which operators may use the small ri
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -53,14 +53,15 @@ COARSE = 14
 """Fraction bits that a comparison looks at where it need not be exact: fewer bits are fewer ANDs offline."""
 
 
-def below(x: Any, limit: Any, bounded: bool = False) -> Any:
+def below(x: Any, limit: Any, bounded: bool = False, coarse: bool = False) -> Any:
     """x < `limit` for a JAX array of floats and another or a number; bits of the shape that they broadcast to.
 
-    `bounded`: whatever the operator's arguments are, |x - limit| is far below `SMALL_RING_HOLDS`.
+    `bounded`: whatever the operator's arguments are, |x - limit| is far below `SMALL_RING_HOLDS`. `coarse`: bits may be
+    wrong where x is within 2^-`COARSE` of the limit.
     """
     small = _SMALL.get() >= (_BOUNDED if bounded else _ALL)
     if in_two_phases():
-        (bits,) = call_kernel(_sign(small, 0, (0.0,)), x - limit)
+        (bits,) = call_kernel(_sign(small, coarse, (0.0,)), x - limit)
         return bits[0]
     if small:
         (bit,) = call_kernel(Negative(), x - limit)
@@ -68,37 +69,24 @@ def below(x: Any, limit: Any, bounded: bool = False) -> Any:
     return x < limit
 
 
-def compare(x: Any, limits: Sequence[float], bounded: bool = False, coarse: bool = False) -> list[Any]:
-    """Which elements of a JAX array of floats are at least as large as each of some public limits: bits of its shape.
+def at_least(x: Any, limits: npt.NDArray[np.float64], bounded: bool = False) -> Any:
+    """Which elements of a JAX array of floats reach each of several public limits: bits [limits, …], coarse ones.
 
-    `bounded`: as for `below`. `coarse`: bits may be wrong where x is within 2^-`COARSE` of a limit. In two phases the
-    limits together cost little more than one of them.
+    `bounded`: as for `below`. In two phases the limits together cost little more than one of them.
     """
-    if not in_two_phases():
-        return [jnp().logical_not(below(x, limit, bounded)) for limit in limits]
-    return list(_at_least(x, limits, bounded, coarse))
-
-
-def compare_all(x: Any, limits: npt.NDArray[np.float64], bounded: bool) -> Any:
-    """The bits of `compare` for several limits, coarse ones, as one array [limits, …]."""
     if in_two_phases():
-        return _at_least(x, limits, bounded, coarse=True)
+        small = _SMALL.get() >= (_BOUNDED if bounded else _ALL)
+        (found,) = call_kernel(_sign(small, True, tuple(map(float, limits))), x)
+        return jnp().logical_not(found)
     columns = limits.reshape((-1, *(1,) * x.ndim))
     return above(jnp().broadcast_to(x, (len(columns), *x.shape)), columns, bounded)
 
 
-def _at_least(x: Any, limits: Iterable[float], bounded: bool, coarse: bool) -> Any:
-    bits = fraction_bits()
-    small = _SMALL.get() >= (_BOUNDED if bounded else _ALL)
-    dropped = max(0, bits - COARSE) if coarse and bits is not None else 0
-    (found,) = call_kernel(_sign(small, dropped, tuple(map(float, limits))), x)
-    return jnp().logical_not(found)
-
-
-def _sign(small: bool, dropped: int, limits: tuple[float, ...]) -> PreparedSign:
+def _sign(small: bool, coarse: bool, limits: tuple[float, ...]) -> PreparedSign:
     """The kernel in the narrowest ring that holds what is compared."""
     bits = fraction_bits()
     assert bits is not None
+    dropped = max(0, bits - COARSE) if coarse else 0
     whole = SMALL_RING_HOLDS if small else 2.0 ** (63 - 2 * bits)  # results of operators are below a fourth of it
     return PreparedSign(bits - dropped + int(math.log2(whole)) + 1, dropped, bits, limits)
 

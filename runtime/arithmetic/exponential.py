@@ -14,7 +14,7 @@ from typing import Any
 
 from aero_compile.errors import InputError
 from aero_compile.runtime.arithmetic.coefficients import EXPONENTIALS
-from aero_compile.runtime.arithmetic.comparison import COMPARISON_BYTES, SELECT_BYTES, compare
+from aero_compile.runtime.arithmetic.comparison import COMPARISON_BYTES, SELECT_BYTES, below
 from aero_compile.runtime.arithmetic.one_product import OneProduct
 from aero_compile.runtime.arithmetic.squares import SQUARE_BYTES, Squares, square
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT
@@ -110,7 +110,7 @@ class Exponential:
         import jax.numpy as jnp
 
         value = self.chain(x)
-        return jnp.where(compare(x, [-self.reach], coarse=True)[0], value, 0.0) if self.clamped else value
+        return jnp.where(below(x, -self.reach, coarse=True), 0.0, value) if self.clamped else value
 
 
 SAFE = Exponential(5, 16.0, clamped=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from aero_compile.runtime.arithmetic.comparison import COMPARISON_BYTES, SELECT_BYTES, compare
+from aero_compile.runtime.arithmetic.comparison import COMPARISON_BYTES, SELECT_BYTES, below
 from aero_compile.runtime.arithmetic.filling import by_parts, owned_parts
 from aero_compile.runtime.arithmetic.ring import in_two_phases
 from aero_compile.runtime.arithmetic.two_phases import product_of_owned
@@ -76,7 +76,7 @@ class OneProduct:
 
         parts = [x.size, 0] if in_two_phases() else owned_parts(x.size)
         value = by_parts([x], parts, [self._owned] * (len(parts) - 1) + [self._shared])
-        return jnp.where(compare(x, [-self.reach], coarse=True)[0], value, 0.0) if self.clamped else value
+        return jnp.where(below(x, -self.reach, coarse=True), 0.0, value) if self.clamped else value
 
     def _kernel(self, owned: bool) -> ExponentialFactors:
         return ExponentialFactors(self.bits, self.mantissa, owned)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from aero_compile.runtime.arithmetic.coefficients import RECIPROCAL
-from aero_compile.runtime.arithmetic.comparison import SMALL_RING_HOLDS, compare_all
+from aero_compile.runtime.arithmetic.comparison import SMALL_RING_HOLDS, at_least
 from aero_compile.runtime.arithmetic.constants import is_public
 from aero_compile.runtime.arithmetic.element_products import multiply
 from aero_compile.runtime.arithmetic.row_scaling import broadcast_product
@@ -43,7 +43,7 @@ def reciprocal_of_sums(sums: Any, most: int) -> Any:
     if not len(powers):
         return RECIPROCAL(sums)
     steps = powers.reshape((-1, *(1,) * sums.ndim))
-    larger = compare_all(sums, np.asarray(powers, np.float64), bounded=most <= MOST_IN_SMALL_RING)
+    larger = at_least(sums, np.asarray(powers, np.float64), bounded=most <= MOST_IN_SMALL_RING)
     scale = 1.0 - jnp().where(larger, 1.0 / steps, 0.0).sum(axis=0)
     return multiply(RECIPROCAL(multiply(sums, scale)), scale)
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from aero_compile.runtime.arithmetic.coefficients import ROOT
-from aero_compile.runtime.arithmetic.comparison import compare_all
+from aero_compile.runtime.arithmetic.comparison import at_least
 from aero_compile.runtime.arithmetic.element_products import multiply
 from aero_compile.runtime.arithmetic.ring import in_two_phases
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Form, cheapest
@@ -49,7 +49,7 @@ LEAST_POWER, LARGEST_POWER = -3, 8
 
 def _by_comparisons(x: Any) -> Any:
     powers = np.arange(LEAST_POWER + 1, LARGEST_POWER + 1).reshape((-1, *(1,) * x.ndim))
-    larger = compare_all(x, 4.0 ** powers.ravel(), bounded=False)
+    larger = at_least(x, 4.0 ** powers.ravel())
 
     def scale(base: float) -> Any:
         """base^-j, where j is the last power that x reaches."""

@@ -14,11 +14,16 @@ _BITS, _WORDS = {TRUNCATION: 1, AND: 2, LIFT: 1, SELECTION: 1}, {SELECTION: 1}
 """What a party sends for an element: bits, and words of 8 bytes."""
 
 
+def sent_bytes(kind: str, elements: int) -> int:
+    """Return what a party sends in a message that takes so many elements of a kind of correlated randomness."""
+    return -(-elements * _BITS[kind] // 8) + 8 * elements * _WORDS.get(kind, 0)
+
+
 def bill_on_shares(session: Session, plan: SharePlan) -> tuple[str, ...]:
     """Bill a run; returns who knows its results."""
     operations = [each for each in plan.function.operations if each.result not in plan.constants]
     session.kernel(STEP, sum(each.gives.size for each in operations), 0)
     for kind, elements in plan.exchanges:
-        session.swap(-(-elements * _BITS[kind] // 8) + 8 * elements * _WORDS.get(kind, 0))
+        session.swap(sent_bytes(kind, elements))
         session.kernel(EXCHANGE, elements, 0)
     return tuple((BITS if each.dtype == "i1" else SHARED) if each.secret else PUBLIC for each in plan.function.gives)

@@ -13,6 +13,7 @@ import pytest
 from aero_compile.runtime.costs.table import CostTable
 from aero_compile.runtime.kernels.registry import CALIBRATED
 from aero_compile.runtime.offline.choice import BATCHED
+from aero_compile.runtime.online.bill import EXCHANGE, STEP
 from benchmarks.lib.calibrate_cases import profiles
 from benchmarks.lib.calibrate_fit import PARTS, non_negative, table_of, updated
 from benchmarks.lib.calibrate_kernels import kernel_cases
@@ -58,7 +59,10 @@ def test_missing_records_are_named() -> None:
 
 def test_kernels_are_fitted_to_their_work() -> None:
     """Calls, words and multiplications of each; the median counts, so one slow run in three does not."""
-    truth = {name: (1e-3 * (at + 1), 2e-8 * at, 3e-10 * at) for at, name in enumerate(sorted([*CALIBRATED, BATCHED]))}
+    truth = {
+        name: (1e-3 * (at + 1), 2e-8 * at, 3e-10 * at)
+        for at, name in enumerate(sorted([*CALIBRATED, BATCHED, STEP, EXCHANGE]))
+    }
     records = [
         {
             "name": name,
@@ -72,7 +76,7 @@ def test_kernels_are_fitted_to_their_work() -> None:
     ]
     old = CostTable.load()
     found = updated(old, records, ["kernels"], "some day")
-    assert set(found.share_kernels) == {*CALIBRATED, BATCHED}
+    assert set(found.share_kernels) == {*CALIBRATED, BATCHED, STEP, EXCHANGE}
     for name, rates in found.share_kernels.items():
         assert rates == pytest.approx(truth[name], rel=1e-6, abs=1e-15)
     assert replace(found, share_kernels=old.share_kernels, measured=old.measured) == old

@@ -21,7 +21,8 @@ pytest.importorskip("spu")
 def test_against_a_measured_run() -> None:
     """Both phases, operator by operator: bytes within 0.5 %, messages exactly.
 
-    A truncation of few numbers is billed up to 30 bytes each, of which there are 500 in all here.
+    A truncation of few numbers is billed up to 30 bytes each, of which there are 500 in all here, and an AND of few
+    bits up to 8, of which a comparison has forty.
     """
     model = tiny_model()
     logits, bill = private_inference(model, torch.from_numpy(IDS), offline=True)
@@ -33,7 +34,7 @@ def test_against_a_measured_run() -> None:
     measured = {row["op"]: row for row in bill.per_op}
     for row in found.per_op:
         for column in ("bytes", "offline_bytes"):
-            assert row[column] == pytest.approx(measured[row["op"]][column], rel=0.02, abs=500), (row["op"], column)
+            assert row[column] == pytest.approx(measured[row["op"]][column], rel=0.02, abs=1000), (row["op"], column)
         assert row["offline_messages"] == measured[row["op"]]["offline_messages"]
     for each in (found, bill):
         assert sum(row["offline_bytes"] for row in each.per_op) == each.offline_bytes
@@ -89,7 +90,8 @@ def test_a_share_of_a_batch_is_what_the_rows_cost() -> None:
     shared = sum(each["bytes"] for each in found.batches["matrices"]) / 682
     alone = estimate(tiny_model(), 6, offline=True, prepare=0)
     by_op = {row["op"]: row["offline_bytes"] for row in found.per_op}
-    assert by_op["linear"] + by_op["embedding"] == pytest.approx(shared, rel=0.02)
+    truncated = 4.125 * (2 * 6 * 8 + 6 * 64)  # the embedding, a linear layer and the logits
+    assert by_op["linear"] + by_op["embedding"] == pytest.approx(shared + truncated, rel=0.02)
     assert alone.batches is not None
     assert alone.batches["matrices"] == []
     assert found.offline_bytes < alone.offline_bytes

@@ -62,7 +62,7 @@ def test_shares_add_up_to_exact_products_of_fresh_words(protocol: str, shape: tu
     (squared,) = (at for at, kernel in kernels.items() if isinstance(kernel, SquaredRows))
     assert {type(each) for each in kernels.values()} == {SquaredRows, ScaledRows, PreparedSquares, BatchedElements}
     for server, client in zip(runs[SERVER], runs[CLIENT], strict=True):
-        assert server.keys() == client.keys() == kernels.keys()
+        assert server.keys() == client.keys() >= kernels.keys()
         for at, kernel in kernels.items():
             mine, theirs = server[at], client[at]
             product = mine["product"] + theirs["product"]
