@@ -18,7 +18,7 @@ from benchmarks.lib.figures_listed import LISTED, UNRECORDED
 from benchmarks.lib.figures_pages import Table, tables, tables_of
 from benchmarks.lib.figures_sources import PAGES, SOURCES, Made, Quoted
 
-OF_THE_CODE = {"approximations", "exponentials"}
+OF_THE_CODE = {"approximations", "exponentials", "on-shares"}
 """Tables that are made from what the code states."""
 MODULES = (figures_costs, figures_evidence, figures_generation, figures_raw, figures_runs)
 
