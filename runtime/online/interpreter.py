@@ -15,7 +15,7 @@ from aero_compile.runtime.kernels.words import Words
 from aero_compile.runtime.online.bits import both, lift, select
 from aero_compile.runtime.online.correlations import AND, ARRAYS, LIFT, SELECTION, TRUNCATION
 from aero_compile.runtime.online.moves import MOVES, move
-from aero_compile.runtime.online.plan import PRODUCTS, SharePlan, exchange_of, truncated_bits
+from aero_compile.runtime.online.plan import PRODUCTS, SharePlan, exchange_of, secret_bits, truncated_bits
 from aero_compile.runtime.online.public_values import public_value
 from aero_compile.runtime.online.truncation import NAME, truncate
 from aero_compile.runtime.roles import SERVER
@@ -40,6 +40,7 @@ class _Run:
         self._side, self._plan, self._fraction_bits = side, plan, fraction_bits
         self._prepared, self._used = prepared, Counter[str]()
         self._is_server = side.rank == SERVER
+        self._lifted: dict[str, Words] = {}
 
     def run(self, arguments: Sequence[Array]) -> tuple[Array, ...]:
         function = self._plan.function
@@ -139,8 +140,10 @@ class _Run:
         at = next(number for number, taken in enumerate(takes) if taken.secret and taken.dtype == "i1")
         bits, others = operands[at].ravel(), [each for number, each in enumerate(operands) if number != at]
         if exchange_of(operation) == LIFT:
-            number = lift(self._side, bits, self._taken(LIFT, size))
-            return self._scaled(operation, number, others)
+            name = secret_bits(operation)
+            if name not in self._lifted:
+                self._lifted[name] = lift(self._side, bits, self._taken(LIFT, size))
+            return self._scaled(operation, self._lifted[name], others)
         shares = self._shares([taken for number, taken in enumerate(takes) if number != at], others)
         yes, no = (shares[0].ravel(), shares[1].ravel()) if operation.kind == "select" else (shares[0].ravel(), None)
         found = select(self._side, bits, yes if no is None else yes - no, self._taken(SELECTION, size))

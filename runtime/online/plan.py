@@ -69,10 +69,14 @@ def plan_of(code: str, fraction_bits: int) -> SharePlan | None:
         return None
     if not all(np.isfinite(values).all() for values in constants.values()):
         return None
-    factors, exchanges = dict[str, Factor](), list[tuple[str, int]]()
+    factors, exchanges, lifted = dict[str, Factor](), list[tuple[str, int]](), set[str]()
     for operation in function.operations:
-        if kind := exchange_of(operation):
+        kind = exchange_of(operation)
+        if kind == LIFT and secret_bits(operation) in lifted:
+            continue
+        if kind:
             exchanges.append((kind, operation.gives.size))
+            lifted |= {secret_bits(operation)} if kind == LIFT else set()
         elif operation.gives.secret and operation.kind in PRODUCTS:
             public = next(at for at, taken in enumerate(operation.takes) if not taken.secret)
             values = constants.get(operation.operands[public])
@@ -93,6 +97,12 @@ def exchange_of(operation: Operation) -> str:
     if kind in ("convert", "select", "multiply"):
         return SELECTION if any(taken.secret and taken.dtype != "i1" for taken in takes) else LIFT
     return ""
+
+
+def secret_bits(operation: Operation) -> str:
+    """Return the name of the operand that are secret bits. As numbers they are made once, however often they choose."""
+    pairs = zip(operation.operands, operation.takes, strict=True)
+    return next(name for name, taken in pairs if _is_secret_bit(taken))
 
 
 def _is_secret_bit(taken: Tensor) -> bool:

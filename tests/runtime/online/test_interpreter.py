@@ -101,6 +101,7 @@ BITS: dict[str, Callable[..., Any]] = {
     "one or nothing": lambda p, q, x: _jnp().where(p, x, 0.0),
     "one or a number": lambda p, q, x: _jnp().where(p, 7.0, x),
     "one or the other": lambda p, q, x: _jnp().where(_jnp().logical_and(p, q), -x, x),
+    "twice between numbers": lambda p, q, x: _jnp().where(p, 1.25, 0.0) + _jnp().where(p, -3.0, 0.5),
     "count": lambda p, q, x: p.astype(np.float32).sum(1) + q.astype(np.float32).sum(1),
 }
 
