@@ -72,7 +72,8 @@ class PreparedSign(Kernel):
     def run(self, side: Side, *shares: Words) -> tuple[Words, ...]:
         (x,), kept = shares, side.prepared
         layout = self.layout(x.size)
-        mine = (x >> np.uint64(self.dropped)) + kept["numbers"]
+        # The bits above the ring are not masked: of a share they would tell the sign.
+        mine = ((x >> np.uint64(self.dropped)) + kept["numbers"]) & np.uint64((1 << self.bits) - 1)
         kind = np.uint32 if self.bits <= 32 else np.uint64
         opened = self._less_limits(mine + side.exchange(mine.astype(kind)))
         less, equal = _compared(layout, opened, kept["digits"])

@@ -77,12 +77,22 @@ def test_numbers_that_the_ring_does_not_hold_have_the_sign_of_others() -> None:
     np.testing.assert_array_equal(found[0], [True, False])
 
 
-def test_all_that_is_sent_is_uniform_whatever_the_number_is() -> None:
-    draw = np.random.default_rng(0)
-    for x in (0, -1, 2**30):
-        _, pair = compared(PreparedSign(32, 0, 18, (0.0, 3.0)), np.full(4000, x), draw)
+@pytest.mark.parametrize(("bits", "dropped"), [(32, 0), (28, 4), (46, 0), (42, 4)], ids=str)
+def test_all_that_is_sent_is_uniform_whatever_the_number_is(bits: int, dropped: int) -> None:
+    """Every bit of what is opened, and nothing of a share above the ring: shares that both know would tell the sign."""
+    draw, count = np.random.default_rng(0), 4000
+    kernel = PreparedSign(bits, dropped, 18, (0.0, 3.0))
+    for x in (0, -1, 2**25, -(2**25)):
+        known = (np.full(count, x).astype(np.uint64), np.zeros(count, np.uint64))
+        masks = drawn_masks(kernel.layout(count), count, draw)
+        _, pair = run_both(kernel, ([known[SERVER]], [known[CLIENT]]), masks)
         for rank in (SERVER, CLIENT):
-            for sent in pair.sent[rank]:
+            opened, *joined = pair.sent[rank]
+            words = np.frombuffer(opened, np.uint32 if bits <= 32 else np.uint64).astype(np.uint64)
+            assert not (words >> np.uint64(bits)).any()
+            for bit in range(bits):
+                assert abs(float((words >> np.uint64(bit) & np.uint64(1)).mean()) - 0.5) < 0.05
+            for sent in joined:
                 assert abs(np.unpackbits(np.frombuffer(sent, np.uint8)).mean() - 0.5) < 0.01
 
 
