@@ -55,17 +55,13 @@ class SharePlan:
 
 @lru_cache(maxsize=4096)  # the layers of a model, and its programs, have most codes in common
 def plan_of(code: str, fraction_bits: int) -> SharePlan | None:
-    """Return how a code is computed on shares; None if it has an operation or a constant for which SPU is needed.
-
-    Raises:
-        LoweringError: the code is not what SPU's compiler prints.
-    """
-    function = parse(code)
-    if not all(_is_possible(operation) for operation in function.operations):
-        return None
+    """Return how a code is computed on shares; None if SPU is needed for an operation, a constant or a form of it."""
     try:
+        function = parse(code)
+        if not all(_is_possible(operation) for operation in function.operations):
+            return None
         constants = _folded(function, constants_of(code))
-    except LoweringError:
+    except LoweringError:  # such as a reduction by a function, which is printed as a region
         return None
     if not all(np.isfinite(values).all() for values in constants.values()):
         return None

@@ -151,8 +151,9 @@ def test_what_both_know_needs_no_share() -> None:
         lambda x, y: _jnp().where(x < y, x, y),
         lambda x, y: 1.0 / (x + y),
         lambda x, y: _jnp().exp(x) + y,
+        lambda x, y: x.max(-1) + y.min(-1),
     ],
-    ids=["product", "matrix product", "maximum", "choice", "reciprocal", "exponential"],
+    ids=["product", "matrix product", "maximum", "choice", "reciprocal", "exponential", "largest of a row"],
 )
 def test_what_needs_the_other_party_is_left_to_spu(function: Callable[..., Any]) -> None:
     pytest.importorskip("spu")
