@@ -40,10 +40,12 @@ def _transpose(operation: Operation, arrays: Sequence[Array]) -> Array:
 
 
 def _broadcast(operation: Operation, arrays: Sequence[Array]) -> Array:
-    shape = [1] * len(operation.gives.shape)
-    for at, size in zip(operation.integers("dims"), arrays[0].shape, strict=True):
+    places = operation.integers("dims")  # in any order: XLA makes one operation of a transpose and a broadcast
+    order = sorted(range(len(places)), key=lambda at: places[at])
+    value, shape = arrays[0].transpose(order), [1] * len(operation.gives.shape)
+    for at, size in zip(sorted(places), value.shape, strict=True):
         shape[at] = size
-    return np.broadcast_to(arrays[0].reshape(shape), operation.gives.shape)
+    return np.broadcast_to(value.reshape(shape), operation.gives.shape)
 
 
 def _slice(operation: Operation, arrays: Sequence[Array]) -> Array:

@@ -51,6 +51,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], floa
     "joined": (lambda x, y: _jnp().concatenate([x, y, -x], 1), ((2, 3), (2, 1)), 0.0),
     "padded": (lambda x: _jnp().pad(x, ((1, 2), (0, 3))), ((2, 3),), 0.0),
     "broadcast": (lambda x, y: x[:, None] + y[None], ((3,), (4,)), 0.0),
+    "turned and broadcast": (lambda x: _jnp().broadcast_to(x[0, 0].T, (1, 4, 3, 5)), ((1, 1, 5, 3),), 0.0),
     "masked": (lambda x: _jnp().where(np.tri(4, dtype=bool), x, -7.25), ((4, 4),), 0.0),
     "stacked": (lambda x, y: _jnp().stack([x, y], -1) @ np.array([0.3, 0.6], np.float32), ((5,), (5,)), SMALL),
 }
