@@ -43,7 +43,7 @@ SET_UP_INPUTS = tuple(TensorSpec(f"set-up:{i}", (SET_UP_SIDE, SET_UP_SIDE), "flo
 class Step:
     """One operator of the model, or a piece of one: runs `code` on named secret values; `free` ends the life of some.
 
-    `continues`: it goes on with the operator of the step before. `on_shares`: the parties compute it on their shares
+    `continues`: it belongs to the operator of the step before. `on_shares`: the parties compute it on their shares
     by themselves (`aero_compile.runtime.online`), not in SPU.
     """
 
@@ -178,7 +178,7 @@ class ProgramContent:
 
     @cached_property
     def share_plans(self) -> dict[str, SharePlan]:
-        """How the codes of the steps on shares are computed, by their keys.
+        """Plans of the codes of the steps on shares, by their keys.
 
         Raises:
             LoweringError: one of them needs SPU.
@@ -194,8 +194,7 @@ class ProgramContent:
 
     @cached_property
     def correlations(self) -> dict[int, dict[str, int]]:
-        """How many elements of each kind of correlated randomness steps take, by their numbers; without those that take
-        none."""
+        """Elements of each kind of correlated randomness that steps take, by the numbers of steps that take any."""
         found = {at: self._correlations(step) for at, step in enumerate(self.steps)}
         return {at: taken for at, taken in found.items() if taken}
 

@@ -133,13 +133,14 @@ def _exported(place: Path) -> list[Path]:
 def _name(place: Path, protocol: str, options: dict[str, Any]) -> str:
     """The name that the programs of a model have with these options, whose texts become batches."""
     from aero_compile.runtime.inference import batches
+    from aero_compile.runtime.program import FORMAT
 
     said = model_digest(place)
     texts = options["calibration"] = batches(options.get("calibration")) or None
     for text in texts or ():
         said.update(repr(text.tolist()).encode())
     others = sorted((name, repr(value)) for name, value in options.items() if name != "calibration")
-    said.update(repr((protocol, sorted(versions().items()), others)).encode())
+    said.update(repr((protocol, FORMAT, sorted(versions().items()), others)).encode())
     return f"{said.hexdigest()[:16]}-"
 
 

@@ -70,7 +70,7 @@ def below(x: Any, limit: Any, bounded: bool = False, coarse: bool = False) -> An
 
 
 def at_least(x: Any, limits: npt.NDArray[np.float64], bounded: bool = False) -> Any:
-    """Which elements of a JAX array of floats reach each of several public limits: bits [limits, …], coarse ones.
+    """Compare a JAX array of floats with several public limits: bits [limits, …] of x ≥ limit, coarse ones.
 
     `bounded`: as for `below`. In two phases the limits together cost little more than one of them.
     """

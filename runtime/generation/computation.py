@@ -1,4 +1,4 @@
-"""What one party computes of a generation: programs one after another, over cached values that stay with it."""
+"""One party's computation of a generation: programs one after another, over cached values that stay with it."""
 
 from __future__ import annotations
 

@@ -327,7 +327,7 @@ def _load(folder: Path, digest: str) -> Program:
         raise InputError(f"{digest[:80]!r} is no digest of a program")
     program = Program.load(folder / f"{digest}.json")
     if program.digest != digest:
-        raise InputError(f"{folder / digest}.json is not the program that it is named after")
+        raise InputError(f"{folder / digest}.json is not the program that it is named after: compile it anew")
     return program
 
 

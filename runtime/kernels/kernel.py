@@ -156,8 +156,8 @@ class Kernel(ABC):
         return None
 
     def correlations(self, *shapes: Shape) -> dict[str, int]:
-        """How many elements of each kind of correlated randomness (`aero_compile.runtime.offline.correlations`) a run
-        takes, by the names of the kinds.
+        """Count the elements of each kind of correlated randomness (`aero_compile.runtime.offline.correlations`) that a
+        run takes, by the names of the kinds.
 
         Raises:
             ValueError: it does not take such arguments.

@@ -56,7 +56,7 @@ class PreparedSign(Kernel):
         return type(limit) is float and abs(limit) * 2.0 ** (self.fraction_bits - self.dropped) < 2.0 ** (self.bits - 1)
 
     def layout(self, elements: int) -> SignLayout:
-        """How it compares so many elements."""
+        """Return the layout in which it compares so many elements."""
         return SignLayout(self.bits, len(self.limits), elements >= MANY)
 
     def results(self, *shapes: Shape) -> tuple[Result, ...]:

@@ -39,7 +39,7 @@ class BitCircuit:
 
     @property
     def levels(self) -> list[int]:
-        """How many rows the ANDs of each depth have, in order."""
+        """Rows of the ANDs of each depth, in order."""
         counts: defaultdict[int, int] = defaultdict(int)
         for gate in self._gates:
             counts[gate.depth] += gate.kind == "and"

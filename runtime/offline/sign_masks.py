@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from aero_compile.runtime.kernels.side import Side
 
 SignMasks = dict[str, npt.NDArray[Any]]
-"""What a party holds: "numbers" [n], its part of r; "highest" [n], its share of r's highest bit; "digits" uint8
+"""A party's part: "numbers" [n], its part of r; "highest" [n], its share of r's highest bit; "digits" uint8
 [digits, n] and "joins" uint32 [joins, n], shares of monomials as bits; "masks" uint8 [variables / 8, n], its shares of
 the masks as bits."""
 

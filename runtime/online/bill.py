@@ -11,7 +11,7 @@ STEP, EXCHANGE = "StepOnShares", "ExchangeOnShares"
 """Names in the cost table of the seconds of a step, for each element of its operations, and of its messages."""
 
 _BITS, _WORDS = {TRUNCATION: 1, AND: 2, LIFT: 1, SELECTION: 1}, {SELECTION: 1}
-"""What a party sends for an element: bits, and words of 8 bytes."""
+"""Bits, and words of 8 bytes, that a party sends for an element."""
 
 
 def sent_bytes(kind: str, elements: int) -> int:

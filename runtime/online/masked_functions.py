@@ -46,7 +46,7 @@ class Monomials:
 
     @property
     def gates(self) -> int:
-        """How many ANDs make the products of masks."""
+        """Number of ANDs that make the products of masks."""
         return sum(len(term) > 1 for term in self.terms)
 
     def selectors(self, products: Iterable[Term]) -> Packed:

@@ -25,9 +25,13 @@ def move(operation: Operation, arrays: Sequence[Array]) -> Array:
 
 
 def can_move(operation: Operation) -> bool:
-    """True if `move` knows this operation in this form."""
-    if operation.kind == "pad":
-        return not any(operation.integers("interior"))
+    """True if `move` knows this operation in this form.
+
+    Raises:
+        LoweringError: it is printed in a form that is not known.
+    """
+    if operation.kind == "pad":  # negative sizes are not read
+        return not any(operation.integers("interior")) and bool(operation.integers("low") + operation.integers("high"))
     return operation.kind in _MOVES and (operation.kind != "spu.gather" or _gathers_whole(operation))
 
 

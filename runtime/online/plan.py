@@ -141,6 +141,8 @@ def _is_possible(operation: Operation) -> bool:
     if gives.dtype == "i1":
         return kind in _OF_BITS and all(taken.dtype == "i1" for taken in takes)
     if any(_is_secret_bit(taken) for taken in takes):
+        if any(taken.shape != gives.shape for taken in takes):  # one bit that chooses for a whole array
+            return False
         return bool(exchange_of(operation)) and not (kind == "multiply" and all(map(_is_secret_bit, takes)))
     if kind in PRODUCTS:
         return _is_possible_product(operation)

@@ -70,7 +70,7 @@ class Join:
 
 @dataclass(frozen=True)
 class SignLayout:
-    """How a number modulo 2^`bits` is compared with so many public limits: of each difference the sign."""
+    """Comparison of a number modulo 2^`bits` with so many public limits: of each difference the sign."""
 
     bits: int
     limits: int = 1
@@ -119,7 +119,7 @@ class SignLayout:
 
     @property
     def gates(self) -> int:
-        """How many ANDs of shared bits the offline phase computes for one number."""
+        """Number of ANDs of shared bits that the offline phase computes for one number."""
         joins = self.limits * sum(join.monomials.gates for each in self.rounds for join in each)
         return self.bits - 1 + sum(digit_monomials(len(digit)).gates for digit in self.digits) + joins
 

@@ -47,7 +47,7 @@ def drawn_products(count: int, draw: np.random.Generator) -> tuple[BitProducts, 
 
 
 def drawn_correlations(plan: SharePlan, draw: np.random.Generator) -> tuple[Arrays, Arrays]:
-    """What both parties hold of what a plan takes prepared."""
+    """Draw both parties' correlated randomness for a plan."""
     taken, held = plan.correlations, (dict[str, npt.NDArray[Any]](), dict[str, npt.NDArray[Any]]())
     for rank, products in enumerate(drawn_products(taken.get(TRUNCATION, 0), draw)):
         held[rank][NAME] = products
@@ -71,7 +71,7 @@ def drawn_correlations(plan: SharePlan, draw: np.random.Generator) -> tuple[Arra
 def run_shares(
     plan: SharePlan, arguments: Sequence[npt.NDArray[Any]], draw: np.random.Generator
 ) -> tuple[list[npt.NDArray[Any]], Pair]:
-    """What a plan computes of `arguments`, and the link: words of secrets, uint64, secret bits, and public values."""
+    """Compute a plan on words of secrets, secret bits and public values; returns its results and the link."""
     pair, shared = Pair(), [_shared(each, draw) for each in arguments]
     prepared = drawn_correlations(plan, draw)
     with ThreadPoolExecutor(2) as pool:

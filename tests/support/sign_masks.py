@@ -13,7 +13,7 @@ Rows = list[npt.NDArray[np.uint32]]
 
 
 def drawn_masks(layout: SignLayout, count: int, draw: np.random.Generator) -> tuple[SignMasks, SignMasks]:
-    """What both parties hold for so many numbers."""
+    """Draw both parties' masks for so many numbers."""
     numbers = draw.integers(1 << layout.bits, size=(2, count), dtype=np.uint64)
     r = numbers.sum(0, dtype=np.uint64) & np.uint64((1 << layout.bits) - 1)
     bits = [(r >> np.uint64(bit) & np.uint64(1)).astype(np.uint32) for bit in range(layout.bits)]

@@ -28,7 +28,7 @@ LAYOUTS = (SignLayout(13), SignLayout(28, 3), SignLayout(32, 1, True), SignLayou
 
 
 def made(protocol: str, names: list[str], count: int = COUNT) -> dict[str, list[dict[str, Any]]]:
-    """What each party holds of each kind."""
+    """Make each kind between two threads; returns both parties' arrays."""
     step = LiveStep("sum", "here", "sum", (TOKENS,), ("r",), ((3,),), ("float32",), lambda x: (x + 1.0,))
     program = compile_steps(LiveProgram((step,), {}, (1, 1, 3), "r", (3,), frozenset()), protocol, 64, 18)
 
