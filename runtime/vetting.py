@@ -19,6 +19,7 @@ from aero_compile.runtime.costs.pphlo import parse
 from aero_compile.runtime.kernels.cached_product import CachedProduct
 from aero_compile.runtime.kernels.client_product import ClientProduct
 from aero_compile.runtime.kernels.encrypted_lookup import EncryptedLookup
+from aero_compile.runtime.kernels.prepared_scaling import PreparedScaling
 from aero_compile.runtime.offline.elements import joined_elements, runs_at_once
 from aero_compile.runtime.online.plan import plan_of
 from aero_compile.runtime.prefix import check_prefix
@@ -287,7 +288,7 @@ def _check_kernel(program: ProgramContent, step: KernelStep, takes: list[str]) -
         raise InputError(f"its kernel looks up in {step.inputs[1][:60]!r}, which is no weight of the program")
     if isinstance(step.kernel, EncryptedLookup) and not _are_tokens(program, step.inputs[0]):
         raise InputError(f"its kernel looks {step.inputs[0][:60]!r} up, which are not the tokens")
-    if isinstance(step.kernel, ClientProduct):
+    if isinstance(step.kernel, (ClientProduct, PreparedScaling)):
         own = {spec.name for spec in program.weights} - {*program.by_position}
         if step.inputs[1] not in own:
             raise InputError(f"its kernel multiplies with {step.inputs[1][:60]!r}, which is no weight of the program")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from aero_compile.runtime.arithmetic.element_products import multiply
@@ -19,16 +21,20 @@ def broadcast_product(x: Any, y: Any, owned: bool = False) -> Any:
             rows = factor.size
             cheaper = scaling_price(rows, whole.size // rows, owned) < element_price(whole.size, owned)
             if cheaper or in_two_phases():
-                return _scaled(whole, factor.reshape((1,) * (whole.ndim - factor.ndim) + factor.shape), is_owned)
+                return by_rows(whole, factor, partial(scaled_rows, owned=is_owned))
     return multiply(x, y)
 
 
-def _scaled(whole: Any, factor: Any, owned: bool) -> Any:
-    """`whole` times a `factor` of as many axes; those along which it varies are rows, the others columns."""
-    varies = [axis for axis in range(whole.ndim) if factor.shape[axis] == whole.shape[axis]]
+def by_rows(whole: Any, factor: Any, product: Callable[[Any, Any], Any]) -> Any:
+    """`whole` times a `factor` that broadcasts to it: the `product` of rows [R, w] and numbers [R].
+
+    The axes along which the factor varies are rows, the others columns.
+    """
+    shape = (1,) * (whole.ndim - factor.ndim) + factor.shape
+    varies = [axis for axis in range(whole.ndim) if shape[axis] == whole.shape[axis]]
     order = [*varies, *(axis for axis in range(whole.ndim) if axis not in varies)]
     moved = whole.transpose(order)
-    rows = scaled_rows(moved.reshape((factor.size, -1)), factor.reshape(-1), owned)
+    rows = product(moved.reshape((factor.size, -1)), factor.reshape(-1))
     return rows.reshape(moved.shape).transpose(sorted(range(whole.ndim), key=order.__getitem__))
 
 

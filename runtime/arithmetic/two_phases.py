@@ -28,7 +28,7 @@ def product_of_owned(servers: Any, clients: Any) -> Any:
 
 def product_of_rows(x: Any, numbers: Any) -> Any:
     """Rows of x [R, w] times `numbers` [R], both secret."""
-    kind = TripleElements if _scales_by_matrices(*x.shape) else BatchedElements
+    kind = TripleElements if scales_by_matrices(*x.shape) else BatchedElements
     (found,) = call_kernel(kind(False, x.shape[1]), x, numbers)
     return truncated(found)
 
@@ -54,16 +54,20 @@ def squared_rows(x: Any) -> tuple[Any, Any]:
 
 def scaled_opened(opened: Any, numbers: Any, doublings: int = 0) -> Any:
     """Rows that `squared_rows` has opened [R, w], times secret `numbers` [R] and 2^`doublings`."""
-    kernel = ScaledRows(opened.shape[1], _scales_by_matrices(*opened.shape))
+    kernel = ScaledRows(opened.shape[1], scales_by_matrices(*opened.shape))
     (found,) = call_kernel(kernel, numbers, opened)
     for _ in range(doublings):  # before the truncation: nothing is lost
         found = found + found
     return truncated(found)
 
 
-def _scales_by_matrices(rows: int, width: int) -> bool:
-    """True if random rows [rows, width] times one number each are cheaper prepared by matrices."""
-    return scaling_price(rows, width, False) < _price(rows * width, SHARED_BYTES, "product_both_ways_2")
+def scales_by_matrices(rows: int, width: int, owned: bool = False) -> bool:
+    """True if random rows [rows, width] times one number each are cheaper prepared by matrices.
+
+    `owned`: the numbers are the server's, and the rows the client's.
+    """
+    sent, rate = (OWNED_BYTES, "product_one_way") if owned else (SHARED_BYTES, "product_both_ways_2")
+    return scaling_price(rows, width, owned) < _price(rows * width, sent, rate)
 
 
 def _price(size: int, sent: int, rate: str) -> float:

@@ -14,6 +14,7 @@ from aero_compile.runtime.kernels.kernel import Kernel
 from aero_compile.runtime.kernels.negative import Negative
 from aero_compile.runtime.kernels.opened_rows import ScaledRows, SquaredRows
 from aero_compile.runtime.kernels.prepared_product import PreparedProduct
+from aero_compile.runtime.kernels.prepared_scaling import PreparedScaling
 from aero_compile.runtime.kernels.prepared_sign import PreparedSign
 from aero_compile.runtime.kernels.prepared_squares import PreparedSquares
 from aero_compile.runtime.kernels.square_terms import SquareTerms
@@ -31,6 +32,7 @@ KERNELS: dict[str, type[Kernel]] = {
         ExponentialFactors,
         Negative,
         PreparedProduct,
+        PreparedScaling,
         PreparedSign,
         PreparedSquares,
         ScaledRows,

@@ -5,10 +5,12 @@ Each step computes one operator of the model, with the views in front of it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from torch import fx
 
 from aero_compile.errors import LoweringError
@@ -41,8 +43,7 @@ class Schedule:
     """The live nodes that the logits need, in order, and what they read of each other.
 
     `clients`: what the client computes in the clear and these read. `masks`: what stands before each softmax; it reads
-    the scores without their mask. `strips`: score products that only a masked softmax reads, with the strips of them
-    that it reads. `vocabulary`: rows of the table that the tokens index.
+    the scores without their mask. `vocabulary`: rows of the table that the tokens index.
 
     Raises:
         LoweringError: the tokens index no table, or tables of several lengths.
@@ -56,7 +57,7 @@ class Schedule:
         given = {part.tokens, *part.cached}
         self.order = _with_parts([n for n in part.graph.nodes if n in needed - given and not part.is_clients(n)])
         self.clients = [n for n in part.graph.nodes if n in needed and part.is_clients(n)]
-        self.strips = dict(self._blocked_products())
+        self._read_scores = dict(self._masked_products())
         self.vocabulary = self._vocabulary()
 
     def groups(self, kept: Collection[fx.Node]) -> list[Group]:
@@ -117,6 +118,14 @@ class Schedule:
             self._carries_tokens[node] = bool(live) and all(self.is_tokens(used) for used in live)
         return self._carries_tokens[node]
 
+    def strips(self, node: fx.Node) -> tuple[Strip, ...]:
+        """The cheapest strips of a product of which a masked softmax alone reads the scores; none of any other node."""
+        if node not in self._read_scores:
+            return ()
+        left, shape = node.args[0], self.part.shapes[node]
+        assert isinstance(left, fx.Node)
+        return choose_strips(self._read_scores[node], self.part.shapes[left][-1], math.prod(shape[:-2]))
+
     def _needed(self) -> set[fx.Node]:
         needed: set[fx.Node] = set()
         waiting = [self.part.output, *self.part.results]
@@ -137,7 +146,8 @@ class Schedule:
         computes = op_name(node) not in MOVES and not chooses and not self.is_tokens(node)
         return computes or self.lookup(node) is not None
 
-    def _blocked_products(self) -> Iterator[tuple[fx.Node, tuple[Strip, ...]]]:
+    def _masked_products(self) -> Iterator[tuple[fx.Node, npt.NDArray[np.bool_]]]:
+        """Products of which a masked softmax alone reads the scores, with what it reads of them, [Q, K]."""
         readers: dict[fx.Node, set[fx.Node]] = {}
         for node in self.order:
             for used in self.reads(node):
@@ -149,7 +159,7 @@ class Schedule:
                 allowed = np.broadcast_to(mask.allowed, shape).any(axis=tuple(range(len(shape) - 2)))
                 left = product.args[0]
                 if isinstance(left, fx.Node) and left in self.part.shapes:
-                    yield product, choose_strips(allowed, self.part.shapes[left][-1])
+                    yield product, allowed
 
     def _vocabulary(self) -> int:
         """Rows of the table that the tokens index; they must agree if there are several."""

@@ -66,6 +66,8 @@ _OTHER_WEIGHTS = {
 }
 _CASTS = names_of(of_form("cast", "cast_as", "reduction"))
 _MOVED_TOKENS = frozenset({"aten.slice", "aten.select", "aten.constant_pad_nd", "aten.cat"})
+_OTHER = {"x": "other", "other": "x"}
+"""Of each factor of a product the other one."""
 _RESHAPING = names_of(of_form("reshape", "squeeze", "copy", "detach", "cast"))
 
 
@@ -269,16 +271,15 @@ class _Emission:
         arguments = self._bind(node)
         refuse_private_choices(self.part, node, arguments)
         live = {name: self.inputs.argument(slot, value) for name, value in arguments.items()}
-        in_two_phases = self._prepared(node, arguments)
+        in_two_phases = self._prepared(node, arguments, live)
         if in_two_phases is not None:
-            cached = self._cached(node, arguments) if in_two_phases is prepared.product else None
-            return cached(live) if cached else Call(in_two_phases, live, {"prepared": True})
+            return in_two_phases
         at_client = self._at_client(node, arguments)
         if at_client is not None:
             return Call(at_client, live, {"at_client": True})
-        if len(self.schedule.strips.get(node, ())) > 1:
-            queries, keys = live["x"], live["other"]
-            return Call(blocked_scores, {"queries": queries, "keys": keys}, {"strips": self.schedule.strips[node]})
+        strips = self.schedule.strips(node)
+        if len(strips) > 1:
+            return Call(blocked_scores, {"queries": live["x"], "keys": live["other"]}, {"strips": strips})
         if op_name(node) == "getitem":
             return Call(views.getitem, live, {})
         if op_name(node) == "dropout":
@@ -302,19 +303,44 @@ class _Emission:
         at_position = positions is not None and bool(positions.decide(value))
         return at_position or self.part.domains[value] is Domain.PUBLISHED
 
-    def _prepared(self, node: fx.Node, arguments: dict[str, Any]) -> registry.Operator | None:
-        """The operator of a product that is prepared; None: there is no such."""
-        if node.target is aten.linear.default and self._is_prepared(arguments["weight"]):
-            return prepared.linear
-        if node.target is not aten.matmul.default or not self.offline:
+    def _prepared(self, node: fx.Node, arguments: dict[str, Any], live: dict[str, Any]) -> Call | None:
+        """The call of a product that is prepared, on `live` ones of its arguments; None: there is no such."""
+        options = {"prepared": True}
+        if not self.offline:
+            return None
+        if node.target is aten.linear.default and self._is_servers_matrix(arguments["weight"]):
+            return Call(prepared.linear, live, options)
+        if node.target is aten.mul.Tensor:
+            rows = self._rows_that_are_scaled(node, arguments)
+            return Call(prepared.scaling, {"x": live[rows], "other": live[_OTHER[rows]]}, options) if rows else None
+        if node.target is not aten.matmul.default:
             return None
         left, right = arguments["x"], arguments["other"]
-        if self._is_prepared(right):
-            return prepared.matmul
+        if self._is_servers_matrix(right):
+            return Call(prepared.matmul, live, options)
         if not self.part.is_live(left) or not self.part.is_live(right) or left is right:
             return None
         shapes = self.part.shapes[left], self.part.shapes[right]
-        return prepared.product if shapes[0][:-2] == shapes[1][:-2] and min(map(len, shapes)) >= 2 else None
+        if shapes[0][:-2] != shapes[1][:-2] or min(map(len, shapes)) < 2:
+            return None
+        cached, strips = self._cached(node, arguments), self.schedule.strips(node)
+        if cached:
+            return cached(live)
+        if len(strips) > 1:
+            return Call(blocked_scores, {"queries": live["x"], "keys": live["other"]}, {"strips": strips} | options)
+        return Call(prepared.product, live, options)
+
+    def _rows_that_are_scaled(self, node: fx.Node, arguments: dict[str, Any]) -> str | None:
+        """The name of the argument of a product of which the other one, no larger, are numbers of the server."""
+        positions = self.part.positions
+        for name, other in _OTHER.items():
+            rows, factor = arguments[name], arguments[other]
+            if isinstance(rows, fx.Node) and self.part.is_live(rows) and self._is_servers(factor):
+                size = self.part.known[factor].numel()
+                at_position = positions is not None and positions.decide(factor)
+                if size > 1 and not at_position and self.part.shapes[rows] == self.part.shapes[node]:
+                    return name
+        return None
 
     def _at_client(self, node: fx.Node, arguments: dict[str, Any]) -> registry.Operator | None:
         """The operator of a product with a matrix that the client holds encrypted; None: there is no such."""
@@ -345,10 +371,6 @@ class _Emission:
         options = {"keys": found.keys, "repeats": found.repeats, "spare": self.part.spare}
         return lambda live: Call(partial(prepared.cached_product, site=_name(node)), live, options)
 
-    def _is_prepared(self, weight: Any) -> bool:
-        """Whether the product of a live value with `weight` is prepared: a matrix that the server alone knows."""
-        return self.offline and self._is_servers_matrix(weight)
-
     def _is_servers_matrix(self, weight: Any) -> bool:
         known = self.part.known[weight] if self._is_servers(weight) else None
         return isinstance(known, torch.Tensor) and known.dim() == 2
@@ -361,7 +383,7 @@ class _Emission:
             count, (vocabulary, width) = math.prod(self.part.shapes[ids]), self.part.known[table].shape
             if lookups.is_cheaper(count, vocabulary, width) if self.encrypted is None else self.encrypted:
                 return lookups.embed
-        return prepared.embed if self._is_prepared(table) else products.embed
+        return prepared.embed if self.offline and self._is_servers_matrix(table) else products.embed
 
     def _softmax(self, slot: Slot, node: fx.Node) -> Call:
         mask, shape, dim = self.schedule.masks[node], self.part.shapes[node], node.args[1]

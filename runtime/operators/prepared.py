@@ -1,13 +1,16 @@
-"""Matrix products in two phases: their secret work is done before the tokens are known."""
+"""Products in two phases: their secret work is done before the tokens are known."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from aero_compile.runtime.arithmetic.row_scaling import by_rows
 from aero_compile.runtime.arithmetic.truncation import truncated
+from aero_compile.runtime.arithmetic.two_phases import scales_by_matrices
 from aero_compile.runtime.kernels.cached_product import CachedProduct
 from aero_compile.runtime.kernels.calls import call_kernel
 from aero_compile.runtime.kernels.prepared_product import PreparedProduct
+from aero_compile.runtime.kernels.prepared_scaling import PreparedScaling
 from aero_compile.runtime.kernels.triple_product import TripleProduct
 
 
@@ -25,6 +28,16 @@ def linear(input: Any, weight: Any, bias: Any = None, **_: Any) -> Any:
 def matmul(x: Any, other: Any, **_: Any) -> Any:
     """[..., inner] × [inner, columns]."""
     return _product(x, other, transposed=False)
+
+
+def scaling(x: Any, other: Any, **_: Any) -> Any:
+    """x · `other`, which the server knows and which broadcasts to x; it is an input of the program as it is."""
+
+    def product(rows: Any, numbers: Any) -> Any:
+        kernel = PreparedScaling(rows.shape[1], scales_by_matrices(rows.shape[0], rows.shape[1], owned=True))
+        return truncated(call_kernel(kernel, rows, other)[0])
+
+    return by_rows(x, other, product)
 
 
 def product(x: Any, other: Any, **_: Any) -> Any:

@@ -17,6 +17,7 @@ from aero_compile.runtime.kernels.lookup_table import encrypted_table
 from aero_compile.runtime.kernels.negative import Negative
 from aero_compile.runtime.kernels.opened_rows import ScaledRows, SquaredRows
 from aero_compile.runtime.kernels.prepared_product import PreparedProduct
+from aero_compile.runtime.kernels.prepared_scaling import PreparedScaling
 from aero_compile.runtime.kernels.prepared_sign import PreparedSign
 from aero_compile.runtime.kernels.prepared_squares import PreparedSquares
 from aero_compile.runtime.kernels.registry import KERNELS
@@ -36,6 +37,8 @@ PREPARED: list[tuple[Kernel, tuple[tuple[int, ...], ...]]] = [
     (TripleElements(False, 9), ((ROWS, 9), (ROWS,))),
     (BatchedElements(True), ((ROWS, 1), (ROWS,))),
     (BatchedElements(False, 9), ((ROWS, 9), (ROWS,))),
+    (PreparedScaling(9, True), ((ROWS, 9), (ROWS,))),
+    (PreparedScaling(9, False), ((ROWS, 9), (2, ROWS // 2))),
     (PreparedSquares(), ((ROWS, 9),)),
     *(
         (kind, shapes)

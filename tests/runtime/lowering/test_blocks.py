@@ -38,18 +38,23 @@ def test_strips_hold_every_allowed_entry(shape: tuple[int, int], count: int, sha
 
 
 def test_short_products_stay_whole_and_long_ones_are_cut() -> None:
-    def causal(length: int) -> int:
-        return len(choose_strips(np.tril(np.ones((length, length), bool)), 64))
+    def causal(length: int, heads: int = 1) -> int:
+        return len(choose_strips(np.tril(np.ones((length, length), bool)), 64, heads))
 
-    assert causal(32) == causal(128) == 1
-    assert 1 < causal(256) <= causal(512) <= causal(1024)
-    assert len(choose_strips(np.ones((512, 512), bool), 64)) == 1
+    assert causal(32) == causal(64) == causal(64, heads=12) == 1
+    assert 1 < causal(128) < causal(256) < causal(512) <= causal(1024)
+    assert len(choose_strips(np.ones((512, 512), bool), 64, 12)) == 1
+
+
+def test_strips_of_several_heads_fill_ciphertexts_that_those_of_one_leave_empty() -> None:
+    allowed = np.tril(np.ones((96, 96), bool))
+    assert len(choose_strips(allowed, 64, 1)) < len(choose_strips(allowed, 64, 12))
 
 
 def test_lowered_scores_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     import jax
 
-    monkeypatch.setattr(blocks, "_bytes", lambda strips, width: -len(strips))
+    monkeypatch.setattr(blocks, "_price", lambda strips, width, heads: -len(strips))
     length = 24
     hidden = ~torch.ones(length, length, dtype=torch.bool).tril()
 

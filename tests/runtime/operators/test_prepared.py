@@ -11,6 +11,7 @@ import torch
 from aero_compile.errors import InputError
 from aero_compile.runtime import compile_model
 from aero_compile.runtime.kernels.prepared_product import PreparedProduct
+from aero_compile.runtime.kernels.prepared_scaling import PreparedScaling
 from aero_compile.runtime.kernels.triple_product import TripleProduct
 from aero_compile.runtime.program import one_hot
 from aero_compile.runtime.program_parts import TOKENS, KernelStep
@@ -52,6 +53,31 @@ def test_they_compute_what_the_model_computes(protocol: str, body: Any, shape: t
     with torch.no_grad():
         wanted = model(torch.from_numpy(ids)).numpy()
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=2e-3 * max(1.0, size**2 if body is squared else 1.0))
+
+
+@pytest.mark.parametrize("protocol", ["semi2k", pytest.param("cheetah", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_left", [False, True])
+@pytest.mark.parametrize(("factor", "by_matrices"), [((64, 1), True), ((3,), False), ((2, 64, 3), False)])
+def test_numbers_of_the_server_scale_rows(
+    protocol: str, is_left: bool, factor: tuple[int, ...], by_matrices: bool
+) -> None:
+    generator = torch.Generator().manual_seed(2)
+
+    def body(x: Any, m: Any) -> Any:
+        return aten.mul.Tensor(m.w, x) if is_left else aten.mul.Tensor(x, m.w)
+
+    width = 300 if by_matrices else 3
+    model = TokenRows(
+        torch.randn(11, width, generator=generator), body, {"w": torch.randn(factor, generator=generator)}
+    )
+    model.shape = (2, 64, width)
+    ids = np.arange(128).reshape(2, 64) * 5 % 11
+    compiled = compile_model(model, 2, 64, protocol, offline=True, guards=False, lookup="one-hot")
+    kernels = [step.kernel for step in compiled.program.steps if isinstance(step, KernelStep)]
+    assert [each.by_matrices for each in kernels if isinstance(each, PreparedScaling)] == [by_matrices]
+    found = simulate(compiled.program, {TOKENS: one_hot(ids, 11)}, compiled.weights)
+    with torch.no_grad():
+        np.testing.assert_allclose(found, model(torch.from_numpy(ids)).numpy(), rtol=1e-4, atol=2e-4)
 
 
 def test_what_spu_has_to_compute_as_before_stays() -> None:
