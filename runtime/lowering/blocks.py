@@ -3,7 +3,7 @@
 The scores are cut into strips of queries; each strip is multiplied with the keys that some query of it may look at.
 Cheetah sends matrices as ciphertexts of 8192 coefficients, so small strips waste them, where heads do not fill them
 together: the number of strips is that of the lowest price. A causal product of 12 heads with 64 channels stays whole up
-to T = 64, and sends 25 % less at T = 128, 34 % less at T = 512. (Weights times values gain nothing: what strips save in
+to T = 64, and sends 25 % less at T = 128, 36 % less at T = 512. (Weights times values gain nothing: what strips save in
 results they lose in values sent several times.)
 """
 
