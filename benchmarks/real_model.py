@@ -162,17 +162,25 @@ def measure(
     """Generate after every prompt between two processes; `found` gets the figures of each as soon as it is there."""
     found["texts"] = []
     progress = Progress(len(prompts))
+    runs = {prompt: runs_of_text(compiled.programs, len(ids), args.tokens) for prompt, ids in prompts.items()}
+    names = {prompt: prepared_for(compiled.programs, each) if args.offline else [] for prompt, each in runs.items()}
+    # Of one batch all texts take rows.
+    batches = batches_for(compiled.programs, [name for each in names.values() for name in each], args.prepare)
+    by_batch: tuple[Cost, int] | None = None
     with local_decoder(compiled, set_up=True, timeout=3600 * args.hours, network=network) as decoder:
         found["set_up"] = asdict(decoder.set_up)
         for prompt, ids in prompts.items():
             with progress.step(f"{len(ids)} tokens of prompt"):
-                costs, amortized = prepared(decoder, compiled.programs, ids, args)
+                paid = Cost() if found["texts"] or not batches else decoder.prepare(batches)
+                by_batch = by_batch or (paid, ROWS * max(Counter(batches).values(), default=1))
+                costs, amortized = prepared(decoder, compiled.programs, names[prompt], by_batch)
                 # A new session: what this text has in common with the one before is computed again.
                 made = Session(decoder).generate(ids, args.tokens, stop=model.ends)
             found["texts"].append(
                 {
                     "prompt": prompt,
                     "prompt_tokens": len(ids),
+                    "offline_batches": asdict(paid),
                     **{f"offline_{name}": asdict(cost) for name, cost in costs.items()},
                     "offline_token": amortized,
                     "fill": asdict(made.prefill),
@@ -185,25 +193,24 @@ def measure(
 
 
 def prepared(
-    decoder: ProcessDecoder, programs: Programs, ids: Sequence[int], args: argparse.Namespace
+    decoder: ProcessDecoder, programs: Programs, names: Sequence[str], by_batch: tuple[Cost, int]
 ) -> tuple[dict[str, Cost], dict[str, float]]:
-    """Prepare all that a text takes.
+    """Prepare what a text takes beside the rows of batches, by the names of its parts.
+
+    `by_batch`: what these cost, and how many rows of each there are.
 
     Returns:
-        The costs by the batch, of the text as a whole, of the prompt's programs and of the tokens' steps; and what one
-        token's preparation costs: a row of each batch, a position of the text, and a step.
+        The costs of the text as a whole, of the prompt's programs and of the tokens' steps; and what one token's
+        preparation costs: a row of each batch, a position of the text, and a step.
     """
-    names = prepared_for(programs, runs_of_text(programs, len(ids), args.tokens)) if args.offline else []
-    batches = batches_for(programs, names, args.prepare)
     texts = [name for name in names if name in programs.texts]
     steps = [name for name in names if name.startswith("step")]
     prompt = [name for name in names if name not in (*texts, *steps)]
-    kinds = {"batches": batches, "text": texts, "prompt": prompt, "steps": steps}
+    kinds = {"text": texts, "prompt": prompt, "steps": steps}
     costs = {
         kind: decoder.prepare(joined_runs(programs, wanted)) if wanted else Cost() for kind, wanted in kinds.items()
     }
-    rows = ROWS * max(Counter(batches).values(), default=1)
-    shares = [(costs["batches"], rows), (costs["text"], programs.room), (costs["steps"], max(1, len(steps)))]
+    shares = [by_batch, (costs["text"], programs.room), (costs["steps"], max(1, len(steps)))]
     return costs, {name: sum(getattr(cost, name) / share for cost, share in shares) for name in ("bytes", "seconds")}
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -22,7 +22,10 @@ import numpy.typing as npt
 
 from aero_compile.errors import LoweringError
 from aero_compile.runtime.kernels.run import rehearse_kernel
+from aero_compile.runtime.kernels.values import Values
 from aero_compile.runtime.lowering.live import LiveProgram, LiveStep
+from aero_compile.runtime.online.exchanges import RehearsedExchanges
+from aero_compile.runtime.online.steps import run_step_on_shares
 from aero_compile.runtime.prefix import Arrays
 from aero_compile.runtime.program import Program, at_position, client_inputs
 from aero_compile.runtime.program_parts import KernelStep, Step
@@ -118,12 +121,11 @@ def rehearse_step(
     desc.add_party("rehearsal", "rehearsal")
     runtime, io = spu.Runtime(spu.link.create_mem(desc, 0), config), spu.Io(1, config)
 
-    code_of = {name: _rounded(code) for name, code in program.codes.items()}
-    units = ROUNDING[program.protocol] * np.float32(2.0**-program.fraction_bits)
-    draw = np.random.default_rng(0)
+    values, draw = Values(spu, io, runtime, 0, plain=True), np.random.default_rng(0)
+    exchanges = RehearsedExchanges(draw)
 
     def opened(name: str) -> npt.NDArray[np.float64]:
-        return np.asarray(io.reconstruct([runtime.get_var(name)]), dtype=np.float64)
+        return np.asarray(io.reconstruct([values.share(name)]), dtype=np.float64)
 
     # Of a generation's weights only those that this program reads: each is encoded in the ring anew.
     read = {spec.name for spec in program.weights}
@@ -131,31 +133,40 @@ def rehearse_step(
     weights, published = at_position(program, own, position), at_position(program, published, position)
     before = {spec.name: np.asarray(value, np.float32) for spec, value in zip(program.cached, cached, strict=True)}
     for name, value in {**weights, **before, **client_inputs(program, ids, published)}.items():
-        runtime.set_var(name, io.make_shares(value, spu.Visibility.VIS_SECRET, 0)[0])
+        values.put_input(name, value, 0)
     for spec in program.shared_inputs:
-        runtime.set_var(spec.name, io.make_shares(published[spec.name], spu.Visibility.VIS_PUBLIC)[0])
+        values.put_public(spec.name, published[spec.name])
     for step in program.steps:
         if isinstance(step, KernelStep):
-            rehearse_kernel(spu, io, runtime, step, draw)
-            for name in step.free:
-                runtime.del_var(name)
-            continue
-        code, shapes = code_of[step.code]
-        added = [f"rounding:{i}" for i in range(len(shapes))]
-        for name, shape in zip(added, shapes, strict=True):
-            noise = np.asarray(units[draw.integers(units.size, size=shape, dtype=np.uint8)])
-            runtime.set_var(name, io.make_shares(noise, spu.Visibility.VIS_PUBLIC)[0])
-        try:
-            runtime.run(spu.Executable(step.label, [*step.inputs, *added], list(step.outputs), code.encode()))
-        except Exception as error:
-            raise LoweringError(f"SPU cannot run {step.label} (in {step.place}): {plain_message(error)}") from error
-        for name in added:
-            runtime.del_var(name)
-        if look is not None:
+            rehearse_kernel(values, step, draw)
+        elif step.on_shares:
+            run_step_on_shares(exchanges, values, program, step)
+        else:
+            _run(spu, runtime, io, program, values, step, draw)
+        if look is not None and isinstance(step, Step):
             look(step, {name: opened(name) for name in step.outputs})
-        for name in step.free:
-            runtime.del_var(name)
+        values.drop(step.free)
     return opened(program.logits.name), tuple(map(opened, program.results))
+
+
+def _run(
+    spu: Any, runtime: Any, io: Any, program: Program, values: Values, step: Step, draw: np.random.Generator
+) -> None:
+    """Run a step in SPU, with rounding that is drawn."""
+    code, shapes = _rounded(program.codes[step.code])
+    units = ROUNDING[program.protocol] * np.float32(2.0**-program.fraction_bits)
+    added = [f"rounding:{i}" for i in range(len(shapes))]
+    for name, shape in zip(added, shapes, strict=True):
+        noise = np.asarray(units[draw.integers(units.size, size=shape, dtype=np.uint8)])
+        runtime.set_var(name, io.make_shares(noise, spu.Visibility.VIS_PUBLIC)[0])
+    values.hand_over(step.inputs)
+    try:
+        runtime.run(spu.Executable(step.label, [*step.inputs, *added], list(step.outputs), code.encode()))
+    except Exception as error:
+        raise LoweringError(f"SPU cannot run {step.label} (in {step.place}): {plain_message(error)}") from error
+    values.computed(step.outputs)
+    for name in added:
+        runtime.del_var(name)
 
 
 _ROUNDS = re.compile(
@@ -167,6 +178,7 @@ _ROUNDS = re.compile(
 """An operation whose secret result is rounded: one that multiplies, and not by whole numbers."""
 
 
+@lru_cache(maxsize=4096)  # layers have codes in common
 def _rounded(code: str) -> tuple[str, list[tuple[int, ...]]]:
     """The code of a step with one more argument for each operation that rounds, added to its result; their shapes."""
     sizes: list[str] = []

@@ -40,6 +40,7 @@ from aero_compile.runtime.kernels.words import read_words
 from aero_compile.runtime.offline.batch import Batches, Matrix
 from aero_compile.runtime.offline.choice import BATCHED
 from aero_compile.runtime.online.bill import EXCHANGE, STEP
+from aero_compile.runtime.online.exchanges import MaskedExchanges
 from aero_compile.runtime.online.interpreter import run_on_shares
 from aero_compile.runtime.online.plan import plan_of
 from aero_compile.runtime.program_parts import KernelStep
@@ -152,7 +153,7 @@ def share_records(side: Side) -> Iterator[dict[str, Any]]:
                 assert plan is not None
                 side.link.barrier()
                 begun = time.perf_counter()
-                run_on_shares(side, plan, [values], prepared, WEIGHT_BITS)
+                run_on_shares(MaskedExchanges(side, prepared), plan, [values], WEIGHT_BITS)
                 seconds.append(time.perf_counter() - begun)
             yield {"name": STEP, "n": (2 * size, 0), "run": run, "seconds": seconds[0]}
             yield {"name": EXCHANGE, "n": (size, 0), "run": run, "seconds": max(1e-6, seconds[1] - seconds[0])}

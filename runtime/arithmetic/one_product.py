@@ -2,7 +2,8 @@
 
 What the parties do with their shares, and why it is right, is told in `kernels/exponential_factors.py`. Here are the
 product and the scaling around it: of the 60 bits of the product SPU truncates 18, and two more products with a power of
-two leave the 18 of the format. Factors fill whole ciphertexts; the few that are left take stored triples.
+two leave the 18 of the format; on shares it is truncated twice by 21. Factors fill whole ciphertexts; the few that are
+left take stored triples.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 from aero_compile.runtime.arithmetic.comparison import COMPARISON_BYTES, SELECT_BYTES, below
 from aero_compile.runtime.arithmetic.filling import by_parts, owned_parts
 from aero_compile.runtime.arithmetic.ring import in_two_phases
+from aero_compile.runtime.arithmetic.truncation import truncated
 from aero_compile.runtime.arithmetic.two_phases import product_of_owned
 from aero_compile.runtime.kernels.calls import call_kernel
 from aero_compile.runtime.kernels.exponential_factors import FRACTION_BITS as FRACTION_BITS
@@ -91,8 +93,11 @@ class OneProduct:
 def _product(x: Any, kernel: ExponentialFactors) -> Any:
     unit = 2.0 ** (kernel.bits - FRACTION_BITS)
     mine, theirs = call_kernel(kernel, x * np.float32(unit / kernel.log_base) + np.float32(unit * kernel.offset))
+    if in_two_phases():
+        half = (TOP - FRACTION_BITS) // 2
+        return truncated(product_of_owned(mine, theirs, half), half)
     # In two products, since a number that is multiplied with less leaves too little room; half a unit of the result is
     # added between them, which Cheetah loses by rounding down and which keeps the compiler from joining the two.
-    product = product_of_owned(mine, theirs) if in_two_phases() else mine * theirs
+    product = mine * theirs
     root = np.float32(2.0 ** -((TOP - 2 * FRACTION_BITS) // 2))
     return (product * root + np.float32(2.0 ** -(FRACTION_BITS + 1)) / root) * root

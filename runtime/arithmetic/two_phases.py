@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from aero_compile.runtime.arithmetic.prices import element_seconds, second_bytes
 from aero_compile.runtime.arithmetic.row_products import OWNED_BYTES, SHARED_BYTES, scaling_price
 from aero_compile.runtime.arithmetic.row_squares import square_strips
@@ -20,10 +22,13 @@ from aero_compile.runtime.kernels.prepared_squares import PreparedSquares
 from aero_compile.runtime.kernels.triple_elements import BatchedElements, TripleElements
 
 
-def product_of_owned(servers: Any, clients: Any) -> Any:
-    """`servers` times `clients`, two JAX arrays of one shape that only the server and only the client know."""
+def product_of_owned(servers: Any, clients: Any, by: int | None = None) -> Any:
+    """`servers` times `clients`, two JAX arrays of one shape that only the server and only the client know.
+
+    `by`: as of `truncated`.
+    """
     (found,) = call_kernel(BatchedElements(True), servers[..., None], clients)
-    return truncated(found.reshape(clients.shape))
+    return truncated(found.reshape(clients.shape), by)
 
 
 def product_of_rows(x: Any, numbers: Any) -> Any:
@@ -45,11 +50,14 @@ def square_of_elements(x: Any) -> Any:
     return truncated(found)
 
 
-def squared_rows(x: Any) -> tuple[Any, Any]:
-    """Σ x² of each row of a secret [R, w]: [R], |Σ x²| < 2^(62 - 2f); and x as `scaled_opened` takes it."""
+def squared_rows(x: Any, gain: float) -> tuple[Any, Any]:
+    """gain · Σ x² of each row of a secret [R, w]: [R], |Σ x²| < 2^(62 - 2f); and x as `scaled_opened` takes it.
+
+    One product does for a small `gain`, of which steps on shares hold as many bits as of a large one.
+    """
     by_matrices = square_strips(*x.shape)[1] < _price(x.size, OWNED_BYTES, "product_one_way")
     sums, opened = call_kernel(SquaredRows(x.shape[1], by_matrices), x)
-    return truncated(sums), opened
+    return truncated(sums) * np.float32(gain), opened
 
 
 def scaled_opened(opened: Any, numbers: Any, doublings: int = 0) -> Any:

@@ -38,6 +38,10 @@ EVENT = "aero-party "
 """Prefix of event lines on standard output."""
 
 
+TOLD_SECONDS = 0.05
+"""Between steps on shares or of kernels that are told of: a token has thousands, of a tenth of a millisecond each."""
+
+
 def config_of(program: Program) -> Any:
     """SPU's configuration of the runtime that `program` is compiled for."""
     return runtime_config(program.protocol, program.field, program.fraction_bits)
@@ -87,6 +91,7 @@ class Computation:
         self._words: dict[str, Words] = {}
         self._side.weight = self._words_of
         self._shares: dict[Matrix, dict[str, float]] = {}
+        self._told = -math.inf
         self.before_opening: Callable[[], None] = lambda: None
         """Called when everything is computed, before this party sends its share of the guard's bit or the logits."""
 
@@ -254,8 +259,11 @@ class Computation:
 
     def _run(self, at: int, step: Step | KernelStep, prepared: Prepared) -> dict[str, Any]:
         """Run one step; returns what it cost."""
-        print_event("step", at=at, label=step.label, place=step.place)
         begun = time.monotonic()
+        in_spu = isinstance(step, Step) and not step.on_shares
+        if in_spu or begun - self._told > TOLD_SECONDS:
+            print_event("step", at=at, label=step.label, place=step.place)
+            self._told = begun
         self._side.exchanged = Exchanged()
         held = self._inputs.tables.get(step.encrypted, {}) if isinstance(step, KernelStep) else {}
         kept = prepared.pop(at, {}) or held

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from aero_compile.runtime.kernels.side import Side
-from aero_compile.runtime.kernels.values import SHARED, Values
-from aero_compile.runtime.kernels.words import Words, read_words, with_words
+from aero_compile.runtime.kernels.values import Values
+from aero_compile.runtime.kernels.words import Words
 from aero_compile.runtime.program_parts import KernelStep
 
 
@@ -34,9 +32,8 @@ def _argument(side: Side, values: Values, step: KernelStep, at: int) -> Words:
     return values.words(name)
 
 
-def rehearse_kernel(spu: Any, io: Any, runtime: Any, step: KernelStep, draw: np.random.Generator) -> None:
-    """Run `step` on numbers in the clear, in a `runtime` of SPU's reference protocol."""
-    found = step.kernel.together(draw, *(read_words(runtime.get_var(name)) for name in step.inputs))
+def rehearse_kernel(values: Values, step: KernelStep, draw: np.random.Generator) -> None:
+    """Run `step` on `values` of a rehearsal."""
+    found = step.kernel.together(draw, *(values.words(name) for name in step.inputs))
     for name, words, result in zip(step.outputs, found, step.kernel.results(*step.shapes), strict=True):
-        (form,) = io.make_shares(np.zeros(result.shape, result.dtype), spu.Visibility.VIS_SECRET, SHARED)
-        runtime.set_var(name, with_words(form, words))
+        values.put(name, result, words)

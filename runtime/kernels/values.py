@@ -27,10 +27,13 @@ class _Input:
 
 
 class Values:
-    """The values of a run by name, at the party `rank`. A value is in SPU's runtime, held here, or both."""
+    """The values of a run by name, at the party `rank`. A value is in SPU's runtime, held here, or both.
 
-    def __init__(self, spu: Any, io: Any, runtime: Any, rank: int) -> None:
-        self._spu, self._io, self._runtime, self._rank = spu, io, runtime, rank
+    `plain`: of a rehearsal, in SPU's reference protocol, where one party has all of every secret.
+    """
+
+    def __init__(self, spu: Any, io: Any, runtime: Any, rank: int, plain: bool = False) -> None:
+        self._spu, self._io, self._runtime, self._rank, self._plain = spu, io, runtime, rank, plain
         self._inputs: dict[str, _Input] = {}
         self._public: dict[str, Array] = {}
         self._words: dict[str, tuple[Result, Words]] = {}
@@ -67,7 +70,7 @@ class Values:
             words = read_words(self._share_of(found))
             self._words[name] = Result(found.array.shape, str(found.array.dtype), found.owner), words
             return words
-        return read_words(self._runtime.get_var(name), bits=bits)
+        return read_words(self._runtime.get_var(name), bits=bits and not self._plain)
 
     def public(self, name: str) -> Array | None:
         """Return a value that both parties know; None: it is a secret."""
@@ -112,7 +115,7 @@ class Values:
         form, words = self._words[name]
         owner = SHARED if form.owner is None else form.owner
         share = self._share_of(_Input(np.zeros(form.shape, form.dtype), owner))
-        return with_words(as_bits(share) if form.dtype == "bool" else share, words)
+        return with_words(as_bits(share) if form.dtype == "bool" and not self._plain else share, words)
 
     def _share_of(self, value: _Input) -> Any:
         return self._io.make_shares(value.array, self._spu.Visibility.VIS_SECRET, value.owner)[self._rank]

@@ -30,7 +30,7 @@ from aero_compile.runtime.kernels.prepared_product import PreparedProduct
 from aero_compile.runtime.kernels.ring_encryption import SEED_WORDS, uniform
 from aero_compile.runtime.kernels.side import Side
 from aero_compile.runtime.kernels.words import Words
-from aero_compile.runtime.offline.rows import Row, RowPool, empty_rows
+from aero_compile.runtime.offline.rows import Row, RowPool, empty_rows, out_of_memory
 from aero_compile.runtime.program_parts import KernelStep, ProgramContent
 from aero_compile.runtime.roles import CLIENT
 
@@ -176,6 +176,7 @@ class Batches:
                 opened = key.opened(received[1:].reshape(-1, 2, ROWS))
                 batch["product"][:, first + start : first + end] = opened.T
                 say(matrix.inner + first + end, total)
+            out_of_memory(batch)
             if number + ASKED < len(wide):
                 side.send(_number(number + ASKED))
 
@@ -208,6 +209,7 @@ class Batches:
                 side.send(np.concatenate([_number(first + start), sent.ravel()]))
                 batch["product"][:, first + start : first + end] = mine.T
                 say(matrix.inner + first + end, total)
+            out_of_memory(batch)
 
     def _client_public(self) -> Answering:
         if self._key is None:

@@ -6,6 +6,7 @@ though what the disk has of them is not wiped for sure.
 
 from __future__ import annotations
 
+import mmap
 import os
 import tempfile
 from collections import deque
@@ -43,6 +44,13 @@ def empty_rows(folder: Path, widths: dict[str, int]) -> Row:
     return found
 
 
+def out_of_memory(rows: Row) -> None:
+    """Let a process hold these rows in their files alone, until they are read again."""
+    for array in rows.values():
+        if isinstance(array.base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            array.base.madvise(mmap.MADV_DONTNEED)
+
+
 @dataclass
 class RowPool:
     """The batches of one matrix that have rows left, the oldest first. Both parties give rows in the same order."""
@@ -70,6 +78,7 @@ class RowPool:
             pieces.append({name: np.array(array[start:end]) for name, array in batch.items()})
             for array in batch.values():
                 array[start:end] = 0
+            out_of_memory(batch)
             count, self._given = count - (end - start), end % ROWS
             if end == ROWS:
                 self._batches.popleft()

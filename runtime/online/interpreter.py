@@ -2,44 +2,37 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from aero_compile.runtime.costs.pphlo import Operation, Tensor
-from aero_compile.runtime.kernels.side import Side
 from aero_compile.runtime.kernels.words import Words
-from aero_compile.runtime.online.bits import both, lift, select
-from aero_compile.runtime.online.correlations import AND, ARRAYS, LIFT, SELECTION, TRUNCATION
+from aero_compile.runtime.online.correlations import LIFT
+from aero_compile.runtime.online.exchanges import Exchanges
 from aero_compile.runtime.online.moves import MOVES, move
 from aero_compile.runtime.online.plan import PRODUCTS, SharePlan, exchange_of, secret_bits, truncated_bits
 from aero_compile.runtime.online.public_values import public_value
-from aero_compile.runtime.online.truncation import NAME, truncate
-from aero_compile.runtime.roles import SERVER
 
 Array = npt.NDArray[Any]
-Prepared = Mapping[str, Array]
 
 
 def run_on_shares(
-    side: Side, plan: SharePlan, arguments: Sequence[Array], prepared: Prepared, fraction_bits: int
+    exchanges: Exchanges, plan: SharePlan, arguments: Sequence[Array], fraction_bits: int
 ) -> tuple[Array, ...]:
     """Compute a step as one party; returns its share of each result, of the result's shape.
 
-    Shares of numbers are uint64, those of bits bool. `arguments`: this party's shares, and public values. `prepared`:
-    as much correlated randomness as the plan takes.
+    Shares of numbers are uint64, those of bits bool. `arguments`: this party's shares, and public values.
     """
-    return _Run(side, plan, prepared, fraction_bits).run(arguments)
+    return _Run(exchanges, plan, fraction_bits).run(arguments)
 
 
 class _Run:
-    def __init__(self, side: Side, plan: SharePlan, prepared: Prepared, fraction_bits: int) -> None:
-        self._side, self._plan, self._fraction_bits = side, plan, fraction_bits
-        self._prepared, self._used = prepared, Counter[str]()
-        self._is_server = side.rank == SERVER
+    def __init__(self, exchanges: Exchanges, plan: SharePlan, fraction_bits: int) -> None:
+        self._exchanges, self._plan, self._fraction_bits = exchanges, plan, fraction_bits
+        self._is_server = exchanges.is_server
         self._lifted: dict[str, Words] = {}
 
     def run(self, arguments: Sequence[Array]) -> tuple[Array, ...]:
@@ -97,12 +90,6 @@ class _Run:
             values = np.rint(values * 2.0**self._fraction_bits)
         return values.astype(np.int64).astype(np.uint64)
 
-    def _taken(self, kind: str, elements: int) -> dict[str, Array]:
-        """Correlated randomness of a kind that was not used yet."""
-        start, self._used[kind] = self._used[kind], self._used[kind] + elements
-        names = ARRAYS[kind]
-        return {name: self._prepared[name][start : self._used[kind]] for name in names}
-
     def _product(self, operation: Operation, operands: list[Array]) -> Words:
         """A product with a public factor, truncated where both are fixed-point numbers."""
         factor = self._plan.factors.get(operation.result)
@@ -114,8 +101,7 @@ class _Run:
         bits = truncated_bits(operation, self._plan.factors, self._fraction_bits)
         if not bits:
             return product
-        taken = self._taken(TRUNCATION, product.size)
-        return truncate(self._side, product.ravel(), bits, taken[NAME]).reshape(operation.gives.shape)
+        return self._exchanges.truncate(product.ravel(), bits).reshape(operation.gives.shape)
 
     def _logic(self, operation: Operation, operands: list[Array]) -> Array:
         """XOR, AND, OR and NOT; of two bits, of which one may be public."""
@@ -130,23 +116,22 @@ class _Run:
             product = secret & public
             return product if operation.kind == "and" else secret ^ product ^ self._public_share(public)
         left, right = operands
-        taken = self._taken(AND, left.size)
-        product = both(self._side, left.ravel(), right.ravel(), taken).reshape(left.shape)
+        product = self._exchanges.both(left.ravel(), right.ravel()).reshape(left.shape)
         return product if operation.kind == "and" else left ^ right ^ product
 
     def _choice(self, operation: Operation, operands: list[Array]) -> Words:
         """A secret bit as a number, times a number, or between two."""
-        takes, size = operation.takes, operation.gives.size
+        takes = operation.takes
         at = next(number for number, taken in enumerate(takes) if taken.secret and taken.dtype == "i1")
         bits, others = operands[at].ravel(), [each for number, each in enumerate(operands) if number != at]
         if exchange_of(operation) == LIFT:
             name = secret_bits(operation)
             if name not in self._lifted:
-                self._lifted[name] = lift(self._side, bits, self._taken(LIFT, size))
+                self._lifted[name] = self._exchanges.lift(bits)
             return self._scaled(operation, self._lifted[name], others)
         shares = self._shares([taken for number, taken in enumerate(takes) if number != at], others)
         yes, no = (shares[0].ravel(), shares[1].ravel()) if operation.kind == "select" else (shares[0].ravel(), None)
-        found = select(self._side, bits, yes if no is None else yes - no, self._taken(SELECTION, size))
+        found = self._exchanges.select(bits, yes if no is None else yes - no)
         return found if no is None else found + no
 
     def _scaled(self, operation: Operation, number: Words, public: list[Array]) -> Words:

@@ -13,6 +13,7 @@ from aero_compile.runtime.kernels.kernel import Result
 from aero_compile.runtime.kernels.run import run_kernel
 from aero_compile.runtime.kernels.side import Side
 from aero_compile.runtime.kernels.values import Values
+from aero_compile.runtime.online.exchanges import Exchanges, MaskedExchanges
 from aero_compile.runtime.online.interpreter import run_on_shares
 from aero_compile.runtime.program_parts import KernelStep, ProgramContent, Step
 
@@ -39,7 +40,7 @@ def run_step(
         run_kernel(side, values, step)
         return side.executions - before
     if step.on_shares:
-        _run_on_shares(side, values, program, step, prepared)
+        run_step_on_shares(MaskedExchanges(side, prepared), values, program, step)
         return 0
     values.hand_over(step.inputs)
     code = program.codes[step.code].encode()
@@ -48,12 +49,11 @@ def run_step(
     return 1
 
 
-def _run_on_shares(
-    side: Side, values: Values, program: ProgramContent, step: Step, prepared: Mapping[str, npt.NDArray[Any]]
-) -> None:
+def run_step_on_shares(exchanges: Exchanges, values: Values, program: ProgramContent, step: Step) -> None:
+    """Run a step on shares of `values`."""
     plan = program.share_plans[step.code]
     arguments = [_argument(values, name, takes) for name, takes in zip(step.inputs, plan.function.takes, strict=True)]
-    results = run_on_shares(side, plan, arguments, prepared, program.fraction_bits)
+    results = run_on_shares(exchanges, plan, arguments, program.fraction_bits)
     for name, words, gives in zip(step.outputs, results, plan.function.gives, strict=True):
         values.put(name, Result(gives.shape, _DTYPES[gives.dtype]), words.ravel().astype(np.uint64, copy=False))
 

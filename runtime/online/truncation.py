@@ -44,8 +44,8 @@ def bit_products(own: Bits, shares: npt.NDArray[np.uint32]) -> BitProducts:
 def truncate(side: Side, share: Words, bits: int, prepared: BitProducts) -> Words:
     """Return this party's share of x / 2^bits, rounded, for its `share` [elements] of x, |x| < 2^62; 1 ≤ bits ≤ 30."""
     is_server = side.rank == SERVER
-    raised = share + _OFFSET if is_server else share
-    highest, own = raised >> np.uint64(63) != 0, prepared >= _OWN
+    rounded, highest = shifted(share, bits, is_server)
+    own = prepared >= _OWN
     sent = highest ^ own
     received = side.exchange_bits(sent)
     # 2·(a_0 ∨ a_1): what follows from the own bits, then the share of what takes both.
@@ -54,9 +54,13 @@ def truncate(side: Side, share: Words, bits: int, prepared: BitProducts) -> Word
         known -= sent & received
     product = (prepared & ~_OWN).astype(np.int64)
     wrapped = (2 * known - np.where(sent == received, product, -product)).astype(np.uint64)
-    half = np.uint64(1 << (bits - 1))
+    return np.asarray(rounded - (wrapped << np.uint64(63 - bits)))
+
+
+def shifted(share: Words, bits: int, is_server: bool) -> tuple[Words, Bits]:
+    """What a party has of x / 2^bits up to a wrap, and the highest bit of what it shifts."""
+    raised = share + _OFFSET if is_server else share
+    half, low = np.uint64(1 << (bits - 1)), raised & np.uint64((1 << bits) - 1)
     # Halves go up at one party and down at the other, so that numbers without a fraction stay as they are.
-    low = raised & np.uint64((1 << bits) - 1)
     rounded = (raised >> np.uint64(bits)) + (low >= half if is_server else low > half)
-    result: Words = rounded - (wrapped << np.uint64(63 - bits))
-    return result - np.uint64(1 << (62 - bits)) if is_server else result
+    return rounded - np.uint64(1 << (62 - bits)) if is_server else rounded, raised >> np.uint64(63) != 0

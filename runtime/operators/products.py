@@ -122,15 +122,15 @@ def _scale_rows(
         centered = scale_up(centered, doublings) if doublings >= 0 else scale_down(centered, -doublings)
     width = math.prod(shape)
     rows, squares, opened = centered.reshape((-1, width)), None, None
+    # The sum of squares is divided once, after the sum: one rounding instead of one an element.
     if in_two_phases():
-        total, opened = squared_rows(rows)
+        variance, opened = squared_rows(rows, NORM_GAIN / width)
     elif norms_by_rows(*rows.shape):
-        total = sums_of_squares(rows)
+        variance = scale(sums_of_squares(rows), NORM_GAIN / width)
     else:
         squares = square(centered)
-        total = squares.sum(axis=axes)
-    # The sum of squares is divided once, after the sum: one rounding instead of one an element.
-    variance = scale(total.reshape((*centered.shape[: -len(shape)], *(1,) * len(shape))), NORM_GAIN / width)
+        variance = scale(squares.sum(axis=axes), NORM_GAIN / width)
+    variance = variance.reshape((*centered.shape[: -len(shape)], *(1,) * len(shape)))
     watch("variance", scale(variance, 1.0 / NORM_GAIN))
     least = max(NORM_GAIN * 4.0**doublings * eps, LEAST_EPS if fraction_bits() else 0.0)
     inverse = inverse_root(variance + least, tolerances.root) if invert is None else invert(variance)

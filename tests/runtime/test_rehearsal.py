@@ -12,8 +12,9 @@ import torch
 import aero_compile
 from aero_compile import runtime
 from aero_compile.errors import LoweringError
+from aero_compile.runtime.online import interpreter, moves
 from aero_compile.runtime.program import one_hot
-from aero_compile.runtime.program_parts import TOKENS, KernelStep
+from aero_compile.runtime.program_parts import TOKENS, KernelStep, Step
 from aero_compile.runtime.rehearsal import ABSOLUTE, rehearse
 from benchmarks.lib.random_decoders import build, logits_of
 from benchmarks.lib.torture_models import structure
@@ -106,6 +107,16 @@ def test_the_tolerance_is_the_callers() -> None:
     runtime.compile_model(wide, 1, 7)
     with pytest.raises(LoweringError, match="errors of tanh"):
         runtime.compile_model(wide, 1, 7, tolerances=strict)
+
+
+def test_what_steps_on_shares_compute_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are rehearsed by what the parties run, not by SPU."""
+    model = tiny_model()
+    program = runtime.compile_model(model, 1, 6, offline=True).program
+    assert any(step.on_shares for step in program.steps if isinstance(step, Step))
+    monkeypatch.setattr(interpreter, "move", lambda operation, arrays: np.roll(moves.move(operation, arrays), 1))
+    with pytest.raises(LoweringError, match="count most"):
+        runtime.compile_model(model, 1, 6, offline=True)
 
 
 def test_nothing_is_said_on_standard_output(capfd: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.runtime.online.correlations import AND, LIFT, SELECTION, TRUNCATION
+from aero_compile.runtime.online.exchanges import MaskedExchanges, RehearsedExchanges
 from aero_compile.runtime.online.interpreter import run_on_shares
 from aero_compile.runtime.online.plan import SharePlan
 from aero_compile.runtime.online.truncation import NAME, BitProducts, bit_products
@@ -78,16 +79,22 @@ def run_shares(
         runs = [
             pool.submit(
                 run_on_shares,
-                side_of(rank, pair),
+                MaskedExchanges(side_of(rank, pair), prepared[rank]),
                 plan,
                 [each[rank] for each in shared],
-                prepared[rank],
                 FRACTION_BITS,
             )
             for rank in (SERVER, CLIENT)
         ]
         servers, clients = (run.result(timeout=60) for run in runs)
     return [_opened(mine, theirs) for mine, theirs in zip(servers, clients, strict=True)], pair
+
+
+def rehearsed(plan: SharePlan, arguments: Sequence[npt.NDArray[Any]], seed: int) -> list[npt.NDArray[Any]]:
+    """The same in a rehearsal: the results that two parties would have."""
+    exchanges = RehearsedExchanges(np.random.default_rng(seed))
+    found = run_on_shares(exchanges, plan, arguments, FRACTION_BITS)
+    return [each if each.dtype == np.bool_ else each.astype(np.int64) for each in found]
 
 
 def _shared(value: npt.NDArray[Any], draw: np.random.Generator) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:

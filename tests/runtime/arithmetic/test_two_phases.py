@@ -61,7 +61,7 @@ def test_rows_that_are_opened_once(protocol: str, shape: tuple[int, int]) -> Non
     x = np.random.default_rng(shape[1]).normal(0.0, 8.0, shape)
 
     def function(value: Any) -> Any:
-        sums, opened = squared_rows(value)
+        sums, opened = squared_rows(value, 1.0)
         return scaled_opened(opened, scale(sums, 0.5 / shape[1]), doublings=1)
 
     found = in_two_parties(function, x, protocol, offline=True)

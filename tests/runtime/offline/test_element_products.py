@@ -28,7 +28,7 @@ spu = pytest.importorskip("spu")
 
 def _program(protocol: str, rows: int, width: int) -> Any:
     def function(x: Any) -> tuple[Any]:
-        sums, opened = squared_rows(x[0])
+        sums, opened = squared_rows(x[0], 1.0)
         normed = scaled_opened(opened, scale(sums, 1.0 / width))
         return (multiply(square(normed), normed + 1.0),)
 

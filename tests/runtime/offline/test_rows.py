@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from aero_compile.errors import PartyError
 from aero_compile.runtime.kernels.column_encryption import ROWS
-from aero_compile.runtime.offline.rows import Row, RowPool, empty_rows
+from aero_compile.runtime.offline.rows import Row, RowPool, empty_rows, out_of_memory
 
 
 def _batch(folder: Path, number: int) -> Row:
@@ -50,6 +50,25 @@ def test_rows_that_were_given_are_overwritten(tmp_path: Path) -> None:
     for array in batch.values():
         assert not array[:5].any()
         assert array[5:].all()
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory by kind is told by Linux alone")
+def test_rows_are_held_in_their_files_and_not_in_memory(tmp_path: Path) -> None:
+    def in_memory() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith(("RssFile", "RssShmem"))) * 1024
+
+    before, batch = in_memory(), empty_rows(tmp_path, {"product": 1000})
+    batch["product"][:] = 7
+    held = in_memory()
+    assert held - before > 0.9 * batch["product"].nbytes
+    out_of_memory(batch)
+    assert in_memory() - before < 0.1 * batch["product"].nbytes
+    assert (batch["product"] == 7).all()
+    pool = RowPool()
+    pool.add(batch)
+    pool.take(ROWS - 1)
+    assert in_memory() - before < 0.1 * batch["product"].nbytes
 
 
 def test_no_file_of_rows_has_a_name(tmp_path: Path) -> None:
