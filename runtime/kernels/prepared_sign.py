@@ -17,7 +17,7 @@ from aero_compile.runtime.kernels.kernel import Kernel, Result, Shape
 from aero_compile.runtime.kernels.words import Words
 from aero_compile.runtime.lazy_jax import jnp
 from aero_compile.runtime.online.masked_functions import parity
-from aero_compile.runtime.online.sign_layout import MANY, NARROWEST, WIDEST, Join, SignLayout
+from aero_compile.runtime.online.sign_layout import MANY, NARROWEST, WIDEST, Join, SignLayout, layout_of
 from aero_compile.runtime.roles import SERVER
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class PreparedSign(Kernel):
 
     def layout(self, elements: int) -> SignLayout:
         """Return the layout in which it compares so many elements."""
-        return SignLayout(self.bits, len(self.limits), elements >= MANY)
+        return layout_of(self.bits, len(self.limits), elements >= MANY)
 
     def results(self, *shapes: Shape) -> tuple[Result, ...]:
         if len(shapes) != 1:

@@ -85,7 +85,7 @@ class SignLayout:
     def named(cls, name: str) -> SignLayout:
         """Return the layout with this name."""
         bits, limits, form = name.removeprefix("sign ").split()
-        return cls(int(bits), int(limits), form == "lean")
+        return layout_of(int(bits), int(limits), form == "lean")
 
     @cached_property
     def digits(self) -> tuple[tuple[int, ...], ...]:
@@ -122,6 +122,12 @@ class SignLayout:
         """Number of ANDs of shared bits that the offline phase computes for one number."""
         joins = self.limits * sum(join.monomials.gates for each in self.rounds for join in each)
         return self.bits - 1 + sum(digit_monomials(len(digit)).gates for digit in self.digits) + joins
+
+
+@cache
+def layout_of(bits: int, limits: int, is_lean: bool) -> SignLayout:
+    """Return a layout, the same object for the same options: what follows from them is worked out once."""
+    return SignLayout(bits, limits, is_lean)
 
 
 def _rounds(count: int, joined: int) -> tuple[tuple[Join, ...], ...]:
