@@ -34,7 +34,7 @@ from aero_compile.runtime.kernels.side import Exchanged, Side
 from aero_compile.runtime.lowering.live import LiveProgram, LiveStep
 from aero_compile.runtime.lowering.spu_compile import compile_steps
 from aero_compile.runtime.offline.batch import Batches, Matrix, matrix_of
-from aero_compile.runtime.offline.prepare import encoded, prepare
+from aero_compile.runtime.offline.prepare import encoded, prepare, words_of
 from aero_compile.runtime.operators import prepared
 from aero_compile.runtime.program_parts import TOKENS, KernelStep
 from aero_compile.runtime.roles import CLIENT, SERVER
@@ -104,7 +104,9 @@ def _measured(shape: tuple[int, int], count: int, seed: int) -> list[dict[str, A
 
         def party(side: Side, io: Any, runtime: Any) -> None:
             own = {"w": weight} if side.rank == SERVER else {}
-            prepare(side, io, runtime, program, own, lambda what, executions: {})  # keys and stores are made once
+            prepare(
+                side, io, runtime, program, words_of(side.spu, io, own), lambda what, executions: {}
+            )  # keys and stores are made once
             for way in found:
                 _work(way, side, io, runtime, own, found[way])
 
@@ -117,7 +119,7 @@ def _measured(shape: tuple[int, int], count: int, seed: int) -> list[dict[str, A
             side.link.barrier()
             begun = time.perf_counter()
             if way == SPU:
-                prepare(side, io, runtime, program, own, lambda what, executions: {})
+                prepare(side, io, runtime, program, words_of(side.spu, io, own), lambda what, executions: {})
             elif way == BATCH:
                 batches = Batches(side, Path(folder), 18, lambda matrix: _whole(side, io, own["w"], matrix))
                 batches.make(matrix)

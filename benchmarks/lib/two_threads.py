@@ -18,7 +18,7 @@ from aero_compile.runtime.hosts.lookup_files import made_tables
 from aero_compile.runtime.hosts.opening import OUT_OF_RANGE, open_bit, send_share
 from aero_compile.runtime.kernels.side import Side
 from aero_compile.runtime.kernels.values import Values
-from aero_compile.runtime.offline.prepare import prepare
+from aero_compile.runtime.offline.prepare import prepare, words_of
 from aero_compile.runtime.online.steps import run_step
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.program_parts import KernelStep, TensorSpec
@@ -52,7 +52,7 @@ def simulate(
             for name, array in arrays.items():
                 values.put_input(name, array if side.rank == owner else np.zeros_like(array), owner)
         own = weights if side.rank == SERVER else {}
-        (prepared,), _ = prepare(side, io, runtime, program, own, lambda what, executions: {})
+        (prepared,), _ = prepare(side, io, runtime, program, words_of(side.spu, io, own), lambda what, executions: {})
         for at, step in enumerate(program.steps):
             held = tables[side.rank].get(step.encrypted, {}) if isinstance(step, KernelStep) else {}
             run_step(side, values, runtime, program, step, prepared.get(at, {}) or held)

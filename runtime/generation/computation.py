@@ -106,7 +106,8 @@ class StepComputation(Computation):
             raise PartyError(f"{self._texts.count(name)} texts are prepared, and no more may be")
         program, started = self._programs.texts[name], time.monotonic()
         self._log.read()
-        (kept,), steps = prepare(self._side, self._io, self._runtime, program, {}, self._profile, steps=text_steps)
+        common = self._side, self._io, self._runtime, program, self._words_of, self._profile
+        (kept,), steps = prepare(*common, steps=text_steps)
         self._texts.add(name, kept)
         self.received += sum(step["recv_bytes"] for step in steps)
         self._link.barrier()

@@ -194,8 +194,8 @@ class Computation:
 
     def _prepare(self, program: Program, runs: int = 1) -> tuple[list[Prepared], list[dict[str, Any]]]:
         """Prepare so many runs of `program`: what is kept for each, and what each step cost."""
-        own, batches = self._inputs.own, self._batches
-        return prepare(self._side, self._io, self._runtime, program, own, self._profile, batches=batches, runs=runs)
+        common = self._side, self._io, self._runtime, program, self._words_of, self._profile
+        return prepare(*common, batches=self._batches, runs=runs)
 
     def _add_share(self, record: dict[str, Any], row: dict[str, Any]) -> None:
         """Add to the row of a step, and to the seconds of its run, the share of the batch of which it took rows."""

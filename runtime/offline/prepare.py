@@ -47,7 +47,7 @@ def prepare(
     io: Any,
     runtime: Any,
     program: ProgramContent,
-    weights: Mapping[str, npt.NDArray[Any]],
+    weights: Callable[[str], Words],
     profile: Callable[[str, int], dict[str, Any]],
     batches: Batches | None = None,
     steps: Callable[[ProgramContent], list[tuple[int, KernelStep]]] = prepared_steps,
@@ -57,8 +57,9 @@ def prepare(
 
     Several runs are more than one only where the program has codes for so many (`runs_at_once`).
 
-    `weights`: the server's; the client has none. `profile` gives the record of the last executions, by their name and
-    number. `batches`: products of which they have rows take those, and cost nothing here; None: there are none.
+    `weights`: gives the words of the server's, which the client is not asked for. `profile` gives the record of the
+    last executions, by their name and number. `batches`: products of which they have rows take those, and cost nothing
+    here; None: there are none.
 
     Returns:
         What is kept for each run, and for each step its number, label and place with what it cost.
@@ -133,7 +134,7 @@ def _prepare(
     runtime: Any,
     code: str,
     step: KernelStep,
-    weights: Mapping[str, npt.NDArray[Any]],
+    weights: Callable[[str], Words],
     kept: dict[str, npt.NDArray[Any]],
 ) -> None:
     """Multiply the random words of a step, of which this party `kept` its own, and keep its share of the product."""
@@ -143,7 +144,7 @@ def _prepare(
     for random in plan.randoms:
         arguments.append((random.shape, random.owner, kept[random.name] if random.owner in (None, side.rank) else None))
     for number in plan.weights:
-        own = encoded(side.spu, io, weights[step.inputs[number]]) if side.rank == SERVER else None
+        own = weights(step.inputs[number]) if side.rank == SERVER else None
         arguments.append((step.shapes[number], SERVER, own))
     kept["product"] = _run(side, io, runtime, step.label, code, arguments)
 
@@ -190,6 +191,11 @@ def _run(side: Side, io: Any, runtime: Any, label: str, code: str, arguments: Se
 def encoded(spu: Any, io: Any, weight: npt.NDArray[Any]) -> Words:
     """Return a matrix as the integers that SPU computes with, uint64 [elements]."""
     return read_words(io.make_shares(weight, spu.Visibility.VIS_SECRET, SERVER)[SERVER])
+
+
+def words_of(spu: Any, io: Any, weights: Mapping[str, npt.NDArray[Any]]) -> Callable[[str], Words]:
+    """Return what gives the words of a weight by its name."""
+    return lambda name: encoded(spu, io, weights[name])
 
 
 def agreed_name(link: Any) -> str:

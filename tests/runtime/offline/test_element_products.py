@@ -17,7 +17,7 @@ from aero_compile.runtime.kernels.prepared_squares import PreparedSquares
 from aero_compile.runtime.kernels.triple_elements import BatchedElements
 from aero_compile.runtime.lowering.live import LiveProgram, LiveStep
 from aero_compile.runtime.lowering.spu_compile import compile_steps
-from aero_compile.runtime.offline.prepare import prepare
+from aero_compile.runtime.offline.prepare import prepare, words_of
 from aero_compile.runtime.program_parts import TOKENS, KernelStep
 from aero_compile.runtime.roles import CLIENT, SERVER
 from benchmarks.lib.two_threads import both_parties
@@ -43,7 +43,10 @@ def _program(protocol: str, rows: int, width: int) -> Any:
 def prepared_runs(side: Any, io: Any, runtime: Any, program: Any, at_once: bool) -> list[Any]:
     """Prepare two runs, at once or one after the other."""
     options: dict[str, Any] = {"runs": 1 + at_once}
-    made = [prepare(side, io, runtime, program, {}, lambda what, executions: {}, **options) for _ in range(2 - at_once)]
+    made = [
+        prepare(side, io, runtime, program, words_of(side.spu, io, {}), lambda what, executions: {}, **options)
+        for _ in range(2 - at_once)
+    ]
     return [run for runs, _ in made for run in runs]
 
 

@@ -11,7 +11,7 @@ import pytest
 from aero_compile.errors import PartyError
 from aero_compile.runtime.lowering.live import LiveProgram, LiveStep
 from aero_compile.runtime.lowering.spu_compile import compile_steps
-from aero_compile.runtime.offline.prepare import agree, agreed_name, prepare, prepared_steps
+from aero_compile.runtime.offline.prepare import agree, agreed_name, prepare, prepared_steps, words_of
 from aero_compile.runtime.operators import prepared
 from aero_compile.runtime.program_parts import TOKENS
 from aero_compile.runtime.roles import CLIENT, SERVER
@@ -40,7 +40,10 @@ def test_shares_add_up_to_exact_products(protocol: str) -> None:
 
     def make(side: Any, io: Any, runtime: Any) -> Any:
         own = {"w": weight} if side.rank == SERVER else {}
-        return [prepare(side, io, runtime, program, own, lambda what, executions: {})[0][0] for _ in range(2)]
+        return [
+            prepare(side, io, runtime, program, words_of(side.spu, io, own), lambda what, executions: {})[0][0]
+            for _ in range(2)
+        ]
 
     found = both_parties(program, make)
     encoded = np.trunc(weight.astype(np.float64) * 2**18).astype(np.int64).view(np.uint64)
