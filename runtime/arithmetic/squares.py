@@ -94,8 +94,8 @@ class Squares:
     @property
     def bytes_per_element(self) -> int:
         """Bytes in Cheetah, both ways."""
-        results = (self.output, self.second)
-        return len(self.sums) * (SQUARE_BYTES + SUM_BYTES) + SUM_BYTES * sum(each is not None for each in results)
+        sums = len(self.sums) - (self.sums[0][1] == 1) + sum(each is not None for each in (self.output, self.second))
+        return len(self.sums) * SQUARE_BYTES + sums * SUM_BYTES
 
     def __call__(self, x: Any) -> Any:
         """Evaluate on a JAX array of any shape."""
@@ -108,6 +108,21 @@ class Squares:
             values.append(square(_weighted(values, weights)))
         results = [weights for weights in (self.output, self.second) if weights is not None]
         return [_weighted(values, weights) for weights in results] or [values[-1]]
+
+    def led_by_one(self, unit: float) -> Squares:
+        """The same chain, its weights in units of `unit`, whose first sum takes x as it is: no product, no truncation.
+
+        The first square is then larger by 1/w² where w was the weight of x, so this is for w near 1.
+        """
+        weight = self.sums[0][1]
+
+        def scaled(weights: tuple[float, ...]) -> tuple[float, ...]:
+            larger = [each * weight**2 if at == 2 else each for at, each in enumerate(weights)]
+            return tuple(round(each / unit) * unit for each in larger)
+
+        first = (round(self.sums[0][0] / weight / unit) * unit, 1.0)
+        results = [None if each is None else scaled(each) for each in (self.output, self.second)]
+        return Squares((first, *map(scaled, self.sums[1:])), *results)
 
     def exact(self, x: Array) -> Array:
         """Evaluate on a NumPy array in float64."""
@@ -127,5 +142,5 @@ def _weighted(values: list[Any], weights: tuple[float, ...]) -> Any:
     import jax.numpy as jnp
 
     if len(values) == 1:
-        return values[0] * weights[1] + weights[0]
+        return (values[0] if weights[1] == 1 else values[0] * weights[1]) + weights[0]
     return jnp.stack(values, axis=-1) @ jnp.asarray(weights[1:], dtype=values[0].dtype) + weights[0]
