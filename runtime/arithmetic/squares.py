@@ -112,7 +112,7 @@ class Squares:
     def led_by_one(self, unit: float) -> Squares:
         """The same chain, its weights in units of `unit`, whose first sum takes x as it is: no product, no truncation.
 
-        The first square is then larger by 1/w² where w was the weight of x, so this is for w near 1.
+        The first square is then larger by 1/w² where w was the weight of x, so this is not for small ones.
         """
         weight = self.sums[0][1]
 
