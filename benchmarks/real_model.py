@@ -46,6 +46,7 @@ from aero_compile.units import human_bytes
 from benchmarks.generation import bill, prepared_bill
 from benchmarks.lib.real_models import RealModel, load_real
 from benchmarks.lib.real_perplexity import held_out_text, perplexity
+from benchmarks.lib.real_rehearsal import RehearsedDecoder
 
 FORMAT = "aero_compile.real_model/1"
 PROMPT = "What is the capital of France?"
@@ -71,6 +72,8 @@ def parser() -> argparse.ArgumentParser:
     add("--network", default="loopback", help="loopback, lan, wan or MBPS:RTT_MS; default: %(default)s")
     add("--protocol", choices=["cheetah", "semi2k"], default="cheetah", help="default: %(default)s")
     add("--estimate", action="store_true", help="run nothing: compile and predict only")
+    text = "compute in the clear what two parties would, with their rounding: text and errors, no costs"
+    add("--rehearse", action="store_true", help=text)
     add("--hours", type=float, default=2.0, metavar="H", help="at most, for a token; default: %(default)s")
     text = "compare perplexities on so many tokens of held-out text, rehearsed; nothing else without --prompt"
     add("--perplexity", type=positive, metavar="TOKENS", help=text)
@@ -96,13 +99,15 @@ def run(args: argparse.Namespace) -> int:
         "loading": time.monotonic() - began,
     }
     if args.perplexity:
-        found["perplexity"] = perplexity(model, text, args.perplexity, args.context, progress.say)
+        found["perplexity"] = perplexity(model, text, args.perplexity, args.context, args.offline, progress.say)
         write(args, found)
     if prompts:
         ids = [model.prompt_ids(prompt, args.system) for prompt in prompts]
         compiled = compiled_for(model, ids, args, network, found)
         write(args, found)
-        if not args.estimate:
+        if args.rehearse:
+            rehearse(compiled, model, dict(zip(prompts, ids, strict=True)), args, found)
+        elif not args.estimate:
             measure(compiled, model, dict(zip(prompts, ids, strict=True)), args, network, found)
     print(table(found))
     return int(not all(each["same_text"] for each in found.get("texts", [])))
@@ -129,7 +134,7 @@ def compiled_for(
     common: dict[str, Any] = {"guards": False, "offline": args.offline, "network": network, "lookup": args.lookup}
     compiled = compile_generation(model.captured, room, args.protocol, fills=fills, **common)
     found |= {"room": room, "compiling": time.monotonic() - began, "compiling_memory": own_peak()}
-    if args.protocol == "cheetah":
+    if args.protocol == "cheetah" and not args.rehearse:
         found |= predicted(compiled.programs, max(map(len, ids)), args, network)
     return compiled
 
@@ -149,6 +154,23 @@ def predicted(programs: Programs, prompt: int, args: argparse.Namespace, network
         "token_by_operator": token.per_op,
         "first_by_operator": first.per_op,
     }
+
+
+def rehearse(
+    compiled: CompiledGeneration,
+    model: RealModel,
+    prompts: dict[str, list[int]],
+    args: argparse.Namespace,
+    found: dict[str, Any],
+) -> None:
+    """Generate after every prompt without parties; `found` gets the texts and their errors."""
+    found["texts"], progress = [], Progress(len(prompts))
+    for prompt, ids in prompts.items():
+        with progress.step(f"{len(ids)} tokens of prompt"):
+            made = Session(RehearsedDecoder(compiled)).generate(ids, args.tokens, stop=model.ends)
+        head = {"prompt": prompt, "prompt_tokens": len(ids), "rehearsed": True}
+        found["texts"].append({**head, **beside_the_clear(model, made, args.tokens)})
+        write(args, found)
 
 
 def measure(
@@ -278,7 +300,7 @@ def costs_of(found: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """What is paid for, and its cost, in the order in which it is."""
     rows = [("set-up", found["set_up"])] if "set_up" in found else []
     kinds = {"batches": "by the batch", "text": "the text", "prompt": "the prompt", "steps": "its tokens"}
-    for each in found.get("texts", []):
+    for each in (text for text in found.get("texts", []) if not text.get("rehearsed")):
         rows += [(f"prepared: {said}", each[f"offline_{kind}"]) for kind, said in kinds.items()]
         first, *others = each["tokens"]
         rows.append((f"{each['prompt_tokens']} tokens to the first", plus(each["fill"], first)))

@@ -36,11 +36,17 @@ def held_out_text(file: Path | None) -> str:
 
 
 def perplexity(
-    model: RealModel, text: str, tokens: int, context: int, say: Callable[[str], object] = lambda said: None
+    model: RealModel,
+    text: str,
+    tokens: int,
+    context: int,
+    offline: bool = False,
+    say: Callable[[str], object] = lambda said: None,
 ) -> dict[str, Any]:
     """Compare perplexities on the first `tokens` tokens of a text, in blocks of `context` that begin anew.
 
-    Of each block the first token is given, so `context` - 1 are predicted. `say` is told how far it is.
+    Of each block the first token is given, so `context` - 1 are predicted. `offline`: by the programs of two
+    phases, on shares. `say` is told how far it is.
 
     Returns:
         Perplexities (exp of the mean negative log-likelihood in nats a token), the largest error of a logit as a part
@@ -57,7 +63,8 @@ def perplexity(
         raise InputError(f"the text has {len(ids):,} tokens, and {max(1, count) * context:,} are asked for")
     began = time.monotonic()
     calm = Tolerances(logits=None)
-    compiled = compile_model(model.captured, 1, context, guards=False, lookup="one-hot", tolerances=calm)
+    options: dict[str, Any] = {"guards": False, "lookup": "one-hot", "tolerances": calm, "offline": offline}
+    compiled = compile_model(model.captured, 1, context, **options)
     compiling, clear, private, errors, divergences = time.monotonic() - began, [], [], [], []
     for number in range(count):
         block = np.asarray(ids[number * context : (number + 1) * context], np.int64)
@@ -76,6 +83,7 @@ def perplexity(
         "tokens": count * context,
         "predicted": count * (context - 1),
         "context": context,
+        "offline": offline,
         "clear": float(np.exp(np.mean(clear))),
         "private": float(np.exp(np.mean(private))),
         "logit_error": max(errors),

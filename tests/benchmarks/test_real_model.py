@@ -77,6 +77,17 @@ def test_the_text_in_the_clear_is_that_of_any_form_of_the_model(files: Path, tmp
         load_real(str(tmp_path / "saved"), layers=1)
 
 
+@pytest.mark.parametrize("offline", [False, True])
+def test_a_rehearsed_text_is_the_one_in_the_clear(files: Path, tmp_path: Path, offline: bool) -> None:
+    pytest.importorskip("spu")
+    line = ["--model", str(files / "llama.gguf"), "--rehearse", "--tokens", "5", "--json", str(tmp_path / "out.json")]
+    assert real_model.main([*line, "--prompt", "the ball", "--prompt", "a", *(["--offline"] if offline else [])]) == 0
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert [each["same_text"] for each in found["texts"]] == [True, True]
+    assert all(0 < each["logit_error_by_deviation"] < 0.05 for each in found["texts"])
+    assert "set_up" not in found
+
+
 def test_the_first_layers_alone(files: Path) -> None:
     for family in ("llama", "gemma"):
         model = load_real(str(files / f"{family}.gguf"), layers=1)
