@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from aero_compile.runtime.kernels.words import Words
 from aero_compile.runtime.online.correlations import AND, LIFT, SELECTION, TRUNCATION
 from aero_compile.runtime.online.exchanges import MaskedExchanges, RehearsedExchanges
 from aero_compile.runtime.online.interpreter import run_on_shares
 from aero_compile.runtime.online.plan import SharePlan
-from aero_compile.runtime.online.truncation import NAME, BitProducts, bit_products
+from aero_compile.runtime.online.truncation import NAME, BitProducts, bit_products, truncate
 from aero_compile.runtime.roles import CLIENT, SERVER
 from tests.support.kernel_sides import Pair, side_of, split
 
@@ -45,6 +46,19 @@ def drawn_products(count: int, draw: np.random.Generator) -> tuple[BitProducts, 
     return bit_products(own[SERVER], 2 * (own[0] & own[1]).astype(np.uint32) - theirs), bit_products(
         own[CLIENT], theirs
     )
+
+
+def truncated(
+    shares: tuple[Words, Words], bits: int, prepared: tuple[BitProducts, BitProducts]
+) -> tuple[npt.NDArray[np.int64], Pair]:
+    """Truncate shares as two parties; returns the results and the link."""
+    pair = Pair()
+    with ThreadPoolExecutor(2) as pool:
+        runs = [
+            pool.submit(truncate, side_of(rank, pair), shares[rank], bits, prepared[rank]) for rank in (SERVER, CLIENT)
+        ]
+        servers, clients = (run.result(timeout=60) for run in runs)
+    return (servers + clients).astype(np.int64), pair
 
 
 def drawn_correlations(plan: SharePlan, draw: np.random.Generator) -> tuple[Arrays, Arrays]:

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from aero_compile.runtime.online.exchanges import RehearsedExchanges
 from aero_compile.runtime.online.scaling import MOST_BITS
-from tests.runtime.online.test_truncation import truncated
 from tests.support.budgets import MANY, many
 from tests.support.kernel_sides import split
-from tests.support.share_runs import drawn_products
+from tests.support.share_runs import drawn_products, truncated
 
 
 @given(st.integers(1, MOST_BITS), st.integers(0, 61), st.integers(0, 2**32))

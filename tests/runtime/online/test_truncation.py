@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
-import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aero_compile.runtime.kernels.words import Words
 from aero_compile.runtime.online.scaling import MOST_BITS
-from aero_compile.runtime.online.truncation import BitProducts, truncate
 from aero_compile.runtime.roles import CLIENT, SERVER
 from tests.support.budgets import MANY, many
-from tests.support.kernel_sides import Pair, side_of, split
-from tests.support.share_runs import drawn_products
-
-
-def truncated(
-    shares: tuple[Words, Words], bits: int, prepared: tuple[BitProducts, BitProducts]
-) -> tuple[npt.NDArray[np.int64], Pair]:
-    pair = Pair()
-    with ThreadPoolExecutor(2) as pool:
-        runs = [
-            pool.submit(truncate, side_of(rank, pair), shares[rank], bits, prepared[rank]) for rank in (SERVER, CLIENT)
-        ]
-        servers, clients = (run.result(timeout=60) for run in runs)
-    return (servers + clients).astype(np.int64), pair
+from tests.support.kernel_sides import split
+from tests.support.share_runs import drawn_products, truncated
 
 
 @given(st.integers(1, MOST_BITS), st.integers(0, 62), st.integers(0, 2**32))
