@@ -22,8 +22,9 @@ TOKENS = "tokens"
 SET_UP = "set-up"
 """Key of the code, and name of the result, of the computation that only sets both parties up (see `warm_up`)."""
 
-SET_UP_SIDE = 256
-"""Rows and columns of its operands: 65,536 elements occupy every worker of SPU's tiled protocols."""
+SET_UP_SIDE, PREPARED_SIDE = 256, 64
+"""Rows and columns of its operands: 65,536 elements occupy every worker of SPU's tiled protocols, 4,096 one of them,
+which is what a prepared run has (`ProgramContent.workers`)."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,9 @@ class TensorSpec:
     dtype: str
 
 
-SET_UP_INPUTS = tuple(TensorSpec(f"set-up:{i}", (SET_UP_SIDE, SET_UP_SIDE), "float32") for i in (SERVER, CLIENT))
-"""Its inputs, one of each party."""
+def set_up_inputs(side: int) -> tuple[TensorSpec, ...]:
+    """The inputs of the set-up, one of each party."""
+    return tuple(TensorSpec(f"set-up:{rank}", (side, side), "float32") for rank in (SERVER, CLIENT))
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,20 @@ class ProgramContent:
         """Whether a run takes what was made before its tokens were known, for it alone."""
         calls = [step for step in self.steps if isinstance(step, KernelStep) and not step.kernel.for_text]
         return any(step.preparation for step in calls) or bool(self.correlations)
+
+    @property
+    def set_up_inputs(self) -> tuple[TensorSpec, ...]:
+        """The inputs of its set-up, by the code of that, which is of one of two sizes."""
+        small = f"tensor<{PREPARED_SIDE}x{PREPARED_SIDE}x" in self.codes[SET_UP].partition("->")[0]
+        return set_up_inputs(PREPARED_SIDE if small else SET_UP_SIDE)
+
+    @property
+    def workers(self) -> int:
+        """How many parts of a bitwise protocol SPU runs side by side (`runtime_config`); 0: as many as cores.
+
+        One where runs are prepared: sessions of generations are long, and each worker holds memory all the time.
+        """
+        return int(self.is_prepared)
 
     @cached_property
     def share_plans(self) -> dict[str, SharePlan]:

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from aero_compile.errors import InputError, RuntimeUnavailableError
 from aero_compile.runtime.arithmetic.exponential import EXP_ITERATIONS
 from aero_compile.runtime.hosts.measure import parse_profile
@@ -85,8 +87,22 @@ def largest_value(field: int, fraction_bits: int) -> float:
     return 2.0 ** (field - 2 * fraction_bits - 3)
 
 
-def runtime_config(protocol: str, field: int, fraction_bits: int) -> Any:
-    """Return the `spu.RuntimeConfig` that compiler and parties use."""
+_STARTING = 2**16
+"""Elements for which SPU starts its threads."""
+
+
+def start_threads(spu: Any) -> None:
+    """Let SPU start a thread for each core, whose number a configuration with fewer `workers` would set otherwise."""
+    zeros = np.zeros(_STARTING, np.float32)
+    spu.Io(2, runtime_config("cheetah", 64, 18)).make_shares(zeros, spu.Visibility.VIS_SECRET, 0)
+
+
+def runtime_config(protocol: str, field: int, fraction_bits: int, workers: int = 0) -> Any:
+    """Return the `spu.RuntimeConfig` that compiler and parties use.
+
+    `workers`: how many parts of a bitwise protocol run side by side at most, after `start_threads`; 0: as many as
+    cores. Each has stores of oblivious transfers, which take 340 MB of memory.
+    """
     spu = import_spu()
     config = spu.RuntimeConfig(
         protocol=spu.parse_protocol_kind(protocol.upper()),
@@ -99,6 +115,7 @@ def runtime_config(protocol: str, field: int, fraction_bits: int) -> Any:
     config.cheetah_2pc_config.enable_mul_lsb_error = False
     config.experimental_enable_colocated_optimization = True  # weights and tokens keep their owner
     config.enable_pphlo_profile = True
+    config.max_concurrency = workers
     return config
 
 
@@ -106,9 +123,9 @@ SMALL_RING, SMALL_FRACTION = 32, 12
 """Of the second runtime. It computes on whole numbers; the fraction bits are some that SPU accepts in this ring."""
 
 
-def small_config(protocol: str) -> Any:
+def small_config(protocol: str, workers: int = 0) -> Any:
     """Return the `spu.RuntimeConfig` of the second runtime, which share-level kernels may use."""
-    return runtime_config(protocol, SMALL_RING, SMALL_FRACTION)
+    return runtime_config(protocol, SMALL_RING, SMALL_FRACTION, workers)
 
 
 MOST_LOGGED = 1 << 20

@@ -23,7 +23,7 @@ from aero_compile.runtime.kernels.prepared_scaling import PreparedScaling
 from aero_compile.runtime.offline.elements import joined_elements, runs_at_once
 from aero_compile.runtime.online.plan import plan_of
 from aero_compile.runtime.prefix import check_prefix
-from aero_compile.runtime.program_parts import SET_UP, SET_UP_INPUTS, KernelStep, ProgramContent, Step, TensorSpec
+from aero_compile.runtime.program_parts import SET_UP, KernelStep, ProgramContent, Step, TensorSpec
 from aero_compile.runtime.spu_config import check_config
 from aero_compile.runtime.vetting_products import check_products
 
@@ -130,7 +130,7 @@ def check_program(program: ProgramContent) -> None:
     _check_positions(program)
     inputs, from_tokens = set(known), {program.tokens.name, *(spec.name for spec in program.clients)}
     _check_clients(program)
-    _check_code(program, SET_UP, [_declared(spec) for spec in SET_UP_INPUTS], 1)
+    _check_code(program, SET_UP, [_declared(spec) for spec in program.set_up_inputs], 1)
     if program.steps and program.steps[0].continues:
         raise InputError("the program begins with a step that continues another")
     for number, step in enumerate(program.steps):

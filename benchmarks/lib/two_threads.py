@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.errors import OutOfRangeError
+from aero_compile.runtime.hosts.computation import config_of
 from aero_compile.runtime.hosts.lookup_files import made_tables
 from aero_compile.runtime.hosts.opening import OUT_OF_RANGE, open_bit, send_share
 from aero_compile.runtime.kernels.side import Side
@@ -23,7 +24,7 @@ from aero_compile.runtime.online.steps import run_step
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.program_parts import KernelStep, TensorSpec
 from aero_compile.runtime.roles import CLIENT, SERVER
-from aero_compile.runtime.spu_config import runtime_config, small_config
+from aero_compile.runtime.spu_config import small_config, start_threads
 
 WAIT_MS = 600_000
 """A party waits as long for a message of the other: a product may take minutes on a busy machine."""
@@ -41,6 +42,7 @@ def simulate(
     import spu
 
     program = as_parties_load(program)
+    start_threads(spu)
     config = _config(program)
     io = spu.Io(2, config)
     tables = made_tables(program, weights)
@@ -91,6 +93,7 @@ def both_parties(program: Program, party: Callable[[Side, Any, Any], Any], profi
     """
     import spu
 
+    start_threads(spu)
     config = _config(program)
     config.enable_pphlo_profile = profile
     desc = spu.link.Desc()
@@ -103,7 +106,7 @@ def both_parties(program: Program, party: Callable[[Side, Any, Any], Any], profi
     def run(rank: int) -> None:
         link = spu.link.create_mem(desc, rank)
         io = spu.Io(2, config)
-        side = Side(spu, link, rank, _quiet(small_config(program.protocol)), io)
+        side = Side(spu, link, rank, _quiet(small_config(program.protocol, program.workers)), io)
         results[rank] = party(side, io, spu.Runtime(link, config))
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in (SERVER, CLIENT)]
@@ -115,7 +118,7 @@ def both_parties(program: Program, party: Callable[[Side, Any, Any], Any], profi
 
 
 def _config(program: Program) -> Any:
-    return _quiet(runtime_config(program.protocol, program.field, program.fraction_bits))
+    return _quiet(config_of(program))
 
 
 def _quiet(config: Any) -> Any:

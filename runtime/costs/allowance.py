@@ -178,19 +178,19 @@ def by_size(program: Program) -> int:
 def _keys(program: Program) -> int:
     """Bytes of keys and first transfers: kernels have a second runtime, with keys and stores of its own."""
     runtimes = 1 + bool(program.kernels)
-    return runtimes * (KEY_BYTES + STORE_BYTES * 2 * _cores())
+    return runtimes * (KEY_BYTES + STORE_BYTES * 2 * _workers(program))
 
 
-def _cores() -> int:
+def _workers(program: Program) -> int:
     """Tiles that a bitwise protocol may have side by side, each with a store for either sender."""
-    return max(shipped().cores, os.cpu_count() or 1)
+    return program.workers or max(shipped().cores, os.cpu_count() or 1)
 
 
 class _Bound(Session):
     """Bills the most that a run can cost, and counts all of it."""
 
     def __init__(self, program: Program) -> None:
-        super().__init__(replace(shipped(), cores=_cores()), stored=0)
+        super().__init__(shipped(), _workers(program), stored=0)
         self._masks = program.protocol != "cheetah"
         # The table is of 64 bits: bits of a comparison and moduli of a ciphertext both grow with the ring.
         self._scale = MARGIN * max(1.0, program.field / 64) ** 2

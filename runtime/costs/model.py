@@ -225,7 +225,7 @@ def estimate_program(
     """
     costs, emulated = _fitting(table, program), parse_network(network)
     functions = {key: pphlo.parse(code) for key, code in program.codes.items()}
-    session = Session(costs)
+    session = Session(costs, program.workers)
     if warm == "setup":
         bill_set_up(session, program, functions)
     session.meet()
@@ -253,7 +253,7 @@ def estimate_generation(
     """Predict what `new_tokens` behind a prompt of `length` tokens cost; the rest is as of `estimate`."""
     costs, emulated = _fitting(table, programs.step), parse_network(network)
     functions = {key: pphlo.parse(code) for each in programs.all.values() for key, code in each.codes.items()}
-    session = Session(costs)
+    session = Session(costs, programs.step.workers)
     runs = runs_of_text(programs, length, new_tokens)
     if warm == "setup":
         bill_set_up(session, programs.step, functions)

@@ -71,12 +71,13 @@ class Cost:
 class Session:
     """Two parties that have exchanged keys and nothing else; every method adds to the open `bill`.
 
-    `stored`: oblivious transfers in each store when it is first drawn from. `cached`: numbers of the masking rows of
-    the text at hand, by the site of a product (`CachedProduct`).
+    `workers`: how many tiles of a bitwise protocol run side by side; 0: as many as the table has cores. `stored`:
+    oblivious transfers in each store when it is first drawn from. `cached`: numbers of the masking rows of the text at
+    hand, by the site of a product (`CachedProduct`).
     """
 
-    def __init__(self, table: CostTable, stored: int = SET_UP_TRANSFERS) -> None:
-        self.table, self._stored_at_first = table, stored
+    def __init__(self, table: CostTable, workers: int = 0, stored: int = SET_UP_TRANSFERS) -> None:
+        self.table, self._workers, self._stored_at_first = table, workers or table.cores, stored
         self._cost = Cost()
         self._clock = [0.0, 0.0]
         self._triples = 0
@@ -189,7 +190,7 @@ class Session:
         return [each for kind in kinds for each in ((TRANSFER, BACK) if kind == MUTUAL else (kind,))]
 
     def _tiles(self, n: int) -> int:
-        return min(self.table.cores, -(-n // TILE))
+        return min(self._workers, -(-n // TILE))
 
     def _parts(self, n: int) -> list[int]:
         """How many of n elements each tile has."""

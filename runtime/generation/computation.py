@@ -23,6 +23,7 @@ from aero_compile.runtime.hosts.party_inputs import Arrays, PartyInputs
 from aero_compile.runtime.kernels.cached_product import CachedProduct
 from aero_compile.runtime.kernels.column_encryption import ROWS
 from aero_compile.runtime.kernels.lookup_table import Held
+from aero_compile.runtime.kernels.words import Words
 from aero_compile.runtime.offline.batch import Matrix
 from aero_compile.runtime.offline.prepare import prepare, text_steps
 from aero_compile.runtime.offline.rows import MOST_ROWS
@@ -36,8 +37,8 @@ from aero_compile.runtime.spu_config import SpuLog
 class StepComputation(Computation):
     """One party's side. Weights are set once; keys and values never leave the party.
 
-    `weights`: the server's, nothing at the client. `tables`: what this party holds of those that any program looks up
-    under encryption.
+    `weights`: the server's, nothing at the client. Those of products are let go once their integers are made.
+    `tables`: what this party holds of those that any program looks up under encryption.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class StepComputation(Computation):
         way: Way,
         tables: Mapping[str, Held] = MappingProxyType({}),
     ) -> None:
-        inputs = PartyInputs(rank, programs.step, published, weights, None, dict(tables))
+        inputs = PartyInputs(rank, programs.step, published, dict(weights), None, dict(tables))
         super().__init__(spu, link, inputs, log, way)
         self._programs, self._name, self._position = programs, "step", 0
         self._of_client: dict[str, npt.NDArray[Any]] = {}
@@ -60,6 +61,8 @@ class StepComputation(Computation):
         self._prepared: dict[str, deque[Prepared]] = defaultdict(deque)
         self._matrices = batches_of(programs)
         self._texts = Texts(programs)
+        others = ({spec.name for spec in each.weights} - each.multiplied for each in programs.all.values())
+        self._as_floats = set[str]().union(*others)
         self._held: tuple[TensorSpec, ...] = ()
         self.text = ""
         """Name of the preparation of a text that the last run took; "" if it went on with its text, or reads none."""
@@ -133,6 +136,12 @@ class StepComputation(Computation):
         if opened.logits is not None:
             opened.logits = opened.logits[0, -1] if count_of(name) == 1 else opened.logits[0]
         return late + cost_of(record), opened
+
+    def _words_of(self, name: str) -> Words:
+        words = super()._words_of(name)
+        if name not in self._as_floats:
+            self._inputs.own.pop(name, None)
+        return words
 
     def _take_prepared(self) -> Prepared:
         return self._prepared[self._name].popleft() if self._program.is_prepared else {}

@@ -110,6 +110,7 @@ class _Party:
         started = time.perf_counter()
         held = (self.weights, self.published)
         computation = StepComputation(spu, link, self.rank, self.programs, *held, log, way, self.tables)
+        self.weights.clear()  # the computation lets go of those that it needs no more
         spent = computation.set_up() if options.set_up else {}
         link.barrier()
         self._deadline.clear()

@@ -26,13 +26,14 @@ from aero_compile.runtime.offline.batch import Batches, Matrix, matrix_of, rows_
 from aero_compile.runtime.offline.choice import is_cheaper
 from aero_compile.runtime.offline.correlations import SET_UP as SET_UP_ELEMENTS
 from aero_compile.runtime.offline.correlations import make_correlations, set_up_kinds
+from aero_compile.runtime.offline.disk import DiskFile
 from aero_compile.runtime.offline.prepare import agree, agreed_name, encoded, prepare, prepared_steps
 from aero_compile.runtime.offline.store import Prepared
 from aero_compile.runtime.online.steps import run_step
 from aero_compile.runtime.program import Program
-from aero_compile.runtime.program_parts import SET_UP, SET_UP_INPUTS, KernelStep, Step, TensorSpec
+from aero_compile.runtime.program_parts import SET_UP, KernelStep, Step, TensorSpec
 from aero_compile.runtime.roles import CLIENT, SERVER
-from aero_compile.runtime.spu_config import SpuLog, runtime_config, small_config
+from aero_compile.runtime.spu_config import SpuLog, runtime_config, small_config, start_threads
 
 EVENT = "aero-party "
 """Prefix of event lines on standard output."""
@@ -44,7 +45,7 @@ TOLD_SECONDS = 0.05
 
 def config_of(program: Program) -> Any:
     """SPU's configuration of the runtime that `program` is compiled for."""
-    return runtime_config(program.protocol, program.field, program.fraction_bits)
+    return runtime_config(program.protocol, program.field, program.fraction_bits, program.workers)
 
 
 @dataclass
@@ -80,10 +81,11 @@ class Computation:
         program, self.in_range = inputs.program, inputs.in_range
         self._spu, self._link, self._log, self._way = spu, link, log, way
         self._inputs, self._program, self._rank = inputs, program, inputs.rank
+        start_threads(spu)
         config = config_of(program)
         self._io = spu.Io(2, config)
         self._runtime = spu.Runtime(link, config)
-        self._side = Side(spu, link, inputs.rank, small_config(program.protocol), self._io)
+        self._side = Side(spu, link, inputs.rank, small_config(program.protocol, program.workers), self._io)
         self._values = Values(spu, self._io, self._runtime, inputs.rank)
         self._batches = Batches(self._side, log.folder, program.fraction_bits, self._weight)
         self.received = 0
@@ -105,8 +107,8 @@ class Computation:
         self._log.read()
         self._side.exchanged = exchanged = Exchanged()
         runtime, io = self._runtime, self._io
-        names = [spec.name for spec in SET_UP_INPUTS]
-        for owner, spec in enumerate(SET_UP_INPUTS):
+        names = [spec.name for spec in self._program.set_up_inputs]
+        for owner, spec in enumerate(self._program.set_up_inputs):
             zeros = np.zeros(spec.shape, spec.dtype)
             runtime.set_var(spec.name, io.make_shares(zeros, self._spu.Visibility.VIS_SECRET, owner)[self._rank])
         runtime.run(self._spu.Executable(SET_UP, names, [SET_UP], self._program.codes[SET_UP].encode()))
@@ -160,8 +162,10 @@ class Computation:
 
     def _weight(self, matrix: Matrix) -> Weights:
         """A matrix of the server [inner, columns] as whole numbers."""
-        words = self._words_of(matrix.name).view(np.int64).reshape(self._inputs.own[matrix.name].shape)
-        return words.T if matrix.transposed else words
+        words = self._words_of(matrix.name).view(np.int64)
+        if matrix.transposed:
+            return words.reshape(matrix.columns, matrix.inner).T
+        return words.reshape(matrix.inner, matrix.columns)
 
     def _words_of(self, name: str) -> Words:
         """The words of a weight, uint64 [elements]; none at the client. They are made once."""
@@ -195,7 +199,7 @@ class Computation:
     def _prepare(self, program: Program, runs: int = 1) -> tuple[list[Prepared], list[dict[str, Any]]]:
         """Prepare so many runs of `program`: what is kept for each, and what each step cost."""
         common = self._side, self._io, self._runtime, program, self._words_of, self._profile
-        return prepare(*common, batches=self._batches, runs=runs)
+        return prepare(*common, batches=self._batches, runs=runs, arrays=DiskFile(self._log.folder).arrays)
 
     def _add_share(self, record: dict[str, Any], row: dict[str, Any]) -> None:
         """Add to the row of a step, and to the seconds of its run, the share of the batch of which it took rows."""
@@ -266,7 +270,7 @@ class Computation:
             self._told = begun
         self._side.exchanged = Exchanged()
         held = self._inputs.tables.get(step.encrypted, {}) if isinstance(step, KernelStep) else {}
-        kept = prepared.pop(at, {}) or held
+        kept = dict(prepared.pop(at, {})) or held
         executions = run_step(self._side, self._values, self._runtime, self._program, step, kept)
         profile = self._log.read() if executions else parse_profile("")
         check_profile(profile, f"step {at}, {step.label} ({step.place})", executions)

@@ -17,14 +17,14 @@ from aero_compile.errors import AeroError, LoweringError
 from aero_compile.runtime.arithmetic.ring import fixed_point
 from aero_compile.runtime.arithmetic.squares import squares_by_exp
 from aero_compile.runtime.kernels.registry import to_json
-from aero_compile.runtime.lowering import warm_up
 from aero_compile.runtime.lowering.cut import cut
 from aero_compile.runtime.lowering.live import LiveProgram, LiveStep
+from aero_compile.runtime.lowering.warm_up import warm_up_step
 from aero_compile.runtime.offline.elements import Joined, joined_elements, most_runs
 from aero_compile.runtime.online.plan import plan_of
 from aero_compile.runtime.prefix import digest_of
 from aero_compile.runtime.program import Program
-from aero_compile.runtime.program_parts import SET_UP, TOKENS, KernelStep, Step, TensorSpec
+from aero_compile.runtime.program_parts import PREPARED_SIDE, SET_UP, SET_UP_SIDE, TOKENS, KernelStep, Step, TensorSpec
 from aero_compile.runtime.spu_config import import_spu, plain_message
 from aero_compile.runtime.vetting_products import check_products
 
@@ -42,7 +42,8 @@ def compile_steps(
         LoweringError: SPU's compiler refuses an operator; the message names it and its place.
     """
     spu, form = import_spu(), (fraction_bits, field, live.offline)
-    codes: dict[str, str] = {SET_UP: known.get(SET_UP) or _compile(spu, warm_up.STEP, form, ())}
+    side = PREPARED_SIDE if live.offline else SET_UP_SIDE
+    codes: dict[str, str] = {SET_UP: known.get(SET_UP) or _compile(spu, warm_up_step(side), form, ())}
     traces: dict[str, Any] = {}
     pieces = [(piece, number > 0) for step in live.steps for number, piece in enumerate(_cut(step, form, traces))]
     for piece, _ in pieces:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from aero_compile.runtime.lowering.live import LiveStep
-from aero_compile.runtime.program_parts import SET_UP, SET_UP_INPUTS, SET_UP_SIDE
+from aero_compile.runtime.program_parts import SET_UP, set_up_inputs
 
 
 def one_of_each(server: Any, client: Any) -> tuple[Any]:
@@ -17,23 +17,17 @@ def one_of_each(server: Any, client: Any) -> tuple[Any]:
     import jax
     import jax.numpy as jnp
 
-    quarter = SET_UP_SIDE // 4
+    side = server.shape[0]
     shared = jnp.matmul(server, client)
-    batched = jnp.matmul(shared.reshape(4, quarter, SET_UP_SIDE), shared.reshape(4, SET_UP_SIDE, quarter))
+    batched = jnp.matmul(shared.reshape(4, side // 4, side), shared.reshape(4, side, side // 4))
     squared = jnp.exp(shared * server * shared)
     chosen = jnp.where(shared > 0.5, squared, shared) + 1.0
     small = 1.0 / chosen[:8] + jax.lax.rsqrt(chosen[:8])
     return (jnp.sum(small * small) + jnp.sum(batched),)
 
 
-STEP = LiveStep(
-    SET_UP,
-    "no part of the model",
-    SET_UP,
-    tuple(spec.name for spec in SET_UP_INPUTS),
-    (SET_UP,),
-    tuple(spec.shape for spec in SET_UP_INPUTS),
-    tuple(spec.dtype for spec in SET_UP_INPUTS),
-    one_of_each,
-)
-"""The computation as a step that can be compiled like any other."""
+def warm_up_step(side: int) -> LiveStep:
+    """Return the computation, of operands [side, side], as a step that can be compiled like any other."""
+    inputs = set_up_inputs(side)
+    names, shapes, dtypes = zip(*((spec.name, spec.shape, spec.dtype) for spec in inputs), strict=True)
+    return LiveStep(SET_UP, "no part of the model", SET_UP, names, (SET_UP,), shapes, dtypes, one_of_each)

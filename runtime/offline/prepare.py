@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,7 @@ def prepare(
     batches: Batches | None = None,
     steps: Callable[[ProgramContent], list[tuple[int, KernelStep]]] = prepared_steps,
     runs: int = 1,
+    arrays: Callable[[], MutableMapping[str, npt.NDArray[Any]]] = dict,
 ) -> tuple[list[Prepared], list[dict[str, Any]]]:
     """Prepare `runs` of `program`, or of `steps` of it, as one party, in SPU's `runtime`, with the peer.
 
@@ -59,7 +60,7 @@ def prepare(
 
     `weights`: gives the words of the server's, which the client is not asked for. `profile` gives the record of the
     last executions, by their name and number. `batches`: products of which they have rows take those, and cost nothing
-    here; None: there are none.
+    here; None: there are none. `arrays`: makes what keeps the arrays of a step (`disk.py`).
 
     Returns:
         What is kept for each run, and for each step its number, label and place with what it cost.
@@ -69,7 +70,7 @@ def prepare(
     correlated = correlation_groups(program, runs) if of_run else []
     joined_steps = [at for group in (*groups, *(group for _, group in correlated)) for at in group.steps]
     numbers = sorted({*(at for at, _ in steps(program)), *joined_steps})
-    of_runs: list[Prepared] = [{at: {} for at in numbers} for _ in range(runs)]
+    of_runs: list[Prepared] = [{at: arrays() for at in numbers} for _ in range(runs)]
     rows: list[dict[str, Any]] = []
 
     def records(of: Sequence[int], begun: float, what: str, executions: int = 1) -> list[dict[str, Any]]:
@@ -84,7 +85,7 @@ def prepare(
         for at, step in steps(program):
             if batches is not None and (ready := batches.take(step)) is not None:
                 record = {**vars(Exchanged()), "rows": rows_of(step), "seconds": 0.0}
-                found[at] = ready
+                found[at].update(ready)
                 by_batch.add(at)
                 rows.append({"at": at, "op": step.label, "place": step.place, **record})
         _draw(side.rank, program, found, by_batch)
@@ -102,8 +103,8 @@ def prepare(
         begun, already = time.perf_counter(), side.executions
         made = divided(make_correlations(side, runtime, name, group.size), group, runs)
         for found, arrays_of_steps in zip(of_runs, made, strict=True):
-            for at, arrays in zip(group.steps, arrays_of_steps, strict=True):
-                found[at].update(arrays)
+            for at, of_step in zip(group.steps, arrays_of_steps, strict=True):
+                found[at].update(of_step)
         what = f"the preparation of {group.size:,} elements for {name}"
         rows += group.divided(records(group.steps, begun, what, side.executions - already))
     return of_runs, rows
@@ -135,7 +136,7 @@ def _prepare(
     code: str,
     step: KernelStep,
     weights: Callable[[str], Words],
-    kept: dict[str, npt.NDArray[Any]],
+    kept: MutableMapping[str, npt.NDArray[Any]],
 ) -> None:
     """Multiply the random words of a step, of which this party `kept` its own, and keep its share of the product."""
     plan = step.kernel.preparation(*step.shapes)

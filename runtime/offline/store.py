@@ -12,7 +12,7 @@ import hashlib
 import os
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import numpy.typing as npt
 from aero_compile.errors import InputError, PartyError
 from aero_compile.files import make_private_folder, refuse_exposed, write_private
 
-Prepared = dict[int, dict[str, npt.NDArray[Any]]]
+Prepared = dict[int, MutableMapping[str, npt.NDArray[Any]]]
 """For the number of a step, its random words and this party's share of its product, or its bit products, by name."""
 
 _ID = re.compile(r"[0-9a-f]{32}")
@@ -45,7 +45,7 @@ class Store:
         names = {path.stem for path in self.folder.glob("*.npz") if _ID.fullmatch(path.stem)}
         return sorted(name for name in names if not self._mark(name).exists())
 
-    def save(self, name: str, prepared: Prepared) -> None:
+    def save(self, name: str, prepared: Mapping[int, Mapping[str, npt.NDArray[Any]]]) -> None:
         """Keep a preparation under a name of 32 hexadecimal digits, until it is used."""
         arrays = {f"{at}:{key}": words for at, each in prepared.items() for key, words in each.items()}
         write_private(self._file(name), lambda file: np.savez(file, **{_ABOUT: self.about}, **arrays))

@@ -162,8 +162,10 @@ class SessionParty:
         """The runtime that keeps the cached values, made when it is first needed."""
         if self._stepping is None:
             assert self._generation is not None
-            told = (self._log, self._way, self._table[1])
-            self._stepping = StepComputation(self._spu, self._link.spawn(), self._rank, *self._generation, *told)
+            (programs, weights, published), told = self._generation, (self._log, self._way, self._table[1])
+            held = (programs, weights, published, *told)
+            self._stepping = StepComputation(self._spu, self._link.spawn(), self._rank, *held)
+            weights.clear()  # the computation lets go of those that it needs no more
             self._stepping.before_opening = Path(OPENING).touch
         return self._stepping
 

@@ -1,0 +1,89 @@
+"""Arrays of preparations on disk until a step takes them: those of one text of a real model fill gigabytes of memory.
+
+They lie in a file without a name, in a private folder, whose room is free again when its last array is dropped, or the
+process ends. The disk is not wiped.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import weakref
+from collections.abc import Iterator, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from aero_compile.errors import PartyError
+
+
+class DiskFile:
+    """A file that arrays are written to, one behind the other.
+
+    Raises:
+        PartyError: the folder has no room for it, here or in `write`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._end = folder, 0
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                self._file = os.dup(file.fileno())
+        except OSError as error:
+            raise self._full(0, error) from error
+        weakref.finalize(self, os.close, self._file)
+
+    def arrays(self) -> DiskArrays:
+        """Return a mapping whose arrays are kept in this file."""
+        return DiskArrays(self)
+
+    def write(self, array: npt.NDArray[Any]) -> int:
+        """Write an array; returns its place."""
+        content, done = np.ascontiguousarray(array).reshape(-1).view(np.uint8), 0
+        while done < content.size:
+            try:
+                done += os.pwrite(self._file, content[done:].data, self._end + done)
+            except OSError as error:
+                raise self._full(content.size, error) from error
+        place, self._end = self._end, self._end + done
+        return place
+
+    def read(self, place: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        """Read the array of this shape and dtype that was written at `place`."""
+        array = np.empty(shape, dtype)
+        content, done = array.reshape(-1).view(np.uint8), 0
+        while done < content.size:
+            got = os.preadv(self._file, [content[done:].data], place + done)
+            if not got:
+                raise PartyError(f"a preparation in {self._folder} was cut off; make another")
+            done += got
+        return array
+
+    def _full(self, size: int, error: OSError) -> PartyError:
+        wanted = f"{size:,} more bytes of preparations"
+        return PartyError(f"{self._folder} has no room for {wanted} ({error.strerror}); prepare less")
+
+
+class DiskArrays(MutableMapping[str, npt.NDArray[Any]]):
+    """Arrays by name in a `DiskFile`. Each access reads anew; what is replaced keeps its place in the file."""
+
+    def __init__(self, file: DiskFile) -> None:
+        self._file = file
+        self._kept: dict[str, tuple[int, tuple[int, ...], np.dtype[Any]]] = {}
+
+    def __setitem__(self, name: str, array: npt.NDArray[Any]) -> None:
+        self._kept[name] = self._file.write(array), array.shape, array.dtype
+
+    def __getitem__(self, name: str) -> npt.NDArray[Any]:
+        return self._file.read(*self._kept[name])
+
+    def __delitem__(self, name: str) -> None:
+        del self._kept[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._kept)
+
+    def __len__(self) -> int:
+        return len(self._kept)
