@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from aero_compile.errors import InputError
+from aero_compile.runtime import compile_model
 from aero_compile.runtime.lowering.partition import partition
 from aero_compile.runtime.lowering.spu_compile import compile_steps
 from aero_compile.runtime.lowering.to_jax import lower
@@ -130,4 +131,24 @@ def test_what_was_changed_is_refused(name: str, tmp_path: Path) -> None:
     change, words = CHANGED[name]
     change(content)
     with pytest.raises(InputError, match=words):
+        _load(content, tmp_path)
+
+
+def test_rows_are_scaled_by_weights_alone(tmp_path: Path) -> None:
+    """The client multiplies with what it masked, and the server with numbers that it knows: no others are taken."""
+
+    def body(x: Any, m: Any) -> Any:
+        return aten.mul.Tensor(aten.neg.default(aten.mul.Tensor(x, m.w)), aten.neg.default(x))
+
+    draw = torch.Generator().manual_seed(0)
+    model = TokenRows(torch.randn(11, 3, generator=draw), body, {"w": torch.randn(1, 1, 3, generator=draw)})
+    model.shape = (1, 1, 3)
+    program = compile_model(model, 1, 1, "semi2k", offline=True, guards=False, lookup="one-hot").program
+    honest = program.to_bytes().decode()
+    _load(json.loads(honest), tmp_path)
+    content = json.loads(honest)
+    step = _step(content, "PreparedScaling")
+    assert step["inputs"][1] == "w:w"
+    step["inputs"][1] = "embedding_default"  # of the same shape, and made of the tokens
+    with pytest.raises(InputError, match="multiplies with 'embedding_default', which is no weight"):
         _load(content, tmp_path)
