@@ -186,7 +186,7 @@ class ProgramContent:
 
     @property
     def workers(self) -> int:
-        """How many parts of a bitwise protocol SPU runs side by side (`runtime_config`); 0: as many as cores.
+        """Parts of a bitwise protocol that SPU runs side by side (`runtime_config`); 0: as many as cores.
 
         One where runs are prepared: sessions of generations are long, and each worker holds memory all the time.
         """

@@ -77,7 +77,7 @@ def test_nothing_is_left_of_a_file(tmp_path: Path) -> None:
 
 
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What does not fit is an error of ours, and what was written before can still be read."""
+    """An array that does not fit is an error of ours, and those written before can still be read."""
     kept, room, write = DiskFile(tmp_path).arrays(), 100, os.pwrite
 
     def limited(file: int, content: bytes, place: int) -> int:
