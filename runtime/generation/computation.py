@@ -23,7 +23,7 @@ from aero_compile.runtime.hosts.party_inputs import Arrays, PartyInputs
 from aero_compile.runtime.kernels.cached_product import CachedProduct
 from aero_compile.runtime.kernels.column_encryption import ROWS
 from aero_compile.runtime.kernels.lookup_table import Held
-from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.kernels.words import Integers
 from aero_compile.runtime.offline.batch import Matrix
 from aero_compile.runtime.offline.prepare import prepare, text_steps
 from aero_compile.runtime.offline.rows import MOST_ROWS
@@ -137,11 +137,11 @@ class StepComputation(Computation):
             opened.logits = opened.logits[0, -1] if count_of(name) == 1 else opened.logits[0]
         return late + cost_of(record), opened
 
-    def _words_of(self, name: str) -> Words:
-        words = super()._words_of(name)
+    def _integers_of(self, name: str) -> Integers:
+        integers = super()._integers_of(name)
         if name not in self._as_floats:
             self._inputs.own.pop(name, None)
-        return words
+        return integers
 
     def _take_prepared(self) -> Prepared:
         return self._prepared[self._name].popleft() if self._program.is_prepared else {}

@@ -21,7 +21,7 @@ from aero_compile.runtime.kernels.column_encryption import ROWS, Weights
 from aero_compile.runtime.kernels.encrypted_weights import hash_parts
 from aero_compile.runtime.kernels.side import Exchanged, Side
 from aero_compile.runtime.kernels.values import Values
-from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.kernels.words import Integers, Words, narrowed, widened
 from aero_compile.runtime.offline.batch import Batches, Matrix, matrix_of, rows_by_matrix
 from aero_compile.runtime.offline.choice import is_cheaper
 from aero_compile.runtime.offline.correlations import SET_UP as SET_UP_ELEMENTS
@@ -90,8 +90,8 @@ class Computation:
         self._batches = Batches(self._side, log.folder, program.fraction_bits, self._weight)
         self.received = 0
         """Payload in bytes that this party has taken from the other in runs and preparations."""
-        self._words: dict[str, Words] = {}
-        self._side.weight = self._words_of
+        self._integers: dict[str, Integers] = {}
+        self._side.weight = self._integers_of
         self._shares: dict[Matrix, dict[str, float]] = {}
         self._told = -math.inf
         self.before_opening: Callable[[], None] = lambda: None
@@ -123,7 +123,7 @@ class Computation:
             make_correlations(self._side, runtime, name, SET_UP_ELEMENTS if stored else 1)
         for name, matrix in self._program.client_weights.items():
             if self._rank == SERVER:
-                self._words_of(matrix.weight)
+                self._integers_of(matrix.weight)
             else:
                 hash_parts(self._inputs.tables[name])
         spent, direct = self._log.read(), vars(exchanged)
@@ -162,18 +162,22 @@ class Computation:
 
     def _weight(self, matrix: Matrix) -> Weights:
         """A matrix of the server [inner, columns] as whole numbers."""
-        words = self._words_of(matrix.name).view(np.int64)
+        integers = self._integers_of(matrix.name)
         if matrix.transposed:
-            return words.reshape(matrix.columns, matrix.inner).T
-        return words.reshape(matrix.inner, matrix.columns)
+            return integers.reshape(matrix.columns, matrix.inner).T
+        return integers.reshape(matrix.inner, matrix.columns)
+
+    def _integers_of(self, name: str) -> Integers:
+        """A weight as the integers of its words, [elements]; none at the client. They are made once."""
+        if self._rank == CLIENT:
+            return np.zeros(0, np.int64)
+        if name not in self._integers:
+            self._integers[name] = narrowed(encoded(self._spu, self._io, self._inputs.own[name]))
+        return self._integers[name]
 
     def _words_of(self, name: str) -> Words:
-        """The words of a weight, uint64 [elements]; none at the client. They are made once."""
-        if self._rank == CLIENT:
-            return np.zeros(0, np.uint64)
-        if name not in self._words:
-            self._words[name] = encoded(self._spu, self._io, self._inputs.own[name])
-        return self._words[name]
+        """The words of a weight, uint64 [elements]; none at the client."""
+        return widened(self._integers_of(name))
 
     def prepare(self) -> dict[str, Any]:
         """Prepare one run; returns what it cost, with its share of what was prepared by the batch."""

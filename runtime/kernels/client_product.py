@@ -44,6 +44,7 @@ class ClientProduct(Kernel):
     """
 
     of_server: ClassVar[frozenset[int]] = frozenset({1})
+    as_integers: ClassVar[frozenset[int]] = of_server
 
     inner: int
     transposed: bool

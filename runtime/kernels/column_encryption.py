@@ -74,7 +74,7 @@ WIDEST_LIMB = 27
 PUBLIC_KEY, FIRST_COLUMN = 0, 1
 """Numbers of the parts a."""
 
-Weights = npt.NDArray[np.int64]
+Weights = npt.NDArray[np.int64] | npt.NDArray[np.int32]
 """A matrix [inner, columns] as the whole numbers that SPU computes with."""
 
 

@@ -107,6 +107,9 @@ class Kernel(ABC):
     of_server: ClassVar[frozenset[int]] = frozenset()
     """Numbers of the arguments that are weights of the server, of which it needs its own words, and the client none."""
 
+    as_integers: ClassVar[frozenset[int]] = frozenset()
+    """Numbers of those among them that are given as `Integers`, which may be of 32 bits."""
+
     for_text: ClassVar[bool] = False
     """True if what is prepared serves all runs of a text, not one."""
 

@@ -37,6 +37,7 @@ class PreparedProduct(Kernel):
     """
 
     of_server: ClassVar[frozenset[int]] = frozenset({1})
+    as_integers: ClassVar[frozenset[int]] = of_server
 
     inner: int
     transposed: bool

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from aero_compile.runtime.kernels.side import Side
 from aero_compile.runtime.kernels.values import Values
-from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.kernels.words import widened
 from aero_compile.runtime.program_parts import KernelStep
 
 
@@ -23,12 +25,13 @@ def run_kernel(side: Side, values: Values, step: KernelStep) -> None:
         values.put(name, result, words)
 
 
-def _argument(side: Side, values: Values, step: KernelStep, at: int) -> Words:
+def _argument(side: Side, values: Values, step: KernelStep, at: int) -> Any:
     kernel, name = step.kernel, step.inputs[at]
     if at in kernel.unread:
         return np.zeros(0, np.uint64)
     if at in kernel.of_server and side.weight is not None:
-        return side.weight(name)
+        weight = side.weight(name)
+        return weight if at in kernel.as_integers else widened(weight)
     return values.words(name)
 
 

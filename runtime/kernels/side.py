@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from aero_compile.errors import PartyError
 from aero_compile.runtime.kernels.cached_rows import CachedRows
-from aero_compile.runtime.kernels.words import Words, as_bits, read_words, with_words
+from aero_compile.runtime.kernels.words import Integers, Words, as_bits, read_words, with_words
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Side:
         self.executions = 0
         self.prepared: Mapping[str, Words] = {}
         self.exchanged = Exchanged()
-        self.weight: Callable[[str], Words] | None = None
+        self.weight: Callable[[str], Words | Integers] | None = None
         self.cached: CachedRows | None = None
 
     def send(self, words: Words) -> None:

@@ -15,6 +15,9 @@ from aero_compile.errors import PartyError
 
 Words = npt.NDArray[np.uint64]
 
+Integers = npt.NDArray[np.int64] | npt.NDArray[np.int32]
+"""What words stand for, with a sign. Weights fit in 32 bits, which take half the memory."""
+
 _CONTENT = 3 << 3 | 2
 """Tag of a chunk's bytes: field 3, length-delimited."""
 
@@ -38,6 +41,19 @@ def read_words(share: Any, ring: int = 64, bits: bool = False) -> Words:
     parts = [memoryview(chunk)[_start(chunk) :] for chunk in map(bytes, share.share_chunks)]
     content = parts[0] if len(parts) == 1 else b"".join(parts)
     return np.frombuffer(content, f"<u{ring // 8}").astype(np.uint64, copy=False)
+
+
+def narrowed(words: Words) -> Integers:
+    """Words as integers: in 32 bits if all fit."""
+    whole = words.view(np.int64)
+    limits = np.iinfo(np.int32)
+    fits = whole.min(initial=0) >= limits.min and whole.max(initial=0) <= limits.max
+    return whole.astype(np.int32) if fits else whole
+
+
+def widened(integers: Words | Integers) -> Words:
+    """Integers as words."""
+    return (integers.astype(np.int64) if integers.dtype == np.int32 else integers).view(np.uint64)
 
 
 def as_bits(share: Any, ring: int = 64) -> Any:

@@ -9,6 +9,7 @@ import pytest
 
 from aero_compile.runtime.kernels import ring_products
 from aero_compile.runtime.kernels.ring_products import ring_product, widths
+from aero_compile.runtime.kernels.words import narrowed
 
 EXTREMES = np.array([0, 1, 2**63, 2**63 - 1, 2**64 - 1, 2**32, 2**53 + 1, 2**62 + 3], np.uint64)
 
@@ -93,3 +94,16 @@ def test_few_rows_are_numpys_own(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = np.random.default_rng(3)
     left, right = words(draw, (ring_products.FEW_ROWS, 900), 64), words(draw, (900, 900), 22)
     np.testing.assert_array_equal(ring_product(left, right), left @ right)
+
+
+@pytest.mark.parametrize("bits", [1, 22, 32])
+@pytest.mark.parametrize("shape", [(1, 30, 600), (3, 7, 257), (9, 600, 40), (2, 5, 0)])
+def test_integers_of_32_bits_give_the_product_of_their_words(shape: tuple[int, int, int], bits: int) -> None:
+    draw = np.random.default_rng(bits)
+    rows, inner, columns = shape
+    left, right = words(draw, (rows, inner), 64), words(draw, (columns, inner), bits)
+    right.ravel()[:2] = np.array([-(2 ** (bits - 1)), 2 ** (bits - 1) - 1]).view(np.uint64)[: right.size]
+    narrow = narrowed(right)
+    assert narrow.dtype == np.int32
+    np.testing.assert_array_equal(ring_product(left, narrow.T), left @ right.T)
+    np.testing.assert_array_equal(ring_product(left, narrow.T.copy()), left @ right.T)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from aero_compile.errors import PartyError
-from aero_compile.runtime.kernels.words import read_words, with_words
+from aero_compile.runtime.kernels.words import narrowed, read_words, widened, with_words
 from aero_compile.runtime.spu_config import runtime_config
 
 
@@ -43,3 +43,14 @@ def test_another_form_is_refused() -> None:
     for wrong in (b"", chunk[:-1], chunk + b"\x00", b"\x0a" + chunk[1:], b"\xff" * 20):
         with pytest.raises(PartyError, match="does not know"):
             read_words(SimpleNamespace(meta=share.meta, share_chunks=[wrong]))
+
+
+@pytest.mark.parametrize("largest", [0, 5, 2**31 - 1, 2**31, 2**62])
+def test_integers_take_32_bits_where_all_fit(largest: int) -> None:
+    words = np.array([largest, -largest, 3]).view(np.uint64)
+    integers = narrowed(words)
+    assert integers.itemsize == (4 if largest < 2**31 else 8)
+    np.testing.assert_array_equal(widened(integers), words)
+    assert narrowed(np.array([-(2**31)]).view(np.uint64)).itemsize == 4
+    assert narrowed(np.array([-(2**31) - 1]).view(np.uint64)).itemsize == 8
+    assert narrowed(np.zeros(0, np.uint64)).size == 0
