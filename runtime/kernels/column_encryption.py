@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -71,6 +72,9 @@ EXACT_BITS = 53
 WIDEST_LIMB = 27
 """Bits of the limbs in which ciphertexts are multiplied: three for 80."""
 
+CHECKED = 1024
+"""Columns of weights that are checked at once."""
+
 PUBLIC_KEY, FIRST_COLUMN = 0, 1
 """Numbers of the parts a."""
 
@@ -80,8 +84,14 @@ Weights = npt.NDArray[np.int64] | npt.NDArray[np.int32]
 
 def holds(weights: Weights, fraction_bits: int) -> bool:
     """True if products with these weights are as close as the module says."""
-    largest = np.sqrt((weights.astype(np.float64) ** 2).sum(axis=0)).max(initial=0.0)
-    return fraction_bits >= LEAST_FRACTION_BITS and bool(largest <= LARGEST_NORM)
+    largest = max(((block * block).sum(axis=0).max(initial=0.0) for block in _as_floats(weights)), default=0.0)
+    return fraction_bits >= LEAST_FRACTION_BITS and math.sqrt(largest) <= LARGEST_NORM
+
+
+def _as_floats(weights: Weights) -> Iterator[npt.NDArray[np.float64]]:
+    """Columns of the weights in float64, some at a time: all of a large matrix would take hundreds of megabytes."""
+    for first in range(0, weights.shape[1], CHECKED):
+        yield weights[:, first : first + CHECKED].astype(np.float64)
 
 
 @dataclass
@@ -157,7 +167,7 @@ def limb_width(weights: Weights) -> int:
     Raises:
         ValueError: there are none, which `holds` would have told.
     """
-    total = float(np.abs(weights.astype(np.float64)).sum(axis=0).max(initial=1.0))
+    total = max((float(np.abs(block).sum(axis=0).max(initial=1.0)) for block in _as_floats(weights)), default=1.0)
     width = min(WIDEST_LIMB, EXACT_BITS - math.ceil(math.log2(total + 1)))
     if width < LOW_BITS:
         raise ValueError("these weights are too large for products of columns")

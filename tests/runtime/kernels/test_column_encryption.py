@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aero_compile.runtime.kernels.column_encryption import (
+    CHECKED,
     LARGEST_NOISE,
     LARGEST_NORM,
     LOW_BITS,
     PACKED,
     ROWS,
+    WIDEST_LIMB,
     Answering,
     ClientKey,
     Weights,
@@ -69,6 +72,18 @@ def test_weights_up_to_the_largest_norm_stay_below_one_unit_of_what_is_truncated
     assert np.abs(off(np.full((1, ROWS), 2**64 - 1, np.uint64), weights)).max() < 2**18
     assert not holds(np.full((2, 2), size, np.int64), 18)
     assert not holds(np.ones((1, 1), np.int64), 17), "truncation would leave bits of the noise"
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32])
+@pytest.mark.parametrize("at", [0, CHECKED, 2 * CHECKED + 4])
+def test_one_large_column_is_seen_wherever_it_stands(at: int, dtype: Any) -> None:
+    weights = np.ones((16, 2 * CHECKED + 5), dtype)
+    assert limb_width(weights) == WIDEST_LIMB
+    weights[:, at] = 2**22
+    assert holds(weights, 18)
+    assert limb_width(weights) == WIDEST_LIMB - 1
+    weights[:, at] = 2**23 + 1
+    assert not holds(weights, 18)
 
 
 def test_many_rows_of_large_weights_are_multiplied_in_narrower_limbs() -> None:
