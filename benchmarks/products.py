@@ -146,7 +146,7 @@ def _measured(shape: tuple[int, int], count: int, seed: int) -> list[dict[str, A
 
 
 def _whole(side: Side, io: Any, weight: Any, matrix: Matrix) -> Any:
-    return encoded(side.spu, io, weight).view(np.int64).reshape(matrix.inner, matrix.columns)
+    return encoded(side.spu, io, weight).reshape(matrix.inner, matrix.columns)
 
 
 def _program(weight: Any, count: int) -> Any:

@@ -21,7 +21,7 @@ from aero_compile.runtime.kernels.column_encryption import ROWS, Weights
 from aero_compile.runtime.kernels.encrypted_weights import hash_parts
 from aero_compile.runtime.kernels.side import Exchanged, Side
 from aero_compile.runtime.kernels.values import Values
-from aero_compile.runtime.kernels.words import Integers, Words, narrowed, widened
+from aero_compile.runtime.kernels.words import Integers, Words, widened
 from aero_compile.runtime.offline.batch import Batches, Matrix, matrix_of, rows_by_matrix
 from aero_compile.runtime.offline.choice import is_cheaper
 from aero_compile.runtime.offline.correlations import SET_UP as SET_UP_ELEMENTS
@@ -172,7 +172,7 @@ class Computation:
         if self._rank == CLIENT:
             return np.zeros(0, np.int64)
         if name not in self._integers:
-            self._integers[name] = narrowed(encoded(self._spu, self._io, self._inputs.own[name]))
+            self._integers[name] = encoded(self._spu, self._io, self._inputs.own[name])
         return self._integers[name]
 
     def _words_of(self, name: str) -> Words:

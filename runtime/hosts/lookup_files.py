@@ -26,7 +26,7 @@ from aero_compile.runtime.hosts.lookup_sizes import MAGIC, LooksUp, layout, tabl
 from aero_compile.runtime.kernels.encrypted_weights import encrypted_weights
 from aero_compile.runtime.kernels.lookup_table import Held, encrypted_table
 from aero_compile.runtime.kernels.ring_encryption import SEED_WORDS, uniform
-from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.kernels.words import Words, widened
 from aero_compile.runtime.offline.prepare import encoded
 from aero_compile.runtime.offline.store import fingerprint
 from aero_compile.runtime.roles import CLIENT, SERVER
@@ -69,7 +69,7 @@ def _encoded(weight: npt.NDArray[Any], fraction_bits: int) -> Words:
     """The words in which SPU computes with a weight, uint64 of its shape: the server multiplies with the same."""
     spu = import_spu()
     io = spu.Io(2, runtime_config("cheetah", 64, fraction_bits))  # all protocols encode alike
-    return encoded(spu, io, weight).reshape(weight.shape)
+    return widened(encoded(spu, io, weight)).reshape(weight.shape)
 
 
 def write_tables(program: LooksUp, weights: Weights, server: Path, client: Path) -> None:

@@ -15,13 +15,16 @@ import numpy.typing as npt
 from aero_compile.errors import PartyError
 from aero_compile.runtime.kernels.side import Exchanged, Side
 from aero_compile.runtime.kernels.values import SHARED
-from aero_compile.runtime.kernels.words import Words, read_words, with_words
+from aero_compile.runtime.kernels.words import Integers, Words, narrowed, read_words, widened, with_words
 from aero_compile.runtime.offline.batch import Batches, rows_of
 from aero_compile.runtime.offline.correlations import correlation_groups, divided, make_correlations
 from aero_compile.runtime.offline.elements import Joined, joined_elements
 from aero_compile.runtime.offline.store import Prepared
 from aero_compile.runtime.program_parts import KernelStep, ProgramContent
 from aero_compile.runtime.roles import SERVER
+
+ENCODED = 2**20
+"""Weights that are encoded at once."""
 
 NAME_BYTES = 16
 """Of a preparation's name: no two ever have the same."""
@@ -189,14 +192,16 @@ def _run(side: Side, io: Any, runtime: Any, label: str, code: str, arguments: Se
     return product
 
 
-def encoded(spu: Any, io: Any, weight: npt.NDArray[Any]) -> Words:
-    """Return a matrix as the integers that SPU computes with, uint64 [elements]."""
-    return read_words(io.make_shares(weight, spu.Visibility.VIS_SECRET, SERVER)[SERVER])
+def encoded(spu: Any, io: Any, weight: npt.NDArray[Any]) -> Integers:
+    """Return a matrix as the integers that SPU computes with, [elements]; some at a time, of which SPU makes copies."""
+    flat, secret = weight.reshape(-1), spu.Visibility.VIS_SECRET
+    parts = [flat[start : start + ENCODED] for start in range(0, flat.size, ENCODED)]
+    return np.concatenate([narrowed(read_words(io.make_shares(part, secret, SERVER)[SERVER])) for part in parts])
 
 
 def words_of(spu: Any, io: Any, weights: Mapping[str, npt.NDArray[Any]]) -> Callable[[str], Words]:
     """Return what gives the words of a weight by its name."""
-    return lambda name: encoded(spu, io, weights[name])
+    return lambda name: widened(encoded(spu, io, weights[name]))
 
 
 def agreed_name(link: Any) -> str:

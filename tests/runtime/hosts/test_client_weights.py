@@ -40,6 +40,7 @@ def files(once: Exported, tmp_path: Path) -> Exported:
 
 def test_both_files_hold_what_every_matrix_is_multiplied_with(once: Exported) -> None:
     """By the very words in which the server multiplies: one unit of difference would be any number in a product."""
+    from aero_compile.runtime.kernels.words import widened
     from aero_compile.runtime.offline.prepare import encoded
     from aero_compile.runtime.spu_config import runtime_config
 
@@ -55,7 +56,7 @@ def test_both_files_hold_what_every_matrix_is_multiplied_with(once: Exported) ->
     io = spu.Io(2, runtime_config("semi2k", 64, 18))
     for held, (inner, columns) in MATRICES.items():
         weight = weights[held.removesuffix(":rows")]
-        words = encoded(spu, io, weight).reshape(weight.shape).T
+        words = widened(encoded(spu, io, weight)).reshape(weight.shape).T
         x = np.random.default_rng(0).integers(2**64, size=(3, inner), dtype=np.uint64)
         ((sent, mine, _),) = multiplied(client[held], x)
         found = mine + opened(server[held], iter([sent]))

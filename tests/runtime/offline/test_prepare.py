@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from aero_compile.errors import PartyError
+from aero_compile.runtime.kernels.words import read_words, widened
 from aero_compile.runtime.lowering.live import LiveProgram, LiveStep
 from aero_compile.runtime.lowering.spu_compile import compile_steps
-from aero_compile.runtime.offline.prepare import agree, agreed_name, prepare, prepared_steps, words_of
+from aero_compile.runtime.offline.prepare import agree, agreed_name, encoded, prepare, prepared_steps, words_of
 from aero_compile.runtime.operators import prepared
 from aero_compile.runtime.program_parts import TOKENS
 from aero_compile.runtime.roles import CLIENT, SERVER
+from aero_compile.runtime.spu_config import runtime_config
 from benchmarks.lib.two_threads import both_parties
 
 spu = pytest.importorskip("spu")
@@ -86,3 +88,15 @@ def test_names_are_drawn_by_both() -> None:
     names = {agreed_name(Other("00" * 15 + "01")) for _ in range(3)}
     assert len(names) == 3
     assert all(len(name) == 32 for name in names)
+
+
+@pytest.mark.parametrize("largest", [1.0, 1e6])
+def test_weights_are_encoded_in_blocks_as_in_one(largest: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = np.random.default_rng(0).normal(size=(7, 30)).astype(np.float32)
+    weight[-1, -1] = largest
+    io = spu.Io(2, runtime_config("cheetah", 64, 18))
+    whole = encoded(spu, io, weight)
+    assert whole.dtype == (np.int32 if largest * 2**18 < 2**31 else np.int64)
+    np.testing.assert_array_equal(widened(whole), read_words(io.make_shares(weight, spu.Visibility.VIS_SECRET, 0)[0]))
+    monkeypatch.setattr("aero_compile.runtime.offline.prepare.ENCODED", 16)
+    np.testing.assert_array_equal(encoded(spu, io, weight), whole)
