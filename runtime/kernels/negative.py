@@ -48,7 +48,7 @@ class Negative(Kernel):
 
     def run(self, side: Side, *shares: Words) -> tuple[Words, ...]:
         (share,) = shares
-        return (side.run_small(_CODE.format(n=share.size, version=side.spu.__version__), share),)
+        return (side.run_small(_CODE.format(n=share.size, version=side.spu.__version__), share).astype(np.uint64),)
 
     def together(self, draw: np.random.Generator, *words: Words) -> tuple[Words, ...]:
         (whole,) = words

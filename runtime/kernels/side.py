@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from aero_compile.errors import PartyError
 from aero_compile.runtime.kernels.cached_rows import CachedRows
-from aero_compile.runtime.kernels.words import Integers, Words, as_bits, read_words, with_words
+from aero_compile.runtime.kernels.words import Integers, Words, as_bits, read_bits, read_words, with_words
 
 
 @dataclass
@@ -110,11 +110,13 @@ class Side:
         self._send(content)
         return self._receive(len(content), what)
 
-    def run_small(self, code: str, words: Words, takes_bits: bool = False, gives_bits: bool = True) -> Words:
+    def run_small(
+        self, code: str, words: npt.NDArray[Any], takes_bits: bool = False, gives_bits: bool = True
+    ) -> npt.NDArray[Any]:
         """Run `code` of one argument and one result, integers or bits, in the 32-bit ring.
 
-        `words`: uint64 of the argument's shape, an additive share of integers, of which the lower 32 bits count, or
-        XOR shares of bits; returns those of the result [elements].
+        `words`: unsigned, of the argument's shape, an additive share of integers, of which the lower 32 bits count, or
+        XOR shares of bits. Returns those of the result [elements], uint64, or uint8 for bits.
         """
         spu, runtime = self.spu, self._small()
         zeros = np.zeros(words.shape, np.bool_ if takes_bits else np.int32)
@@ -122,10 +124,11 @@ class Side:
         runtime.set_var("in", with_words(as_bits(form, 32) if takes_bits else form, words, 32))
         runtime.run(spu.Executable("kernel", ["in"], ["out"], code.encode()))
         self.executions += 1
-        found = read_words(runtime.get_var("out"), 32, bits=gives_bits)
+        result = runtime.get_var("out")
+        found = read_bits(result, 32) if gives_bits else read_words(result, 32)
         for name in ("in", "out"):
             runtime.del_var(name)
-        return found & np.uint64(1) if gives_bits else found  # SEMI2K leaves something in the bits above
+        return found
 
     def _small(self) -> Any:
         """The second runtime, made when it is first needed (not by cached_property, whose lock both threads of one

@@ -33,6 +33,17 @@ def read_words(share: Any, ring: int = 64, bits: bool = False) -> Words:
     Raises:
         PartyError: it is another share; without `bits` an additive one, or an own value, is wanted.
     """
+    return _read(share, ring, bits).astype(np.uint64, copy=False)
+
+
+def read_bits(share: Any, ring: int = 64) -> npt.NDArray[np.uint8]:
+    """Return the bits of a share of single bits, uint8 [elements]; SEMI2K leaves something in the bits above."""
+    whole = _read(share, ring, True)
+    found: npt.NDArray[np.uint8] = (whole & whole.dtype.type(1)).astype(np.uint8)
+    return found
+
+
+def _read(share: Any, ring: int, bits: bool) -> npt.NDArray[Any]:
     meta = bytes(share.meta)
     if f"<FM{ring}".encode() not in meta or (_BITS in meta) != bits or (bits and b",1>" not in meta):
         form = "shares of single bits" if bits else "additive shares"
@@ -40,7 +51,7 @@ def read_words(share: Any, ring: int = 64, bits: bool = False) -> Words:
     # Of a matrix of weights each copy counts: they are read anew by every rehearsal.
     parts = [memoryview(chunk)[_start(chunk) :] for chunk in map(bytes, share.share_chunks)]
     content = parts[0] if len(parts) == 1 else b"".join(parts)
-    return np.frombuffer(content, f"<u{ring // 8}").astype(np.uint64, copy=False)
+    return np.frombuffer(content, f"<u{ring // 8}")
 
 
 def narrowed(words: Words) -> Integers:
@@ -70,8 +81,11 @@ def as_bits(share: Any, ring: int = 64) -> Any:
     return found
 
 
-def with_words(like: Any, words: Words, ring: int = 64) -> Any:
-    """Return a share of the form of `like`, in the ring of so many bits, with other words: their lower bits."""
+def with_words(like: Any, words: npt.NDArray[Any], ring: int = 64) -> Any:
+    """Return a share of the form of `like`, in the ring of so many bits, with other words: their lower bits.
+
+    `words`: of any unsigned type.
+    """
     content, found, at = words.astype(f"<u{ring // 8}").tobytes(), [], 0
     for chunk in map(bytes, like.share_chunks):
         start = _start(chunk)

@@ -6,6 +6,7 @@ An AND costs messages, so all ANDs of one depth become one operation on all thei
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 Wire = int
@@ -55,13 +56,13 @@ class BitCircuit:
             if ands:
                 left = text.joined([names[gate.left] for _, gate in ands])
                 right = text.joined([names[gate.right] for _, gate in ands])
-                rows = text.add(f"and {left}, {right} : {text.type(len(ands))}")
+                rows = text.add("and", [left, right], f" : {text.type(len(ands))}", len(ands))
                 names |= {wire: text.row(rows, at, len(ands)) for at, (wire, _) in enumerate(ands)}
             for wire, gate in gates:
                 if gate.depth == depth and gate.kind == "xor":
-                    names[wire] = text.add(f"xor {names[gate.left]}, {names[gate.right]} : {text.type(1)}")
+                    names[wire] = text.add("xor", [names[gate.left], names[gate.right]], f" : {text.type(1)}", 1)
         result = text.joined([names[wire] for wire in outputs])
-        lines = "\n".join(f"    {line}" for line in text.lines)
+        lines = "\n".join(f"    {line}" for line in text.freed(result))
         return (
             f'module @bits attributes {{pphlo.version = "{version}"}} {{\n'
             f"  func.func @main(%arg0: {text.type(len(self.inputs))}) -> {text.type(len(outputs))} {{\n{lines}\n"
@@ -82,12 +83,24 @@ class _Text:
 
     def __init__(self, size: int) -> None:
         self.size, self.lines = size, list[str]()
+        self._rows, self._last = dict[str, int](), dict[str, int]()
 
-    def add(self, operation: str) -> str:
-        """Add an operation; returns the name of its result."""
+    def add(self, operation: str, operands: list[str], rest: str, rows: int) -> str:
+        """Add an operation that gives so many rows; returns the name of its result."""
         name = f"%{len(self.lines)}"
-        self.lines.append(f"{name} = pphlo.{operation}")
+        self.lines.append(f"{name} = pphlo.{operation} {', '.join(operands)}{rest}")
+        self._rows[name] = rows
+        self._last |= dict.fromkeys((name, *operands), len(self.lines) - 1)
         return name
+
+    def freed(self, result: str) -> Iterator[str]:
+        """The lines, with every value but the result freed once nothing reads it: else SPU keeps all to the end."""
+        ends = defaultdict(list)
+        for name in self._rows:
+            ends[self._last[name]].append(name)
+        for at, line in enumerate(self.lines):
+            yield line
+            yield from (f"pphlo.free {name} : {self.type(self._rows[name])}" for name in ends[at] if name != result)
 
     def type(self, rows: int) -> str:
         """The type of so many rows."""
@@ -97,11 +110,12 @@ class _Text:
         """One of the rows of a value."""
         if count == 1:
             return rows
-        return self.add(f"slice {rows} [{at}:1:{at + 1}, 0:1:{self.size}] : ({self.type(count)}) -> {self.type(1)}")
+        rest = f" [{at}:1:{at + 1}, 0:1:{self.size}] : ({self.type(count)}) -> {self.type(1)}"
+        return self.add("slice", [rows], rest, 1)
 
     def joined(self, rows: list[str]) -> str:
         """Rows as one value."""
         if len(rows) == 1:
             return rows[0]
         types = ", ".join([self.type(1)] * len(rows))
-        return self.add(f"concatenate {', '.join(rows)} dim = 0 : ({types}) -> {self.type(len(rows))}")
+        return self.add("concatenate", rows, f" dim = 0 : ({types}) -> {self.type(len(rows))}", len(rows))

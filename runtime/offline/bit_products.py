@@ -35,7 +35,7 @@ def make_bit_products(side: Side, runtime: Any, count: int) -> dict[str, npt.NDA
     own = np.unpackbits(np.frombuffer(os.urandom(-(-count // 8)), np.uint8), count=count)
     result = f"tensor<{count}x!pphlo.secret<i32>>"
     code = _CODE.format(n=count, version=side.spu.__version__, result=result)
-    numbers = side.run_small(code, own.astype(np.uint64), takes_bits=True, gives_bits=False)
+    numbers = side.run_small(code, own, takes_bits=True, gives_bits=False)
     return {NAME: bit_products(own.astype(np.bool_), (own - numbers).astype(np.uint32))}
 
 

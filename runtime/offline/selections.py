@@ -39,8 +39,8 @@ def make_ands(side: Side, runtime: Any, count: int) -> Arrays:
     rows = np.stack([_bits(count), _bits(count)])
     circuit, result = _and_circuit(count)
     code = circuit.code([result], side.spu.__version__)
-    product = side.run_small(code, rows.astype(np.uint64), takes_bits=True)
-    return {"ands": rows[0] | rows[1] << np.uint8(1) | product.astype(np.uint8) << np.uint8(2)}
+    product = side.run_small(code, rows, takes_bits=True)
+    return {"ands": rows[0] | rows[1] << np.uint8(1) | product << np.uint8(2)}
 
 
 def bill_ands(session: Session, count: int) -> None:

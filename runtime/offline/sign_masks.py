@@ -43,24 +43,24 @@ def make_sign_masks(side: Side, layout: SignLayout, count: int) -> SignMasks:
     numbers = np.frombuffer(os.urandom(8 * count), "<u8").astype(np.uint64) & np.uint64((1 << bits) - 1)
     masks = np.unpackbits(np.frombuffer(os.urandom(-(-variables * count // 8)), np.uint8))
     masks = masks[: variables * count].reshape(variables, count)
-    own = np.stack([numbers >> np.uint64(bit) & np.uint64(1) for bit in range(bits)])
+    own = np.stack([(numbers >> np.uint64(bit) & np.uint64(1)).astype(np.uint8) for bit in range(bits)])
     nothing = np.zeros_like(own)
-    rows = np.concatenate([*((own, nothing) if side.rank == SERVER else (nothing, own)), masks.astype(np.uint64)])
+    rows = np.concatenate([*((own, nothing) if side.rank == SERVER else (nothing, own)), masks])
     circuit, outputs = _circuit(layout, count)
     code = circuit.code(list(outputs), side.spu.__version__)
     shared = side.run_small(code, rows, takes_bits=True, gives_bits=True).reshape(len(outputs), count)
     return {"numbers": numbers, "masks": np.packbits(masks, axis=0), **_packed(layout, shared, side.rank)}
 
 
-def _packed(layout: SignLayout, shared: npt.NDArray[np.uint64], rank: int) -> SignMasks:
+def _packed(layout: SignLayout, shared: npt.NDArray[np.uint8], rank: int) -> SignMasks:
     """Pack shares of monomials; the constant one is 1, at the server."""
-    rows = iter(shared.astype(np.uint32))
+    rows = iter(shared)
     highest = next(rows).astype(np.bool_)
 
     def packed(monomials: Monomials) -> npt.NDArray[np.uint32]:
         found = np.full(shared.shape[1], int(rank == SERVER), np.uint32)
         for place in range(1, len(monomials.terms)):
-            found |= next(rows) << np.uint32(place)
+            found |= next(rows).astype(np.uint32) << np.uint32(place)
         return found
 
     digits = np.stack([packed(digit_monomials(len(digit))).astype(np.uint8) for digit in layout.digits])
