@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script it would know its own folder alone
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -60,11 +60,12 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def config_of(family: str, vocabulary: int, layers: int | None) -> PretrainedConfig:
-    """The configuration of a family's shape, with so many tokens and layers."""
+def config_of(family: str, tokenizer: Any, layers: int | None) -> PretrainedConfig:
+    """The configuration of a family's shape, with a tokenizer's tokens and so many layers."""
     from transformers import AutoConfig
 
-    asked = {**SHAPES[family], "vocab_size": vocabulary, "initializer_range": SPREAD}
+    asked = {**SHAPES[family], "vocab_size": len(tokenizer), "initializer_range": SPREAD}
+    asked |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     if layers is not None:
         asked["n_layer" if family == "gpt2" else "num_hidden_layers"] = layers
     return AutoConfig.for_model(family, **asked)
@@ -83,9 +84,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--layers {args.layers}: a model has one or more")
     tokenizer = load_tokenizer(args.tokenizer)
     torch.manual_seed(args.seed)
-    model = AutoModelForCausalLM.from_config(config_of(args.family, len(tokenizer), args.layers))
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        setattr(model.config, name, getattr(tokenizer, name))
+    model = AutoModelForCausalLM.from_config(config_of(args.family, tokenizer, args.layers))
     model.save_pretrained(args.to, safe_serialization=True)
     tokenizer.save_pretrained(args.to)
     print(args.to)
