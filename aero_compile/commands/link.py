@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from aero_compile.commands.options import gigabytes, positive
 from aero_compile.errors import InputError
-from aero_compile.progress import Line
+from aero_compile.progress import Line, bar
 from aero_compile.units import human_bytes
 
 if TYPE_CHECKING:
@@ -118,13 +118,29 @@ def open_session(args: argparse.Namespace, check: Callable[[Session], object] | 
 
 
 def _prepare(connection: Connection, args: argparse.Namespace) -> None:
-    print("preparing …", file=sys.stderr, flush=True)
-    if not connection.prepare().messages:
+    if not connection.prepare(_Preparations()).messages:
         connection.close()
         raise InputError(
             f"--prepared: nothing can be prepared with the server at {args.server} for --ahead {args.ahead} and "
             f"--prompt-ahead {args.prompt_ahead}; it must be started with --offline"
         )
+
+
+class _Preparations:
+    """Shows how many preparations are made, on standard error: without a terminal by tenths."""
+
+    def __init__(self) -> None:
+        self._line, self._tenths = Line(), 0
+        self._line.say("preparing for the first text …")
+
+    def __call__(self, done: int, of: int) -> None:
+        tenths = 10 * done // of
+        if done == of:
+            self._line.clear()
+            self._line.say("prepared")
+        elif self._line.live or tenths > self._tenths:
+            self._line.show(bar(done, of))
+        self._tenths = tenths
 
 
 class _Download:

@@ -12,6 +12,8 @@ from aero_compile.runtime.generation.programs import Programs
 from aero_compile.runtime.generation.texts import Run, prepared_for
 from aero_compile.serving.conversation import Conversation
 
+OnStep = Callable[[int, int], object]
+
 AGAIN_SECONDS = 1.0
 """After which a server that had others to serve is asked again."""
 
@@ -45,6 +47,8 @@ class Ahead:
         self._refused: set[str] = set()
         self._task: asyncio.Task[None] | None = None
         self._enough = asyncio.Event()
+        self._on_step: OnStep | None = None
+        self._total = 0
         self.cost = Cost()
 
     async def begin(self) -> None:
@@ -53,12 +57,16 @@ class Ahead:
             self._enough = asyncio.Event()
             self._task = self._conversation.begin_task(self._work())
 
-    async def finish(self) -> None:
-        """Wait until everything is prepared; raises what the preparations failed with."""
+    async def finish(self, on_step: OnStep | None = None) -> None:
+        """Wait until everything is prepared; raises what the preparations failed with.
+
+        `on_step`: is called with the batches and runs that are prepared since, and all of them.
+        """
+        self._total, self._on_step = self.left(), on_step
         await self.begin()
         if self._task is not None:
             await asyncio.shield(self._task)
-        self._task = None
+        self._task = self._on_step = None
 
     async def end(self) -> None:
         """Prepare nothing more behind the run at hand; raises as `finish` does."""
@@ -76,30 +84,40 @@ class Ahead:
                 if before >= 0 and left.left(name) == before:
                     self._refused.add(name)  # the server's weights are too large for a batch
                 self.cost += cost
+                if self._on_step is not None:
+                    self._on_step(self._total - self.left(), self._total)
                 continue
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(AGAIN_SECONDS):
                     await self._enough.wait()
+
+    def left(self) -> int:
+        """Count the batches and runs that are missing."""
+        return len(self._missing_batches()) + len(self._missing_runs())
 
     def _missing(self) -> str | None:
         """Return the first batch, or else run, that is not prepared, of those that may be.
 
         As many runs of a program at once as are missing and it can have.
         """
-        if (batch := self._missing_batch()) is not None:
-            return batch
-        conversation, wanted = self._conversation, list(self._wanted())
-        ahead, totals = Counter[str](), Counter(wanted)
-        for name in wanted:
-            ahead[name] += 1
-            most, prepared = conversation.most_prepared(name), conversation.prepared[name]
-            if prepared < min(ahead[name], most):
-                joined, runs = conversation.joined(name)
-                return joined if runs <= min(totals[name], most) - prepared else name
-        return None
+        if batches := self._missing_batches():
+            return batches[0]
+        runs = self._missing_runs()
+        if not runs:
+            return None
+        joined, at_once = self._conversation.joined(runs[0])
+        return joined if at_once <= runs.count(runs[0]) else runs[0]
 
-    def _missing_batch(self) -> str | None:
-        """The first batch of which there is place for another one, of those that the server makes."""
+    def _missing_batches(self) -> list[str]:
+        """The batches of which there is place for another one, of those that the server makes."""
         rows, most = self._conversation.rows, min(self._rows, self._conversation.offer.most_rows)
-        names = (name for name in rows.names() if name not in self._refused)
-        return next((name for name in names if rows.has_place(name, most)), None)
+        return [name for name in rows.names() if name not in self._refused and rows.has_place(name, most)]
+
+    def _missing_runs(self) -> list[str]:
+        """The programs of which runs are missing, in the order in which they are used, each as often as it is."""
+        ahead, missing = Counter[str](), list[str]()
+        for name in self._wanted():
+            ahead[name] += 1
+            if self._conversation.prepared[name] < ahead[name] <= self._conversation.most_prepared(name):
+                missing.append(name)
+        return missing

@@ -21,7 +21,7 @@ from aero_compile.runtime.hosts.scratch import scratch_folder
 from aero_compile.runtime.hosts.tls import TLSConfig
 from aero_compile.runtime.kernels.column_encryption import ROWS
 from aero_compile.runtime.padding import filled_up
-from aero_compile.serving.ahead import Ahead, runs_ahead
+from aero_compile.serving.ahead import Ahead, OnStep, runs_ahead
 from aero_compile.serving.cache import Cache
 from aero_compile.serving.conversation import Conversation, Terms
 from aero_compile.serving.process.memory import check_memory
@@ -228,8 +228,11 @@ class Connection:
         table, self._unbilled = self._unbilled, 0
         return replace(made, offline=offline, table_bytes=table, rows_left=self.rows_left)
 
-    def prepare(self) -> Cost:
+    def prepare(self, on_step: OnStep | None = None) -> Cost:
         """Wait until both parties have prepared what `ahead`, `prompt_ahead` and `prepare` of `connect` ask for.
+
+        Args:
+            on_step: receives, after each, the batches and runs that are prepared since the call, and all of them.
 
         Returns:
             What was prepared since the last text; nothing where the server's programs take nothing prepared.
@@ -237,7 +240,7 @@ class Connection:
         Raises:
             PartyError: the connection is closed.
         """
-        self.run(self._ahead.finish)
+        self.run(lambda: self._ahead.finish(on_step))
         return self._ahead.cost
 
     @property

@@ -22,8 +22,10 @@ class Connection:
     def __init__(self, prepared: Cost) -> None:
         self._prepared, self.closed, self.prepares = prepared, False, 0
 
-    def prepare(self) -> Cost:
+    def prepare(self, on_step: Any) -> Cost:
         self.prepares += 1
+        for done in range(1, 40):
+            on_step(done, 39)
         return self._prepared
 
     def close(self) -> None:
@@ -58,6 +60,14 @@ def test_a_client_waits_for_what_is_prepared_if_asked_to(monkeypatch: pytest.Mon
     connection, asked = opened(monkeypatch, Cost(10, 1, 0.5), *ahead, "--prepared", "--max-memory", "2.5")
     assert asked["max_memory"] == 2_500_000_000
     assert (connection.prepares, connection.closed) == (1, False)
+
+
+def test_preparations_are_shown_by_tenths(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    opened(monkeypatch, Cost(10, 1, 0.5), "--prepared")
+    first, *lines, last = capsys.readouterr().err.splitlines()
+    assert (first, last) == ("preparing for the first text …", "prepared")
+    assert len(lines) == 9
+    assert lines[0].endswith(" 4/39")
 
 
 def test_a_server_that_has_nothing_to_prepare_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,8 +96,9 @@ def test_what_is_missing_is_prepared_until_someone_asks(monkeypatch: pytest.Monk
 
     async def use() -> None:
         talk: Any = Talk(2)
-        work = Ahead(talk, lambda: ["8", "8", "step", "advance", "step"])
-        await work.finish()
+        work, steps = Ahead(talk, lambda: ["8", "8", "step", "advance", "step"]), list[tuple[int, int]]()
+        await work.finish(lambda done, of: steps.append((done, of)))
+        assert steps == [(1, 3), (2, 3), (3, 3)]
         assert talk.asked == ["8", "step", "step", "step"]  # the second was refused, and asked for again
         assert work.cost == Cost(30, 3, 1.5)
         await work.begin()
