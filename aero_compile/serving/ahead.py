@@ -21,19 +21,22 @@ AGAIN_SECONDS = 1.0
 def runs_ahead(programs: Programs, held: int, tokens: int, prompt: int) -> list[str]:
     """Programs to have prepared, and texts, in the order in which they are used, each as often as it is.
 
-    For a prompt of so many tokens, and for `tokens` generated ones behind `held` positions, or behind the prompt.
+    For a message of `prompt` tokens after `held` positions, and for `tokens` generated ones after it; then for a prompt
+    of as many that begins another text. Where nothing is held, or the room is full, for that one and its tokens.
     """
-    goes_on = 0 < held < programs.room
-    filled, position = list[Run](), 0
-    for name, kept in programs.plan(prompt - 1, 0) if prompt > 1 else ():
-        filled.append((name, position, kept))
+    if not 0 < held < programs.room:
+        return prepared_for(programs, _runs(programs, 0, tokens, prompt))
+    own = prepared_for(programs, _runs(programs, held, tokens, prompt), held)
+    return own + (prepared_for(programs, _runs(programs, 0, 1, prompt))[:-1] if prompt > 1 else [])
+
+
+def _runs(programs: Programs, position: int, tokens: int, prompt: int) -> list[Run]:
+    """The runs of a message from `position` on that leaves room for the tokens, and of these."""
+    runs, before = list[Run](), min(prompt - 1, programs.room - position - max(1, tokens))
+    for name, kept in programs.plan(max(0, before), position):
+        runs.append((name, position, kept))
         position += kept
-    begun = held if goes_on else position
-    steps = [(programs.at("step", at), at, 1) for at in range(begun, min(begun + tokens, programs.room))]
-    if not goes_on:
-        return prepared_for(programs, [*filled, *steps])
-    begins = [*filled, (programs.at("step", position), position, 1)] if filled else []  # the next text, up to a token
-    return prepared_for(programs, begins)[:-1] + prepared_for(programs, steps, held)
+    return runs + [(programs.at("step", at), at, 1) for at in range(position, min(position + tokens, programs.room))]
 
 
 class Ahead:

@@ -71,6 +71,8 @@ def test_which_runs_are_prepared() -> None:
     assert runs_ahead(programs, ROOM - 1, 3, 0) == ["step@8"]
     assert runs_ahead(programs, ROOM, 2, 0) == ["step"] * 2  # the next text is another one
     assert runs_ahead(programs, 0, 0, 0) == []
+    assert runs_ahead(programs, 3, 3, 3) == ["advance", "advance@8", "step@8", "step@8", "step@8", "3"]
+    assert runs_ahead(programs, ROOM - 2, 2, 9) == ["step@8", "step@8", "5@8", "advance@8", "advance@8"]
 
 
 @pytest.mark.parametrize(
