@@ -1,10 +1,13 @@
-"""Train the study of the entropy penalty: `gate` first, then `main`, each by one command that continues where it ended.
+"""Train the study of the entropy penalty: `gate` first, then `main` and `also`; each command continues where it ended.
 
 gate: SM+LN+G, SM+R, SM and SM(t)+ScFFN at three learning rates or more (wider where an edge wins), one seed. Its
 verdict says if the model shows the paper's regime: heads mid-range with norms, early layers near uniform without.
 
 main: three architectures without a penalty, two with the penalty as the paper prints it, and two with a penalty that
 acts, each tuned by equally many trials; then half of the best one's softmaxes. Differences are paired by seed.
+
+also: single runs on further claims (blocks of He & Hofmann, normalized weights, margins, learnable slopes, depth), at
+the learning rates of a finished gate.
 
 Flags behind `--` are those of `aero-compile retrain` and replace the study's own.
 """
@@ -23,6 +26,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from aero_compile.commands.options import positive
 from aero_compile.errors import InputError
+from benchmarks.lib.penalty_also import AlsoPlan, AlsoStudy, also_runs, rates_of
 from benchmarks.lib.penalty_gate import GateStudy
 from benchmarks.lib.penalty_main import MainStudy
 from benchmarks.lib.penalty_plan import BASE, ArmsPlan, gate_plan, main_arms
@@ -32,7 +36,7 @@ from benchmarks.lib.study_rows import seconds_a_step
 from benchmarks.lib.study_run import Study, human
 from benchmarks.lib.study_workers import carry_out_claims, run_workers
 
-STEPS = {"gate": 1200, "main": 3600}
+STEPS = {"gate": 1200, "main": 3600, "also": 1200}
 RATES = {"gate": ("1e-3", "3e-3", "9e-3"), "main": ("1e-3", "2e-3", "3e-3", "5e-3", "8e-3", "1.2e-2")}
 ACTING_RATES = ("3e-3", "5e-3")
 ACTING = ("0.5:0.02", "0.5:0.1", "0.35:0.05")
@@ -43,9 +47,10 @@ EVALUATION = 1.15
 def parser() -> argparse.ArgumentParser:
     """Return the command line's description."""
     p = study_parser("study_penalty.py", __doc__, "python benchmarks/study_penalty.py gate --hours 4")
-    p.usage = "%(prog)s gate|main [options] [-- flags of aero-compile retrain]"
-    p.add_argument("part", choices=["gate", "main"], help="gate: is the regime reached; main: the arms")
-    text = f"default: {STEPS['gate']} (gate), {STEPS['main']} (main)"
+    p.usage = "%(prog)s gate|main|also [options] [-- flags of aero-compile retrain]"
+    text = "gate: is the regime reached; main: the arms; also: single runs"
+    p.add_argument("part", choices=["gate", "main", "also"], help=text)
+    text = f"default: {STEPS['main']} (main), {STEPS['gate']} (gate, also)"
     p.add_argument("--steps", type=positive, metavar="N", help=f"steps of a run; {text}")
     text = f"default: {' '.join(RATES['gate'])} (gate); {' '.join(RATES['main'])} (main)"
     p.add_argument("--rates", nargs="+", metavar="X", help=f"learning rates; {text}")
@@ -55,11 +60,15 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--acting", nargs="+", default=list(ACTING), metavar="THETA:SHARE", help=text)
     p.add_argument("--seeds", type=positive, default=3, metavar="N", help="main: seeds 0 to N-1; default: 3")
     p.add_argument("--trial-share", type=float, default=0.25, metavar="X", help="main: steps of a trial; default: 0.25")
+    text = "also: record of the gate whose learning rates are taken; default: %(default)s"
+    p.add_argument("--gate", type=Path, default=Path("runs/penalty-gate/gate.json"), metavar="FILE", help=text)
+    text = "also: threshold and penalty share of the runs by margin; default: %(default)s"
+    p.add_argument("--margin", default=ACTING[-1], metavar="THETA:SHARE", help=text)
     p.add_argument("--workers", type=positive, default=2, metavar="N", help="processes of one thread; default: 2")
     p.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     add_limits(
         p,
-        "runs/penalty-gate or runs/penalty-main",
+        "runs/penalty-gate, runs/penalty-main or runs/penalty-also",
         "time a step of each architecture and print the runs with their hours",
     )
     p.set_defaults(output_dir=None)
@@ -81,6 +90,9 @@ def make_study(args: argparse.Namespace, flags: Sequence[str]) -> Study:
     rates = tuple(args.rates or RATES[args.part])
     if args.part == "gate":
         return GateStudy(gate_plan(rates, steps, base), args.output_dir, args.hours, read_flags(base)[0].context)
+    if args.part == "also":
+        plan = AlsoPlan(also_runs(args.margin), rates_of(args.gate), steps, base)
+        return AlsoStudy(plan, args.output_dir, args.hours)
     trial = max(1, round(args.trial_share * steps))
     arms = main_arms(rates, args.acting_rates, args.acting)
     return MainStudy(ArmsPlan(arms, tuple(range(args.seeds)), steps, trial, base), args.output_dir, args.hours)

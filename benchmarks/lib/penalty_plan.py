@@ -98,7 +98,7 @@ def main_arms(rates: Sequence[str], acting_rates: Sequence[str], settings: Seque
     `settings`, a threshold and a share such as `0.5:0.05`. Raises InputError for a setting that is none.
     """
     plain = tuple((("learning-rate", rate),) for rate in rates)
-    pairs = [_threshold_and_share(setting) for setting in settings]
+    pairs = [threshold_and_share(setting) for setting in settings]
     acting = tuple((("learning-rate", rate), *pair) for rate, pair in itertools.product(acting_rates, pairs))
     paper = (*_LISTING, ("temperature-init", "0.01"))
     return (
@@ -112,14 +112,15 @@ def main_arms(rates: Sequence[str], acting_rates: Sequence[str], settings: Seque
     )
 
 
-def _threshold_and_share(text: str) -> Setting:
+def threshold_and_share(text: str) -> Setting:
+    """Flags for a threshold and a penalty share such as `0.5:0.05`; raises InputError for any other text."""
     threshold, colon, share = text.partition(":")
     try:
         fits = bool(colon) and 0 <= float(threshold) <= 1 and 0 < float(share) < 1
     except ValueError:
         fits = False
     if not fits:
-        raise InputError(f"--acting {text!r}: THRESHOLD:SHARE is needed, such as 0.5:0.05")
+        raise InputError(f"{text!r}: THRESHOLD:SHARE is needed, such as 0.5:0.05")
     return (("threshold-init", threshold), ("penalty-share", share))
 
 

@@ -26,6 +26,7 @@ from aero_compile.training.command_line import parse_command_line
 from benchmarks import study_penalty
 from benchmarks.lib import study_workers
 from benchmarks.lib.paired import paired, t_quantile
+from benchmarks.lib.penalty_also import AlsoPlan, AlsoStudy, also_runs, rates_of
 from benchmarks.lib.penalty_gate import MOST_RATES, GateStudy, early_overload, verdict
 from benchmarks.lib.penalty_main import MainStudy, cells, differences, percent
 from benchmarks.lib.penalty_plan import BASE, GATE_LABELS, ArmsPlan, gate_plan, half_of, main_arms
@@ -349,3 +350,62 @@ def test_two_processes_carry_a_gate_out_and_the_same_command_continues(root: Pat
     record = json.loads((tmp_path / "gate" / "gate.json").read_text())
     assert record["verdict"] is not None
     assert len(record["rows"]) >= 12
+
+
+# -- single runs --------------------------------------------------------------------------------------------
+
+RATES = {"SM+LN+G": "1e-3", "SM+R": "2e-3", "SM": "3e-3", "SM(t)+ScFFN": "4e-3"}
+
+
+def also(folder: Path) -> AlsoStudy:
+    return AlsoStudy(AlsoPlan(also_runs("0.35:0.05"), RATES, 20), folder, 1.0)
+
+
+def test_single_runs_take_the_rate_of_the_nearest_architecture(tmp_path: Path) -> None:
+    study = also(tmp_path)
+    tasks = study.tasks()
+    assert tasks == study.ready()
+    assert len({task.key for task in tasks}) == len(tasks) == len(study.plan.runs)
+    rates = {
+        (task.label, dict(task.axes)["learning-rate"]) for task in tasks if "config.n_layer" not in dict(task.axes)
+    }
+    assert {("SAS(SM+R)", "0.002"), ("SM+LR(global)", "0.002"), ("SM+WNorm(FFN)", "0.003")} < rates
+    assert {("SAS(SM+ScFFN)", "0.004"), ("EReg(SM(t)+ScFFN)", "0.004"), ("SM", "0.003")} < rates
+    deep = [dict(task.axes) for task in tasks if "config.n_layer" in dict(task.axes)]
+    assert {(axes["config.n_layer"], axes["learning-rate"]) for axes in deep} == {
+        (layers, rate) for layers in ("12", "18") for rate in ("0.003", "0.009", "0.004", "0.012")
+    }
+    for task in tasks:
+        options = parse_command_line([*task.flags, "--output-dir", "x"])[0]
+        assert (options.weight > 0) == task.label.startswith("EReg"), task.label
+        assert "n_layer=6" in str(options.config_overrides)
+
+
+def test_single_runs_are_recorded_with_what_they_learned(tmp_path: Path) -> None:
+    study = also(tmp_path)
+    slope = next(task for task in study.tasks() if task.label == "SM+LR(layer)")
+    deep = next(task for task in study.tasks() if "config.n_layer" in dict(task.axes))
+    write(study, slope, 2.0)
+    write(study, deep, None, status="not finite", nan_step=7)
+    run = tmp_path / "runs" / slope.key
+    run.mkdir(parents=True)
+    (run / "parameters.jsonl").write_text('{"step": 1, "slopes": [0.25]}\n{"step": 20, "slopes": [0.01]}\n')
+    study.write()
+    record = json.loads((tmp_path / "also.json").read_text())
+    by_claim = {row["claim"]: row for row in record["rows"]}
+    assert by_claim["learnable slopes"]["parameters"] == {"step": 20, "slopes": [0.01]}
+    assert by_claim["depth"]["parameters"] == {}
+    shown = (tmp_path / "also.txt").read_text()
+    assert "not finite at step 7" in shown
+    assert f"2 of {len(study.plan.runs)} runs are done" in shown
+
+
+@pytest.mark.parametrize("content", [None, "{}", '{"verdict": null}', '{"verdict": {"rates": {"SM": null}}}'])
+def test_single_runs_need_a_finished_gate(content: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "gate.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(InputError, match="is not the record of a finished gate"):
+        rates_of(path)
+    path.write_text(json.dumps({"verdict": {"rates": RATES}}))
+    assert rates_of(path)["SM+R"] == "0.002"
