@@ -14,8 +14,9 @@ from typing import NoReturn
 
 from aero_compile.runtime.hosts.computation import print_event
 
-LINGER_SECONDS = 0.3
-"""Time for the last messages to leave; without it the peer waits for what never comes, or reports a lost connection."""
+LINGER_SECONDS, MOST_SECONDS = 0.3, 2.0
+"""Time for the last messages to be read on an idle machine, and at most; what the peer has not read is lost with the
+connection, and it would wait for what never comes, or end in the link's own way."""
 
 
 class Deadline:
@@ -84,5 +85,11 @@ def leave(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     if code:
-        time.sleep(LINGER_SECONDS)
+        time.sleep(linger_seconds())
     os._exit(code)
+
+
+def linger_seconds() -> float:
+    """Time for the last messages: longer where more processes than cores want to run, the peer among them."""
+    load = os.getloadavg()[0] / (os.cpu_count() or 1)
+    return min(LINGER_SECONDS * max(1.0, load), MOST_SECONDS)

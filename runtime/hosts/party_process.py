@@ -15,7 +15,7 @@ from typing import Any
 from aero_compile.errors import AeroError, PartyError
 from aero_compile.plain_help import HelpParser
 from aero_compile.runtime.hosts.computation import print_event
-from aero_compile.runtime.hosts.ending import LINGER_SECONDS, Deadline, die, report_error
+from aero_compile.runtime.hosts.ending import Deadline, die, linger_seconds, report_error
 from aero_compile.runtime.hosts.link import PlainWay, Way, connect, not_connected
 from aero_compile.runtime.hosts.tls import TLSConfig, TLSWay
 from aero_compile.runtime.roles import CLIENT, ROLES, SERVER
@@ -99,5 +99,5 @@ def part(link: Any, way: Way) -> None:
     """End the link, once both parties are done."""
     print_event("done")
     link.stop_link()
-    time.sleep(LINGER_SECONDS)
+    time.sleep(linger_seconds())
     way.close()

@@ -75,6 +75,11 @@ def both(files: Exported, *extra: str) -> tuple[list[str], list[int], list[bytes
         return outputs, [server.returncode, client.returncode], [bytes(wire.seen) for wire in wires]
 
 
+def both_refused(codes: list[int]) -> bool:
+    """True if both parties ended with an error, one with ours: SPU may end the other with 255 once its peer is gone."""
+    return all(codes) and 2 in codes
+
+
 def _protocol(program: Path) -> str:
     """The protocol that the program is for; the default one where it does not say."""
     content = json.loads(program.read_bytes()) if program.is_file() else {}

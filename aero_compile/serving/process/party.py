@@ -26,7 +26,7 @@ from aero_compile.runtime.generation.bill import Cost
 from aero_compile.runtime.generation.computation import StepComputation, cost_of
 from aero_compile.runtime.generation.programs import Programs
 from aero_compile.runtime.hosts.computation import Computation, Opened, config_of
-from aero_compile.runtime.hosts.ending import LINGER_SECONDS, leave
+from aero_compile.runtime.hosts.ending import leave, linger_seconds
 from aero_compile.runtime.hosts.link import connect
 from aero_compile.runtime.hosts.lookup_files import Tables, read_tables
 from aero_compile.runtime.hosts.lookup_sizes import encrypted_parts
@@ -260,7 +260,7 @@ def main(argv: list[str]) -> int:
         except AeroError as error:
             goes_on = isinstance(order, Take)
             if not goes_on:
-                time.sleep(LINGER_SECONDS)  # before the fault is told, which may be the end of this process
+                time.sleep(linger_seconds())  # before the fault is told, which may be the end of this process
             say(Fault(error=type(error).__name__, message=str(error)))
             if not goes_on:
                 return 2  # the other party does not know of it, or the cached values are lost

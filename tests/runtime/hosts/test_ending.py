@@ -1,0 +1,16 @@
+"""How a party's process ends: its last messages have time to be read, and more where the machine is loaded."""
+
+from __future__ import annotations
+
+import pytest
+
+from aero_compile.runtime.hosts import ending
+
+
+@pytest.mark.parametrize(("load", "seconds"), [(0.1, 0.3), (2.0, 0.3), (4.0, 0.6), (100.0, 2.0)])
+def test_a_loaded_machine_gives_last_messages_more_time(
+    load: float, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert ending.linger_seconds() == pytest.approx(seconds)
