@@ -106,7 +106,7 @@ def run_task(task: Task, folder: Path, data: Data) -> StudyRow:
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # its records are in metrics.jsonl
             result = retrain(options, arguments, datasets=data.of(text, reading))
-        steps = arguments.max_steps
+        steps = task.steps
         final: float | None = result.perplexity
     except TrainingError as error:
         status, step, place, final = "not finite", error.step, error.place, None
