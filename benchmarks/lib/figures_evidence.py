@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks.lib import pareto_table
 from benchmarks.lib.figures_pages import NUMBER
 from benchmarks.lib.figures_raw import percent, raw, spread, table
+from benchmarks.lib.paired import paired
 from benchmarks.lib.pareto_points import Point
 
 _RANGE, _RATE = "config.initializer_range", "learning-rate"
@@ -73,6 +74,28 @@ def forms() -> str:
         assert len({len(each["seeds"]) for each in three}) == 1
         lines.append([label, *(_shown(each, "final_perplexity") for each in three), str(len(line["seeds"]))])
     return table(["architecture", "without", "Algorithm 1, λ = 0.05", "listing, λ = 1e-5", "seeds"], lines)
+
+
+def acting() -> str:
+    """Weights and thresholds of the penalty: whether it acts, and the difference from the same model without it."""
+    plain = {(row["label"], row["seed"]): row["final_perplexity"] for row in raw("study")["rows"] if not row["axes"]}
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for row in raw("study_acting")["rows"]:
+        groups.setdefault((row["label"], row["axes"]["lambda"], row["axes"]["thresholds"]), []).append(row)
+    lines = []
+    for (label, weight, thresholds), rows in groups.items():
+        without = label.removeprefix("EReg(").removesuffix(")")
+        found = paired([math.log(row["final_perplexity"] / plain[without, row["seed"]]) for row in rows])
+        assert found is not None
+        assert found.half_width is not None
+        ends = [percent(math.expm1(value)) for value in (found.mean - found.half_width, found.mean + found.half_width)]
+        difference = f"{percent(math.expm1(found.mean))} [{', '.join(ends)}]"
+        shares = [statistics.fmean(row[name] for row in rows) for name in ("penalty_share", "near_uniform_share")]
+        cells = [f"{100 * shares[0]:.3f}", f"{100 * shares[1]:.0f}"]
+        cells.append(_over([row["final_perplexity"] for row in rows], ".2f"))
+        lines.append([label, weight, thresholds, *cells, difference])
+    head = ["architecture", "λ", "θ", "penalty, % of the loss", "near uniform, %", "perplexity", "difference, %"]
+    return table(head, lines)
 
 
 def deep() -> str:

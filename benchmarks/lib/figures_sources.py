@@ -66,6 +66,7 @@ SOURCES: Mapping[str, Source] = {
     "evidence-trials": Made(evidence.trials),
     "evidence-study": Made(evidence.study),
     "evidence-forms": Made(evidence.forms),
+    "evidence-acting": Made(evidence.acting),
     "evidence-claims": Quoted(evidence.claims_numbers),
     "evidence-deep": Made(evidence.deep),
     "evidence-static": Made(evidence.static_heads),
