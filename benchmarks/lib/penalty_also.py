@@ -19,8 +19,6 @@ from benchmarks.lib.study_run import Study
 
 GAMMAS = ("0", "0.05", "0.1", "0.15", "0.2", "0.25", "0.3")
 DEPTHS = ("12", "18")
-NEAREST = {"LN": "SM+LN+G", "R": "SM+R", "LR": "SM+R", "ScFFN": "SM(t)+ScFFN"}
-"""Whose learning rate of the gate a label takes, by the part that it has; any other one that of SM."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +52,11 @@ def also_runs(acting: str) -> tuple[Run, ...]:
 
 
 def nearest(label: str) -> str:
-    """The label of the gate whose learning rate a run takes."""
+    """The label of the gate whose learning rate a run takes, by the part that its own label has."""
     plain = label.removeprefix("EReg(").removeprefix("SAS(").rstrip(")")
     if "ScFFN" in plain:
-        return NEAREST["ScFFN"]
-    return NEAREST["R"] if plain.endswith("+R") or "+LR" in plain else "SM"
+        return "SM(t)+ScFFN"
+    return "SM+R" if plain.endswith("+R") or "+LR" in plain else "SM"
 
 
 @dataclass(frozen=True)
@@ -132,7 +130,7 @@ class AlsoStudy(Study):
         write_atomically(self.folder / "also.md", f"{made}\n{state}\n\n```\n{command_line()}\n```\n")
 
     def _parameters(self, row: StudyRow) -> dict[str, Any]:
-        """What a run recorded last of temperatures, scales and slopes, by their names."""
+        """The last recorded temperatures, scales and slopes of a run, by name."""
         lines = RunDirectory(self.folder / "runs" / row.key).read_lines(PARAMETERS_FILE)
         last: dict[str, Any] = {}
         for line in lines:

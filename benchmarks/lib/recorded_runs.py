@@ -136,7 +136,7 @@ def _recorded(row: Mapping[str, Any], document: Mapping[str, Any], folder: Path,
 
 
 def _model(recorded: str, row: Mapping[str, Any], document: Mapping[str, Any], folder: Path, model: Path | None) -> str:
-    """Where the model is that a run begins with: a name, a file, or a configuration that the file of results holds."""
+    """Return the model that a run begins with: a name, a file, or a configuration that the results file holds."""
     configuration = row.get("configuration") or document.get("gpt_neox_config")
     if recorded.endswith(".json") and configuration:
         text = json.dumps(configuration, indent=1, sort_keys=True)

@@ -16,7 +16,7 @@ from aero_compile.errors import PartyError
 Words = npt.NDArray[np.uint64]
 
 Integers = npt.NDArray[np.int64] | npt.NDArray[np.int32]
-"""What words stand for, with a sign. Weights fit in 32 bits, which take half the memory."""
+"""Words as signed integers. Weights usually fit in 32 bits, which take half the memory."""
 
 _CONTENT = 3 << 3 | 2
 """Tag of a chunk's bytes: field 3, length-delimited."""

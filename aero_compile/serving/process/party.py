@@ -260,7 +260,7 @@ def main(argv: list[str]) -> int:
         except AeroError as error:
             goes_on = isinstance(order, Take)
             if not goes_on:
-                time.sleep(linger_seconds())  # before the fault is told, which may be the end of this process
+                time.sleep(linger_seconds())  # before the fault is reported, after which this process may be ended
             say(Fault(error=type(error).__name__, message=str(error)))
             if not goes_on:
                 return 2  # the other party does not know of it, or the cached values are lost

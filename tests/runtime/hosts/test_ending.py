@@ -1,4 +1,4 @@
-"""How a party's process ends: its last messages have time to be read, and more where the machine is loaded."""
+"""End of a party's process: its last messages have time to be read, and more where the machine is loaded."""
 
 from __future__ import annotations
 
