@@ -32,7 +32,7 @@ from benchmarks.lib.penalty_main import MainStudy
 from benchmarks.lib.penalty_plan import BASE, ArmsPlan, gate_plan, main_arms
 from benchmarks.lib.study_command import add_limits, check_limits, main_of, refuse_flags, study_parser
 from benchmarks.lib.study_plan import read_flags
-from benchmarks.lib.study_rows import seconds_a_step
+from benchmarks.lib.study_rows import seconds_a_step, take_rows
 from benchmarks.lib.study_run import Study, human
 from benchmarks.lib.study_workers import carry_out_claims, run_workers
 
@@ -64,6 +64,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--gate", type=Path, default=Path("runs/penalty-gate/gate.json"), metavar="FILE", help=text)
     text = "also: threshold and penalty share of the runs by margin; default: %(default)s"
     p.add_argument("--margin", default=ACTING[-1], metavar="THETA:SHARE", help=text)
+    text = "records of this part from other machines (gate.json, main.json, also.json): their runs are not trained again"
+    p.add_argument("--rows-of", nargs="+", type=Path, default=[], metavar="FILE", help=text)
     p.add_argument("--workers", type=positive, default=2, metavar="N", help="processes of one thread; default: 2")
     p.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     add_limits(
@@ -80,6 +82,8 @@ def make_study(args: argparse.Namespace, flags: Sequence[str]) -> Study:
     if args.output_dir is None:
         args.output_dir = Path(f"runs/penalty-{args.part}")
     check_limits(args)
+    for record in args.rows_of:
+        take_rows(record, args.output_dir)
     own = ("--recipe", "--seed", "--output-dir", "--resume", "--max-steps", "--learning-rate")
     refuse_flags(flags, own, "is set by the study itself")
     if not 0 < args.trial_share <= 1:

@@ -8,7 +8,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -162,6 +162,29 @@ def read_row(task: Task, folder: Path) -> StudyRow | None:
         return None
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise InputError(f"{path} is no row of this version: {error}. Remove it to train it again") from error
+
+
+def take_rows(record: Path, folder: Path) -> int:
+    """Write the rows of a study's record into a folder's `rows/`, where it has none of that run; returns how many.
+
+    So a study continues on another machine from what the first one recorded: `record` is its study.json, gate.json,
+    main.json or also.json. Raises InputError for a file that is none of these.
+    """
+    names = {field.name for field in fields(StudyRow)}
+    try:
+        content = json.loads(record.read_text(encoding="utf-8"))
+        lists = [content.get("rows", []), content.get("trials", []), *(arm["rows"] for arm in content.get("arms", []))]
+        rows = [{name: row[name] for name in names & set(row)} for rows in lists for row in rows]
+        keys = [str(row["key"]) for row in rows]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise InputError(f"--rows-of {record} is not the record of a study: {error!r}") from error
+    if not rows or any(Path(key).name != key for key in keys):
+        raise InputError(f"--rows-of {record} is not the record of a study: it has no rows with keys")
+    files = {folder / "rows" / f"{key}.json": row for key, row in zip(keys, rows, strict=True)}
+    missing = {path: row for path, row in files.items() if not path.exists()}
+    for path, row in missing.items():
+        write_json(path, row)
+    return len(missing)
 
 
 def _fits(value: Any, kind: Any) -> bool:

@@ -31,7 +31,7 @@ from benchmarks.lib.penalty_gate import MOST_RATES, GateStudy, early_overload, v
 from benchmarks.lib.penalty_main import MainStudy, cells, differences, percent
 from benchmarks.lib.penalty_plan import BASE, GATE_LABELS, ArmsPlan, gate_plan, half_of, main_arms
 from benchmarks.lib.study_plan import Task
-from benchmarks.lib.study_rows import StudyRow
+from benchmarks.lib.study_rows import StudyRow, read_row, take_rows
 from tests.support.budgets import few
 
 ARMS = main_arms(("1e-3", "2e-3", "3e-3", "4e-3"), ("1e-3", "2e-3"), ("0.5:0.02", "0.35:0.1"))
@@ -103,6 +103,42 @@ def test_the_shape_is_the_one_of_the_plan() -> None:
     assert options.config_overrides == "n_layer=6,n_head=8,n_embd=128"
     assert options.max_train_tokens is not None
     assert options.max_train_tokens > 3600 * 4096
+
+
+# -- rows from other machines -------------------------------------------------------------------------------
+
+
+def test_runs_of_a_record_are_not_trained_again(tmp_path: Path) -> None:
+    there, here = gate(tmp_path / "there"), gate(tmp_path / "here")
+    first, second, *_ = there.tasks()
+    write(there, first, 3.0, entropies=[[0.5, math.nan]])
+    write(there, second, None, status="not finite", nan_step=3)
+    write(here, second, 2.0)
+    there.write()
+    assert take_rows(there.folder / "gate.json", here.folder) == 1  # what is here already stays
+    assert (here.done(second) or row_of(second, None)).final_perplexity == math.exp(2.0)
+    found, expected = read_row(first, here.folder), read_row(first, there.folder)
+    assert found is not None
+    assert expected is not None
+    assert repr(found) == repr(expected)
+    assert here.tasks_done() == 2
+
+
+def test_trials_and_arms_of_a_record_are_taken(tmp_path: Path) -> None:
+    there, here = (MainStudy(plan(), tmp_path / name, 1.0) for name in ("there", "here"))
+    for task in there.tasks():
+        write(there, task, 3.0)
+    there.write()
+    take_rows(there.folder / "main.json", here.folder)
+    assert here.tasks_done() == len(list(there.plan.rows(there.chosen()))) + 28
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"rows": [1]}', '{"rows": [{"key": "../x"}]}', '{"arms": [{}]}'])
+def test_a_file_that_is_no_record_is_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(content)
+    with pytest.raises(InputError, match="not the record of a study"):
+        take_rows(tmp_path / "x.json", tmp_path / "study")
+    assert not (tmp_path / "study").exists()
 
 
 # -- the gate -----------------------------------------------------------------------------------------------
