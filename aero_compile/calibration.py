@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from aero_compile.analysis.parts import Heads
+from aero_compile.deviation_spread import deviation, deviation_form
 from aero_compile.errors import InputError
 from aero_compile.ir.compile_graph import compile_graph
-from aero_compile.ir.deviation_norm import bounded_deviation, deviation_norm
 from aero_compile.ir.graph_model import remove_dead_nodes
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
-
-aten = torch.ops.aten
+from aero_compile.tapped import Tap
 
 
 def token_batches(calibration: Any) -> tuple[Tensor, ...]:
@@ -65,13 +64,9 @@ def deviations(model: TransformedModel, norms: Sequence[NormStatistics], batches
     """
     taps = []
     for norm in norms:
-        source, shape = norm.node.args[0], norm.node.args[1]
+        source = norm.node.args[0]
         assert isinstance(source, fx.Node)
-        assert isinstance(shape, Sequence)
-        centered, form = norm.node.target is aten.layer_norm.default, "root"
-        if norm.node.target is deviation_norm:
-            centered, form = bool(norm.node.args[5]), str(norm.node.args[6])
-        taps.append(_Tap(source, _sums_of_deviations, (len(shape), _epsilon(norm.node), centered, form, norm.position)))
+        taps.append(Tap(source, _sums_of_deviations, (*deviation_form(norm.node), norm.position)))
     return _averages(model, taps, batches)
 
 
@@ -84,7 +79,7 @@ def mean_attention(model: TransformedModel, groups: Sequence[Heads], batches: Se
     lengths = {int(batch.shape[1]) for batch in batches}
     if len(lengths) > 1:
         raise InputError(f"attention by position needs calibration sequences of one length, not of {sorted(lengths)}")
-    return _averages(model, [_Tap(each.softmax, _sums_of_attention, (each.count,)) for each in groups], batches)
+    return _averages(model, [Tap(each.softmax, _sums_of_attention, (each.count,)) for each in groups], batches)
 
 
 def mean_features(model: TransformedModel, nodes: Sequence[fx.Node], batches: Sequence[Tensor]) -> list[Tensor]:
@@ -93,7 +88,7 @@ def mean_features(model: TransformedModel, nodes: Sequence[fx.Node], batches: Se
     Raises:
         InputError: tokens that the model cannot take.
     """
-    return _averages(model, [_Tap(node, _sums_of_features, ()) for node in nodes], batches)
+    return _averages(model, [Tap(node, _sums_of_features, ()) for node in nodes], batches)
 
 
 @torch.no_grad()
@@ -122,19 +117,10 @@ def entropy_shares(model: TransformedModel, batches: Sequence[Tensor]) -> dict[t
     return {(i, j): float(value) / largest for i, layer in enumerate(sums) for j, value in enumerate(layer)}
 
 
-@dataclass(frozen=True)
-class _Tap:
-    """What to sum up of a node: `sums(value, *args)` gives the sum of something and its number, stacked."""
-
-    node: fx.Node
-    sums: Callable[..., Tensor]
-    args: tuple[Any, ...]
-
-
-def _averages(model: TransformedModel, taps: Sequence[_Tap], batches: Sequence[Tensor]) -> list[Tensor]:
+def _averages(model: TransformedModel, taps: Sequence[Tap], batches: Sequence[Tensor]) -> list[Tensor]:
     graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.graph_copy(model.graph, nodes)
-    graph.output(tuple(_tapped(nodes[tap.node], tap) for tap in taps))
+    graph.output(tuple(Rewriter.after(nodes[tap.node]).call(tap.function, nodes[tap.node], *tap.args) for tap in taps))
     remove_dead_nodes(graph)
     for node in list(graph.nodes):
         if node.op == "placeholder" and not node.users:
@@ -169,10 +155,6 @@ def _run(model: TransformedModel, run: Any, inputs: Sequence[str], batches: Sequ
     return [total[0] / total[1] for total in totals]
 
 
-def _tapped(node: fx.Node, tap: _Tap) -> fx.Node:
-    return Rewriter.after(node).call(tap.sums, node, *tap.args)
-
-
 def _sums_of_attention(probabilities: Tensor, count: int) -> Tensor:
     """`[2, H, T, T]`: sums of probabilities over texts, and their number."""
     rows, columns = probabilities.shape[-2:]
@@ -186,31 +168,15 @@ def _sums_of_features(value: Tensor) -> Tensor:
     return torch.stack([rows.sum(0), torch.full_like(rows[0], len(rows))])
 
 
-def _epsilon(norm: fx.Node) -> float | None:
-    if norm.target is deviation_norm:
-        return float(cast("float", norm.args[4]))
-    names = [argument.name for argument in norm.target._schema.arguments]  # type: ignore[union-attr]
-    given = dict(zip(names, norm.args, strict=False)) | dict(norm.kwargs)
-    eps = given.get("eps", 1e-5 if norm.target is aten.layer_norm.default else None)
-    assert eps is None or isinstance(eps, float | int)
-    return eps
-
-
 def _sums_of_deviations(
-    x: Tensor, width: int, eps: float | None, centered: bool, form: str, position: int | None
+    x: Tensor, width: int, eps: float | None, centered: bool, root: str, position: int | None
 ) -> Tensor:
     """`[2, 1]`: sum and number of the deviations of `x`; or `[2, 2]`, those of position 0 in the first column."""
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
-    dims = tuple(range(-width, 0))
-    x = x.double()
-    x = x - x.mean(dims, keepdim=True) if centered else x
-    square = x.square().mean(dims, keepdim=True)
-    spread = (square + eps).sqrt() if form == "root" else bounded_deviation(square, eps, form)
-    parts = (
-        [spread]
-        if position is None
-        else [spread.narrow(position, 0, 1), spread.narrow(position, 1, spread.shape[position] - 1)]
-    )
+    spread = deviation(x.double(), width, torch.finfo(x.dtype).eps if eps is None else eps, centered, root)
+    parts = [spread]
+    if position is not None:
+        parts = [spread.narrow(position, 0, 1), spread.narrow(position, 1, spread.shape[position] - 1)]
     return torch.stack(
-        [torch.stack([part.sum(), torch.tensor(part.numel(), dtype=x.dtype, device=x.device)]) for part in parts], 1
+        [torch.stack([part.sum(), torch.tensor(part.numel(), dtype=spread.dtype, device=x.device)]) for part in parts],
+        1,
     )

@@ -24,7 +24,6 @@ from transformers import TrainingArguments, default_data_collator
 from aero_compile.artifact import save
 from aero_compile.attention.rewrite import SHORTEST
 from aero_compile.census import census
-from aero_compile.entropy import EntropyRegularizedModel
 from aero_compile.errors import InputError, OutputDirError
 from aero_compile.exit_codes import exit_code
 from aero_compile.files import write_atomically
@@ -41,6 +40,7 @@ from aero_compile.training.models import check_context
 from aero_compile.training.options import RetrainOptions
 from aero_compile.training.plan import Plan, resolve
 from aero_compile.training.progress_bar import bars_on_terminals_alone
+from aero_compile.training.regularized_model import EntropyRegularizedModel
 from aero_compile.training.resuming import with_flags_of_run
 from aero_compile.training.run_directory import (
     ARTIFACT_FOLDER,
@@ -164,6 +164,11 @@ def _trainer(plan: Plan, built: Built) -> RegularizedTrainer:
             f"--spread-weight is for the scores of a softmax, and {plan.source.description} with the recipe "
             f"{transformed.recipe or 'none'} has none"
         )
+    if options.deviation_weight and not transformed.structure.norms:
+        raise InputError(
+            f"--deviation-weight is for the deviations of norms, and {plan.source.description} with the recipe "
+            f"{transformed.recipe or 'none'} has none; freeze norms by --stages, behind steps that still have them"
+        )
     if teacher is not None and plan.distillation is not None:
         check_context(plan.context, teacher.max_positions)
         distiller = Distiller(teacher, transformed, plan.distillation)
@@ -178,6 +183,7 @@ def _trainer(plan: Plan, built: Built) -> RegularizedTrainer:
         warms_up=options.lambda_warmup > 0,
         distiller=distiller,
         spread_weight=options.spread_weight,
+        deviation_weight=options.deviation_weight,
         control=PenaltyControl(
             learns=options.learns_thresholds,
             waits=options.threshold_warmup > 0,

@@ -83,7 +83,7 @@ def step_of(way: str, family: str, length: int, batch: int, compiled: bool) -> C
 
     from aero_compile import model as transformed_model
     from aero_compile import transform
-    from aero_compile.entropy import EntropyRegularizedModel
+    from aero_compile.training.regularized_model import EntropyRegularizedModel
 
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"

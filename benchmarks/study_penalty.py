@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--gate", type=Path, default=Path("runs/penalty-gate/gate.json"), metavar="FILE", help=text)
     text = "also: threshold and penalty share of the runs by margin; default: %(default)s"
     p.add_argument("--margin", default=ACTING[-1], metavar="THETA:SHARE", help=text)
-    text = "records of this part from other machines (gate.json, main.json, also.json): their runs are not trained again"
+    text = "records of this part from other machines (gate.json …), whose runs are not trained again"
     p.add_argument("--rows-of", nargs="+", type=Path, default=[], metavar="FILE", help=text)
     p.add_argument("--workers", type=positive, default=2, metavar="N", help="processes of one thread; default: 2")
     p.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)

@@ -17,14 +17,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor, fx
 
-from aero_compile.analysis.parts import Structure
 from aero_compile.calibration import NormStatistics, deviations
 from aero_compile.errors import InputError, UnsupportedGraphError
 from aero_compile.graph_pass import CalibratedPass, PassResult
 from aero_compile.ir.deviation_norm import deviation_norm
 from aero_compile.ir.places import place
 from aero_compile.ir.rewriter import Rewriter
-from aero_compile.ir.shapes import node_values
+from aero_compile.ir.shapes import position_dimension
 from aero_compile.model import TransformedModel
 from aero_compile.passes._norms import Chosen, NormPass, free_name, redirect
 
@@ -77,17 +76,12 @@ class FreezeLayerNorm(NormPass, CalibratedPass):
         """Dimension, from the last, of the norm's input that counts positions; None unless position 0 is apart."""
         if not self.first_token:
             return None
-        structure: Structure = model.structure
         source = chosen.norm.node.args[0]
         assert isinstance(source, fx.Node)
-        sizes = [node_values(model, 3, length)[source].shape for length in (2, 3)]
-        grows = [i for i, (short, long) in enumerate(zip(*sizes, strict=True)) if (short, long) == (2, 3)]
-        if len(grows) != 1 or sizes[0].numel() * 3 != sizes[1].numel() * 2:
-            raise UnsupportedGraphError(
-                f"{self.name}{{first_token=True}}: no dimension of the value at {place(source)}, "
-                f"{list(structure.values[source].shape)}, counts positions"
-            )
-        return grows[0] - len(sizes[0])
+        try:
+            return position_dimension(model, source)
+        except UnsupportedGraphError as error:
+            raise UnsupportedGraphError(f"{self.name}{{first_token=True}}: {error}") from error
 
 
 def _frozen(norm: fx.Node, name: str, position: int | None, model: TransformedModel) -> fx.Node:

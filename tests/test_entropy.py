@@ -15,14 +15,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from aero_compile.entropy import (
-    EntropyRegularizedModel,
-    TrainingOutput,
     attention_entropy,
     entropy_regularization,
     headwise,
 )
 from aero_compile.errors import InputError
 from aero_compile.penalty_control import PenaltyControl, against_own_maximum
+from aero_compile.training.regularized_model import EntropyRegularizedModel, TrainingOutput
 from tests.support.tiny_runs import CONTEXT, VOCABULARY, softmax_only
 
 

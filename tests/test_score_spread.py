@@ -18,11 +18,11 @@ from torch import Tensor
 import aero_compile
 from aero_compile import TransformedModel, model
 from aero_compile.attention import blocks as attention_blocks
-from aero_compile.entropy import EntropyRegularizedModel
 from aero_compile.errors import InputError, OutputDirError
 from aero_compile.retrain import RetrainResult, retrain
 from aero_compile.score_spread import score_spread, spread_penalty
 from aero_compile.training.distillation import Distillation, Distiller
+from aero_compile.training.regularized_model import EntropyRegularizedModel
 from benchmarks.lib.decoder_config import Config
 from benchmarks.lib.random_decoders import build
 from tests.support import tiny_models

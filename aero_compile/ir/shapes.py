@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from aero_compile.errors import UnsupportedGraphError
 from aero_compile.ir.extra_inputs import dtype_of, shape_of
 from aero_compile.ir.graph_model import GraphModel
 from aero_compile.ir.places import place
@@ -205,3 +206,16 @@ def _same(left: Any, right: Any) -> bool:
         described = [(t.shape, t.stride(), t.dtype, t.device) for t in (left, right)]
         return described[0] == described[1]
     return type(left) is type(right) and bool(left == right)
+
+
+def position_dimension(model: GraphModel, node: fx.Node) -> int:
+    """The dimension of a node's value that counts token positions, from the last.
+
+    Raises:
+        UnsupportedGraphError: none does, naming the value: tokens share a dimension with texts, say.
+    """
+    short, long = (node_values(model, 3, length)[node].shape for length in (2, 3))
+    grows = [i for i, sizes in enumerate(zip(short, long, strict=True)) if sizes == (2, 3)]
+    if len(grows) != 1 or short.numel() * 3 != long.numel() * 2:
+        raise UnsupportedGraphError(f"no dimension of the value at {place(node)}, {list(short)}, counts positions")
+    return grows[0] - len(short)

@@ -321,6 +321,7 @@ def identity(plan: Plan, built: Built) -> dict[str, Any]:
         "threshold_warmup": options.threshold_warmup or None,
         "max_entropy": None if options.max_entropy == "length" else options.max_entropy,
         "spread_weight": options.spread_weight or None,
+        "deviation_weight": options.deviation_weight or None,
         "distill": plan.distillation and dataclasses.asdict(plan.distillation),
         "teacher": plan.teacher and teacher and f"{plan.teacher.description}, weights {fingerprint(teacher)}",
         "init": None if built.init == "default" else built.init,

@@ -14,8 +14,9 @@ about these alone. They are not compared up to scale, because without norms what
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,14 +24,12 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from aero_compile.analysis.parts import Heads
-from aero_compile.attention.row_measures import Measures, measures_of
 from aero_compile.errors import InputError
 from aero_compile.ir.attention_weights import kind_of_weights, rows_sum_to_one
-from aero_compile.ir.call_convention import CausalOutput, next_token_loss
-from aero_compile.ir.compile_graph import compile_graph
 from aero_compile.ir.ops import VIEWS
 from aero_compile.ir.shapes import sample_shape
 from aero_compile.model import TransformedModel
+from aero_compile.tapped import Tap, Taps, run_tapped
 from aero_compile.training.named_numbers import named_numbers
 
 
@@ -46,8 +45,18 @@ class Distillation:
 
     @property
     def inside(self) -> bool:
-        """Whether values from inside of the models are compared."""
+        """True if values from inside of the models are compared."""
         return self.hidden > 0 or self.attention > 0
+
+    @property
+    def taps(self) -> Taps:
+        """What a model must return beside its logits to be compared."""
+        taps: dict[str, Callable[[TransformedModel], list[Tap]]] = {}
+        if self.hidden:
+            taps["hidden"] = _block_taps
+        if self.attention:
+            taps["attention"] = _attention_taps
+        return taps
 
 
 _HOTTEST = 1e4
@@ -122,31 +131,29 @@ class Distiller:
                 "the student was made from, and its tokenizer"
             )
 
-    def run(self, model: TransformedModel, input_ids: Tensor, **call: Any) -> Any:
-        """The student's answer to its call in training; with `inside`, where values from inside are compared."""
-        if not self.terms.inside:
-            return model(input_ids, **call)
-        if model.checkpoints is not None:
-            raise InputError("--distill hidden and attention cannot be combined with gradient checkpointing")
-        return _run_tapped(model, input_ids, self.terms, **call)
-
     def compare(self, out: Any, input_ids: Tensor, attention_mask: Tensor | None) -> dict[str, Tensor]:
-        """The terms of weight above 0, by name, unweighted; `out` is what `run` gave, padding does not count."""
+        """The terms of weight above 0, by name, unweighted; `out` is of `run_tapped`, padding does not count."""
         terms, weights = self.terms, _weights(input_ids, attention_mask)
         with torch.no_grad():
             if next(self.teacher.parameters()).device != input_ids.device:
                 self.teacher.to(input_ids.device)
-            wanted = self.run(self.teacher, input_ids, attention_mask=attention_mask)
+            run = partial(run_tapped, self.teacher, terms.taps) if terms.taps else self.teacher
+            wanted = run(input_ids, attention_mask=attention_mask)
         found = {}
         if terms.kl:
             found["kl"] = distill_logits(out.logits, wanted.logits, weights, terms.temperature)
         if terms.hidden:
-            pairs = zip(out["inside"]["hidden"], wanted["inside"]["hidden"], strict=True)
-            found["hidden"] = torch.stack([relative_distance(s, t, weights) for s, t in pairs]).mean()
+            rows = [[_by_text(x, input_ids) for x in each["inside"]["hidden"]] for each in (out, wanted)]
+            found["hidden"] = torch.stack([relative_distance(s, t, weights) for s, t in zip(*rows, strict=True)]).mean()
         if terms.attention:
             heads = _same_heads(out["inside"]["attention"], wanted["inside"]["attention"])
             found["attention"] = torch.stack([attention_divergence(s, t) for s, t in heads]).mean()
         return found
+
+
+def _by_text(hidden: Tensor, input_ids: Tensor) -> Tensor:
+    """Hidden values as `[B, T, d]`: some models run feed-forward blocks, or all, on rows `[B·T, d]`."""
+    return hidden.reshape(*input_ids.shape, -1) if hidden.dim() == 2 else hidden
 
 
 def _same_heads(student: Sequence[Tensor], teacher: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -239,64 +246,14 @@ def _opened(model: TransformedModel, node: fx.Node) -> fx.Node:
     return node
 
 
-def _run_tapped(
-    model: TransformedModel,
-    input_ids: Tensor,
-    terms: Distillation,
-    *,
-    attention_mask: Tensor | None = None,
-    labels: Tensor | None = None,
-    output_entropies: bool = False,
-    output_spreads: bool = False,
-) -> CausalOutput:
-    """Call a model for its logits, and for what is inside of it: an output with a further entry `inside`."""
-    measures = measures_of(output_entropies, output_spreads)
-    key = f"distillation {measures} {terms.hidden > 0} {terms.attention > 0}"
-    if key not in model.derived:  # forgotten when the graph changes
-        model.derived[key] = _tapped(model, terms, measures)
-    run, names, counts = model.derived[key]
-    call = model.convention.bind(
-        (), {model.convention.tokens: input_ids, "attention_mask": attention_mask, "labels": None}
-    )
-    results = iter(run(model, *[model.in_own_dtype(name, call.inputs[name]) for name in names]))
-    logits = next(results)
-    parts = {name: tuple(next(results) for _ in range(count)) for name, count in counts.items()}
-    loss = None if labels is None else next_token_loss(logits, labels)
-    answer = CausalOutput(logits, loss, **{measure: parts.pop(measure) for measure in measures})
-    if "hidden" in parts:  # some models run feed-forward blocks, or all, on rows [B·T, d]
-        parts["hidden"] = tuple(x.unflatten(0, input_ids.shape) if x.dim() == 2 else x for x in parts["hidden"])
-    answer["inside"] = parts
-    return answer
-
-
-def _tapped(
-    model: TransformedModel, terms: Distillation, measures: Measures
-) -> tuple[Any, tuple[str, ...], dict[str, int]]:
-    """The model as a function that also gives measures, block outputs and attention; its inputs; how many of each."""
-    nodes: dict[fx.Node, fx.Node] = {}
-    graph = model._select((0,), measures, nodes)
-    taps = dict(_taps(model, terms))
-    output = next(node for node in reversed(graph.nodes) if node.op == "output")
-    given = output.args[0]
-    assert isinstance(given, tuple)
+def _block_taps(model: TransformedModel) -> list[Tap]:
+    """Block outputs as `[B, T, d]`, or rows `[B·T, d]` where the model runs on rows."""
+    nodes = _block_outputs(model)[0]
     shape_of, (batch, length) = model.structure.values, sample_shape(model)
-    with graph.inserting_before(output):
-        found = [
-            graph.call_function(torch.ops.aten.transpose.int, (nodes[node], 0, 1))
-            if name == "hidden" and shape_of[node].shape[:2] == (length, batch)  # a model that puts time first
-            else nodes[node]
-            for name, each in taps.items()
-            for node in each
-        ]
-    output.args = ((*given, *found),)
-    counts: dict[str, int] = dict.fromkeys(measures, model.num_layers)
-    counts |= {name: len(each) for name, each in taps.items()}
-    inputs = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
-    return compile_graph(graph), inputs, counts
+    time_first = [shape_of[node].shape[:2] == (length, batch) for node in nodes]
+    turned = torch.ops.aten.transpose.int
+    return [Tap(node, turned, (0, 1)) if turn else Tap(node) for node, turn in zip(nodes, time_first, strict=True)]
 
 
-def _taps(model: TransformedModel, terms: Distillation) -> Iterator[tuple[str, list[fx.Node]]]:
-    if terms.hidden:
-        yield "hidden", _block_outputs(model)[0]
-    if terms.attention:
-        yield "attention", [heads.softmax for heads in _groups(model)]
+def _attention_taps(model: TransformedModel) -> list[Tap]:
+    return [Tap(heads.softmax) for heads in _groups(model)]

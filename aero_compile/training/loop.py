@@ -46,7 +46,7 @@ _NEVER_DECAYED = ("log_t", "thresholds")
 logger = logging.getLogger("aero_compile.retrain")
 
 _PARTS = (
-    *("ce_loss", "penalty", "weighted_penalty", "heads_outside", "spread_penalty"),
+    *("ce_loss", "penalty", "weighted_penalty", "heads_outside", "spread_penalty", "deviation_penalty"),
     *("distill_kl", "distill_hidden", "distill_attention"),
 )
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from aero_compile.entropy import EntropyRegularizedModel
 from aero_compile.model import TransformedModel
 from aero_compile.training import probes
+from aero_compile.training.regularized_model import EntropyRegularizedModel
 from aero_compile.training.run_directory import ACTIVATIONS_FILE, ENTROPIES_FILE, PARAMETERS_FILE, RunDirectory
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from aero_compile.entropy import EntropyRegularizedModel
+from aero_compile.training.regularized_model import EntropyRegularizedModel
 
 # Ops that write -inf on purpose: masks of attention scores.
 _MASKING = ("masked_fill", "where", "full", "scalar_tensor", "fill")

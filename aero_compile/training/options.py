@@ -217,6 +217,11 @@ class RetrainOptions:
         "Weight of a penalty on how far attention scores spread: the square of each head's widest row in each text. "
         "Where they spread less, calibration (clamp=False) finds cheaper exponentials for private inference.",
     )
+    deviation_weight: Annotated[float, number(0)] = _option(
+        0.0,
+        "Weight of a penalty on how far the deviations that norms divide by differ between tokens: Var(σ)/mean(σ)², "
+        "the mean over the norms that are left. Draws them together before freeze-layer-norm puts an average there.",
+    )
     stages: str | None = _option(
         None,
         "Apply passes in the course of the run, each with steps to recover in: '100:; 20: each freeze-layer-norm ffn; "

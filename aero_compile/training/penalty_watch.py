@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # reports read the limits below without torch
-    from aero_compile.entropy import EntropyRegularizedModel
+    from aero_compile.training.regularized_model import EntropyRegularizedModel
 
 LEAST_SHARE = 0.01
 """Share of the cross entropy below which the penalty counts as off."""

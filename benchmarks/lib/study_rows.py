@@ -15,7 +15,6 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 
-from aero_compile.entropy import EntropyRegularizedModel
 from aero_compile.errors import InputError, OutputDirError, TrainingError
 from aero_compile.pipeline import transform
 from aero_compile.reporting.entropy_states import heads_of, quartile_shares
@@ -25,6 +24,7 @@ from aero_compile.training.data import TrainingData
 from aero_compile.training.loop import perplexity
 from aero_compile.training.models import choose_recipe, find_model, with_length
 from aero_compile.training.options import RetrainOptions
+from aero_compile.training.regularized_model import EntropyRegularizedModel
 from aero_compile.training.run_directory import (
     ENTROPIES_FILE,
     METRICS_FILE,

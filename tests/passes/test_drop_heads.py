@@ -129,7 +129,7 @@ def test_entropies_and_temperatures_follow() -> None:
 
 @pytest.mark.parametrize("heads", ["0.1+1.2-3", "0.*"])
 def test_it_trains_with_regularization(heads: str) -> None:
-    from aero_compile.entropy import EntropyRegularizedModel
+    from aero_compile.training.regularized_model import EntropyRegularizedModel
 
     model, ids = transformed("gpt2-eager", f"drop-heads{{heads={heads},output=mean}}"), tokens()
     trained = EntropyRegularizedModel(model, weight=0.1).train()

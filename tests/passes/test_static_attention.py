@@ -170,7 +170,7 @@ def test_entropies_are_the_patterns() -> None:
 
 
 def test_it_trains_with_regularization() -> None:
-    from aero_compile.entropy import EntropyRegularizedModel
+    from aero_compile.training.regularized_model import EntropyRegularizedModel
 
     model, ids = transformed("gpt2-eager", SOME), tokens()
     trained = EntropyRegularizedModel(model, weight=0.1).train()

@@ -15,10 +15,12 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import aero_compile
 from aero_compile.analysis.structure import block_prefixes
-from aero_compile.entropy import EntropyRegularizedModel, attention_entropy
+from aero_compile.entropy import attention_entropy
 from aero_compile.errors import InputError, OutputDirError
 from aero_compile.retrain import retrain
-from aero_compile.training.distillation import Distillation, Distiller, _run_tapped, parse_distillation
+from aero_compile.tapped import run_tapped
+from aero_compile.training.distillation import Distillation, Distiller, parse_distillation
+from aero_compile.training.regularized_model import EntropyRegularizedModel
 from tests.support import tiny_models
 from tests.support.budgets import by_default
 from tests.support.tiny_runs import (
@@ -112,8 +114,8 @@ def test_padding_does_not_count(pair: Any) -> None:
     padded, mask = torch.cat([ids, ids[:, :2]], 1), torch.ones(2, 8, dtype=torch.int64)
     mask[:, 6:] = 0
     with torch.no_grad():
-        short = distiller.compare(distiller.run(transformed, ids), ids, None)
-        long = distiller.compare(distiller.run(transformed, padded, attention_mask=mask), padded, mask)
+        short = distiller.compare(run_tapped(transformed, terms.taps, ids), ids, None)
+        long = distiller.compare(run_tapped(transformed, terms.taps, padded, attention_mask=mask), padded, mask)
     for name in ("kl", "hidden"):
         assert float(long[name]) == pytest.approx(float(short[name]), rel=1e-6)
 
@@ -125,13 +127,14 @@ def test_padding_does_not_count_where_blocks_run_on_rows() -> None:
     with torch.no_grad():
         for parameter in student.parameters():
             parameter.mul_(1.1)
-    distiller = Distiller(teacher, student, Distillation(hidden=1.0))
+    terms = Distillation(hidden=1.0)
+    distiller = Distiller(teacher, student, terms)
     ids = tiny_models.tokens(2, 6)
     padded, mask = torch.cat([ids, ids[:, :2]], 1), torch.ones(2, 8, dtype=torch.int64)
     mask[:, 6:] = 0
     with torch.no_grad():
-        short = distiller.compare(distiller.run(student, ids), ids, None)["hidden"]
-        long = distiller.compare(distiller.run(student, padded, attention_mask=mask), padded, mask)["hidden"]
+        short = distiller.compare(run_tapped(student, terms.taps, ids), ids, None)["hidden"]
+        long = distiller.compare(run_tapped(student, terms.taps, padded, attention_mask=mask), padded, mask)["hidden"]
     assert float(long) == pytest.approx(float(short), rel=1e-6)
 
 
@@ -168,7 +171,7 @@ def test_block_outputs_of_a_model_that_puts_time_first() -> None:
     model, ids = aero_compile.transform(source, "baseline"), torch.arange(10).reshape(2, 5)
     with torch.no_grad():
         source.eval()(ids)
-        out = _run_tapped(model.eval(), ids, Distillation(hidden=1.0))
+        out = run_tapped(model.eval(), Distillation(hidden=1.0).taps, ids)
     for own, expected in zip(out["inside"]["hidden"], source.outputs, strict=True):
         torch.testing.assert_close(own, expected.transpose(0, 1), rtol=0, atol=1e-5)
 
@@ -179,8 +182,8 @@ def test_block_outputs_are_found_by_structure(name: str) -> None:
     model, source = tiny_models.captured(name), copy.deepcopy(tiny_models.source(name))
     ids = tiny_models.tokens(2, 9)
     with torch.no_grad():
-        out = _run_tapped(copy.deepcopy(model).eval(), ids, Distillation(hidden=1.0, attention=1.0))
-    hidden = out["inside"]["hidden"]
+        out = run_tapped(copy.deepcopy(model).eval(), Distillation(hidden=1.0, attention=1.0).taps, ids)
+    hidden = [rows.reshape(*ids.shape, -1) for rows in out["inside"]["hidden"]]
     assert len(hidden) == model.num_layers
     assert all(each.shape[:2] == ids.shape for each in hidden)
     found: list[Tensor] = []

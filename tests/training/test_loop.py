@@ -18,10 +18,10 @@ from torch import nn
 from transformers.trainer_utils import SchedulerType
 
 import aero_compile
-from aero_compile.entropy import EntropyRegularizedModel
 from aero_compile.errors import OutputDirError, TrainingError
 from aero_compile.retrain import RetrainOptions, retrain
 from aero_compile.training.loop import RegularizedTrainer, perplexity
+from aero_compile.training.regularized_model import EntropyRegularizedModel
 from aero_compile.training.run_directory import RunDirectory
 from tests.support.tiny_runs import (
     CONTEXT,

@@ -19,10 +19,11 @@ pytest.importorskip("transformers")
 
 import aero_compile
 from aero_compile import across_processes
-from aero_compile.entropy import EntropyRegularizedModel, headwise
+from aero_compile.entropy import headwise
 from aero_compile.errors import InputError
 from aero_compile.retrain import main
 from aero_compile.training.check_arguments import check_training_arguments
+from aero_compile.training.regularized_model import EntropyRegularizedModel
 from aero_compile.training.run_directory import METRICS_FILE, RunDirectory
 from aero_compile.training.trainer_arguments import RetrainArguments
 from tests.support.tiny_models import tokens, transformed
