@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.lib import pareto_table
-from benchmarks.lib.figures_pages import NUMBER
 from benchmarks.lib.figures_raw import percent, raw, spread, table
 from benchmarks.lib.paired import paired
 from benchmarks.lib.pareto_points import Point
@@ -107,43 +106,6 @@ def deep() -> str:
         cell = f"NaN at step {bad[0]['nan_step']}" if bad else f"{mean:.1f} ({100 * share:.0f} %)"
         found.setdefault(line["label"], []).append(cell)
     return table(["architecture", "1e-3", "3e-3", "9e-3"], [[label, *cells] for label, cells in found.items()])
-
-
-def claims_numbers() -> list[str]:
-    """Numbers of the table of the paper's claims: the paper's own, and ours from the tables above and below."""
-    lines = {(x["label"], x["axes"].get("gamma", "")): x for x in raw("study")["lines"]}
-    everything = [*raw("study")["rows"], *raw("study")["trials"]]
-    assert not any(row["nan_step"] for row in everything)
-
-    def of(label: str, gamma: str = "") -> str:
-        return _shown(lines[label, gamma], "final_perplexity")
-
-    def flat(recipe: str) -> str:
-        rows = [x for x in raw("long_runs")["rows"] if x["name"].startswith("long-") and x["steps"] == 24000]
-        return _over([row["perplexity"] for row in rows if row["recipe"] == recipe], ".2f")
-
-    def regularized(label: str) -> list[str]:
-        return [of(f"EReg({label})", gamma) for gamma in ("0", "0.1", "0.2")]
-
-    words = ["2.94 3.20", of("SM+R"), of("SM+G"), of("SM+LR(layer)"), of("SM+LR(global)"), of("SM+R")]
-    words += ["2.94 2.69", of("SM+R"), of("SM+LN+G"), "24,000", flat("SM+R"), flat("SM+LN+G"), "2"]
-    words += ["3.24 3.50 2.69", of("SM+ScFFN"), of("SM+LN+G"), "24,000", flat("SM(t)+ScFFN"), flat("SM+LN+G")]
-    words += [of(label) for label in ("SM", "SM+WNorm(FFN)", "SM+SNorm(FFN)", "SM+ScFFN", "SM(t)+ScFFN", "SM+ScFFN")]
-    words += ["2.94 2.66 3.50 3.24", *regularized("SM+R"), "0 0.1 0.2", of("SM+R")]
-    words += [*regularized("SM(t)+ScFFN"), of("SM(t)+ScFFN"), "0.05", "58 300"]
-    words += [_near_uniform("SM+G", "SM+R"), _near_uniform("SM+LN+G"), "1,500", "12 4", str(len(everything))]
-    return NUMBER.findall(" ".join(words))
-
-
-def _near_uniform(*labels: str) -> str:
-    """Share of heads near uniform attention in the best trial of each label, the same for all of them."""
-    trials = raw("study")["trials"]
-    best = [
-        min((x for x in trials if x["label"] == label), key=lambda x: x["final_perplexity"] or math.inf)
-        for label in labels
-    ]
-    (share,) = {f"{100 * row['near_uniform_share']:.0f}" for row in best}
-    return share
 
 
 _STATIC = (

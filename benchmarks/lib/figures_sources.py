@@ -14,6 +14,7 @@ from benchmarks.lib import figures_generation as generation
 from benchmarks.lib import figures_runs as runs
 from benchmarks.lib.figures_listed import LISTED, Listed
 from benchmarks.lib.figures_pages import Table
+from benchmarks.lib.figures_paper import claims
 from benchmarks.lib.figures_raw import raw
 
 
@@ -67,7 +68,7 @@ SOURCES: Mapping[str, Source] = {
     "evidence-study": Made(evidence.study),
     "evidence-forms": Made(evidence.forms),
     "evidence-acting": Made(evidence.acting),
-    "evidence-claims": Quoted(evidence.claims_numbers),
+    "evidence-claims": Made(claims),
     "evidence-deep": Made(evidence.deep),
     "evidence-static": Made(evidence.static_heads),
     "evidence-long": Made(evidence.long_runs),

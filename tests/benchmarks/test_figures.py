@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 
 from benchmarks import figures
-from benchmarks.lib import figures_costs, figures_evidence, figures_generation, figures_pages, figures_raw, figures_runs
+from benchmarks.lib import (
+    figures_costs,
+    figures_evidence,
+    figures_generation,
+    figures_pages,
+    figures_paper,
+    figures_raw,
+    figures_runs,
+)
 from benchmarks.lib.figures_claims import CLAIMS
 from benchmarks.lib.figures_listed import LISTED, UNRECORDED
 from benchmarks.lib.figures_pages import Table, tables, tables_of
@@ -20,7 +28,7 @@ from benchmarks.lib.figures_sources import PAGES, SOURCES, Made, Quoted
 
 OF_THE_CODE = {"approximations", "exponentials", "on-shares"}
 """Tables that are made from what the code states."""
-MODULES = (figures_costs, figures_evidence, figures_generation, figures_raw, figures_runs)
+MODULES = (figures_costs, figures_evidence, figures_generation, figures_paper, figures_raw, figures_runs)
 
 
 def with_figures() -> list[Table]:
