@@ -100,7 +100,7 @@ def test_the_shape_is_the_one_of_the_plan() -> None:
     options, arguments = parse_command_line([*BASE, "--max-steps", "1", "--output-dir", "x"])
     assert options.context * arguments.per_device_train_batch_size == 4096
     assert (options.dataset, options.vocab_size) == ("site-packages", 2048)
-    assert options.config_overrides == "n_layer=6,n_head=8,n_embd=128"
+    assert options.config_overrides == "n_layer=6,n_head=8,n_embd=128,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
     assert options.max_train_tokens is not None
     assert options.max_train_tokens > 3600 * 4096
 
