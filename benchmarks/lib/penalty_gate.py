@@ -13,6 +13,7 @@ from aero_compile.reporting.report import command_line, write_json
 from aero_compile.training.run_directory import versions
 from aero_compile.training.switching import largest_entropy
 from benchmarks.lib import study_table
+from benchmarks.lib.penalty_charts import write_charts
 from benchmarks.lib.penalty_plan import GATE_LABELS, GatePlan
 from benchmarks.lib.study_plan import Task
 from benchmarks.lib.study_rows import StudyRow
@@ -115,6 +116,8 @@ class GateStudy(Study):
         record: dict[str, Any] = {"command": command_line(), "base": self.plan.base, "versions": versions()}
         record |= {"verdict": asdict(found) if finished else None, "rows": [asdict(row) for row in rows]}
         write_json(self.folder / "gate.json", record)
+        best = {label: best_of([row for row in rows if row.label == label]) for label in GATE_LABELS}
+        write_charts({label: [row] for label, row in best.items() if row}, self.context, self.folder, "gate")
         write_atomically(self.folder / "gate.txt", f"{study_table.text(rows)}\n\n{words}\n")
         write_atomically(self.folder / "gate.md", f"{study_table.markdown(rows, command_line())}\n{words}\n")
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from aero_compile.files import write_atomically
 from aero_compile.reporting.report import aligned, command_line, markdown_table, write_json
 from aero_compile.training.run_directory import versions
 from benchmarks.lib.paired import Paired, paired
+from benchmarks.lib.penalty_charts import write_charts
 from benchmarks.lib.penalty_plan import Arm, ArmsPlan, half_of
 from benchmarks.lib.study_plan import Setting, Task
 from benchmarks.lib.study_rows import StudyRow
@@ -59,6 +61,10 @@ class MainStudy(Study):
     """The arms in their folder; once all are done, an arm with half of the best one's softmaxes follows."""
 
     plan: ArmsPlan
+
+    def __init__(self, plan: ArmsPlan, folder: Path, hours: float, context: int) -> None:
+        super().__init__(plan, folder, hours)
+        self.context = context
 
     def tasks(self) -> list[Task]:
         """All runs that are known by now."""
@@ -115,6 +121,7 @@ class MainStudy(Study):
         record["arms"] = [_plain(result) for result in results]
         record["trials"] = [asdict(row) for row in trials]
         write_json(self.folder / "main.json", record)
+        write_charts({result.arm.name: result.rows for result in results}, self.context, self.folder, "main")
         head, lines = cells(results)
         state = f"{done} of {len(tasks)} runs are done."
         shown = "\n".join(aligned(head, lines, left={0, 1, 3}))

@@ -24,8 +24,8 @@ BASE = (
     *("--per-device-train-batch-size", "32", "--use-cpu", "--disable-tqdm", "true", "--report-to", "none"),
 )
 """6 layers, 8 heads, width 128, steps of 32 × 128 = 4,096 tokens; 16 million tokens are more than a run of 3,600 steps
-reads (14.7 million), so none is read twice. Without dropout, which is against reading text again and again: it would take
-half of the time of a step."""
+reads (14.7 million), so none is read twice. Without dropout, which is against reading text again and again: it would
+take half of the time of a step."""
 
 _LISTING: Setting = (("lambda", "1e-5"), ("entropy-reduction", "listing"), ("listing-blocks", "32"))
 """Lambda as the paper gives it for CodeParrot: of its listing, over the 32 blocks of a forward pass."""

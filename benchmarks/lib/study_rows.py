@@ -45,7 +45,8 @@ class StudyRow:
     Perplexities are of the held-out text, at the end and the lowest of all evaluations. `quartiles` are the shares of
     heads in each quarter of the largest entropy observed in this model, lowest first; the last is the paper's overload.
     `penalty_share` and `heads_outside` are means over the last tenth of the steps: lambda times the entropy penalty
-    over the cross entropy, and heads outside of the margin; None without a penalty.
+    over the cross entropy, and heads outside of the margin; None without a penalty. `penalty_shares` has the first by
+    step.
     `near_uniform_share` is that of heads above three quarters of what a causal head can have at most (the mean of log i
     over positions i). `seconds` are of training with its evaluations, over all sessions.
     """
@@ -72,6 +73,7 @@ class StudyRow:
     versions: dict[str, str] = field(default_factory=dict)
     penalty_share: float | None = None
     heads_outside: float | None = None
+    penalty_shares: list[tuple[int, float]] = field(default_factory=list)
 
     @property
     def overload_share(self) -> float | None:
@@ -141,6 +143,7 @@ def run_task(task: Task, folder: Path, data: Data) -> StudyRow:
         versions=versions(),
         penalty_share=_late_mean(metrics, "penalty_share"),
         heads_outside=_late_mean(metrics, "heads_outside"),
+        penalty_shares=_by_step(metrics, "penalty_share"),
     )
     write_json(folder / "rows" / f"{task.key}.json", finite_or_none(asdict(row)))
     return row
@@ -151,7 +154,8 @@ def read_row(task: Task, folder: Path) -> StudyRow | None:
     path = folder / "rows" / f"{task.key}.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        content["eval_loss"] = [(int(step), float(loss)) for step, loss in content["eval_loss"]]
+        for name in ("eval_loss", "penalty_shares"):
+            content[name] = [(int(step), float(value)) for step, value in content.get(name, [])]
         content["entropies"] = [[math.nan if e is None else e for e in layer] for layer in content["entropies"]]
         row = StudyRow(**content)
         wrong = [name for name, kind in get_type_hints(StudyRow).items() if not _fits(getattr(row, name), kind)]
@@ -222,9 +226,14 @@ def _seconds(metrics: Sequence[Mapping[str, Any]]) -> float:
     return total + before
 
 
+def _by_step(metrics: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:
+    """A recorded number by step."""
+    return [(int(m["step"]), float(m[name])) for m in metrics if _fits(m.get(name), float)]
+
+
 def _late_mean(metrics: Sequence[Mapping[str, Any]], name: str) -> float | None:
     """Mean of a recorded number over the last tenth of the steps; None where it was not recorded."""
-    values = [(int(m["step"]), float(m[name])) for m in metrics if _fits(m.get(name), float)]
+    values = _by_step(metrics, name)
     late = [value for step, value in values if step > 0.9 * values[-1][0]]
     return sum(late) / len(late) if late else None
 

@@ -27,6 +27,7 @@ from benchmarks import study_penalty
 from benchmarks.lib import study_workers
 from benchmarks.lib.paired import paired, t_quantile
 from benchmarks.lib.penalty_also import AlsoPlan, AlsoStudy, also_runs, rates_of
+from benchmarks.lib.penalty_charts import write_charts
 from benchmarks.lib.penalty_gate import MOST_RATES, GateStudy, early_overload, verdict
 from benchmarks.lib.penalty_main import MainStudy, cells, differences, percent
 from benchmarks.lib.penalty_plan import BASE, GATE_LABELS, ArmsPlan, gate_plan, half_of, main_arms
@@ -125,7 +126,7 @@ def test_runs_of_a_record_are_not_trained_again(tmp_path: Path) -> None:
 
 
 def test_trials_and_arms_of_a_record_are_taken(tmp_path: Path) -> None:
-    there, here = (MainStudy(plan(), tmp_path / name, 1.0) for name in ("there", "here"))
+    there, here = (MainStudy(plan(), tmp_path / name, 1.0, 128) for name in ("there", "here"))
     for task in there.tasks():
         write(there, task, 3.0)
     there.write()
@@ -271,7 +272,7 @@ def test_differences_are_of_the_same_seed_and_of_numbers() -> None:
 
 
 def test_rows_wait_for_their_trials_and_the_last_arm_for_all(tmp_path: Path) -> None:
-    study = MainStudy(plan(), tmp_path, 1.0)
+    study = MainStudy(plan(), tmp_path, 1.0, 128)
     assert all(task.trial for task in study.ready())
     for number, task in enumerate(study.plan.trials("SM+R")):
         write(study, task, 3.0 if number != 2 else 1.0)
@@ -281,7 +282,7 @@ def test_rows_wait_for_their_trials_and_the_last_arm_for_all(tmp_path: Path) -> 
     for name in study.plan.labels:
         for task in study.plan.trials(name):
             write(study, task, 2.0)
-    study = MainStudy(plan(), tmp_path, 1.0)
+    study = MainStudy(plan(), tmp_path, 1.0, 128)
     for number, arm in enumerate(ARMS):
         for task in study.plan.rows(study.chosen(), [other.name for other in ARMS if other is not arm]):
             write(study, task, 2.0 - 0.1 * number + 0.01 * task.seed * (number + 1), penalty_share=0.05)
@@ -300,8 +301,27 @@ def test_rows_wait_for_their_trials_and_the_last_arm_for_all(tmp_path: Path) -> 
     assert len(json.loads((tmp_path / "main.json").read_text())["arms"]) == 8
 
 
+def test_figures_show_finished_arms(tmp_path: Path) -> None:
+    rows = [row_of(task, 3.0) for task in gate(tmp_path).tasks()[:3]]
+    plain = dataclasses.replace(rows[0], entropies=[[1.0, 2.0], [math.nan, 0.5]], eval_loss=[(10, 4.0), (20, 3.0)])
+    acting = dataclasses.replace(plain, penalty_shares=[(10, 0.05), (20, 0.01)])
+    write_charts(
+        {"plain": [plain, plain], "bad": [dataclasses.replace(rows[1], status="not finite")]}, 128, tmp_path, "x"
+    )
+    assert sorted(path.name for path in tmp_path.glob("*.svg")) == ["x_entropies.svg", "x_perplexity.svg"]
+    assert "bad" not in (tmp_path / "x_perplexity.svg").read_text()
+    write_charts({"plain": [plain], "acting": [acting]}, 128, tmp_path, "x")
+    shares = (tmp_path / "x_share.svg").read_text()
+    assert "acting ends at 0.01" in shares
+    assert "plain" not in shares
+    uniform = sum(math.log(i) for i in range(1, 129)) / 128
+    assert f"plain ends at {0.5 / uniform:.4g}" in (tmp_path / "x_entropies.svg").read_text()
+    write_charts({}, 128, tmp_path / "none", "x")
+    assert not (tmp_path / "none").exists()
+
+
 def test_an_arm_that_becomes_nan_is_not_the_best(tmp_path: Path) -> None:
-    study = MainStudy(plan(seeds=(0,), arms=tuple(dataclasses.replace(a, tune=()) for a in ARMS)), tmp_path, 1.0)
+    study = MainStudy(plan(seeds=(0,), arms=tuple(dataclasses.replace(a, tune=()) for a in ARMS)), tmp_path, 1.0, 128)
     for number, task in enumerate(study.plan.rows({})):
         write(study, task, None if number == 1 else 1.0 + number, status="not finite" if number == 1 else "finished")
     (last,) = [task for task in study.tasks() if study.done(task) is None]
@@ -312,7 +332,7 @@ def test_an_arm_that_becomes_nan_is_not_the_best(tmp_path: Path) -> None:
 
 
 def test_a_run_that_another_process_has_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    study = MainStudy(plan(seeds=(0,)), tmp_path, 1.0)
+    study = MainStudy(plan(seeds=(0,)), tmp_path, 1.0, 128)
     first, second, third = study.ready()[:3]
     trained: list[str] = []
 
@@ -334,7 +354,7 @@ def test_a_run_that_another_process_has_is_left_to_it(tmp_path: Path, monkeypatc
 
 
 def test_the_budget_ends_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    study = MainStudy(plan(seeds=(0,)), tmp_path, 1e-9)
+    study = MainStudy(plan(seeds=(0,)), tmp_path, 1e-9, 128)
     trained: list[str] = []
 
     def train(task: Task) -> StudyRow:
