@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aero_compile.analysis.head_sets import heads_text, listed_heads
+from aero_compile.analysis.selections import heads_text, listed_heads
 from aero_compile.census import census
 from aero_compile.errors import AeroError, ArtifactError
 from aero_compile.files import GRAPH_FILE as GRAPH_FILE

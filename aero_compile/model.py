@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from aero_compile.analysis.labels import require_labels
-from aero_compile.analysis.layer_cuts import layer_cuts
+from aero_compile.analysis.structure import layer_cuts
 from aero_compile.analysis.parts import Heads, StaticHeads, Structure
 from aero_compile.analysis.structure import structure_of
 from aero_compile.attention.rewrite import SHORTEST, attention_forms, describe, rewrite_attention
-from aero_compile.attention.row_measures import Measure, Measures, by_measure, measured, measures_of
+from aero_compile.attention.blocks import Measure, Measures, by_measure, measured, measures_of
 from aero_compile.errors import InputError
 from aero_compile.ir.call_convention import (
     Call,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from aero_compile.analysis.layer_sets import chosen_layers
+from aero_compile.analysis.selections import chosen_layers
 from aero_compile.analysis.layer_text import layers_text
 from aero_compile.analysis.parts import Activation, FeedForward
 from aero_compile.analysis.structure import require_ffns

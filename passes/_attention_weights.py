@@ -6,7 +6,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-from aero_compile.analysis.layer_sets import chosen_layers
+from aero_compile.analysis.selections import chosen_layers
 from aero_compile.analysis.parts import Attention, Heads
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.graph_pass import PassResult

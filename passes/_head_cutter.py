@@ -14,7 +14,7 @@ from torch import fx, nn
 from aero_compile.analysis.parts import Heads, StaticHeads, Structure
 from aero_compile.analysis.position_slicing import Axis, Cut, Sample, find_cut
 from aero_compile.analysis.projections import weighted_sum
-from aero_compile.analysis.token_sizes import find_size, insert_size, two_samples
+from aero_compile.analysis.position_slicing import find_size, insert_size, two_samples
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.ir.dataflow import ancestors, dependents, placeholder
 from aero_compile.ir.graph_model import remove_dead_nodes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aero_compile.analysis.layer_sets import parse_layers
+from aero_compile.analysis.selections import parse_layers
 from aero_compile.graph_pass import GraphPass
 
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from aero_compile.analysis.layer_sets import chosen_layers
+from aero_compile.analysis.selections import chosen_layers
 from aero_compile.analysis.layer_text import spans
 from aero_compile.analysis.norm_sites import PARTS, NormSite, find_norm_sites, parse_norms
 from aero_compile.analysis.parts import Norm, nonlinear_kind
@@ -37,7 +37,7 @@ class NormPass(LayersPass):
     """A pass over norms.
 
     Options:
-        layers: a set of layers (see `aero_compile.analysis.layer_sets`).
+        layers: a set of layers (see `aero_compile.analysis.selections`).
         norms: which norms of these layers, names joined by `+`: `all`, `attention` (the norm before it, alone on the
             way to queries and keys: `qk`, to values: `v`), `ffn`, `query` and `key` (norms of the heads'
             queries and keys), `post-attention` and `post-ffn` (norms of their results), `other`, `final`. The final

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from aero_compile.analysis.head_sets import Head, chosen_heads, heads_text, is_measured, parse_heads
+from aero_compile.analysis.selections import Head, chosen_heads, heads_text, is_measured, parse_heads
 from aero_compile.calibration import entropy_shares
 from aero_compile.graph_pass import CalibratedPass, PassResult
 from aero_compile.model import TransformedModel

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from aero_compile.analysis.token_sizes import find_size, insert_size
+from aero_compile.analysis.position_slicing import find_size, insert_size
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.ir.dataflow import live_inputs, placeholder
 from aero_compile.ir.mask_values import MASKED_BELOW, masked

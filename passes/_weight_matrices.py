@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from aero_compile.analysis.layer_sets import chosen_layers, parse_layers
+from aero_compile.analysis.selections import chosen_layers, parse_layers
 from aero_compile.analysis.parts import FeedForward
 from aero_compile.analysis.projections import Projection, find_projections, rows_behind
 from aero_compile.analysis.structure import require_ffns
@@ -69,7 +69,7 @@ class WeightPass(GraphPass):
 
     Options:
         on: `q`, `k`, `v`, `o`, `qk`, `qkv`, `qkvo` (projections of the attention) and `ffn`, joined by `+`.
-        layers: a set of layers (see `aero_compile.analysis.layer_sets`).
+        layers: a set of layers (see `aero_compile.analysis.selections`).
     """
 
     on: str = "ffn"

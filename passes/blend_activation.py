@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from aero_compile.analysis.layer_sets import chosen_layers, parse_layers
+from aero_compile.analysis.selections import chosen_layers, parse_layers
 from aero_compile.analysis.parts import Activation
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass, PassResult

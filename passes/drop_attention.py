@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from aero_compile.analysis.layer_sets import chosen_layers
+from aero_compile.analysis.selections import chosen_layers
 from aero_compile.graph_pass import PassResult
 from aero_compile.model import TransformedModel
 from aero_compile.passes._dropped_heads import OUTPUTS, drop_heads, heads_left
@@ -27,7 +27,7 @@ class DropAttention(LayersPass, PerhapsCalibratedPass):
     """Take the attention of some layers out.
 
     Options:
-        layers: which (see `aero_compile.analysis.layer_sets`), as in `last:2`, `even` or `0+3`.
+        layers: which (see `aero_compile.analysis.selections`), as in `last:2`, `even` or `0+3`.
         output: `none`, or `mean`: what stands for each head is its mean output over calibration text.
     """
 

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from aero_compile.analysis.attention_block import find_skip
+from aero_compile.analysis.projections import find_skip
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.rewriter import Rewriter

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from aero_compile.analysis.head_sets import Head
+from aero_compile.analysis.selections import Head
 from aero_compile.model import TransformedModel
 from aero_compile.passes._dropped_heads import OUTPUTS, drop_heads, heads_left
 from aero_compile.passes._some_heads import Batches, HeadsPass
@@ -27,7 +27,7 @@ class DropHeads(HeadsPass):
     """Take some heads out.
 
     Options:
-        heads: which (see `aero_compile.analysis.head_sets`), as in `0.1+2.3-5`, `3.*` or `entropy:8`, which chooses
+        heads: which (see `aero_compile.analysis.selections`), as in `0.1+2.3-5`, `3.*` or `entropy:8`, which chooses
             among heads with a softmax.
         output: `none`, or `mean`: what stands for a head is its mean output over calibration text.
     """

@@ -20,7 +20,7 @@ from typing import ClassVar, cast
 
 from torch import fx
 
-from aero_compile.analysis.layer_sets import chosen_layers, parse_layers
+from aero_compile.analysis.selections import chosen_layers, parse_layers
 from aero_compile.errors import RecipeError, UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.model import TransformedModel

@@ -16,8 +16,8 @@ from typing import ClassVar
 import torch
 from torch import fx, nn
 
-from aero_compile.analysis.attention_block import stream_value
-from aero_compile.analysis.layer_sets import chosen_layers, parse_layers
+from aero_compile.analysis.projections import stream_value
+from aero_compile.analysis.selections import chosen_layers, parse_layers
 from aero_compile.analysis.parts import Attention, Heads, Structure
 from aero_compile.analysis.projections import Projections, find_projections, mixed_values, weighted_sum
 from aero_compile.errors import UnsupportedGraphError
@@ -36,7 +36,7 @@ class IdentityValues(GraphPass):
     """Remove W_V and W_O.
 
     Options:
-        trained_values, trained_projections: layers (see `aero_compile.analysis.layer_sets`) in which W_V or W_O stays.
+        trained_values, trained_projections: layers (see `aero_compile.analysis.selections`) in which W_V or W_O stays.
     """
 
     trained_values: str = "none"

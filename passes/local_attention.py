@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from aero_compile.analysis.head_sets import Head, chosen_heads
+from aero_compile.analysis.selections import Head, chosen_heads
 from aero_compile.analysis.parts import Attention
 from aero_compile.errors import RecipeError
 from aero_compile.ir.dataflow import placeholder
@@ -34,7 +34,7 @@ class LocalAttention(HeadsPass):
     """Let some heads see the last `window` positions alone.
 
     Options:
-        heads: which (see `aero_compile.analysis.head_sets`), as in `0.1+2.3-5`, `3.*` or `entropy:8`; those that have
+        heads: which (see `aero_compile.analysis.selections`), as in `0.1+2.3-5`, `3.*` or `entropy:8`; those that have
             no softmax, or as narrow a window by this pass, stay as they are.
         window: positions that a row sees, itself included.
     """

@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from aero_compile.analysis.attention_block import attention_input, stream_value
+from aero_compile.analysis.projections import attention_input, stream_value
 from aero_compile.analysis.parts import Structure
 from aero_compile.analysis.projections import views_below
 from aero_compile.analysis.structure import require_ffns

@@ -20,7 +20,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, fx, nn
 
-from aero_compile.analysis.layer_sets import chosen_layers
+from aero_compile.analysis.selections import chosen_layers
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.graph_pass import PassResult
 from aero_compile.ir.dataflow import dependents, live_inputs, tainted_nodes

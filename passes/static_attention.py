@@ -28,7 +28,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, fx, nn
 
-from aero_compile.analysis.head_sets import Head, chosen_heads, is_measured, parse_heads
+from aero_compile.analysis.selections import Head, chosen_heads, is_measured, parse_heads
 from aero_compile.analysis.parts import Attention
 from aero_compile.calibration import mean_attention
 from aero_compile.errors import InputError, RecipeError, UnsupportedGraphError
@@ -49,7 +49,7 @@ class StaticAttention(HeadsPass):
     """Replace the attention of some heads by a fixed pattern.
 
     Options:
-        heads: which (see `aero_compile.analysis.head_sets`), as in `0.1+2.3-5`, `3.*`, `entropy>0.9` or `entropy:8`;
+        heads: which (see `aero_compile.analysis.selections`), as in `0.1+2.3-5`, `3.*`, `entropy>0.9` or `entropy:8`;
             those that are static already stay as they are. Entropies are measured on the calibration text of
             `transform`, and the model's history names the heads.
         pattern: `uniform`, `mean`, `relative` or `learned`; `mean` and `relative` are measured on calibration text, and

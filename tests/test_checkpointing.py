@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import aero_compile
 from aero_compile import TransformedModel
-from aero_compile.analysis.layer_cuts import layer_cuts
+from aero_compile.analysis.structure import layer_cuts
 from aero_compile.errors import InputError
 from aero_compile.training.regularized_model import EntropyRegularizedModel
 from tests.support.budgets import by_default

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import aero_compile
 from aero_compile import TransformedModel
-from aero_compile.analysis.head_sets import is_measured
+from aero_compile.analysis.selections import is_measured
 from aero_compile.errors import InputError, LoweringError, RecipeError, UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass
 from aero_compile.model import AppliedPass

@@ -1,22 +1,150 @@
-"""Find feed-forward blocks: two linear layers in a row whose result is added to what the first one reads."""
+"""Find feed-forward blocks: two linear layers in a row whose result is added to what the first one reads.
+
+Find the activations of a feed-forward block: nonlinear element-wise regions with one input and one output.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-
 import torch
 from torch import fx
-
-from aero_compile.analysis.activations import find_activations
-from aero_compile.analysis.block_ops import IN_FFNS
+from aero_compile.analysis.residuals import BOUNDS, EXTREMA, PARTS, POWERS
+from aero_compile.analysis.parts import Activation, nonlinear_kind
+from aero_compile.ir.dataflow import ancestors, live_inputs
+from aero_compile.ir.ops import SCALES, SUMS, facts
+from aero_compile.analysis.residuals import IN_FFNS
 from aero_compile.analysis.parts import FeedForward, nonlinear_kind
-from aero_compile.analysis.residual_merge import find_merge, rest_of_sum
+from aero_compile.analysis.residuals import find_merge, rest_of_sum
 from aero_compile.ir.dataflow import live_inputs, through_views
 from aero_compile.ir.places import source_path
 
+
 aten = torch.ops.aten
+
+
+def find_activations(inside: Sequence[fx.Node], live: set[fx.Node]) -> Iterator[Activation]:
+    """Nonlinear element-wise regions of an FFN: for each part of an in-projection, what it alone goes through.
+
+    A gate and the values it multiplies are different parts, also where one linear layer computes both. In a gated FFN
+    bounds are no activation (gpt-oss: `(clamp(u, −7, 7) + 1)·f(min(g, 7))`): they stay where they are.
+    """
+    within = set(inside)
+    above = {node: ancestors([node], within) for node in inside}
+    origins: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in sorted(inside, key=lambda n: len(above[n])):
+        parents = [origins[parent] for parent in node.all_input_nodes if parent in within]
+        starts = node.target is aten.linear.default or node.target in PARTS or not parents
+        origins[node] = frozenset({node}) if starts else frozenset.union(*parents)
+    products = [node for node in inside if len(origins[node]) > 1 and _multiplies(node, live)]
+    for origin in [node for node in inside if origins[node] == {node}]:
+        own = {node for node in inside if origins[node] == {origin}}
+        nonlinear = [node for node in own - {origin} if _is_nonlinear(node, live)]
+        if products:
+            nonlinear = [node for node in nonlinear if not _bounds(node, live)]
+        if not nonlinear:
+            continue
+        found = _whole_region(nonlinear, own, above, live)
+        apart = any(_is_apart(product, found.node, origin, origins, above) for product in products)
+        yield dataclasses.replace(found, whole=found.whole and not apart)
+
+
+def _is_nonlinear(node: fx.Node, live: set[fx.Node]) -> bool:
+    """Whether `node` is nonlinear in the one value that its inputs come from."""
+    return bool(nonlinear_kind(node, live)) or node.target in POWERS or _multiplies(node, live)
+
+
+def _multiplies(node: fx.Node, live: set[fx.Node]) -> bool:
+    """True if `node` is a product, or a quotient, of hidden values."""
+    return node.target in SCALES and sum(isinstance(a, fx.Node) and a in live for a in node.args) > 1
+
+
+def _bounds(node: fx.Node, live: set[fx.Node]) -> bool:
+    """True if `node` is the identity around 0: a clamp on both sides of it, or one that bounds one side alone."""
+    if node.target in EXTREMA:
+        return len(live_inputs(node, live)) == 1
+    if node.target is aten.hardtanh.default:
+        given: list[Any] = [*node.args[1:], *(-1.0, 1.0)[len(node.args) - 1 :]]
+        return bool(given[0] < 0 < given[1])
+    return node.target in BOUNDS
+
+
+def _is_apart(
+    product: fx.Node,
+    result: fx.Node,
+    origin: fx.Node,
+    origins: Mapping[fx.Node, frozenset[fx.Node]],
+    above: Mapping[fx.Node, set[fx.Node]],
+) -> bool:
+    """True if `product` multiplies what comes of an activation's `result` by something else of the same `origin`."""
+    operands = [operand for operand in product.all_input_nodes if operand in origins]
+    of_result = [operand for operand in operands if result in above[operand]]
+    others = [operand for operand in operands if result not in above[operand] and origin in origins[operand]]
+    return bool(of_result and others)
+
+
+def _whole_region(
+    nonlinear: Sequence[fx.Node], own: set[fx.Node], above: dict[fx.Node, set[fx.Node]], live: set[fx.Node]
+) -> Activation:
+    """The smallest region of all nonlinear nodes, and of the sums in which its result meets its own source again.
+
+    x − tanh(x) is one activation, not x and a tanh. Where there is no such region, the last node alone, as a part.
+    """
+    while True:
+        found = _smallest_region(nonlinear, own, above, live)
+        if found is None:
+            last = max(nonlinear, key=lambda node: len(above[node]))
+            return Activation(_kind(set(nonlinear), live), live_inputs(last, live)[0], last, (last,), whole=False)
+        sums = [node for node in own if node.target in SUMS and found.node in above[node] and node is not found.node]
+        beside = {p for p in own if found.node not in above[p] and found.source in above[p]}
+        meets = [node for node in sums if beside.intersection(live_inputs(node, live))]
+        meets = [node for node in meets if not any(_is_weighed(n, live) for n in above[node] - above[found.node])]
+        if not meets:
+            return found
+        nonlinear = [*nonlinear, *meets]
+
+
+def _is_weighed(node: fx.Node, live: set[fx.Node]) -> bool:
+    """True if `node` multiplies by weights: x·w + f(x)·v is a mixture of an activation, and not one of its own."""
+    return node.target in SCALES and any(isinstance(a, fx.Node) and a not in live for a in node.args)
+
+
+def _smallest_region(
+    nonlinear: Sequence[fx.Node], own: set[fx.Node], above: dict[fx.Node, set[fx.Node]], live: set[fx.Node]
+) -> Activation | None:
+    """The smallest part with one input and one output, of numbers, that all nonlinear nodes are in."""
+    first = set.intersection(*(above[node] - {node} for node in nonlinear))
+    exits = sorted((n for n in own if above[n].issuperset(nonlinear)), key=lambda n: len(above[n]))
+    sources = sorted(first, key=lambda n: -len(above[n]))
+    for exit_, source in itertools.product(exits, sources):
+        region = {n for n in above[exit_] if n is not source and source in above[n]}
+        reads = {p for n in region for p in live_inputs(n, live)} - region
+        leaks = any(user not in region for n in region - {exit_} for user in n.users)
+        if reads == {source} and not leaks and region <= own and facts(exit_.target).gives == "numbers":
+            nodes = tuple(sorted(region, key=lambda n: len(above[n])))
+            return Activation(_kind(region, live), source, exit_, nodes)
+    return None
+
+
+def _kind(region: set[fx.Node], live: set[fx.Node]) -> str:
+    """Name of an activation: that of its op, or of the ops it is made of."""
+    names = [str(kind) for node in region if (kind := nonlinear_kind(node, live))]
+    kinds = sorted(set(names))
+    products = [node for node in region if _multiplies(node, live)]
+    own = [node for node in products if node.args[0] is node.args[1]]
+    powers = [node for node in region if node.target in POWERS]
+    if any(node.target is not aten.pow.Tensor_Scalar or node.args[1] == 2 for node in powers) or (own and not kinds):
+        return "_".join([*kinds, "squared"])
+    if kinds == ["sigmoid"] and len(products) == 1 and not own:
+        return "quick_gelu"
+    if len(kinds) > 1:
+        return "_".join(kinds)
+    if products:  # what is made of one function is not called by its name: x·tanh(x), x − tanh(x), relu(relu(x) + 1)
+        return "_".join([*kinds, "product"])
+    sums = any(node.target in SUMS and len(live_inputs(node, live)) > 1 for node in region)
+    return "_".join([*kinds, "composed"]) if sums or len(names) > 1 else kinds[0] if kinds else "power"
 
 
 def find_ffns(

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from aero_compile.analysis.block_ops import PARTS
+from aero_compile.analysis.residuals import PARTS
 from aero_compile.ir.dataflow import live_inputs, live_values
 from aero_compile.ir.ops import NORMS, PRODUCERS, SCALES, SPLITS
 from aero_compile.ir.rewriter import Rewriter

@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import re
 
-from aero_compile.analysis.head_sets import parse_heads
-from aero_compile.analysis.layer_sets import parse_layers
+from aero_compile.analysis.selections import parse_heads
+from aero_compile.analysis.selections import parse_layers
 from aero_compile.errors import RecipeError
 
 _NORMS = {

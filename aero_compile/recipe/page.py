@@ -7,7 +7,7 @@ import inspect
 import itertools
 from collections.abc import Iterator
 
-from aero_compile.analysis import layer_sets
+from aero_compile.analysis import selections as layer_sets
 from aero_compile.graph_pass import CalibratedPass, GraphPass
 from aero_compile.passes._layers import LayersPass
 from aero_compile.passes._some_heads import HeadsPass, PerhapsCalibratedPass

@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from aero_compile.analysis.head_sets import Head, heads_text, listed_heads
+from aero_compile.analysis.selections import Head, heads_text, listed_heads
 from aero_compile.errors import InputError, OutputDirError, RecipeError
 from aero_compile.files import write_atomically
 from aero_compile.model import TransformedModel

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from aero_compile.analysis.head_sets import chosen_heads
+from aero_compile.analysis.selections import chosen_heads
 from aero_compile.artifact import load
 from aero_compile.errors import InputError
 from aero_compile.ir.attention_weights import kind_of_weights

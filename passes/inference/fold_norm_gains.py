@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from aero_compile.analysis.linear_consumers import (
+from aero_compile.analysis.channels import (
     LARGEST,
     SMALLEST,
     keeps_given,

@@ -19,10 +19,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx, nn
 
-from aero_compile.analysis.attention_block import stream_value
+from aero_compile.analysis.projections import stream_value
 from aero_compile.analysis.parts import Attention, StaticHeads
 from aero_compile.analysis.projections import find_projections
-from aero_compile.analysis.token_sizes import read_sizes_from_tokens
+from aero_compile.analysis.position_slicing import read_sizes_from_tokens
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.ops import SPLITS, VIEWS, of_form

@@ -20,7 +20,7 @@ import torch
 
 from aero_compile.analysis.parts import FeedForward
 from aero_compile.analysis.residual_stream import ResidualStream, State
-from aero_compile.analysis.stream_costs import cost, new_cost
+from aero_compile.analysis.residual_stream import cost, new_cost
 from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.places import place
 from aero_compile.model import TransformedModel

@@ -22,7 +22,7 @@ from torch import fx
 
 from aero_compile.analysis.parts import Structure
 from aero_compile.analysis.position_slicing import Axis, Cut, Sample, find_cut
-from aero_compile.analysis.token_sizes import (
+from aero_compile.analysis.position_slicing import (
     dependent_nodes,
     find_size,
     insert_size,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from aero_compile.analysis.causal_means import causal_means
+from aero_compile.analysis.new_positions import causal_means
 from aero_compile.analysis.position_slicing import Sample
 from aero_compile.ir.dataflow import tainted_nodes
 from aero_compile.ir.graph_model import GraphModel

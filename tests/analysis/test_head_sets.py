@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from aero_compile.analysis.head_sets import chosen_heads, heads_text, parse_heads
+from aero_compile.analysis.selections import chosen_heads, heads_text, parse_heads
 from aero_compile.errors import RecipeError
 
 HEADS = (4, 2, 3)

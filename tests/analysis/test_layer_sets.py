@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aero_compile.analysis.layer_sets import chosen_layers, parse_layers
+from aero_compile.analysis.selections import chosen_layers, parse_layers
 from aero_compile.errors import RecipeError
 
 PAPER = {  # table "Partial removal of FFN activations", 12 layers

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import aero_compile
 from aero_compile import TransformedModel, model
-from aero_compile.attention import blocks, entropy_op
+from aero_compile.attention import blocks
+from aero_compile.attention import fused as entropy_op
 from aero_compile.ir.rewriter import Rewriter
 from benchmarks.lib.decoder_config import Config
 from benchmarks.lib.random_decoders import any_config, build

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import aero_compile
-from aero_compile.analysis.attention_block import find_skip
+from aero_compile.analysis.projections import find_skip
 from aero_compile.errors import UnsupportedGraphError
 from tests.support import eager_simplified as eager
 from tests.support.tiny_models import LAYERS, all_logits, captured, source, tokens, transformed

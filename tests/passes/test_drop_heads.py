@@ -12,7 +12,7 @@ from torch import Tensor, fx
 import aero_compile
 from aero_compile import TransformedModel
 from aero_compile.analysis.head_order import product_of
-from aero_compile.analysis.head_sets import Head, chosen_heads, heads_text
+from aero_compile.analysis.selections import Head, chosen_heads, heads_text
 from aero_compile.errors import InputError, RecipeError, UnsupportedGraphError
 from tests.support import tiny_models
 from tests.support.budgets import by_default, by_turns

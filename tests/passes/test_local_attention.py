@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import aero_compile
-from aero_compile.analysis.head_sets import chosen_heads
+from aero_compile.analysis.selections import chosen_heads
 from aero_compile.errors import RecipeError
 from tests.support.budgets import by_turns
 from tests.support.static_heads import with_pattern

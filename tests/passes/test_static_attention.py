@@ -13,7 +13,7 @@ from torch import Tensor
 
 import aero_compile
 from aero_compile import TransformedModel
-from aero_compile.analysis.head_sets import chosen_heads, heads_text
+from aero_compile.analysis.selections import chosen_heads, heads_text
 from aero_compile.errors import InputError, RecipeError, UnsupportedGraphError
 from tests.support import tiny_models
 from tests.support.budgets import by_default, by_turns

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from aero_compile import TransformedModel
-from aero_compile.analysis.head_sets import Head
+from aero_compile.analysis.selections import Head
 
 Pattern = Callable[[Tensor, Head], Tensor]
 """Makes the probabilities `[B, T, T]` of one head of those that it had."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from aero_compile.analysis.head_sets import Head, heads_text
+from aero_compile.analysis.selections import Head, heads_text
 from aero_compile.analysis.parts import Attention as Part
 from aero_compile.analysis.projections import find_projections, mixed_values, weighted_sum
 from aero_compile.calibration import mean_attention

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 
 from aero_compile import TransformedModel, transform
-from aero_compile.analysis.linear_consumers import LARGEST, SMALLEST
+from aero_compile.analysis.channels import LARGEST, SMALLEST
 from aero_compile.inference_model import inference_copy
 from aero_compile.ir.ops import NORMS
 from aero_compile.passes.inference.fold_norm_gains import FoldNormGains

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aero_compile.analysis.linear_consumers import LARGEST, SMALLEST
+from aero_compile.analysis.channels import LARGEST, SMALLEST
 from aero_compile.inference_model import inference_copy
 from aero_compile.passes.inference.fold_norms import FoldNorms
 from tests.support import tiny_models
