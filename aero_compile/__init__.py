@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from aero_compile.artifact import load, save
     from aero_compile.entropy import entropy_regularization
     from aero_compile.model import TransformedModel
-    from aero_compile.onnx.census import onnx_census
     from aero_compile.onnx.export import export_onnx
+    from aero_compile.onnx.reader import onnx_census
     from aero_compile.optimize import optimize_for_inference
     from aero_compile.pipeline import transform
     from aero_compile.recipe.recipe import Recipe, recipes
@@ -68,7 +68,7 @@ _LAZY = {
     "export_onnx": "aero_compile.onnx.export",
     "load": "aero_compile.artifact",
     "load_gguf": "aero_compile.training.gguf_models",
-    "onnx_census": "aero_compile.onnx.census",
+    "onnx_census": "aero_compile.onnx.reader",
     "optimize_for_inference": "aero_compile.optimize",
     "private_generate": "aero_compile.runtime",
     "private_inference": "aero_compile.runtime",

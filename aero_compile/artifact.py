@@ -26,8 +26,7 @@ from aero_compile.files import GRAPH_FILE as GRAPH_FILE
 from aero_compile.files import RUN_FILE, artifact_folder, read_regular, write_atomically
 from aero_compile.ir.call_convention import CallConvention
 from aero_compile.ir.constants import mark_constants
-from aero_compile.ir.graph_bounds import check_values
-from aero_compile.ir.graph_json import decode_graph, encode_graph
+from aero_compile.ir.graph_json import check_values, decode_graph, encode_graph
 from aero_compile.ir.submodules import build_module, describe_module, kind_of
 from aero_compile.model import TransformedModel
 from aero_compile.quiet import quiet

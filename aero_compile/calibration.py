@@ -12,8 +12,7 @@ from torch import Tensor, fx
 from aero_compile.analysis.parts import Heads
 from aero_compile.deviation_spread import deviation, deviation_form
 from aero_compile.errors import InputError
-from aero_compile.ir.compile_graph import compile_graph
-from aero_compile.ir.graph_model import remove_dead_nodes
+from aero_compile.ir.graph_model import compile_graph, remove_dead_nodes
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
 from aero_compile.tapped import Tap

@@ -14,9 +14,9 @@ from aero_compile.analysis.bypass import reaches_unmerged
 from aero_compile.analysis.parts import Structure, nonlinear_kind
 from aero_compile.analysis.structure import block_prefixes
 from aero_compile.census_result import NonlinearOp
-from aero_compile.ir.attention_weights import kind_of_weights
+from aero_compile.ir.custom_ops import kind_of_weights
 from aero_compile.ir.dataflow import live_inputs
-from aero_compile.ir.places import source_path
+from aero_compile.ir.graph_model import source_path
 from aero_compile.ir.shapes import node_values, sample_shape
 from aero_compile.model import TransformedModel
 

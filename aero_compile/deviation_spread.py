@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from aero_compile.errors import UnsupportedGraphError
-from aero_compile.ir.deviation_norm import bounded_deviation, deviation_norm
+from aero_compile.ir.custom_ops import bounded_deviation, deviation_norm
 from aero_compile.ir.shapes import position_dimension
 from aero_compile.model import TransformedModel
 from aero_compile.tapped import Tap

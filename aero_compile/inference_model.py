@@ -11,8 +11,7 @@ from torch import fx, nn
 from aero_compile.analysis.layer_text import merged
 from aero_compile.errors import InputError
 from aero_compile.ir.call_convention import Call, CallConvention
-from aero_compile.ir.ownership import weight_nodes
-from aero_compile.ir.published import keep_published
+from aero_compile.ir.ownership import keep_published, weight_nodes
 from aero_compile.ir.shapes import carry
 from aero_compile.ir.submodules import kind_of
 from aero_compile.model import AttentionForm, TransformedModel

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from aero_compile.analysis.labels import require_labels
-from aero_compile.analysis.structure import layer_cuts
 from aero_compile.analysis.parts import Heads, StaticHeads, Structure
-from aero_compile.analysis.structure import structure_of
-from aero_compile.attention.rewrite import SHORTEST, attention_forms, describe, rewrite_attention
+from aero_compile.analysis.structure import layer_cuts, structure_of
 from aero_compile.attention.blocks import Measure, Measures, by_measure, measured, measures_of
+from aero_compile.attention.rewrite import SHORTEST, attention_forms, describe, rewrite_attention
 from aero_compile.errors import InputError
 from aero_compile.ir.call_convention import (
     Call,
@@ -28,12 +27,10 @@ from aero_compile.ir.call_convention import (
     output_class,
 )
 from aero_compile.ir.checkpointing import Checkpointable, Checkpoints, compile_with_checkpoints
-from aero_compile.ir.compile_graph import compile_graph
 from aero_compile.ir.constants import mark_constants, move_constants, retarget
-from aero_compile.ir.decompose_norms import decompose_deviation_norms
 from aero_compile.ir.graph_json import decode_graph, encode_graph
-from aero_compile.ir.graph_model import GraphModel, remove_dead_nodes
-from aero_compile.ir.rewriter import Rewriter
+from aero_compile.ir.graph_model import GraphModel, compile_graph, remove_dead_nodes
+from aero_compile.ir.rewriter import Rewriter, decompose_deviation_norms
 from aero_compile.ir.shapes import carry
 from aero_compile.ir.submodules import kind_of
 

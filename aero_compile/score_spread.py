@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from aero_compile.ir.mask_values import MASKED_BELOW
+from aero_compile.ir.custom_ops import MASKED_BELOW
 
 
 def score_spread(scores: Tensor) -> Tensor:

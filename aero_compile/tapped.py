@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from aero_compile.attention.blocks import Measures, measures_of
 from aero_compile.errors import InputError
 from aero_compile.ir.call_convention import CausalOutput, next_token_loss
-from aero_compile.ir.compile_graph import compile_graph
+from aero_compile.ir.graph_model import compile_graph
 from aero_compile.model import TransformedModel
 
 

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from aero_compile.analysis.selections import chosen_layers
 from aero_compile.analysis.layer_text import layers_text
 from aero_compile.analysis.parts import Activation, FeedForward
+from aero_compile.analysis.selections import chosen_layers
 from aero_compile.analysis.structure import require_ffns
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.graph_pass import PassResult
 from aero_compile.ir.dataflow import ancestors
+from aero_compile.ir.graph_model import place
 from aero_compile.ir.ops import ACTIVATIONS
-from aero_compile.ir.places import place
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
 from aero_compile.passes._layers import LayersPass

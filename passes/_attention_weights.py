@@ -6,12 +6,12 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-from aero_compile.analysis.selections import chosen_layers
 from aero_compile.analysis.parts import Attention, Heads
+from aero_compile.analysis.selections import chosen_layers
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.graph_pass import PassResult
-from aero_compile.ir.attention_weights import attention_weights, kind_of_weights
-from aero_compile.ir.places import place
+from aero_compile.ir.custom_ops import attention_weights, kind_of_weights
+from aero_compile.ir.graph_model import place
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
 from aero_compile.passes._layers import LayersPass

@@ -7,17 +7,16 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor, fx, nn
 
-from aero_compile.analysis.projections import attention_input
-from aero_compile.analysis.selections import Head
 from aero_compile.analysis.parts import Attention
-from aero_compile.analysis.projections import find_projections
-from aero_compile.analysis.residuals import find_merge
 from aero_compile.analysis.position_slicing import read_sizes_from_tokens
+from aero_compile.analysis.projections import attention_input, find_projections
+from aero_compile.analysis.residuals import find_merge
+from aero_compile.analysis.selections import Head
 from aero_compile.calibration import mean_features
 from aero_compile.errors import InputError, UnsupportedGraphError
 from aero_compile.ir.dataflow import live_inputs
+from aero_compile.ir.graph_model import place
 from aero_compile.ir.ops import SCALES, VIEWS
-from aero_compile.ir.places import place
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
 from aero_compile.passes._head_columns import HeadColumns

@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 from aero_compile.analysis.parts import Attention, Heads, StaticHeads
 from aero_compile.analysis.projections import mixed_values
 from aero_compile.errors import UnsupportedGraphError
+from aero_compile.ir.graph_model import place
 from aero_compile.ir.ops import VIEWS, of_form
-from aero_compile.ir.places import place
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
 from aero_compile.passes._head_cutter import HeadCutter

@@ -12,15 +12,12 @@ import torch
 from torch import fx, nn
 
 from aero_compile.analysis.parts import Heads, StaticHeads, Structure
-from aero_compile.analysis.position_slicing import Axis, Cut, Sample, find_cut
+from aero_compile.analysis.position_slicing import Axis, Cut, Sample, find_cut, find_size, insert_size, two_samples
 from aero_compile.analysis.projections import weighted_sum
-from aero_compile.analysis.position_slicing import find_size, insert_size, two_samples
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.ir.dataflow import ancestors, dependents, placeholder
-from aero_compile.ir.graph_model import remove_dead_nodes
-from aero_compile.ir.places import place
+from aero_compile.ir.graph_model import place, readers_of, remove_dead_nodes, weight_readers
 from aero_compile.ir.rewriter import Rewriter
-from aero_compile.ir.weight_readers import readers_of, weight_readers
 from aero_compile.model import TransformedModel
 from aero_compile.passes._weights import kept_rows
 

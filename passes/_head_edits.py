@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Iterator
 import torch
 from torch import fx
 
-from aero_compile.analysis.selections import Head
 from aero_compile.analysis.parts import Attention, Heads
-from aero_compile.analysis.projections import find_projections, rows_read
 from aero_compile.analysis.position_slicing import read_sizes_from_tokens
+from aero_compile.analysis.projections import find_projections, rows_read
+from aero_compile.analysis.selections import Head
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.model import TransformedModel
 from aero_compile.passes._head_cutter import HeadCutter

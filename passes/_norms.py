@@ -10,10 +10,10 @@ from typing import ClassVar
 
 from torch import fx
 
-from aero_compile.analysis.selections import chosen_layers
 from aero_compile.analysis.layer_text import spans
 from aero_compile.analysis.norm_sites import PARTS, NormSite, find_norm_sites, parse_norms
 from aero_compile.analysis.parts import Norm, nonlinear_kind
+from aero_compile.analysis.selections import chosen_layers
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.graph_pass import PassResult
 from aero_compile.ir.rewriter import Rewriter

@@ -3,7 +3,7 @@
 Before → after (rows R of W, the others S):
     linear(x, W, b)  → put together in W's order: linear(x_R, W[R], b[R]) and linear(x_S, W[S], b[S])
 
-Parameters stay whole: slices of them are taken in the graph (see `aero_compile.ir.row_layout`).
+Parameters stay whole: slices of them are taken in the graph (see `aero_compile.ir.weights`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from aero_compile.ir.rewriter import Rewriter
-from aero_compile.ir.row_layout import RowLayout
+from aero_compile.ir.weights import RowLayout
 
 aten = torch.ops.aten
 

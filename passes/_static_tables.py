@@ -11,10 +11,10 @@ from torch import fx
 
 from aero_compile.analysis.position_slicing import find_size, insert_size
 from aero_compile.errors import UnsupportedGraphError
+from aero_compile.ir.custom_ops import MASKED_BELOW, masked
 from aero_compile.ir.dataflow import live_inputs, placeholder
-from aero_compile.ir.mask_values import MASKED_BELOW, masked
+from aero_compile.ir.graph_model import place
 from aero_compile.ir.ops import VIEWS
-from aero_compile.ir.places import place
 from aero_compile.passes._head_cutter import HeadCutter
 
 aten = torch.ops.aten

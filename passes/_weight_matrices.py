@@ -22,16 +22,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from aero_compile.analysis.selections import chosen_layers, parse_layers
 from aero_compile.analysis.parts import FeedForward
 from aero_compile.analysis.projections import Projection, find_projections, rows_behind
+from aero_compile.analysis.selections import chosen_layers, parse_layers
 from aero_compile.analysis.structure import require_ffns
 from aero_compile.errors import RecipeError, UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.dataflow import ancestors, live_inputs
 from aero_compile.ir.ops import VIEWS
 from aero_compile.ir.rewriter import Rewriter
-from aero_compile.ir.row_layout import RowLayout
+from aero_compile.ir.weights import RowLayout
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten

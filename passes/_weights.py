@@ -9,10 +9,9 @@ from torch import Tensor, fx, nn
 
 from aero_compile.analysis.projections import Projection
 from aero_compile.errors import UnsupportedGraphError
-from aero_compile.ir.places import place
+from aero_compile.ir.graph_model import place, weight_readers
 from aero_compile.ir.rewriter import Rewriter
-from aero_compile.ir.row_layout import RowLayout
-from aero_compile.ir.weight_readers import weight_readers
+from aero_compile.ir.weights import RowLayout
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten

@@ -17,8 +17,8 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from aero_compile.analysis.selections import chosen_layers, parse_layers
 from aero_compile.analysis.parts import Activation
+from aero_compile.analysis.selections import chosen_layers, parse_layers
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.dataflow import live_inputs

@@ -20,8 +20,8 @@ from torch import Tensor, fx
 from aero_compile.calibration import NormStatistics, deviations
 from aero_compile.errors import InputError, UnsupportedGraphError
 from aero_compile.graph_pass import CalibratedPass, PassResult
-from aero_compile.ir.deviation_norm import deviation_norm
-from aero_compile.ir.places import place
+from aero_compile.ir.custom_ops import deviation_norm
+from aero_compile.ir.graph_model import place
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.shapes import position_dimension
 from aero_compile.model import TransformedModel

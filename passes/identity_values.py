@@ -16,14 +16,13 @@ from typing import ClassVar
 import torch
 from torch import fx, nn
 
-from aero_compile.analysis.projections import stream_value
-from aero_compile.analysis.selections import chosen_layers, parse_layers
 from aero_compile.analysis.parts import Attention, Heads, Structure
-from aero_compile.analysis.projections import Projections, find_projections, mixed_values, weighted_sum
+from aero_compile.analysis.projections import Projections, find_projections, mixed_values, stream_value, weighted_sum
+from aero_compile.analysis.selections import chosen_layers, parse_layers
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.dataflow import ancestors
-from aero_compile.ir.places import place
+from aero_compile.ir.graph_model import place
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
 from aero_compile.passes._weights import keep_rows

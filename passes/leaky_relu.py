@@ -20,8 +20,8 @@ from typing import ClassVar
 import torch
 from torch import fx, nn
 
-from aero_compile.analysis.selections import parse_layers
 from aero_compile.analysis.parts import Activation
+from aero_compile.analysis.selections import parse_layers
 from aero_compile.errors import RecipeError
 from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.rewriter import Rewriter

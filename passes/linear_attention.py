@@ -35,8 +35,8 @@ from aero_compile.analysis.parts import Attention, Heads
 from aero_compile.errors import RecipeError, UnsupportedGraphError
 from aero_compile.graph_pass import PassResult
 from aero_compile.ir.dataflow import live_inputs
+from aero_compile.ir.graph_model import place
 from aero_compile.ir.ops import CHOICES, SCALES, SUMS, VIEWS
-from aero_compile.ir.places import place
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
 from aero_compile.passes._attention_weights import AttentionWeightsPass

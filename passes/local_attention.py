@@ -15,11 +15,11 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from aero_compile.analysis.selections import Head, chosen_heads
 from aero_compile.analysis.parts import Attention
+from aero_compile.analysis.selections import Head, chosen_heads
 from aero_compile.errors import RecipeError
+from aero_compile.ir.custom_ops import masked
 from aero_compile.ir.dataflow import placeholder
-from aero_compile.ir.mask_values import masked
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
 from aero_compile.passes._head_cutter import HeadCutter

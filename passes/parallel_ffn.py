@@ -16,9 +16,8 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from aero_compile.analysis.projections import attention_input, stream_value
 from aero_compile.analysis.parts import Structure
-from aero_compile.analysis.projections import views_below
+from aero_compile.analysis.projections import attention_input, stream_value, views_below
 from aero_compile.analysis.structure import require_ffns
 from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.rewriter import Rewriter

@@ -31,8 +31,8 @@ from aero_compile.analysis.projections import Projection, find_projections, weig
 from aero_compile.errors import RecipeError, UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.dataflow import live_inputs, placeholder
+from aero_compile.ir.graph_model import place
 from aero_compile.ir.ops import VIEWS
-from aero_compile.ir.places import place
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
 from aero_compile.passes._weights import fill_rows

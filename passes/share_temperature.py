@@ -24,8 +24,8 @@ from aero_compile.analysis.selections import chosen_layers
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.graph_pass import PassResult
 from aero_compile.ir.dataflow import dependents, live_inputs, tainted_nodes
+from aero_compile.ir.graph_model import stored
 from aero_compile.ir.rewriter import Rewriter
-from aero_compile.ir.weight_readers import stored
 from aero_compile.model import TransformedModel
 from aero_compile.passes._layers import LayersPass
 from aero_compile.passes.softmax_temperature import SoftmaxTemperature

@@ -3,7 +3,7 @@
 Before → after, W [out, in]:
     linear(x, W)  → linear(x, W/σ(W))
 
-W is the parameter as it was, under its old name. σ is estimated by power iteration (`aero_compile.ir.spectral`):
+W is the parameter as it was, under its old name. σ is estimated by power iteration (`aero_compile.ir.submodules`):
 its vectors u and v are buffers of the module `spectral_norm.<layer>.<part>`; training updates them, evaluation does
 not. Parts are q, k, v, o, ffn_in, ffn_gate and ffn_out; each is a matrix of its own, also where one layer computes
 several.
@@ -19,10 +19,10 @@ from typing import ClassVar
 from torch import fx
 
 from aero_compile.errors import RecipeError, UnsupportedGraphError
-from aero_compile.ir.places import place
+from aero_compile.ir.graph_model import place
 from aero_compile.ir.rewriter import Rewriter
-from aero_compile.ir.spectral import SpectralNorm as SpectralNormModule
-from aero_compile.ir.weight_values import weight_value
+from aero_compile.ir.submodules import SpectralNorm as SpectralNormModule
+from aero_compile.ir.weights import weight_value
 from aero_compile.model import TransformedModel
 from aero_compile.passes._weight_matrices import WeightPass
 

@@ -28,8 +28,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, fx, nn
 
-from aero_compile.analysis.selections import Head, chosen_heads, is_measured, parse_heads
 from aero_compile.analysis.parts import Attention
+from aero_compile.analysis.selections import Head, chosen_heads, is_measured, parse_heads
 from aero_compile.calibration import mean_attention
 from aero_compile.errors import InputError, RecipeError, UnsupportedGraphError
 from aero_compile.model import TransformedModel

@@ -18,9 +18,9 @@ import torch
 from torch import fx, nn
 
 from aero_compile.errors import UnsupportedGraphError
-from aero_compile.ir.places import place
+from aero_compile.ir.graph_model import place
 from aero_compile.ir.rewriter import Rewriter
-from aero_compile.ir.weight_values import weight_value
+from aero_compile.ir.weights import weight_value
 from aero_compile.model import TransformedModel
 from aero_compile.passes._weight_matrices import WeightPass
 

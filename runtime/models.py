@@ -11,8 +11,8 @@ import torch
 from torch import fx, nn
 
 from aero_compile.errors import InputError
-from aero_compile.ir.decompose_norms import join_deviation_norms
-from aero_compile.ir.published import publish
+from aero_compile.ir.ownership import publish
+from aero_compile.ir.rewriter import join_deviation_norms
 from aero_compile.ir.usable_weights import check_weights
 from aero_compile.optimize import optimize_for_inference
 from aero_compile.pipeline import transform
@@ -32,7 +32,7 @@ def with_graph(model: nn.Module) -> nn.Module:
 
 
 def with_public(model: nn.Module, public: Collection[str]) -> nn.Module:
-    """The model with the weights that `public` names given to clients (see `aero_compile.ir.published`)."""
+    """The model with the weights that `public` names given to clients (see `aero_compile.ir.ownership`)."""
     if public and getattr(model, "positions_kept", None) is not None:
         raise InputError(
             "public= names weights as the model was trained, and optimize_for_inference made others of them: give the "

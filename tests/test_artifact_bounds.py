@@ -19,7 +19,7 @@ import torch
 import aero_compile
 from aero_compile.artifact import GRAPH_FILE
 from aero_compile.errors import AeroError, ArtifactError
-from aero_compile.ir.allowed_ops import is_allowed
+from aero_compile.ir.verify import is_allowed
 from tests.support.small_decoder import Small
 from tests.support.tiny_models import randomize
 

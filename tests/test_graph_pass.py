@@ -166,7 +166,7 @@ def test_run_passes_works_in_place_and_accumulates_reports() -> None:
 @pytest.mark.parametrize("name", ["gpt2-eager", "llama-sdpa", "functional"])
 def test_new_nodes_know_their_place(name: str) -> None:
     """Errors and profiles name the module that a node came from, also for nodes that passes made."""
-    from aero_compile.ir.places import source_path
+    from aero_compile.ir.graph_model import source_path
 
     model = transformed(name, "softmax_only")
     if name == "functional":

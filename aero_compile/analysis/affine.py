@@ -14,7 +14,7 @@ from aero_compile.ir.graph_model import GraphModel
 from aero_compile.ir.ops import SCALES, SUMS, of_form
 from aero_compile.ir.ownership import given_nodes, server_nodes
 from aero_compile.ir.shapes import is_floating
-from aero_compile.ir.weight_values import weight_value
+from aero_compile.ir.weights import weight_value
 
 aten = torch.ops.aten
 

@@ -10,12 +10,11 @@ from torch import Tensor, fx
 
 from aero_compile.analysis.parts import Attention, Heads
 from aero_compile.errors import UnsupportedModelError
+from aero_compile.ir.call_convention import shape_of
+from aero_compile.ir.custom_ops import HIDDEN_BELOW
 from aero_compile.ir.dataflow import live_inputs, tainted_nodes
-from aero_compile.ir.extra_inputs import shape_of
-from aero_compile.ir.graph_model import GraphModel
-from aero_compile.ir.mask_values import HIDDEN_BELOW
+from aero_compile.ir.graph_model import GraphModel, place
 from aero_compile.ir.ops import SUMS
-from aero_compile.ir.places import place
 from aero_compile.ir.shapes import sample_shape
 
 aten = torch.ops.aten

@@ -10,17 +10,16 @@ The linear layers that read a value, and what may be moved into their weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
 import torch
 from torch import Tensor, fx
-from aero_compile.ir.ops import SCALES, SHAPE_ONLY, SPLITS, SUMS, VIEWS, of_form
-from collections.abc import Mapping, Sequence
+
 from aero_compile.ir.graph_model import GraphModel
-from aero_compile.ir.ops import SHAPE_ONLY, VIEWS
+from aero_compile.ir.ops import SCALES, SHAPE_ONLY, SPLITS, SUMS, VIEWS, of_form
 from aero_compile.ir.ownership import given_nodes
 from aero_compile.ir.rewriter import Rewriter
-
 
 aten = torch.ops.aten
 

@@ -9,18 +9,15 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
 import torch
 from torch import fx
-from aero_compile.analysis.residuals import BOUNDS, EXTREMA, PARTS, POWERS
-from aero_compile.analysis.parts import Activation, nonlinear_kind
-from aero_compile.ir.dataflow import ancestors, live_inputs
-from aero_compile.ir.ops import SCALES, SUMS, facts
-from aero_compile.analysis.residuals import IN_FFNS
-from aero_compile.analysis.parts import FeedForward, nonlinear_kind
-from aero_compile.analysis.residuals import find_merge, rest_of_sum
-from aero_compile.ir.dataflow import live_inputs, through_views
-from aero_compile.ir.places import source_path
 
+from aero_compile.analysis.parts import Activation, FeedForward, nonlinear_kind
+from aero_compile.analysis.residuals import BOUNDS, EXTREMA, IN_FFNS, PARTS, POWERS, find_merge, rest_of_sum
+from aero_compile.ir.dataflow import ancestors, live_inputs, through_views
+from aero_compile.ir.graph_model import source_path
+from aero_compile.ir.ops import SCALES, SUMS, facts
 
 aten = torch.ops.aten
 

@@ -15,18 +15,17 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
 import torch
 from torch import Tensor, fx
+
 from aero_compile.analysis.position_slicing import Axis, Cut, Sample, find_cut
 from aero_compile.errors import UnsupportedModelError
 from aero_compile.ir.dataflow import live_inputs
+from aero_compile.ir.graph_model import GraphModel, place
 from aero_compile.ir.ops import facts, name_of, of_form
-from aero_compile.ir.places import place
-from aero_compile.analysis.position_slicing import Sample
-from aero_compile.ir.graph_model import GraphModel
 from aero_compile.ir.ownership import server_nodes
-from aero_compile.ir.weight_values import weight_value
-
+from aero_compile.ir.weights import weight_value
 
 aten = torch.ops.aten
 

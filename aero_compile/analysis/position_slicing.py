@@ -9,19 +9,18 @@ Sizes of hidden values as products of the tokens' batch and length, so that the 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
 import torch
 from torch import Tensor, fx
-from aero_compile.ir.ops import EACH, facts
-import operator
-from collections.abc import Sequence
-from torch import fx
+
 from aero_compile.ir.dataflow import placeholder
 from aero_compile.ir.graph_model import GraphModel
+from aero_compile.ir.ops import EACH, facts
 from aero_compile.ir.shapes import node_values, sample_shape
-
 
 aten = torch.ops.aten
 

@@ -12,19 +12,18 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
 import torch
 from torch import Tensor, fx
+
 from aero_compile.analysis.head_order import product_of
 from aero_compile.analysis.parts import Attention, Structure
+from aero_compile.analysis.residuals import find_merge
 from aero_compile.analysis.structure import structure_of
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.ir.dataflow import live_inputs
-from aero_compile.ir.graph_model import GraphModel
+from aero_compile.ir.graph_model import GraphModel, place
 from aero_compile.ir.ops import PRODUCERS, PRODUCTS, VIEWS, of_form
-from aero_compile.ir.places import place
-from torch import fx
-from aero_compile.analysis.residuals import find_merge
-
 
 aten = torch.ops.aten
 

@@ -14,19 +14,19 @@ What private products cost that compute a state of the residual stream, as it is
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
 import torch
 from torch import Tensor, fx
+
 from aero_compile.analysis.affine import LAYOUT, MOVES, AffineNodes, plus, times
 from aero_compile.analysis.structure import structure_of
 from aero_compile.ir.dataflow import live_inputs
 from aero_compile.ir.graph_model import GraphModel
 from aero_compile.ir.ops import SCALES, SUMS
-import math
-from collections.abc import Mapping
-from torch import fx
-
 
 aten = torch.ops.aten
 

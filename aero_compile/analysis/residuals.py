@@ -5,13 +5,14 @@ Find where the result of a block is added to the residual stream that its input 
 
 from __future__ import annotations
 
-from typing import Any
-import torch
-from aero_compile.ir.ops import CHOICES, NORMS, SCALES, SPLITS, SUMS, VIEWS, of_form
 from collections.abc import Iterator, Mapping
-from torch import fx
-from aero_compile.ir.dataflow import ancestors, live_inputs, through_views
+from typing import Any
 
+import torch
+from torch import fx
+
+from aero_compile.ir.dataflow import ancestors, live_inputs, through_views
+from aero_compile.ir.ops import CHOICES, NORMS, SCALES, SPLITS, SUMS, VIEWS, of_form
 
 aten = torch.ops.aten
 

@@ -13,11 +13,9 @@ Sets of layers as text, for the options of passes: `all`, `even`, `1/2`, `last:3
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from aero_compile.errors import RecipeError
-from collections.abc import Collection, Mapping, Sequence
-from aero_compile.errors import InputError, RecipeError
+from collections.abc import Callable, Collection, Mapping, Sequence
 
+from aero_compile.errors import InputError, RecipeError
 
 _NAMED: dict[str, Callable[[int, int], bool]] = {
     "all": lambda layer, count: True,

@@ -11,8 +11,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
+
 import torch
 from torch import fx
+
 from aero_compile.analysis.bypass import reaches_unmerged
 from aero_compile.analysis.causality import require_causal
 from aero_compile.analysis.feed_forward import find_ffns
@@ -20,14 +22,9 @@ from aero_compile.analysis.head_order import find_static, head_numbers, product_
 from aero_compile.analysis.parts import Attention, FeedForward, Heads, Norm, StaticHeads, Structure, nonlinear_kind
 from aero_compile.errors import UnsupportedGraphError, UnsupportedModelError
 from aero_compile.ir.dataflow import hidden_nodes, live_inputs, tainted_nodes
-from aero_compile.ir.graph_model import GraphModel
+from aero_compile.ir.graph_model import GraphModel, place, source_path
 from aero_compile.ir.ops import CHOICES, NORMS, PRODUCTS, SCALES, SOFTMAXES, SUMS, VIEWS
-from aero_compile.ir.places import place, source_path
 from aero_compile.ir.shapes import node_values, sample_shape
-from collections.abc import Sequence
-from typing import Any
-from aero_compile.ir.ops import PRODUCTS
-
 
 aten = torch.ops.aten
 

@@ -10,27 +10,21 @@ What a program can tell of the rows of attention beside its results: entropies, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
-from torch import Tensor, fx
-from aero_compile.entropy import attention_entropy
-from aero_compile.ir.attention_weights import attention_weights, row_shares
-from aero_compile.score_spread import score_spread
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
-import torch
-from aero_compile.attention.regions import Axes, NotRecognized, Region
-from aero_compile.ir.compile_graph import compile_graph
-from aero_compile.ir.graph_model import remove_dead_nodes
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-from aero_compile.attention.fused import fused
-from aero_compile.attention.regions import Axes
+from typing import Any, Literal, cast
 
+import torch
+from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
+
+from aero_compile.attention.fused import fused
+from aero_compile.attention.regions import Axes, NotRecognized, Region
+from aero_compile.entropy import attention_entropy
+from aero_compile.ir.custom_ops import attention_weights, row_shares
+from aero_compile.ir.graph_model import compile_graph, remove_dead_nodes
+from aero_compile.score_spread import score_spread
 
 Measure = Literal["entropies", "spreads"]
 Measures = tuple[Measure, ...]

@@ -10,16 +10,15 @@ Attention that is softmax(c·qkᵀ)·v under the causal mask, and its fused form
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
-import torch
-from torch import Tensor
 from typing import Any, cast
+
+import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
+
 from aero_compile.analysis.parts import Structure
 from aero_compile.attention.regions import Region
 from aero_compile.ir.ops import CHOICES, VIEWS, facts
-
 
 ROWS = 64
 """Query rows of a block."""

@@ -21,7 +21,7 @@ from aero_compile.ir.dataflow import draws
 from aero_compile.ir.graph_model import GraphModel
 from aero_compile.ir.ops import VIEWS, facts
 from aero_compile.ir.shapes import sample_shape
-from aero_compile.ir.shared_dropout import SharedDropout
+from aero_compile.ir.submodules import SharedDropout
 
 aten = torch.ops.aten
 

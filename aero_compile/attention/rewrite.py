@@ -10,28 +10,23 @@ up to the row's own exactly where attention is causal and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
+
 import torch
 from torch import Tensor, fx
-from aero_compile.analysis.parts import Structure
-from aero_compile.attention.blocks import block_function, modules
-from aero_compile.attention.regions import Region
+
+from aero_compile.analysis.layer_text import layers_text
+from aero_compile.analysis.parts import Heads, Structure
+from aero_compile.analysis.structure import structure_of
+from aero_compile.attention.blocks import Measure, Measures, Plain, Plan, attention_function, block_function, modules
+from aero_compile.attention.fused import scale_of
+from aero_compile.attention.regions import NotRecognized, Region, find_region
 from aero_compile.ir.dataflow import ancestors, tainted_nodes
 from aero_compile.ir.graph_model import GraphModel
 from aero_compile.ir.shapes import sample_shape
-import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from torch import fx
-from aero_compile.analysis.layer_text import layers_text
-from aero_compile.analysis.parts import Heads
-from aero_compile.analysis.structure import structure_of
-from aero_compile.attention.blocks import Plain, Plan, attention_function
-from aero_compile.attention.fused import scale_of
-from aero_compile.attention.regions import NotRecognized, Region, find_region
-from aero_compile.attention.blocks import Measure, Measures
-
 
 Kind = Literal["causal", "narrower", "unknown"]
 """Uniform over all keys up to the row's own; over some of these, or weighed; or not known for every input."""

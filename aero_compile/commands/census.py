@@ -31,7 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the counts."""
     if args.onnx:
-        from aero_compile.onnx.census import onnx_census
+        from aero_compile.onnx.reader import onnx_census
 
         counted = onnx_census(args.onnx, args.seq_len)
         print(json.dumps(counted.to_dict(), indent=1) if args.json else counted)

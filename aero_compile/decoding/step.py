@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from aero_compile.analysis.new_positions import causal_means
-from aero_compile.analysis.new_positions import find_new_positions
+from aero_compile.analysis.new_positions import causal_means, find_new_positions
 from aero_compile.analysis.position_slicing import Sample
 from aero_compile.decoding.prefixes import require_same_prefixes
 from aero_compile.decoding.step_graph import CachedValue, step_graph

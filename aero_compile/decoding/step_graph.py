@@ -16,7 +16,7 @@ from aero_compile.analysis.position_slicing import Axis, Sample
 from aero_compile.decoding.cached_names import CACHED, RUNNING_SUM
 from aero_compile.errors import UnsupportedModelError
 from aero_compile.inference_model import InferenceModel
-from aero_compile.ir.decompose_norms import decompose_deviation_norms
+from aero_compile.ir.rewriter import decompose_deviation_norms
 
 aten = torch.ops.aten
 

@@ -1,7 +1,7 @@
 """Canonicalization: the many spellings that exported decoders use → one small set of ATen ops.
 
 Before → after, in the order of the steps:
-    values written into tensors                                   → masked_fill (aero_compile.frontend.writes)
+    values written into tensors                                   → masked_fill (aero_compile.frontend.canonicalize)
     checks and functions of token ids that change no id           → gone (aero_compile.frontend.token_checks)
     complex numbers of hidden values                              → real and imaginary parts
                                                                     (aero_compile.frontend.complex_numbers)
@@ -14,7 +14,7 @@ Before → after, in the order of the steps:
     scaled_dot_product_attention                                  → matmul, mul, where/add, softmax, dropout, matmul
     conv1d of one token                                           → linear
     matmul, addmm with a weight; addmm of others                  → linear; matmul + add
-    linear(x, W) + s·linear(linear(x, A), B)                      → linear(x, W + s·BA) (aero_compile.frontend.adapters)
+    linear(x, W) + s·linear(linear(x, A), B)                      → linear(x, W + s·BA)
     one value that is computed twice                              → computed once (aero_compile.frontend.equal_nodes)
     (u·g)·sigmoid(g)                                              → u·(g·sigmoid(g)) (aero_compile.frontend.factors)
     arithmetic and choices that compute gelu, relu, …, LayerNorm, RMSNorm, softmax → the op itself
@@ -32,31 +32,159 @@ Every rewrite preserves the function (to rounding; that of linear norms to a rel
 floating-point types are dropped from live values, and masks and tables of another type are cast: the canonical graph
 computes in the dtype of its weights, whatever that is, and half-precision kernels of softmax and the norms accumulate
 in float32 on their own.
+
+Fused attention → its scores, mask, softmax, dropout and product.
+
+Before → after:
+    scaled_dot_product_attention(q, k, v, mask)  → matmul(dropout(softmax(mask(scale·matmul(q, kᵀ)))), v)
+
+Values written into tensors, and dtypes taken from other tensors: as functions of what they depend on alone.
+
+Before → after:
+    index_put(x, [None, mask], value)  → masked_fill(x, mask, value)   w[:, :, mask] = -inf
+    slice_scatter(x, y) of all of x    → y
+    type_as(x, y), to(x, y)            → to(x, dtype of y)             a mask in the dtype of hidden values
+
+So a mask that takes its dtype from hidden values is a constant, as it is when it names the dtype.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from aero_compile.frontend.adapters import join_adapters
-from aero_compile.frontend.attention import decompose_attention
+import torch
+from torch import Tensor, fx
+
 from aero_compile.frontend.complex_numbers import open_complex
 from aero_compile.frontend.composites import open_composites, open_statistics
-from aero_compile.frontend.convolutions import open_convolutions
-from aero_compile.frontend.dropouts import make_dropouts
+from aero_compile.frontend.dropouts import insert_dropout, make_dropouts
 from aero_compile.frontend.empty_rows import open_empty_rows
 from aero_compile.frontend.equal_nodes import recognize_merged
 from aero_compile.frontend.factors import group_factors
+from aero_compile.frontend.linear_layers import join_adapters, make_linears, open_convolutions, take_up_biases
 from aero_compile.frontend.linear_norms import open_linear_norms
-from aero_compile.frontend.products import make_linears, take_up_biases
 from aero_compile.frontend.recognize import recognize
 from aero_compile.frontend.renormalized import mask_before_softmax
 from aero_compile.frontend.sinks import open_sinks
-from aero_compile.frontend.spellings import bound_fills, unify_spellings
+from aero_compile.frontend.spellings import bound_fills, model_dtype, unify_spellings
 from aero_compile.frontend.token_checks import settle_token_checks
-from aero_compile.frontend.writes import open_writes
 from aero_compile.ir.constants import mark_constants
+from aero_compile.ir.custom_ops import masked
+from aero_compile.ir.rewriter import Rewriter
+from aero_compile.ir.shapes import node_values, sample_shape
 from aero_compile.model import TransformedModel
+
+aten = torch.ops.aten
+
+_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+def decompose_attention(model: TransformedModel) -> None:
+    """Decompose every fused attention of the graph, in place."""
+    values = node_values(model, *sample_shape(model))
+    for node in list(model.graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default)):
+        _decompose(model, node, values)
+
+
+def _decompose(model: TransformedModel, node: fx.Node, values: dict[fx.Node, Any]) -> None:
+    given: dict[str, Any] = dict(zip(_ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
+    query, key, value = given["query"], given["key"], given["value"]
+    rewriter = Rewriter(node, values=values)
+    call = rewriter.call
+    if given.get("enable_gqa"):
+        groups = values[query].shape[-3] // values[key].shape[-3]
+        key, value = (call(aten.repeat_interleave.self_int, x, groups, -3) for x in (key, value))
+    scale = given.get("scale")
+    if scale is None:
+        scale = 1.0 / math.sqrt(values[query].shape[-1])
+    scores = call(aten.matmul.default, query, call(aten.transpose.int, key, -2, -1))
+    scores = call(aten.mul.Tensor, scores, scale)
+    mask = given.get("attn_mask")
+    if given.get("is_causal"):
+        size = [call(aten.sym_size.int, x, values[query].dim() - 2) for x in (query, key)]
+        mask = call(aten.tril.default, call(aten.ones.default, size, dtype=torch.bool, device=values[query].device))
+    if mask is not None:
+        if values[mask].dtype == torch.bool:
+            scores = call(aten.where.ScalarOther, mask, scores, masked(model_dtype(model)))
+        else:
+            scores = call(aten.add.Tensor, scores, mask)
+    probabilities = call(aten.softmax.int, scores, -1)
+    dropout = float(given.get("dropout_p") or 0.0)
+    dropped = call(aten.alias.default, probabilities) if dropout > 0.0 else probabilities
+    rewriter.replace(call(aten.matmul.default, dropped, value))
+    if dropout > 0.0:
+        insert_dropout(model, dropped, probabilities, dropout)
+
+
+_SAME = (aten.clone.default, aten.alias.default, aten.lift_fresh_copy.default, aten.detach.default)
+
+
+def open_writes(model: TransformedModel) -> None:
+    """Rewrite the writes of a captured graph, in place."""
+    values = node_values(model, *sample_shape(model))
+    for node in list(model.graph.nodes):
+        new: fx.Node | None = None
+        rewriter = Rewriter(node, values=values)
+        if node.target in (aten.type_as.default, aten.to.other):
+            new = _own_dtype(rewriter, node, values)
+        elif node.target is aten.index_put.default:
+            new = _filled(model, rewriter, node, values)
+        elif node.target is aten.slice_scatter.default and _writes_all(node, values):
+            new = node.args[1]
+        if new is not None:
+            rewriter.replace(new)
+
+
+def _own_dtype(rewriter: Rewriter, node: fx.Node, values: Mapping[fx.Node, Any]) -> fx.Node | None:
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    if values[source].dtype == values[node].dtype:
+        return source
+    return rewriter.call(aten.to.dtype, source, values[node].dtype)
+
+
+def _writes_all(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
+    args: Sequence[Any] = (*node.args, None, None, None)
+    into, source, _, start, end, step = args[:6]
+    whole = start in (0, None) and step in (1, None) and (end is None or (isinstance(end, int) and end >= 2**62))
+    return whole and (values[into].shape, values[into].dtype) == (values[source].shape, values[source].dtype)
+
+
+def _filled(
+    model: TransformedModel, rewriter: Rewriter, node: fx.Node, values: Mapping[fx.Node, Any]
+) -> fx.Node | None:
+    """The masked_fill that an index_put is, if it writes one value to where a mask is true."""
+    args: Sequence[Any] = node.args
+    into, indices, value, *accumulate = args
+    masks: list[fx.Node] = [index for index in indices if index is not None]
+    if any(accumulate) or len(masks) != 1 or values[masks[0]].dtype != torch.bool or values[value].numel() != 1:
+        return None
+    mask, leading = masks[0], list(indices).index(masks[0])
+    for _ in range(values[into].dim() - leading - values[mask].dim()):
+        mask = rewriter.call(aten.unsqueeze.default, mask, -1)
+    number = _number(model, value)
+    if number is not None:
+        return rewriter.call(aten.masked_fill.Scalar, into, mask, number)
+    return rewriter.call(aten.masked_fill.Tensor, into, mask, value)
+
+
+def _number(model: TransformedModel, node: fx.Node) -> float | int | None:
+    """The number that a tensor of one element holds, if it is written in the source."""
+    while node.target in _SAME:
+        node = node.all_input_nodes[0]
+    if node.target is aten.full.default:
+        number = node.args[1]
+        return number if isinstance(number, int | float) else None
+    if node.op != "get_attr" or not str(node.target).startswith("lifted_tensor"):
+        return None
+    value = operator.attrgetter(str(node.target))(model)
+    known = isinstance(value, Tensor) and value.device.type != "meta"
+    number = value.item() if known else None
+    return number if isinstance(number, int | float) else None
+
 
 _STEPS: tuple[Callable[[TransformedModel], object], ...] = (
     open_writes,

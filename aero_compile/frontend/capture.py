@@ -20,8 +20,7 @@ from aero_compile.frontend.library_models import refuse_own_positions, settle_li
 from aero_compile.frontend.modes import require_one_form
 from aero_compile.frontend.outputs import choose_outputs, describe, mark, match_outputs, with_loss, without
 from aero_compile.frontend.reasons import foreign_part
-from aero_compile.ir.call_convention import CallConvention, Template
-from aero_compile.ir.extra_inputs import describe_extra
+from aero_compile.ir.call_convention import CallConvention, Template, describe_extra
 from aero_compile.model import TransformedModel
 
 _SAMPLE_LENGTHS = (11, 10, 7, 4, 3, 2)

@@ -16,10 +16,10 @@ import torch
 from torch import fx, nn
 
 from aero_compile.errors import UnsupportedModelError
-from aero_compile.ir.places import place, source_path
+from aero_compile.ir.graph_model import place, source_path
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.shapes import node_values, sample_shape
-from aero_compile.ir.shared_dropout import SharedDropout
+from aero_compile.ir.submodules import SharedDropout
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten

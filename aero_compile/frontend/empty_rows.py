@@ -25,7 +25,7 @@ from aero_compile.ir.graph_model import remove_dead_nodes
 from aero_compile.ir.ops import NORMS, PRODUCTS, VIEWS, facts, of_form
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.shapes import node_values
-from aero_compile.ir.weight_values import node_value
+from aero_compile.ir.weights import node_value
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten

@@ -1,18 +1,42 @@
-"""The sample call: arguments that stand for every call of a model, given by the user or made up from its signature."""
+"""The sample call: arguments that stand for every call of a model, given by the user or made up from its signature.
+
+Questions that libraries ask about values only to choose between kernels: answered without a look at the values.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import transformer
 
 from aero_compile.errors import InputError, UnsupportedModelError
-from aero_compile.frontend.hints import without_hints
 from aero_compile.frontend.reasons import foreign_part, reason, watched
+
+
+@contextmanager
+def without_hints() -> Iterator[None]:
+    """Let `nn.TransformerEncoder` and `nn.TransformerDecoder` apply a mask as it is given.
+
+    Unless `is_causal` says so, they compare the mask with a causal one, which tracing cannot do, to let attention
+    use a kernel that knows such a mask by itself; the result is the same.
+    """
+    original = transformer._detect_is_causal_mask
+
+    def as_given(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return is_causal is True
+
+    transformer._detect_is_causal_mask = as_given
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = original
+
 
 _BATCH = 3
 """Sequences of the sample: a size of 1 would be baked in, and an odd one is rarely equal to a model width."""

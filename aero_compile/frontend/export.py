@@ -11,12 +11,11 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from aero_compile.errors import UnsupportedModelError
-from aero_compile.frontend.example_call import Sample
-from aero_compile.frontend.hints import without_hints
+from aero_compile.frontend.example_call import Sample, without_hints
 from aero_compile.frontend.isolation import Memory, isolated
 from aero_compile.frontend.reasons import Watched, foreign_part, reason, watched
+from aero_compile.ir.call_convention import BATCH, LENGTH
 from aero_compile.ir.dataflow import ancestors
-from aero_compile.ir.extra_inputs import BATCH, LENGTH
 from aero_compile.ir.graph_model import remove_dead_nodes
 from aero_compile.ir.ops import SPLITS, VIEWS, of_form
 

@@ -10,9 +10,9 @@ from torch import Tensor, fx
 from aero_compile.analysis.structure import structure_of
 from aero_compile.errors import UnsupportedModelError
 from aero_compile.ir.dataflow import live_inputs
+from aero_compile.ir.graph_model import place
 from aero_compile.ir.ops import NORMS, PRODUCTS
-from aero_compile.ir.places import place
-from aero_compile.ir.weight_values import call_in_eval
+from aero_compile.ir.weights import call_in_eval
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten

@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from aero_compile.errors import UnsupportedModelError
-from aero_compile.ir.call_convention import Template
-from aero_compile.ir.named_tuples import remember_tuple
+from aero_compile.ir.call_convention import Template, remember_tuple
 
 
 def choose_outputs(

@@ -24,10 +24,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from aero_compile.frontend.norm_matching import drop_expansions, insert_norm, match_norm
-from aero_compile.frontend.pointwise import Classified, agree, classify, uniform_value
+from aero_compile.frontend.matching import (
+    Classified,
+    agree,
+    classify,
+    drop_expansions,
+    insert_norm,
+    match_norm,
+    uniform_value,
+)
 from aero_compile.frontend.replacement import Build, Region, Replacement, edge_numbers, edge_rows, hidden_rows
-from aero_compile.ir.attention_weights import SINK, attention_weights, softmax_with_sink
+from aero_compile.ir.custom_ops import SINK, attention_weights, softmax_with_sink
 from aero_compile.ir.dataflow import hidden_nodes, live_values
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.shapes import is_floating, node_values, sample_shape

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from aero_compile.frontend.pointwise import uniform_value
+from aero_compile.frontend.matching import uniform_value
+from aero_compile.ir.custom_ops import MASKED, MASKED_HALF
 from aero_compile.ir.dataflow import live_values
-from aero_compile.ir.mask_values import MASKED, MASKED_HALF
 from aero_compile.ir.ops import VIEWS, of_form
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel

@@ -14,8 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from aero_compile.frontend.pointwise import agree
-from aero_compile.ir.mask_values import MASKED
+from aero_compile.frontend.matching import agree
+from aero_compile.ir.custom_ops import MASKED
 from aero_compile.ir.rewriter import Rewriter
 
 aten = torch.ops.aten

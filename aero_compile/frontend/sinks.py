@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from aero_compile.frontend.pointwise import uniform_value
-from aero_compile.ir.attention_weights import SINK, attention_weights
+from aero_compile.frontend.matching import uniform_value
+from aero_compile.ir.custom_ops import SINK, attention_weights
 from aero_compile.ir.dataflow import live_values
 from aero_compile.ir.ops import VIEWS, of_form
 from aero_compile.ir.rewriter import Rewriter

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from aero_compile.frontend.products import open_sum
+from aero_compile.frontend.linear_layers import open_sum
 from aero_compile.ir.constants import cast_constants, from_parameters
+from aero_compile.ir.custom_ops import MASKED, MASKED_HALF, bound_fill_values
 from aero_compile.ir.dataflow import tainted_nodes
-from aero_compile.ir.mask_values import MASKED, MASKED_HALF, bound_fill_values
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.shapes import is_floating, node_values, sample_shape
 from aero_compile.model import TransformedModel

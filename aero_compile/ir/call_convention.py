@@ -1,9 +1,16 @@
-"""How a source model is called and what it returns: kept as data, so that it can be saved with the graph."""
+"""How a source model is called and what it returns: kept as data, so that it can be saved with the graph.
+
+Tensors that a model takes beside its tokens, such as positions `[B, T]` or a mask `[T, T]`, described as data.
+
+Named tuples that source models return: the class itself where it is known, else one like it.
+"""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import importlib
+import keyword
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +20,105 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from aero_compile.errors import InputError
-from aero_compile.ir.extra_inputs import Extra, check_extras, require_extra
-from aero_compile.ir.named_tuples import tuple_class
+
+BATCH, LENGTH = "batch", "length"
+
+Extra = dict[str, Any]
+"""JSON form: `shape`, each size a number, `batch` or `length`; `dtype`, by its name (`int64`)."""
+
+
+def describe_extra(value: Tensor, sizes: Sequence[int | str]) -> Extra:
+    """The description of an argument, from a value and its sizes."""
+    return {"shape": list(sizes), "dtype": str(value.dtype).removeprefix("torch.")}
+
+
+def check_extra(name: str, extra: Any) -> None:
+    """Raise InputError for a description, which may come from a file, that is not what it must be."""
+    shape = extra.get("shape") if isinstance(extra, dict) else None
+    sizes = isinstance(shape, list) and all(s in (BATCH, LENGTH) or (type(s) is int and 0 < s < 2**31) for s in shape)
+    kind = getattr(torch, str(extra.get("dtype")), None) if isinstance(extra, dict) else None
+    if not sizes or not isinstance(kind, torch.dtype):
+        raise InputError(f"the argument {name!r} is described as {extra!r}")
+
+
+def dtype_of(extra: Extra) -> torch.dtype:
+    """The dtype that the argument was captured with."""
+    kind: torch.dtype = getattr(torch, extra["dtype"])
+    return kind
+
+
+def shape_of(extra: Extra, batch: int, length: int) -> list[int]:
+    """The sizes of the argument for tokens `[batch, length]`."""
+    return [{BATCH: batch, LENGTH: length}.get(size, size) for size in extra["shape"]]
+
+
+def require_extra(name: str, extra: Extra, value: Any, tokens: Tensor, family: str) -> Tensor:
+    """The value given for an argument, checked.
+
+    Raises:
+        InputError: it is missing, no tensor, or of another shape or kind of number than the model was captured with.
+    """
+    batch, length = (int(n) for n in tokens.shape)
+    wanted, described = shape_of(extra, batch, length), f"{extra['dtype']} [{', '.join(map(str, extra['shape']))}]"
+    if value is None:
+        raise InputError(f"argument {name!r} ({described}) is missing: {family} takes it beside the tokens")
+    if not isinstance(value, Tensor):
+        raise InputError(f"{name} must be a tensor ({described}), got {type(value).__name__}")
+    if list(value.shape) != wanted:
+        raise InputError(f"{name} has shape {list(value.shape)}, for these tokens it must be {wanted} ({described})")
+    kinds = [(t.is_floating_point, t.is_complex, t == torch.bool) for t in (value.dtype, dtype_of(extra))]
+    if kinds[0] != kinds[1]:
+        raise InputError(f"{name} is {value.dtype}, but the model was captured with {extra['dtype']}")
+    return value
+
+
+def part_of_example(extra: Extra, example: Tensor | None, batch: int, length: int) -> Tensor:
+    """The argument for tokens `[batch, length]`, cut from the value it was captured with.
+
+    Raises:
+        LookupError: there is no such value, or it is for fewer tokens.
+    """
+    shape = shape_of(extra, batch, length)
+    if example is None or example.is_meta or any(n > size for n, size in zip(shape, example.shape, strict=True)):
+        raise LookupError("no example of the argument")
+    return example[tuple(slice(n) for n in shape)].cpu()
+
+
+def check_extras(extras: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Check descriptions and names of arguments that may come from a file."""
+    for name, extra in extras.items():
+        if name not in names:
+            raise InputError(f"the argument {name!r} is none of {', '.join(names)}")
+        check_extra(name, extra)
+
+
+_CLASSES: dict[tuple[str, tuple[str, ...]], Any] = {}
+
+
+def remember_tuple(cls: Any) -> str:
+    """Note the class of a named tuple that was met while a model was captured; returns its name."""
+    _CLASSES[cls.__name__, tuple(cls._fields)] = cls
+    return str(cls.__name__)
+
+
+def tuple_class(name: str, fields: Sequence[str]) -> Any:
+    """The class that was captured in this process, or one that is called like it, with the same fields.
+
+    Nothing is imported for it: a model that was loaded does not need the source's library.
+
+    Raises:
+        InputError: a name that no class or field can have, or the same field twice.
+    """
+    key = (name, tuple(fields))
+    if key not in _CLASSES:
+        for each in (name, *fields):
+            if not isinstance(each, str) or not each.isidentifier() or keyword.iskeyword(each) or each.startswith("_"):
+                raise InputError(f"a named tuple {name!r} cannot have the name {each!r}")
+        if len(set(fields)) < len(fields):
+            raise InputError(f"the named tuple {name} has a field twice")
+        _CLASSES[key] = collections.namedtuple(name, fields)
+    return _CLASSES[key]
+
 
 Template = dict[str, Any]
 """JSON form of a return value: tensor, flat, last, loss, none in tuple, namedtuple, list, dict, model_output."""
@@ -65,7 +169,7 @@ class CallConvention:
         tokens, attention_mask, labels: the argument that plays each part, or None.
         output, output_with_labels: what is returned without and with labels.
         loss_index: graph output that holds the loss, where the source computes its own.
-        extras: tensors that the graph takes besides, by name (`aero_compile.ir.extra_inputs`).
+        extras: tensors that the graph takes besides, by name (`aero_compile.ir.call_convention`).
     """
 
     family: str

@@ -15,8 +15,8 @@ from torch import fx
 from torch.utils.checkpoint import checkpoint
 
 from aero_compile.errors import InputError
-from aero_compile.ir.compile_graph import compile_graph
 from aero_compile.ir.dataflow import fixed_nodes
+from aero_compile.ir.graph_model import compile_graph
 
 
 @dataclass(frozen=True)

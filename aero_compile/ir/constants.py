@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from aero_compile.ir.custom_ops import bound_fill_values
 from aero_compile.ir.dataflow import dependents, live_values, tainted_nodes
 from aero_compile.ir.graph_model import GraphModel
-from aero_compile.ir.mask_values import bound_fill_values
 from aero_compile.ir.rewriter import Rewriter
 
 aten = torch.ops.aten

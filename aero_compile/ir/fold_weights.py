@@ -21,13 +21,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from aero_compile.ir.dataflow import ancestors, draws, fixed_nodes, tainted_nodes
-from aero_compile.ir.graph_model import GraphModel, remove_dead_nodes
+from aero_compile.ir.graph_model import MOVES, GraphModel, remove_dead_nodes, stored, weights_read
 from aero_compile.ir.ops import SHAPE_ONLY, of_form
 from aero_compile.ir.ownership import weight_nodes
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.shapes import node_values, sample_shape
-from aero_compile.ir.weight_readers import MOVES, stored, weights_read
-from aero_compile.ir.weight_values import node_value, weight_value
+from aero_compile.ir.weights import node_value, weight_value
 
 aten = torch.ops.aten
 

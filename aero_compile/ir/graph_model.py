@@ -1,8 +1,20 @@
-"""GraphModel: a canonical graph with the tensors and submodules it reads; passes edit it, analyses look at it."""
+"""GraphModel: a canonical graph with the tensors and submodules it reads; passes edit it, analyses look at it.
+
+A graph as a Python function.
+
+Where a node comes from in the source model.
+
+Who reads a weight. Every pass that replaces a weight, or writes to it, checks here first.
+
+A weight may be read under several names (tied), by several layers, and through views: one transpose serves all of them.
+What counts as a reader is the first operation that does more than move elements.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import linecache
+import operator
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -10,9 +22,60 @@ import torch
 from torch import Tensor, fx, nn
 
 from aero_compile.errors import InputError, UnsupportedGraphError
-from aero_compile.ir.call_convention import CallConvention
-from aero_compile.ir.extra_inputs import LENGTH, part_of_example
-from aero_compile.ir.weight_readers import check_unread
+from aero_compile.ir.call_convention import LENGTH, CallConvention, part_of_example
+from aero_compile.ir.ops import VIEWS, of_form
+
+MOVES = VIEWS | of_form("select", "index", "index_select", "repeat", "detach")
+"""Ops that put elements of their first argument elsewhere."""
+
+
+def stored(model: nn.Module, node: fx.Node) -> Tensor:
+    """The parameter or buffer that a `get_attr` node reads."""
+    found = operator.attrgetter(str(node.target))(model)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def readers_of(node: fx.Node) -> set[fx.Node]:
+    """What reads `node`, directly or through any number of views, the views themselves left out."""
+    found: set[fx.Node] = set()
+    for user in node.users:
+        moved = user.target in MOVES and user.args[0] is node
+        found |= readers_of(user) if moved else {user}
+    return found
+
+
+def weight_readers(model: nn.Module, graph: fx.Graph) -> dict[int, set[fx.Node]]:
+    """What reads each parameter and buffer, under any name and through any views, by the tensor's `id`."""
+    found: dict[int, set[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            found.setdefault(id(stored(model, node)), set()).update(readers_of(node))
+    return found
+
+
+def weights_read(model: nn.Module, graph: fx.Graph, without: Collection[fx.Node]) -> set[int]:
+    """The parameters and buffers, by `id`, that the outputs still depend on once nobody computes `without`."""
+    left, seen = set(without), set[fx.Node]()
+    stack = [node for node in graph.nodes if node.op == "output"]
+    while stack:
+        node = stack.pop()
+        if node not in seen and node not in left:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    return {id(stored(model, node)) for node in seen if node.op == "get_attr"}
+
+
+def check_unread(model: nn.Module, graph: fx.Graph, name: str, known: Collection[fx.Node]) -> None:
+    """Refuse to give the weight `name` another value while anything but the `get_attr` nodes `known` reads it.
+
+    Raises:
+        UnsupportedGraphError: something else does; it would get the new value unnoticed.
+    """
+    for node in graph.nodes:
+        if node.op == "get_attr" and node.target == name and node.users and node not in known:
+            others = ", ".join(sorted(reader.name for reader in readers_of(node)))
+            raise UnsupportedGraphError(f"the weight {name} cannot be replaced: {others} reads it as well")
 
 
 class GraphModel(nn.Module):
@@ -194,3 +257,33 @@ class GraphModel(nn.Module):
 def remove_dead_nodes(graph: fx.Graph) -> None:
     """Erase nodes whose value nobody uses; inputs and output stay."""
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+
+
+def compile_graph(graph: fx.Graph) -> Callable[..., tuple[Any, ...]]:
+    """Turn the graph into a Python function of (module, *inputs), as GraphModule does, visible in tracebacks."""
+    source = graph.python_code(root_module="self")
+    filename = f"<aero_compile graph {id(graph)}>"
+    namespace: dict[str, Any] = dict(source.globals)
+    exec(compile(source.src, filename, "exec"), namespace)
+    linecache.cache[filename] = (len(source.src), None, source.src.splitlines(keepends=True), filename)
+    function: Callable[..., tuple[Any, ...]] = namespace["forward"]
+    return function
+
+
+def source_path(node: fx.Node) -> str:
+    """Name of the source module that `node` was captured from (`transformer.h.0.mlp`), or an empty string."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return str(list(stack.values())[-1][0]) if stack else str(node.meta.get("path", ""))
+
+
+def place(node: fx.Node) -> str:
+    """Where `node` is, for error messages."""
+    path = source_path(node)
+    return f"{node.name} in {path}" if path else node.name
+
+
+def copy_place(source: fx.Node, target: fx.Node) -> None:
+    """Let `target` be reported at the place of `source`."""
+    for key in ("nn_module_stack", "path"):
+        if key in source.meta:
+            target.meta[key] = source.meta[key]

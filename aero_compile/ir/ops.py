@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from aero_compile.ir.attention_weights import attention_weights
-from aero_compile.ir.deviation_norm import deviation_norm
+from aero_compile.ir.custom_ops import attention_weights, deviation_norm
 
 aten = torch.ops.aten
 

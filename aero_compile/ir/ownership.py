@@ -2,23 +2,177 @@
 
 Of what a model holds (parameters, buffers of any type, constants, tensor attributes, what its modules hold) everything
 is the server's but what is shown to be structure by what it holds (`aero_compile.ir.structural`), and but the weights
-that it gives to clients (`aero_compile.ir.published`). So what is public is computed from shapes, literals and
+that it gives to clients (`aero_compile.ir.ownership`). So what is public is computed from shapes, literals and
 structure alone, and from inputs that both parties know.
+
+Weights that their owner gives to clients, asked for by name.
+
+A weight is given as long as it is the very tensor of the model that was named: what a rewriting computes from it and
+from others is a new tensor, and the server's.
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
+from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
+from aero_compile.errors import InputError, nearest
 from aero_compile.ir.dataflow import dependents, fixed_nodes, tainted_nodes
-from aero_compile.ir.ops import VIEWS, of_form
-from aero_compile.ir.published import is_published
+from aero_compile.ir.ops import SCALES, SUMS, VIEWS, of_form
 from aero_compile.ir.structural import structural_attributes
 
+EMBEDDING, POSITION, HEAD = ROLES = "embedding", "position", "head"
+"""Names of weights by what they do: the token table, tables of position vectors, what makes the logits."""
+
+_ATTRIBUTE = "published"
 _LOOKUPS = of_form("embedding", "index")
+_SLICES = of_form("slice")
+_SEEN_THROUGH = VIEWS | of_form("detach", "cast", "select")
+_GOING_ON = _SEEN_THROUGH | SUMS | SCALES
+
+
+def published(module: nn.Module) -> Mapping[str, Tensor]:
+    """The tensors of a model that clients are given, by name."""
+    found: Mapping[str, Tensor] = getattr(module, _ATTRIBUTE, {})
+    return found
+
+
+def is_published(module: nn.Module, node: fx.Node) -> bool:
+    """Whether `node` reads a tensor that clients are given, as it was in the model that was named."""
+    given = published(module)
+    if not given or node.op != "get_attr":
+        return False
+    tensor = operator.attrgetter(str(node.target))(module)
+    return any(each is tensor for each in given.values())
+
+
+def publish(model: nn.Module, graph: fx.Graph, names: Collection[str]) -> nn.Module:
+    """The same model, not a copy of its weights, with those of `names` given to clients.
+
+    Args:
+        model: which stays as it is.
+        graph: that computes its logits from an input called `input_ids`.
+        names: "embedding" (the table that the tokens look up, whatever it is called), "position" (tables of vectors for
+            positions, which are added to those of the tokens), "head" (what makes the logits), names of weights, or
+            patterns of them (`transformer.ln_f.*`).
+
+    Raises:
+        InputError: a name that nothing has, or a token table that is the LM head too, where only one of both is named.
+    """
+    if not names:
+        return model
+    tensors = dict(_held(model, graph))
+    roles = _roles(graph)
+    chosen = {name for asked in names for name in _matches(asked, tensors, roles)}
+    found = {name: tensor for name, tensor in tensors.items() if any(tensor is tensors[each] for each in chosen)}
+    _refuse_unasked(found, {role: [tensors[name] for name in roles[role]] for role in ROLES}, names)
+    twin = object.__new__(type(model))
+    twin.__dict__.update(model.__dict__)
+    twin.__dict__[_ATTRIBUTE] = found
+    return twin
+
+
+def keep_published(source: nn.Module, twin: nn.Module) -> None:
+    """Let a model that holds the tensors of `source` give the same ones to clients."""
+    if published(source):
+        twin.__dict__[_ATTRIBUTE] = published(source)
+
+
+def _held(model: nn.Module, graph: fx.Graph) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that the graph reads and that are no structure, by each name that they have."""
+    structural = structural_attributes(model, graph)
+    read = [str(node.target) for node in graph.nodes if node.op == "get_attr" and node.target not in structural]
+    tensors = {name: operator.attrgetter(name)(model) for name in dict.fromkeys(read)}
+    kept = {id(tensor) for tensor in tensors.values()}
+    for name, tensor in [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]:
+        if id(tensor) in kept:
+            tensors.setdefault(name, tensor)
+    return ((name, tensor) for name, tensor in tensors.items() if isinstance(tensor, Tensor))
+
+
+def _roles(graph: fx.Graph) -> dict[str, list[str]]:
+    """Names of the weights in each role, by how the graph reads them."""
+    live = tainted_nodes(graph, "input_ids")
+    found: dict[str, dict[str, None]] = {role: {} for role in ROLES}
+    vectors: set[fx.Node] = set()  # of tokens, before anything but sums and factors
+    tables: dict[fx.Node, list[str]] = {}  # weights that rows are taken of for positions, by what follows from them
+    for node in graph.nodes:
+        read = [each for each in node.all_input_nodes if each in live]
+        if node.target in _LOOKUPS and node.args[0] not in live:
+            names = _weights(node.args[0])
+            if node in live:
+                found[EMBEDDING].update(dict.fromkeys(names))
+                vectors.add(node)
+            else:
+                tables[node] = names
+        elif node.target in _SLICES and node not in live and node.all_input_nodes[1:]:
+            tables[node] = _weights(node.args[0])  # the rows for so many tokens
+        elif node.op == "call_module" or node.target in _GOING_ON:
+            given = [name for each in node.all_input_nodes for name in tables.get(each, ())]
+            if read and vectors.issuperset(read):
+                vectors.add(node)
+                found[POSITION].update(dict.fromkeys(given if node.target in SUMS else ()))
+            elif not read:
+                tables[node] = given
+    for node in _makers(graph):
+        found[HEAD].update(dict.fromkeys(name for each in node.args[1:] for name in _weights(each)))
+    return {role: list(names) for role, names in found.items()}
+
+
+def _weights(value: Any) -> list[str]:
+    """The name of the weight that a value is a view of."""
+    while isinstance(value, fx.Node) and value.target in _SEEN_THROUGH:
+        value = value.args[0]
+    return [str(value.target)] if isinstance(value, fx.Node) and value.op == "get_attr" else []
+
+
+def _makers(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The product with weights that makes the logits, behind views, scales and bounds of them."""
+    (output,) = graph.find_nodes(op="output")
+    live = tainted_nodes(graph, "input_ids")
+    waiting = [each for each in output.all_input_nodes if each in live][:1]
+    while waiting:
+        node = waiting.pop()
+        if node.target in of_form("linear", "matmul"):
+            yield node
+        elif len(above := [each for each in node.all_input_nodes if each in live]) == 1:
+            waiting += above
+
+
+def _matches(asked: Any, tensors: Mapping[str, Tensor], roles: Mapping[str, list[str]]) -> list[str]:
+    if not isinstance(asked, str):
+        raise InputError(f"public takes names of weights, not {asked!r}")
+    if asked in roles:
+        if not roles[asked]:
+            raise InputError(f"public={asked!r}: this model has no such table; name its weights instead")
+        return roles[asked]
+    found = [name for name in tensors if fnmatchcase(name, asked)]
+    if not found:
+        raise InputError(f"public names no weight of the model: {asked!r}{nearest(asked, [*ROLES, *tensors])}")
+    return found
+
+
+def _refuse_unasked(found: Mapping[str, Tensor], roles: Mapping[str, list[Tensor]], names: Collection[str]) -> None:
+    """Refuse to give a tensor that is both the token table and the LM head to who names one of them alone."""
+    for name, tensor in found.items():
+        both = all(any(tensor is each for each in roles[role]) for role in (EMBEDDING, HEAD))
+        missing = [role for role in (EMBEDDING, HEAD) if role not in names]
+        if both and missing:
+            raise InputError(
+                f"{name} is the token table and the LM head of this model in one: whoever has the table has the LM "
+                f"head. To give both to clients, name both: public={(EMBEDDING, HEAD)!r}, with what else is given; "
+                "or untie the two"
+            )
+
 
 CLIENT_OPS = (
     (VIEWS | _LOOKUPS | of_form("detach", "cast", "select", "cat", "stack", "sum", "negation", "scale", "linear"))

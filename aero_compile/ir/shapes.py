@@ -15,10 +15,9 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from aero_compile.errors import UnsupportedGraphError
-from aero_compile.ir.extra_inputs import dtype_of, shape_of
-from aero_compile.ir.graph_model import GraphModel
-from aero_compile.ir.places import place
-from aero_compile.ir.weight_values import call_in_eval
+from aero_compile.ir.call_convention import dtype_of, shape_of
+from aero_compile.ir.graph_model import GraphModel, place
+from aero_compile.ir.weights import call_in_eval
 
 
 class _Known:

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from aero_compile.ir.dataflow import draws, placeholder, tainted_nodes
-from aero_compile.ir.graph_model import GraphModel
+from aero_compile.ir.graph_model import GraphModel, stored
 from aero_compile.ir.ops import ELEMENTWISE, of_form
 from aero_compile.ir.shapes import node_values, sample_shape
-from aero_compile.ir.weight_readers import stored
-from aero_compile.ir.weight_values import node_value
+from aero_compile.ir.weights import node_value
 
 aten = torch.ops.aten
 

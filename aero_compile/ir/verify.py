@@ -1,4 +1,10 @@
-"""Whether a graph holds canonical ops only, where it computes logits from hidden values."""
+"""Whether a graph holds canonical ops only, where it computes logits from hidden values.
+
+The ATen ops that a saved graph may hold: functions of tensors that look at nothing but their arguments.
+
+What is not listed is refused when a model is saved, and when a file is read: ops that take raw strides (they read
+memory beside the tensor), that read files, that change their arguments, and those that no decoder needs.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +12,58 @@ import torch
 from torch import fx
 
 from aero_compile.errors import UnsupportedGraphError
-from aero_compile.ir.allowed_ops import is_allowed
 from aero_compile.ir.dataflow import live_values, tainted_nodes
-from aero_compile.ir.graph_model import GraphModel
+from aero_compile.ir.graph_model import GraphModel, place
 from aero_compile.ir.ops import OPS
-from aero_compile.ir.places import place
+
+_ELEMENTWISE = """
+abs acos acosh add addcdiv addcmul angle asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or
+bitwise_xor bitwise_left_shift bitwise_right_shift ceil celu clamp clamp_max clamp_min copysign cos cosh
+deg2rad div elu eq erf erfc erfinv exp exp2 expm1 floor floor_divide fmax fmin fmod frac ge gelu glu gt
+hardshrink hardsigmoid hardswish hardtanh heaviside hypot isfinite isinf isnan isneginf isposinf le leaky_relu
+lerp lgamma log log10 log1p log2 log_sigmoid logaddexp logaddexp2 logical_and logical_not logical_or
+logical_xor logit lt masked_fill maximum minimum mish mul multiply nan_to_num ne neg negative pow prelu
+rad2deg reciprocal relu relu6 remainder round rrelu rsqrt rsub selu sgn sigmoid sign signbit silu sin sinc
+sinh softplus softshrink sqrt square sub subtract tan tanh threshold true_divide trunc where xlogy special_erf
+special_erfc special_expit special_log1p special_xlog1py special_xlogy __and__ __or__ __xor__ __lshift__
+__rshift__ complex polar real imag conj_physical _conj resolve_conj resolve_neg
+"""
+_REDUCING = """
+all any amax amin aminmax argmax argmin count_nonzero cummax cummin cumprod cumsum logcumsumexp logsumexp max
+mean median min nanmean nansum norm linalg_norm linalg_vector_norm prod std std_mean sum var var_mean softmax
+log_softmax _softmax _log_softmax _safe_softmax layer_norm native_layer_norm rms_norm _fused_rms_norm
+group_norm native_group_norm cross_entropy_loss nll_loss nll_loss_forward nll_loss_nd kl_div mse_loss sort
+topk argsort msort bucketize searchsorted cosine_similarity pairwise_distance cdist
+"""
+_PRODUCTS = """
+linear matmul mm bmm mv dot inner outer addmm addmv addbmm baddbmm einsum bilinear embedding
+scaled_dot_product_attention conv1d conv2d convolution avg_pool1d max_pool1d
+"""
+_MOVES = """
+alias broadcast_to cat concat chunk clone column_stack contiguous copy detach diag_embed diagonal diff dstack
+expand expand_as flatten flip fliplr flipud gather hstack index index_add index_copy index_fill index_put
+index_select lift_fresh lift_fresh_copy masked_scatter mH mT movedim moveaxis narrow narrow_copy numpy_T
+permute reflection_pad1d repeat repeat_interleave replication_pad1d reshape reshape_as roll rot90 scatter
+scatter_add select select_copy select_scatter slice slice_copy slice_scatter split split_copy split_with_sizes
+squeeze squeeze_copy stack swapaxes swapdims t t_copy take_along_dim tensor_split tile to transpose
+transpose_copy tril triu type_as unbind unbind_copy unflatten unfold unsqueeze unsqueeze_copy _unsafe_view
+view view_as view_as_complex view_as_real view_copy vstack constant_pad_nd pad _to_copy pixel_shuffle
+"""
+_MAKING = """
+arange empty empty_like eye full full_like linspace logspace new_empty new_full new_ones new_zeros one_hot
+ones ones_like rand rand_like randn randn_like bernoulli scalar_tensor tril_indices triu_indices zeros
+zeros_like sym_size sym_numel sym_stride sym_storage_offset item _local_scalar_dense
+"""
+
+ALLOWED_OPS = frozenset(" ".join((_ELEMENTWISE, _REDUCING, _PRODUCTS, _MOVES, _MAKING)).split())
+
+
+def is_allowed(function: torch._ops.OpOverload) -> bool:
+    """Whether an op is one of `ALLOWED_OPS`, in a form that changes none of its arguments."""
+    schema = function._schema
+    listed = function.namespace == "aten" and function.overloadpacket.__name__ in ALLOWED_OPS
+    return listed and not schema.is_mutable and len(schema.returns) > 0
+
 
 _REPLACED = """
 view view_copy _unsafe_view clone contiguous lift_fresh_copy mm bmm addmm baddbmm einsum softmax

@@ -34,9 +34,8 @@ from aero_compile.artifact import load
 from aero_compile.census import census
 from aero_compile.errors import ExportError, InputError, first_line
 from aero_compile.inference_model import drop_dropout
-from aero_compile.ir.compile_graph import compile_graph
 from aero_compile.ir.fold_weights import fold_in_place
-from aero_compile.ir.places import source_path
+from aero_compile.ir.graph_model import compile_graph, source_path
 from aero_compile.ir.usable_weights import check_weights
 from aero_compile.model import TransformedModel
 from aero_compile.onnx.comparison import compare

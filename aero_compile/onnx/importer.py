@@ -21,9 +21,12 @@ import torch
 from torch import fx
 
 from aero_compile.errors import AeroError, InputError, UnsupportedModelError, first_line
-from aero_compile.onnx.builder import Array, Builder, Op, Value
-from aero_compile.onnx.file_nodes import (
+from aero_compile.onnx.builder import (
     STANDARD,
+    Array,
+    Builder,
+    Op,
+    Value,
     bodies,
     described,
     inputs_of,

@@ -23,8 +23,7 @@ from __future__ import annotations
 
 import re
 
-from aero_compile.analysis.selections import parse_heads
-from aero_compile.analysis.selections import parse_layers
+from aero_compile.analysis.selections import parse_heads, parse_layers
 from aero_compile.errors import RecipeError
 
 _NORMS = {

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from aero_compile.errors import InputError
-from aero_compile.ir.compile_graph import compile_graph
-from aero_compile.ir.graph_model import remove_dead_nodes
+from aero_compile.ir.graph_model import compile_graph, remove_dead_nodes
 from aero_compile.model import TransformedModel
 from aero_compile.search.sites import Choice, Decisions, GateInput, Site
 

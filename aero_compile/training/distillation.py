@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from aero_compile.analysis.parts import Heads
 from aero_compile.errors import InputError
-from aero_compile.ir.attention_weights import kind_of_weights, rows_sum_to_one
+from aero_compile.ir.custom_ops import kind_of_weights, rows_sum_to_one
 from aero_compile.ir.ops import VIEWS
 from aero_compile.ir.shapes import sample_shape
 from aero_compile.model import TransformedModel

@@ -25,7 +25,7 @@ from torch import Tensor, fx
 from aero_compile.analysis.parts import FeedForward
 from aero_compile.analysis.projections import find_projections
 from aero_compile.errors import InputError
-from aero_compile.ir.weight_values import weight_value
+from aero_compile.ir.weights import weight_value
 from aero_compile.model import TransformedModel
 from aero_compile.passes._weights import stored
 

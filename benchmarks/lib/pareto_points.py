@@ -13,7 +13,7 @@ from typing import Any
 from aero_compile.analysis.selections import chosen_heads
 from aero_compile.artifact import load
 from aero_compile.errors import InputError
-from aero_compile.ir.attention_weights import kind_of_weights
+from aero_compile.ir.custom_ops import kind_of_weights
 from aero_compile.model import TransformedModel
 from aero_compile.runtime.costs.model import estimate
 from aero_compile.search import search

@@ -13,7 +13,7 @@ from torch import fx
 
 from aero_compile.ir.dataflow import fixed_nodes, tainted_nodes
 from aero_compile.ir.ops import SCALES, SHAPE_ONLY, of_form
-from aero_compile.ir.weight_values import weight_value
+from aero_compile.ir.weights import weight_value
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten

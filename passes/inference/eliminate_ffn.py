@@ -24,8 +24,7 @@ from torch import Tensor, fx
 
 from aero_compile.analysis.layer_text import layers_text
 from aero_compile.analysis.parts import FeedForward
-from aero_compile.analysis.residual_stream import Basis, ResidualStream, State
-from aero_compile.analysis.residual_stream import cost, new_cost
+from aero_compile.analysis.residual_stream import Basis, ResidualStream, State, cost, new_cost
 from aero_compile.errors import InputError
 from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.model import TransformedModel

@@ -17,9 +17,8 @@ from torch import nn
 from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.dataflow import placeholder
 from aero_compile.ir.fold_weights import fold_in_place
-from aero_compile.ir.graph_model import remove_dead_nodes
+from aero_compile.ir.graph_model import remove_dead_nodes, stored
 from aero_compile.ir.token_functions import functions_of_ids, table_of
-from aero_compile.ir.weight_readers import stored
 from aero_compile.model import TransformedModel
 
 

@@ -17,7 +17,7 @@ from torch import fx
 from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.dataflow import fixed_nodes, tainted_nodes
 from aero_compile.ir.rewriter import Rewriter
-from aero_compile.ir.weight_values import weight_value
+from aero_compile.ir.weights import weight_value
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten

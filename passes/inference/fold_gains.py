@@ -25,14 +25,12 @@ from aero_compile.analysis.channels import Channels, is_product_with_constant, l
 from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.dataflow import ancestors, tainted_nodes
 from aero_compile.ir.fold_weights import fold_in_place
-from aero_compile.ir.graph_model import remove_dead_nodes
+from aero_compile.ir.graph_model import place, remove_dead_nodes
 from aero_compile.ir.ops import of_form
 from aero_compile.ir.ownership import given_nodes, weight_nodes
-from aero_compile.ir.places import place
 from aero_compile.ir.rewriter import Rewriter
-from aero_compile.ir.row_layout import RowLayout
 from aero_compile.ir.shapes import node_values, sample_shape
-from aero_compile.ir.weight_values import weight_value
+from aero_compile.ir.weights import RowLayout, weight_value
 from aero_compile.model import TransformedModel
 from aero_compile.passes.inference._shared_temperatures import share_temperatures
 from aero_compile.passes.inference.fold_first_position import first_position

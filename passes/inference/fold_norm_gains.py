@@ -28,10 +28,10 @@ from aero_compile.analysis.channels import (
 from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.dataflow import tainted_nodes
 from aero_compile.ir.fold_weights import fold_in_place
+from aero_compile.ir.graph_model import place
 from aero_compile.ir.ops import NORMS
-from aero_compile.ir.places import place
 from aero_compile.ir.shapes import node_values, sample_shape
-from aero_compile.ir.weight_values import weight_value
+from aero_compile.ir.weights import weight_value
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten

@@ -22,7 +22,7 @@ from aero_compile.ir.fold_weights import fold_in_place
 from aero_compile.ir.graph_model import remove_dead_nodes
 from aero_compile.ir.ops import SCALES, VIEWS
 from aero_compile.ir.ownership import given_nodes, weight_nodes
-from aero_compile.ir.weight_values import weight_value
+from aero_compile.ir.weights import weight_value
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten

@@ -21,10 +21,10 @@ from torch import fx
 from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.dataflow import tainted_nodes
 from aero_compile.ir.fold_weights import fold_in_place
+from aero_compile.ir.graph_model import place
 from aero_compile.ir.ownership import given_nodes, weight_nodes
-from aero_compile.ir.places import place
 from aero_compile.ir.rewriter import Rewriter
-from aero_compile.ir.weight_values import weight_value
+from aero_compile.ir.weights import weight_value
 from aero_compile.model import TransformedModel
 
 aten = torch.ops.aten

@@ -19,16 +19,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx, nn
 
-from aero_compile.analysis.projections import stream_value
 from aero_compile.analysis.parts import Attention, StaticHeads
-from aero_compile.analysis.projections import find_projections
 from aero_compile.analysis.position_slicing import read_sizes_from_tokens
+from aero_compile.analysis.projections import find_projections, stream_value
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.ops import SPLITS, VIEWS, of_form
 from aero_compile.ir.ownership import server_nodes
 from aero_compile.ir.rewriter import Rewriter
-from aero_compile.ir.weight_values import weight_value
+from aero_compile.ir.weights import weight_value
 from aero_compile.model import TransformedModel
 from aero_compile.passes._head_columns import HeadColumns
 from aero_compile.passes._head_edits import drop_unread

@@ -19,10 +19,9 @@ from typing import ClassVar
 import torch
 
 from aero_compile.analysis.parts import FeedForward
-from aero_compile.analysis.residual_stream import ResidualStream, State
-from aero_compile.analysis.residual_stream import cost, new_cost
+from aero_compile.analysis.residual_stream import ResidualStream, State, cost, new_cost
 from aero_compile.graph_pass import GraphPass, PassResult
-from aero_compile.ir.places import place
+from aero_compile.ir.graph_model import place
 from aero_compile.model import TransformedModel
 from aero_compile.passes.inference._stream_rewriting import StreamRewriting
 

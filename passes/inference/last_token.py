@@ -21,9 +21,12 @@ import torch
 from torch import fx
 
 from aero_compile.analysis.parts import Structure
-from aero_compile.analysis.position_slicing import Axis, Cut, Sample, find_cut
 from aero_compile.analysis.position_slicing import (
+    Axis,
+    Cut,
+    Sample,
     dependent_nodes,
+    find_cut,
     find_size,
     insert_size,
     read_sizes_from_tokens,
@@ -32,7 +35,7 @@ from aero_compile.analysis.position_slicing import (
 from aero_compile.errors import UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.dataflow import placeholder
-from aero_compile.ir.places import place
+from aero_compile.ir.graph_model import place
 from aero_compile.model import TransformedModel
 from aero_compile.passes.inference._query_rows import part_queries
 

@@ -16,7 +16,7 @@ import operator
 import torch
 from torch import fx
 
-from aero_compile.ir.attention_weights import length_normalized
+from aero_compile.ir.custom_ops import length_normalized
 from aero_compile.ir.ops import of_form
 from aero_compile.ir.ownership import Domain
 from aero_compile.runtime.arithmetic.row_products import rows_price

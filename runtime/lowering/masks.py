@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import fx
 
-from aero_compile.ir.mask_values import MASKED_BELOW
+from aero_compile.ir.custom_ops import MASKED_BELOW
 from aero_compile.ir.ops import ELEMENTWISE, OPS, names_of, of_form
 from aero_compile.ir.ownership import Domain
 from aero_compile.runtime.lowering.partition import Partition, op_name

@@ -1,4 +1,4 @@
-"""Attention weights that are no softmax (`aero_compile.ir.attention_weights`), on the entries that a mask allows.
+"""Attention weights that are no softmax (`aero_compile.ir.custom_ops`), on the entries that a mask allows.
 
 As for a softmax (`attention`), the allowed entries of all rows are gathered into one array, and zeros are put back
 around what is computed of them. All that is public goes into one product with a public number in front: with n keys in

@@ -26,13 +26,13 @@ from aero_compile.analysis.position_slicing import Axis
 from aero_compile.decoding.step import DecodeStep
 from aero_compile.decoding.step_graph import POSITION
 from aero_compile.errors import InputError, LoweringError
-from aero_compile.ir.attention_weights import attention_weights
+from aero_compile.ir.custom_ops import attention_weights
 from aero_compile.ir.dataflow import placeholder
-from aero_compile.ir.decompose_norms import join_deviation_norms
+from aero_compile.ir.graph_model import source_path
 from aero_compile.ir.ops import name_of
 from aero_compile.ir.ownership import Domain, domains_of
-from aero_compile.ir.places import source_path
-from aero_compile.ir.weight_values import node_value
+from aero_compile.ir.rewriter import join_deviation_norms
+from aero_compile.ir.weights import node_value
 from aero_compile.runtime.lowering.positions import Positions, begin_sums
 
 SOFTMAX = torch.ops.aten.softmax.int

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from aero_compile.decoding.cached_names import is_running_sum
 from aero_compile.ir.dataflow import values_read
-from aero_compile.ir.weight_values import node_value
+from aero_compile.ir.weights import node_value
 
 
 @dataclass(frozen=True)

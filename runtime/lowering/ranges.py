@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from aero_compile.errors import LoweringError
-from aero_compile.ir.mask_values import MASKED_BELOW
+from aero_compile.ir.custom_ops import MASKED_BELOW
 from aero_compile.ir.ownership import Domain
 from aero_compile.runtime.arithmetic.exponential import SoftmaxExponential
 from aero_compile.runtime.lowering.comparisons import COMPARED, LARGEST_REACH, reach_of

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from torch import fx
 
 from aero_compile.errors import LoweringError
-from aero_compile.ir.mask_values import MASKED_BELOW
+from aero_compile.ir.custom_ops import MASKED_BELOW
 from aero_compile.ir.ownership import Domain
 from aero_compile.runtime.lowering.partition import Partition, op_name, place_of
 from aero_compile.runtime.lowering.ranges import largest

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aero_compile.ir.attention_weights import length_normalized
-from aero_compile.ir.mask_values import HIDDEN_BELOW
+from aero_compile.ir.custom_ops import HIDDEN_BELOW, length_normalized
 from aero_compile.runtime.arithmetic.exponential import choose_power
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.operators.products import NORM_GAIN

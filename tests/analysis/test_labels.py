@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import aero_compile
 from aero_compile.errors import ArtifactError, InputError, UnsupportedModelError
-from aero_compile.ir.named_tuples import tuple_class
+from aero_compile.ir.call_convention import tuple_class
 from tests.support.small_decoder import Small
 from tests.support.tiny_models import randomize
 

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 import aero_compile
 from aero_compile.analysis.structure import require_ffns
 from aero_compile.errors import UnsupportedGraphError, UnsupportedModelError
-from aero_compile.ir.places import source_path
+from aero_compile.ir.graph_model import source_path
 from tests.support import tiny_models
 from tests.support.small_decoder import Small
 from tests.support.tiny_models import HEADS, LAYERS, VOCAB, captured, randomize, tokens, transformed

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from aero_compile.frontend.canonicalize import canonicalize
 from aero_compile.frontend.capture import capture
-from aero_compile.ir.mask_values import MASKED, MASKED_HALF
+from aero_compile.ir.custom_ops import MASKED, MASKED_HALF
 from aero_compile.model import TransformedModel
 from tests.support import tiny_models
 from tests.support.budgets import by_default

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import aero_compile
 from aero_compile.errors import UnsupportedModelError
-from aero_compile.ir.shared_dropout import SharedDropout
+from aero_compile.ir.submodules import SharedDropout
 from tests.support.budgets import by_default
 from tests.support.small_decoder import Small
 from tests.support.tiny_models import randomize, tokens

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import aero_compile
 from aero_compile.errors import UnsupportedModelError
-from aero_compile.ir.deviation_norm import deviation_norm
+from aero_compile.ir.custom_ops import deviation_norm
 from aero_compile.optimize import optimize_for_inference
 from tests.support.budgets import by_default
 from tests.support.small_decoder import Small, same_function

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from aero_compile.frontend.pointwise import Classified, classify
+from aero_compile.frontend.matching import Classified, classify
 from tests.support.wrapped_functions import canonical
 
 Function = Callable[[Tensor], Tensor]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import aero_compile
-from aero_compile.ir.attention_weights import softmax_with_sink
+from aero_compile.ir.custom_ops import softmax_with_sink
 from aero_compile.runtime.compilation import Options, compile_for
 from aero_compile.runtime.operators.limits import Format
 from tests.support.budgets import by_default

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from aero_compile.entropy import attention_entropy
-from aero_compile.ir.attention_weights import attention_weights, row_shares
-from aero_compile.ir.mask_values import masked
+from aero_compile.ir.custom_ops import attention_weights, masked, row_shares
 
 EPS = 1 / 64
 

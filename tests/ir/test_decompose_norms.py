@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from aero_compile.ir.decompose_norms import decompose_deviation_norms, join_deviation_norms
-from aero_compile.ir.deviation_norm import deviation_norm
+from aero_compile.ir.custom_ops import deviation_norm
+from aero_compile.ir.rewriter import decompose_deviation_norms, join_deviation_norms
 
 
 def _graph(shape: tuple[int, ...], eps: float, centered: bool, form: str) -> fx.Graph:

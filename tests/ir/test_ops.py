@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from aero_compile.analysis.parts import nonlinear_kind
-from aero_compile.ir.attention_weights import attention_weights
-from aero_compile.ir.deviation_norm import deviation_norm
+from aero_compile.ir.custom_ops import attention_weights, deviation_norm
 from aero_compile.ir.ops import EACH, OPS, VIEWS, facts, name_of
 
 aten = torch.ops.aten

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from aero_compile.ir.dataflow import fixed_nodes, hidden_nodes, tainted_nodes
-from aero_compile.ir.ownership import Domain, domains_of, weight_nodes
-from aero_compile.ir.published import publish
+from aero_compile.ir.ownership import Domain, domains_of, publish, weight_nodes
 from aero_compile.ir.shapes import node_values, sample_shape
-from aero_compile.ir.spectral import SpectralNorm
-from aero_compile.ir.weight_values import weight_value
+from aero_compile.ir.submodules import SpectralNorm
+from aero_compile.ir.weights import weight_value
 from tests.support import tiny_models
 from tests.support.budgets import by_default
 

@@ -11,7 +11,7 @@ from torch import nn
 from aero_compile import transform
 from aero_compile.errors import InputError
 from aero_compile.inference_model import inference_copy
-from aero_compile.ir.published import publish, published
+from aero_compile.ir.ownership import publish, published
 from tests.support import tiny_models
 
 

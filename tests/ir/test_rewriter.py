@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from aero_compile.ir.dataflow import live_values
-from aero_compile.ir.graph_model import remove_dead_nodes
-from aero_compile.ir.places import source_path
+from aero_compile.ir.graph_model import remove_dead_nodes, source_path
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
 from tests.support import tiny_models

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from aero_compile.ir.row_layout import RowLayout
+from aero_compile.ir.weights import RowLayout
 
 
 def run(op: Any, *args: Any) -> Any:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import aero_compile
 from aero_compile import TransformedModel
 from aero_compile.errors import UnsupportedGraphError
-from aero_compile.ir.weight_readers import readers_of, weight_readers, weights_read
+from aero_compile.ir.graph_model import readers_of, weight_readers, weights_read
 from benchmarks.lib import random_decoders
 from benchmarks.lib.decoder_config import Config
 

@@ -31,8 +31,8 @@ from aero_compile.commands import export as command
 from aero_compile.commands import text
 from aero_compile.errors import ExportError
 from aero_compile.onnx import export as onnx_export
-from aero_compile.onnx.census import onnx_census
 from aero_compile.onnx.export import OnnxReport
+from aero_compile.onnx.reader import onnx_census
 from aero_compile.training.data import load_text, prepare
 from aero_compile.training.tokenizer import train_tokenizer
 from tests.support import tiny_models

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations
 import aero_compile
 from aero_compile.artifact import GRAPH_FILE
 from aero_compile.errors import ArtifactError, RecipeError, UnsupportedGraphError
-from aero_compile.ir.spectral import SpectralNorm as Module
+from aero_compile.ir.submodules import SpectralNorm as Module
 from aero_compile.model import TransformedModel
 from aero_compile.passes.spectral_norm import SpectralNorm
 from tests.support.budgets import by_default

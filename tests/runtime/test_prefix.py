@@ -11,8 +11,7 @@ import torch
 
 from aero_compile.errors import InputError, OutOfRangeError
 from aero_compile.ir.ops import name_of, of_form
-from aero_compile.ir.ownership import CLIENT_OPS
-from aero_compile.ir.published import publish
+from aero_compile.ir.ownership import CLIENT_OPS, publish
 from aero_compile.runtime import compile_model
 from aero_compile.runtime.lowering.partition import partition
 from aero_compile.runtime.lowering.to_jax import lower

@@ -16,7 +16,7 @@ from torch import nn
 
 import aero_compile
 from aero_compile.errors import InputError, LoweringError
-from aero_compile.ir.published import publish, published
+from aero_compile.ir.ownership import publish, published
 from aero_compile.runtime import compile_model, export
 from aero_compile.runtime.lowering import norms
 from aero_compile.runtime.models import in_the_clear

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from aero_compile.ir.deviation_norm import deviation_norm
+from aero_compile.ir.custom_ops import deviation_norm
 from tests.support.runtime_graphs import TokenRows, aten
 
 

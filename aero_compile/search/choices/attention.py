@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from aero_compile.analysis.selections import Head, heads_text
 from aero_compile.analysis.parts import Attention as Part
 from aero_compile.analysis.projections import find_projections, mixed_values, weighted_sum
+from aero_compile.analysis.selections import Head, heads_text
 from aero_compile.calibration import mean_attention
+from aero_compile.ir.custom_ops import MASKED_BELOW, masked
 from aero_compile.ir.dataflow import placeholder
-from aero_compile.ir.mask_values import MASKED_BELOW, masked
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
 from aero_compile.passes._dropped_heads import mean_outputs

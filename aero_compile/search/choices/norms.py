@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from aero_compile.analysis.norm_sites import find_norm_sites
 from aero_compile.calibration import NormStatistics, deviations
-from aero_compile.ir.deviation_norm import deviation_norm
+from aero_compile.ir.custom_ops import deviation_norm
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
 from aero_compile.search.sites import Choice, Decisions, GateInput, Site, numbers

@@ -16,7 +16,7 @@ import aero_compile
 from aero_compile.decoding.step import decode_step
 from aero_compile.errors import LoweringError
 from aero_compile.inference_model import inference_copy
-from aero_compile.ir.attention_weights import attention_weights
+from aero_compile.ir.custom_ops import attention_weights
 from aero_compile.optimize import optimize_for_inference
 from aero_compile.runtime.lowering.defer import defer_normalization
 from aero_compile.runtime.lowering.partition import op_name, partition, partition_step

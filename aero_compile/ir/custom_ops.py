@@ -13,18 +13,64 @@ number or infinity the model's mask is made of; so nothing depends on how an exp
 
 "sink" is a softmax with one more key, of score 0 and without a value ("softmax off by one", Miller 2023). Its learned
 score, as gpt-oss has one for each head, is taken off all others before.
+
+Norms whose ε stands outside the root: neither a LayerNorm nor an RMSNorm for any ε, but a norm like them.
+
+σ is the deviation of x over its last dimensions (around the mean, or around 0), and
+
+    added:     (x − mean)/(σ + ε)·γ + b       Annotated Transformer, Zhang & Sennrich's RMSNorm
+    at_least:  x/max(σ, ε)·γ + b              ScaleNorm (Nguyen & Salazar 2019), torch's F.normalize
+
+`deviation_norm` is an op of the canonical graph beside `layer_norm` and `rms_norm`; `ir/rewriter.py` writes it
+as arithmetic, for what knows ATen ops only.
+
+What a score is set to where a position is hidden: lower than any score, and finite in the model's dtype.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from aero_compile.ir.mask_values import HIDDEN_BELOW
-
 aten = torch.ops.aten
+
+MASKED_BELOW = -9e3
+"""A score of at most this value is masked: -1e4 is the mildest mask in use, and a score is added to it."""
+
+HIDDEN_BELOW = -1e3
+"""What this adds to a score hides it from a softmax in float32, whether or not its author calls it a mask."""
+
+MASKED = -1e30
+"""Score of a hidden position: below every score, finite in float32 and bfloat16, and exactly zero after softmax."""
+
+MASKED_HALF = -65504.0
+"""The same in float16, which holds nothing lower."""
+
+
+def masked(dtype: torch.dtype) -> float:
+    """The score of a hidden position in a model of this dtype."""
+    return MASKED_HALF if dtype is torch.float16 else MASKED
+
+
+def bound_fill_values(node: fx.Node, dtype: torch.dtype) -> bool:
+    """Let what a node fills in be finite in `dtype`, so that a row that is hidden whole gives no NaN.
+
+    Returns whether the node was changed.
+    """
+    if node.op != "call_function" or node.target in (aten.clamp.default, aten.clamp_min.default):
+        return False
+    lowest = masked(dtype)
+
+    def bounded(value: Any) -> Any:
+        return lowest if isinstance(value, float) and value <= MASKED else value
+
+    args, kwargs = tuple(map(bounded, node.args)), {key: bounded(value) for key, value in node.kwargs.items()}
+    changed = args != node.args or kwargs != node.kwargs
+    node.args, node.kwargs = args, kwargs
+    return changed
 
 
 def attention_weights(
@@ -106,3 +152,34 @@ def kind_of_weights(node: fx.Node) -> str:
 def _filled(args: tuple[Any, ...]) -> tuple[Any, ...]:
     defaults = (None, -1, "normalized", 1, 1.0, 0.0, 0.0)
     return (*args, *defaults[len(args) :])
+
+
+def deviation_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    centered: bool,
+    form: str,
+) -> Tensor:
+    """Normalize `input`, `[…, *normalized_shape]`, over its last `len(normalized_shape)` dimensions.
+
+    Args:
+        input: floating-point values.
+        normalized_shape: sizes of the dimensions that are normalized.
+        weight, bias: γ and b of that shape, or None.
+        eps: ε ≥ 0.
+        centered: whether the mean is taken off.
+        form: "added" or "at_least".
+    """
+    dims = list(range(-len(normalized_shape), 0))
+    x = input - input.mean(dims, keepdim=True) if centered else input
+    y = x / bounded_deviation(x.square().mean(dims, keepdim=True), eps, form)
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
+def bounded_deviation(square: Tensor, eps: float, form: str) -> Tensor:
+    """σ + ε or max(σ, ε), from σ²."""
+    return square.sqrt() + eps if form == "added" else square.sqrt().clamp(min=eps)
