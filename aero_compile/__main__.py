@@ -11,9 +11,8 @@ from types import ModuleType
 
 from aero_compile.commands import census, certs, chat, estimate, export, proxy, recipes, report, search, serve
 from aero_compile.commands.flags import errors_in_flags, flags_of
+from aero_compile.console import HelpParser, exit_code
 from aero_compile.errors import InputError
-from aero_compile.exit_codes import exit_code
-from aero_compile.plain_help import HelpParser
 from aero_compile.version import __version__
 
 COMMANDS: tuple[ModuleType, ...] = (recipes, census, estimate, report, search, export, certs, serve, chat, proxy)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from aero_compile.analysis.selections import heads_text, listed_heads
 from aero_compile.census import census
+from aero_compile.console import quiet
 from aero_compile.errors import AeroError, ArtifactError
 from aero_compile.files import GRAPH_FILE as GRAPH_FILE
 from aero_compile.files import RUN_FILE, artifact_folder, read_regular, write_atomically
@@ -29,7 +30,6 @@ from aero_compile.ir.constants import mark_constants
 from aero_compile.ir.graph_json import check_values, decode_graph, encode_graph
 from aero_compile.ir.submodules import build_module, describe_module, kind_of
 from aero_compile.model import TransformedModel
-from aero_compile.quiet import quiet
 from aero_compile.recipe.recipe import recorded_pass
 from aero_compile.version import __version__
 

@@ -24,22 +24,16 @@ from transformers import TrainingArguments, default_data_collator
 from aero_compile.artifact import save
 from aero_compile.attention.rewrite import SHORTEST
 from aero_compile.census import census
+from aero_compile.console import exit_code
 from aero_compile.errors import InputError, OutputDirError
-from aero_compile.exit_codes import exit_code
 from aero_compile.files import write_atomically
 from aero_compile.model import TransformedModel
 from aero_compile.penalty_control import PenaltyControl
-from aero_compile.reporting.model_card import model_card
-from aero_compile.training.build import Built, build, identity, load_data
-from aero_compile.training.command_line import parse_command_line
-from aero_compile.training.data import TrainingData
+from aero_compile.training.callbacks import bars_on_terminals_alone
+from aero_compile.training.data.blocks import TrainingData
 from aero_compile.training.distillation import Distiller
+from aero_compile.training.hub import model_card
 from aero_compile.training.learning_rates import choose_roles, parse_lr_scale
-from aero_compile.training.loop import RegularizedTrainer
-from aero_compile.training.models import check_context
-from aero_compile.training.options import RetrainOptions
-from aero_compile.training.plan import Plan, resolve
-from aero_compile.training.progress_bar import bars_on_terminals_alone
 from aero_compile.training.regularized_model import EntropyRegularizedModel
 from aero_compile.training.resuming import with_flags_of_run
 from aero_compile.training.run_directory import (
@@ -51,8 +45,14 @@ from aero_compile.training.run_directory import (
     versions,
     write_json,
 )
-from aero_compile.training.switching import SWITCHED_FILE
-from aero_compile.training.trainer_arguments import RetrainArguments, spread_by
+from aero_compile.training.schedule import SWITCHED_FILE
+from aero_compile.training.setup.arguments import RetrainArguments, spread_by
+from aero_compile.training.setup.build import Built, build, identity, load_data
+from aero_compile.training.setup.command_line import parse_command_line
+from aero_compile.training.setup.models import check_context
+from aero_compile.training.setup.options import RetrainOptions
+from aero_compile.training.setup.plan import Plan, resolve
+from aero_compile.training.trainer import RegularizedTrainer
 
 __all__ = ["RetrainArguments", "RetrainOptions", "RetrainResult", "load_data", "main", "retrain"]
 
@@ -89,7 +89,7 @@ def retrain(
     `options`: what to train and how to regularize. `training_args`: Hugging Face's TrainingArguments, by
     default `RetrainArguments()`; its `output_dir` is the run's. `model`: a module to use instead of
     `options.model` (not changed; a TransformedModel keeps its recipe unless `options.recipe` is given).
-    `datasets`: blocks made by `aero_compile.training.data.prepare`, to share between runs; their context counts.
+    `datasets`: blocks made by `aero_compile.training.data.blocks.prepare`, to share between runs; their context counts.
 
     Works in several processes started by `accelerate launch`. Raises InputError, DataError,
     RecipeError, OutputDirError, TrainingError (NaN) and what `transform` raises.

@@ -18,10 +18,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script it would know its own folder alone
 
 from aero_compile.code_version import code_version
+from aero_compile.console import HelpParser, Progress, exit_code
 from aero_compile.errors import PartyError
-from aero_compile.exit_codes import exit_code
-from aero_compile.plain_help import HelpParser
-from aero_compile.progress import Progress
 from aero_compile.runtime.costs.table import SHIPPED, CostTable, settings_of
 from aero_compile.runtime.spu_config import import_spu
 from benchmarks.lib.calibrate_cases import FIELD, FRACTION_BITS, KERNELS, PROTOCOL, cases, configuration, measure

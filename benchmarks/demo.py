@@ -30,13 +30,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from torch import nn
 
+from aero_compile.console import HelpParser, Progress, exit_code
 from aero_compile.errors import InputError, OutputDirError
-from aero_compile.exit_codes import exit_code
-from aero_compile.plain_help import HelpParser
-from aero_compile.progress import Progress
 from aero_compile.recipe.recipe import resolve
 from aero_compile.reporting.evaluate import private_row
-from aero_compile.reporting.report import (
+from aero_compile.reporting.pages import write_html
+from aero_compile.reporting.results import (
     Row,
     Training,
     document,
@@ -47,8 +46,7 @@ from aero_compile.reporting.report import (
     text_table,
     write_json,
 )
-from aero_compile.reporting.report_html import write_html
-from aero_compile.training.data import TrainingData, load_text, prepare
+from aero_compile.training.data.blocks import TrainingData, load_text, prepare
 
 TITLE = "Private inference of small Python-code models"
 RECIPES = ("SM+LN+G", "SM+LN+R", "SM+R", "EReg(SM(t)+ScFFN)")

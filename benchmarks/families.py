@@ -25,12 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script i
 import torch
 
 from aero_compile.code_version import code_version
+from aero_compile.console import HelpParser, Progress, exit_code
 from aero_compile.errors import InputError, nearest
-from aero_compile.exit_codes import exit_code
 from aero_compile.files import write_atomically
-from aero_compile.plain_help import HelpParser
-from aero_compile.progress import Progress
-from aero_compile.reporting.report import command_line, write_json
+from aero_compile.reporting.results import command_line, write_json
 from aero_compile.training.run_directory import versions
 from benchmarks.lib import zoo
 from benchmarks.lib.family_checks import BATCH, FAILS, LENGTH, TOLERANCE, Row, check

@@ -22,15 +22,13 @@ import torch
 from torch import Tensor, nn
 
 import aero_compile
+from aero_compile.console import HelpParser, Progress, exit_code
 from aero_compile.errors import InputError
-from aero_compile.exit_codes import exit_code
 from aero_compile.files import refuse_existing
-from aero_compile.plain_help import HelpParser
-from aero_compile.progress import Progress
 from aero_compile.recipe.recipe import resolve
 from aero_compile.reporting.evaluate import agreement, logits_of
-from aero_compile.reporting.report import command_line, write_json
-from aero_compile.training.data import load_text, prepare
+from aero_compile.reporting.results import command_line, write_json
+from aero_compile.training.data.blocks import load_text, prepare
 from aero_compile.training.run_directory import versions
 from benchmarks.demo import RECIPES, Settings, quiet, train
 

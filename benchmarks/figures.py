@@ -17,9 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script it would know its own folder alone
 
-from aero_compile.exit_codes import exit_code
+from aero_compile.console import HelpParser, exit_code
 from aero_compile.files import write_atomically
-from aero_compile.plain_help import HelpParser
 from benchmarks.lib.figures_claims import CLAIMS
 from benchmarks.lib.figures_listed import UNRECORDED, Listed
 from benchmarks.lib.figures_pages import ROOT, Table, documents, tables

@@ -24,12 +24,10 @@ import numpy as np
 import torch
 
 from aero_compile.commands.options import add_lookup, add_weights_at_client, positive
+from aero_compile.console import HelpParser, Progress, exit_code, human_bytes
 from aero_compile.errors import InputError
-from aero_compile.exit_codes import exit_code
 from aero_compile.model import TransformedModel
-from aero_compile.plain_help import HelpParser
-from aero_compile.progress import Progress
-from aero_compile.reporting.report import aligned, command_line, write_json
+from aero_compile.reporting.results import aligned, command_line, write_json
 from aero_compile.runtime.costs.model import Estimate, estimate_generation, estimate_program
 from aero_compile.runtime.generation.batches import batches_for
 from aero_compile.runtime.generation.bill import Cost, Generation
@@ -41,7 +39,6 @@ from aero_compile.runtime.generation.texts import joined_runs, prepared_for, run
 from aero_compile.runtime.hosts.network_spec import Network, parse_network
 from aero_compile.runtime.inference import check_prepare
 from aero_compile.training.run_directory import versions
-from aero_compile.units import human_bytes
 from benchmarks.lib.pi_rows import LAYERS, SHAPES, Task, build, check_lengths
 
 FORMAT = "aero_compile.generation/1"

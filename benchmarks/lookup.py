@@ -14,12 +14,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from aero_compile.commands.options import positive
-from aero_compile.exit_codes import exit_code
-from aero_compile.plain_help import HelpParser
-from aero_compile.reporting.report import origin, write_json
+from aero_compile.console import HelpParser, exit_code, human_bytes
+from aero_compile.reporting.results import origin, write_json
 from aero_compile.runtime.kernels.lookup_table import encrypted_table, look_up, opened
 from aero_compile.runtime.kernels.words import Words
-from aero_compile.units import human_bytes
 
 T = TypeVar("T")
 

@@ -15,15 +15,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script it would know its own folder alone
 
 import aero_compile
-from aero_compile.exit_codes import exit_code
+from aero_compile.console import HelpParser, Progress, exit_code
 from aero_compile.files import refuse_existing
 from aero_compile.inference_model import inference_copy
 from aero_compile.model import TransformedModel
 from aero_compile.optimize import passes
-from aero_compile.plain_help import HelpParser
-from aero_compile.progress import Progress
 from aero_compile.recipe.recipe import recipe_names
-from aero_compile.reporting.report import command_line, write_json
+from aero_compile.reporting.results import command_line, write_json
 from aero_compile.training.run_directory import versions
 from benchmarks.lib.pi_rows import LAYERS, SHAPES, Task, build, check_lengths
 

@@ -18,13 +18,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script it would know its own folder alone
 
 from aero_compile.commands.options import add_costs, positive
+from aero_compile.console import HelpParser, Progress, exit_code
 from aero_compile.errors import InputError, OutputDirError
-from aero_compile.exit_codes import exit_code
 from aero_compile.files import write_atomically
-from aero_compile.plain_help import HelpParser
-from aero_compile.progress import Progress
-from aero_compile.reporting import paper as beside
-from aero_compile.reporting.report import (
+from aero_compile.reporting import results
+from aero_compile.reporting.pages import write_html
+from aero_compile.reporting.results import (
     Row,
     cells,
     document,
@@ -36,7 +35,6 @@ from aero_compile.reporting.report import (
     text_table,
     write_json,
 )
-from aero_compile.reporting.report_html import write_html
 from aero_compile.runtime.hosts.network_spec import parse_network
 from aero_compile.runtime.inference import check_prepare
 from benchmarks.lib import pi_pool, pi_rows
@@ -220,7 +218,7 @@ def write(args: argparse.Namespace, rows: list[Row]) -> list[Row]:
     if args.html:
         write_html(args.html, shown, result)
     if args.markdown:
-        table = (*beside.cells(shown), beside.WORDS) if args.compare else (*cells(shown), {0, 1})
+        table = (*results.paper_cells(shown), results.WORDS) if args.compare else (*cells(shown), {0, 1})
         write_atomically(args.markdown, markdown_table(*table))
     return shown
 
@@ -229,7 +227,7 @@ def show(args: argparse.Namespace, rows: list[Row]) -> None:
     """Print the tables, and which files were written."""
     width = terminal_width()
     if args.compare:
-        print(beside.text_table(rows, width))
+        print(results.paper_table(rows, width))
         print()
     if not (args.compare and args.estimate):
         print(text_table(rows, width))

@@ -20,14 +20,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script it would know its own folder alone
 
 from aero_compile.commands.options import positive
+from aero_compile.console import HelpParser, exit_code
 from aero_compile.errors import InputError, PartyError
-from aero_compile.exit_codes import exit_code
-from aero_compile.plain_help import HelpParser
 from aero_compile.runtime.hosts.certificates import make_certificates
 from aero_compile.runtime.hosts.link import free_addresses, parse_address
 from aero_compile.runtime.hosts.scratch import scratch_folder
 from aero_compile.runtime.kernels.column_encryption import ROWS
-from aero_compile.training.data import load_text, prepare
+from aero_compile.training.data.blocks import load_text, prepare
 from benchmarks import demo
 from benchmarks.lib.two_networks import Host, two_networks
 
@@ -50,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace, settings: demo.Settings) -> int:
     """Do the whole demo; returns 0, or 1 where the private text is not the one in the clear."""
     from aero_compile.artifact import load
-    from aero_compile.training.tokenizer import load_tokenizer
+    from aero_compile.training.data.tokens import load_tokenizer
 
     artifact = args.output_dir / "artifact"
     if not artifact.is_dir():

@@ -22,10 +22,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script it would know its own folder alone
 
 from aero_compile.commands.options import positive
+from aero_compile.console import HelpParser, exit_code, human_bytes
 from aero_compile.errors import InputError
-from aero_compile.exit_codes import exit_code
-from aero_compile.plain_help import HelpParser
-from aero_compile.reporting.report import origin, write_json
+from aero_compile.reporting.results import origin, write_json
 from aero_compile.runtime.kernels.client_product import ClientProduct
 from aero_compile.runtime.kernels.column_encryption import ROWS
 from aero_compile.runtime.kernels.encrypted_weights import Held, encrypted_weights
@@ -39,7 +38,6 @@ from aero_compile.runtime.operators import prepared
 from aero_compile.runtime.program_parts import TOKENS, KernelStep
 from aero_compile.runtime.roles import CLIENT, SERVER
 from aero_compile.runtime.spu_config import SpuLog, import_spu
-from aero_compile.units import human_bytes
 from benchmarks.lib.two_threads import both_parties
 
 SPU, BATCH, ONCE, CLIENTS = "SPU", "batch", "encrypt", "client"

@@ -25,11 +25,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import numpy as np
 
 from aero_compile.commands.options import add_lookup, positive
+from aero_compile.console import HelpParser, Progress, exit_code, human_bytes
 from aero_compile.errors import InputError
-from aero_compile.exit_codes import exit_code
-from aero_compile.plain_help import HelpParser
-from aero_compile.progress import Progress
-from aero_compile.reporting.report import aligned, origin, write_json
+from aero_compile.reporting.results import aligned, origin, write_json
 from aero_compile.runtime.costs.model import estimate_generation
 from aero_compile.runtime.generation.batches import batches_for
 from aero_compile.runtime.generation.bill import Cost, Generation
@@ -42,7 +40,6 @@ from aero_compile.runtime.generation.texts import joined_runs, prepared_for, run
 from aero_compile.runtime.hosts.network_spec import Network, parse_network
 from aero_compile.runtime.inference import check_prepare
 from aero_compile.runtime.kernels.column_encryption import ROWS
-from aero_compile.units import human_bytes
 from benchmarks.generation import bill, prepared_bill
 from benchmarks.lib.real_models import RealModel, load_real
 from benchmarks.lib.real_perplexity import held_out_text, perplexity

@@ -15,8 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script it would know its own folder alone
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from aero_compile.exit_codes import exit_code
-from aero_compile.plain_help import HelpParser
+from aero_compile.console import HelpParser, exit_code
 from benchmarks.lib.recorded_runs import RecordedPlan, RecordedStudy, recorded_runs
 from benchmarks.lib.study_command import add_limits, carry_out, check_limits
 

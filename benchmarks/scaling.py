@@ -24,13 +24,11 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
+from aero_compile.console import HelpParser, Progress, exit_code
 from aero_compile.errors import InputError, nearest
-from aero_compile.exit_codes import exit_code
 from aero_compile.files import write_atomically
-from aero_compile.plain_help import HelpParser
-from aero_compile.progress import Progress
-from aero_compile.reporting.charts import line_chart
-from aero_compile.reporting.report import command_line, write_json
+from aero_compile.reporting.plots import line_chart
+from aero_compile.reporting.results import command_line, write_json
 from aero_compile.training.run_directory import versions
 
 FORMAT = "aero_compile.scaling/1"

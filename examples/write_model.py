@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script it would know its own folder alone
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from aero_compile.console import exit_code
 from aero_compile.errors import InputError
-from aero_compile.exit_codes import exit_code
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from aero_compile.training.tokenizer import load_tokenizer
+    from aero_compile.training.data.tokens import load_tokenizer
 
     if args.to.exists():
         raise InputError(f"--to {args.to} is there already")

@@ -17,9 +17,8 @@ from typing import ClassVar
 from aero_compile.analysis.selections import chosen_layers
 from aero_compile.graph_pass import PassResult
 from aero_compile.model import TransformedModel
-from aero_compile.passes._dropped_heads import OUTPUTS, drop_heads, heads_left
-from aero_compile.passes._layers import LayersPass
-from aero_compile.passes._some_heads import Batches, PerhapsCalibratedPass
+from aero_compile.passes.lib.dropped_heads import OUTPUTS, drop_heads, heads_left
+from aero_compile.passes.lib.options import Batches, LayersPass, PerhapsCalibratedPass
 
 
 @dataclass(frozen=True)

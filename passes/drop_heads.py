@@ -18,8 +18,8 @@ from typing import ClassVar
 
 from aero_compile.analysis.selections import Head
 from aero_compile.model import TransformedModel
-from aero_compile.passes._dropped_heads import OUTPUTS, drop_heads, heads_left
-from aero_compile.passes._some_heads import Batches, HeadsPass
+from aero_compile.passes.lib.dropped_heads import OUTPUTS, drop_heads, heads_left
+from aero_compile.passes.lib.options import Batches, HeadsPass
 
 
 @dataclass(frozen=True)

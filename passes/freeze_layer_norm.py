@@ -25,7 +25,7 @@ from aero_compile.ir.graph_model import place
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.shapes import position_dimension
 from aero_compile.model import TransformedModel
-from aero_compile.passes._norms import Chosen, NormPass, free_name, redirect
+from aero_compile.passes.lib.norms import Chosen, NormPass, free_name, redirect
 
 aten = torch.ops.aten
 

@@ -24,7 +24,7 @@ from aero_compile.analysis.selections import chosen_layers, parse_layers
 from aero_compile.errors import RecipeError, UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.model import TransformedModel
-from aero_compile.passes._activation import chosen_activations, keep_neurons, span
+from aero_compile.passes.lib.activations import chosen_activations, keep_neurons, span
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ import torch
 from aero_compile.graph_pass import PassResult
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
-from aero_compile.passes._activation import chosen_activations
-from aero_compile.passes._layers import LayersPass
+from aero_compile.passes.lib.activations import chosen_activations
+from aero_compile.passes.lib.options import LayersPass
 
 aten = torch.ops.aten
 

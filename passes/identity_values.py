@@ -25,7 +25,7 @@ from aero_compile.ir.dataflow import ancestors
 from aero_compile.ir.graph_model import place
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
-from aero_compile.passes._weights import keep_rows
+from aero_compile.passes.lib.weights import keep_rows
 
 aten = torch.ops.aten
 

@@ -22,7 +22,7 @@ from torch import fx, nn
 from aero_compile.errors import RecipeError
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
-from aero_compile.passes._norms import Chosen, NormPass, free_name, redirect
+from aero_compile.passes.lib.norms import Chosen, NormPass, free_name, redirect
 
 aten = torch.ops.aten
 

@@ -26,7 +26,7 @@ from aero_compile.errors import RecipeError
 from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
-from aero_compile.passes._activation import chosen_activations
+from aero_compile.passes.lib.activations import chosen_activations
 
 aten = torch.ops.aten
 

@@ -22,9 +22,9 @@ from aero_compile.ir.custom_ops import masked
 from aero_compile.ir.dataflow import placeholder
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
-from aero_compile.passes._head_cutter import HeadCutter
-from aero_compile.passes._head_edits import change_heads
-from aero_compile.passes._some_heads import Batches, HeadsPass
+from aero_compile.passes.lib.head_cutter import HeadCutter
+from aero_compile.passes.lib.head_edits import change_heads
+from aero_compile.passes.lib.options import Batches, HeadsPass
 
 aten = torch.ops.aten
 

@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from aero_compile.passes._activation import ActivationPass
+from aero_compile.passes.lib.activations import ActivationPass
 
 aten = torch.ops.aten
 

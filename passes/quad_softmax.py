@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from aero_compile.errors import RecipeError
-from aero_compile.passes._attention_weights import AttentionWeightsPass
+from aero_compile.passes.lib.softmax_replacement import AttentionWeightsPass
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import ClassVar
 from aero_compile.errors import RecipeError
 from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.model import TransformedModel
-from aero_compile.passes._ffn_scales import Scale, scale_ffns
+from aero_compile.passes.lib.ffn_scales import Scale, scale_ffns
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from aero_compile.ir.graph_model import place
 from aero_compile.ir.ops import VIEWS
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
-from aero_compile.passes._weights import fill_rows
+from aero_compile.passes.lib.weights import fill_rows
 
 aten = torch.ops.aten
 

@@ -27,7 +27,7 @@ from aero_compile.ir.dataflow import dependents, live_inputs, tainted_nodes
 from aero_compile.ir.graph_model import stored
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
-from aero_compile.passes._layers import LayersPass
+from aero_compile.passes.lib.options import LayersPass
 from aero_compile.passes.softmax_temperature import SoftmaxTemperature
 
 aten = torch.ops.aten

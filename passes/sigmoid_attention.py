@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from aero_compile.passes._attention_weights import AttentionWeightsPass
+from aero_compile.passes.lib.softmax_replacement import AttentionWeightsPass
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.submodules import SpectralNorm as SpectralNormModule
 from aero_compile.ir.weights import weight_value
 from aero_compile.model import TransformedModel
-from aero_compile.passes._weight_matrices import WeightPass
+from aero_compile.passes.lib.weight_matrices import WeightPass
 
 
 @dataclass(frozen=True)

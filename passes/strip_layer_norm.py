@@ -6,7 +6,7 @@ Before → after:
 
 The paper's norm-free architectures (SM+G, SM+R, SM) drop the final norm as well. With `norms` a part of a norm can
 go: `norms=qk` lets queries and keys read x, while values go on reading the norm; a fused projection is cut in two then.
-`aero_compile.recipe.removal_schedules.removal_schedule` lists the steps that take the norms one at a time.
+`aero_compile.training.schedule.removal_schedule` lists the steps that take the norms one at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import fx
 
 from aero_compile.errors import RecipeError
 from aero_compile.model import TransformedModel
-from aero_compile.passes._norms import Chosen, NormPass, redirect
+from aero_compile.passes.lib.norms import Chosen, NormPass, redirect
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import aero_compile
 from aero_compile.__main__ import main
 from aero_compile.artifact import FORMAT, GRAPH_FILE
 from aero_compile.errors import AeroError, ArtifactError
-from aero_compile.training.tokenizer import has_tokenizer, load_tokenizer
+from aero_compile.training.data.tokens import has_tokenizer, load_tokenizer
 from tests.support import tiny_models
 from tests.support.budgets import by_default
 from tests.support.tiny_models import captured, logits_of, tokens, transformed

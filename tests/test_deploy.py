@@ -13,7 +13,7 @@ import pytest
 from aero_compile import transform
 from aero_compile.__main__ import main, parser
 from aero_compile.artifact import save
-from aero_compile.proxy.keys import new_key
+from aero_compile.chat.callers import new_key
 from aero_compile.runtime.hosts.link import free_addresses, parse_address
 from tests.support.command_process import command
 from tests.support.tiny_generation import VOCABULARY, small_gpt2

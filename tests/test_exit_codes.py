@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from aero_compile.console import exit_code
 from aero_compile.errors import InputError
-from aero_compile.exit_codes import exit_code
 from aero_compile.files import write_atomically
 
 
@@ -63,7 +63,7 @@ def test_bugs_are_not_hidden() -> None:
 
 @pytest.mark.parametrize("buffered", ["", "1"])
 def test_output_that_nobody_reads_ends_quietly(buffered: str) -> None:
-    code = "from aero_compile.exit_codes import exit_code\nprint('started', flush=True)\ninput()\n"
+    code = "from aero_compile.console import exit_code\nprint('started', flush=True)\ninput()\n"
     code += "raise SystemExit(exit_code(lambda: print('told') or 0))\n"
     child = subprocess.Popen(
         [sys.executable, "-c", code],

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from aero_compile.plain_help import plain
+from aero_compile.console import plain
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = [

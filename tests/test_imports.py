@@ -171,7 +171,7 @@ def test_the_runtime_is_there_once_it_is_asked_for() -> None:
 
 
 def test_reports_need_no_plotting_package() -> None:
-    done = blocked("import aero_compile.reporting.report_html, aero_compile.reporting.evaluate, aero_compile.progress")
+    done = blocked("import aero_compile.reporting.pages, aero_compile.reporting.evaluate, aero_compile.console")
     assert done.returncode == 0, done.stderr
     done = blocked("import aero_compile.reporting.run_report", "torch", "numpy")
     assert done.returncode == 0, done.stderr

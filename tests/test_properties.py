@@ -29,8 +29,8 @@ from aero_compile.analysis.selections import is_measured
 from aero_compile.errors import InputError, LoweringError, RecipeError, UnsupportedGraphError
 from aero_compile.graph_pass import GraphPass
 from aero_compile.model import AppliedPass
-from aero_compile.passes._some_heads import HeadsPass
 from aero_compile.passes.drop_heads import DropHeads
+from aero_compile.passes.lib.options import HeadsPass
 from aero_compile.passes.local_attention import LocalAttention
 from aero_compile.recipe.recipe import PASSES, Recipe, resolve
 from benchmarks.lib.decoder_config import Config

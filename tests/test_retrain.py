@@ -19,8 +19,8 @@ from transformers.integrations import integration_utils
 import aero_compile
 from aero_compile.errors import InputError
 from aero_compile.retrain import main, retrain
+from aero_compile.training.data.tokens import load_tokenizer
 from aero_compile.training.run_directory import RunDirectory
-from aero_compile.training.tokenizer import load_tokenizer
 from tests.support.tiny_runs import (
     CONTEXT,
     blocks,

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from aero_compile.console import Line, exit_code
 from aero_compile.errors import InputError
-from aero_compile.exit_codes import exit_code
-from aero_compile.progress import Line
 from aero_compile.terminal import ASCII, open_streams, typed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,7 +45,7 @@ def child(code: str, variables: dict[str, str], shell: str = "") -> subprocess.C
 @pytest.mark.parametrize("variables", ENCODINGS.values(), ids=ENCODINGS)
 def test_results_are_printed_in_any_encoding(variables: dict[str, str]) -> None:
     code = """
-    from aero_compile.exit_codes import exit_code
+    from aero_compile.console import exit_code
     raise SystemExit(exit_code(lambda: print("3 × 4 ≈ 12 ≤ 13 → done … λ") or print("é 語 😀") or 0))
     """
     ended = child(code, variables)
@@ -83,7 +82,7 @@ def test_our_own_characters_have_names_in_ascii() -> None:
 def test_closed_streams_do_not_end_a_command(closed: str) -> None:
     code = """
     import sys
-    from aero_compile.exit_codes import exit_code
+    from aero_compile.console import exit_code
     def work():
         sys.stdin.isatty(), sys.stdout.write("told"), sys.stderr.write("told"), print("told")
         return 3
@@ -94,7 +93,7 @@ def test_closed_streams_do_not_end_a_command(closed: str) -> None:
 
 def test_a_full_disk_is_one_line() -> None:
     code = """
-    from aero_compile.exit_codes import exit_code
+    from aero_compile.console import exit_code
     raise SystemExit(exit_code(lambda: print("told") or 0))
     """
     ended = child(code, {}, ">/dev/full")

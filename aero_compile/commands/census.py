@@ -51,7 +51,7 @@ def _counted(args: argparse.Namespace) -> dict[str, Any]:
     from aero_compile.census import census
     from aero_compile.pipeline import transform
     from aero_compile.recipe.recipe import recipe_names, recipes, resolve
-    from aero_compile.training.models import find_shape, under_recipe
+    from aero_compile.training.setup.models import find_shape, under_recipe
 
     paper = ",".join(name for name, recipe in recipes().items() if recipe.group == "architectures of the paper")
     wanted = [resolve(name) for name in recipe_names(args.recipes or paper)]

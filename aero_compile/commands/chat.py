@@ -13,9 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from aero_compile.commands.draft import add_draft, draft_of
-from aero_compile.commands.link import CLIENT_KEYWORDS, add_client, open_session
-from aero_compile.commands.options import positive
+from aero_compile.commands.options import CLIENT_KEYWORDS, add_client, add_draft, draft_of, open_session, positive
 from aero_compile.errors import InputError, OutOfRangeError
 from aero_compile.lengths import default_length
 from aero_compile.terminal import typed
@@ -52,9 +50,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Generate the text, or answer one message after the other."""
-    from aero_compile.decoding.dialog import Dialog
-    from aero_compile.decoding.sampling import Sampler, Sampling
-    from aero_compile.training.tokenizer import load_tokenizer
+    from aero_compile.chat.sampling import Sampler, Sampling
+    from aero_compile.chat.template import Dialog
+    from aero_compile.training.data.tokens import load_tokenizer
 
     choose = Sampler(Sampling(args.temperature, args.top_p, args.seed))
     tokenizer = load_tokenizer(args.tokenizer)
@@ -118,7 +116,7 @@ class _Writes:
     """Streams texts of one session to standard output, and their bills to standard error."""
 
     def __init__(self, session: Any, tokenizer: Any, args: argparse.Namespace, choose: Any, guess: Any) -> None:
-        from aero_compile.decoding.dialog import end_ids
+        from aero_compile.chat.template import end_ids
 
         self._session, self._stop, self._most, self._how = (
             session,
@@ -140,7 +138,7 @@ class _Writes:
 
     def text(self, ids: list[int], most: int) -> tuple[str, list[int], bool]:
         """Go on with `ids`; the text, its ids but for one that ends it, and whether a stop string cut it."""
-        from aero_compile.decoding.text import TextStream
+        from aero_compile.chat.text_stream import TextStream
 
         stream, said, (choose, guess) = TextStream(self._raw, ids, self._stop), list[str](), self._how
 

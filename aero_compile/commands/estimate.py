@@ -63,7 +63,7 @@ def _model(args: argparse.Namespace) -> tuple[TransformedModel, int]:
 
     from aero_compile.pipeline import transform
     from aero_compile.recipe.recipe import resolve
-    from aero_compile.training.models import find_shape, under_recipe
+    from aero_compile.training.setup.models import find_shape, under_recipe
 
     source = find_shape(args.model, args.seq_len or DEFAULT_LENGTH)
     torch.manual_seed(0)

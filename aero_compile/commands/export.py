@@ -11,8 +11,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aero_compile.commands.options import MODEL, positive
-from aero_compile.commands.text import add_text, blocks_of_text
+from aero_compile.commands.options import MODEL, add_text, blocks_of_text, positive
 from aero_compile.errors import InputError
 from aero_compile.files import refuse_existing
 
@@ -53,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     from aero_compile.onnx.export import export_onnx
     from aero_compile.pipeline import transform
     from aero_compile.recipe.recipe import resolve
-    from aero_compile.training.models import find_model, with_length
+    from aero_compile.training.setup.models import find_model, with_length
 
     refuse_existing(Path(args.out), args.overwrite)
     source = find_model(args.model, from_scratch=args.from_scratch, overrides=None, context=args.seq_len)

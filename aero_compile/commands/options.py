@@ -1,11 +1,30 @@
-"""Options that several commands have, and `pi_bench.py` too."""
+"""Options that several commands have, and `pi_bench.py` too.
+
+The options by which a client guesses tokens ahead.
+
+What commands for two hosts have in common: certificates, and at a client the server and the tokenizer.
+
+Text on the command line: options that name a dataset and a tokenizer, and blocks of tokens of it.
+"""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
+from aero_compile.console import Line, bar, human_bytes
+from aero_compile.errors import InputError
 from aero_compile.lengths import DEFAULT_LENGTH
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from aero_compile.runtime.generation.session import Guess, Session
+    from aero_compile.serving.client import Connection
+
 
 MODEL = (
     "Hub name{hub}, local folder, GGUF file, config.json, saved artifact, package.module:factory, or one of the shapes "
@@ -75,3 +94,233 @@ def add_costs(group: Any) -> None:
     add_weights_at_client(group)
     text = "what to emulate (or assume) between the parties: wan, lan or MBPS:RTT_MS; default: loopback, nothing"
     group.add_argument("--network", default="loopback", metavar="NET", help=text)
+
+
+class Checking(Protocol):
+    """A session that may check guesses."""
+
+    @property
+    def most_guesses(self) -> int:
+        """How many at once; 0: none."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that its model knows."""
+
+
+def add_draft(parser: argparse.ArgumentParser) -> None:
+    """Add what guesses tokens ahead, and how many."""
+    group = parser.add_argument_group("draft")
+    text = (
+        "guess tokens in the clear, which are checked several at once and leave the text as it is: ngram (what "
+        "followed the last tokens before follows again), or a small public model with the same tokenizer: an artifact, "
+        "a folder or a Hub name, as safetensors, or a GGUF file"
+    )
+    group.add_argument("--draft", metavar="MODEL", help=text)
+    text = "tokens to guess at once (default: as many as the server checks, serve --checks)"
+    group.add_argument("--draft-tokens", type=positive, metavar="N", help=text)
+
+
+def draft_of(args: argparse.Namespace, tokenizer: Any) -> Callable[[Checking], Guess] | None:
+    """What guesses in a session, loaded now; None where nobody guesses."""
+    if args.draft is None:
+        if args.draft_tokens is not None:
+            raise InputError("--draft-tokens says how many --draft guesses: give --draft too")
+        return None
+    if args.bucket > 1:
+        raise InputError("--draft and --bucket exclude each other: checks would show where the prompt ends")
+    from aero_compile.chat.speculation import make_draft
+
+    made = make_draft(args.draft, tokenizer)
+
+    def begun(session: Checking) -> Guess:
+        if not session.most_guesses:
+            raise InputError("the server checks no guesses: it was started without --checks. Leave out --draft")
+        return made(min(session.most_guesses, args.draft_tokens or session.most_guesses), session.vocabulary)
+
+    return begun
+
+
+CLIENT_KEYWORDS = {"address": "--server", "tls": "--certs"}
+"""Keywords of `aero_compile.connect` that are called otherwise here."""
+
+
+def add_way(parser: argparse.ArgumentParser, own: str) -> None:
+    """Add how the link is protected; `own` is whose certificate is shown."""
+    group = parser.add_argument_group("link")
+    text = f"folder of aero-compile certs: authority.pem, revoked.pem, {own}.pem and {own}.key"
+    group.add_argument("--certs", type=Path, metavar="DIR", help=text)
+    group.add_argument("--cert", metavar="FILE", help=f"PEM certificate of the {own}, instead of the one in --certs")
+    group.add_argument("--key", metavar="FILE", help="PEM key of that certificate")
+    group.add_argument("--ca", metavar="FILE", help="PEM certificate of the authority that signed both")
+    text = (
+        "list of revoked certificates that the authority signed, read for every connection anew (default: the one in "
+        "--certs; with --cert, --key and --ca none, and then certificates cannot be revoked)"
+    )
+    group.add_argument("--revoked", metavar="FILE", help=text)
+    text = "no TLS: whoever is on the way can read what the parties exchange and change it"
+    group.add_argument("--insecure-plain", action="store_true", help=text)
+    text = "semi2k is for tests: the server could open the client's shares (default: %(default)s)"
+    group.add_argument("--protocol", choices=["cheetah", "semi2k"], default="cheetah", help=text)
+
+
+def way_of(args: argparse.Namespace, own: str) -> dict[str, Any]:
+    """The options `tls`, `insecure_plain` and `protocol` of both ends, as the command line has them."""
+    from aero_compile.runtime import TLSConfig
+    from aero_compile.runtime.hosts.revocation import REVOKED
+
+    given, revoked = {"cert": args.cert, "key": args.key, "ca": args.ca}, args.revoked
+    if args.certs is not None:
+        revoked = revoked or str(args.certs / REVOKED)
+        there = {"cert": f"{own}.pem", "key": f"{own}.key", "ca": "authority.pem"}
+        given = {name: path or str(args.certs / there[name]) for name, path in given.items()}
+    missing = [f"--{name}" for name, path in given.items() if path is None]
+    if len(missing) == len(given) and revoked is None:
+        if not args.insecure_plain:
+            raise InputError("no certificates: give --certs DIR (aero-compile certs makes it), or --insecure-plain")
+        return {"tls": None, "insecure_plain": True, "protocol": args.protocol}
+    if missing:
+        raise InputError(f"TLS needs all of --cert, --key and --ca; missing: {', '.join(missing)}")
+    if args.insecure_plain:
+        raise InputError("--insecure-plain and certificates exclude each other")
+    tls = TLSConfig(given["cert"], given["key"], given["ca"], getattr(args, "server_name", None), revoked)
+    return {"tls": tls, "insecure_plain": False, "protocol": args.protocol}
+
+
+def add_client(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    """Add what a client needs: the server, what is accepted of it, and the tokenizer."""
+    add = parser.add_argument
+    add("--server", required=required, metavar="HOST:PORT", help="where aero-compile serve listens")
+    text = (
+        "the model's tokenizer: a tokenizer.json, a folder that has one, a GGUF file (of which nothing else is read), "
+    )
+    text += "or a Hub name"
+    add("--tokenizer", required=required, metavar="PATH", help=text)
+    add_way(parser, "client")
+    add("--server-name", metavar="NAME", help="name in the server's certificate (default: the host of --server)")
+    add("--model-digest", metavar="HEX", help="accept this model alone, as the server's log tells its digest")
+    text = "positions by which the server learns how long texts are, for N-1 to 2N-2 more steps each (default: exactly)"
+    add("--bucket", type=positive, default=1, metavar="N", help=text)
+    text = "private folder where the server's programs and its encrypted token table are kept (default: nowhere)"
+    add("--cache", type=Path, metavar="DIR", help=text)
+    text = (
+        "tokens to prepare for while nothing is computed, where the server has prepared products (default: %(default)s)"
+    )
+    add("--ahead", type=int, default=8, metavar="N", help=text)
+    text = "tokens of a prompt to prepare for in the same way (default: %(default)s)"
+    add("--prompt-ahead", type=int, default=0, metavar="N", help=text)
+    text = "rows of products to keep prepared by the batch of 4,096, one a token, in the same way (default: none)"
+    add("--prepare", type=int, default=0, metavar="ROWS", help=text)
+    add("--prepared", action="store_true", help="wait until all of that is prepared before the first text is computed")
+    text = "memory that the process of the session may hold (default: what the server's programs can need)"
+    add("--max-memory", type=gigabytes, metavar="GB", help=text)
+    text = "seconds for one computation, of a part of the prompt or of a token (default: %(default)s)"
+    add("--timeout", type=float, default=3600.0, metavar="S", help=text)
+
+
+def open_session(args: argparse.Namespace, check: Callable[[Session], object] | None = None) -> Connection:
+    """Connect to a server that generates text; whoever waits for a turn is told on standard error.
+
+    `check`: raises for what the server offers and cannot be used here, before the set-up is paid for.
+    """
+    from aero_compile.serving.client import connect
+
+    def offered(session: Session | None) -> None:
+        if session is None:
+            raise InputError(f"the server at {args.server} generates no text: it was started without --room")
+        if check is not None:
+            check(session)
+
+    names = ("model_digest", "timeout", "bucket", "cache", "ahead", "prompt_ahead", "prepare", "max_memory")
+    asked = {name: getattr(args, name) for name in names}
+    told: dict[str, Any] = {"on_wait": _say_wait, "on_offer": offered, "on_download": _Download(args.cache is not None)}
+    connection = connect(args.server, **told, **asked, **way_of(args, "client"))
+    if args.prepared:
+        _prepare(connection, args)
+    return connection
+
+
+def _prepare(connection: Connection, args: argparse.Namespace) -> None:
+    if not connection.prepare(_Preparations()).messages:
+        connection.close()
+        raise InputError(
+            f"--prepared: nothing can be prepared with the server at {args.server} for --ahead {args.ahead} and "
+            f"--prompt-ahead {args.prompt_ahead}; it must be started with --offline"
+        )
+
+
+class _Preparations:
+    """Shows how many preparations are made, on standard error: without a terminal by tenths."""
+
+    def __init__(self) -> None:
+        self._line, self._tenths = Line(), 0
+        self._line.say("preparing for the first text …")
+
+    def __call__(self, done: int, of: int) -> None:
+        tenths = 10 * done // of
+        if done == of:
+            self._line.clear()
+            self._line.say("prepared")
+        elif self._line.live or tenths > self._tenths:
+            self._line.show(bar(done, of))
+        self._tenths = tenths
+
+
+class _Download:
+    """Shows how far the download of an encrypted token table is, on standard error: without a terminal by tenths."""
+
+    def __init__(self, keeps: bool) -> None:
+        self._line, self._tenths, self._keeps = Line(), -1, keeps
+
+    def __call__(self, here: int, all_of_it: int) -> None:
+        tenths, size = 10 * here // all_of_it, human_bytes(all_of_it)
+        if self._tenths < 0:
+            hint = "" if self._keeps else "; --cache DIR keeps it for later sessions"
+            self._line.say(f"downloading the server's encrypted token table, {size}, once{hint}")
+        elif here == all_of_it:
+            self._line.clear()
+            self._line.say("the encrypted token table is here")
+        elif self._line.live or tenths > self._tenths:
+            self._line.show(f"{human_bytes(here)} of {size} of the table are here")
+        self._tenths = tenths
+
+
+def _say_wait(before: int) -> None:
+    print(f"the server is busy, {before} before you", file=sys.stderr, flush=True)
+
+
+def add_text(parser: argparse.ArgumentParser) -> None:
+    """Add what says where text comes from, and how it is cut into tokens."""
+    add = parser.add_argument
+    add("--dataset", default="stdlib", help="stdlib, files, a folder or a Hub dataset (default: %(default)s)")
+    add("--text-column", metavar="NAME", help="column of the dataset that holds the text")
+    add("--tokenizer", help="Hub name or folder (default: the model's own)")
+
+
+def blocks_of_text(
+    args: argparse.Namespace, own: str | None, count: int, most: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """At most `count` blocks of token ids `[N, T]` of each side of the dataset, T being `args.seq_len`.
+
+    `own`: the tokenizer that belongs to the model; `most`: the longest T that it takes. Raises InputError without any
+    tokenizer, and DataError.
+    """
+    import torch
+
+    from aero_compile.training.data.blocks import load_text, prepare
+
+    name = args.tokenizer or own
+    if name is None:
+        raise InputError(f"--model {args.model} has no tokenizer of its own: name one with --tokenizer")
+    length = args.seq_len if most is None else min(args.seq_len, most)
+    tokens = count * length
+    data = prepare(
+        load_text(args.dataset, column=args.text_column),
+        context=length,
+        tokenizer=name,
+        max_train_tokens=tokens,
+        max_validation_tokens=tokens,
+    )
+    sides: Any = (data.train, data.validation)
+    train, validation = (torch.stack([side[i]["input_ids"] for i in range(len(side))]) for side in sides)
+    return train, validation

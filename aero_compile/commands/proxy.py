@@ -13,15 +13,13 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aero_compile.commands.draft import add_draft, draft_of
-from aero_compile.commands.link import CLIENT_KEYWORDS, add_client, open_session
-from aero_compile.commands.options import positive
+from aero_compile.commands.options import CLIENT_KEYWORDS, add_client, add_draft, draft_of, open_session, positive
 from aero_compile.errors import InputError
 
 if TYPE_CHECKING:
     import socket
 
-    from aero_compile.proxy.keys import Keys
+    from aero_compile.chat.callers import Keys
 
 KEYWORDS = CLIENT_KEYWORDS
 SUMMARY = "an OpenAI-compatible endpoint on this machine, private towards the server"
@@ -55,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer until interrupted, or make a key."""
-    from aero_compile.proxy.keys import KEYS, default_folder, new_key
+    from aero_compile.chat.callers import KEYS, default_folder, new_key
 
     folder = args.state or default_folder()
     if args.new_key is not None:
@@ -72,9 +70,9 @@ def run(args: argparse.Namespace) -> int:
 def _serve(args: argparse.Namespace, folder: Path) -> int:
     import uvicorn
 
-    from aero_compile.proxy.app import make_app
-    from aero_compile.proxy.writer import Writer
-    from aero_compile.training.tokenizer import load_tokenizer
+    from aero_compile.chat.openai_server import make_app
+    from aero_compile.chat.writer import Writer
+    from aero_compile.training.data.tokens import load_tokenizer
 
     tokenizer = load_tokenizer(args.tokenizer)
     with _listener(args) as listener:
@@ -96,14 +94,14 @@ def _serve(args: argparse.Namespace, folder: Path) -> int:
 
 
 def _listener(args: argparse.Namespace) -> AbstractContextManager[socket.socket]:
-    from aero_compile.proxy.listeners import port_listener, socket_listener
+    from aero_compile.chat.callers import port_listener, socket_listener
 
     return socket_listener(args.socket) if args.socket else port_listener(args.host, args.port)
 
 
 def _keys(folder: Path) -> Keys:
     """The callers' keys; the first is made here, and shown this once."""
-    from aero_compile.proxy.keys import FIRST, KEYS, Keys, new_key
+    from aero_compile.chat.callers import FIRST, KEYS, Keys, new_key
 
     if not (folder / KEYS).exists():
         print(f"the key, which is shown this once: {new_key(folder, FIRST)}")

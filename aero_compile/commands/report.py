@@ -82,8 +82,8 @@ def _written(args: argparse.Namespace, output: Path) -> RunReport:
 
 
 def _estimate(args: argparse.Namespace) -> None:
-    from aero_compile.reporting.run_records import read_runs
     from aero_compile.reporting.run_report import estimate_costs
+    from aero_compile.reporting.runs import read_runs
 
     for each in read_runs(args.runs):
         if each.estimate() is None:

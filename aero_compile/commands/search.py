@@ -13,8 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from aero_compile.commands.options import LENGTH, MODEL, names, positive
-from aero_compile.commands.text import add_text, blocks_of_text
+from aero_compile.commands.options import LENGTH, MODEL, add_text, blocks_of_text, names, positive
 from aero_compile.errors import InputError
 from aero_compile.files import refuse_existing
 from aero_compile.lengths import DEFAULT_LENGTH, default_length
@@ -64,12 +63,12 @@ def run(args: argparse.Namespace) -> int:
     """Search, write what is asked for, and print the recipe and the curve."""
     import torch
 
+    from aero_compile.console import Line
     from aero_compile.pipeline import transform
-    from aero_compile.progress import Line
     from aero_compile.recipe.recipe import resolve
     from aero_compile.search import search
     from aero_compile.search.run import ORDERS
-    from aero_compile.training.models import find_model, under_recipe
+    from aero_compile.training.setup.models import find_model, under_recipe
 
     for path in (args.out, args.html):
         refuse_existing(path, args.overwrite)

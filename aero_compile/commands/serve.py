@@ -11,8 +11,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from aero_compile.commands.link import add_way, way_of
-from aero_compile.commands.options import add_lookup, add_weights_at_client, gigabytes, names, positive
+from aero_compile.commands.options import add_lookup, add_way, add_weights_at_client, gigabytes, names, positive, way_of
 from aero_compile.errors import InputError
 
 KEYWORDS = {"address": "--listen", "folder": "--keep", "set_up": "--no-set-up", "tls": "--certs"}

@@ -32,6 +32,7 @@ from torch import Tensor, fx, nn
 
 from aero_compile.artifact import load
 from aero_compile.census import census
+from aero_compile.console import quiet
 from aero_compile.errors import ExportError, InputError, first_line
 from aero_compile.inference_model import drop_dropout
 from aero_compile.ir.fold_weights import fold_in_place
@@ -40,7 +41,6 @@ from aero_compile.ir.usable_weights import check_weights
 from aero_compile.model import TransformedModel
 from aero_compile.onnx.comparison import compare
 from aero_compile.pipeline import transform
-from aero_compile.quiet import quiet
 from aero_compile.version import __version__
 
 OPSET = 20

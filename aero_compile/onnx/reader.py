@@ -10,8 +10,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from aero_compile.census import census
-from aero_compile.census_result import Census
+from aero_compile.census import Census, census
+from aero_compile.console import quiet
 from aero_compile.errors import AeroError, InputError, first_line
 from aero_compile.frontend.canonicalize import canonicalize
 from aero_compile.ir.call_convention import CallConvention
@@ -19,7 +19,6 @@ from aero_compile.lengths import default_length
 from aero_compile.model import TransformedModel
 from aero_compile.onnx.builder import inputs_of, sizes_of, token_input
 from aero_compile.onnx.importer import Importer
-from aero_compile.quiet import quiet
 
 
 def read_decoder(path: str | os.PathLike[str], seq_len: int | None = None) -> TransformedModel:

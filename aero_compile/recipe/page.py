@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 from aero_compile.analysis import selections as layer_sets
 from aero_compile.graph_pass import CalibratedPass, GraphPass
-from aero_compile.passes._layers import LayersPass
-from aero_compile.passes._some_heads import HeadsPass, PerhapsCalibratedPass
+from aero_compile.passes.lib.options import HeadsPass, LayersPass, PerhapsCalibratedPass
 from aero_compile.recipe import labels
 from aero_compile.recipe.recipe import PASSES, recipes
 

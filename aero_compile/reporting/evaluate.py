@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from aero_compile.errors import InputError
-from aero_compile.reporting.report import Row, Training
+from aero_compile.reporting.results import Row, Training
 
 
 class Agreement(NamedTuple):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from aero_compile.reporting.charts import Points, heatmap_over_time, line_chart
 from aero_compile.reporting.entropy_states import Table
-from aero_compile.reporting.page import figure
-from aero_compile.reporting.run_figures import frames_of, marks_of, tables_of
-from aero_compile.reporting.run_records import RunRecords
+from aero_compile.reporting.figures import frames_of, marks_of, tables_of
+from aero_compile.reporting.pages import figure
+from aero_compile.reporting.plots import Points, heatmap_over_time, line_chart
+from aero_compile.reporting.runs import RunRecords
 from aero_compile.training.penalty_watch import LEAST_SHARE
 
 _FARTHEST = 3.0

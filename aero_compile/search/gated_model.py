@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from aero_compile.errors import InputError
 from aero_compile.ir.graph_model import compile_graph, remove_dead_nodes
 from aero_compile.model import TransformedModel
-from aero_compile.search.sites import Choice, Decisions, GateInput, Site
+from aero_compile.search.choices.sites import Choice, Decisions, GateInput, Site
 
 
 class GatedModel:

@@ -12,11 +12,10 @@ from typing import Any
 
 from aero_compile.errors import InputError
 from aero_compile.files import write_atomically
-from aero_compile.reporting.charts import line_chart
-from aero_compile.reporting.report import aligned, origin, results_text, write_json
-from aero_compile.reporting.report_html import page
-from aero_compile.search.budget import amount
-from aero_compile.search.costs import Price
+from aero_compile.reporting.pages import page
+from aero_compile.reporting.plots import line_chart
+from aero_compile.reporting.results import aligned, origin, results_text, write_json
+from aero_compile.search.costs import Price, amount
 
 FORMAT = "aero_compile.search_result/1"
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from aero_compile.calibration import token_batches
+from aero_compile.console import Meter
 from aero_compile.entropy import headwise
 from aero_compile.errors import InputError, UnsupportedGraphError, nearest
 from aero_compile.lengths import default_length
@@ -21,16 +22,13 @@ from aero_compile.model import TransformedModel
 from aero_compile.pipeline import transform
 from aero_compile.runtime.costs.model import estimate
 from aero_compile.runtime.hosts.network_spec import Network
-from aero_compile.search.budget import Budget, amount, parse_budget
 from aero_compile.search.choices import DEFAULT, choices_of
 from aero_compile.search.choices.attention import HEADS
-from aero_compile.search.costs import Costs, Estimated, Price, estimated, is_estimated
+from aero_compile.search.choices.sites import Decisions, Site, in_force, key_of
+from aero_compile.search.costs import Budget, Costs, Estimated, Price, amount, estimated, is_estimated, parse_budget
 from aero_compile.search.gated_model import GatedModel
-from aero_compile.search.orders import Problem, at_random, by_score, greedy, single
-from aero_compile.search.progress import Meter
-from aero_compile.search.relaxation import Relaxation, is_relaxation
+from aero_compile.search.orders import Problem, Relaxation, at_random, by_score, greedy, is_relaxation, single
 from aero_compile.search.result import Point, SearchResult
-from aero_compile.search.sites import Decisions, Site, in_force, key_of
 from aero_compile.search.state import State, identity_of
 
 ORDERS = ("greedy", "single", "relaxation", "entropy", "random")

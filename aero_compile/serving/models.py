@@ -49,7 +49,7 @@ def positions_of(place: Path) -> int | None:
 
         found = read_document(place).get("max_positions")
     else:
-        from aero_compile.training.models import load_config
+        from aero_compile.training.setup.models import load_config
 
         found = getattr(load_config(str(place)), "max_position_embeddings", None)
     return found if isinstance(found, int) else None
@@ -67,7 +67,7 @@ def load_model(place: Path) -> Any:
         return load(place)
     from aero_compile.pipeline import transform
     from aero_compile.training.gguf_models import load_gguf
-    from aero_compile.training.models import load_pretrained
+    from aero_compile.training.setup.models import load_pretrained
 
     if is_gguf(place):
         return transform(load_gguf(place), "baseline")

@@ -15,12 +15,12 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from aero_compile.console import human_bytes
 from aero_compile.errors import PartyError
 from aero_compile.runtime.hosts.lookup_files import file_digest
 from aero_compile.runtime.hosts.lookup_sizes import LooksUp, encrypted_parts, table_size
 from aero_compile.serving.cache import Cache, part_name
 from aero_compile.serving.transport.messages import PIECE_BYTES, Table
-from aero_compile.units import human_bytes
 
 FetchPiece = Callable[[str, int, int], Awaitable[bytes]]
 """Gets a piece of a table: the table's digest, the number of the piece, its bytes."""

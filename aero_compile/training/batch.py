@@ -7,7 +7,7 @@ import logging
 from transformers import TrainingArguments
 
 from aero_compile.errors import InputError
-from aero_compile.training.trainer_arguments import spread_by
+from aero_compile.training.setup.arguments import spread_by
 
 logger = logging.getLogger("aero_compile.retrain")
 

@@ -30,7 +30,7 @@ from aero_compile.ir.ops import VIEWS
 from aero_compile.ir.shapes import sample_shape
 from aero_compile.model import TransformedModel
 from aero_compile.tapped import Tap, Taps, run_tapped
-from aero_compile.training.named_numbers import named_numbers
+from aero_compile.training.learning_rates import named_numbers
 
 
 @dataclass(frozen=True)

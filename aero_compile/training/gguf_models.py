@@ -17,10 +17,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from aero_compile.console import quiet
 from aero_compile.errors import InputError
-from aero_compile.quiet import quiet
+from aero_compile.training.data.sources import cause_line
 from aero_compile.training.gguf_header import GGUFHeader, read_header
-from aero_compile.training.sources import cause_line
 
 _DIGITS_APART = frozenset({"command-r", "refact", "smollm", "starcoder"})
 """Values of `tokenizer.ggml.pre` whose merges were learned on digits by themselves (llama.cpp, `src/llama-vocab.cpp`);

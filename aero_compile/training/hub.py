@@ -1,12 +1,18 @@
-"""Pushing a trained model to the Hugging Face Hub: whether that will work is asked before training, not after."""
+"""Pushing a trained model to the Hugging Face Hub: whether that will work is asked before training, not after.
+
+The card of a trained model: what it is, how it was made, how good it is; the README of its folder on the Hub.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from aero_compile.errors import InputError
+from aero_compile.reporting.results import markdown_table
 
 
 @dataclass(frozen=True)
@@ -52,3 +58,108 @@ class HubTarget:
 
 def _first(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+_SETTINGS = {
+    "max_steps": "steps (-1: by epochs)",
+    "num_train_epochs": "epochs",
+    "per_device_train_batch_size": "blocks a step and device",
+    "gradient_accumulation_steps": "accumulated steps",
+    "learning_rate": "learning rate",
+    "lr_scheduler_type": "schedule",
+    "warmup_steps": "warm-up",
+    "weight_decay": "weight decay",
+    "optim": "optimizer",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "seed": "seed",
+}
+
+
+def model_card(name: str, record: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
+    """Return the card as Markdown with the Hub's YAML head.
+
+    `name`: of the model. `record`: the content of `run.json`; what it does not tell is left out. `metrics`:
+    `eval_loss` (nats a token) and `perplexity` on the held-out blocks.
+    """
+    identity, options = record.get("identity", {}), record.get("options", {})
+    arguments, data = record.get("training_arguments", {}), record.get("data", {})
+    recipe = identity.get("recipe") or "none"
+    sections = [
+        _head(name, str(identity.get("dataset", "")), metrics),
+        f"# {_plain(name)}\n",
+        "A causal language model that was rewritten for private inference and trained by "
+        "[aero_compile](https://github.com/aero-compile/aero_compile).\n",
+        _table(
+            "Model",
+            {
+                "made from": identity.get("model"),
+                "recipe": options.get("recipe"),
+                "passes": recipe,
+                "nonlinear operations that remain": record.get("census"),
+                "parameters": identity.get("parameters"),
+                "context (tokens)": identity.get("context"),
+            },
+        ),
+        _table(
+            "Result on held-out text",
+            {"perplexity": f"{metrics['perplexity']:.4g}", "loss (nats a token)": f"{metrics['eval_loss']:.4f}"},
+        ),
+        _table("Data", {"dataset": identity.get("dataset"), **{k.replace("_", " "): v for k, v in data.items()}}),
+        _table("Training", {words: arguments.get(key) for key, words in _SETTINGS.items()} | _regularization(identity)),
+        _table("Versions", record.get("versions", {})),
+        _use(),
+    ]
+    return "\n".join(section for section in sections if section)
+
+
+def _head(name: str, dataset: str, metrics: Mapping[str, float]) -> str:
+    """The YAML head; its strings are written as JSON, which is YAML."""
+    metric = {"type": "perplexity", "name": "perplexity on held-out text", "value": metrics["perplexity"]}
+    result = {
+        "task": {"type": "text-generation"},
+        "dataset": {"name": dataset or "unknown", "type": dataset or "unknown"},
+        "metrics": [metric],
+    }
+    fields = {
+        "library_name": "aero_compile",
+        "pipeline_tag": "text-generation",
+        "tags": ["private-inference", "secure-computation", "aero_compile"],
+        "model-index": [{"name": name, "results": [result]}],
+    }
+    lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in fields.items()]
+    return "\n".join(["---", *lines, "---", ""])
+
+
+def _regularization(identity: Mapping[str, Any]) -> dict[str, Any]:
+    if not identity.get("lambda"):
+        return {}
+    names = {"lambda": "entropy weight λ", "gamma": "tolerance margin γ", "entropy_reduction": "form of the penalty"}
+    return {words: identity.get(key) for key, words in names.items()}
+
+
+def _table(title: str, values: Mapping[str, Any]) -> str:
+    lines: Sequence[Sequence[str]] = [[key, _plain(value)] for key, value in values.items() if value not in (None, "")]
+    return f"## {title}\n\n{markdown_table(['', ''], lines, left={0, 1})}" if lines else ""
+
+
+def _plain(value: Any) -> str:
+    """The value as text without a line end or markup."""
+    text = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) and value > 9999 else str(value)
+    return " ".join(text.split()).replace("<", "&lt;").replace("`", "'")
+
+
+def _use() -> str:
+    return """## Use
+
+```python
+import aero_compile
+from huggingface_hub import snapshot_download
+from transformers import AutoTokenizer
+
+folder = snapshot_download("OWNER/NAME")  # or the folder of the artifact
+model, tokenizer = aero_compile.load(folder), AutoTokenizer.from_pretrained(folder)
+tokens = tokenizer("def f(", return_tensors="pt").input_ids
+logits, bill = aero_compile.private_inference(model, tokens)  # two processes, secret-shared
+```
+"""

@@ -2,10 +2,13 @@
 
 A role is what a pass calls a parameter of its own: `scaled_ffn.<layer>.alpha` has the role `alpha`. Two have the
 paper's letters instead: `t`, the softmax temperature (stored as its logarithm), and `theta`, the entropy thresholds.
+
+Numbers by name in an option's text: `kl=1,hidden=0.5`.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -16,7 +19,30 @@ from torch.optim.lr_scheduler import LambdaLR
 from aero_compile.errors import InputError
 from aero_compile.model import TransformedModel
 from aero_compile.recipe.recipe import PASSES
-from aero_compile.training.named_numbers import named_numbers
+
+
+def named_numbers(option: str, text: str | None, example: str) -> dict[str, float]:
+    """The numbers of `name=number,…`, each at least 0; empty for no text.
+
+    `option` and `example` are for the message.
+
+    Raises:
+        InputError: an item that is none, a name given twice, or a value that is no number of at least 0.
+    """
+    found: dict[str, float] = {}
+    for item in filter(None, (part.strip() for part in (text or "").split(","))):
+        name, _, value = (part.strip() for part in item.partition("="))
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if not name or not (math.isfinite(number) and number >= 0):
+            raise InputError(f"{option}: {item!r} is not name=number with a number of at least 0, such as {example}")
+        if name in found:
+            raise InputError(f"{option} gives {name} twice")
+        found[name] = number
+    return found
+
 
 USUAL_RATE = 1e-3
 

@@ -12,7 +12,7 @@ from aero_compile.errors import InputError, OutputDirError
 from aero_compile.training.checkpoints import step_of
 from aero_compile.training.given_flags import SECRET, given_flags, without
 from aero_compile.training.run_directory import RUN_FILE, RunDirectory
-from aero_compile.training.trainer_arguments import RetrainArguments
+from aero_compile.training.setup.arguments import RetrainArguments
 
 _OF_A_SESSION = ("resume", "resume_from_checkpoint", "output_dir", *SECRET)
 """Flags that do not belong to a run, but to one session of it."""

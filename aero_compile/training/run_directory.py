@@ -19,13 +19,13 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from aero_compile.code_version import code_version
+from aero_compile.console import human_bytes
 from aero_compile.errors import AeroError, OutputDirError
 from aero_compile.files import ARTIFACT_FOLDER as ARTIFACT_FOLDER
 from aero_compile.files import RUN_FILE as RUN_FILE
 from aero_compile.files import write_atomically
 from aero_compile.training import checkpoints
 from aero_compile.training.given_flags import SECRET, without
-from aero_compile.units import human_bytes
 from aero_compile.version import __version__
 
 METRICS_FILE = "metrics.jsonl"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from aero_compile.units import human_bytes
+from aero_compile.console import human_bytes
 from benchmarks.lib.figures_costs import prepared_bytes
 from benchmarks.lib.figures_raw import raw, the_row
 

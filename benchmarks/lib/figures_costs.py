@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from aero_compile.reporting import paper as beside
-from aero_compile.reporting import report
-from aero_compile.reporting.report import Row
+from aero_compile.console import human_bytes
+from aero_compile.reporting import results
+from aero_compile.reporting.results import Row
 from aero_compile.runtime.costs.session import Session
 from aero_compile.runtime.costs.table import CostTable
 from aero_compile.runtime.kernels.prepared_sign import PreparedSign
@@ -14,7 +14,6 @@ from aero_compile.runtime.offline.correlations import bill_correlations
 from aero_compile.runtime.online.bill import sent_bytes
 from aero_compile.runtime.online.correlations import AND, LIFT, SELECTION, TRUNCATION
 from aero_compile.runtime.online.sign_layout import MANY
-from aero_compile.units import human_bytes
 from benchmarks.lib.figures_raw import megabytes, raw, rows_of, table, the_row
 from benchmarks.pass_bytes import Stage
 from benchmarks.pass_bytes import table as pass_table
@@ -25,7 +24,7 @@ MEASURED = ("softmax_only_t128",)
 
 def demo() -> str:
     """What the demo prints, but for its seconds, which are those of a machine that is not the reader's."""
-    head, lines = report.cells(rows_of("demo"))
+    head, lines = results.cells(rows_of("demo"))
     kept = [i for i, name in enumerate(head) if name != "seconds"]
     return table([head[i] for i in kept], [[line[i] for i in kept] for line in lines], left=2)
 
@@ -59,7 +58,7 @@ def paper_rows() -> list[Row]:
 
 
 def _beside(rows: list[Row], left_out: set[str]) -> str:
-    head, lines = beside.cells(rows)
+    head, lines = results.paper_cells(rows)
     kept = [i for i, name in enumerate(head) if name not in left_out]
     return table([head[i] for i in kept], [[line[i] for i in kept] for line in lines])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from aero_compile.units import human_bytes
+from aero_compile.console import human_bytes
 from benchmarks.lib.figures_raw import raw, table, the_row
 
 

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from aero_compile.reporting.report import markdown_table
+from aero_compile.reporting.results import markdown_table
 from benchmarks.lib.figures_raw import percent, raw
 from benchmarks.lib.paired import Paired, paired
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from aero_compile.reporting.report import Row, row_from_json
+from aero_compile.reporting.results import Row, row_from_json
 from benchmarks.lib.figures_pages import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"

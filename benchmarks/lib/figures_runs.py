@@ -6,10 +6,10 @@ import dataclasses
 import math
 from typing import Any
 
+from aero_compile.console import human_bytes
 from aero_compile.runtime.arithmetic.approximations import approximations
 from aero_compile.runtime.arithmetic.exponential import ERRORS, ONE_PRODUCT, SoftmaxExponential
 from aero_compile.serving.limits import Limits
-from aero_compile.units import human_bytes
 from benchmarks.lib.figures_raw import raw, rows_of, table
 
 

@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from aero_compile.census_result import LABELS
+from aero_compile.census import LABELS
 from aero_compile.recipe.labels import plain_label
-from aero_compile.reporting.paper import ratio
-from aero_compile.reporting.report import Row
+from aero_compile.reporting.results import Row, ratio
 
 TABLES = Path(__file__).with_name("paper_tables.json")
 

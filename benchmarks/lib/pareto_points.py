@@ -17,9 +17,8 @@ from aero_compile.ir.custom_ops import kind_of_weights
 from aero_compile.model import TransformedModel
 from aero_compile.runtime.costs.model import estimate
 from aero_compile.search import search
-from aero_compile.search.budget import parse_budget
-from aero_compile.search.costs import MEASURES
-from aero_compile.training.data import TrainingData
+from aero_compile.search.costs import MEASURES, parse_budget
+from aero_compile.training.data.blocks import TrainingData
 from aero_compile.training.run_directory import ARTIFACT_FOLDER, finite_or_none, versions, write_json
 from benchmarks.lib.pareto_plan import Model
 from benchmarks.lib.study_plan import Task, file_name

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from aero_compile.console import Progress
 from aero_compile.files import write_atomically
-from aero_compile.progress import Progress
-from aero_compile.reporting.page import drawing
-from aero_compile.reporting.report import command_line, origin, write_json
+from aero_compile.reporting.pages import drawing
+from aero_compile.reporting.results import command_line, origin, write_json
 from benchmarks.lib import pareto_table
 from benchmarks.lib.pareto_plan import Model, ParetoPlan
 from benchmarks.lib.pareto_points import (

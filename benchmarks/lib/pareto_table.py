@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from aero_compile.reporting import page
-from aero_compile.reporting.charts import line_chart
-from aero_compile.reporting.report import aligned, markdown_table
-from aero_compile.reporting.report_html import page as document_page
+from aero_compile.reporting import pages as page
+from aero_compile.reporting.pages import page as document_page
+from aero_compile.reporting.plots import line_chart
+from aero_compile.reporting.results import aligned, markdown_table
 from benchmarks.lib.pareto_plan import AERO, CHANGED, RIVALS, SEARCHED, STATIC
 from benchmarks.lib.pareto_points import Point
 from benchmarks.lib.study_table import mean_and_spread

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from aero_compile.units import human_bytes
+from aero_compile.console import human_bytes
 
 BASELINE = "baseline"
 RATIOS = ("times_fewer_bytes", "times_less_time", "times_less_processor_time")

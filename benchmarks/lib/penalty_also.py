@@ -10,7 +10,7 @@ from typing import Any
 
 from aero_compile.errors import InputError
 from aero_compile.files import write_atomically
-from aero_compile.reporting.report import aligned, command_line, markdown_table, write_json
+from aero_compile.reporting.results import aligned, command_line, markdown_table, write_json
 from aero_compile.training.run_directory import PARAMETERS_FILE, RunDirectory, versions
 from benchmarks.lib.penalty_plan import BASE, threshold_and_share
 from benchmarks.lib.study_plan import Setting, Task

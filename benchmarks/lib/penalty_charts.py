@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from aero_compile.files import write_atomically
-from aero_compile.reporting.charts import line_chart
-from aero_compile.reporting.page import drawing
-from aero_compile.training.switching import largest_entropy
+from aero_compile.reporting.pages import drawing
+from aero_compile.reporting.plots import line_chart
+from aero_compile.training.schedule import largest_entropy
 from benchmarks.lib.study_rows import StudyRow
 
 Arms = Mapping[str, Sequence[StudyRow]]

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from aero_compile.files import write_atomically
-from aero_compile.reporting.report import command_line, write_json
+from aero_compile.reporting.results import command_line, write_json
 from aero_compile.training.run_directory import versions
-from aero_compile.training.switching import largest_entropy
+from aero_compile.training.schedule import largest_entropy
 from benchmarks.lib import study_table
 from benchmarks.lib.penalty_charts import write_charts
 from benchmarks.lib.penalty_plan import GATE_LABELS, GatePlan

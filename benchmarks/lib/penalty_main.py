@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from aero_compile.files import write_atomically
-from aero_compile.reporting.report import aligned, command_line, markdown_table, write_json
+from aero_compile.reporting.results import aligned, command_line, markdown_table, write_json
 from aero_compile.training.run_directory import versions
 from benchmarks.lib.paired import Paired, paired
 from benchmarks.lib.penalty_charts import write_charts

@@ -11,7 +11,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 
 import torch
 
-from aero_compile.reporting.report import Row
+from aero_compile.reporting.results import Row
 from benchmarks.lib import pi_rows
 from benchmarks.lib.pi_rows import Task
 

@@ -21,11 +21,11 @@ from aero_compile.lengths import default_length
 from aero_compile.recipe.labels import plain_label
 from aero_compile.recipe.recipe import recipe_names, recipes, resolve
 from aero_compile.reporting.evaluate import estimated_row, private_row
-from aero_compile.reporting.report import Row, command_line
+from aero_compile.reporting.results import Row, command_line
 from aero_compile.serving.models import load_model, model_place, positions_of
 from aero_compile.training.gguf_header import is_gguf
-from aero_compile.training.models import check_history, under_recipe
 from aero_compile.training.run_directory import versions
+from aero_compile.training.setup.models import check_history, under_recipe
 from benchmarks.lib import paper
 
 DEFAULT_RECIPES = "SM+LN+G,SM+LN+R,SM+R,softmax_only"

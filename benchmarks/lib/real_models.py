@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 import aero_compile
-from aero_compile.decoding.dialog import Dialog, end_ids
+from aero_compile.chat.template import Dialog, end_ids
 from aero_compile.errors import InputError
 from aero_compile.files import GRAPH_FILE
 from aero_compile.model import TransformedModel
 from aero_compile.serving.models import load_model, model_place
+from aero_compile.training.data.tokens import load_tokenizer
 from aero_compile.training.gguf_header import is_gguf
 from aero_compile.training.gguf_models import load_gguf
-from aero_compile.training.models import load_pretrained
-from aero_compile.training.tokenizer import load_tokenizer
+from aero_compile.training.setup.models import load_pretrained
 
 
 @dataclass(frozen=True)

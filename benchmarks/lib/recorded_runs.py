@@ -12,7 +12,7 @@ from typing import Any
 
 from aero_compile.errors import InputError
 from aero_compile.files import write_atomically
-from aero_compile.reporting.report import aligned, command_line, write_json
+from aero_compile.reporting.results import aligned, command_line, write_json
 from aero_compile.training.run_directory import versions
 from benchmarks.lib.study_plan import Setting, Task, file_name, read_flags, without_flag
 from benchmarks.lib.study_rows import StudyRow

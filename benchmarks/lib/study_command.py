@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from aero_compile.console import HelpParser, exit_code
 from aero_compile.errors import InputError, OutputDirError
-from aero_compile.exit_codes import exit_code
-from aero_compile.plain_help import HelpParser
 from benchmarks.lib.study_run import human
 
 Run = Callable[[argparse.Namespace, Sequence[str]], int]

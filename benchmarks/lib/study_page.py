@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from aero_compile.reporting import page
-from aero_compile.reporting.charts import line_chart, stacked_bars
+from aero_compile.reporting import pages as page
+from aero_compile.reporting.plots import line_chart, stacked_bars
 from benchmarks.lib.study_rows import StudyRow
 from benchmarks.lib.study_table import Line, cells, lines_of, mean_and_spread
 

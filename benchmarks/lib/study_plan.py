@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from aero_compile.errors import InputError
 from aero_compile.recipe.recipe import resolve
-from aero_compile.training.command_line import parse_command_line
-from aero_compile.training.options import RetrainOptions
-from aero_compile.training.trainer_arguments import RetrainArguments
+from aero_compile.training.setup.arguments import RetrainArguments
+from aero_compile.training.setup.command_line import parse_command_line
+from aero_compile.training.setup.options import RetrainOptions
 
 CONFIG = "config."
 """Begins the name of an axis that is a field of the model's configuration, such as config.initializer_range."""

@@ -19,11 +19,7 @@ from aero_compile.errors import InputError, OutputDirError, TrainingError
 from aero_compile.pipeline import transform
 from aero_compile.reporting.entropy_states import heads_of, quartile_shares
 from aero_compile.retrain import load_data, retrain
-from aero_compile.training.command_line import parse_command_line
-from aero_compile.training.data import TrainingData
-from aero_compile.training.loop import perplexity
-from aero_compile.training.models import choose_recipe, find_model, with_length
-from aero_compile.training.options import RetrainOptions
+from aero_compile.training.data.blocks import TrainingData
 from aero_compile.training.regularized_model import EntropyRegularizedModel
 from aero_compile.training.run_directory import (
     ENTROPIES_FILE,
@@ -33,7 +29,11 @@ from aero_compile.training.run_directory import (
     versions,
     write_json,
 )
-from aero_compile.training.trainer_arguments import RetrainArguments
+from aero_compile.training.setup.arguments import RetrainArguments
+from aero_compile.training.setup.command_line import parse_command_line
+from aero_compile.training.setup.models import choose_recipe, find_model, with_length
+from aero_compile.training.setup.options import RetrainOptions
+from aero_compile.training.trainer import perplexity
 from benchmarks.lib.study_plan import Task, read_flags
 
 

@@ -8,10 +8,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from aero_compile.console import Progress
 from aero_compile.files import write_atomically
-from aero_compile.progress import Progress
-from aero_compile.reporting.page import drawing
-from aero_compile.reporting.report import command_line, write_json
+from aero_compile.reporting.pages import drawing
+from aero_compile.reporting.results import command_line, write_json
 from aero_compile.training.run_directory import versions
 from benchmarks.lib import study_page, study_table
 from benchmarks.lib.study_plan import Setting, Task

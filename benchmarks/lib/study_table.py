@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from aero_compile.reporting.report import aligned, markdown_table
+from aero_compile.reporting.results import aligned, markdown_table
 from benchmarks.lib.study_rows import StudyRow
 
 _PERPLEXITIES = ("best_perplexity", "final_perplexity")

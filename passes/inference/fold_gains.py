@@ -8,6 +8,13 @@ Before → after (g of the server or public, one number for each head or channel
 A gain of the server costs a private product for each element, more than a few columns of a product with a weight;
 `fuse_projections` then makes them columns of a layer that reads x anyway. A public number costs a truncation. A softmax
 temperature goes if it is the same for all positions of a head; one that varies by position stays.
+
+Temperatures that are the same at every position, `[H, T]`, become one number for each head, `[H, 1]`.
+
+Before → after (s `[H, T_max]`, its rows constant):
+    q·unsqueeze(s[:, :T], −1)  → q·unsqueeze(s[:, :1], −1)
+
+Only then do they go into the rows of a weight.
 """
 
 from __future__ import annotations
@@ -23,19 +30,53 @@ from torch import Tensor, fx, nn
 
 from aero_compile.analysis.channels import Channels, is_product_with_constant, live_operand, origins
 from aero_compile.graph_pass import GraphPass, PassResult
-from aero_compile.ir.dataflow import ancestors, tainted_nodes
+from aero_compile.ir.dataflow import ancestors, fixed_nodes, tainted_nodes
 from aero_compile.ir.fold_weights import fold_in_place
 from aero_compile.ir.graph_model import place, remove_dead_nodes
-from aero_compile.ir.ops import of_form
+from aero_compile.ir.ops import SCALES, SHAPE_ONLY, of_form
 from aero_compile.ir.ownership import given_nodes, weight_nodes
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.shapes import node_values, sample_shape
 from aero_compile.ir.weights import RowLayout, weight_value
 from aero_compile.model import TransformedModel
-from aero_compile.passes.inference._shared_temperatures import share_temperatures
 from aero_compile.passes.inference.fold_first_position import first_position
 
 aten = torch.ops.aten
+
+_KEEPS = of_form("copy", "negation", "slice", "repeat")
+_KEEPS |= {aten.exp.default, aten.reciprocal.default, aten.unsqueeze.default}
+
+
+def share_temperatures(model: TransformedModel) -> int:
+    """Cut such tables to one column, in place; returns how many were."""
+    live = tainted_nodes(model.graph, model.convention.tokens)
+    fixed = fixed_nodes(model.graph)
+    count = 0
+    for node in model.graph.nodes:
+        if node in live or node.target is not aten.slice.Tensor or len(node.args) != 4:
+            continue
+        source, dim, start, end = node.args
+        if start not in (0, None) or not isinstance(end, fx.Node) or source not in fixed:
+            continue
+        value = weight_value(model, source)
+        if value.is_floating_point() and bool((value == value.narrow(dim, 0, 1)).all()) and _broadcasts(node, live):
+            node.args = (source, dim, 0, 1)
+            count += 1
+    return count
+
+
+def _broadcasts(node: fx.Node, live: set[fx.Node]) -> bool:
+    """Whether products with hidden values are all that becomes of `node`, so that a dimension of 1 will do."""
+    for user in node.users:
+        if user.target in SCALES and user in live and user.args[0] in live:
+            continue
+        if user.target in SHAPE_ONLY:
+            return False
+        inferred = user.target is aten.reshape.default and -1 in user.args[1]  # type: ignore[operator]
+        if not (inferred or user.target in _KEEPS) or not _broadcasts(user, live):
+            return False
+    return True
+
 
 LARGEST, SMALLEST = 2.0**10, 2.0**-6
 """Largest gain that is folded, and how small it may be: rows of a weight lose the bits that a gain takes away."""

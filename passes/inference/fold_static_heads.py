@@ -29,8 +29,8 @@ from aero_compile.ir.ownership import server_nodes
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.ir.weights import weight_value
 from aero_compile.model import TransformedModel
-from aero_compile.passes._head_columns import HeadColumns
-from aero_compile.passes._head_edits import drop_unread
+from aero_compile.passes.lib.head_columns import HeadColumns
+from aero_compile.passes.lib.head_edits import drop_unread
 
 aten = torch.ops.aten
 

@@ -23,7 +23,7 @@ from aero_compile.analysis.residual_stream import ResidualStream, State, cost, n
 from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.ir.graph_model import place
 from aero_compile.model import TransformedModel
-from aero_compile.passes.inference._stream_rewriting import StreamRewriting
+from aero_compile.passes.lib.stream_rewriting import StreamRewriting
 
 
 @dataclass(frozen=True)

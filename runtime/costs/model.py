@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from aero_compile.console import human_bytes, table_lines
 from aero_compile.errors import InputError
 from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.compilation import AUTO, Options
@@ -42,7 +43,6 @@ from aero_compile.runtime.offline.choice import is_cheaper
 from aero_compile.runtime.operators.limits import Format
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.spu_config import import_spu, runtime_config
-from aero_compile.units import human_bytes, table_lines
 
 PROTOCOL = "cheetah"
 """The protocol whose costs are modelled."""

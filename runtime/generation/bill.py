@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from aero_compile.units import human_bytes, table_lines
+from aero_compile.console import human_bytes, table_lines
 
 Logits = npt.NDArray[np.float32]
 """Of the next token, [V]."""

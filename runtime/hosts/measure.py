@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
+from aero_compile.console import human_bytes, table_lines
 from aero_compile.errors import PartyError
 from aero_compile.runtime.hosts.lookup_sizes import table_size, weight_size
 from aero_compile.runtime.hosts.split import SPLIT, split_line, split_rows
 from aero_compile.runtime.hosts.traffic import Traffic
-from aero_compile.units import human_bytes, table_lines
 
 _KIND = re.compile(
     r"- (?P<name>\S.*?), executed (?P<count>\d+) times, duration (?P<seconds>[\d.e+-]+)s, "

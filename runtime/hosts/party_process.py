@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from aero_compile.console import HelpParser
 from aero_compile.errors import AeroError, PartyError
-from aero_compile.plain_help import HelpParser
 from aero_compile.runtime.hosts.computation import print_event
 from aero_compile.runtime.hosts.ending import Deadline, die, linger_seconds, report_error
 from aero_compile.runtime.hosts.link import PlainWay, Way, connect, not_connected

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from aero_compile.progress import Line
+from aero_compile.console import Line
 
 
 class RunProgress(Line):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from aero_compile.units import human_bytes
+from aero_compile.console import human_bytes
 
 SPLIT = ("computing", "sending", "waiting")
 """Columns of bills and estimates: what the seconds consist of."""

@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import aero_compile
 from aero_compile.retrain import RetrainArguments, RetrainOptions, retrain
-from aero_compile.training.data import Documents, prepare
+from aero_compile.training.data.blocks import Documents, prepare
 
 CONTEXT, VOCABULARY = 160, 300
 

@@ -38,7 +38,7 @@ def demo(root: Path) -> ModuleType:
         """A few made-up functions instead of the whole standard library: seconds less in every test."""
         import datasets
 
-        from aero_compile.training.data import Documents
+        from aero_compile.training.data.blocks import Documents
 
         assert name == "stdlib"
         return Documents(name, datasets.Dataset.from_dict(texts))

@@ -16,7 +16,7 @@ pytest.importorskip("datasets")
 import aero_compile
 from aero_compile.errors import InputError, RecipeError
 from aero_compile.search import run as search_run
-from aero_compile.training.command_line import parse_command_line
+from aero_compile.training.setup.command_line import parse_command_line
 from benchmarks import pareto
 from benchmarks.lib import pareto_points, pareto_run, pareto_table
 from benchmarks.lib.pareto_plan import Model, ParetoPlan, make_models, rivals

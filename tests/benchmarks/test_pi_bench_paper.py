@@ -15,7 +15,7 @@ import torch
 
 import aero_compile
 from aero_compile.recipe.recipe import recipes, resolve
-from aero_compile.reporting.report import Row
+from aero_compile.reporting.results import Row
 
 pytest.importorskip("transformers")
 

@@ -25,7 +25,7 @@ def few(name: str) -> Any:
     """A few made-up functions instead of the whole standard library."""
     import datasets
 
-    from aero_compile.training.data import Documents
+    from aero_compile.training.data.blocks import Documents
 
     texts = [f"def f_{i}(x):\n    return x + {i} * sum(range({i}))\n" * 5 for i in range(40)]
     return Documents(name, datasets.Dataset.from_dict({"text": texts}))

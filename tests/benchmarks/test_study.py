@@ -15,8 +15,8 @@ pytest.importorskip("datasets")
 
 from aero_compile.errors import InputError, RecipeError
 from aero_compile.retrain import retrain
-from aero_compile.training.command_line import parse_command_line
-from aero_compile.training.loop import RegularizedTrainer
+from aero_compile.training.setup.command_line import parse_command_line
+from aero_compile.training.trainer import RegularizedTrainer
 from benchmarks import study
 from benchmarks.lib import study_page, study_table
 from benchmarks.lib.study_plan import Plan, parse_axes, without_flag

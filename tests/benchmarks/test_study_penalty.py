@@ -22,7 +22,7 @@ pytest.importorskip("datasets")
 from filelock import FileLock
 
 from aero_compile.errors import InputError
-from aero_compile.training.command_line import parse_command_line
+from aero_compile.training.setup.command_line import parse_command_line
 from benchmarks import study_penalty
 from benchmarks.lib import study_workers
 from benchmarks.lib.paired import paired, t_quantile

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from aero_compile.__main__ import main
-from aero_compile.proxy.keys import FIRST, new_key
+from aero_compile.chat.callers import FIRST, new_key
 from aero_compile.runtime.hosts.link import free_addresses
 from benchmarks.lib.real_models import RealModel, load_real
 from tests.support.command_process import command

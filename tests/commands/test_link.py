@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from aero_compile.commands.link import add_client, open_session
+from aero_compile.commands.options import add_client, open_session
 from aero_compile.errors import InputError
 from aero_compile.runtime.generation.bill import Cost
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aero_compile.decoding.dialog import Dialog, Transcript, end_ids, rendered
+from aero_compile.chat.template import Dialog, Transcript, end_ids, rendered
 from aero_compile.errors import InputError
-from aero_compile.training.tokenizer import END_OF_TEXT, train_tokenizer
+from aero_compile.training.data.tokens import END_OF_TEXT, train_tokenizer
 from tests.support.budgets import few
 from tests.support.made_once import made_once
 

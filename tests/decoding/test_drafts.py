@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import aero_compile
-from aero_compile.decoding.drafts import ModelDraft, PromptLookup, make_draft
-from aero_compile.decoding.sampling import Sampler, Sampling
+from aero_compile.chat.sampling import Sampler, Sampling
+from aero_compile.chat.speculation import ModelDraft, PromptLookup, make_draft
 from aero_compile.errors import InputError
 from tests.support.budgets import few
 from tests.support.clear_session import clear_session
@@ -61,7 +61,7 @@ def test_the_same_seed_gives_the_same_text_with_guesses_and_without(
 
 
 def tokenizer(folder: Path, count: int) -> Any:
-    from aero_compile.training.tokenizer import load_tokenizer
+    from aero_compile.training.data.tokens import load_tokenizer
 
     folder.mkdir(exist_ok=True)
     save_words(folder / "tokenizer.json", count)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from aero_compile.decoding.prefixes import require_same_prefixes
+from aero_compile.decoding.step import require_same_prefixes
 from aero_compile.errors import UnsupportedModelError
 from aero_compile.inference_model import InferenceModel, inference_copy
 from aero_compile.ir.rewriter import Rewriter

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aero_compile.decoding.sampling import Sampler, Sampling, likeliest, log_probabilities, nucleus
+from aero_compile.chat.sampling import Sampler, Sampling, likeliest, log_probabilities, nucleus
 from aero_compile.errors import InputError
 from tests.support.budgets import few
 

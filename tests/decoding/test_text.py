@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aero_compile.decoding.text import StopStrings, TextStream
+from aero_compile.chat.text_stream import StopStrings, TextStream
 from aero_compile.errors import InputError
 from tests.support.budgets import few
 

@@ -28,13 +28,13 @@ import aero_compile
 from aero_compile import TransformedModel, export_onnx
 from aero_compile.__main__ import main
 from aero_compile.commands import export as command
-from aero_compile.commands import text
+from aero_compile.commands import options as text
 from aero_compile.errors import ExportError
 from aero_compile.onnx import export as onnx_export
 from aero_compile.onnx.export import OnnxReport
 from aero_compile.onnx.reader import onnx_census
-from aero_compile.training.data import load_text, prepare
-from aero_compile.training.tokenizer import train_tokenizer
+from aero_compile.training.data.blocks import load_text, prepare
+from aero_compile.training.data.tokens import train_tokenizer
 from tests.support import tiny_models
 from tests.support.budgets import by_default
 from tests.support.tiny_models import POSITIONS, VOCAB, transformed

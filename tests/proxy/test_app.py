@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from aero_compile.decoding.sampling import Sampler, Sampling, log_probabilities
+from aero_compile.chat.sampling import Sampler, Sampling, log_probabilities
 from aero_compile.errors import OutOfRangeError, PartyError
 from aero_compile.runtime.generation.bill import Cost
 from tests.support.clear_session import ROOM
@@ -381,7 +381,7 @@ def test_a_connection_outlives_a_bug(endpoint: Endpoint) -> None:
 
 
 def test_texts_are_written_one_after_the_other(endpoint: Endpoint) -> None:
-    from aero_compile.proxy.writer import MOST_WAITING
+    from aero_compile.chat.writer import MOST_WAITING
 
     decoder = endpoint.decoder
     decoder.pace = threading.Semaphore(0)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from aero_compile.chat.callers import new_key
+from aero_compile.chat.writer import Writer
 from aero_compile.errors import InputError
-from aero_compile.proxy.keys import new_key
-from aero_compile.proxy.writer import Writer
 from aero_compile.runtime.generation.bill import Cost
 from tests.support.clear_session import clear_session
 from tests.support.endpoint import NAME, TEMPLATE, Endpoint, make_tokenizer

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from aero_compile.proxy.keys import new_key
+from aero_compile.chat.callers import new_key
 from tests.support.endpoint import NAME, TEMPLATE, Endpoint, make_tokenizer
 
 openai = pytest.importorskip("openai")

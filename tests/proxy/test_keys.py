@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from aero_compile.__main__ import main
+from aero_compile.chat.callers import Keys, default_folder, new_key
 from aero_compile.errors import InputError
-from aero_compile.proxy.keys import Keys, default_folder, new_key
 
 
 @pytest.fixture

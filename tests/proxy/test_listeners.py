@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
+from aero_compile.chat.callers import socket_listener
+from aero_compile.chat.openai_server import make_app
+from aero_compile.chat.writer import Writer
 from aero_compile.errors import InputError
-from aero_compile.proxy.app import make_app
-from aero_compile.proxy.listeners import socket_listener
-from aero_compile.proxy.writer import Writer
 from tests.support.clear_session import clear_session
 from tests.support.endpoint import NAME, make_tokenizer
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from aero_compile.reporting import paper
-from aero_compile.reporting.report import Row, cells, markdown_table, text_table
-from aero_compile.reporting.report_html import html
+from aero_compile.reporting import results
+from aero_compile.reporting.pages import html
+from aero_compile.reporting.results import Row, cells, markdown_table, text_table
 
 FIGURES: dict[str, Any] = {"comm_gb": 6.43, "nonlinear_ops": "SM:144×R^{128×128}", "source": "A paper <1>"}
 
@@ -39,7 +39,7 @@ def row(**other: Any) -> Row:
 
 
 def test_the_papers_figure_stands_beside_ours() -> None:
-    head, (line,) = paper.cells([row()])
+    head, (line,) = results.paper_cells([row()])
     found = dict(zip(head, line, strict=True))
     assert found["paper, GB"] == "6.43"
     assert found["ours, GB"] == "2.00"
@@ -48,12 +48,12 @@ def test_the_papers_figure_stands_beside_ours() -> None:
     assert found["figures"] == "measured"
     assert found["nonlinear ops, paper"] == "SM:144×R^{128×128}"
     assert found["nonlinear ops, ours"] == "SM:144×R^{128×128} LN:1 final×R^{128×768}"
-    assert paper.ratio(row()) == pytest.approx(3.215)
+    assert results.ratio(row()) == pytest.approx(3.215)
 
 
 def test_estimates_are_marked_everywhere() -> None:
     made = row(estimated=True, max_error=math.nan, argmax=math.nan)
-    _, (line,) = paper.cells([made])
+    _, (line,) = results.paper_cells([made])
     assert line[4:9] == ["≈2.00", "3.21×", "≈12,345", "≈678.9", "estimated"]
     _, (line,) = cells([made])
     assert line[4:] == ["≈2 GB", "1.00×", "≈12,345", "≈678.9", "–", "–"]
@@ -61,9 +61,9 @@ def test_estimates_are_marked_everywhere() -> None:
 
 
 def test_a_row_that_the_paper_does_not_have() -> None:
-    _, (line,) = paper.cells([row(paper=None)])
+    _, (line,) = results.paper_cells([row(paper=None)])
     assert (line[3], line[5], line[9]) == ("–", "–", "–")
-    assert paper.ratio(row(paper=None)) is None
+    assert results.ratio(row(paper=None)) is None
     assert "Beside the paper" not in html([row(paper=None)], {})
 
 
@@ -71,13 +71,13 @@ def test_a_row_that_the_paper_does_not_have() -> None:
     ("count", "text"), [(25.32e9, "25.32"), (1.4524e11, "145.24"), (1e8, "0.10"), (98_500_000, "0.0985"), (0, "0")]
 )
 def test_gigabytes(count: float, text: str) -> None:
-    assert paper.gigabytes(count) == text
+    assert results.gigabytes(count) == text
 
 
 def test_narrow_terminals_get_both_censuses_below_the_table() -> None:
     rows = [row(), row(label="SM", paper=None)]
-    wide, narrow = paper.text_table(rows), paper.text_table(rows, 100)
-    assert wide == paper.text_table(rows, 1000)
+    wide, narrow = results.paper_table(rows), results.paper_table(rows, 100)
+    assert wide == results.paper_table(rows, 1000)
     assert max(map(len, narrow.split("\n"))) <= 100
     assert "  SM(t)+ScFFN (L=12, T=128)\n    paper SM:144×R^{128×128}\n    ours  SM:144×R^{128×128} LN:1" in narrow
     head, rule, first, second, *_ = wide.split("\n")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from aero_compile.reporting.penalty_figures import penalty
-from aero_compile.reporting.run_records import RunRecords, read_runs
 from aero_compile.reporting.run_report import report
+from aero_compile.reporting.runs import RunRecords, read_runs
 from tests.support.run_folders import CONTEXT, HEADS, LAYERS, entropy, run_folder, write_lines
 
 TITLES = [

@@ -13,13 +13,12 @@ from xml.etree import ElementTree
 
 import pytest
 
+from aero_compile.console import human_bytes
 from aero_compile.errors import InputError
-from aero_compile.reporting import report
-from aero_compile.reporting.charts import heatmap, line_chart, stacked_bars, ticks
-from aero_compile.reporting.page import drawing
-from aero_compile.reporting.report import Row, Training
-from aero_compile.reporting.report_html import html, write_html
-from aero_compile.units import human_bytes
+from aero_compile.reporting import results
+from aero_compile.reporting.pages import drawing, html, write_html
+from aero_compile.reporting.plots import heatmap, line_chart, stacked_bars, ticks
+from aero_compile.reporting.results import Row, Training
 from tests.support.pages import Page
 
 EVIL = '<script>alert("x")</script>'
@@ -62,7 +61,7 @@ def trained(**other: object) -> Training:
 
 
 def document(rows: list[Row]) -> dict[str, object]:
-    return report.document(rows, title="A run", seed=3, config={"model": "tiny"})
+    return results.document(rows, title="A run", seed=3, config={"model": "tiny"})
 
 
 @pytest.mark.parametrize(
@@ -83,12 +82,12 @@ def test_human_bytes(count: int, text: str) -> None:
 
 def test_savings_compare_with_the_first_row_of_the_same_group() -> None:
     rows = [row(size=400), row("SM", 100), row(size=900, seq_len=32), row("SM", 300, seq_len=32)]
-    assert report.savings(rows) == [1.0, 4.0, 1.0, 3.0]
+    assert results.savings(rows) == [1.0, 4.0, 1.0, 3.0]
 
 
 def test_text_table_lines_up() -> None:
     rows = [row(), row("SM(t)+ScFFN", 1_000_000, perplexity=None, nonlinear_ops="")]
-    head, rule, first, second = report.text_table(rows).split("\n")
+    head, rule, first, second = results.text_table(rows).split("\n")
     assert "4 MB" in first
     assert "1.00×" in first
     assert "93.8%" in first
@@ -107,30 +106,30 @@ def test_text_table_lines_up() -> None:
 def test_rows_further_off_than_the_mean_are_marked(mean_error: float, spread: float | None, wrong: bool) -> None:
     made = row(mean_error=mean_error, spread=spread)
     assert made.wrong is wrong
-    assert ("1.0e-03 !" in report.text_table([made])) is wrong
-    assert bool(report.footnotes([row(), made])) is wrong
+    assert ("1.0e-03 !" in results.text_table([made])) is wrong
+    assert bool(results.footnotes([row(), made])) is wrong
     assert not replace(made, estimated=True).wrong
 
 
 def test_narrow_terminals_get_the_ops_below_the_table() -> None:
-    text = report.text_table([row(), row("SM")], width=110)
+    text = results.text_table([row(), row("SM")], width=110)
     assert max(map(len, text.split("\n"))) <= 110
     assert "  SM (T=16): SM:8×R^{16×16} LN:4(+1 final)×R^{16×32}" in text
-    assert report.text_table([row()], width=300) == report.text_table([row()])
+    assert results.text_table([row()], width=300) == results.text_table([row()])
 
 
 def test_json_round_trip(tmp_path: Path) -> None:
     rows = [row(training=trained(), measurement={"cold": {"bytes": 1}}), row("SM", max_error=math.inf)]
     path = tmp_path / "new" / "results.json"
-    report.write_json(path, document(rows))
+    results.write_json(path, document(rows))
     text = path.read_text()
     assert "NaN" not in text
     assert "Infinity" not in text
-    found = report.read_json(path)
+    found = results.read_json(path)
     assert found["seed"] == 3
     assert found["config"] == {"model": "tiny"}
     assert {"python", "torch", "aero_compile"} <= set(found["versions"])
-    first, second = (report.row_from_json(r) for r in found["rows"])
+    first, second = (results.row_from_json(r) for r in found["rows"])
     assert replace(first, training=None) == replace(rows[0], training=None)
     assert first.training is not None
     assert math.isnan(first.training.entropy_after[0][1])
@@ -147,7 +146,7 @@ def test_writing_leaves_no_partial_file(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr("os.replace", fail)
     with pytest.raises(OSError, match="disk full"):
-        report.write_json(path, document([row()]))
+        results.write_json(path, document([row()]))
     assert [p.name for p in tmp_path.iterdir()] == ["r.json"]
     assert path.read_text() == "old"
 
@@ -157,14 +156,14 @@ def test_foreign_json_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "r.json"
     path.write_text(text)
     with pytest.raises(InputError, match=r"r\.json"):
-        report.read_json(path)
+        results.read_json(path)
 
 
 def test_row_with_unknown_or_missing_fields_is_refused() -> None:
     with pytest.raises(InputError, match="not a result row"):
-        report.row_from_json({"recipe": "x"})
+        results.row_from_json({"recipe": "x"})
     with pytest.raises(InputError, match="not a result row"):
-        report.row_from_json(document([row()])["rows"][0] | {"colour": 1})  # type: ignore[index]
+        results.row_from_json(document([row()])["rows"][0] | {"colour": 1})  # type: ignore[index]
 
 
 def test_html_is_self_contained_escaped_and_accessible() -> None:
@@ -172,7 +171,7 @@ def test_html_is_self_contained_escaped_and_accessible() -> None:
         row(EVIL, model=EVIL, nonlinear_ops=EVIL, per_op={EVIL: 5}, training=trained()),
         row("SM", 1_000_000),
     ]
-    result = report.document(rows, title=EVIL, seed=0, config={"k": EVIL})
+    result = results.document(rows, title=EVIL, seed=0, config={"k": EVIL})
     text = html(rows, result)
     page = Page()
     page.feed(text)
@@ -264,6 +263,6 @@ def test_the_command_of_a_module_names_no_folder(monkeypatch: pytest.MonkeyPatch
     main = SimpleNamespace(__spec__=SimpleNamespace(name="aero_compile.__main__", origin="/some/where/__main__.py"))
     monkeypatch.setitem(sys.modules, "__main__", main)
     monkeypatch.setattr(sys, "argv", ["/some/where/__main__.py", "search", "--budget", "17.9 MB"])
-    assert report.command_line().partition(" ")[2] == "-m aero_compile search --budget '17.9 MB'"
+    assert results.command_line().partition(" ")[2] == "-m aero_compile search --budget '17.9 MB'"
     monkeypatch.setattr(sys, "argv", ["benchmarks/demo.py", "--steps", "1"])
-    assert report.command_line().partition(" ")[2] == "benchmarks/demo.py --steps 1"
+    assert results.command_line().partition(" ")[2] == "benchmarks/demo.py --steps 1"

@@ -21,9 +21,9 @@ import aero_compile
 from aero_compile.__main__ import main
 from aero_compile.errors import InputError
 from aero_compile.reporting import entropy_states
-from aero_compile.reporting.charts import heatmap_over_time, line_chart, log_ticks, stacked_bars, thinned
 from aero_compile.reporting.entropy_states import Limits, quartile_shares
-from aero_compile.reporting.run_figures import parts_of_name
+from aero_compile.reporting.figures import parts_of_name
+from aero_compile.reporting.plots import heatmap_over_time, line_chart, log_ticks, stacked_bars, thinned
 from aero_compile.reporting.run_report import report
 from tests.support.budgets import few
 from tests.support.pages import Page

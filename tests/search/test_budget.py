@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aero_compile.errors import InputError
-from aero_compile.search.budget import Budget, amount, parse_budget
+from aero_compile.search.costs import Budget, amount, parse_budget
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
+from aero_compile.search.choices.sites import Decisions, OptionPrice, Site
 from aero_compile.search.costs import Costs, Estimated, Price
-from aero_compile.search.sites import Decisions, OptionPrice, Site
 
 LAYERS, HEADS = 5, 3
 ROWS = [("softmax", 100.0)]

@@ -10,8 +10,8 @@ import torch
 import aero_compile
 from aero_compile.search.choices import CHOICES, choices_of
 from aero_compile.search.choices.attention import HEADS, LAYERS
+from aero_compile.search.choices.sites import Site
 from aero_compile.search.gated_model import GatedModel
-from aero_compile.search.sites import Site
 from tests.support import tiny_models
 from tests.support.budgets import by_default
 

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
+from aero_compile.search.choices.sites import Decisions, Site
 from aero_compile.search.orders import Problem, at_random, by_score, greedy, single
-from aero_compile.search.sites import Decisions, Site
 
 
 def sites(*names: str, options: tuple[str, ...] = ("kept", "gone")) -> list[Site]:

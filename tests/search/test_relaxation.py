@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from aero_compile.search.orders import Problem
-from aero_compile.search.relaxation import Relaxation, _saved
-from aero_compile.search.sites import Site, in_force
+from aero_compile.search.choices.sites import Site, in_force
+from aero_compile.search.orders import Problem, Relaxation, _saved
 
 HEADS = [Site("heads", f"{layer}.{head}", layer, "heads", ("softmax", "none")) for layer in (0, 1) for head in (0, 1)]
 LAYER = Site("layers", "0", 0, "heads", ("softmax", "uniform", "none"), (), 2)

@@ -18,10 +18,10 @@ import aero_compile
 from aero_compile.errors import InputError
 from aero_compile.retrain import RetrainArguments, RetrainOptions, retrain
 from aero_compile.search import run
-from aero_compile.search.sites import Site
-from aero_compile.training.data import Documents, TrainingData, prepare
+from aero_compile.search.choices.sites import Site
+from aero_compile.training.data.blocks import Documents, TrainingData, prepare
 from aero_compile.training.run_directory import SEARCH_FILE
-from aero_compile.training.stages import parse_stages
+from aero_compile.training.schedule import parse_stages
 from tests.support.counted_costs import counted
 
 CONTEXT = 16

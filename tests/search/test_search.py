@@ -20,15 +20,15 @@ import aero_compile
 from aero_compile import AeroError
 from aero_compile.__main__ import main
 from aero_compile.commands import search as command
+from aero_compile.console import Meter
 from aero_compile.errors import InputError, UnsupportedGraphError
 from aero_compile.search import run
-from aero_compile.search.budget import parse_budget
 from aero_compile.search.choices import CHOICES, DEFAULT, choices_of
 from aero_compile.search.choices.attention import HEADS, LAYERS
+from aero_compile.search.choices.sites import in_force
+from aero_compile.search.costs import parse_budget
 from aero_compile.search.gated_model import GatedModel
-from aero_compile.search.progress import Meter
 from aero_compile.search.result import SearchResult
-from aero_compile.search.sites import in_force
 from aero_compile.search.state import identity_of
 from tests.support import tiny_models
 from tests.support.counted_costs import counted

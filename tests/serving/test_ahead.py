@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from aero_compile import connect
+from aero_compile.chat.openai_forms import usage
+from aero_compile.chat.writer import Ending
 from aero_compile.errors import InputError, PartyError
-from aero_compile.proxy.answers import usage
-from aero_compile.proxy.writer import Ending
 from aero_compile.runtime.generation.batches import RowsLeft
 from aero_compile.runtime.generation.bill import Cost
 from aero_compile.runtime.kernels.column_encryption import ROWS

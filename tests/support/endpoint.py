@@ -17,7 +17,7 @@ from aero_compile.runtime.generation.session import Guess, Session
 from tests.support.clear_session import ClearDecoder, clear_session
 
 if TYPE_CHECKING:
-    from aero_compile.proxy.writer import TextSession
+    from aero_compile.chat.writer import TextSession
 
 NAME = "demo"
 TEMPLATE = (
@@ -30,9 +30,9 @@ class Endpoint:
     """A running endpoint, and what stands behind it."""
 
     def __init__(self, tokenizer: Any, folder: Path, bucket: int = 1, sessions: int = 1) -> None:
-        from aero_compile.proxy.app import make_app
-        from aero_compile.proxy.keys import FIRST, Keys, new_key
-        from aero_compile.proxy.writer import Writer
+        from aero_compile.chat.callers import FIRST, Keys, new_key
+        from aero_compile.chat.openai_server import make_app
+        from aero_compile.chat.writer import Writer
 
         self.tokenizer, self.bucket = tokenizer, bucket
         self.decoders: list[ClearDecoder] = []
@@ -118,7 +118,7 @@ class Endpoint:
 
 
 def make_tokenizer(template: str | None) -> Any:
-    from aero_compile.training.tokenizer import train_tokenizer
+    from aero_compile.training.data.tokens import train_tokenizer
 
     made = train_tokenizer(["for x in range(10): print(x)\n" * 3, "def f(a, b):\n    return a + b\n" * 3], 300, False)
     made.chat_template = template

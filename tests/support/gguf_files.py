@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aero_compile.training.tokenizer import END_OF_TEXT, train_tokenizer
+from aero_compile.training.data.tokens import END_OF_TEXT, train_tokenizer
 from tests.support.made_once import made_once
 
 TURN_ENDS = "<|im_end|>"

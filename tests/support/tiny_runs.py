@@ -20,8 +20,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import aero_compile
 from aero_compile import TransformedModel
 from aero_compile.retrain import RetrainArguments, RetrainOptions, RetrainResult, retrain
-from aero_compile.training.data import Documents, TrainingData, prepare
-from aero_compile.training.loop import RegularizedTrainer
+from aero_compile.training.data.blocks import Documents, TrainingData, prepare
+from aero_compile.training.trainer import RegularizedTrainer
 from tests.support.made_once import SHARED_FOLDER, made_once
 
 CONTEXT, VOCABULARY = 12, 280

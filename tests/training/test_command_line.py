@@ -9,7 +9,7 @@ import pytest
 
 from aero_compile.errors import InputError
 from aero_compile.retrain import main
-from aero_compile.training.command_line import HELP_GROUPS, make_parser, parse_command_line
+from aero_compile.training.setup.command_line import HELP_GROUPS, make_parser, parse_command_line
 
 
 def shown(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:

@@ -14,11 +14,11 @@ import pytest
 pytest.importorskip("tokenizers")
 
 from aero_compile.errors import DataError, InputError
-from aero_compile.training import data
-from aero_compile.training.data import Documents, TrainingData, prepare, split_documents
-from aero_compile.training.near_duplicates import SIMILARITY, HeldOut, near_duplicates, shingles
-from aero_compile.training.sources import installed_packages
-from aero_compile.training.token_cache import load_tokens, token_folder
+from aero_compile.training.data import blocks as data
+from aero_compile.training.data.blocks import Documents, TrainingData, prepare, split_documents
+from aero_compile.training.data.near_duplicates import SIMILARITY, HeldOut, near_duplicates, shingles
+from aero_compile.training.data.sources import installed_packages
+from aero_compile.training.data.tokens import load_tokens, token_folder
 
 WORDS = [f"name_{i}" for i in range(400)] + list("()[]=+*:,.")
 

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from aero_compile.errors import DataError, InputError
 from aero_compile.retrain import RetrainOptions, load_data
-from aero_compile.training import data
-from aero_compile.training.data import Blocks, Documents, load_text, prepare, split_documents, tokenize_documents
-from aero_compile.training.sources import standard_library
-from aero_compile.training.tokenizer import END_OF_TEXT, has_tokenizer, load_tokenizer, train_tokenizer
+from aero_compile.training.data import blocks as data
+from aero_compile.training.data.blocks import Blocks, Documents, load_text, prepare, split_documents, tokenize_documents
+from aero_compile.training.data.sources import standard_library
+from aero_compile.training.data.tokens import END_OF_TEXT, has_tokenizer, load_tokenizer, train_tokenizer
 from tests.support.tiny_runs import tiny_gpt2
 
 WORDS = ["alpha beta gamma", "def f(x):\n    return x", "for i in range(10):", "naïve café ☕"]

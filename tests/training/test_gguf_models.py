@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import aero_compile
-from aero_compile.decoding.dialog import rendered
+from aero_compile.chat.template import rendered
 from aero_compile.errors import InputError
+from aero_compile.training.data.tokens import load_tokenizer
 from aero_compile.training.gguf_models import gguf_config, gguf_tokenizer, load_gguf
-from aero_compile.training.models import find_model, find_shape
-from aero_compile.training.tokenizer import load_tokenizer
+from aero_compile.training.setup.models import find_model, find_shape
 from tests.support.gguf_files import CHAT_TEMPLATE, TURN_ENDS, byte_tokenizer, write_gguf
 
 pytest.importorskip("gguf")

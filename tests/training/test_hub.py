@@ -12,10 +12,8 @@ import pytest
 import yaml
 
 from aero_compile.errors import InputError
-from aero_compile.reporting.model_card import model_card
-from aero_compile.training.check_arguments import check_training_arguments
-from aero_compile.training.hub import HubTarget
-from aero_compile.training.trainer_arguments import RetrainArguments
+from aero_compile.training.hub import HubTarget, model_card
+from aero_compile.training.setup.arguments import RetrainArguments, check_training_arguments
 
 RECORD = {
     "identity": {

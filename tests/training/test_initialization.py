@@ -16,9 +16,9 @@ import aero_compile
 from aero_compile.errors import InputError
 from aero_compile.recipe.recipe import resolve
 from aero_compile.retrain import retrain
-from aero_compile.training.initialization import activation_gains, automatic, initialize
 from aero_compile.training.learning_rates import rate_of_new_weights
-from aero_compile.training.models import with_length
+from aero_compile.training.setup.initialization import activation_gains, automatic, initialize
+from aero_compile.training.setup.models import with_length
 from tests.support.tiny_runs import arguments, blocks, captured, options, record, tiny_gpt2
 
 
@@ -159,7 +159,7 @@ def test_a_model_without_the_parts_that_signal_scales_begins_as_it_says(caplog: 
         def refuse(*_: object) -> None:
             raise InputError("no output projection was found in h.0")
 
-        patch.setattr("aero_compile.training.initialization.initialize", refuse)
+        patch.setattr("aero_compile.training.setup.initialization.initialize", refuse)
         assert automatic(model, aero_compile.transform(captured(), "SM+R")) == "default"
     assert "no output projection was found in h.0" in caplog.text
 

@@ -20,9 +20,9 @@ from transformers.trainer_utils import SchedulerType
 import aero_compile
 from aero_compile.errors import OutputDirError, TrainingError
 from aero_compile.retrain import RetrainOptions, retrain
-from aero_compile.training.loop import RegularizedTrainer, perplexity
 from aero_compile.training.regularized_model import EntropyRegularizedModel
 from aero_compile.training.run_directory import RunDirectory
+from aero_compile.training.trainer import RegularizedTrainer, perplexity
 from tests.support.tiny_runs import (
     CONTEXT,
     arguments,

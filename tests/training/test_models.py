@@ -14,10 +14,11 @@ from transformers import GPT2Config
 from aero_compile.__main__ import main
 from aero_compile.errors import AeroError, InputError
 from aero_compile.recipe.recipe import parse_pass, resolve
-from aero_compile.training import hub_access, models
-from aero_compile.training.models import continued_weight, find_model, find_shape, parse_overrides, with_length
-from aero_compile.training.sources import load_hub, open_stream
-from aero_compile.training.tokenizer import load_tokenizer
+from aero_compile.training import hub_access
+from aero_compile.training.data.sources import load_hub, open_stream
+from aero_compile.training.data.tokens import load_tokenizer
+from aero_compile.training.setup import models
+from aero_compile.training.setup.models import continued_weight, find_model, find_shape, parse_overrides, with_length
 from tests.support.tiny_runs import same_tensors, tiny_gpt2
 
 

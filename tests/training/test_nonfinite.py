@@ -12,8 +12,8 @@ import torch
 
 from aero_compile.errors import TrainingError
 from aero_compile.retrain import retrain
-from aero_compile.training.loop import RegularizedTrainer
 from aero_compile.training.nonfinite import first_non_finite
+from aero_compile.training.trainer import RegularizedTrainer
 from tests.support.tiny_runs import CONTEXT, VOCABULARY, blocks, captured, evaluating, lines, regularized, softmax_only
 
 

@@ -11,9 +11,8 @@ import pytest
 
 from aero_compile.errors import InputError
 from aero_compile.retrain import RetrainArguments, RetrainOptions, main
-from aero_compile.training.check_arguments import check_weights_type
 from aero_compile.training.ranges import Range, ranges_of
-from aero_compile.training.trainer_arguments import TRAINER_RANGES
+from aero_compile.training.setup.arguments import TRAINER_RANGES, check_weights_type
 from tests.support.tiny_runs import arguments, evaluating, regularized
 
 

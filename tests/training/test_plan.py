@@ -12,10 +12,10 @@ import pytest
 
 from aero_compile.errors import InputError, OutputDirError
 from aero_compile.retrain import RetrainOptions, retrain
-from aero_compile.training.check_arguments import check_made_of_flags, name_best_metric
-from aero_compile.training.command_line import parse_command_line
-from aero_compile.training.data import Blocks, TrainingData
+from aero_compile.training.data.blocks import Blocks, TrainingData
 from aero_compile.training.hub import HubTarget
+from aero_compile.training.setup.arguments import check_made_of_flags, name_best_metric
+from aero_compile.training.setup.command_line import parse_command_line
 from tests.support.tiny_runs import (
     CONTEXT,
     blocks,

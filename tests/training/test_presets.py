@@ -15,11 +15,11 @@ from aero_compile.recipe.named import entries
 from aero_compile.recipe.recipe import resolve
 from aero_compile.retrain import main
 from aero_compile.training.batch import divide_batch
-from aero_compile.training.command_line import parse_command_line
-from aero_compile.training.models import choose_recipe, find_model, parse_overrides
-from aero_compile.training.options import RetrainOptions
-from aero_compile.training.presets import PRESETS, preset_flags
-from aero_compile.training.stages import expand, parse_stages
+from aero_compile.training.schedule import expand, parse_stages
+from aero_compile.training.setup.command_line import parse_command_line
+from aero_compile.training.setup.models import choose_recipe, find_model, parse_overrides
+from aero_compile.training.setup.options import RetrainOptions
+from aero_compile.training.setup.presets import PRESETS, preset_flags
 from benchmarks.lib.paper import paper_rows
 from tests.support.budgets import by_default
 from tests.support.tiny_runs import captured

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from aero_compile.training import probes
+from aero_compile.training import measures as probes
 from aero_compile.training.run_directory import PLACES
 from tests.support.budgets import by_default, few
 from tests.support.tiny_models import UNLIKE, captured, source, tokens, transformed

@@ -22,10 +22,9 @@ from aero_compile import across_processes
 from aero_compile.entropy import headwise
 from aero_compile.errors import InputError
 from aero_compile.retrain import main
-from aero_compile.training.check_arguments import check_training_arguments
 from aero_compile.training.regularized_model import EntropyRegularizedModel
 from aero_compile.training.run_directory import METRICS_FILE, RunDirectory
-from aero_compile.training.trainer_arguments import RetrainArguments
+from aero_compile.training.setup.arguments import RetrainArguments, check_training_arguments
 from tests.support.tiny_models import tokens, transformed
 from tests.support.two_processes import in_two_processes
 
@@ -256,7 +255,7 @@ def test_weights_spread_by_fsdp2_train_to_the_same(
 def test_deepspeed_that_is_not_installed_is_named(
     asked: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("aero_compile.training.trainer_arguments.find_spec", lambda _name: None)
+    monkeypatch.setattr("aero_compile.training.setup.arguments.find_spec", lambda _name: None)
     arguments = flags(corpus, tmp_path / "run", 4)
     if asked == "flag":
         arguments += ["--deepspeed", "absent.json"]

@@ -14,7 +14,7 @@ import aero_compile
 from aero_compile.errors import AeroError, InputError, OutputDirError
 from aero_compile.recipe.recipe import parse_pass
 from aero_compile.retrain import retrain
-from aero_compile.training.stages import Stage, StagedRemoval, expand, parse_stages
+from aero_compile.training.schedule import Stage, StagedRemoval, expand, parse_stages
 from tests.support.tiny_runs import arguments, blocks, captured, killed_at, options, record, same_tensors
 
 

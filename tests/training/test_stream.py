@@ -15,9 +15,9 @@ import torch
 import aero_compile
 from aero_compile.errors import DataError, InputError
 from aero_compile.retrain import main
-from aero_compile.training import sources
-from aero_compile.training.loop import RegularizedTrainer
-from aero_compile.training.stream import Snapshot, StreamedBlocks, encoded, is_held_out, prepare_stream
+from aero_compile.training.data import sources
+from aero_compile.training.data.stream import Snapshot, StreamedBlocks, encoded, is_held_out, prepare_stream
+from aero_compile.training.trainer import RegularizedTrainer
 
 TEXTS = [f"def function_{i}(x):\n    return x * {i} + {i * i}\n" * (1 + i % 3) for i in range(120)]
 

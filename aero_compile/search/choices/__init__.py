@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from aero_compile.errors import InputError, nearest
 from aero_compile.search.choices.activations import Activations
-from aero_compile.search.choices.attention import Attention
+from aero_compile.search.choices.attention import Attention, Temperatures
 from aero_compile.search.choices.norms import Norms
-from aero_compile.search.choices.temperatures import Temperatures
-from aero_compile.search.sites import Choice
+from aero_compile.search.choices.sites import Choice
 
 CHOICES: Mapping[str, str] = {
     "norms": "each norm: frozen, or none",

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from aero_compile.analysis.parts import FeedForward, Structure
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
-from aero_compile.search.sites import Choice, Decisions, GateInput, Site, numbers
+from aero_compile.search.choices.sites import Choice, Decisions, GateInput, Site, numbers
 
 _SHARES: Mapping[str, float] = {"half": 0.5, "quarter": 0.25}
 """Neurons that keep an activation, the first ones."""

@@ -1,4 +1,7 @@
-"""heads and layers: each head, or all of a layer, keep their softmax, attend by a fixed pattern or nearby, or go."""
+"""heads and layers: each head, or all of a layer, keep their softmax, attend by a fixed pattern or nearby, or go.
+
+temperatures: each layer's softmax temperatures, one for each head's positions: one for each head, or none.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,10 @@ from aero_compile.ir.custom_ops import MASKED_BELOW, masked
 from aero_compile.ir.dataflow import placeholder
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
-from aero_compile.passes._dropped_heads import mean_outputs
+from aero_compile.passes.lib.dropped_heads import mean_outputs
+from aero_compile.passes.share_temperature import ShareTemperature, has_positions, log_temperatures, shared_log
 from aero_compile.passes.static_attention import scores_of
-from aero_compile.search.sites import Choice, Decisions, GateInput, OptionPrice, Site, in_force, numbers
+from aero_compile.search.choices.sites import Choice, Decisions, GateInput, OptionPrice, Site, in_force, numbers
 
 HEADS, LAYERS = "heads", "layers"
 _NOW = "softmax"
@@ -255,3 +259,48 @@ def _mixed(
 def _with_means(output: Tensor, weights: Tensor, at: int, means: Tensor) -> Tensor:
     """What the output projection gives, and the mean outputs `[H, d]` of heads that go, weighed."""
     return output + weights[:, at] @ means
+
+
+_OPTIONS = ("position", "head", "none")
+_TEMPERATURE_PRICES = (OptionPrice("position", 1), OptionPrice("one", 0), OptionPrice("one", 0))
+"""One temperature for a head goes into rows of a weight: none at all saves no more."""
+
+
+class Temperatures(Choice):
+    """`share-temperature{layers=…,per=…}`, in layers whose temperatures differ between positions."""
+
+    def sites(self, model: TransformedModel) -> tuple[Site, ...]:
+        tables = log_temperatures(model)
+        return tuple(
+            Site(
+                "temperatures",
+                str(each.layer),
+                each.layer,
+                "temperatures",
+                _OPTIONS,
+                _TEMPERATURE_PRICES,
+                acts_on=part_of(each),
+            )
+            for each in model.structure.attentions
+            if each.layer in tables and has_positions(model, tables[each.layer])
+        )
+
+    def put_gates(self, model: TransformedModel, sites: Sequence[Site], inputs: GateInput, measured: None) -> None:
+        of_layer = {site.layer: site for site in sites}
+        for layer, table in log_temperatures(model).items():
+            if layer in of_layer:
+                behind = Rewriter.after(table)
+                behind.redirect(behind.call(_mixed_row, table, inputs.gates, inputs.starts[of_layer[layer]]))
+
+    def passes(self, sites: Sequence[Site], decisions: Decisions) -> tuple[str, ...]:
+        found = []
+        for per in _OPTIONS[1:]:
+            layers = [site.layer for site in sites if decisions.get(site) == per and site.layer is not None]
+            if layers:
+                found.append(str(ShareTemperature(layers=numbers(layers), per=per)))
+        return tuple(found)
+
+
+def _mixed_row(log_t: Tensor, gates: Tensor, start: int) -> Tensor:
+    """log t of each position and that of the whole head, weighed; none is zero."""
+    return gates[start] * log_t + gates[start + 1] * shared_log(log_t)

@@ -12,7 +12,7 @@ from aero_compile.calibration import NormStatistics, deviations
 from aero_compile.ir.custom_ops import deviation_norm
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
-from aero_compile.search.sites import Choice, Decisions, GateInput, Site, numbers
+from aero_compile.search.choices.sites import Choice, Decisions, GateInput, Site, numbers
 
 aten = torch.ops.aten
 

@@ -1,0 +1,259 @@
+"""The endpoint: routes, errors in the API's form, and answers that are streamed or whole.
+
+Who may call is decided in front of it (`guard`). Requests must be JSON, which pages of other origins in a browser may
+not send unasked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from aero_compile.chat import openai_forms as answers
+from aero_compile.chat.callers import CALLER, Guard, Keys
+from aero_compile.chat.openai_forms import BadRequestError, Chat, ChatForm, Completion, CompletionForm, Form, read_form
+from aero_compile.chat.sampling import Sampling
+from aero_compile.chat.template import rendered
+from aero_compile.chat.writer import BusyError, Ending, Piece, Wanted, Writer
+from aero_compile.errors import AeroError, InputError
+
+LARGEST_BODY = 1 << 20
+"""Bytes of a request that are read."""
+COMPLETION_TOKENS, CHAT_TOKENS = 16, 64
+"""Tokens to generate where a request does not say; a chat has fewer where no more fit."""
+ALIVE_SECONDS = 15.0
+"""After so long without a token a comment is streamed, so that nobody takes the connection for dead."""
+NO_RETRY = {"x-should-retry": "false"}
+"""A private token may take a minute: nobody is to have it computed again unasked."""
+
+logger = logging.getLogger("aero_compile.proxy")
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def make_app(writer: Writer, name: str, hosts: Collection[str], keys: Keys | None) -> Starlette:
+    """The endpoint as an ASGI application.
+
+    Args:
+        writer: writes the texts.
+        name: of the model, as clients are to call it.
+        hosts: names and addresses by which callers reach this endpoint; other `Host` headers are refused.
+        keys: of callers, one of which every request must have; None: whoever can connect may call, as one caller.
+
+    All sessions are closed when the application is shut down.
+    """
+    api = _API(writer, name)
+    routes = [
+        Route("/v1/models", api.guarded(api.list_models)),
+        Route("/v1/models/{name:path}", api.guarded(api.one_model)),
+        Route("/v1/completions", api.guarded(api.complete), methods=["POST"]),
+        Route("/v1/chat/completions", api.guarded(api.chat), methods=["POST"]),
+    ]
+
+    @contextlib.asynccontextmanager
+    async def held(app: Starlette) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(writer.close)  # what is being computed ends with it
+
+    guard = Middleware(Guard, hosts=hosts, keys=keys)
+    return Starlette(routes=routes, lifespan=held, exception_handlers={HTTPException: _refused}, middleware=[guard])
+
+
+class _API:
+    def __init__(self, writer: Writer, name: str) -> None:
+        self._writer, self._name = writer, name
+
+    def guarded(self, endpoint: Endpoint) -> Endpoint:
+        """The endpoint, with errors in the API's form."""
+
+        async def answer(request: Request) -> Response:
+            try:
+                return await endpoint(request)
+            except AeroError as error:
+                return _error(error)
+            except HTTPException:
+                raise
+            except Exception as error:
+                # Raised further, it would make the server drop the connection, which the caller may be about to use.
+                logger.exception("a request could not be answered")
+                return JSONResponse(_bug(error), 500, headers=NO_RETRY)
+
+        return answer
+
+    async def list_models(self, request: Request) -> Response:
+        return JSONResponse(answers.models(self._name))
+
+    async def one_model(self, request: Request) -> Response:
+        self._known(request.path_params["name"])
+        return JSONResponse(answers.model(self._name))
+
+    async def complete(self, request: Request) -> Response:
+        form = await _read(request, CompletionForm)
+        prompts = [self._writer.encode(one) if isinstance(one, str) else one for one in form.prompts]
+        return await self._answer(request, form, Completion(self._name), prompts, COMPLETION_TOKENS)
+
+    async def chat(self, request: Request) -> Response:
+        form = await _read(request, ChatForm)
+        text = self._rendered(form)
+        ids = self._writer.encode_conversation(text, request.scope[CALLER])
+        fits = max(1, min(CHAT_TOKENS, self._writer.most_new_tokens(len(ids))))
+        return await self._answer(request, form, Chat(self._name), [ids], fits, text)
+
+    def _rendered(self, form: ChatForm) -> str:
+        """The conversation as the model's template writes it."""
+        tokenizer = self._writer.tokenizer
+        if not tokenizer.chat_template:
+            raise BadRequestError("this model's tokenizer has no chat template; use /v1/completions", "messages")
+        try:
+            return rendered(tokenizer, [message.plain() for message in form.messages])
+        except InputError as error:
+            raise BadRequestError(str(error), "messages") from error
+
+    def _known(self, name: str) -> None:
+        if name != self._name:
+            raise HTTPException(404, f"there is no model {name!r} here, only {self._name!r}")
+
+    async def _answer(
+        self,
+        request: Request,
+        form: Form,
+        form_of_answer: Completion,
+        prompts: list[list[int]],
+        tokens: int,
+        conversation: str = "",
+    ) -> Response:
+        self._known(form.model)
+        sampling = Sampling(form.temperature, form.top_p, form.seed)
+        wanted = [
+            Wanted(ids, form.most_tokens or tokens, sampling, form.stops, form.top, conversation) for ids in prompts
+        ]
+        for one in wanted:
+            self._writer.check(one)
+        count = sum(len(ids) for ids in prompts)
+        if form.stream:
+            usage_of = count if form.stream_options.include_usage else None
+            events = self._events(wanted, request.scope[CALLER], form_of_answer, usage_of)
+            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        texts = [await self._whole(request, one) for one in wanted]
+        used = answers.usage(count, [ending for _, ending in texts])
+        return JSONResponse(form_of_answer.answer(texts, used))
+
+    async def _whole(self, request: Request, wanted: Wanted) -> tuple[list[Piece], Ending]:
+        """A text, once it is written; not written to its end for a caller that is gone."""
+        pieces: list[Piece] = []
+        written = self._writer.write(wanted, request.scope[CALLER])
+        try:
+            async for part in written:
+                if isinstance(part, Ending):
+                    return pieces, part
+                pieces.append(part)
+                if await request.is_disconnected():
+                    break
+        finally:
+            await written.aclose()  # type: ignore[attr-defined]
+        raise InputError("the caller is gone")
+
+    async def _events(
+        self, wanted: list[Wanted], caller: str, form: Completion, usage_of: int | None
+    ) -> AsyncIterator[str]:
+        """The texts as server-sent events; what goes wrong is one, too, since the answer has begun."""
+        endings: list[Ending] = []
+        try:
+            for index, one in enumerate(wanted):
+                for event in form.begin(index):
+                    yield _event(event)
+                before = 0
+                async for part in _alive(self._writer.write(one, caller)):
+                    if part is None:
+                        yield ": computing\n\n"
+                    elif isinstance(part, Ending):
+                        endings.append(part)
+                        yield _event(form.end(index, part))
+                    elif part.text or part.token:
+                        yield _event(form.piece(index, part, before))
+                        before += len(part.text)
+            if usage_of is not None:
+                yield _event(form.last(answers.usage(usage_of, endings)))
+            yield "data: [DONE]\n\n"
+        except AeroError as error:
+            yield _event(_describe(error)[1])
+        except Exception as error:
+            logger.exception("a text could not be written")
+            yield _event(_bug(error))
+
+
+async def _alive(parts: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    """The parts as they come, and None for every `ALIVE_SECONDS` without one."""
+    coming: asyncio.Future[Any] | None = None
+    try:
+        while True:
+            coming = coming or asyncio.ensure_future(anext(parts))
+            done, _ = await asyncio.wait([coming], timeout=ALIVE_SECONDS)
+            if not done:
+                yield None
+                continue
+            try:
+                part = coming.result()
+            except StopAsyncIteration:
+                return
+            coming = None
+            yield part
+    finally:
+        if coming is not None:
+            coming.cancel()
+            await asyncio.wait([coming])
+        await parts.aclose()  # type: ignore[attr-defined]
+
+
+async def _read(request: Request, kind: Any) -> Any:
+    """The form that a request holds."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise HTTPException(415, "requests are JSON: send them with content-type application/json")
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > LARGEST_BODY:
+            raise HTTPException(413, f"a request may have {LARGEST_BODY} bytes")
+    return read_form(kind, body)
+
+
+def _describe(error: AeroError) -> tuple[int, dict[str, Any]]:
+    """Status and form of an error of ours."""
+    if isinstance(error, InputError):
+        return 400, answers.error(str(error), "invalid_request_error", getattr(error, "param", None))
+    if isinstance(error, BusyError):
+        return 429, answers.error(str(error), "rate_limit_error", code="busy")
+    logger.error("%s", error)
+    return 502, answers.error(str(error), "api_error", code=type(error).__name__)
+
+
+def _error(error: AeroError) -> Response:
+    status, content = _describe(error)
+    return JSONResponse(content, status, headers=NO_RETRY if status == 502 else None)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    """Errors of the framework, and of ours, in the API's form."""
+    assert isinstance(error, HTTPException)
+    code = "model_not_found" if error.status_code == 404 and "model" in error.detail else None
+    return JSONResponse(answers.error(error.detail, "invalid_request_error", code=code), error.status_code)
+
+
+def _bug(error: Exception) -> dict[str, Any]:
+    """What callers are told of a bug of ours."""
+    return answers.error(f"internal error: {type(error).__name__}", "api_error")
+
+
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content, separators=(',', ':'))}\n\n"

@@ -1,1 +1,0 @@
-"""An OpenAI-compatible endpoint on the client's own machine, in front of a session of private generation."""

@@ -1,0 +1,254 @@
+"""What is measured on held-out blocks: loss and headwise entropies.
+
+What a run records beside losses and entropies: learned scalars, how large activations are, spectra of FFNs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from aero_compile.analysis.parts import FeedForward
+from aero_compile.ir.dataflow import live_inputs
+from aero_compile.ir.graph_model import remove_dead_nodes
+from aero_compile.model import TransformedModel
+from aero_compile.recipe.recipe import PASSES
+from aero_compile.training.run_directory import PLACES
+
+
+def mean_loss(model: Any, blocks: Any, size: int, device: Any, most: int = 64) -> float:
+    """Mean cross entropy (nats a token) on the first `most` blocks, `size` at a time, without drawing random numbers.
+
+    `model`: an EntropyRegularizedModel, wrapped or not, left in train mode.
+    """
+    count, total = min(most, len(blocks)), 0.0
+    model.eval()
+    with torch.no_grad():
+        for ids in batches(blocks, count, size):
+            total += float(model(input_ids=ids.to(device), labels=ids.to(device))["loss"]) * len(ids)
+    model.train()
+    return total / count
+
+
+def headwise_entropies(
+    model: Any, blocks: Any, size: int, device: Any, most: int
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Headwise entropies `[L][H]` in eval mode, over the first `most` blocks: in nats, and as shares of rows' maxima.
+
+    The latter are means over rows i > 0 of E_i / log(i + 1). The model keeps its mode.
+    """
+    training, count = model.training, min(most, len(blocks))
+    model.eval()
+    sums: list[list[Tensor]] = [[], []]
+    with torch.no_grad():
+        for ids in batches(blocks, count, size):
+            out = model(input_ids=ids.to(device), output_entropies=True)
+            for number, name in enumerate(("entropies", "row_shares")):
+                rows = [layer.double() * len(ids) for layer in out[name]]
+                before = sums[number]
+                sums[number] = [a + b for a, b in zip(before, rows, strict=True)] if before else rows
+    model.train(training)
+    nats, shares = ([(row / count).tolist() for row in table] for table in sums)
+    return nats, shares
+
+
+def headwise_spreads(model: Any, blocks: Any, size: int, device: Any, most: int) -> list[list[float]]:
+    """Largest spread of scores of each head `[L][H]` in eval mode, over the first `most` blocks; the mode is kept."""
+    training, count = model.training, min(most, len(blocks))
+    model.eval()
+    largest: list[Tensor] = []
+    with torch.no_grad():
+        for ids in batches(blocks, count, size):
+            found = model(input_ids=ids.to(device), output_spreads=True)["spreads"]
+            largest = list(map(torch.maximum, largest, found)) if largest else found
+    model.train(training)
+    return [layer.tolist() for layer in largest]
+
+
+def batches(blocks: Any, count: int, size: int) -> Iterator[Tensor]:
+    """Token ids `[B, T]` of the first `count` blocks, at most `size` together."""
+    for start in range(0, count, size):
+        yield torch.stack([blocks[i]["input_ids"] for i in range(start, min(start + size, count))])
+
+
+_ADDED = tuple(f"{name.replace('-', '_')}." for name in PASSES)
+_MOST_BYTES = 512 << 20  # of covariances that are held at once
+
+
+def learned_scalars(model: TransformedModel) -> dict[str, list[float]]:
+    """`[mean, smallest, largest]` of each scalar or vector that a pass added, by the parameter's name.
+
+    Temperatures are left out, which `headwise_temperatures` has, and so are weight matrices.
+    """
+    found = {}
+    for name, parameter in model.named_parameters():
+        if (
+            name.startswith(_ADDED)
+            and not name.endswith(".log_t")
+            and parameter.numel() == max(parameter.shape or (1,))
+        ):
+            values = parameter.detach().double()
+            found[name] = [_short(v) for v in (values.mean(), values.min(), values.max())]
+    return found
+
+
+def headwise_temperatures(model: TransformedModel) -> list[list[float]]:
+    """The temperature `t` of every head, averaged over positions: `[L][H]`, an empty list in a layer without one."""
+    found = model.temperatures()
+    return [[_short(t) for t in found[i].mean(-1)] if i in found else [] for i in range(model.num_layers)]
+
+
+def activation_scales(model: TransformedModel, batches: Iterable[Tensor]) -> dict[str, Any]:
+    """How large hidden values are in each FFN: `{"layers": [F], place: {"rms", "max", "non_finite": [F]}}`.
+
+    `batches`: token ids `[B, T]`. `rms` and `max` (of magnitudes) are of the finite values, `non_finite` is the share
+    of values that are NaN or infinite. Places are those of `PLACES`.
+    """
+    ffns = model.structure.ffns
+    nodes = [node for ffn in ffns for node in (ffn.entry, ffn.output, ffn.branch[0])]
+    seen = [_Scale() for _ in nodes]
+    for values in _values(model, nodes, batches):
+        for scale, value in zip(seen, values, strict=True):
+            scale.add(value)
+    found: dict[str, Any] = {"layers": [ffn.layer for ffn in ffns]}
+    for number, place in enumerate(PLACES):
+        here = seen[number :: len(PLACES)]
+        found[place] = {kind: [_short(getattr(scale, kind)) for scale in here] for kind in ("rms", "max", "non_finite")}
+    return found
+
+
+class _Scale:
+    """Largest magnitude, mean square and share of non-finite values, of one activation batch by batch."""
+
+    def __init__(self) -> None:
+        self.max, self._squares, self._finite, self._count = 0.0, 0.0, 0, 0
+
+    def add(self, value: Tensor) -> None:
+        finite = torch.isfinite(value)
+        kept = value.float().where(finite, 0.0)
+        largest = float(kept.abs().max())
+        self.max = max(self.max, largest)
+        if largest > 0:  # the squares of large values would leave float32
+            self._squares += largest**2 * float((kept / largest).square().sum())
+        self._finite += int(finite.sum())
+        self._count += value.numel()
+
+    @property
+    def rms(self) -> float:
+        return math.sqrt(self._squares / self._finite) if self._finite else math.nan
+
+    @property
+    def non_finite(self) -> float:
+        return 1 - self._finite / max(1, self._count)
+
+
+def ffn_spectra(model: TransformedModel, batches: Sequence[Tensor]) -> dict[str, Any]:
+    """Spectral entropy and participation ratio of every FFN's hidden values, before and after its activation.
+
+    With λ the eigenvalues of the covariance `[d, d]` of the hidden values over all tokens and p = λ / Σλ, the spectral
+    entropy is -Σ p log p, in nats, at most log d, and the participation ratio (Σλ)² / Σλ², between 1 and d (Jha and
+    Reagen, NerVE, ICLR 2026, arXiv 2603.06922, at the same two points; the ratio is Gao et al., 2017). With N tokens
+    at most N-1 eigenvalues differ from zero. Computed in float64, a batch at a time; of large FFNs a few at a time.
+
+    `batches`: token ids `[B, T]`. Returns `{"layers": [F], "width": [F], "samples": N, "before" and "after":
+    {"entropy", "participation": [F]}}`; NaN where values are not finite or do not vary. Without an activation both
+    sides are the same.
+    """
+    ffns = model.structure.ffns
+    nodes = [node for ffn in ffns for node in _hidden(ffn, model.structure.live)]
+    widths = [int(model.structure.values[node].shape[-1]) for node in nodes]
+    measured: list[tuple[float, float]] = []
+    at_once = max(1, _MOST_BYTES // (8 * max(widths, default=1) ** 2))
+    for start in range(0, len(nodes), at_once):
+        sums = [_Covariance() for _ in nodes[start : start + at_once]]
+        for values in _values(model, nodes[start : start + at_once], batches):
+            for one, value in zip(sums, values, strict=True):
+                one.add(value)
+        measured += [spectrum(one.covariance) for one in sums]
+    found: dict[str, Any] = {"layers": [ffn.layer for ffn in ffns], "width": widths[1::2]}
+    found["samples"] = sum(batch.numel() for batch in batches)
+    for side, pairs in (("before", measured[::2]), ("after", measured[1::2])):
+        found[side] = {"entropy": [_short(e) for e, _ in pairs], "participation": [_short(p) for _, p in pairs]}
+    return found
+
+
+def _hidden(ffn: FeedForward, live: set[fx.Node]) -> tuple[fx.Node, fx.Node]:
+    """Hidden values of an FFN before and after its activation."""
+    after = live_inputs(ffn.output, live)[0]
+    return (ffn.activations[0].source if ffn.activations else after), after
+
+
+class _Covariance:
+    """Covariance `[d, d]` of rows that come batch by batch, in float64 (Chan, Golub and LeVeque, 1979)."""
+
+    def __init__(self) -> None:
+        self.count, self._mean, self._spread = 0, torch.zeros(()), torch.zeros(())
+
+    def add(self, value: Tensor) -> None:
+        rows = value.detach().double().flatten(0, -2)
+        mean = rows.mean(0)
+        centred, step = rows - mean, mean - self._mean.to(mean)
+        total = self.count + len(rows)
+        shift = torch.outer(step, step) * (self.count * len(rows) / total)
+        self._spread = self._spread.to(mean) + centred.T @ centred + shift
+        self._mean = self._mean.to(mean) + step * (len(rows) / total)
+        self.count = total
+
+    @property
+    def covariance(self) -> Tensor:
+        return self._spread / self.count
+
+
+def spectrum(covariance: Tensor) -> tuple[float, float]:
+    """Spectral entropy (nats) and participation ratio of a covariance `[d, d]`; NaN where it is zero or not finite."""
+    if not bool(torch.isfinite(covariance).all()):
+        return math.nan, math.nan
+    values = torch.linalg.eigvalsh(covariance.double()).clamp_min(0)
+    total = values.sum()
+    if not total > 0:
+        return math.nan, math.nan
+    shares = values / total
+    entropy = -torch.special.xlogy(shares, shares).sum()
+    return float(entropy), float(1 / shares.square().sum())
+
+
+@torch.no_grad()
+def _values(
+    model: TransformedModel, nodes: Sequence[fx.Node], batches: Iterable[Tensor]
+) -> Iterator[tuple[Tensor, ...]]:
+    """The values of some nodes for each batch, in eval mode."""
+    if not nodes:
+        return
+    graph = _part(model, nodes)
+    inputs = [str(node.target) for node in graph.find_nodes(op="placeholder")]
+    program = fx.Interpreter(model, graph=graph)
+    device, training = next(model.parameters()).device, model.training
+    model.eval()
+    try:
+        for batch in batches:
+            tokens = batch.to(device)
+            given = {model.convention.tokens: tokens, model.convention.attention_mask: torch.ones_like(tokens)}
+            yield program.run(*(given[name] for name in inputs))
+    finally:
+        model.train(training)
+
+
+def _part(model: TransformedModel, nodes: Sequence[fx.Node]) -> fx.Graph:
+    """The part of the graph that computes some nodes."""
+    graph, twins = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.graph_copy(model.graph, twins)
+    graph.output(tuple(twins[node] for node in nodes))
+    remove_dead_nodes(graph)
+    for node in graph.find_nodes(op="placeholder"):
+        if not node.users:
+            graph.erase_node(node)
+    return graph
+
+
+def _short(value: float | Tensor) -> float:
+    """Six digits are enough to draw, and keep the files small."""
+    return float(f"{float(value):.6g}")
