@@ -3,7 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from aero_compile.census import Census, census
+from aero_compile.census import census
+from aero_compile.census_result import Census
 from aero_compile.errors import AeroError
 from aero_compile.search import search
 from aero_compile.version import __version__

@@ -10,7 +10,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from aero_compile.census import Census, census
+from aero_compile.census import census
+from aero_compile.census_result import Census
 from aero_compile.console import quiet
 from aero_compile.errors import AeroError, InputError, first_line
 from aero_compile.frontend.canonicalize import canonicalize

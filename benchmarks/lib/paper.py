@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from aero_compile.census import LABELS
+from aero_compile.census_result import LABELS
 from aero_compile.recipe.labels import plain_label
 from aero_compile.reporting.results import Row, ratio
 

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import aero_compile
-from aero_compile.census import ATTENTION
+from aero_compile.census_result import ATTENTION
 from aero_compile.errors import RecipeError, nearest
 from aero_compile.graph_pass import GraphPass
 from aero_compile.passes.linear_attention import FEATURES
