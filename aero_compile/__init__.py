@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from aero_compile.recipe.recipe import Recipe, recipes
     from aero_compile.reporting.run_report import report
     from aero_compile.runtime import private_inference
-    from aero_compile.runtime.arithmetic.tolerances import Tolerances
     from aero_compile.runtime.costs.model import estimate
     from aero_compile.runtime.generation.private import private_generate
     from aero_compile.runtime.hosts.network_spec import Network
+    from aero_compile.runtime.tolerances import Tolerances
     from aero_compile.serving.client import connect
     from aero_compile.serving.server import serve
     from aero_compile.training.gguf_models import load_gguf
@@ -60,7 +60,7 @@ __all__ = [
 _LAZY = {
     "Network": "aero_compile.runtime.hosts.network_spec",
     "Recipe": "aero_compile.recipe.recipe",
-    "Tolerances": "aero_compile.runtime.arithmetic.tolerances",
+    "Tolerances": "aero_compile.runtime.tolerances",
     "TransformedModel": "aero_compile.model",
     "connect": "aero_compile.serving.client",
     "entropy_regularization": "aero_compile.entropy",

@@ -1,7 +1,7 @@
 """How far the scores of attention spread in a row, and a penalty on it.
 
 The spread of a row is the largest of its allowed scores less the smallest. Its largest value on typical text, over all
-rows of a layer, decides which exponential a private run needs (`spreads` in `runtime/lowering/ranges.py`).
+rows of a layer, decides which exponential a private run needs (`spreads` in `runtime/lowering/range_check.py`).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aero_compile.runtime.arithmetic.approximations import left_over
+from aero_compile.runtime.operators.activations import left_over
 
 Array = npt.NDArray[np.float64]
 

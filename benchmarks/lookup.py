@@ -16,8 +16,8 @@ import numpy as np
 from aero_compile.commands.options import positive
 from aero_compile.console import HelpParser, exit_code, human_bytes
 from aero_compile.reporting.results import origin, write_json
-from aero_compile.runtime.kernels.lookup_table import encrypted_table, look_up, opened
-from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.kernels.encrypted_lookup import encrypted_table, look_up, opened
+from aero_compile.runtime.kernels.share_words import Words
 
 T = TypeVar("T")
 

@@ -28,10 +28,10 @@ from aero_compile.reporting.results import origin, write_json
 from aero_compile.runtime.kernels.client_product import ClientProduct
 from aero_compile.runtime.kernels.column_encryption import ROWS
 from aero_compile.runtime.kernels.encrypted_weights import Held, encrypted_weights
-from aero_compile.runtime.kernels.ring_encryption import SEED_WORDS, uniform
+from aero_compile.runtime.kernels.ring_algebra import SEED_WORDS, uniform
 from aero_compile.runtime.kernels.side import Exchanged, Side
-from aero_compile.runtime.lowering.live import LiveProgram, LiveStep
-from aero_compile.runtime.lowering.spu_compile import compile_steps
+from aero_compile.runtime.lowering.compile_spu import compile_steps
+from aero_compile.runtime.lowering.secret_program import LiveProgram, LiveStep
 from aero_compile.runtime.offline.batch import Batches, Matrix, matrix_of
 from aero_compile.runtime.offline.prepare import encoded, prepare, words_of
 from aero_compile.runtime.operators import prepared

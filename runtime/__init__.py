@@ -6,8 +6,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from aero_compile.runtime.arithmetic.approximations import Approximation, approximations
-    from aero_compile.runtime.arithmetic.tolerances import Tolerances
     from aero_compile.runtime.compilation import Compiled
     from aero_compile.runtime.costs.model import Estimate, estimate
     from aero_compile.runtime.generation.bill import Generation
@@ -18,8 +16,10 @@ if TYPE_CHECKING:
     from aero_compile.runtime.hosts.network_spec import Network
     from aero_compile.runtime.hosts.tls import TLSConfig
     from aero_compile.runtime.inference import compile_model, export, private_inference
-    from aero_compile.runtime.lowering.to_jax import supported_ops
+    from aero_compile.runtime.lowering.lower import supported_ops
+    from aero_compile.runtime.operators.activations import Approximation, approximations
     from aero_compile.runtime.program import Program
+    from aero_compile.runtime.tolerances import Tolerances
 
 _HOME = {
     "Approximation": "arithmetic.approximations",

@@ -13,29 +13,21 @@ from torch import Tensor, nn
 
 from aero_compile.errors import InputError
 from aero_compile.ir.ops import NORMS
-from aero_compile.runtime.arithmetic.one_product import FRACTION_BITS, RING_BITS
-from aero_compile.runtime.arithmetic.prices import second_worth
+from aero_compile.runtime.arithmetic.exponential import FRACTION_BITS, RING_BITS
 from aero_compile.runtime.arithmetic.ring import fixed_point
+from aero_compile.runtime.costs.prices import second_worth
 from aero_compile.runtime.hosts.network_spec import UNLIMITED, Network
 from aero_compile.runtime.kernels.encrypted_lookup import LEAST_BITS
-from aero_compile.runtime.lowering.comparisons import pays
-from aero_compile.runtime.lowering.defer import defer_normalization
+from aero_compile.runtime.lowering.compile_spu import compile_steps
 from aero_compile.runtime.lowering.guards import GuardCheck
-from aero_compile.runtime.lowering.live import LiveProgram
-from aero_compile.runtime.lowering.norms import (
-    NO_DOUBLINGS,
-    Doublings,
-    NormSample,
-    fold,
-    foldable,
-    random_tokens,
-)
-from aero_compile.runtime.lowering.partition import Partition
-from aero_compile.runtime.lowering.ranges import RangeCheck
+from aero_compile.runtime.lowering.lower import lower
+from aero_compile.runtime.lowering.range_check import RangeCheck
+from aero_compile.runtime.lowering.secret_program import LiveProgram
+from aero_compile.runtime.lowering.small_comparisons import pays
 from aero_compile.runtime.lowering.small_weights import lift_small_weights
-from aero_compile.runtime.lowering.spu_compile import compile_steps
-from aero_compile.runtime.lowering.to_jax import lower
-from aero_compile.runtime.models import (
+from aero_compile.runtime.lowering.softmax.defer_softmax_norm import defer_normalization
+from aero_compile.runtime.operators.format import Format
+from aero_compile.runtime.partition.model_graph import (
     Tokens,
     checked_ids,
     in_the_clear,
@@ -45,7 +37,15 @@ from aero_compile.runtime.models import (
     vocabulary_of,
     with_public,
 )
-from aero_compile.runtime.operators.limits import Format
+from aero_compile.runtime.partition.norm_scaling import (
+    NO_DOUBLINGS,
+    Doublings,
+    NormSample,
+    fold,
+    foldable,
+    random_tokens,
+)
+from aero_compile.runtime.partition.partition import Partition
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.rehearsal import check_logits
 from aero_compile.runtime.spu_config import check_config

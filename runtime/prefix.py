@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.errors import InputError, OutOfRangeError
-from aero_compile.runtime.operators import pointwise, products, registry, views
+from aero_compile.runtime.operators import declaration as registry
+from aero_compile.runtime.operators import pointwise, products, views
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from aero_compile.errors import LoweringError
 from aero_compile.runtime.kernels.run import rehearse_kernel
 from aero_compile.runtime.kernels.values import Values
-from aero_compile.runtime.lowering.live import LiveProgram, LiveStep
+from aero_compile.runtime.lowering.secret_program import LiveProgram, LiveStep
 from aero_compile.runtime.online.exchanges import RehearsedExchanges
 from aero_compile.runtime.online.steps import run_step_on_shares
 from aero_compile.runtime.prefix import Arrays

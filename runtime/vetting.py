@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 
 from aero_compile.errors import AeroError, InputError
-from aero_compile.runtime.arithmetic.one_product import RING_BITS
+from aero_compile.runtime.arithmetic.exponential import RING_BITS
 from aero_compile.runtime.costs.pphlo import parse
 from aero_compile.runtime.kernels.cached_product import CachedProduct
 from aero_compile.runtime.kernels.client_product import ClientProduct

@@ -13,9 +13,9 @@ from functools import lru_cache
 from itertools import product
 
 from aero_compile.errors import AeroError, InputError
-from aero_compile.runtime.arithmetic.ciphertexts import Dims
 from aero_compile.runtime.arithmetic.evaluators import Evaluation, evaluations
 from aero_compile.runtime.arithmetic.ring import WORD
+from aero_compile.runtime.costs.ciphertexts import Dims
 from aero_compile.runtime.costs.pphlo import Function, Operation, parse
 from aero_compile.runtime.program_parts import KernelStep, ProgramContent, Step
 from aero_compile.runtime.roles import CLIENT, ROLES, SERVER

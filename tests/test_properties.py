@@ -571,8 +571,8 @@ def check_lowering(config: Config, passes: list[GraphPass]) -> None:
     """What two parties would compute, evaluated in float64 without them, is what the model computes."""
     import jax
 
-    from aero_compile.runtime.lowering.partition import partition
-    from aero_compile.runtime.lowering.to_jax import lower
+    from aero_compile.runtime.lowering.lower import lower
+    from aero_compile.runtime.partition.partition import partition
     from aero_compile.runtime.program import one_hot
 
     _, model = both(config)

@@ -244,8 +244,8 @@ def test_lowered_to_jax(family: str, name: str) -> None:
     import jax
     import numpy as np
 
-    from aero_compile.runtime.lowering.partition import partition
-    from aero_compile.runtime.lowering.to_jax import lower
+    from aero_compile.runtime.lowering.lower import lower
+    from aero_compile.runtime.partition.partition import partition
     from aero_compile.runtime.program import one_hot
 
     model = _simplified(family, name)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from aero_compile.runtime.arithmetic import ciphertexts
+from aero_compile.runtime.costs import ciphertexts
 from aero_compile.runtime.costs.composed import COMPOSED
 from aero_compile.runtime.costs.session import MUTUAL, OPEN, TILE, TRANSFER
 from aero_compile.runtime.costs.table import CostTable, Kernel

@@ -18,25 +18,20 @@ from typing import Any
 import numpy as np
 
 from aero_compile.runtime.kernels.client_product import ClientProduct
-from aero_compile.runtime.kernels.encrypted_lookup import EncryptedLookup
+from aero_compile.runtime.kernels.encrypted_lookup import EncryptedLookup, degree_for
 from aero_compile.runtime.kernels.encrypted_weights import DEGREE, pieces, sizes
-from aero_compile.runtime.kernels.exponential_factors import ExponentialFactors
 from aero_compile.runtime.kernels.kernel import Kernel, Shape
-from aero_compile.runtime.kernels.lookup_table import degree_for
+from aero_compile.runtime.kernels.local_kernels import ExponentialFactors, SquareTerms, WholeNumbers
 from aero_compile.runtime.kernels.negative import Negative
 from aero_compile.runtime.kernels.opened_rows import ScaledRows, SquaredRows
-from aero_compile.runtime.kernels.prepared_product import PreparedProduct
 from aero_compile.runtime.kernels.prepared_sign import PreparedSign
 from aero_compile.runtime.kernels.prepared_squares import PreparedSquares
-from aero_compile.runtime.kernels.ring_encryption import SEED_WORDS
+from aero_compile.runtime.kernels.ring_algebra import SEED_WORDS
 from aero_compile.runtime.kernels.run import run_kernel
+from aero_compile.runtime.kernels.share_words import read_words
 from aero_compile.runtime.kernels.side import Side
-from aero_compile.runtime.kernels.square_terms import SquareTerms
-from aero_compile.runtime.kernels.triple_elements import BatchedElements, TripleElements
-from aero_compile.runtime.kernels.triple_product import TripleProduct
+from aero_compile.runtime.kernels.triples import BatchedElements, PreparedProduct, TripleElements, TripleProduct
 from aero_compile.runtime.kernels.values import Values
-from aero_compile.runtime.kernels.whole_numbers import WholeNumbers
-from aero_compile.runtime.kernels.words import read_words
 from aero_compile.runtime.offline.batch import Batches, Matrix
 from aero_compile.runtime.offline.choice import BATCHED
 from aero_compile.runtime.online.bill import EXCHANGE, STEP

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from aero_compile.errors import InputError
 from aero_compile.runtime import compile_model
-from aero_compile.runtime.arithmetic.tolerances import Tolerances
 from aero_compile.runtime.rehearsal import rehearse
+from aero_compile.runtime.tolerances import Tolerances
 from benchmarks.lib.real_models import RealModel
 
 HOW = "rehearsed in the clear: fixed point, with the rounding of Cheetah drawn"

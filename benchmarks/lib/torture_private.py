@@ -25,7 +25,7 @@ from aero_compile.inference_model import inference_copy
 from aero_compile.model import TransformedModel
 from aero_compile.optimize import passes
 from aero_compile.runtime import inference
-from aero_compile.runtime.lowering import spu_compile
+from aero_compile.runtime.lowering import compile_spu as spu_compile
 from aero_compile.runtime.program import Program, one_hot
 from benchmarks.lib.random_decoders import logits_of
 from benchmarks.lib.torture_models import Case, case

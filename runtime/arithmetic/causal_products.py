@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from aero_compile.runtime.arithmetic.matrix_products import SHARES, batched_product, heads_at_once, joined_price
-from aero_compile.runtime.arithmetic.prices import cached_by_worth
+from aero_compile.runtime.costs.prices import cached_by_worth
 from aero_compile.runtime.lazy_jax import jnp
 
 MOST_STRIPS = 4

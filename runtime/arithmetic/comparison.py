@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.runtime.arithmetic.ring import fraction_bits, in_two_phases
-from aero_compile.runtime.kernels.calls import call_kernel
+from aero_compile.runtime.kernels.kernel import call_kernel
 from aero_compile.runtime.kernels.negative import Negative
 from aero_compile.runtime.kernels.prepared_sign import PreparedSign
 from aero_compile.runtime.lazy_jax import jnp

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from aero_compile.runtime.arithmetic import filling
+from aero_compile.runtime.arithmetic import ciphertext_packing as filling
 from aero_compile.runtime.arithmetic.ring import in_two_phases
 from aero_compile.runtime.arithmetic.two_phases import product_of_elements
 from aero_compile.runtime.lazy_jax import jnp

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from aero_compile.runtime.arithmetic.ciphertexts import Dims, matmul, tiles
+from aero_compile.runtime.costs.ciphertexts import Dims, matmul, tiles
 from aero_compile.runtime.roles import CLIENT, SERVER
 
 Owner = int | None

@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from aero_compile.runtime.arithmetic.ciphertexts import DEGREE, MatmulCount, matmul
 from aero_compile.runtime.arithmetic.evaluators import Owner, is_hidden
-from aero_compile.runtime.arithmetic.prices import cached_by_worth, price, round_trip_bytes, sent
-from aero_compile.runtime.arithmetic.ring import fraction_bits, in_words
-from aero_compile.runtime.arithmetic.truncation import truncated
-from aero_compile.runtime.kernels.calls import call_kernel
-from aero_compile.runtime.kernels.whole_numbers import WholeNumbers
+from aero_compile.runtime.arithmetic.ring import fraction_bits, in_words, truncated
+from aero_compile.runtime.costs.ciphertexts import DEGREE, MatmulCount, matmul
+from aero_compile.runtime.costs.prices import cached_by_worth, price, round_trip_bytes, sent
+from aero_compile.runtime.kernels.kernel import call_kernel
+from aero_compile.runtime.kernels.local_kernels import WholeNumbers
 from aero_compile.runtime.lazy_jax import jnp
 from aero_compile.runtime.roles import SERVER
 

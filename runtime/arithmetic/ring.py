@@ -1,10 +1,18 @@
-"""The ring, and the fixed-point format in it, for which functions are traced; outside, numbers are floats."""
+"""The ring, and the fixed-point format in it, for which functions are traced; outside, numbers are floats.
+
+The truncation of a product of words that SPU took for whole numbers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+
+from aero_compile.runtime.lazy_jax import jnp
 
 WORD = 64
 """Bits of the ring in which matrix products pack their answers, and share-level kernels work."""
@@ -41,3 +49,22 @@ def in_words() -> bool:
     """Whether a function is traced for the 64-bit ring."""
     found = _FORMAT.get()
     return found is not None and found[1] == WORD
+
+
+def truncated(product: Any, by: int | None = None) -> Any:
+    """A product whose words were not truncated, as SPU truncates its own: once, by the fraction bits.
+
+    `by`: so many bits instead, in two phases, where steps on shares hold 2^-`by` (`aero_compile.runtime.online`).
+
+    A product of numbers with 2^-f, the last bit of the format, would not do: SPU takes such a number with more bits,
+    and the product leaves the ring. A matrix product takes it as it is.
+    """
+    bits = fraction_bits()
+    if bits is None:
+        return product
+    unit, size = np.float32(2.0 ** -(by or bits)), product.size
+    if not in_two_phases():
+        return jnp().matmul(product.reshape((-1, 1)), np.full((1, 1), unit)).reshape(product.shape)
+    # In pairs: XLA makes a product of numbers of a matrix product with a single number, where the result is read twice.
+    pairs = jnp().pad(product.reshape(-1), (0, size % 2)).reshape((-1, 2))
+    return jnp().matmul(pairs, np.eye(2, dtype=np.float32) * unit).reshape(-1)[:size].reshape(product.shape)

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from aero_compile.runtime.arithmetic.ciphertexts import DEGREE
-from aero_compile.runtime.arithmetic.filling import PAIR, multiply, product_parts
+from aero_compile.runtime.arithmetic.ciphertext_packing import PAIR, multiply, product_parts
 from aero_compile.runtime.arithmetic.matrix_products import SHARES, batched_product, heads_at_once, joined_price
-from aero_compile.runtime.arithmetic.prices import cached_by_worth, element_seconds, round_trip_bytes, second_bytes
 from aero_compile.runtime.arithmetic.ring import in_words
+from aero_compile.runtime.costs.ciphertexts import DEGREE
+from aero_compile.runtime.costs.prices import cached_by_worth, element_seconds, round_trip_bytes, second_bytes
 from aero_compile.runtime.lazy_jax import jnp
 from aero_compile.runtime.roles import SERVER
 

@@ -12,20 +12,20 @@ from typing import Any
 
 import numpy as np
 
-from aero_compile.runtime.arithmetic.ciphertexts import DEGREE, matmul
+from aero_compile.runtime.arithmetic.ciphertext_packing import square_parts
 from aero_compile.runtime.arithmetic.evaluators import is_hidden
-from aero_compile.runtime.arithmetic.filling import square_parts
-from aero_compile.runtime.arithmetic.prices import (
+from aero_compile.runtime.arithmetic.ring import fraction_bits, in_words
+from aero_compile.runtime.arithmetic.row_products import STORED_BYTES, cheapest_strips, scaling_price
+from aero_compile.runtime.costs.ciphertexts import DEGREE, matmul
+from aero_compile.runtime.costs.prices import (
     cached_by_worth,
     element_seconds,
     price,
     round_trip_bytes,
     second_bytes,
 )
-from aero_compile.runtime.arithmetic.ring import fraction_bits, in_words
-from aero_compile.runtime.arithmetic.row_products import STORED_BYTES, cheapest_strips, scaling_price
-from aero_compile.runtime.kernels.calls import call_kernel
-from aero_compile.runtime.kernels.square_terms import SquareTerms
+from aero_compile.runtime.kernels.kernel import call_kernel
+from aero_compile.runtime.kernels.local_kernels import SquareTerms
 from aero_compile.runtime.lazy_jax import jnp
 from aero_compile.runtime.roles import CLIENT, SERVER
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aero_compile.runtime.arithmetic.filling import FEW_SQUARES, by_parts, square_parts
+from aero_compile.runtime.arithmetic.ciphertext_packing import FEW_SQUARES, by_parts, square_parts
 from aero_compile.runtime.arithmetic.ring import in_two_phases
 from aero_compile.runtime.arithmetic.two_phases import square_of_elements
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from aero_compile.runtime.arithmetic.prices import element_seconds, second_bytes
+from aero_compile.runtime.arithmetic.ring import truncated
 from aero_compile.runtime.arithmetic.row_products import OWNED_BYTES, SHARED_BYTES, scaling_price
 from aero_compile.runtime.arithmetic.row_squares import square_strips
-from aero_compile.runtime.arithmetic.truncation import truncated
-from aero_compile.runtime.kernels.calls import call_kernel
+from aero_compile.runtime.costs.prices import element_seconds, second_bytes
+from aero_compile.runtime.kernels.kernel import call_kernel
 from aero_compile.runtime.kernels.opened_rows import ScaledRows, SquaredRows
 from aero_compile.runtime.kernels.prepared_squares import PreparedSquares
-from aero_compile.runtime.kernels.triple_elements import BatchedElements, TripleElements
+from aero_compile.runtime.kernels.triples import BatchedElements, TripleElements
 
 
 def product_of_owned(servers: Any, clients: Any, by: int | None = None) -> Any:

@@ -19,7 +19,6 @@ import torch
 
 from aero_compile.console import human_bytes, table_lines
 from aero_compile.errors import InputError
-from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.compilation import AUTO, Options
 from aero_compile.runtime.costs import pphlo
 from aero_compile.runtime.costs.batches import BilledBatches
@@ -27,7 +26,6 @@ from aero_compile.runtime.costs.billing import bill_forward, bill_offline, bill_
 from aero_compile.runtime.costs.generation import bill_text
 from aero_compile.runtime.costs.session import Cost, Session
 from aero_compile.runtime.costs.table import CostTable, settings_of
-from aero_compile.runtime.costs.unknown_weights import with_weights
 from aero_compile.runtime.generation.batches import batches_for, batches_of
 from aero_compile.runtime.generation.compilation import compile_for_generation
 from aero_compile.runtime.generation.programs import Programs
@@ -40,9 +38,11 @@ from aero_compile.runtime.inference import batches, check_prepare, compile_unsee
 from aero_compile.runtime.kernels.column_encryption import ROWS
 from aero_compile.runtime.offline.batch import rows_by_matrix
 from aero_compile.runtime.offline.choice import is_cheaper
-from aero_compile.runtime.operators.limits import Format
+from aero_compile.runtime.operators.format import Format
+from aero_compile.runtime.partition.model_graph import with_weights
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.spu_config import import_spu, runtime_config
+from aero_compile.runtime.tolerances import DEFAULT, Tolerances
 
 PROTOCOL = "cheetah"
 """The protocol whose costs are modelled."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from aero_compile.errors import LoweringError
-from aero_compile.runtime.arithmetic import ciphertexts
+from aero_compile.runtime.costs import ciphertexts
 from aero_compile.runtime.costs.table import CostTable
 from aero_compile.runtime.hosts.network_spec import Network
 from aero_compile.runtime.kernels.cached_rows import RowNumbers

@@ -16,15 +16,15 @@ from aero_compile.errors import InputError, LoweringError
 from aero_compile.inference_model import InferenceModel, inference_copy
 from aero_compile.model import TransformedModel
 from aero_compile.optimize import optimize_for_inference
-from aero_compile.runtime.arithmetic.prices import second_worth
 from aero_compile.runtime.compilation import Observed, Options, lowering, observed, refuse_outside, typical
+from aero_compile.runtime.costs.prices import second_worth
 from aero_compile.runtime.generation.programs import CompiledGeneration, Programs, check_name, in_room, of_names
 from aero_compile.runtime.generation.texts import spare_rows
-from aero_compile.runtime.lowering.bounds import Bound, hull
-from aero_compile.runtime.lowering.live import LiveProgram
-from aero_compile.runtime.lowering.partition import Partition, partition_step
-from aero_compile.runtime.lowering.spu_compile import compile_steps
-from aero_compile.runtime.models import Tokens, in_the_clear, with_graph, with_public
+from aero_compile.runtime.lowering.compile_spu import compile_steps
+from aero_compile.runtime.lowering.secret_program import LiveProgram
+from aero_compile.runtime.operators.bounds import Bound, hull
+from aero_compile.runtime.partition.model_graph import Tokens, in_the_clear, with_graph, with_public
+from aero_compile.runtime.partition.partition import Partition, partition_step
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.rehearsal import ABSOLUTE, SAFETY, rehearse_step
 

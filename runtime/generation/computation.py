@@ -22,8 +22,8 @@ from aero_compile.runtime.hosts.link import Way
 from aero_compile.runtime.hosts.party_inputs import Arrays, PartyInputs
 from aero_compile.runtime.kernels.cached_product import CachedProduct
 from aero_compile.runtime.kernels.column_encryption import ROWS
-from aero_compile.runtime.kernels.lookup_table import Held
-from aero_compile.runtime.kernels.words import Integers
+from aero_compile.runtime.kernels.encrypted_lookup import Held
+from aero_compile.runtime.kernels.share_words import Integers
 from aero_compile.runtime.offline.batch import Matrix
 from aero_compile.runtime.offline.prepare import prepare, text_steps
 from aero_compile.runtime.offline.rows import MOST_ROWS

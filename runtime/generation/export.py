@@ -11,7 +11,6 @@ import numpy as np
 from torch import nn
 
 from aero_compile.files import make_private_folder, write_private
-from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.compilation import AUTO, Options
 from aero_compile.runtime.generation.compilation import compile_for_generation
 from aero_compile.runtime.generation.programs import CompiledGeneration
@@ -19,9 +18,10 @@ from aero_compile.runtime.hosts.lookup_files import FILES, write_tables
 from aero_compile.runtime.hosts.network_spec import Network, parse_network
 from aero_compile.runtime.hosts.parties import PUBLIC
 from aero_compile.runtime.inference import batches, names_of
-from aero_compile.runtime.operators.limits import Format
+from aero_compile.runtime.operators.format import Format
 from aero_compile.runtime.roles import CLIENT, SERVER
 from aero_compile.runtime.spu_config import import_spu
+from aero_compile.runtime.tolerances import DEFAULT, Tolerances
 
 WEIGHTS = "weights.npz"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from aero_compile.runtime.kernels.kernel import Result
+from aero_compile.runtime.kernels.share_words import Words
 from aero_compile.runtime.kernels.values import Values
-from aero_compile.runtime.kernels.words import Words
 from aero_compile.runtime.program_parts import TensorSpec
 
 

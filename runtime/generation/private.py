@@ -13,7 +13,6 @@ import numpy as np
 from torch import nn
 
 from aero_compile.errors import InputError, PartyError
-from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.compilation import AUTO, Options
 from aero_compile.runtime.generation.batches import batches_for
 from aero_compile.runtime.generation.bill import Cost, Generation, Token
@@ -39,11 +38,12 @@ from aero_compile.runtime.hosts.parties import (
 from aero_compile.runtime.hosts.scratch import scratch_folder
 from aero_compile.runtime.hosts.tls import TLSConfig
 from aero_compile.runtime.inference import batches, check_prepare, names_of
-from aero_compile.runtime.models import Tokens, checked_ids, in_the_clear, with_graph
 from aero_compile.runtime.offline.rows import MOST_ROWS
-from aero_compile.runtime.operators.limits import Format
+from aero_compile.runtime.operators.format import Format
+from aero_compile.runtime.partition.model_graph import Tokens, checked_ids, in_the_clear, with_graph
 from aero_compile.runtime.roles import CLIENT, SERVER
 from aero_compile.runtime.spu_config import import_spu
+from aero_compile.runtime.tolerances import DEFAULT, Tolerances
 
 
 def private_generate(

@@ -19,9 +19,9 @@ from aero_compile.runtime.hosts.opening import OUT_OF_RANGE, open_bit, open_logi
 from aero_compile.runtime.hosts.party_inputs import PartyInputs
 from aero_compile.runtime.kernels.column_encryption import ROWS, Weights
 from aero_compile.runtime.kernels.encrypted_weights import hash_parts
+from aero_compile.runtime.kernels.share_words import Integers, Words, widened
 from aero_compile.runtime.kernels.side import Exchanged, Side
 from aero_compile.runtime.kernels.values import Values
-from aero_compile.runtime.kernels.words import Integers, Words, widened
 from aero_compile.runtime.offline.batch import Batches, Matrix, matrix_of, rows_by_matrix
 from aero_compile.runtime.offline.choice import is_cheaper
 from aero_compile.runtime.offline.correlations import SET_UP as SET_UP_ELEMENTS

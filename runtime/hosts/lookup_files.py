@@ -23,10 +23,10 @@ import numpy.typing as npt
 from aero_compile.errors import InputError
 from aero_compile.files import refuse_exposed, write_private
 from aero_compile.runtime.hosts.lookup_sizes import MAGIC, LooksUp, layout, table_size
+from aero_compile.runtime.kernels.encrypted_lookup import Held, encrypted_table
 from aero_compile.runtime.kernels.encrypted_weights import encrypted_weights
-from aero_compile.runtime.kernels.lookup_table import Held, encrypted_table
-from aero_compile.runtime.kernels.ring_encryption import SEED_WORDS, uniform
-from aero_compile.runtime.kernels.words import Words, widened
+from aero_compile.runtime.kernels.ring_algebra import SEED_WORDS, uniform
+from aero_compile.runtime.kernels.share_words import Words, widened
 from aero_compile.runtime.offline.prepare import encoded
 from aero_compile.runtime.offline.store import fingerprint
 from aero_compile.runtime.roles import CLIENT, SERVER

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
+from aero_compile.runtime.kernels.encrypted_lookup import degree_for
 from aero_compile.runtime.kernels.encrypted_weights import sizes
-from aero_compile.runtime.kernels.lookup_table import degree_for
-from aero_compile.runtime.kernels.ring_encryption import SEED_WORDS
+from aero_compile.runtime.kernels.ring_algebra import SEED_WORDS
 
 if TYPE_CHECKING:
     from aero_compile.runtime.program_parts import ClientMatrix

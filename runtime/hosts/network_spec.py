@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from aero_compile.errors import InputError, nearest
-from aero_compile.runtime.arithmetic.prices import SECOND_BYTES
+from aero_compile.runtime.costs.prices import SECOND_BYTES
 
 
 @dataclass(frozen=True)

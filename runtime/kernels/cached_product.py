@@ -30,9 +30,9 @@ import numpy as np
 
 from aero_compile.errors import PartyError
 from aero_compile.runtime.kernels.kernel import Kernel, Preparation, RandomWords, Result, Shape
-from aero_compile.runtime.kernels.ring_products import ring_product
-from aero_compile.runtime.kernels.triple_product import TripleProduct
-from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.kernels.ring_algebra import ring_product
+from aero_compile.runtime.kernels.share_words import Words
+from aero_compile.runtime.kernels.triples import TripleProduct
 from aero_compile.runtime.roles import SERVER
 
 if TYPE_CHECKING:

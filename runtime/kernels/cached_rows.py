@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.errors import PartyError
-from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.kernels.share_words import Words
 
 Indices = npt.NDArray[np.int64]
 

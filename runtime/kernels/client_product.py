@@ -20,8 +20,8 @@ import numpy as np
 from aero_compile.errors import PartyError
 from aero_compile.runtime.kernels.encrypted_weights import DEGREE, DIGITS, LARGEST_INNER, multiplied, opened, pieces
 from aero_compile.runtime.kernels.kernel import Kernel, Result, Shape
-from aero_compile.runtime.kernels.ring_products import ring_product
-from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.kernels.ring_algebra import ring_product
+from aero_compile.runtime.kernels.share_words import Words
 from aero_compile.runtime.roles import CLIENT
 
 if TYPE_CHECKING:

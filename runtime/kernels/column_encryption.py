@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from aero_compile.runtime.kernels.ring_encryption import (
+from aero_compile.runtime.kernels.ring_algebra import (
     LARGEST_ERROR,
     LEAST_DEGREE,
     SEED_WORDS,
@@ -45,7 +45,7 @@ from aero_compile.runtime.kernels.ring_encryption import (
     times,
     uniform,
 )
-from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.kernels.share_words import Words
 
 ROWS = LEAST_DEGREE
 """N: rows of one batch."""

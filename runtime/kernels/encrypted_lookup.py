@@ -3,11 +3,27 @@
 The table is encrypted once, when the program is written, and serves every run. What comes out is a row with twice the
 fraction bits, as a product with a one-hot row has them before it is truncated; the noise of the encryption is below one
 unit of what truncation leaves.
+
+A table of the server's under its own encryption, in which the client looks rows up without telling which.
+
+The server encrypts the table once, several rows in a polynomial, and gives clients the parts b with the seed of the
+parts a. For a token the client takes the row's numbers of b, turns a so that the row stands in front, adds an
+encryption of 0 of its own, and a mask z, uniform modulo 2^64:
+
+    a' = a·X^-at + a_0·u + e    and    b' = b[row] + b_0·u + z,
+
+of which it sends all of a' and as many coefficients of b' as a row has. The server decrypts b' + a'·s, which is
+row + noise + z, and the client keeps -z: they share the row. The noise is e_row + e_0·u + e·s, at most `largest_noise`.
+
+b' is uniform, whatever the row is, because z is. What is left, a' less a known polynomial, is a sample of ring learning
+with errors, of the secret u: a_0 is hashed from the seed, so not even a server that chooses its key can weaken it.
 """
 
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,14 +31,108 @@ import numpy as np
 
 from aero_compile.errors import PartyError
 from aero_compile.runtime.kernels.kernel import Kernel, Result, Shape
-from aero_compile.runtime.kernels.lookup_table import degree_for, look_up, opened, sent_bytes
-from aero_compile.runtime.kernels.ring_encryption import LARGEST_DEGREE
-from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.kernels.ring_algebra import (
+    LARGEST_DEGREE,
+    LARGEST_ERROR,
+    LEAST_DEGREE,
+    SEED_WORDS,
+    Draw,
+    Small,
+    errors,
+    hashed,
+    ternary,
+    times,
+    uniform,
+)
+from aero_compile.runtime.kernels.share_words import Words
 from aero_compile.runtime.roles import CLIENT
 
 if TYPE_CHECKING:
     from aero_compile.runtime.costs.session import Session
     from aero_compile.runtime.kernels.side import Side
+
+
+AT_ONCE = 64
+"""Polynomials that are worked on at the same time."""
+
+PUBLIC_KEY, FIRST_ROWS = 0, 1
+"""Numbers of the parts a: of the public key, and of the first rows."""
+
+Held = Mapping[str, Words]
+"""What a party holds of a table: the server its "secret"; the client "rows" [V, w], "seed" and the "public" key's b."""
+
+
+def degree_for(width: int) -> int:
+    """N for rows of so many numbers."""
+    return max(LEAST_DEGREE, 1 << (width - 1).bit_length())
+
+
+def sent_bytes(width: int) -> int:
+    """Bytes that a client sends for one token."""
+    return 8 * (degree_for(width) + width)
+
+
+def largest_noise(degree: int) -> int:
+    """By so much a word that was looked up may be off at most."""
+    return LARGEST_ERROR * (2 * degree + 1)
+
+
+def encrypted_table(rows: Words, draw: Draw = os.urandom) -> tuple[Held, Held]:
+    """What the server and the client hold of a table of words [V, w], under a key that is drawn for it."""
+    degree = degree_for(rows.shape[1])
+    secret, seed = ternary(draw, degree), uniform(draw, SEED_WORDS)
+    public = _part_b(secret, seed, [PUBLIC_KEY], draw)[0]
+    found = np.empty_like(rows)
+    packed = degree // rows.shape[1]
+    for start, end in _blocks(len(rows), AT_ONCE * packed):
+        numbers = range(FIRST_ROWS + start // packed, FIRST_ROWS + -(-end // packed))
+        hiding = _part_b(secret, seed, numbers, draw)[:, : packed * rows.shape[1]].reshape(-1, rows.shape[1])
+        found[start:end] = rows[start:end] + hiding[: end - start]
+    return {"secret": secret.view(np.uint64)}, {"rows": found, "seed": seed, "public": public}
+
+
+def _part_b(secret: Small, seed: Words, numbers: range | list[int], draw: Draw) -> Words:
+    """The parts b of ciphertexts of 0 with these numbers: [numbers, N]."""
+    a = np.stack([hashed(seed, number, secret.size) for number in numbers])
+    return errors(draw, *a.shape).view(np.uint64) - times(a, secret)
+
+
+def look_up(held: Held, ids: Words, draw: Draw = os.urandom) -> tuple[Words, Words]:
+    """What the client sends for tokens [n], [n, N + w], and its share of their rows, [n, w]."""
+    rows, seed, public = held["rows"], held["seed"], held["public"]
+    degree, width = public.size, rows.shape[1]
+    key = hashed(seed, PUBLIC_KEY, degree)
+    sent, shares = np.empty((ids.size, degree + width), np.uint64), np.empty((ids.size, width), np.uint64)
+    for start, end in _blocks(ids.size, AT_ONCE):
+        size, some = end - start, ids[start:end]
+        random, mask = ternary(draw, size, degree), uniform(draw, size, width)
+        turned = np.stack([_turned(seed, int(each), degree, width) for each in some])
+        sent[start:end, :degree] = turned + times(key, random) + errors(draw, size, degree).view(np.uint64)
+        sent[start:end, degree:] = rows[some] + times(public, random)[:, :width] + mask
+        shares[start:end] = -mask
+    return sent, shares
+
+
+def _turned(seed: Words, token: int, degree: int, width: int) -> Words:
+    """The part a of a token's row, as if the row stood in front of its polynomial."""
+    number, place = divmod(token, degree // width)
+    a = hashed(seed, FIRST_ROWS + number, degree)
+    return np.concatenate([a[place * width :], -a[: place * width]])
+
+
+def opened(held: Held, received: Words) -> Words:
+    """The server's share of the rows, [n, w], of what the client sent, [n, N + w]."""
+    secret = held["secret"].view(np.int64)
+    degree = secret.size
+    found = np.empty((len(received), received.shape[1] - degree), np.uint64)
+    for start, end in _blocks(len(received), AT_ONCE):
+        a, b = received[start:end, :degree], received[start:end, degree:]
+        found[start:end] = b + times(a, secret)[:, : b.shape[1]]
+    return found
+
+
+def _blocks(count: int, size: int) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + size, count)) for start in range(0, count, size))
 
 
 LEAST_BITS = 18

@@ -37,7 +37,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from aero_compile.runtime.kernels.ring_encryption import (
+from aero_compile.runtime.kernels.ring_algebra import (
     LARGEST_ERROR,
     LEAST_DEGREE,
     SEED_WORDS,
@@ -50,7 +50,7 @@ from aero_compile.runtime.kernels.ring_encryption import (
     times,
     uniform,
 )
-from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.kernels.share_words import Words
 
 DEGREE = LEAST_DEGREE
 """N: the coefficients of a part a, and columns in one polynomial."""

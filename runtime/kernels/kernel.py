@@ -1,4 +1,10 @@
-"""What a kernel is: work of each party on the words of its shares, by itself or in an exchange with the other."""
+"""What a kernel is: work of each party on the words of its shares, by itself or in an exchange with the other.
+
+Calls of kernels in JAX functions.
+
+An operator calls a kernel like any function. In plain JAX a call computes what the parties' results come to; SPU cannot
+run it, so a function is cut in pieces at its calls before it is compiled (`runtime.lowering.split_at_kernels`).
+"""
 
 from __future__ import annotations
 
@@ -6,16 +12,18 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.kernels.share_words import Words
 from aero_compile.runtime.roles import CLIENT, SERVER
 
 if TYPE_CHECKING:
     from aero_compile.runtime.costs.session import Session
     from aero_compile.runtime.kernels.side import Side
+
 
 Shape = tuple[int, ...]
 
@@ -206,3 +214,25 @@ class LocalKernel(Kernel):
 
     def bill(self, session: Session, *shapes: Shape) -> None:
         session.kernel(type(self).__name__, *self.work(*shapes))
+
+
+def call_kernel(kernel: Kernel, *arguments: Any) -> tuple[Any, ...]:
+    """Call a kernel on JAX arrays of floats; `Kernel.results` tells what it gives."""
+    return tuple(primitive().bind(*arguments, kernel=kernel))
+
+
+@cache
+def primitive() -> Any:
+    """The call as a JAX primitive: it has a value and a shape, but no translation, so that none is ever compiled."""
+    from jax import core
+
+    found: Any = core.Primitive("share_kernel")
+    shaped: Any = core.ShapedArray
+    found.multiple_results = True
+    found.def_impl(lambda *arguments, kernel: list(kernel.plain(*arguments)))
+    found.def_abstract_eval(
+        lambda *arguments, kernel: [
+            shaped(each.shape, np.dtype(each.dtype)) for each in kernel.results(*(one.shape for one in arguments))
+        ]
+    )
+    return found

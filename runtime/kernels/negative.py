@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aero_compile.runtime.kernels.kernel import Kernel, Result, Shape
-from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.kernels.share_words import Words
 
 if TYPE_CHECKING:
     from aero_compile.runtime.costs.session import Session

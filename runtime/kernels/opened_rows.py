@@ -17,7 +17,7 @@ import numpy as np
 
 from aero_compile.runtime.kernels.kernel import ElementTriples, Kernel, Preparation, RandomWords, Result, Shape
 from aero_compile.runtime.kernels.prepared_squares import cross_terms, opened_squares
-from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.kernels.share_words import Words
 from aero_compile.runtime.roles import CLIENT, SERVER
 
 if TYPE_CHECKING:

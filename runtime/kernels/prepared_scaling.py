@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from aero_compile.runtime.kernels.kernel import ElementTriples, Kernel, Preparation, RandomWords, Result, Shape
-from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.kernels.share_words import Words
 from aero_compile.runtime.roles import CLIENT, SERVER
 
 if TYPE_CHECKING:

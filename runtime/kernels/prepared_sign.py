@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.runtime.kernels.kernel import Kernel, Result, Shape
-from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.kernels.share_words import Words
 from aero_compile.runtime.lazy_jax import jnp
 from aero_compile.runtime.online.masked_functions import parity
 from aero_compile.runtime.online.sign_layout import MANY, NARROWEST, WIDEST, Join, SignLayout, layout_of

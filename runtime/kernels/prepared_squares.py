@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aero_compile.runtime.kernels.kernel import ElementTriples, Kernel, RandomWords, Result, Shape
-from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.kernels.share_words import Words
 from aero_compile.runtime.roles import SERVER
 
 if TYPE_CHECKING:

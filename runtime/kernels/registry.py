@@ -9,18 +9,14 @@ from typing import Any
 from aero_compile.runtime.kernels.cached_product import CachedProduct
 from aero_compile.runtime.kernels.client_product import ClientProduct
 from aero_compile.runtime.kernels.encrypted_lookup import EncryptedLookup
-from aero_compile.runtime.kernels.exponential_factors import ExponentialFactors
 from aero_compile.runtime.kernels.kernel import Kernel
+from aero_compile.runtime.kernels.local_kernels import ExponentialFactors, SquareTerms, WholeNumbers
 from aero_compile.runtime.kernels.negative import Negative
 from aero_compile.runtime.kernels.opened_rows import ScaledRows, SquaredRows
-from aero_compile.runtime.kernels.prepared_product import PreparedProduct
 from aero_compile.runtime.kernels.prepared_scaling import PreparedScaling
 from aero_compile.runtime.kernels.prepared_sign import PreparedSign
 from aero_compile.runtime.kernels.prepared_squares import PreparedSquares
-from aero_compile.runtime.kernels.square_terms import SquareTerms
-from aero_compile.runtime.kernels.triple_elements import BatchedElements, TripleElements
-from aero_compile.runtime.kernels.triple_product import TripleProduct
-from aero_compile.runtime.kernels.whole_numbers import WholeNumbers
+from aero_compile.runtime.kernels.triples import BatchedElements, PreparedProduct, TripleElements, TripleProduct
 
 KERNELS: dict[str, type[Kernel]] = {
     kind.__name__: kind

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from aero_compile.runtime.kernels.share_words import widened
 from aero_compile.runtime.kernels.side import Side
 from aero_compile.runtime.kernels.values import Values
-from aero_compile.runtime.kernels.words import widened
 from aero_compile.runtime.program_parts import KernelStep
 
 

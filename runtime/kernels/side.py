@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from aero_compile.errors import PartyError
 from aero_compile.runtime.kernels.cached_rows import CachedRows
-from aero_compile.runtime.kernels.words import Integers, Words, as_bits, read_bits, read_words, with_words
+from aero_compile.runtime.kernels.share_words import Integers, Words, as_bits, read_bits, read_words, with_words
 
 
 @dataclass

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.runtime.kernels.kernel import Result
-from aero_compile.runtime.kernels.words import Words, as_bits, read_words, with_words
+from aero_compile.runtime.kernels.share_words import Words, as_bits, read_words, with_words
 
 SHARED = -1
 """SPU's owner of what no party knows."""

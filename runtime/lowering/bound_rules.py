@@ -14,11 +14,11 @@ import torch
 from torch import fx
 
 from aero_compile.runtime.arithmetic.exponential import choose_power
-from aero_compile.runtime.lowering import bounds
 from aero_compile.runtime.lowering import product_bounds as products
-from aero_compile.runtime.lowering.bounds import SLACK, Bound, Rule, Values, times
-from aero_compile.runtime.lowering.partition import op_name
+from aero_compile.runtime.operators import bounds
+from aero_compile.runtime.operators.bounds import SLACK, Bound, Rule, Values, times
 from aero_compile.runtime.operators.pointwise import SELU_ALPHA, SELU_SCALE
+from aero_compile.runtime.partition.partition import op_name
 
 # --- sums and choices -----------------------------------------------------------------------------------
 

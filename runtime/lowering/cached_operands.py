@@ -14,7 +14,7 @@ from torch import fx
 
 from aero_compile.analysis.position_slicing import Axis
 from aero_compile.ir.ops import facts, of_form
-from aero_compile.runtime.lowering.partition import Partition
+from aero_compile.runtime.partition.partition import Partition
 
 _SPREADS = of_form("repeat", "repeat_interleave", "expand")
 

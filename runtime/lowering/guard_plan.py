@@ -17,19 +17,15 @@ from aero_compile.ir.ops import NORMS, PRODUCTS, SCALES, names_of, of_form
 from aero_compile.ir.ownership import Domain
 from aero_compile.runtime.arithmetic.ring import fixed_point
 from aero_compile.runtime.arithmetic.row_squares import norms_by_rows
-from aero_compile.runtime.lowering import bounds
 from aero_compile.runtime.lowering.bound_rules import RULES
-from aero_compile.runtime.lowering.bounds import Bound
-from aero_compile.runtime.lowering.comparisons import COMPARED, spread_of
 from aero_compile.runtime.lowering.guards import COMBINATIONS, Check, Guard, LeastRows
-from aero_compile.runtime.lowering.known_values import ARRANGING, KnownValues
-from aero_compile.runtime.lowering.masks import Masked, find_mask
-from aero_compile.runtime.lowering.norms import NO_DOUBLINGS, Doublings
-from aero_compile.runtime.lowering.partition import Partition, op_name, place_of
-from aero_compile.runtime.lowering.positions import averaged_sum, new_rows
 from aero_compile.runtime.lowering.schedule import SOFTMAX
-from aero_compile.runtime.operators import registry
-from aero_compile.runtime.operators.limits import (
+from aero_compile.runtime.lowering.small_comparisons import COMPARED, spread_of
+from aero_compile.runtime.lowering.softmax.public_mask import Masked, find_mask
+from aero_compile.runtime.operators import bounds
+from aero_compile.runtime.operators import declaration as registry
+from aero_compile.runtime.operators.bounds import Bound
+from aero_compile.runtime.operators.format import (
     LARGEST_POWER,
     LEAST_DEVIATION,
     LEAST_VARIANCE,
@@ -40,6 +36,10 @@ from aero_compile.runtime.operators.limits import (
     SmallRows,
     row_variances,
 )
+from aero_compile.runtime.partition.known_values import ARRANGING, KnownValues
+from aero_compile.runtime.partition.norm_scaling import NO_DOUBLINGS, Doublings
+from aero_compile.runtime.partition.partition import Partition, op_name, place_of
+from aero_compile.runtime.partition.positions import averaged_sum, new_rows
 
 Ends = tuple[float | None, float | None]
 

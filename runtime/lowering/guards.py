@@ -24,14 +24,14 @@ import torch
 from torch import Tensor, fx
 
 from aero_compile.errors import LoweringError
-from aero_compile.runtime.arithmetic.constants import mean
+from aero_compile.runtime.arithmetic.public_factors import mean
 from aero_compile.runtime.lazy_jax import jnp
-from aero_compile.runtime.lowering.bounds import Shape
-from aero_compile.runtime.lowering.live import LiveStep
-from aero_compile.runtime.lowering.partition import op_name, place_of
-from aero_compile.runtime.operators import registry
-from aero_compile.runtime.operators.limits import row_variances
-from aero_compile.runtime.operators.watching import count_outside
+from aero_compile.runtime.lowering.secret_program import LiveStep
+from aero_compile.runtime.operators import declaration as registry
+from aero_compile.runtime.operators.bounds import Shape
+from aero_compile.runtime.operators.declaration import count_outside
+from aero_compile.runtime.operators.format import row_variances
+from aero_compile.runtime.partition.partition import op_name, place_of
 
 COMBINATIONS = 20
 """Sums of a row that are compared: a row outside is missed with a chance of 2^-20."""

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import fx
 
-from aero_compile.runtime.lowering import bounds
-from aero_compile.runtime.lowering.bounds import SLACK, Bound, Values, times
+from aero_compile.runtime.operators import bounds
+from aero_compile.runtime.operators.bounds import SLACK, Bound, Values, times
 
 
 def multiplied(values: Values, node: fx.Node, given: Mapping[str, Any]) -> Bound:

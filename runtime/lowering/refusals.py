@@ -12,8 +12,8 @@ from torch import fx
 from aero_compile.errors import LoweringError
 from aero_compile.ir.custom_ops import MASKED_BELOW
 from aero_compile.ir.ownership import Domain
-from aero_compile.runtime.lowering.partition import Partition, op_name, place_of
-from aero_compile.runtime.lowering.ranges import largest
+from aero_compile.runtime.lowering.range_check import largest
+from aero_compile.runtime.partition.partition import Partition, op_name, place_of
 
 LARGEST = 2.0**30
 """Largest magnitude of a weight, a table or a literal."""

@@ -16,10 +16,10 @@ from torch import fx
 from aero_compile.errors import LoweringError
 from aero_compile.ir.dataflow import ancestors
 from aero_compile.ir.ops import of_form
-from aero_compile.runtime.lowering.blocks import Strip, choose_strips
-from aero_compile.runtime.lowering.live import MOVES, is_part
-from aero_compile.runtime.lowering.masks import Masked, find_mask
-from aero_compile.runtime.lowering.partition import Partition, op_name
+from aero_compile.runtime.lowering.secret_program import MOVES, is_part
+from aero_compile.runtime.lowering.softmax.public_mask import Masked, find_mask
+from aero_compile.runtime.lowering.softmax.score_blocks import Strip, choose_strips
+from aero_compile.runtime.partition.partition import Partition, op_name
 
 UNNORMALIZED = ("unnormalized_softmax", "unnormalized_weights")
 """Two factors of attention weights, of which the second is one number a row (`defer`)."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from aero_compile.ir.ownership import Domain
-from aero_compile.runtime.lowering.partition import Partition
+from aero_compile.runtime.partition.partition import Partition
 
 aten = torch.ops.aten
 

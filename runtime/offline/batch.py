@@ -26,10 +26,10 @@ from aero_compile.runtime.kernels.column_encryption import (
     limb_width,
     multiplied,
 )
-from aero_compile.runtime.kernels.prepared_product import PreparedProduct
-from aero_compile.runtime.kernels.ring_encryption import SEED_WORDS, uniform
+from aero_compile.runtime.kernels.ring_algebra import SEED_WORDS, uniform
+from aero_compile.runtime.kernels.share_words import Words
 from aero_compile.runtime.kernels.side import Side
-from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.kernels.triples import PreparedProduct
 from aero_compile.runtime.offline.rows import Row, RowPool, empty_rows, out_of_memory
 from aero_compile.runtime.program_parts import KernelStep, ProgramContent
 from aero_compile.runtime.roles import CLIENT

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from aero_compile.runtime.arithmetic import ciphertexts
-from aero_compile.runtime.arithmetic.prices import price, second_bytes
+from aero_compile.runtime.costs import ciphertexts
+from aero_compile.runtime.costs.prices import price, second_bytes
 from aero_compile.runtime.costs.table import shipped
 from aero_compile.runtime.kernels.column_encryption import ROWS
 from aero_compile.runtime.offline.batch import Matrix

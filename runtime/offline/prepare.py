@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.errors import PartyError
+from aero_compile.runtime.kernels.share_words import Integers, Words, narrowed, read_words, widened, with_words
 from aero_compile.runtime.kernels.side import Exchanged, Side
 from aero_compile.runtime.kernels.values import SHARED
-from aero_compile.runtime.kernels.words import Integers, Words, narrowed, read_words, widened, with_words
 from aero_compile.runtime.offline.batch import Batches, rows_of
 from aero_compile.runtime.offline.correlations import correlation_groups, divided, make_correlations
 from aero_compile.runtime.offline.elements import Joined, joined_elements

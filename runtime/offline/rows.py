@@ -17,7 +17,7 @@ import numpy as np
 
 from aero_compile.errors import PartyError
 from aero_compile.runtime.kernels.column_encryption import ROWS
-from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.kernels.share_words import Words
 
 MOST_ROWS = 1 << 18
 """Rows of one matrix that may be there at once."""

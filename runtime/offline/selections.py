@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from aero_compile.runtime.kernels.share_words import Words, as_bits, read_words, with_words
 from aero_compile.runtime.kernels.values import SHARED
-from aero_compile.runtime.kernels.words import Words, as_bits, read_words, with_words
 from aero_compile.runtime.offline.bit_circuit import BitCircuit, Wire
 
 if TYPE_CHECKING:

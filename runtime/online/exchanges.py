@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.kernels.share_words import Words
 from aero_compile.runtime.online.bits import Bits, both, lift, select
 from aero_compile.runtime.online.correlations import AND, ARRAYS, LIFT, SELECTION, TRUNCATION
 from aero_compile.runtime.online.truncation import NAME, shifted, truncate

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.runtime.costs.pphlo import Operation, Tensor
-from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.kernels.share_words import Words
 from aero_compile.runtime.online.correlations import LIFT
 from aero_compile.runtime.online.exchanges import Exchanges
 from aero_compile.runtime.online.moves import MOVES, move

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from aero_compile.runtime.arithmetic.prices import second_bytes
-from aero_compile.runtime.arithmetic.truncation import truncated
+from aero_compile.runtime.arithmetic.ring import truncated
+from aero_compile.runtime.costs.prices import second_bytes
 from aero_compile.runtime.costs.table import shipped
-from aero_compile.runtime.kernels.calls import call_kernel
 from aero_compile.runtime.kernels.client_product import ClientProduct, sent_bytes
 from aero_compile.runtime.kernels.encrypted_weights import LARGEST_INNER
+from aero_compile.runtime.kernels.kernel import call_kernel
 from aero_compile.runtime.offline.batch import Matrix
 from aero_compile.runtime.offline.choice import product_price
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from aero_compile.runtime.arithmetic.ciphertexts import matmul, tiles
-from aero_compile.runtime.arithmetic.prices import price
-from aero_compile.runtime.arithmetic.ring import fraction_bits
-from aero_compile.runtime.arithmetic.truncation import truncated
-from aero_compile.runtime.kernels.calls import call_kernel
-from aero_compile.runtime.kernels.encrypted_lookup import LEAST_BITS, EncryptedLookup
-from aero_compile.runtime.kernels.lookup_table import sent_bytes
-from aero_compile.runtime.kernels.ring_encryption import LARGEST_DEGREE
+from aero_compile.runtime.arithmetic.ring import fraction_bits, truncated
+from aero_compile.runtime.costs.ciphertexts import matmul, tiles
+from aero_compile.runtime.costs.prices import price
+from aero_compile.runtime.kernels.encrypted_lookup import LEAST_BITS, EncryptedLookup, sent_bytes
+from aero_compile.runtime.kernels.kernel import call_kernel
+from aero_compile.runtime.kernels.ring_algebra import LARGEST_DEGREE
 
 
 def embed(ids: Any, table: Any) -> Any:

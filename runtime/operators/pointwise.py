@@ -8,19 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from aero_compile.runtime.arithmetic.approximations import activation, exponential_unit
 from aero_compile.runtime.arithmetic.comparison import above, below, magnitude, maximum, minimum
-from aero_compile.runtime.arithmetic.constants import is_public, mean, scale, times
 from aero_compile.runtime.arithmetic.element_products import multiply_whole
+from aero_compile.runtime.arithmetic.elementary import inverse_root, logarithm, quotient, reciprocal, root
 from aero_compile.runtime.arithmetic.exponential import choose_power
-from aero_compile.runtime.arithmetic.logarithm import logarithm
-from aero_compile.runtime.arithmetic.reciprocal import quotient, reciprocal
-from aero_compile.runtime.arithmetic.roots import inverse_root, root
+from aero_compile.runtime.arithmetic.public_factors import is_public, mean, scale, times
 from aero_compile.runtime.arithmetic.squares import square
-from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.lazy_jax import jnp
-from aero_compile.runtime.operators.registry import operator
-from aero_compile.runtime.operators.watching import watch
+from aero_compile.runtime.operators.activations import activation, exponential_unit
+from aero_compile.runtime.operators.declaration import operator, watch
+from aero_compile.runtime.tolerances import DEFAULT, Tolerances
 
 
 @operator("gelu")

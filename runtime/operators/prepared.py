@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from aero_compile.runtime.arithmetic.ring import truncated
 from aero_compile.runtime.arithmetic.row_scaling import by_rows
-from aero_compile.runtime.arithmetic.truncation import truncated
 from aero_compile.runtime.arithmetic.two_phases import scales_by_matrices
 from aero_compile.runtime.kernels.cached_product import CachedProduct
-from aero_compile.runtime.kernels.calls import call_kernel
-from aero_compile.runtime.kernels.prepared_product import PreparedProduct
+from aero_compile.runtime.kernels.kernel import call_kernel
 from aero_compile.runtime.kernels.prepared_scaling import PreparedScaling
-from aero_compile.runtime.kernels.triple_product import TripleProduct
+from aero_compile.runtime.kernels.triples import PreparedProduct, TripleProduct
 
 
 def embed(ids: Any, table: Any) -> Any:

@@ -10,7 +10,10 @@ from typing import Any
 import numpy as np
 
 from aero_compile.runtime.arithmetic.comparison import maximum
-from aero_compile.runtime.arithmetic.constants import (
+from aero_compile.runtime.arithmetic.element_products import multiply
+from aero_compile.runtime.arithmetic.elementary import inverse_root, reciprocal
+from aero_compile.runtime.arithmetic.matrix_products import Owners, batched_product, matrix_product
+from aero_compile.runtime.arithmetic.public_factors import (
     is_public,
     mean,
     scale,
@@ -19,20 +22,15 @@ from aero_compile.runtime.arithmetic.constants import (
     scaled_table,
     times,
 )
-from aero_compile.runtime.arithmetic.element_products import multiply
-from aero_compile.runtime.arithmetic.matrix_products import Owners, batched_product, matrix_product
-from aero_compile.runtime.arithmetic.reciprocal import reciprocal
 from aero_compile.runtime.arithmetic.ring import fraction_bits, in_two_phases
-from aero_compile.runtime.arithmetic.roots import inverse_root
 from aero_compile.runtime.arithmetic.row_scaling import scaled_rows
 from aero_compile.runtime.arithmetic.row_squares import norms_by_rows, sums_of_squares
 from aero_compile.runtime.arithmetic.squares import square, twice_product
-from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
 from aero_compile.runtime.arithmetic.two_phases import scaled_opened, squared_rows
 from aero_compile.runtime.lazy_jax import jnp
-from aero_compile.runtime.operators.registry import operator
-from aero_compile.runtime.operators.watching import watch
+from aero_compile.runtime.operators.declaration import operator, watch
 from aero_compile.runtime.roles import SERVER
+from aero_compile.runtime.tolerances import DEFAULT, Tolerances
 
 
 def embed(ids: Any, table: Any) -> Any:

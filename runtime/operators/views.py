@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from aero_compile.runtime.lazy_jax import jnp
-from aero_compile.runtime.operators.registry import cut, operator
+from aero_compile.runtime.operators.declaration import cut, operator
 
 
 @operator("reshape")

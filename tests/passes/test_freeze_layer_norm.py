@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import aero_compile
 from aero_compile.errors import InputError, UnsupportedGraphError
 from aero_compile.ir.ownership import Domain
-from aero_compile.runtime.lowering.partition import partition
+from aero_compile.runtime.partition.partition import partition
 from aero_compile.training.schedule import removal_schedule
 from benchmarks.lib import written_decoders
 from tests.support import norm_references as references

@@ -369,8 +369,8 @@ def test_a_model_without_weights() -> None:
 @pytest.mark.parametrize("recipe", ["weight-norm{on=qkv+ffn}", "spectral-norm{on=qkv+ffn}"])
 def test_the_private_program_is_that_of_plain_weights(recipe: str) -> None:
     """The server computes the weights before the run: the same steps as without the norms, hence the same bytes."""
-    from aero_compile.runtime.lowering.partition import partition
-    from aero_compile.runtime.lowering.to_jax import lower
+    from aero_compile.runtime.lowering.lower import lower
+    from aero_compile.runtime.partition.partition import partition
 
     ids = tokens(1, 8)
     model = randomized("gpt_neox-sdpa", f"strip-layer-norm,gelu-to-identity,{recipe}")

@@ -13,8 +13,8 @@ from aero_compile.errors import InputError, OutOfRangeError
 from aero_compile.ir.ops import name_of, of_form
 from aero_compile.ir.ownership import CLIENT_OPS, publish
 from aero_compile.runtime import compile_model
-from aero_compile.runtime.lowering.partition import partition
-from aero_compile.runtime.lowering.to_jax import lower
+from aero_compile.runtime.lowering.lower import lower
+from aero_compile.runtime.partition.partition import partition
 from aero_compile.runtime.prefix import (
     LOOKUP,
     OPERATIONS,

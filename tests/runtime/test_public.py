@@ -18,8 +18,8 @@ import aero_compile
 from aero_compile.errors import InputError, LoweringError
 from aero_compile.ir.ownership import publish, published
 from aero_compile.runtime import compile_model, export
-from aero_compile.runtime.lowering import norms
-from aero_compile.runtime.models import in_the_clear
+from aero_compile.runtime.partition import norm_scaling as norms
+from aero_compile.runtime.partition.model_graph import in_the_clear
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.rehearsal import rehearse
 from tests.support import tiny_models

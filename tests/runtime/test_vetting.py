@@ -14,10 +14,10 @@ import torch
 
 from aero_compile.errors import InputError
 from aero_compile.runtime import vetting
-from aero_compile.runtime.lowering.partition import partition
-from aero_compile.runtime.lowering.spu_compile import compile_steps
-from aero_compile.runtime.lowering.to_jax import lower
-from aero_compile.runtime.operators.limits import Format
+from aero_compile.runtime.lowering.compile_spu import compile_steps
+from aero_compile.runtime.lowering.lower import lower
+from aero_compile.runtime.operators.format import Format
+from aero_compile.runtime.partition.partition import partition
 from aero_compile.runtime.program import FORMAT, Program
 from aero_compile.runtime.vetting import check_program
 from tests.support.operator_cases import ALL

@@ -12,9 +12,9 @@ import torch
 
 from aero_compile.errors import InputError
 from aero_compile.runtime import compile_model
-from aero_compile.runtime.lowering.partition import partition
-from aero_compile.runtime.lowering.spu_compile import compile_steps
-from aero_compile.runtime.lowering.to_jax import lower
+from aero_compile.runtime.lowering.compile_spu import compile_steps
+from aero_compile.runtime.lowering.lower import lower
+from aero_compile.runtime.partition.partition import partition
 from aero_compile.runtime.program import Program
 from tests.support.made_once import made_once
 from tests.support.runtime_graphs import TokenRows, aten

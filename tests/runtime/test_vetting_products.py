@@ -12,8 +12,8 @@ import pytest
 
 from aero_compile.errors import InputError
 from aero_compile.runtime import compile_model, vetting_products
-from aero_compile.runtime.arithmetic.ciphertexts import Dims
 from aero_compile.runtime.arithmetic.evaluators import Evaluation, Owner, evaluations
+from aero_compile.runtime.costs.ciphertexts import Dims
 from aero_compile.runtime.costs.pphlo import parse
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.program_parts import TOKENS, KernelStep, Step, TensorSpec

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from aero_compile.runtime.kernels.kernel import Kernel
+from aero_compile.runtime.kernels.share_words import Words
 from aero_compile.runtime.kernels.side import Exchanged, Side
-from aero_compile.runtime.kernels.words import Words
 from aero_compile.runtime.roles import CLIENT, SERVER
 
 RECEIVE_SECONDS = 60.0

@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import fx
 
-from aero_compile.runtime.lowering.defer import defer_normalization
-from aero_compile.runtime.lowering.partition import partition
-from aero_compile.runtime.lowering.to_jax import lower
+from aero_compile.runtime.lowering.lower import lower
+from aero_compile.runtime.lowering.softmax.defer_softmax_norm import defer_normalization
+from aero_compile.runtime.partition.partition import partition
 from aero_compile.runtime.program import one_hot
 from benchmarks.lib.two_threads import simulate
 
@@ -83,7 +83,7 @@ def in_spu(
     model: TokenRows, protocol: str = "semi2k", *, defer: bool = False, offline: bool = False
 ) -> npt.NDArray[np.float64]:
     """Lower `model`, compile it, and run both parties as threads of this process; `offline`: in two phases."""
-    from aero_compile.runtime.lowering.spu_compile import compile_steps
+    from aero_compile.runtime.lowering.compile_spu import compile_steps
 
     part = partition(model, model.logits_graph(), model.ids.shape)
     if defer:

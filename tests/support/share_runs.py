@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.kernels.share_words import Words
 from aero_compile.runtime.online.correlations import AND, LIFT, SELECTION, TRUNCATION
 from aero_compile.runtime.online.exchanges import MaskedExchanges, RehearsedExchanges
 from aero_compile.runtime.online.interpreter import run_on_shares

@@ -20,8 +20,8 @@ from aero_compile.runtime.generation.programs import CompiledGeneration, check_n
 from aero_compile.runtime.generation.texts import Run
 from aero_compile.runtime.hosts.lookup_files import made_tables
 from aero_compile.runtime.kernels.cached_product import CachedProduct
+from aero_compile.runtime.kernels.share_words import Words
 from aero_compile.runtime.kernels.side import Side
-from aero_compile.runtime.kernels.words import Words
 from aero_compile.runtime.padding import filled_up
 from aero_compile.runtime.roles import CLIENT, SERVER
 

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.runtime.costs.model import estimate_program
-from aero_compile.runtime.lowering.live import LiveProgram, LiveStep
-from aero_compile.runtime.lowering.spu_compile import compile_steps
+from aero_compile.runtime.lowering.compile_spu import compile_steps
+from aero_compile.runtime.lowering.secret_program import LiveProgram, LiveStep
 from aero_compile.runtime.program_parts import TOKENS
 from benchmarks.lib.two_threads import on_numbers, simulate
 

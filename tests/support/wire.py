@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.runtime.hosts.link import free_addresses
-from aero_compile.runtime.lowering import spu_compile
-from aero_compile.runtime.lowering.live import LiveStep
+from aero_compile.runtime.lowering import compile_spu as spu_compile
+from aero_compile.runtime.lowering.secret_program import LiveStep
 from aero_compile.runtime.roles import CLIENT, SERVER
 from aero_compile.runtime.spu_config import runtime_config
 from tests.support.link_messages import payloads

@@ -57,8 +57,8 @@ def test_products_that_scale_other_positions_too_stay() -> None:
 def test_one_token_is_lowered_without_empty_arrays() -> None:
     """With one token, what follows the first position is empty: no step of the private run reads or returns it."""
     pytest.importorskip("jax")
-    from aero_compile.runtime.lowering.partition import partition
-    from aero_compile.runtime.lowering.to_jax import lower
+    from aero_compile.runtime.lowering.lower import lower
+    from aero_compile.runtime.partition.partition import partition
 
     model = trained("nanogpt", "freeze-layer-norm{first_token=True}")
     assert FoldNorms().call(model).modified

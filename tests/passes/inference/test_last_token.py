@@ -348,8 +348,8 @@ def test_a_model_of_one_position_is_left_alone() -> None:
 def test_lowered(name: str, recipe: str, shape: tuple[int, int]) -> None:
     """What the runtime makes of it, in plain JAX."""
     jax = pytest.importorskip("jax")
-    from aero_compile.runtime.lowering.partition import partition
-    from aero_compile.runtime.lowering.to_jax import lower
+    from aero_compile.runtime.lowering.lower import lower
+    from aero_compile.runtime.partition.partition import partition
     from aero_compile.runtime.program import one_hot
 
     model, ids = trained(name, recipe), tokens(*shape)

@@ -12,7 +12,8 @@ import torch
 from torch.nn import functional
 
 from aero_compile.errors import InputError
-from aero_compile.runtime.arithmetic.approximations import (
+from aero_compile.runtime.arithmetic.elementary import logarithm
+from aero_compile.runtime.operators.activations import (
     ACTIVATION_NAMES,
     activation,
     approximations,
@@ -20,8 +21,7 @@ from aero_compile.runtime.arithmetic.approximations import (
     left_over,
     squares_for,
 )
-from aero_compile.runtime.arithmetic.logarithm import logarithm
-from aero_compile.runtime.arithmetic.tolerances import Tolerances
+from aero_compile.runtime.tolerances import Tolerances
 from tests.support.two_parties import bytes_of, in_two_parties
 
 pytest.importorskip("jax")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aero_compile.runtime.arithmetic.ciphertexts import DEGREE, _rotations, matmul
+from aero_compile.runtime.costs.ciphertexts import DEGREE, _rotations, matmul
 
 
 def packing_tree(leaves: list[bool]) -> int:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aero_compile.runtime.arithmetic.approximations import activation
 from aero_compile.runtime.arithmetic.comparison import (
     COMPARISON_BYTES,
     SELECT_BYTES,
@@ -21,9 +20,10 @@ from aero_compile.runtime.arithmetic.comparison import (
     minimum,
     small_ring,
 )
-from aero_compile.runtime.arithmetic.reciprocal import reciprocal_of_sums
-from aero_compile.runtime.lowering.attention import masked_softmax
-from aero_compile.runtime.lowering.tournament import row_maximum
+from aero_compile.runtime.arithmetic.elementary import reciprocal_of_sums
+from aero_compile.runtime.lowering.softmax.row_max import row_maximum
+from aero_compile.runtime.lowering.softmax.softmax import masked_softmax
+from aero_compile.runtime.operators.activations import activation
 from tests.support.budgets import by_default
 from tests.support.two_parties import bytes_of, in_two_parties
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from aero_compile.runtime.arithmetic.constants import mean, scale, scale_up, scaled_table
+from aero_compile.runtime.arithmetic.public_factors import mean, scale, scale_up, scaled_table
 from aero_compile.runtime.arithmetic.ring import fixed_point
 from tests.support.runtime_graphs import TokenRows, aten, expected, in_spu
 from tests.support.two_parties import bytes_of, in_two_parties

@@ -11,20 +11,20 @@ import numpy.typing as npt
 import pytest
 
 from aero_compile.errors import InputError
+from aero_compile.runtime.arithmetic.elementary import reciprocal_of_sums
 from aero_compile.runtime.arithmetic.exponential import (
     ERRORS,
     ONE_PRODUCT,
     POWERS,
     SAFE,
+    OneProduct,
     Power,
     SoftmaxExponential,
     choose_exponential,
     choose_power,
 )
-from aero_compile.runtime.arithmetic.one_product import OneProduct
-from aero_compile.runtime.arithmetic.reciprocal import reciprocal_of_sums
-from aero_compile.runtime.lowering.live import LiveProgram, LiveStep
-from aero_compile.runtime.lowering.spu_compile import compile_steps
+from aero_compile.runtime.lowering.compile_spu import compile_steps
+from aero_compile.runtime.lowering.secret_program import LiveProgram, LiveStep
 from aero_compile.runtime.program_parts import TOKENS
 from benchmarks.lib.two_threads import on_numbers, simulate
 from tests.support.budgets import in_both

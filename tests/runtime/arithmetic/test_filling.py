@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aero_compile.runtime.arithmetic.ciphertexts import DEGREE
-from aero_compile.runtime.arithmetic.filling import (
+from aero_compile.runtime.arithmetic.ciphertext_packing import (
     FEW_PRODUCTS,
     FEW_SQUARES,
     PAIR,
@@ -21,6 +20,7 @@ from aero_compile.runtime.arithmetic.filling import (
     square_parts,
 )
 from aero_compile.runtime.arithmetic.squares import square
+from aero_compile.runtime.costs.ciphertexts import DEGREE
 from tests.support.two_parties import bytes_of, in_two_parties
 
 pytest.importorskip("jax")

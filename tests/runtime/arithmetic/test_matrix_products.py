@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aero_compile.runtime.arithmetic import ciphertexts, matrix_products
+from aero_compile.runtime.arithmetic import matrix_products
 from aero_compile.runtime.arithmetic.matrix_products import (
     SERVERS_RIGHT,
     SHARES,
@@ -21,7 +21,8 @@ from aero_compile.runtime.arithmetic.matrix_products import (
     packed_columns,
     pieces_of,
 )
-from aero_compile.runtime.arithmetic.prices import price as price_of
+from aero_compile.runtime.costs import ciphertexts
+from aero_compile.runtime.costs.prices import price as price_of
 from tests.support.budgets import in_both
 from tests.support.two_parties import costs_of, in_two_parties, with_servers
 

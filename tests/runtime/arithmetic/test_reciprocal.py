@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 
 from aero_compile.errors import InputError
-from aero_compile.runtime.arithmetic.reciprocal import (
+from aero_compile.runtime.arithmetic.elementary import (
     LEAST_SUM,
     RECIPROCAL_ERROR,
     RECIPROCALS,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from aero_compile.errors import InputError
-from aero_compile.runtime.arithmetic.roots import INVERSE_ROOTS, ROOTS, inverse_root, root
+from aero_compile.runtime.arithmetic.elementary import INVERSE_ROOTS, ROOTS, inverse_root, root
 from tests.support.two_parties import bytes_of, in_two_parties
 
 pytest.importorskip("spu")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aero_compile.runtime.arithmetic.filling import FEW_SQUARES
+from aero_compile.runtime.arithmetic.ciphertext_packing import FEW_SQUARES
 from aero_compile.runtime.arithmetic.squares import (
     SQUARE_BYTES,
     SUM_BYTES,

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from aero_compile.errors import LoweringError
-from aero_compile.runtime.arithmetic import ciphertexts
-from aero_compile.runtime.costs import operations, pphlo
+from aero_compile.runtime.costs import ciphertexts, operations, pphlo
 from aero_compile.runtime.costs.operations import BITS, CLIENTS, PUBLIC, SERVERS, SHARED
 from aero_compile.runtime.costs.session import SET_UP_TRANSFERS, Cost, Session
 from aero_compile.runtime.costs.table import CostTable

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from aero_compile.runtime import estimate, private_inference
-from aero_compile.runtime.lowering import comparisons
+from aero_compile.runtime.lowering import small_comparisons as comparisons
 from tests.support.tiny_models import tokens, transformed
 
 pytest.importorskip("spu")

@@ -12,7 +12,7 @@ import aero_compile
 from aero_compile import TransformedModel
 from aero_compile.runtime import estimate, private_inference
 from aero_compile.runtime.hosts.network_spec import Network
-from aero_compile.runtime.lowering import comparisons
+from aero_compile.runtime.lowering import small_comparisons as comparisons
 from tests.support.budgets import by_default
 from tests.support.tiny_generation import VOCABULARY, small_gpt2
 from tests.support.tiny_models import all_logits, source, tokens, transformed

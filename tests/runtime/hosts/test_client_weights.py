@@ -40,7 +40,7 @@ def files(once: Exported, tmp_path: Path) -> Exported:
 
 def test_both_files_hold_what_every_matrix_is_multiplied_with(once: Exported) -> None:
     """By the very words in which the server multiplies: one unit of difference would be any number in a product."""
-    from aero_compile.runtime.kernels.words import widened
+    from aero_compile.runtime.kernels.share_words import widened
     from aero_compile.runtime.offline.prepare import encoded
     from aero_compile.runtime.spu_config import runtime_config
 

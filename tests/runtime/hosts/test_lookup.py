@@ -20,7 +20,7 @@ from aero_compile.runtime import export
 from aero_compile.runtime.compilation import Compiled
 from aero_compile.runtime.hosts.lookup_files import FILES, read_tables, write_tables
 from aero_compile.runtime.hosts.lookup_sizes import table_size
-from aero_compile.runtime.kernels.lookup_table import degree_for, largest_noise, look_up, opened
+from aero_compile.runtime.kernels.encrypted_lookup import degree_for, largest_noise, look_up, opened
 from aero_compile.runtime.party import main
 from aero_compile.runtime.program import one_hot
 from aero_compile.runtime.program_parts import ClientMatrix

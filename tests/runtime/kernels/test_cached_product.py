@@ -14,7 +14,7 @@ from aero_compile.runtime.costs.table import CostTable
 from aero_compile.runtime.kernels.cached_product import CachedProduct
 from aero_compile.runtime.kernels.cached_rows import CachedRows, RowNumbers
 from aero_compile.runtime.kernels.kernel import Shape
-from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.kernels.share_words import Words
 from aero_compile.runtime.roles import CLIENT, SERVER
 from tests.support.kernel_sides import Pair, side_of, split
 

@@ -16,8 +16,8 @@ from aero_compile.runtime.costs.session import Session
 from aero_compile.runtime.costs.table import CostTable
 from aero_compile.runtime.kernels.client_product import ROWS_AT_ONCE, ClientProduct, sent_bytes
 from aero_compile.runtime.kernels.encrypted_weights import DEGREE, LARGEST_INNER, Held, encrypted_weights
-from aero_compile.runtime.kernels.ring_encryption import uniform
-from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.kernels.ring_algebra import uniform
+from aero_compile.runtime.kernels.share_words import Words
 from aero_compile.runtime.roles import CLIENT, SERVER
 from tests.support.kernel_sides import Pair, run_both, side_of, split, words_of
 

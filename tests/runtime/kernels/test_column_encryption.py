@@ -26,8 +26,8 @@ from aero_compile.runtime.kernels.column_encryption import (
     limb_width,
     multiplied,
 )
-from aero_compile.runtime.kernels.ring_encryption import times
-from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.kernels.ring_algebra import times
+from aero_compile.runtime.kernels.share_words import Words
 
 Draw = Callable[[int], bytes]
 

@@ -10,8 +10,7 @@ import pytest
 from aero_compile.errors import PartyError
 from aero_compile.runtime.costs.session import Session
 from aero_compile.runtime.costs.table import CostTable
-from aero_compile.runtime.kernels.encrypted_lookup import EncryptedLookup
-from aero_compile.runtime.kernels.lookup_table import encrypted_table
+from aero_compile.runtime.kernels.encrypted_lookup import EncryptedLookup, encrypted_table
 from aero_compile.runtime.roles import CLIENT, SERVER
 from tests.support.kernel_sides import run_both, side_of
 

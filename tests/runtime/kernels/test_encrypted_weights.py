@@ -27,8 +27,8 @@ from aero_compile.runtime.kernels.encrypted_weights import (
     pieces,
     sizes,
 )
-from aero_compile.runtime.kernels.ring_encryption import LARGEST_ERROR, hashed, products, times, uniform
-from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.kernels.ring_algebra import LARGEST_ERROR, hashed, products, times, uniform
+from aero_compile.runtime.kernels.share_words import Words
 from tests.support.kernel_sides import words_of
 
 encrypt = encrypted_weights.encrypted_weights

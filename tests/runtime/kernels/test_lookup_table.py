@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from aero_compile.runtime.kernels.lookup_table import degree_for, encrypted_table, largest_noise, look_up, opened
-from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.kernels.encrypted_lookup import degree_for, encrypted_table, largest_noise, look_up, opened
+from aero_compile.runtime.kernels.share_words import Words
 
 
 def any_table(rows: int, width: int) -> Words:

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aero_compile.runtime.kernels.calls import call_kernel
-from aero_compile.runtime.kernels.kernel import Result
+from aero_compile.runtime.kernels.kernel import Result, call_kernel
 from aero_compile.runtime.kernels.negative import Negative
-from aero_compile.runtime.lowering.live import LiveProgram, LiveStep
-from aero_compile.runtime.lowering.spu_compile import compile_steps
+from aero_compile.runtime.lowering.compile_spu import compile_steps
+from aero_compile.runtime.lowering.secret_program import LiveProgram, LiveStep
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.program_parts import TOKENS
 from benchmarks.lib.two_threads import on_numbers, simulate

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aero_compile.runtime.kernels.ring_encryption import (
+from aero_compile.runtime.kernels.ring_algebra import (
     LARGEST_DEGREE,
     LARGEST_ERROR,
     errors,

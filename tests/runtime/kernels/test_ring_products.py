@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aero_compile.runtime.kernels import ring_products
-from aero_compile.runtime.kernels.ring_products import ring_product, widths
-from aero_compile.runtime.kernels.words import narrowed
+from aero_compile.runtime.kernels import ring_algebra as ring_products
+from aero_compile.runtime.kernels.ring_algebra import ring_product, widths
+from aero_compile.runtime.kernels.share_words import narrowed
 
 EXTREMES = np.array([0, 1, 2**63, 2**63 - 1, 2**64 - 1, 2**32, 2**53 + 1, 2**62 + 3], np.uint64)
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aero_compile.runtime.kernels.square_terms import SquareTerms
+from aero_compile.runtime.kernels.local_kernels import SquareTerms
 from aero_compile.runtime.roles import CLIENT, SERVER
 from tests.support.budgets import few
 

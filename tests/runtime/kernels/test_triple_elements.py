@@ -9,7 +9,7 @@ import pytest
 
 from aero_compile.runtime.costs.session import Session
 from aero_compile.runtime.costs.table import CostTable
-from aero_compile.runtime.kernels.triple_elements import TripleElements
+from aero_compile.runtime.kernels.triples import TripleElements
 from aero_compile.runtime.roles import CLIENT, SERVER
 from tests.support.kernel_sides import run_both, split
 

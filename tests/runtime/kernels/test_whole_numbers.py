@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from aero_compile.runtime.kernels.whole_numbers import WholeNumbers
+from aero_compile.runtime.kernels.local_kernels import WholeNumbers
 from aero_compile.runtime.roles import CLIENT, SERVER
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from aero_compile.errors import PartyError
-from aero_compile.runtime.kernels.words import narrowed, read_words, widened, with_words
+from aero_compile.runtime.kernels.share_words import narrowed, read_words, widened, with_words
 from aero_compile.runtime.spu_config import runtime_config
 
 

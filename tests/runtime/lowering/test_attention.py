@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from aero_compile.runtime.lowering import attention
-from aero_compile.runtime.lowering.attention import packing
-from aero_compile.runtime.lowering.defer import defer_normalization
-from aero_compile.runtime.lowering.partition import op_name, partition
-from aero_compile.runtime.lowering.to_jax import lower
+from aero_compile.runtime.lowering.lower import lower
+from aero_compile.runtime.lowering.softmax import softmax as attention
+from aero_compile.runtime.lowering.softmax.defer_softmax_norm import defer_normalization
+from aero_compile.runtime.lowering.softmax.softmax import packing
+from aero_compile.runtime.partition.partition import op_name, partition
 from tests.support.runtime_graphs import TokenRows, any_table_public, aten, expected, in_jax, in_spu
 
 pytest.importorskip("jax")

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aero_compile.runtime.lowering import blocks
-from aero_compile.runtime.lowering.blocks import blocked_scores, choose_strips
-from aero_compile.runtime.lowering.partition import partition
-from aero_compile.runtime.lowering.to_jax import lower
+from aero_compile.runtime.lowering.lower import lower
+from aero_compile.runtime.lowering.softmax import score_blocks as blocks
+from aero_compile.runtime.lowering.softmax.score_blocks import blocked_scores, choose_strips
+from aero_compile.runtime.partition.partition import partition
 from tests.support.runtime_graphs import TokenRows, aten, expected
 
 pytest.importorskip("jax")

@@ -10,10 +10,10 @@ from torch import fx
 
 from aero_compile.runtime.lowering.bound_rules import RULES
 from aero_compile.runtime.lowering.guard_plan import Planner
-from aero_compile.runtime.lowering.partition import Partition, partition
-from aero_compile.runtime.lowering.plaintext import run_in_the_clear
-from aero_compile.runtime.lowering.to_jax import lower, supported_ops
-from aero_compile.runtime.operators.limits import Format
+from aero_compile.runtime.lowering.lower import lower, supported_ops
+from aero_compile.runtime.operators.format import Format
+from aero_compile.runtime.partition.model_graph import run_in_the_clear
+from aero_compile.runtime.partition.partition import Partition, partition
 from tests.support import operator_cases as cases
 from tests.support.runtime_graphs import TokenRows, aten
 

@@ -12,13 +12,13 @@ import torch
 from aero_compile.errors import LoweringError
 from aero_compile.runtime import Tolerances, compile_model, estimate, private_inference
 from aero_compile.runtime.kernels.negative import Negative
-from aero_compile.runtime.lowering import comparisons
-from aero_compile.runtime.lowering.comparisons import COMPARED, LARGEST_REACH, MARGIN, pays
-from aero_compile.runtime.lowering.partition import partition
-from aero_compile.runtime.lowering.plaintext import run_in_the_clear
-from aero_compile.runtime.lowering.ranges import RangeCheck
-from aero_compile.runtime.lowering.to_jax import lower
-from aero_compile.runtime.operators.limits import Format
+from aero_compile.runtime.lowering import small_comparisons as comparisons
+from aero_compile.runtime.lowering.lower import lower
+from aero_compile.runtime.lowering.range_check import RangeCheck
+from aero_compile.runtime.lowering.small_comparisons import COMPARED, LARGEST_REACH, MARGIN, pays
+from aero_compile.runtime.operators.format import Format
+from aero_compile.runtime.partition.model_graph import run_in_the_clear
+from aero_compile.runtime.partition.partition import partition
 from aero_compile.runtime.program import Program
 from tests.support.budgets import by_default
 from tests.support.runtime_graphs import TokenRows

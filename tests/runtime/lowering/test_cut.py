@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from aero_compile.runtime.kernels.cached_product import CachedProduct
-from aero_compile.runtime.kernels.calls import call_kernel
-from aero_compile.runtime.kernels.exponential_factors import ExponentialFactors
-from aero_compile.runtime.lowering.cut import cut
-from aero_compile.runtime.lowering.live import LiveStep
+from aero_compile.runtime.kernels.kernel import call_kernel
+from aero_compile.runtime.kernels.local_kernels import ExponentialFactors
+from aero_compile.runtime.lowering.secret_program import LiveStep
+from aero_compile.runtime.lowering.split_at_kernels import cut
 from aero_compile.runtime.program_parts import KernelStep
 
 jax = pytest.importorskip("jax")

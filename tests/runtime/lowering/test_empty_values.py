@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aero_compile.ir.ownership import Domain
-from aero_compile.runtime.lowering.partition import HIDDEN, partition
-from aero_compile.runtime.lowering.to_jax import lower
+from aero_compile.runtime.lowering.lower import lower
+from aero_compile.runtime.partition.partition import HIDDEN, partition
 from tests.support.budgets import few
 from tests.support.runtime_graphs import TokenRows, aten, expected, in_jax, in_spu
 

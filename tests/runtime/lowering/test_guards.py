@@ -18,11 +18,11 @@ from aero_compile.runtime import compile_model, export
 from aero_compile.runtime.hosts.parties import run_parties
 from aero_compile.runtime.lowering import guard_plan
 from aero_compile.runtime.lowering.guards import COMBINATIONS, GUARD, Guard, GuardCheck, combinations, comparing_step
-from aero_compile.runtime.lowering.live import LiveStep
-from aero_compile.runtime.lowering.partition import partition
-from aero_compile.runtime.lowering.plaintext import run_in_the_clear
-from aero_compile.runtime.lowering.to_jax import lower
-from aero_compile.runtime.operators.limits import Format, SmallRows
+from aero_compile.runtime.lowering.lower import lower
+from aero_compile.runtime.lowering.secret_program import LiveStep
+from aero_compile.runtime.operators.format import Format, SmallRows
+from aero_compile.runtime.partition.model_graph import run_in_the_clear
+from aero_compile.runtime.partition.partition import partition
 from aero_compile.runtime.program import one_hot
 from aero_compile.runtime.roles import SERVER
 from benchmarks.lib import zoo
@@ -214,7 +214,7 @@ def _mean_square(x: Any) -> Any:
 
 
 def _only_row_4_is_outside(model: TokenRows) -> None:
-    from aero_compile.runtime.lowering.spu_compile import compile_steps
+    from aero_compile.runtime.lowering.compile_spu import compile_steps
 
     live = _lowered(model)
     assert live.guard == GUARD

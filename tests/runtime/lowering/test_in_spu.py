@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from aero_compile.runtime.arithmetic.approximations import approximations
-from aero_compile.runtime.lowering.partition import partition
-from aero_compile.runtime.lowering.spu_compile import compile_steps
-from aero_compile.runtime.lowering.to_jax import lower
+from aero_compile.runtime.lowering.compile_spu import compile_steps
+from aero_compile.runtime.lowering.lower import lower
+from aero_compile.runtime.operators.activations import approximations
+from aero_compile.runtime.partition.partition import partition
 from aero_compile.runtime.vetting import check_program
 from tests.support import operator_cases as cases
 from tests.support.budgets import by_default

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from aero_compile.errors import LoweringError
 from aero_compile.runtime.arithmetic import row_scaling
-from aero_compile.runtime.arithmetic.approximations import approximations
 from aero_compile.runtime.costs.model import estimate_program
-from aero_compile.runtime.lowering.partition import partition
-from aero_compile.runtime.lowering.spu_compile import compile_steps
-from aero_compile.runtime.lowering.to_jax import lower, supported_ops
+from aero_compile.runtime.lowering.compile_spu import compile_steps
+from aero_compile.runtime.lowering.lower import lower, supported_ops
+from aero_compile.runtime.operators.activations import approximations
+from aero_compile.runtime.partition.partition import partition
 from tests.support import operator_cases as cases
 from tests.support.runtime_graphs import TokenRows, any_table_public, aten, expected, in_jax, in_spu
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from aero_compile.runtime.lowering.masks import Masked, find_mask
-from aero_compile.runtime.lowering.partition import SOFTMAX, Partition, partition
+from aero_compile.runtime.lowering.softmax.public_mask import Masked, find_mask
+from aero_compile.runtime.partition.partition import SOFTMAX, Partition, partition
 from tests.support.runtime_graphs import Body, TokenRows, any_table_public, aten
 
 INF = float("inf")

@@ -17,10 +17,14 @@ from hypothesis import strategies as st
 import aero_compile
 from aero_compile.errors import LoweringError
 from aero_compile.runtime.arithmetic.ring import in_words
-from aero_compile.runtime.arithmetic.tolerances import Tolerances
 from aero_compile.runtime.compilation import Options, compile_for, doublings_of
 from aero_compile.runtime.lowering import guard_plan
-from aero_compile.runtime.lowering.norms import (
+from aero_compile.runtime.lowering.lower import lower
+from aero_compile.runtime.operators import products
+from aero_compile.runtime.operators.format import Format
+from aero_compile.runtime.operators.products import NORM_GAIN
+from aero_compile.runtime.partition.model_graph import run_in_the_clear
+from aero_compile.runtime.partition.norm_scaling import (
     MARGIN,
     Doublings,
     NormSample,
@@ -30,13 +34,9 @@ from aero_compile.runtime.lowering.norms import (
     foldable,
     random_tokens,
 )
-from aero_compile.runtime.lowering.partition import partition
-from aero_compile.runtime.lowering.plaintext import run_in_the_clear
-from aero_compile.runtime.lowering.to_jax import lower
-from aero_compile.runtime.operators import products
-from aero_compile.runtime.operators.limits import Format
-from aero_compile.runtime.operators.products import NORM_GAIN
+from aero_compile.runtime.partition.partition import partition
 from aero_compile.runtime.program import one_hot
+from aero_compile.runtime.tolerances import Tolerances
 from benchmarks.lib.two_threads import simulate
 from tests.support.budgets import by_default
 from tests.support.runtime_graphs import TokenRows, aten, expected, in_spu

@@ -18,12 +18,12 @@ from aero_compile.errors import LoweringError
 from aero_compile.inference_model import inference_copy
 from aero_compile.ir.custom_ops import attention_weights
 from aero_compile.optimize import optimize_for_inference
-from aero_compile.runtime.lowering.defer import defer_normalization
-from aero_compile.runtime.lowering.partition import op_name, partition, partition_step
-from aero_compile.runtime.lowering.plaintext import run_in_the_clear
-from aero_compile.runtime.lowering.ranges import RangeCheck
-from aero_compile.runtime.lowering.to_jax import lower
-from aero_compile.runtime.operators.limits import Format
+from aero_compile.runtime.lowering.lower import lower
+from aero_compile.runtime.lowering.range_check import RangeCheck
+from aero_compile.runtime.lowering.softmax.defer_softmax_norm import defer_normalization
+from aero_compile.runtime.operators.format import Format
+from aero_compile.runtime.partition.model_graph import run_in_the_clear
+from aero_compile.runtime.partition.partition import op_name, partition, partition_step
 from aero_compile.runtime.program import one_hot
 from tests.support import tiny_models
 from tests.support.budgets import by_default

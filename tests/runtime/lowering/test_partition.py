@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from aero_compile.errors import LoweringError
 from aero_compile.ir.ownership import Domain
-from aero_compile.runtime.lowering.partition import partition
-from aero_compile.runtime.lowering.plaintext import run_in_the_clear
-from aero_compile.runtime.lowering.to_jax import lower
+from aero_compile.runtime.lowering.lower import lower
+from aero_compile.runtime.partition.model_graph import run_in_the_clear
+from aero_compile.runtime.partition.partition import partition
 from tests.support.runtime_graphs import TokenRows, aten
 
 

@@ -13,14 +13,14 @@ from aero_compile.decoding.step import decode_step
 from aero_compile.errors import InputError, LoweringError
 from aero_compile.ir.ownership import Domain
 from aero_compile.optimize import optimize_for_inference
-from aero_compile.runtime.arithmetic.tolerances import DEFAULT
 from aero_compile.runtime.lowering.guard_plan import Planner
-from aero_compile.runtime.lowering.masks import find_mask
-from aero_compile.runtime.lowering.partition import SOFTMAX, partition_step
-from aero_compile.runtime.lowering.positions import Positions, averaged_sum, new_rows
+from aero_compile.runtime.lowering.lower import lower
 from aero_compile.runtime.lowering.schedule import Schedule
-from aero_compile.runtime.lowering.to_jax import lower
-from aero_compile.runtime.operators.limits import Format
+from aero_compile.runtime.lowering.softmax.public_mask import find_mask
+from aero_compile.runtime.operators.format import Format
+from aero_compile.runtime.partition.partition import SOFTMAX, partition_step
+from aero_compile.runtime.partition.positions import Positions, averaged_sum, new_rows
+from aero_compile.runtime.tolerances import DEFAULT
 from tests.support.tiny_models import LAYERS, captured, transformed
 
 aten = torch.ops.aten

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from aero_compile.errors import InputError, LoweringError
-from aero_compile.runtime.arithmetic.one_product import OneProduct
-from aero_compile.runtime.arithmetic.tolerances import DEFAULT, Tolerances
-from aero_compile.runtime.lowering.partition import partition
-from aero_compile.runtime.lowering.plaintext import run_in_the_clear
-from aero_compile.runtime.lowering.ranges import RangeCheck
-from aero_compile.runtime.lowering.to_jax import lower
-from aero_compile.runtime.operators.limits import Format
+from aero_compile.runtime.arithmetic.exponential import OneProduct
+from aero_compile.runtime.lowering.lower import lower
+from aero_compile.runtime.lowering.range_check import RangeCheck
+from aero_compile.runtime.operators.format import Format
+from aero_compile.runtime.partition.model_graph import run_in_the_clear
+from aero_compile.runtime.partition.partition import partition
+from aero_compile.runtime.tolerances import DEFAULT, Tolerances
 from tests.support.runtime_graphs import TokenRows, aten
 
 Body = Callable[[Any, Any], Any]

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from aero_compile.runtime.lowering.partition import Partition, partition
+from aero_compile.runtime.lowering.compile_spu import compile_steps
+from aero_compile.runtime.lowering.lower import lower
 from aero_compile.runtime.lowering.small_weights import LARGEST, lift_small_weights
-from aero_compile.runtime.lowering.spu_compile import compile_steps
-from aero_compile.runtime.lowering.to_jax import lower
+from aero_compile.runtime.partition.partition import Partition, partition
 from aero_compile.runtime.program import one_hot
 from benchmarks.lib.two_threads import simulate
 from tests.support.runtime_graphs import TokenRows, aten, expected

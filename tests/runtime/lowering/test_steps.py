@@ -17,9 +17,9 @@ from aero_compile.errors import InputError, LoweringError
 from aero_compile.inference_model import InferenceModel, inference_copy
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.optimize import optimize_for_inference
-from aero_compile.runtime.lowering.defer import defer_normalization
-from aero_compile.runtime.lowering.partition import partition, partition_step
-from aero_compile.runtime.lowering.to_jax import lower
+from aero_compile.runtime.lowering.lower import lower
+from aero_compile.runtime.lowering.softmax.defer_softmax_norm import defer_normalization
+from aero_compile.runtime.partition.partition import partition, partition_step
 from aero_compile.runtime.program import one_hot
 from benchmarks.lib.decoder_config import Config
 from tests.support import tiny_models

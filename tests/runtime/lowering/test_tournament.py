@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aero_compile.runtime.hosts.network_spec import UNLIMITED, Network, parse_network
-from aero_compile.runtime.lowering import tournament
-from aero_compile.runtime.lowering.tournament import row_maximum, widths
+from aero_compile.runtime.lowering.softmax import row_max as tournament
+from aero_compile.runtime.lowering.softmax.row_max import row_maximum, widths
 from tests.support.budgets import few, in_both
 from tests.support.two_parties import costs_of, in_two_parties
 

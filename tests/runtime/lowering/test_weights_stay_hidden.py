@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import aero_compile
 from aero_compile.runtime import compile_model
-from aero_compile.runtime.lowering import norms
+from aero_compile.runtime.partition import norm_scaling as norms
 
 pytest.importorskip("spu")
 

@@ -13,9 +13,8 @@ import pytest
 
 from aero_compile.errors import PartyError
 from aero_compile.runtime.kernels.column_encryption import LARGEST_NORM, PACKED, ROWS, Weights, multiplied
-from aero_compile.runtime.kernels.prepared_product import PreparedProduct
-from aero_compile.runtime.kernels.triple_product import TripleProduct
-from aero_compile.runtime.kernels.words import Words
+from aero_compile.runtime.kernels.share_words import Words
+from aero_compile.runtime.kernels.triples import PreparedProduct, TripleProduct
 from aero_compile.runtime.offline import batch as module
 from aero_compile.runtime.offline.batch import KEY_SENT, Batches, Matrix, matrix_of, rows_by_matrix, rows_of
 from aero_compile.runtime.program_parts import KernelStep

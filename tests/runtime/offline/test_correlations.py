@@ -9,8 +9,8 @@ import pytest
 
 from aero_compile.runtime.costs.session import Session
 from aero_compile.runtime.costs.table import CostTable
-from aero_compile.runtime.lowering.live import LiveProgram, LiveStep
-from aero_compile.runtime.lowering.spu_compile import compile_steps
+from aero_compile.runtime.lowering.compile_spu import compile_steps
+from aero_compile.runtime.lowering.secret_program import LiveProgram, LiveStep
 from aero_compile.runtime.offline.bit_circuit import BitCircuit
 from aero_compile.runtime.offline.correlations import bill_correlations, make_correlations
 from aero_compile.runtime.online.correlations import AND, LIFT, SELECTION, TRUNCATION

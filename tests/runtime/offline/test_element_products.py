@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aero_compile.runtime.arithmetic.constants import scale
 from aero_compile.runtime.arithmetic.element_products import multiply
+from aero_compile.runtime.arithmetic.public_factors import scale
 from aero_compile.runtime.arithmetic.squares import square
 from aero_compile.runtime.arithmetic.two_phases import scaled_opened, squared_rows
 from aero_compile.runtime.kernels.opened_rows import ScaledRows, SquaredRows
 from aero_compile.runtime.kernels.prepared_squares import PreparedSquares
-from aero_compile.runtime.kernels.triple_elements import BatchedElements
-from aero_compile.runtime.lowering.live import LiveProgram, LiveStep
-from aero_compile.runtime.lowering.spu_compile import compile_steps
+from aero_compile.runtime.kernels.triples import BatchedElements
+from aero_compile.runtime.lowering.compile_spu import compile_steps
+from aero_compile.runtime.lowering.secret_program import LiveProgram, LiveStep
 from aero_compile.runtime.offline.prepare import prepare, words_of
 from aero_compile.runtime.program_parts import TOKENS, KernelStep
 from aero_compile.runtime.roles import CLIENT, SERVER

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aero_compile.runtime.kernels.kernel import Kernel
+from aero_compile.runtime.kernels.local_kernels import WholeNumbers
 from aero_compile.runtime.kernels.prepared_squares import PreparedSquares
-from aero_compile.runtime.kernels.triple_elements import BatchedElements
-from aero_compile.runtime.kernels.whole_numbers import WholeNumbers
+from aero_compile.runtime.kernels.triples import BatchedElements
 from aero_compile.runtime.offline import elements as module
 from aero_compile.runtime.offline.elements import MOST_RUNS, Joined, joined_elements, most_runs
 from aero_compile.runtime.program_parts import KernelStep, Step

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from aero_compile.errors import PartyError
-from aero_compile.runtime.kernels.words import read_words, widened
-from aero_compile.runtime.lowering.live import LiveProgram, LiveStep
-from aero_compile.runtime.lowering.spu_compile import compile_steps
+from aero_compile.runtime.kernels.share_words import read_words, widened
+from aero_compile.runtime.lowering.compile_spu import compile_steps
+from aero_compile.runtime.lowering.secret_program import LiveProgram, LiveStep
 from aero_compile.runtime.offline.prepare import agree, agreed_name, encoded, prepare, prepared_steps, words_of
 from aero_compile.runtime.operators import prepared
 from aero_compile.runtime.program_parts import TOKENS

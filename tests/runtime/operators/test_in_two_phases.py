@@ -12,10 +12,10 @@ import torch
 from aero_compile.runtime.costs.pphlo import Operation, parse
 from aero_compile.runtime.kernels.opened_rows import ScaledRows, SquaredRows
 from aero_compile.runtime.kernels.prepared_squares import PreparedSquares
-from aero_compile.runtime.kernels.triple_elements import BatchedElements, TripleElements
-from aero_compile.runtime.lowering.partition import partition
-from aero_compile.runtime.lowering.spu_compile import compile_steps
-from aero_compile.runtime.lowering.to_jax import lower
+from aero_compile.runtime.kernels.triples import BatchedElements, TripleElements
+from aero_compile.runtime.lowering.compile_spu import compile_steps
+from aero_compile.runtime.lowering.lower import lower
+from aero_compile.runtime.partition.partition import partition
 from aero_compile.runtime.program import Program
 from aero_compile.runtime.program_parts import KernelStep, Step
 from tests.support import operator_cases as cases

@@ -12,12 +12,12 @@ import torch
 
 from aero_compile.errors import LoweringError
 from aero_compile.runtime.arithmetic.exponential import choose_power
-from aero_compile.runtime.arithmetic.tolerances import Tolerances
-from aero_compile.runtime.lowering.partition import partition
-from aero_compile.runtime.lowering.plaintext import run_in_the_clear
-from aero_compile.runtime.lowering.ranges import RangeCheck
-from aero_compile.runtime.lowering.to_jax import lower, supported_ops
-from aero_compile.runtime.operators.limits import LIMITS, Format, anywhere
+from aero_compile.runtime.lowering.lower import lower, supported_ops
+from aero_compile.runtime.lowering.range_check import RangeCheck
+from aero_compile.runtime.operators.format import LIMITS, Format, anywhere
+from aero_compile.runtime.partition.model_graph import run_in_the_clear
+from aero_compile.runtime.partition.partition import partition
+from aero_compile.runtime.tolerances import Tolerances
 from tests.support.runtime_graphs import TokenRows, aten, expected, in_spu
 
 FORM = Format(64, 18)

@@ -11,13 +11,13 @@ import torch
 
 from aero_compile.errors import InputError, LoweringError
 from aero_compile.runtime import compile_model, estimate, private_inference
-from aero_compile.runtime.arithmetic.tolerances import Tolerances
 from aero_compile.runtime.kernels.encrypted_lookup import EncryptedLookup
-from aero_compile.runtime.kernels.ring_encryption import LARGEST_DEGREE
-from aero_compile.runtime.operators.limits import Format
+from aero_compile.runtime.kernels.ring_algebra import LARGEST_DEGREE
+from aero_compile.runtime.operators.format import Format
 from aero_compile.runtime.operators.lookups import is_cheaper
 from aero_compile.runtime.program import one_hot
 from aero_compile.runtime.program_parts import TOKENS
+from aero_compile.runtime.tolerances import Tolerances
 from benchmarks.lib.two_threads import simulate
 from tests.support.runtime_graphs import TokenRows, aten
 from tests.support.runtime_tiny import IDS, logits_of, tiny_model

@@ -10,9 +10,8 @@ import torch
 
 from aero_compile.errors import InputError
 from aero_compile.runtime import compile_model
-from aero_compile.runtime.kernels.prepared_product import PreparedProduct
 from aero_compile.runtime.kernels.prepared_scaling import PreparedScaling
-from aero_compile.runtime.kernels.triple_product import TripleProduct
+from aero_compile.runtime.kernels.triples import PreparedProduct, TripleProduct
 from aero_compile.runtime.program import one_hot
 from aero_compile.runtime.program_parts import TOKENS, KernelStep
 from benchmarks.lib.two_threads import simulate

@@ -1,0 +1,149 @@
+"""ln x by SPU's own function.
+
+1/x: of any number by SPU's own reciprocal, and of the sums of a softmax by less.
+
+A sum S of a softmax lies between 1 and the number of a row's entries. Where that is known, SPU's reciprocal does too
+much: it looks for the highest of 64 bits. Here S is compared with the powers of two up to the number of entries, all at
+once; the bits add up to a scale 2^-j that brings S to [1, 2), where a chain of squares is 1/x.
+
+√x and 1/√x by SPU's own functions, the latter with one more step where that is asked for.
+
+In two phases 1/√x is composed of what is prepared. SPU looks for the highest of 64 bits; here x is compared with the
+powers of four of the range on which it holds, all at once, as a sum of a softmax is with powers of two
+(`reciprocal.py`): the bits add up to scales 4^-j, which brings x to [1, 4), where a chain of squares is 1/√x, and 2^-j.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from aero_compile.runtime.arithmetic.coefficients import RECIPROCAL, ROOT
+from aero_compile.runtime.arithmetic.comparison import SMALL_RING_HOLDS, at_least
+from aero_compile.runtime.arithmetic.element_products import multiply
+from aero_compile.runtime.arithmetic.public_factors import is_public
+from aero_compile.runtime.arithmetic.ring import in_two_phases
+from aero_compile.runtime.arithmetic.row_scaling import broadcast_product
+from aero_compile.runtime.lazy_jax import jnp
+from aero_compile.runtime.tolerances import DEFAULT, Form, cheapest
+
+LOGARITHMS = (Form("SPU's own", 4e-5, 2960),)
+"""Forms of ln x, for 2^-6 ≤ x ≤ 2^8."""
+
+
+def logarithm(x: Any, tolerance: float = DEFAULT.log) -> Any:
+    """ln x for a JAX array, within `tolerance` for 2^-6 ≤ x ≤ 2^8.
+
+    Raises:
+        InputError: none of `LOGARITHMS` is as close.
+    """
+    cheapest("log", LOGARITHMS, tolerance)
+    return jnp().log(x)
+
+
+GOLDSCHMIDT = Form("two Goldschmidt iterations from a linear guess", 2e-4, 2645)
+"""SPU's own."""
+
+RECIPROCALS = (GOLDSCHMIDT, Form(f"{GOLDSCHMIDT.method}, and one of Newton's", 4e-5, 3090))
+"""Forms of 1/x; errors are relative, for 2^-6 ≤ x ≤ 4."""
+
+LEAST_SUM = 0.98
+"""A row's largest entry is exp(0) = 1, less the errors of a chain of squares and of rounding."""
+
+RECIPROCAL_ERROR = 6e-5
+"""Largest relative error besides 2^-18 of the result's own rounding."""
+
+
+MOST_IN_SMALL_RING = SMALL_RING_HOLDS / 8
+"""Sums of rows of so many entries, and powers of two up to it, differ by an eighth of what the 32-bit ring holds."""
+
+
+def reciprocal_of_sums(sums: Any, most: int) -> Any:
+    """1/S for a JAX array of sums, `LEAST_SUM` ≤ S ≤ 1.02 · `most`."""
+    powers = 2.0 ** np.arange(1, max(1, most - 1).bit_length())
+    if not len(powers):
+        return RECIPROCAL(sums)
+    steps = powers.reshape((-1, *(1,) * sums.ndim))
+    larger = at_least(sums, np.asarray(powers, np.float64), bounded=most <= MOST_IN_SMALL_RING)
+    scale = 1.0 - jnp().where(larger, 1.0 / steps, 0.0).sum(axis=0)
+    return multiply(RECIPROCAL(multiply(sums, scale)), scale)
+
+
+def reciprocal(x: Any, tolerance: float = DEFAULT.reciprocal) -> Any:
+    """1/x for a JAX array, relatively within `tolerance` for 2^-6 ≤ x ≤ 4, by the cheapest of `RECIPROCALS`.
+
+    Raises:
+        InputError: none is as close.
+    """
+    first = 1.0 / x
+    if cheapest("reciprocal", RECIPROCALS, tolerance) is GOLDSCHMIDT:
+        return first
+    return first + multiply(first, 1.0 - multiply(x, first))
+
+
+def quotient(x: Any, y: Any, tolerance: float = DEFAULT.reciprocal) -> Any:
+    """x / y for a JAX array y, as close as `reciprocal`.
+
+    Raises:
+        InputError: no form is as close.
+    """
+    own = cheapest("reciprocal", RECIPROCALS, tolerance) is GOLDSCHMIDT
+    # One reciprocal an element of the divisor: fewer than quotients when it broadcasts.
+    broadcasts = math.prod(jnp().shape(y)) < math.prod(jnp().shape(x))
+    if own and not broadcasts:
+        return x / y
+    inverse = reciprocal(y, tolerance)
+    return x * inverse if is_public(x) else broadcast_product(x, inverse)
+
+
+QUARTIC = Form("quartic on the mantissa", 7e-4, 2340)
+"""SPU's own."""
+
+INVERSE_ROOTS = (QUARTIC, Form(f"{QUARTIC.method}, and an iteration of Newton's", 1.5e-4, 3005))
+"""Forms of 1/√x; errors are relative, for 2^-6 ≤ x ≤ 2^8."""
+
+ROOTS = (Form("SPU's own", 1e-4, 3225),)
+"""The same for √x."""
+
+
+def inverse_root(x: Any, tolerance: float = DEFAULT.root) -> Any:
+    """1/√x for a JAX array, relatively within `tolerance` for 2^-6 ≤ x ≤ 2^8, by the cheapest of `INVERSE_ROOTS`.
+
+    Raises:
+        InputError: none is as close.
+    """
+    import jax
+
+    first = _by_comparisons(x) if in_two_phases() else jax.lax.rsqrt(x)
+    if cheapest("inverse root", INVERSE_ROOTS, tolerance) is QUARTIC:
+        return first
+    # (x·r)·r and not x·r²: the square of a small r has few bits left.
+    return first + multiply(first, 0.5 - 0.5 * multiply(multiply(x, first), first))
+
+
+LEAST_POWER, LARGEST_POWER = -3, 8
+"""Powers of four between which and the next one x lies: 2^-6 ≤ x < 2^18."""
+
+
+def _by_comparisons(x: Any) -> Any:
+    powers = np.arange(LEAST_POWER + 1, LARGEST_POWER + 1).reshape((-1, *(1,) * x.ndim))
+    larger = at_least(x, 4.0 ** powers.ravel())
+
+    def scale(base: float) -> Any:
+        """base^-j, where j is the last power that x reaches."""
+        steps = base ** (1.0 - powers) - base ** -powers.astype(np.float64)
+        return base**-LEAST_POWER - jnp().where(larger, steps.astype(np.float32), 0.0).sum(axis=0)
+
+    return multiply(ROOT(multiply(x, scale(4.0))), scale(2.0))
+
+
+def root(x: Any, tolerance: float = DEFAULT.root) -> Any:
+    """√x for a JAX array, relatively within `tolerance` for 2^-6 ≤ x ≤ 2^8.
+
+    Raises:
+        InputError: none of `ROOTS` is as close.
+    """
+    cheapest("root", ROOTS, tolerance)
+    return jnp().sqrt(x)

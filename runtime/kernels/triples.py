@@ -1,0 +1,242 @@
+"""A product with a matrix of the server, of which all secret work was done before the tokens were known.
+
+Before, the client draws R uniformly modulo 2^64, in the shape of X, and both parties compute shares P_0 + P_1 = R·W of
+integers modulo 2^64 (`aero_compile.runtime.offline`). Now they hold X in shares X_0 + X_1. The client sends X_1 - R, 8
+bytes a value, and the server adds its own: it has X - R. Then
+
+    (X - R)·W + P_0    at the server    and    P_1    at the client
+
+are shares of X·W, exact modulo 2^64: the numbers that SPU's own product has before it truncates them. R is uniform and
+used once, so X - R is uniform whatever X is, and the server learns nothing; the client receives nothing.
+
+Products of elements of two secrets, of which all secret work was done before the tokens were known.
+
+As in `triple_product`, with C = A∘B: each sends its shares of E = X - A and F = Y - B, and has its share of X∘Y from C,
+E∘B, A∘F and E∘F. One number of Y stands for a row of X. Where one party knows all of X and the other all of Y, as the
+factors of an exponential, each draws the words of its own alone and sends those alone: 16 bytes for a product.
+
+A product of two secret matrices, of which all secret work was done before the tokens were known: a matrix triple.
+
+Before, the parties draw shares of A and B uniformly modulo 2^64, in the shapes of X and Y, and compute shares of
+C = A·B of integers modulo 2^64 (`aero_compile.runtime.offline`). Now each sends its shares of X - A and Y - B, 8 bytes
+a value, and both know E = X - A and F = Y - B. Then, with party i's shares A_i, B_i, C_i,
+
+    C_0 + E·(B_0 + F) + A_0·F    at the server    and    C_1 + E·B_1 + A_1·F    at the client
+
+are shares of X·Y, exact modulo 2^64. A and B are uniform and used once, so E and F are uniform whatever X and Y are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from aero_compile.runtime.kernels.kernel import ElementTriples, Kernel, Preparation, RandomWords, Result, Shape
+from aero_compile.runtime.kernels.ring_algebra import ring_product
+from aero_compile.runtime.kernels.share_words import Words
+from aero_compile.runtime.roles import CLIENT, SERVER
+
+if TYPE_CHECKING:
+    from aero_compile.runtime.costs.session import Session
+    from aero_compile.runtime.kernels.side import Side
+
+
+@dataclass(frozen=True)
+class PreparedProduct(Kernel):
+    """The kernel: x [..., inner] times the server's w [inner, columns], or [columns, inner] if `transposed`.
+
+    The result has twice the fraction bits: it is x·w·2^fraction_bits (`aero_compile.runtime.operators.prepared`
+    truncates it).
+    """
+
+    of_server: ClassVar[frozenset[int]] = frozenset({1})
+    as_integers: ClassVar[frozenset[int]] = of_server
+
+    inner: int
+    transposed: bool
+
+    def check(self) -> None:
+        if type(self.inner) is not int or self.inner < 1 or type(self.transposed) is not bool:
+            raise ValueError("the options of PreparedProduct are a whole number, at least 1, and a bool")
+
+    def results(self, *shapes: Shape) -> tuple[Result, ...]:
+        if len(shapes) != 2 or not shapes[0] or shapes[0][-1] != self.inner:
+            raise ValueError(f"PreparedProduct takes rows of {self.inner} values and a matrix, not {shapes}")
+        if len(shapes[1]) != 2 or shapes[1][self.transposed] != self.inner:
+            raise ValueError(f"PreparedProduct takes a matrix for rows of {self.inner} values, not {shapes[1]}")
+        return (Result((*shapes[0][:-1], shapes[1][not self.transposed])),)
+
+    def preparation(self, *shapes: Shape) -> Preparation:
+        from aero_compile.runtime.arithmetic.matrix_products import matrix_product
+
+        (result,), rows = self.results(*shapes), math.prod(shapes[0][:-1])
+
+        def product(random: Any, weight: Any) -> Any:
+            return matrix_product(random, weight.T if self.transposed else weight)
+
+        size = (rows, result.shape[-1])
+        return Preparation((RandomWords("random", (rows, self.inner), CLIENT),), (1,), size, product)
+
+    def run(self, side: Side, *shares: Words) -> tuple[Words, ...]:
+        x, prepared = shares[0].reshape(-1, self.inner), side.prepared
+        if side.rank == CLIENT:
+            side.send(x - prepared["random"].reshape(x.shape))
+            return (prepared["product"],)
+        found = ring_product(x + side.receive(x.shape), self._matrix(shares[1]))
+        return (prepared["product"] + found.ravel(),)
+
+    def together(self, draw: np.random.Generator, *words: Words) -> tuple[Words, ...]:
+        return (ring_product(words[0].reshape(-1, self.inner), self._matrix(words[1])).ravel(),)
+
+    def _matrix(self, words: Words) -> Words:
+        return words.reshape(-1, self.inner).T if self.transposed else words.reshape(self.inner, -1)
+
+    def plain(self, *arguments: Any) -> tuple[Any, ...]:
+        x, weight = arguments
+        return (x @ (weight.T if self.transposed else weight),)
+
+    def work(self, *shapes: Shape) -> tuple[int, int]:
+        (result,) = self.results(*shapes)
+        return super().work(*shapes)[0], math.prod(result.shape) * self.inner
+
+    def bill(self, session: Session, *shapes: Shape) -> None:
+        session.send(CLIENT, 8.0 * math.prod(shapes[0]))
+        session.kernel(type(self).__name__, *self.work(*shapes))
+
+
+@dataclass(frozen=True)
+class TripleElements(Kernel):
+    """The kernel: rows of x [rows, width] times one number of y [rows] each; the result has twice the fraction bits.
+
+    `owned`: the server's share of x and the client's share of y are all of them, and their other shares are zeros.
+    """
+
+    owned: bool
+    width: int = 1
+
+    def check(self) -> None:
+        if type(self.owned) is not bool or type(self.width) is not int or self.width < 1:
+            raise ValueError("the options of TripleElements are a bool and a whole number, at least 1")
+        if self.owned and self.width != 1:
+            raise ValueError("TripleElements takes rows of one element where each party knows one factor")
+
+    def results(self, *shapes: Shape) -> tuple[Result, ...]:
+        if len(shapes) != 2 or shapes[0] != (*shapes[1], self.width):
+            raise ValueError(f"TripleElements takes rows of {self.width} and a number for each, not {shapes}")
+        return (Result(shapes[0]),)
+
+    def preparation(self, *shapes: Shape) -> Preparation | None:
+        from aero_compile.runtime.arithmetic.row_products import products_of_rows
+
+        self.results(*shapes)
+        owners = (SERVER, CLIENT) if self.owned else (None, None)
+        randoms = (RandomWords("left", shapes[0], owners[0]), RandomWords("right", shapes[1], owners[1]))
+        return Preparation(randoms, (), shapes[0], products_of_rows)
+
+    def run(self, side: Side, *shares: Words) -> tuple[Words, ...]:
+        kept, (x, y) = side.prepared, shares
+        a, b = kept.get("left", np.zeros_like(x)), kept.get("right", np.zeros_like(y))
+        if self.owned:
+            mine = x - a if side.rank == SERVER else y - b
+            side.send(mine)
+            theirs = side.receive(mine.shape)
+            e, f = (mine, theirs) if side.rank == SERVER else (theirs, mine)
+        else:
+            mine = np.concatenate([x - a, y - b])
+            side.send(mine)
+            e, f = np.split(mine + side.receive(mine.shape), [x.size])
+        return (kept["product"] + self._rows(e, b + f if side.rank == SERVER else b) + self._rows(a, f),)
+
+    def together(self, draw: np.random.Generator, *words: Words) -> tuple[Words, ...]:
+        return (self._rows(words[0].ravel(), words[1].ravel()),)
+
+    def _rows(self, x: Words, y: Words) -> Words:
+        return (x.reshape(-1, self.width) * y[:, None]).ravel()
+
+    def plain(self, *arguments: Any) -> tuple[Any, ...]:
+        x, y = arguments
+        return (x * y[..., None],)
+
+    def bill(self, session: Session, *shapes: Shape) -> None:
+        size = math.prod(shapes[0])
+        session.swap(8.0 * size if self.owned else 8.0 * (size + math.prod(shapes[1])))
+        session.kernel(type(self).__name__, *self.work(*shapes))
+
+
+@dataclass(frozen=True)
+class BatchedElements(TripleElements):
+    """`TripleElements` whose preparation is one of elements, made together with those of other kernels."""
+
+    def preparation(self, *shapes: Shape) -> None:
+        return None
+
+    def triples(self, *shapes: Shape) -> ElementTriples:
+        self.results(*shapes)
+        owners = (SERVER, CLIENT) if self.owned else (None, None)
+        randoms = (RandomWords("left", shapes[0], owners[0]), RandomWords("right", shapes[1], owners[1]))
+        return ElementTriples(randoms, math.prod(shapes[0]), self.owned, self._factors)
+
+    def _factors(self, kept: Mapping[str, Words]) -> tuple[Words, ...]:
+        if self.owned:
+            return (kept["left"] if "left" in kept else kept["right"],)
+        return kept["left"], np.repeat(kept["right"], self.width)
+
+
+@dataclass(frozen=True)
+class TripleProduct(Kernel):
+    """The kernel: x [..., rows, inner] times y [..., inner, columns] of equal leading sizes.
+
+    The result has twice the fraction bits, as that of `PreparedProduct`.
+    """
+
+    rows: int
+    inner: int
+    columns: int
+
+    def check(self) -> None:
+        if not all(type(each) is int and each > 0 for each in (self.rows, self.inner, self.columns)):
+            raise ValueError("the options of TripleProduct are whole numbers, at least 1")
+
+    def results(self, *shapes: Shape) -> tuple[Result, ...]:
+        sizes = ((self.rows, self.inner), (self.inner, self.columns))
+        if len(shapes) != 2 or shapes[0][-2:] != sizes[0] or shapes[1] != (*shapes[0][:-2], *sizes[1]):
+            raise ValueError(f"TripleProduct takes matrices of the sizes {sizes[0]} and {sizes[1]}, not {shapes}")
+        return (Result((*shapes[0][:-1], self.columns)),)
+
+    def preparation(self, *shapes: Shape) -> Preparation:
+        from aero_compile.runtime.arithmetic.matrix_products import batched_product
+
+        (result,) = self.results(*shapes)
+        randoms = (RandomWords("left", shapes[0], None), RandomWords("right", shapes[1], None))
+        return Preparation(randoms, (), result.shape, batched_product)
+
+    def run(self, side: Side, *shares: Words) -> tuple[Words, ...]:
+        kept, size = side.prepared, shares[0].size
+        mine = np.concatenate([shares[0] - kept["left"], shares[1] - kept["right"]])
+        side.send(mine)
+        both = mine + side.receive(mine.shape)
+        (e, f), (a, b) = self._matrices(both[:size], both[size:]), self._matrices(kept["left"], kept["right"])
+        found = ring_product(e, b + f if side.rank == SERVER else b) + ring_product(a, f)
+        return (kept["product"] + found.ravel(),)
+
+    def together(self, draw: np.random.Generator, *words: Words) -> tuple[Words, ...]:
+        return (ring_product(*self._matrices(*words)).ravel(),)
+
+    def _matrices(self, left: Words, right: Words) -> tuple[Words, Words]:
+        return left.reshape(-1, self.rows, self.inner), right.reshape(-1, self.inner, self.columns)
+
+    def plain(self, *arguments: Any) -> tuple[Any, ...]:
+        x, y = arguments
+        return (x @ y,)
+
+    def work(self, *shapes: Shape) -> tuple[int, int]:
+        (result,) = self.results(*shapes)
+        return super().work(*shapes)[0], 2 * math.prod(result.shape) * self.inner
+
+    def bill(self, session: Session, *shapes: Shape) -> None:
+        session.swap(8.0 * sum(map(math.prod, shapes)))
+        session.kernel(type(self).__name__, *self.work(*shapes))

@@ -1,0 +1,467 @@
+"""Lower the live part of a logits graph to JAX functions, one for each operator of the model.
+
+Each step computes one operator (with the views in front of it). The steps run one after the other on
+secret shares, so bytes, messages and seconds are known for every operator of every layer, and steps that
+compute the same thing (the layers of a transformer) share one compiled program.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from aero_compile.ir.ops import names_of, of_form
+from aero_compile.ir.ownership import Domain
+from aero_compile.runtime.arithmetic.comparison import small_ring
+from aero_compile.runtime.arithmetic.exponential import SoftmaxExponential, cheapest_exponential
+from aero_compile.runtime.hosts.network_spec import UNLIMITED, Network
+from aero_compile.runtime.lowering.bound_rules import RULES
+from aero_compile.runtime.lowering.cached_operands import cached_operand
+from aero_compile.runtime.lowering.guard_plan import Plan, plan_guards
+from aero_compile.runtime.lowering.guards import GUARD, comparing_step, count_name, final_step, guard_step
+from aero_compile.runtime.lowering.refusals import refuse_private_choices
+from aero_compile.runtime.lowering.schedule import LIKE_SECOND, SOFTMAX, Group, Schedule
+from aero_compile.runtime.lowering.secret_program import (
+    MOVES,
+    Call,
+    LiveProgram,
+    LiveStep,
+    Ref,
+    describe,
+    label,
+    refusing,
+)
+from aero_compile.runtime.lowering.small_comparisons import COMPARED, LARGEST_REACH, MARGIN, comparisons
+from aero_compile.runtime.lowering.softmax import softmax as attention
+from aero_compile.runtime.lowering.softmax import softmax_free_attention as other_weights
+from aero_compile.runtime.lowering.softmax.score_blocks import blocked_scores
+from aero_compile.runtime.lowering.step_inputs import Inputs, Slot, prefix_of, unsupported
+from aero_compile.runtime.operators import client_products, lookups, pointwise, prepared, products, views
+from aero_compile.runtime.operators import declaration as registry
+from aero_compile.runtime.operators.bounds import Bound
+from aero_compile.runtime.operators.declaration import watching
+from aero_compile.runtime.operators.format import Format
+from aero_compile.runtime.partition.norm_scaling import NO_DOUBLINGS, Doublings
+from aero_compile.runtime.partition.partition import Partition, op_name, place_of
+from aero_compile.runtime.tolerances import DEFAULT, Tolerances
+
+OPERATOR_MODULES = (pointwise, products, views)
+"""Importing these fills the table of operators."""
+
+aten = torch.ops.aten
+
+_OTHER_WEIGHTS = {
+    "attention_weights": other_weights.masked_weights,
+    "unnormalized_weights": other_weights.unnormalized_weights,
+}
+_CASTS = names_of(of_form("cast", "cast_as", "reduction"))
+_MOVED_TOKENS = frozenset({"aten.slice", "aten.select", "aten.constant_pad_nd", "aten.cat"})
+_OTHER = {"x": "other", "other": "x"}
+"""Of each factor of a product the other one."""
+_RESHAPING = names_of(of_form("reshape", "squeeze", "copy", "detach", "cast"))
+
+
+def supported_ops() -> tuple[str, ...]:
+    """Return the names of all live operators that can be lowered, sorted."""
+    return registry.supported_ops()
+
+
+def lower(
+    part: Partition,
+    *,
+    exact: bool = False,
+    dtype: Any = np.float32,
+    spreads: Mapping[str, float] | None = None,
+    tolerances: Tolerances = DEFAULT,
+    guards: Format | None = None,
+    doublings: Doublings = NO_DOUBLINGS,
+    one_product: bool = True,
+    offline: bool = False,
+    encrypted: bool | None = False,
+    weights_at_client: bool = False,
+    reaches: Mapping[str, float] | None = None,
+    worth: Callable[[int], bool] = lambda count: False,
+    network: Network = UNLIMITED,
+    cached: Sequence[Bound] = (),
+) -> LiveProgram:
+    """Lower every live node of `part` that the logits need.
+
+    `exact=True` uses textbook functions instead of fixed-point approximations (for comparison with PyTorch in plain
+    JAX); `dtype` is that of the weights. `spreads`: for softmaxes, by the name of their node, the largest
+    difference of two scores of a row that will come; any may come where it says nothing. `tolerances`: how far off
+    approximations may be. `guards`: the format whose ranges private checks keep where no bound shows that they are
+    kept; None: none are made. `doublings`: by which powers of two the rows of norms are multiplied. `one_product`:
+    whether the ring is one for exponentials of one product. `offline`: products with matrices of the server take what
+    both parties prepare before the tokens are known. `encrypted`: whether rows of the server's tables are looked up
+    under encryption; None: where that takes fewer bytes. `weights_at_client`: whether clients may hold matrices of the
+    server encrypted, where a product costs less then. `reaches`: how far values that operators compare reach on
+    typical text, by the names of their nodes, where the tokens of a run are looked at before it. `worth`: whether so
+    many comparisons may take the 32-bit ring, for which the format must be of 18 fraction bits in the 64-bit ring.
+    `network`: between the parties, over which the program should be quick. `cached`: bounds of what other programs
+    leave in cached values, where there are `guards`.
+
+    Raises:
+        InputError: no approximation is as close as is asked for.
+        LoweringError: an operator cannot be lowered; the message names it and its place in the model.
+    """
+    schedule = Schedule(part)
+    runs = all(op_name(n) in RULES for n in schedule.order if not schedule.is_tokens(n))  # else it is refused below
+    plan = Plan()
+    if guards and runs:
+        plan = plan_guards(part, schedule.order, guards, schedule.is_tokens, doublings, cached)
+    emission = _Emission(
+        *(schedule, plan, doublings, exact, dtype, spreads or {}, tolerances, one_product),
+        *(offline and not exact, network, False if exact else encrypted),
+        weights_at_client and not exact,
+    )
+    return emission.program({} if exact else reaches or {}, (lambda count: False) if exact else worth)
+
+
+@dataclass
+class _Emission:
+    """Writes the JAX function of every step; collects the inputs and the exponentials that they take."""
+
+    schedule: Schedule
+    plan: Plan
+    doublings: Doublings
+    exact: bool
+    dtype: Any
+    spreads: Mapping[str, float]
+    tolerances: Tolerances
+    one_product: bool
+    offline: bool
+    network: Network
+    encrypted: bool | None
+    weights_at_client: bool
+    exponentials: dict[str, SoftmaxExponential] = field(default_factory=dict)
+    small: frozenset[fx.Node] = frozenset()
+    small_pays: bool = False
+    compared: dict[str, tuple[int, float]] = field(default_factory=dict)
+    inputs: Inputs = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.inputs = Inputs(self.schedule, self.dtype)
+
+    @property
+    def part(self) -> Partition:
+        return self.schedule.part
+
+    def program(self, reaches: Mapping[str, float], worth: Callable[[int], bool]) -> LiveProgram:
+        part, schedule = self.part, self.schedule
+        seen = self._compare_small(reaches, worth)
+        steps = [step for node in schedule.clients for step in self._guards(node)]
+        for group in schedule.groups(self.plan.guards):
+            steps.append(self._step(group))
+            steps += [step for node in group.nodes for step in self._guards(node)]
+        if self.compared:
+            steps.append(comparing_step(self.compared))
+        guard = final_step(steps)
+        batch, length = part.shapes[part.tokens]
+        prefix = prefix_of(part, schedule.clients, self.inputs.published)
+        return LiveProgram(
+            (*steps, guard) if guard else tuple(steps),
+            self.inputs.weights,
+            (batch, length, schedule.vocabulary),
+            part.output.name,
+            part.shapes[part.output],
+            frozenset(node.name for node in (*schedule.order, *schedule.clients)),
+            self.exponentials,
+            seen,
+            GUARD if guard else None,
+            self.plan.checks(),
+            self.inputs.published.arrays,
+            prefix,
+            {node.name: part.shapes[node] for node in schedule.clients},
+            self.offline,
+            {node.name: part.shapes[node] for node in part.cached},
+            tuple(node.name for node in part.results),
+            frozenset(self.inputs.by_position),
+            part.opens,
+            self.plan.cached,
+        )
+
+    def _guards(self, node: fx.Node) -> list[LiveStep]:
+        """The steps that compare a value with its limits."""
+        kind = np.dtype(self.dtype).name
+        steps = list[LiveStep]()
+        for guard in self.plan.guards.get(node, ()):
+            shape = self.part.shapes[node]
+            if math.prod(shape):
+                steps.append(guard_step(node, guard, shape, kind))
+                self.compared[steps[-1].outputs[0]] = guard.count(shape), guard.limit
+        return steps
+
+    def _compare_small(self, reaches: Mapping[str, float], worth: Callable[[int], bool]) -> frozenset[str]:
+        """Choose what compares in the 32-bit ring; returns the names of what typical text showed to fit."""
+        comparing = [n for n in self.schedule.order if op_name(n) in SOFTMAX or op_name(n) in COMPARED]
+        proven = {n for n in comparing if self.plan.reaches.get(n, math.inf) <= LARGEST_REACH}
+        seen = {n for n in comparing if reaches.get(_name(n), math.inf) * MARGIN <= LARGEST_REACH}
+        count = 0
+        for node in proven | seen:
+            mask = self.schedule.masks.get(node)
+            chosen = None if mask is None or op_name(node) in _OTHER_WEIGHTS else self._exponential(node)
+            count += comparisons(node, self.part.shapes[node if mask is None else mask.core], mask, chosen)
+        self.small_pays = worth(count)
+        self.small = frozenset(proven | seen) if self.small_pays else frozenset()
+        return frozenset(_name(node) for node in self.small - proven)
+
+    def _step(self, group: Group) -> LiveStep:
+        nodes, outputs = group.nodes, group.outputs
+        slot = Slot(nodes)
+        resolved = [(node, self._resolve(slot, node)) for node in nodes]
+        names = tuple(slot.inputs)
+        spec = [[f"{i}", op_name(node), describe(call, nodes, names)] for i, (node, call) in enumerate(resolved)]
+        main = nodes[-1]
+        watched = [self.plan.watched.get(node, {}) for node in nodes]
+        held = [name in self.inputs.published.arrays for name in names]
+        kinds = [*slot.inputs.values(), *held] if any(held) else [*slot.inputs.values()]
+        small = [(self.small_pays, node in self.small) for node in nodes]
+        text = json.dumps([spec, kinds, [nodes.index(n) for n in outputs], self.exact, watched, small])
+
+        def function(*values: Any) -> tuple[Any, ...]:
+            environment: dict[str, Any] = dict(zip(names, values, strict=True))
+            outside: list[Any] = []
+            for (node, call), wanted, rings in zip(resolved, watched, small, strict=True):
+                with watching(wanted) as watch, small_ring(*rings):
+                    environment[node.name] = call(environment)
+                outside += watch.outside
+            counts = (sum(outside[1:], outside[0]).reshape((1,)),) if outside else ()
+            return (*(environment[node.name] for node in outputs), *counts)
+
+        return LiveStep(
+            label(main, self.schedule.lookup(main) is not None),
+            place_of(main),
+            hashlib.sha256(text.encode()).hexdigest()[:16],
+            names,
+            (*(node.name for node in outputs), *([count_name(main)] if any(watched) else [])),
+            tuple(shape for shape, _ in slot.inputs.values()),
+            tuple(dtype for _, dtype in slot.inputs.values()),
+            function,
+        )
+
+    # --- one node -------------------------------------------------------------------------------------
+
+    def _resolve(self, slot: Slot, node: fx.Node) -> Call:
+        found = self.schedule.lookup(node)
+        if found is not None:
+            table, ids = found
+            given = {"ids": self.inputs.argument(slot, ids), "table": self.inputs.argument(slot, table)}
+            return Call(self._look_up(table, ids), given, {})
+        if self.schedule.is_tokens(node):
+            return self._token_view(slot, node)
+        if op_name(node) in SOFTMAX:
+            return self._softmax(slot, node)
+        function = registry.find(op_name(node))
+        if function is None and op_name(node) not in ("getitem", "dropout"):
+            raise unsupported(node, "this operator is not supported")
+        if any(self.schedule.is_tokens(used) for used in self.schedule.reads(node)):
+            raise unsupported(node, "token ids can only be looked up in an embedding table")
+        if op_name(node) in _CASTS and not self._keeps_kind(node):
+            raise unsupported(node, "it turns secret numbers into integers")
+        arguments = self._bind(node)
+        refuse_private_choices(self.part, node, arguments)
+        live = {name: self.inputs.argument(slot, value) for name, value in arguments.items()}
+        in_two_phases = self._prepared(node, arguments, live)
+        if in_two_phases is not None:
+            return in_two_phases
+        at_client = self._at_client(node, arguments)
+        if at_client is not None:
+            return Call(at_client, live, {"at_client": True})
+        strips = self.schedule.strips(node)
+        if len(strips) > 1:
+            return Call(blocked_scores, {"queries": live["x"], "keys": live["other"]}, {"strips": strips})
+        if op_name(node) == "getitem":
+            return Call(views.getitem, live, {})
+        if op_name(node) == "dropout":
+            return Call(views.first, {"x": next(iter(live.values()))}, {})
+        assert function is not None
+        options = {"exact": self.exact, "tolerances": self.tolerances} | self.doublings.of(node)
+        owned = tuple(name for name, value in arguments.items() if self._is_servers(value))
+        options |= {"owned": owned} if owned else {}
+        both_hold = tuple(name for name, value in arguments.items() if self._is_given(value))
+        options |= {"given": both_hold} if both_hold else {}
+        return Call(refusing(function, unsupported, node), live, options)
+
+    def _is_servers(self, value: Any) -> bool:
+        return isinstance(value, fx.Node) and self.part.domains[value] is Domain.SERVER
+
+    def _is_given(self, value: Any) -> bool:
+        """Whether both parties hold a value, which is no constant of the code: a published weight, a position's row."""
+        if not isinstance(value, fx.Node) or self.part.is_live(value) or self._is_servers(value):
+            return False
+        positions = self.part.positions
+        at_position = positions is not None and bool(positions.decide(value))
+        return at_position or self.part.domains[value] is Domain.PUBLISHED
+
+    def _prepared(self, node: fx.Node, arguments: dict[str, Any], live: dict[str, Any]) -> Call | None:
+        """The call of a product that is prepared, on `live` ones of its arguments; None: there is no such."""
+        options = {"prepared": True}
+        if not self.offline:
+            return None
+        if node.target is aten.linear.default and self._is_servers_matrix(arguments["weight"]):
+            return Call(prepared.linear, live, options)
+        if node.target is aten.mul.Tensor:
+            rows = self._rows_that_are_scaled(node, arguments)
+            return Call(prepared.scaling, {"x": live[rows], "other": live[_OTHER[rows]]}, options) if rows else None
+        if node.target is not aten.matmul.default:
+            return None
+        left, right = arguments["x"], arguments["other"]
+        if self._is_servers_matrix(right):
+            return Call(prepared.matmul, live, options)
+        if not self.part.is_live(left) or not self.part.is_live(right) or left is right:
+            return None
+        shapes = self.part.shapes[left], self.part.shapes[right]
+        if shapes[0][:-2] != shapes[1][:-2] or min(map(len, shapes)) < 2:
+            return None
+        cached, strips = self._cached(node, arguments), self.schedule.strips(node)
+        if cached:
+            return cached(live)
+        if len(strips) > 1:
+            return Call(blocked_scores, {"queries": live["x"], "keys": live["other"]}, {"strips": strips} | options)
+        return Call(prepared.product, live, options)
+
+    def _rows_that_are_scaled(self, node: fx.Node, arguments: dict[str, Any]) -> str | None:
+        """The name of the argument of a product of which the other one, no larger, are numbers of the server."""
+        positions = self.part.positions
+        for name, other in _OTHER.items():
+            rows, factor = arguments[name], arguments[other]
+            if isinstance(rows, fx.Node) and self.part.is_live(rows) and self._is_servers(factor):
+                size = self.part.known[factor].numel()
+                at_position = positions is not None and positions.decide(factor)
+                if size > 1 and not at_position and self.part.shapes[rows] == self.part.shapes[node]:
+                    return name
+        return None
+
+    def _at_client(self, node: fx.Node, arguments: dict[str, Any]) -> registry.Operator | None:
+        """The operator of a product with a matrix that the client holds encrypted; None: there is no such."""
+        of = {aten.linear.default: ("input", "weight", True), aten.matmul.default: ("x", "other", False)}
+        if not self.weights_at_client or node.target not in of:
+            return None
+        left, right, transposed = of[node.target]
+        rows, weight = arguments[left], arguments[right]
+        positions = self.part.positions
+        if not self.part.is_live(rows) or not self._is_servers_matrix(weight):
+            return None
+        if positions is not None and positions.decide(weight):
+            return None
+        *lead, inner = self.part.shapes[rows]
+        columns = self.part.known[weight].shape[not transposed]
+        if not client_products.is_cheaper(math.prod(lead), inner, int(columns)):
+            return None
+        return client_products.linear if transposed else client_products.matmul
+
+    def _cached(self, node: fx.Node, arguments: dict[str, Any]) -> Callable[[dict[str, Any]], Call] | None:
+        """The call of a product whose second factor are cached rows of a generation; None of any other.
+
+        Its name is not among the options, which say what is computed: layers share their code.
+        """
+        found = cached_operand(self.part, arguments["other"])
+        if found is None:
+            return None
+        options = {"keys": found.keys, "repeats": found.repeats, "spare": self.part.spare}
+        return lambda live: Call(partial(prepared.cached_product, site=_name(node)), live, options)
+
+    def _is_servers_matrix(self, weight: Any) -> bool:
+        known = self.part.known[weight] if self._is_servers(weight) else None
+        return isinstance(known, torch.Tensor) and known.dim() == 2
+
+    def _look_up(self, table: fx.Node, ids: fx.Node) -> registry.Operator:
+        """What looks rows of a table up by one-hot tokens; encrypted ones by the tokens themselves alone."""
+        while ids is not self.part.tokens and op_name(ids) in _RESHAPING:
+            ids = self.schedule.reads(ids)[0]
+        if ids is self.part.tokens and self._is_servers_matrix(table):
+            count, (vocabulary, width) = math.prod(self.part.shapes[ids]), self.part.known[table].shape
+            if lookups.is_cheaper(count, vocabulary, width) if self.encrypted is None else self.encrypted:
+                return lookups.embed
+        return prepared.embed if self.offline and self._is_servers_matrix(table) else products.embed
+
+    def _softmax(self, slot: Slot, node: fx.Node) -> Call:
+        mask, shape, dim = self.schedule.masks[node], self.part.shapes[node], node.args[1]
+        assert isinstance(dim, int)
+        dim %= len(shape)
+        arguments = {
+            "x": self.inputs.argument(slot, mask.core),
+            "tables": self.inputs.mask_tables(slot, node, mask, dim),
+        }
+        if op_name(node) in _OTHER_WEIGHTS:
+            form = other_weights.form_of(node, self.exact, self.tolerances)
+            return Call(
+                refusing(_OTHER_WEIGHTS[op_name(node)], unsupported, node),
+                arguments,
+                {"mask": mask, "dim": dim, "form": form},
+            )
+        if mask.empty_row_with_numbers(dim, len(shape)):
+            raise unsupported(
+                node,
+                "a row of its mask allows nothing but is filled with finite numbers, over which PyTorch averages "
+                "hidden entries; fill it with -inf (the row becomes zeros), or let it see itself",
+            )
+        exponential = self._exponential(node)
+        self.exponentials[_name(node)] = exponential
+        split = op_name(node) == "unnormalized_softmax"
+        return Call(
+            attention.unnormalized_softmax if split else attention.masked_softmax,
+            arguments,
+            {"mask": mask, "dim": dim, "form": attention.SoftmaxForm(self.exact, exponential, self.network)},
+        )
+
+    def _exponential(self, node: fx.Node) -> SoftmaxExponential:
+        shape, dim = self.part.shapes[node], node.args[1]
+        assert isinstance(dim, int)
+        spread = self.spreads.get(_name(node), math.inf)
+        return cheapest_exponential(spread, self.tolerances.softmax, shape[dim], self.one_product)
+
+    def _bind(self, node: fx.Node) -> dict[str, Any]:
+        """Match arguments to the names of the ATen schema (`self` becomes `x`)."""
+        bound = registry.bind(node.target, node.args, node.kwargs)
+        if node.target in LIKE_SECOND:
+            bound["other"] = None
+        if op_name(node) == "aten.expand_as":
+            bound["size"] = list(self.part.shapes[node])
+        return bound
+
+    def _keeps_kind(self, node: fx.Node) -> bool:
+        source = self.schedule.reads(node)[0]
+        return self.part.is_float[node] or not self.part.is_float[source]
+
+    def _moved_tokens(self, slot: Slot, node: fx.Node, given: dict[str, Any]) -> Call:
+        """Tokens of other positions, as one-hot rows: those before, for instance, with a known token in front."""
+        bound = {name: self.inputs.argument(slot, value) for name, value in self._bind(node).items() if name != "x"}
+        rank = len(self.part.shapes[node])
+        if op_name(node) == "aten.constant_pad_nd":
+            return Call(views.padded_tokens, given, {"pad": bound["pad"], "token": int(bound["value"])})
+        if op_name(node) == "aten.cat":
+            if any(isinstance(each, Ref) and each != given["x"] for each in bound["tensors"]):
+                raise unsupported(node, "it joins token ids with numbers that the server alone knows")
+            return Call(views.joined_tokens, {"tensors": bound["tensors"]}, {"dim": bound["dim"] % rank})
+        bound["dim"] %= len(self.part.shapes[self.schedule.reads(node)[0]])
+        function = registry.find(op_name(node))
+        assert function is not None
+        return Call(function, given, bound)
+
+    def _token_view(self, slot: Slot, node: fx.Node) -> Call:
+        live = self.schedule.reads(node)
+        if op_name(node) in MOVES and len(live) == 1 and self.schedule.is_tokens(live[0]):
+            given = {"x": self.inputs.argument(slot, live[0])}
+            shape = (*self.part.shapes[node], self.schedule.vocabulary)
+            if op_name(node) in _RESHAPING:
+                return Call(views.reshaped, given, {"shape": shape})
+            if op_name(node) in _MOVED_TOKENS:
+                return self._moved_tokens(slot, node, given)
+        raise unsupported(
+            node, "it computes integers or booleans from the token ids; only embedding lookups may read them"
+        )
+
+
+def _name(node: fx.Node) -> str:
+    """Name of a node in the model's graph: one half of a softmax has another one in the program's."""
+    return str(node.meta.get("softmax", node.name))

@@ -1,0 +1,147 @@
+"""Measure what values reach, and refuse those that do not fit: fixed-point products wrap silently beyond their range.
+
+In a k-bit ring with f fraction bits a product holds 2f fraction bits before it is truncated, so what is
+multiplied, and every sum of products, must stay below about 2^(k - 2f - 3) (2^25 for k = 64, f = 18).
+`private_inference` has weights and tokens in one process, so it evaluates the model in plaintext first
+and looks at every live value. Where the parties run on two machines nobody can do that: give
+`compile_model` representative text as `calibration`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy.typing as npt
+import torch
+from torch import fx
+
+from aero_compile.errors import LoweringError
+from aero_compile.ir.custom_ops import MASKED_BELOW
+from aero_compile.ir.ownership import Domain
+from aero_compile.runtime.arithmetic.exponential import SoftmaxExponential
+from aero_compile.runtime.lowering.small_comparisons import COMPARED, LARGEST_REACH, reach_of
+from aero_compile.runtime.operators import declaration as registry
+from aero_compile.runtime.operators.format import LIMITS, Format
+from aero_compile.runtime.partition.norm_scaling import NO_DOUBLINGS, Doublings
+from aero_compile.runtime.partition.partition import SOFTMAX, WEIGHTS, op_name, place_of
+
+
+@dataclass
+class RangeCheck:
+    """An observer for `run_in_the_clear`: values on which an operator does not hold, and how far scores spread.
+
+    `spreads` has, for each softmax, the largest difference of two allowed scores of a row seen so far, `reaches` the
+    reach of each operator that compares (`comparisons`). `doublings` tells by which powers of two the rows of norms
+    are multiplied.
+    """
+
+    form: Format
+    doublings: Doublings = NO_DOUBLINGS
+    found: list[tuple[str, str]] = field(default_factory=list)
+    spreads: dict[str, float] = field(default_factory=dict)
+    reaches: dict[str, float] = field(default_factory=dict)
+
+    def __call__(
+        self,
+        node: fx.Node,
+        domains: Mapping[fx.Node, Domain],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        value: Any,
+    ) -> None:
+        name = op_name(node)
+        if name in LIMITS and domains[node] is Domain.LIVE:  # a client computes in floats
+            given = registry.bind(node.target, args, kwargs)
+            given |= self.doublings.of(node)
+            nodes = registry.bind(node.target, node.args, node.kwargs)
+            given_by = {key: each for key, each in nodes.items() if isinstance(each, fx.Node)}
+            public = {key for key, each in given_by.items() if domains[each] is Domain.PUBLIC}
+            for each in LIMITS[name](self.form, given, public):
+                self._compare(node, each.what, each.of(given), each.low, each.high)
+        if node.target is SOFTMAX:
+            self.spreads[node.name] = max(self.spreads.get(node.name, 0.0), _spread(args))
+            self.reaches[node.name] = self.spreads[node.name]
+        if node.target is WEIGHTS:
+            self.reaches[node.name] = max(self.reaches.get(node.name, 0.0), _largest_score(args[0]))
+        if name in COMPARED:
+            reach = reach_of(name, registry.bind(node.target, args, kwargs))
+            self.reaches[node.name] = max(self.reaches.get(node.name, 0.0), reach)
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            self._compare(node, "result", value, -self.form.limit, self.form.limit)
+
+    def _compare(self, node: fx.Node, what: str, values: torch.Tensor, low: float, high: float) -> None:
+        if not values.numel():
+            return
+        least, most = float(values.min()), float(values.max())
+        if low <= least and most <= high:  # False for NaN
+            return
+        worst = least if low > least else most
+        self.found.append(
+            (
+                node.name,
+                f"the {what} of {op_name(node)} (node {node.name}, in {place_of(node)}) reaches {worst:.4g}; "
+                f"with a {self.form.ring_bits}-bit ring and {self.form.fraction_bits} fraction bits it must lie "
+                f"{_between(low, high)}",
+            )
+        )
+
+    def raise_first(
+        self,
+        executed: Collection[str],
+        weights: Mapping[str, npt.NDArray[Any]],
+        exponentials: Mapping[str, SoftmaxExponential] | None = None,
+        small: Collection[str] = (),
+    ) -> None:
+        """Raise LoweringError if a weight, or a value of one of the `executed` nodes, was too large.
+
+        Nodes that are not executed (masked scores, for one) may hold anything. `exponentials` tells how each
+        softmax computes its exponential, and so how far its scores may spread, `small` which operators compare in
+        the 32-bit ring because of what typical text showed.
+        """
+        messages = [message for name, message in self.found if name in executed]
+        for name, chosen in (exponentials or {}).items():
+            if self.spreads.get(name, 0.0) > chosen.widest:
+                messages.append(
+                    f"the scores of softmax {name} spread over {self.spreads[name]:.4g}; the exponential that "
+                    f"calibration chose holds up to {chosen.widest:.4g}: calibrate on more text"
+                )
+        for name in small:
+            if not self.reaches.get(name, 0.0) <= LARGEST_REACH:
+                messages.append(
+                    f"{name} compares values that reach {self.reaches[name]:.4g}; by what typical text showed they are "
+                    f"compared in a ring for up to {LARGEST_REACH:.4g}: calibrate on more text"
+                )
+        for name, array in weights.items():
+            if not largest(array) <= self.form.limit:
+                messages.append(f"the server's {name} reaches {largest(array):.4g}, over {self.form.limit:.4g}")
+        if messages:
+            raise LoweringError(
+                f"{messages[0]}. Outside, results would be wrong without a sign of it; rescale the model, or choose "
+                "other fraction bits or a larger ring"
+            )
+
+
+def largest(array: npt.NDArray[Any]) -> float:
+    """Largest magnitude in an array, 0 if it is empty; NaN if it holds one."""
+    return max(abs(float(array.max())), abs(float(array.min()))) if array.size else 0.0
+
+
+def _between(low: float, high: float) -> str:
+    return f"within ±{high:.4g}" if low == -high else f"between {low:.4g} and {high:.4g}"
+
+
+def _largest_score(scores: torch.Tensor) -> float:
+    """Largest magnitude of a score that is not hidden."""
+    return float(torch.where(scores > MASKED_BELOW, scores, 0.0).abs().max()) if scores.numel() else 0.0
+
+
+def _spread(args: tuple[Any, ...]) -> float:
+    """Largest difference between two allowed scores of one row."""
+    scores, dim = args[0].double(), args[1]
+    allowed = scores > MASKED_BELOW
+    low = torch.where(allowed, scores, math.inf).amin(dim)
+    high = torch.where(allowed, scores, -math.inf).amax(dim)
+    return float(torch.nan_to_num(high - low, nan=0.0, neginf=0.0).max())

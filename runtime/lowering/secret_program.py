@@ -1,0 +1,180 @@
+"""The live part of a model as a chain of JAX functions: what `to_jax` builds and `spu_compile` reads."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import fx
+
+from aero_compile.errors import LoweringError
+from aero_compile.ir.ops import SPLITS, VIEWS, names_of, of_form
+from aero_compile.runtime.arithmetic.exponential import SoftmaxExponential
+from aero_compile.runtime.lowering.softmax.public_mask import Masked
+from aero_compile.runtime.operators import declaration as registry
+from aero_compile.runtime.operators.bounds import Bound
+from aero_compile.runtime.partition.partition import op_name
+from aero_compile.runtime.prefix import PrefixStep, run_prefix
+from aero_compile.runtime.program_parts import TOKENS
+
+
+@dataclass(frozen=True)
+class LiveStep:
+    """One operator: `function(*inputs)` returns the tuple of `outputs` (JAX arrays).
+
+    `key` is equal for two steps that compute the same function of inputs of the same shapes.
+    """
+
+    label: str
+    place: str
+    key: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    function: Callable[..., tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class LiveProgram:
+    """The token-dependent part of a model: steps from `TOKENS` and the server's weights to `result`.
+
+    Steps also read `clients`, shapes by name of what the client computes by `prefix`, and arrays of `published`.
+
+    `executed` names the graph's nodes that the steps compute, `exponentials` how each softmax, by its node's name,
+    computes its exponential. `small` has the names of operators that compare in the 32-bit ring because of what
+    typical text showed. `guard` names a value [1] that is 1 if a value left its range and else 0, None if there
+    are no private checks; `guards` has those that text can be tried on beforehand, by the name of their node.
+    `offline`: what does not depend on the tokens is computed before they are known. Steps of a model also read the
+    values `cached`, shapes by name, and make what they become: `results`, in the same order. Of the inputs in
+    `by_position`, weights or published, there are values for all positions, [positions, ...], of which a step reads
+    one. `opens`: the client learns the result, which are logits. `left`: bounds of the rows that it leaves in cached
+    values, where there are private checks.
+    """
+
+    steps: tuple[LiveStep, ...]
+    weights: dict[str, npt.NDArray[np.float32] | npt.NDArray[np.float64]]
+    token_shape: tuple[int, int, int]
+    result: str
+    result_shape: tuple[int, ...]
+    executed: frozenset[str]
+    exponentials: Mapping[str, SoftmaxExponential] = field(default_factory=dict)
+    small: frozenset[str] = frozenset()
+    guard: str | None = None
+    guards: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    published: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    prefix: tuple[PrefixStep, ...] = ()
+    clients: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    offline: bool = False
+    cached: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    results: tuple[str, ...] = ()
+    by_position: frozenset[str] = frozenset()
+    opens: bool = True
+    left: tuple[Bound, ...] = ()
+
+    def run(self, one_hot: Any, weights: Mapping[str, Any] | None = None) -> Any:
+        """Compute the logits in plain JAX (for tests and debugging; nothing is private here)."""
+        return self._values(one_hot, weights, ())[self.result]
+
+    def run_step(self, one_hot: Any, cached: Sequence[Any], position: int = 0) -> tuple[Any, tuple[Any, ...]]:
+        """Compute the logits of new positions in plain JAX, and what the cached values become.
+
+        `position` is where the program's step is if it can be anywhere.
+        """
+        values = self._values(one_hot, None, cached, position)
+        return values[self.result], tuple(values[name] for name in self.results)
+
+    def _values(
+        self, one_hot: Any, weights: Mapping[str, Any] | None, cached: Sequence[Any], position: int = 0
+    ) -> dict[str, Any]:
+        values: dict[str, Any] = {TOKENS: one_hot, **self.published, **dict(zip(self.cached, cached, strict=True))}
+        values |= weights if weights is not None else self.weights
+        values |= {name: values[name][position] for name in self.by_position}
+        if self.prefix:
+            values |= run_prefix(self.prefix, np.asarray(one_hot).argmax(-1), self.published)
+        for step in self.steps:
+            found = step.function(*(values[name] for name in step.inputs))
+            values.update(zip(step.outputs, found, strict=True))
+        return values
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A reference to a named value of the step."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function with its arguments bound to values of the step, constants and options."""
+
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+    def __call__(self, environment: Mapping[str, Any]) -> Any:
+        def fill(value: Any) -> Any:
+            if isinstance(value, Ref):
+                return environment[value.name]
+            return [fill(each) for each in value] if isinstance(value, list) else value
+
+        return self.function(**{k: fill(v) for k, v in self.arguments.items()}, **self.options)
+
+
+def describe(call: Call, group: list[fx.Node], inputs: tuple[str, ...]) -> Any:
+    """Describe a call so that equal descriptions compute equal functions, whatever the names."""
+    internal = {node.name: i for i, node in enumerate(group)}
+
+    def text(value: Any) -> Any:
+        if isinstance(value, Ref):
+            found = inputs.index(value.name) if value.name in inputs else None
+            return f"in{found}" if found is not None else f"step{internal[value.name]}"
+        if isinstance(value, (list, tuple)):
+            return [text(each) for each in value]
+        if isinstance(value, np.ndarray):
+            digest = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
+            return f"{value.dtype}{value.shape}{digest}"
+        if isinstance(value, Masked):
+            return [text(value.scale), text(value.bias), text(value.allowed)]
+        return repr(value)
+
+    return [[[name, text(value)] for name, value in part.items()] for part in (call.arguments, call.options)]
+
+
+_OTHER_MOVES = of_form("detach", "cast", "cast_as", "expand_as", "part", "select", "repeat", "index", "cat", "stack")
+_OTHER_MOVES |= of_form("pad", "roll", "index_select")
+MOVES = names_of(VIEWS | SPLITS | _OTHER_MOVES) | {"dropout"}
+"""Operators that move or copy values without computing: free in 2PC."""
+
+
+def is_part(node: fx.Node) -> bool:
+    """Whether a node takes one part of an unnormalized softmax, or of what stands in its place."""
+    source = node.args[0] if op_name(node) == "getitem" else None
+    return isinstance(source, fx.Node) and op_name(source) in ("unnormalized_softmax", "unnormalized_weights")
+
+
+def label(node: fx.Node, looks_up: bool) -> str:
+    """Name an operator in the user's terms."""
+    if is_part(node) or node.meta.get("normalizes"):
+        return str(node.meta["weights"])
+    name = "aten.embedding" if looks_up else op_name(node)
+    return "reshape" if name in MOVES else name.rpartition(".")[2]
+
+
+def refusing(
+    function: registry.Operator, unsupported: Callable[[fx.Node, str], LoweringError], node: fx.Node
+) -> registry.Operator:
+    """An operator that raises `unsupported` of its node where it has no form for its arguments."""
+
+    def call(**arguments: Any) -> Any:
+        try:
+            return function(**arguments)
+        except NotImplementedError as error:
+            raise unsupported(node, str(error)) from error
+
+    return call
