@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from aero_compile.recipe.recipe import Recipe, recipes
     from aero_compile.reporting.run_report import report
     from aero_compile.runtime import private_inference
-    from aero_compile.runtime.costs.model import estimate
-    from aero_compile.runtime.generation.private import private_generate
-    from aero_compile.runtime.hosts.network_spec import Network
+    from aero_compile.runtime.cost_estimate import estimate
+    from aero_compile.runtime.costs.network import Network
+    from aero_compile.runtime.generate import private_generate
     from aero_compile.runtime.tolerances import Tolerances
     from aero_compile.serving.client import connect
     from aero_compile.serving.server import serve
@@ -58,13 +58,13 @@ __all__ = [
 
 
 _LAZY = {
-    "Network": "aero_compile.runtime.hosts.network_spec",
+    "Network": "aero_compile.runtime.costs.network",
     "Recipe": "aero_compile.recipe.recipe",
     "Tolerances": "aero_compile.runtime.tolerances",
     "TransformedModel": "aero_compile.model",
     "connect": "aero_compile.serving.client",
     "entropy_regularization": "aero_compile.entropy",
-    "estimate": "aero_compile.runtime.costs.model",
+    "estimate": "aero_compile.runtime.cost_estimate",
     "export_onnx": "aero_compile.onnx.export",
     "load": "aero_compile.artifact",
     "load_gguf": "aero_compile.training.gguf_models",

@@ -1,12 +1,20 @@
-"""Writing files whole or not at all, whoever reads or crashes meanwhile; reading regular files alone."""
+"""Writing files whole or not at all, whoever reads or crashes meanwhile; reading regular files alone.
+
+A private folder for one run that goes away however the run ends, killed launchers included.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import secrets
+import shutil
 import stat
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +124,37 @@ def read_regular(path: Path, largest: int | None = None) -> bytes:
         if found.st_size > limit:
             raise OSError(errno.EFBIG, f"{found.st_size} bytes are more than {limit}", str(path))
         return file.read(found.st_size)
+
+
+_REMOVE = """
+import shutil, sys, time
+sys.stdin.buffer.read()
+for _ in range(50):
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
+    time.sleep(0.1)
+"""
+"""What the watch runs once its standard input closes; parties that are still ending may write for a moment longer."""
+
+
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Yield the path of a new folder, mode 0700, which is removed afterwards.
+
+    A process of its own watches from before the folder exists and removes it when this process is gone, even if it was
+    killed before it started any other.
+    """
+    folder = Path(tempfile.gettempdir()) / f"aero-compile-{secrets.token_hex(8)}"
+    watch = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _REMOVE, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # what ends the launcher's group must not end the watch
+    )
+    try:
+        folder.mkdir(mode=0o700)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        watch.kill()
+        watch.communicate()

@@ -28,16 +28,16 @@ from aero_compile.console import HelpParser, Progress, exit_code, human_bytes
 from aero_compile.errors import InputError
 from aero_compile.model import TransformedModel
 from aero_compile.reporting.results import aligned, command_line, write_json
-from aero_compile.runtime.costs.model import Estimate, estimate_generation, estimate_program
+from aero_compile.runtime.compile_programs import compile_generation
+from aero_compile.runtime.cost_estimate import Estimate, estimate_generation, estimate_program
+from aero_compile.runtime.costs.network import Network, parse_network
+from aero_compile.runtime.generate import local_decoder
 from aero_compile.runtime.generation.batches import batches_for
 from aero_compile.runtime.generation.bill import Cost, Generation
-from aero_compile.runtime.generation.export import compile_generation
-from aero_compile.runtime.generation.private import local_decoder
-from aero_compile.runtime.generation.programs import CompiledGeneration, Programs, check_name
 from aero_compile.runtime.generation.session import Guess, Session
 from aero_compile.runtime.generation.texts import joined_runs, prepared_for, runs_of_text
-from aero_compile.runtime.hosts.network_spec import Network, parse_network
 from aero_compile.runtime.inference import check_prepare
+from aero_compile.runtime.program.bundle import CompiledGeneration, Programs, check_name
 from aero_compile.training.run_directory import versions
 from benchmarks.lib.pi_rows import LAYERS, SHAPES, Task, build, check_lengths
 

@@ -35,7 +35,7 @@ from aero_compile.reporting.results import (
     text_table,
     write_json,
 )
-from aero_compile.runtime.hosts.network_spec import parse_network
+from aero_compile.runtime.costs.network import parse_network
 from aero_compile.runtime.inference import check_prepare
 from benchmarks.lib import pi_pool, pi_rows
 from benchmarks.lib.paper import with_paper

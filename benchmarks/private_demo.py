@@ -22,10 +22,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script i
 from aero_compile.commands.options import positive
 from aero_compile.console import HelpParser, exit_code
 from aero_compile.errors import InputError, PartyError
-from aero_compile.runtime.hosts.certificates import make_certificates
-from aero_compile.runtime.hosts.link import free_addresses, parse_address
-from aero_compile.runtime.hosts.scratch import scratch_folder
+from aero_compile.files import scratch_folder
 from aero_compile.runtime.kernels.column_encryption import ROWS
+from aero_compile.runtime.link.certificates import make_certificates
+from aero_compile.runtime.link.transport import free_addresses, parse_address
 from aero_compile.training.data.blocks import load_text, prepare
 from benchmarks import demo
 from benchmarks.lib.two_networks import Host, two_networks

@@ -35,7 +35,7 @@ from aero_compile.runtime.lowering.secret_program import LiveProgram, LiveStep
 from aero_compile.runtime.offline.batch import Batches, Matrix, matrix_of
 from aero_compile.runtime.offline.prepare import encoded, prepare, words_of
 from aero_compile.runtime.operators import prepared
-from aero_compile.runtime.program_parts import TOKENS, KernelStep
+from aero_compile.runtime.program.parts import TOKENS, KernelStep
 from aero_compile.runtime.roles import CLIENT, SERVER
 from aero_compile.runtime.spu_config import SpuLog, import_spu
 from benchmarks.lib.two_threads import both_parties

@@ -28,18 +28,18 @@ from aero_compile.commands.options import add_lookup, positive
 from aero_compile.console import HelpParser, Progress, exit_code, human_bytes
 from aero_compile.errors import InputError
 from aero_compile.reporting.results import aligned, origin, write_json
-from aero_compile.runtime.costs.model import estimate_generation
+from aero_compile.runtime.compile_programs import compile_generation
+from aero_compile.runtime.cost_estimate import estimate_generation
+from aero_compile.runtime.costs.network import Network, parse_network
+from aero_compile.runtime.generate import local_decoder
 from aero_compile.runtime.generation.batches import batches_for
 from aero_compile.runtime.generation.bill import Cost, Generation
-from aero_compile.runtime.generation.export import compile_generation
-from aero_compile.runtime.generation.private import local_decoder
 from aero_compile.runtime.generation.processes import ProcessDecoder
-from aero_compile.runtime.generation.programs import CompiledGeneration, Programs
 from aero_compile.runtime.generation.session import Session
 from aero_compile.runtime.generation.texts import joined_runs, prepared_for, runs_of_text
-from aero_compile.runtime.hosts.network_spec import Network, parse_network
 from aero_compile.runtime.inference import check_prepare
 from aero_compile.runtime.kernels.column_encryption import ROWS
+from aero_compile.runtime.program.bundle import CompiledGeneration, Programs
 from benchmarks.generation import bill, prepared_bill
 from benchmarks.lib.real_models import RealModel, load_real
 from benchmarks.lib.real_perplexity import held_out_text, perplexity

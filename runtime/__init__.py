@@ -6,42 +6,42 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from aero_compile.runtime.compilation import Compiled
-    from aero_compile.runtime.costs.model import Estimate, estimate
+    from aero_compile.runtime.compile import Compiled
+    from aero_compile.runtime.compile_programs import compile_generation, export_generation
+    from aero_compile.runtime.cost_estimate import Estimate, estimate
+    from aero_compile.runtime.costs.network import Network
+    from aero_compile.runtime.generate import local_session, private_generate
     from aero_compile.runtime.generation.bill import Generation
-    from aero_compile.runtime.generation.export import compile_generation, export_generation
-    from aero_compile.runtime.generation.private import local_session, private_generate
     from aero_compile.runtime.generation.session import Session
-    from aero_compile.runtime.hosts.measure import Measurement
-    from aero_compile.runtime.hosts.network_spec import Network
     from aero_compile.runtime.hosts.tls import TLSConfig
     from aero_compile.runtime.inference import compile_model, export, private_inference
     from aero_compile.runtime.lowering.lower import supported_ops
+    from aero_compile.runtime.measuring.bill import Measurement
     from aero_compile.runtime.operators.activations import Approximation, approximations
-    from aero_compile.runtime.program import Program
+    from aero_compile.runtime.program.program import Program
     from aero_compile.runtime.tolerances import Tolerances
 
 _HOME = {
-    "Approximation": "arithmetic.approximations",
-    "approximations": "arithmetic.approximations",
-    "Tolerances": "arithmetic.tolerances",
-    "Estimate": "costs.model",
-    "estimate": "costs.model",
-    "Compiled": "compilation",
+    "Approximation": "operators.activations",
+    "approximations": "operators.activations",
+    "Tolerances": "tolerances",
+    "Estimate": "cost_estimate",
+    "estimate": "cost_estimate",
+    "Compiled": "compile",
     "compile_model": "inference",
     "export": "inference",
     "private_inference": "inference",
     "Generation": "generation.bill",
     "Session": "generation.session",
-    "compile_generation": "generation.export",
-    "export_generation": "generation.export",
-    "local_session": "generation.private",
-    "private_generate": "generation.private",
+    "compile_generation": "compile_programs",
+    "export_generation": "compile_programs",
+    "local_session": "generate",
+    "private_generate": "generate",
     "TLSConfig": "hosts.tls",
-    "Measurement": "hosts.measure",
-    "Network": "hosts.network_spec",
-    "supported_ops": "lowering.to_jax",
-    "Program": "program",
+    "Measurement": "measuring.bill",
+    "Network": "costs.network",
+    "supported_ops": "lowering.lower",
+    "Program": "program.program",
 }
 
 __all__ = [

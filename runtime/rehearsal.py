@@ -21,14 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.errors import LoweringError
-from aero_compile.runtime.kernels.run import rehearse_kernel
 from aero_compile.runtime.kernels.values import Values
 from aero_compile.runtime.lowering.secret_program import LiveProgram, LiveStep
 from aero_compile.runtime.online.exchanges import RehearsedExchanges
 from aero_compile.runtime.online.steps import run_step_on_shares
-from aero_compile.runtime.prefix import Arrays
-from aero_compile.runtime.program import Program, at_position, client_inputs
-from aero_compile.runtime.program_parts import KernelStep, Step
+from aero_compile.runtime.program.client_prefix import Arrays
+from aero_compile.runtime.program.parts import KernelStep, Step, rehearse_kernel
+from aero_compile.runtime.program.program import Program, at_position, client_inputs
 from aero_compile.runtime.spu_config import import_spu, plain_message, runtime_config
 
 NOTHING: Arrays = MappingProxyType({})

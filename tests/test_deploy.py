@@ -14,7 +14,7 @@ from aero_compile import transform
 from aero_compile.__main__ import main, parser
 from aero_compile.artifact import save
 from aero_compile.chat.callers import new_key
-from aero_compile.runtime.hosts.link import free_addresses, parse_address
+from aero_compile.runtime.link.transport import free_addresses, parse_address
 from tests.support.command_process import command
 from tests.support.tiny_generation import VOCABULARY, small_gpt2
 from tests.support.words import save_words

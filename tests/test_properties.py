@@ -573,7 +573,7 @@ def check_lowering(config: Config, passes: list[GraphPass]) -> None:
 
     from aero_compile.runtime.lowering.lower import lower
     from aero_compile.runtime.partition.partition import partition
-    from aero_compile.runtime.program import one_hot
+    from aero_compile.runtime.program.program import one_hot
 
     _, model = both(config)
     for one in passes:

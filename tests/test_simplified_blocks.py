@@ -246,7 +246,7 @@ def test_lowered_to_jax(family: str, name: str) -> None:
 
     from aero_compile.runtime.lowering.lower import lower
     from aero_compile.runtime.partition.partition import partition
-    from aero_compile.runtime.program import one_hot
+    from aero_compile.runtime.program.program import one_hot
 
     model = _simplified(family, name)
     ids = tokens(1, 7)

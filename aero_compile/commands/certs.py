@@ -37,9 +37,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Make, renew or revoke certificates, and say which file goes where."""
-    from aero_compile.runtime.hosts.certificate_changes import renew_certificates, revoke_certificates
-    from aero_compile.runtime.hosts.certificates import AUTHORITY, SERVER, make_certificates
-    from aero_compile.runtime.hosts.revocation import REVOKED
+    from aero_compile.runtime.link.certificate_changes import renew_certificates, revoke_certificates
+    from aero_compile.runtime.link.certificates import AUTHORITY, SERVER, make_certificates
+    from aero_compile.runtime.link.revocation import REVOKED
 
     asked = [args.host or args.client, args.renew, args.revoke is not None]
     if sum(map(bool, asked)) > 1:

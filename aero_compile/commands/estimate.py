@@ -36,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the estimate."""
-    from aero_compile.runtime.costs.model import estimate
+    from aero_compile.runtime.cost_estimate import estimate
 
     model, length = _model(args)
     found = estimate(

@@ -167,7 +167,7 @@ def add_way(parser: argparse.ArgumentParser, own: str) -> None:
 def way_of(args: argparse.Namespace, own: str) -> dict[str, Any]:
     """The options `tls`, `insecure_plain` and `protocol` of both ends, as the command line has them."""
     from aero_compile.runtime import TLSConfig
-    from aero_compile.runtime.hosts.revocation import REVOKED
+    from aero_compile.runtime.link.revocation import REVOKED
 
     given, revoked = {"cert": args.cert, "key": args.key, "ca": args.ca}, args.revoked
     if args.certs is not None:

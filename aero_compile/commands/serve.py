@@ -91,7 +91,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal."""
-    from aero_compile.serving.limits import Limits
+    from aero_compile.serving.options import Limits
     from aero_compile.serving.server import serve
 
     asked = {name: getattr(args, name) for name in vars(Limits()) if getattr(args, name, None) is not None}

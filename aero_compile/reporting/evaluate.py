@@ -206,9 +206,9 @@ def estimated_row(
 
     `rewritten`: what `aero_compile.optimize_for_inference` made of `model` for these `logits`, where that is at
     hand already; leave it out with `public`, weights that the client is given, and with `clamp=False`. Raises what
-    `aero_compile.runtime.costs.model.estimate` raises. Errors and agreement are NaN.
+    `aero_compile.runtime.cost_estimate.estimate` raises. Errors and agreement are NaN.
     """
-    from aero_compile.runtime.costs.model import estimate
+    from aero_compile.runtime.cost_estimate import estimate
 
     run = model if rewritten is None else rewritten
     bill = estimate(

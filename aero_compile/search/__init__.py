@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # `import aero_compile` loads no torch
     from torch import nn
 
-    from aero_compile.runtime.hosts.network_spec import Network
+    from aero_compile.runtime.costs.network import Network
     from aero_compile.search.result import SearchResult
 
 

@@ -20,8 +20,8 @@ from aero_compile.errors import InputError, UnsupportedGraphError, nearest
 from aero_compile.lengths import default_length
 from aero_compile.model import TransformedModel
 from aero_compile.pipeline import transform
-from aero_compile.runtime.costs.model import estimate
-from aero_compile.runtime.hosts.network_spec import Network
+from aero_compile.runtime.cost_estimate import estimate
+from aero_compile.runtime.costs.network import Network
 from aero_compile.search.choices import DEFAULT, choices_of
 from aero_compile.search.choices.attention import HEADS
 from aero_compile.search.choices.sites import Decisions, Site, in_force, key_of

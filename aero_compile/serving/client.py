@@ -14,20 +14,20 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.errors import InputError, OutOfRangeError, PartyError
+from aero_compile.files import scratch_folder
 from aero_compile.runtime.generation.bill import Cost, Generation, Logits, Token
-from aero_compile.runtime.generation.programs import check_name, count_of, is_check
 from aero_compile.runtime.generation.session import Choose, Guess, Session
-from aero_compile.runtime.hosts.scratch import scratch_folder
 from aero_compile.runtime.hosts.tls import TLSConfig
 from aero_compile.runtime.kernels.column_encryption import ROWS
+from aero_compile.runtime.link.endpoint import check_way
 from aero_compile.runtime.padding import filled_up
-from aero_compile.serving.ahead import Ahead, OnStep, runs_ahead
-from aero_compile.serving.cache import Cache
+from aero_compile.runtime.program.bundle import check_name, count_of, is_check
 from aero_compile.serving.conversation import Conversation, Terms
+from aero_compile.serving.downloads import Cache
+from aero_compile.serving.messages import Facts, Offer
+from aero_compile.serving.messages import Generation as OfferedGeneration
+from aero_compile.serving.precompute import Ahead, OnStep, runs_ahead
 from aero_compile.serving.process.memory import check_memory
-from aero_compile.serving.transport.endpoint import check_way
-from aero_compile.serving.transport.messages import Facts, Offer
-from aero_compile.serving.transport.messages import Generation as OfferedGeneration
 
 T = TypeVar("T")
 

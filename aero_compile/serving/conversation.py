@@ -19,25 +19,20 @@ from aero_compile import errors
 from aero_compile.errors import AeroError, InputError, OutOfRangeError, PartyError
 from aero_compile.runtime.generation.batches import RowsLeft
 from aero_compile.runtime.generation.bill import Cost
-from aero_compile.runtime.generation.programs import Programs
 from aero_compile.runtime.hosts.opening import OUT_OF_RANGE
 from aero_compile.runtime.hosts.tls import TLSConfig
+from aero_compile.runtime.link.channel import Channel, Garbled, Lost
+from aero_compile.runtime.link.endpoint import dial, serial_of
+from aero_compile.runtime.link.links import LINKS, Links
 from aero_compile.runtime.padding import filled_up
+from aero_compile.runtime.program.bundle import Programs
 from aero_compile.runtime.roles import CLIENT
-from aero_compile.serving.cache import Cache
-from aero_compile.serving.link_budget import LinkBudget
-from aero_compile.serving.process import orders
-from aero_compile.serving.process.memory import default_memory
-from aero_compile.serving.process.orders import Advance, Compute, Computed, Take
-from aero_compile.serving.process.worker import Worker
-from aero_compile.serving.taking import check_offer, take_offer
-from aero_compile.serving.taking_table import Told
-from aero_compile.serving.transport.agreement import (
+from aero_compile.serving.agreement import (
     versions,
 )
-from aero_compile.serving.transport.endpoint import dial, serial_of
-from aero_compile.serving.transport.links import LINKS, Links
-from aero_compile.serving.transport.messages import (
+from aero_compile.serving.downloads import Cache, Told, check_offer, take_offer
+from aero_compile.serving.link_budget import LinkBudget
+from aero_compile.serving.messages import (
     FROM_SERVER,
     WIRE,
     Alive,
@@ -61,8 +56,11 @@ from aero_compile.serving.transport.messages import (
     Step,
     Waiting,
 )
-from aero_compile.serving.transport.revocation import until_revoked
-from aero_compile.serving.transport.wire import Channel, Garbled, Lost
+from aero_compile.serving.process import orders
+from aero_compile.serving.process.memory import default_memory
+from aero_compile.serving.process.orders import Advance, Compute, Computed, Take
+from aero_compile.serving.process.worker import Worker
+from aero_compile.serving.revocation import until_revoked
 
 BEAT_SECONDS = 2.0
 """Between two signs of life; a quarter of the silence that is borne, if that is less."""

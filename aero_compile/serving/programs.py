@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from aero_compile.errors import InputError
-from aero_compile.runtime.compilation import AUTO
-from aero_compile.runtime.generation.programs import INDEX
-from aero_compile.runtime.hosts.network_spec import parse_network
-from aero_compile.serving.journal import note
+from aero_compile.runtime.compile import AUTO
+from aero_compile.runtime.costs.network import parse_network
+from aero_compile.runtime.program.bundle import INDEX
+from aero_compile.serving.agreement import versions
 from aero_compile.serving.models import load_model, model_digest, model_place, positions_of
-from aero_compile.serving.transport.agreement import versions
+from aero_compile.serving.monitoring import note
 
 PROGRAM = "program.json"
 
@@ -133,7 +133,7 @@ def _exported(place: Path) -> list[Path]:
 def _name(place: Path, protocol: str, options: dict[str, Any]) -> str:
     """The name that the programs of a model have with these options, whose texts become batches."""
     from aero_compile.runtime.inference import batches
-    from aero_compile.runtime.program import FORMAT
+    from aero_compile.runtime.program.program import FORMAT
 
     said = model_digest(place)
     texts = options["calibration"] = batches(options.get("calibration")) or None
@@ -164,6 +164,6 @@ def _compile_whole(model: Any, length: int, protocol: str, options: dict[str, An
 
 
 def _compile_steps(model: Any, rooms: list[int], protocol: str, options: dict[str, Any], place: Path) -> None:
-    from aero_compile.runtime.generation.export import compile_generation, export_generation
+    from aero_compile.runtime.compile_programs import compile_generation, export_generation
 
     export_generation(compile_generation(model, rooms, protocol, **options), place, tables=False)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from aero_compile.errors import InputError
 from aero_compile.files import refuse_exposed
-from aero_compile.runtime.hosts.lookup_files import FILES, Weights, about, file_digest, read_tables, write_tables
-from aero_compile.runtime.hosts.lookup_sizes import LooksUp, table_size
+from aero_compile.runtime.program.lookup_sizes import LooksUp, table_size
+from aero_compile.runtime.program.lookup_tables import FILES, Weights, about, file_digest, read_tables, write_tables
 from aero_compile.runtime.roles import CLIENT, SERVER
-from aero_compile.serving.journal import note
-from aero_compile.serving.transport.messages import LARGEST_TABLE, PIECE_BYTES, Table
+from aero_compile.serving.messages import LARGEST_TABLE, PIECE_BYTES, Table
+from aero_compile.serving.monitoring import note
 
 
 @dataclass(frozen=True)

@@ -15,20 +15,19 @@ from types import MappingProxyType
 from typing import Any, TextIO
 
 from aero_compile.errors import InputError
-from aero_compile.runtime.hosts.scratch import scratch_folder
+from aero_compile.files import scratch_folder
 from aero_compile.runtime.hosts.tls import TLSConfig
-from aero_compile.serving.journal import LOGGER, Lines, note
-from aero_compile.serving.limits import Limits
-from aero_compile.serving.metrics import HOST, Metrics, check_port
+from aero_compile.runtime.link.channel import Channel
+from aero_compile.runtime.link.endpoint import Caller, Port, check_way, listen, reserve
+from aero_compile.serving.messages import Hello, Link
+from aero_compile.serving.monitoring import HOST, LOGGER, Lines, Metrics, check_port, note
 from aero_compile.serving.offer import read_offer
+from aero_compile.serving.options import Limits
 from aero_compile.serving.process.users import find_user
 from aero_compile.serving.programs import find_programs
-from aero_compile.serving.session import Session, Shared
+from aero_compile.serving.scheduler import Turns
+from aero_compile.serving.served_session import Session, Shared
 from aero_compile.serving.token_budget import TokenBudget
-from aero_compile.serving.transport.endpoint import Caller, Port, check_way, listen, reserve
-from aero_compile.serving.transport.messages import Hello, Link
-from aero_compile.serving.transport.wire import Channel
-from aero_compile.serving.turns import Turns
 
 STOP_SECONDS = 5.0
 """Within which a server that is told to stop has ended its sessions."""

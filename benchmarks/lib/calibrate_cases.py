@@ -26,7 +26,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the measuring processes start here
 
-from aero_compile.runtime.costs.session import TILE
+from aero_compile.runtime.costs.building_blocks import TILE
 from aero_compile.runtime.kernels.side import Side
 from benchmarks.lib.calibrate_kernels import batch_records, kernel_records, share_records
 
@@ -169,7 +169,7 @@ def configuration(second: bool = False) -> Any:
 
 def measure(quick: bool, say: Callable[[str], None], only: frozenset[str] | None = None) -> list[dict[str, Any]]:
     """Run all cases, or `only` some, between two new processes; returns the server's records, one a run, in order."""
-    from aero_compile.runtime.hosts.link import free_addresses
+    from aero_compile.runtime.link.transport import free_addresses
 
     start = multiprocessing.get_context("spawn")
     here, there = start.Pipe(duplex=False)
@@ -202,7 +202,7 @@ def _party(rank: int, addresses: list[str], quick: bool, only: frozenset[str] | 
     import spu
     import spu.utils.frontend as frontend
 
-    from aero_compile.runtime.hosts.link import PlainWay, connect
+    from aero_compile.runtime.link.transport import PlainWay, connect
 
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())

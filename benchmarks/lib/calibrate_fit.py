@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from aero_compile.runtime.costs import ciphertexts
-from aero_compile.runtime.costs.composed import COMPOSED
-from aero_compile.runtime.costs.session import MUTUAL, OPEN, TILE, TRANSFER
+from aero_compile.runtime.costs.building_blocks import MUTUAL, OPEN, TILE, TRANSFER
+from aero_compile.runtime.costs.operations import COMPOSED
 from aero_compile.runtime.costs.table import CostTable, Kernel
 from aero_compile.runtime.kernels.registry import CALIBRATED
 from aero_compile.runtime.offline.choice import BATCHED

@@ -27,7 +27,6 @@ from aero_compile.runtime.kernels.opened_rows import ScaledRows, SquaredRows
 from aero_compile.runtime.kernels.prepared_sign import PreparedSign
 from aero_compile.runtime.kernels.prepared_squares import PreparedSquares
 from aero_compile.runtime.kernels.ring_algebra import SEED_WORDS
-from aero_compile.runtime.kernels.run import run_kernel
 from aero_compile.runtime.kernels.share_words import read_words
 from aero_compile.runtime.kernels.side import Side
 from aero_compile.runtime.kernels.triples import BatchedElements, PreparedProduct, TripleElements, TripleProduct
@@ -38,7 +37,7 @@ from aero_compile.runtime.online.bill import EXCHANGE, STEP
 from aero_compile.runtime.online.exchanges import MaskedExchanges
 from aero_compile.runtime.online.interpreter import run_on_shares
 from aero_compile.runtime.online.plan import plan_of
-from aero_compile.runtime.program_parts import KernelStep
+from aero_compile.runtime.program.parts import KernelStep, run_kernel
 from aero_compile.runtime.roles import CLIENT, SERVER
 
 BATCHES = ((64, 64), (768, 768), (768, 3072), (3072, 768))

@@ -7,7 +7,7 @@ from typing import Any
 from aero_compile.console import human_bytes
 from aero_compile.reporting import results
 from aero_compile.reporting.results import Row
-from aero_compile.runtime.costs.session import Session
+from aero_compile.runtime.costs.building_blocks import Session
 from aero_compile.runtime.costs.table import CostTable
 from aero_compile.runtime.kernels.prepared_sign import PreparedSign
 from aero_compile.runtime.offline.correlations import bill_correlations

@@ -15,7 +15,7 @@ from aero_compile.artifact import load
 from aero_compile.errors import InputError
 from aero_compile.ir.custom_ops import kind_of_weights
 from aero_compile.model import TransformedModel
-from aero_compile.runtime.costs.model import estimate
+from aero_compile.runtime.cost_estimate import estimate
 from aero_compile.search import search
 from aero_compile.search.costs import MEASURES, parse_budget
 from aero_compile.training.data.blocks import TrainingData

@@ -21,8 +21,8 @@ from torch import nn
 
 from aero_compile.errors import InputError, OutputDirError, PartyError, RuntimeUnavailableError
 from aero_compile.files import write_atomically
-from aero_compile.runtime.hosts.link import free_addresses
-from aero_compile.runtime.hosts.measure import parse_profile
+from aero_compile.runtime.link.transport import free_addresses
+from aero_compile.runtime.measuring.bill import parse_profile
 
 PACKAGES = (
     "transformers==4.46.3",

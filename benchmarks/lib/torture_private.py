@@ -26,7 +26,7 @@ from aero_compile.model import TransformedModel
 from aero_compile.optimize import passes
 from aero_compile.runtime import inference
 from aero_compile.runtime.lowering import compile_spu as spu_compile
-from aero_compile.runtime.program import Program, one_hot
+from aero_compile.runtime.program.program import Program, one_hot
 from benchmarks.lib.random_decoders import logits_of
 from benchmarks.lib.torture_models import Case, case
 from benchmarks.lib.two_threads import simulate

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 import aero_compile
 from aero_compile.errors import InputError
 from aero_compile.model import TransformedModel
-from aero_compile.runtime.program import Program, one_hot
+from aero_compile.runtime.program.program import Program, one_hot
 from benchmarks.lib.torture_models import case
 from benchmarks.lib.torture_private import handed_over
 from benchmarks.lib.two_threads import simulate

@@ -17,20 +17,20 @@ from typing import TYPE_CHECKING
 from aero_compile.errors import LoweringError
 from aero_compile.runtime.costs import pphlo
 from aero_compile.runtime.costs.billing import bill_forward, bill_offline, bill_set_up
-from aero_compile.runtime.costs.session import Session
+from aero_compile.runtime.costs.building_blocks import Session
+from aero_compile.runtime.costs.network import UNLIMITED
 from aero_compile.runtime.costs.table import shipped
 from aero_compile.runtime.generation.batches import batches_of
-from aero_compile.runtime.hosts.network_spec import UNLIMITED
 from aero_compile.runtime.kernels.cached_rows import RowNumbers
 from aero_compile.runtime.kernels.column_encryption import ROWS
 from aero_compile.runtime.offline.batch import KEY_SENT, Matrix, rows_by_matrix
 from aero_compile.runtime.offline.prepare import prepared_steps, text_steps
-from aero_compile.runtime.program import Program
-from aero_compile.runtime.program_parts import SET_UP, KernelStep
+from aero_compile.runtime.program.parts import SET_UP, KernelStep
+from aero_compile.runtime.program.program import Program
 from aero_compile.runtime.roles import CLIENT, SERVER
 
 if TYPE_CHECKING:
-    from aero_compile.runtime.generation.programs import Programs
+    from aero_compile.runtime.program.bundle import Programs
 
 MARGIN = 1.5
 """Times the bytes of the cost model: it is within a few percent where it was measured, and the table is of one

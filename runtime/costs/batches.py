@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from aero_compile.runtime.costs.session import Cost, Session
-from aero_compile.runtime.hosts.measure import OFFLINE
-from aero_compile.runtime.hosts.network_spec import Network
+from aero_compile.runtime.costs.building_blocks import Cost, Session
+from aero_compile.runtime.costs.network import Network
 from aero_compile.runtime.kernels.column_encryption import ROWS
+from aero_compile.runtime.measuring.bill import OFFLINE
 from aero_compile.runtime.offline.batch import KEY_SENT, Matrix, matrix_of, rows_of
 from aero_compile.runtime.offline.choice import BATCHED
-from aero_compile.runtime.program_parts import KernelStep
+from aero_compile.runtime.program.parts import KernelStep
 from aero_compile.runtime.roles import CLIENT
 
 

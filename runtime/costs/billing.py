@@ -8,19 +8,18 @@ from typing import Any
 
 from aero_compile.runtime.costs import operations, pphlo
 from aero_compile.runtime.costs.batches import BilledBatches
+from aero_compile.runtime.costs.building_blocks import Cost, Session
+from aero_compile.runtime.costs.network import Network
 from aero_compile.runtime.costs.operations import BITS, CLIENTS, OWNED, PUBLIC, SERVERS
-from aero_compile.runtime.costs.session import Cost, Session
-from aero_compile.runtime.hosts.measure import OFFLINE, by_operator
-from aero_compile.runtime.hosts.network_spec import Network
-from aero_compile.runtime.hosts.split import SPLIT
+from aero_compile.runtime.measuring.bill import OFFLINE, SPLIT, by_operator
 from aero_compile.runtime.offline.correlations import SET_UP as SET_UP_ELEMENTS
 from aero_compile.runtime.offline.correlations import bill_correlations, correlation_groups, set_up_kinds
 from aero_compile.runtime.offline.elements import joined_elements
 from aero_compile.runtime.offline.groups import Group
 from aero_compile.runtime.offline.prepare import prepared_steps
 from aero_compile.runtime.online.bill import bill_on_shares
-from aero_compile.runtime.program import Program
-from aero_compile.runtime.program_parts import SET_UP, TOKENS, KernelStep
+from aero_compile.runtime.program.parts import SET_UP, TOKENS, KernelStep
+from aero_compile.runtime.program.program import Program
 from aero_compile.runtime.roles import SERVER
 
 _SHARE_BYTES = 8

@@ -9,11 +9,11 @@ from typing import Any
 from aero_compile.runtime.costs import pphlo
 from aero_compile.runtime.costs.batches import BilledBatches
 from aero_compile.runtime.costs.billing import bill_forward, bill_offline, bill_prepared_runs
-from aero_compile.runtime.costs.session import Cost, Session
-from aero_compile.runtime.generation.programs import Programs
+from aero_compile.runtime.costs.building_blocks import Cost, Session
+from aero_compile.runtime.costs.network import Network
 from aero_compile.runtime.generation.texts import Run, TextNumbers, joined_runs, prepared_for
-from aero_compile.runtime.hosts.network_spec import Network
 from aero_compile.runtime.offline.prepare import text_steps
+from aero_compile.runtime.program.bundle import Programs
 
 Columns = dict[Any, Any]
 

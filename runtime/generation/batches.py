@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from aero_compile.runtime.generation.programs import Programs
 from aero_compile.runtime.kernels.column_encryption import ROWS
 from aero_compile.runtime.offline.batch import Matrix, rows_by_matrix
 from aero_compile.runtime.offline.choice import is_cheaper
+from aero_compile.runtime.program.bundle import Programs
 
 BATCH = "batch-"
 """What names of batches begin with."""

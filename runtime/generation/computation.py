@@ -15,21 +15,21 @@ from aero_compile.errors import PartyError
 from aero_compile.runtime.generation.batches import batches_of
 from aero_compile.runtime.generation.bill import Cost
 from aero_compile.runtime.generation.growth import grow
-from aero_compile.runtime.generation.programs import Programs, count_of
 from aero_compile.runtime.generation.texts import Texts
 from aero_compile.runtime.hosts.computation import Computation, Opened
-from aero_compile.runtime.hosts.link import Way
 from aero_compile.runtime.hosts.party_inputs import Arrays, PartyInputs
 from aero_compile.runtime.kernels.cached_product import CachedProduct
 from aero_compile.runtime.kernels.column_encryption import ROWS
 from aero_compile.runtime.kernels.encrypted_lookup import Held
 from aero_compile.runtime.kernels.share_words import Integers
+from aero_compile.runtime.link.transport import Way
 from aero_compile.runtime.offline.batch import Matrix
 from aero_compile.runtime.offline.prepare import prepare, text_steps
 from aero_compile.runtime.offline.rows import MOST_ROWS
 from aero_compile.runtime.offline.store import Prepared
-from aero_compile.runtime.program import hidden_inputs
-from aero_compile.runtime.program_parts import KernelStep, Step, TensorSpec
+from aero_compile.runtime.program.bundle import Programs, count_of
+from aero_compile.runtime.program.parts import KernelStep, Step, TensorSpec
+from aero_compile.runtime.program.program import hidden_inputs
 from aero_compile.runtime.roles import CLIENT, SERVER
 from aero_compile.runtime.spu_config import SpuLog
 

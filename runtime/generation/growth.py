@@ -7,7 +7,7 @@ import numpy as np
 from aero_compile.runtime.kernels.kernel import Result
 from aero_compile.runtime.kernels.share_words import Words
 from aero_compile.runtime.kernels.values import Values
-from aero_compile.runtime.program_parts import TensorSpec
+from aero_compile.runtime.program.parts import TensorSpec
 
 
 def grow(values: Values, held: TensorSpec, wanted: TensorSpec) -> None:

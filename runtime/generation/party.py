@@ -30,20 +30,19 @@ import numpy as np
 
 from aero_compile.errors import InputError, OutOfRangeError, PartyError
 from aero_compile.files import make_private_folder, write_private
-from aero_compile.runtime.generation.arrays import read_published, read_weights
 from aero_compile.runtime.generation.batches import batches_of
 from aero_compile.runtime.generation.bill import Cost
 from aero_compile.runtime.generation.computation import StepComputation
-from aero_compile.runtime.generation.programs import Programs
 from aero_compile.runtime.hosts.computation import config_of, print_event
 from aero_compile.runtime.hosts.ending import Deadline, die, end_orphaned, end_with_parent, leave
-from aero_compile.runtime.hosts.link import parse_address, watch_peer
-from aero_compile.runtime.hosts.lookup_files import FILES, Tables, read_tables
-from aero_compile.runtime.hosts.lookup_sizes import encrypted_parts
 from aero_compile.runtime.hosts.party_inputs import Arrays, tls_config
 from aero_compile.runtime.hosts.party_process import agree_on, exit_code_of, meet, part, party_parser
 from aero_compile.runtime.kernels.column_encryption import ROWS
+from aero_compile.runtime.link.transport import parse_address, watch_peer
 from aero_compile.runtime.padding import filled_up
+from aero_compile.runtime.program.bundle import Programs, read_published, read_weights
+from aero_compile.runtime.program.lookup_sizes import encrypted_parts
+from aero_compile.runtime.program.lookup_tables import FILES, Tables, read_tables
 from aero_compile.runtime.roles import CLIENT, ROLES, SERVER
 from aero_compile.runtime.spu_config import SpuLog, import_spu, load_spu_alone
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from aero_compile.errors import OutOfRangeError, PartyError
 from aero_compile.runtime.generation.bill import Cost, Logits
-from aero_compile.runtime.generation.programs import check_name
 from aero_compile.runtime.hosts.parties import PartyProcess, raise_failure
+from aero_compile.runtime.program.bundle import check_name
 from aero_compile.runtime.roles import CLIENT
 
 MODULE = "aero_compile.runtime.generation.party"

@@ -12,11 +12,11 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 
 from aero_compile.runtime.generation.bill import Cost
-from aero_compile.runtime.generation.programs import Programs
 from aero_compile.runtime.kernels.cached_product import CachedProduct
 from aero_compile.runtime.kernels.cached_rows import CachedRows, RowNumbers
 from aero_compile.runtime.offline.store import Prepared
-from aero_compile.runtime.program_parts import KernelStep, ProgramContent
+from aero_compile.runtime.program.bundle import Programs
+from aero_compile.runtime.program.parts import KernelStep, ProgramContent
 
 SPARE = 1 / 8
 """Masks of a text beyond the positions of its room, as a share of these, for what is computed anew."""

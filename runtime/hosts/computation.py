@@ -13,8 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.errors import OutOfRangeError
-from aero_compile.runtime.hosts.link import Way
-from aero_compile.runtime.hosts.measure import check_against_wire, check_profile, parse_profile
 from aero_compile.runtime.hosts.opening import OUT_OF_RANGE, open_bit, open_logits, send_share
 from aero_compile.runtime.hosts.party_inputs import PartyInputs
 from aero_compile.runtime.kernels.column_encryption import ROWS, Weights
@@ -22,6 +20,8 @@ from aero_compile.runtime.kernels.encrypted_weights import hash_parts
 from aero_compile.runtime.kernels.share_words import Integers, Words, widened
 from aero_compile.runtime.kernels.side import Exchanged, Side
 from aero_compile.runtime.kernels.values import Values
+from aero_compile.runtime.link.transport import Way
+from aero_compile.runtime.measuring.bill import check_against_wire, check_profile, parse_profile
 from aero_compile.runtime.offline.batch import Batches, Matrix, matrix_of, rows_by_matrix
 from aero_compile.runtime.offline.choice import is_cheaper
 from aero_compile.runtime.offline.correlations import SET_UP as SET_UP_ELEMENTS
@@ -30,8 +30,8 @@ from aero_compile.runtime.offline.disk import DiskFile
 from aero_compile.runtime.offline.prepare import agree, agreed_name, encoded, prepare, prepared_steps
 from aero_compile.runtime.offline.store import Prepared
 from aero_compile.runtime.online.steps import run_step
-from aero_compile.runtime.program import Program
-from aero_compile.runtime.program_parts import SET_UP, KernelStep, Step, TensorSpec
+from aero_compile.runtime.program.parts import SET_UP, KernelStep, Step, TensorSpec
+from aero_compile.runtime.program.program import Program
 from aero_compile.runtime.roles import CLIENT, SERVER
 from aero_compile.runtime.spu_config import SpuLog, runtime_config, small_config, start_threads
 

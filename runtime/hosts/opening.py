@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.errors import PartyError
-from aero_compile.runtime.program import Program
+from aero_compile.runtime.program.program import Program
 from aero_compile.runtime.roles import CLIENT, SERVER
 from aero_compile.runtime.spu_config import largest_value
 

@@ -21,16 +21,14 @@ import numpy.typing as npt
 
 from aero_compile import errors
 from aero_compile.errors import AeroError, PartyError
-from aero_compile.files import write_private
+from aero_compile.files import scratch_folder, write_private
+from aero_compile.runtime.costs.network import UNLIMITED, Network
 from aero_compile.runtime.hosts.computation import EVENT
-from aero_compile.runtime.hosts.link import PORT_TAKEN, free_addresses
-from aero_compile.runtime.hosts.lookup_files import FILES, write_tables
-from aero_compile.runtime.hosts.network import Relay
-from aero_compile.runtime.hosts.network_spec import UNLIMITED, Network
-from aero_compile.runtime.hosts.scratch import scratch_folder
 from aero_compile.runtime.hosts.tls import TLSConfig
-from aero_compile.runtime.hosts.traffic import Traffic
-from aero_compile.runtime.program import Program
+from aero_compile.runtime.link.transport import PORT_TAKEN, free_addresses
+from aero_compile.runtime.measuring.traffic import Relay, Traffic
+from aero_compile.runtime.program.lookup_tables import FILES, write_tables
+from aero_compile.runtime.program.program import Program
 from aero_compile.runtime.roles import CLIENT, ROLES, SERVER
 
 START_ATTEMPTS = 3
@@ -81,7 +79,7 @@ def run_parties(
     keys and oblivious transfers ready. `offline`: each run is prepared before the first, products by the batch for
     `prepare` tokens (None: for those of the runs) where that is cheaper. `on_event(role, event)` is called with the
     parties' progress. `network` is put between the two where it limits or delays anything (see
-    `aero_compile.runtime.hosts.network.Relay`).
+    `aero_compile.runtime.measuring.traffic.Relay`).
 
     Raises:
         PartyError: a party failed, disappeared, disagreed with the other, or took longer than `timeout`

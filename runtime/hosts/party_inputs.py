@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from aero_compile.errors import InputError
-from aero_compile.runtime.hosts.lookup_files import FILES, Tables, read_tables
-from aero_compile.runtime.hosts.lookup_sizes import encrypted_parts
 from aero_compile.runtime.hosts.tls import TLSConfig
 from aero_compile.runtime.offline.store import Store, fingerprint
-from aero_compile.runtime.prefix import digest_of
-from aero_compile.runtime.program import Program, hidden_inputs
-from aero_compile.runtime.program_parts import TensorSpec
+from aero_compile.runtime.program.client_prefix import digest_of
+from aero_compile.runtime.program.lookup_sizes import encrypted_parts
+from aero_compile.runtime.program.lookup_tables import FILES, Tables, read_tables
+from aero_compile.runtime.program.parts import TensorSpec
+from aero_compile.runtime.program.program import Program, hidden_inputs
 from aero_compile.runtime.roles import ROLES, SERVER
 
 Arrays = dict[str, npt.NDArray[Any]]

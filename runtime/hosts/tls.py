@@ -23,8 +23,8 @@ from aero_compile import errors
 from aero_compile.errors import InputError, PartyError
 from aero_compile.files import refuse_exposed
 from aero_compile.runtime.hosts import tunnel
-from aero_compile.runtime.hosts.link import PORT_TAKEN, parse_address
-from aero_compile.runtime.hosts.tls_context import ListError, tls_context
+from aero_compile.runtime.link.tls_context import ListError, tls_context
+from aero_compile.runtime.link.transport import PORT_TAKEN, parse_address
 
 STATUS_SECONDS = 10.0
 LONGEST_FOLDER = 90

@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from aero_compile.runtime.hosts.tls_context import certifies, tls_context
+from aero_compile.runtime.link.tls_context import certifies, tls_context
 
 GREETING, LONGEST_ANSWER = b"aero-compile link\n", 200
 """What the accepting end says first, once it knows the other; the dialling end learns by it that it is not refused."""

@@ -36,7 +36,7 @@ from aero_compile.runtime.kernels.triples import TripleProduct
 from aero_compile.runtime.roles import SERVER
 
 if TYPE_CHECKING:
-    from aero_compile.runtime.costs.session import Session
+    from aero_compile.runtime.costs.building_blocks import Session
     from aero_compile.runtime.kernels.side import Side
 
 LONGEST_SITE = 200

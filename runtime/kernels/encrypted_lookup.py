@@ -48,7 +48,7 @@ from aero_compile.runtime.kernels.share_words import Words
 from aero_compile.runtime.roles import CLIENT
 
 if TYPE_CHECKING:
-    from aero_compile.runtime.costs.session import Session
+    from aero_compile.runtime.costs.building_blocks import Session
     from aero_compile.runtime.kernels.side import Side
 
 

@@ -18,7 +18,7 @@ from aero_compile.runtime.kernels.kernel import Kernel, Result, Shape
 from aero_compile.runtime.kernels.share_words import Words
 
 if TYPE_CHECKING:
-    from aero_compile.runtime.costs.session import Session
+    from aero_compile.runtime.costs.building_blocks import Session
     from aero_compile.runtime.kernels.side import Side
 
 SET_UP_ELEMENTS = 2**16

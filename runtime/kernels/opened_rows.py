@@ -21,7 +21,7 @@ from aero_compile.runtime.kernels.share_words import Words
 from aero_compile.runtime.roles import CLIENT, SERVER
 
 if TYPE_CHECKING:
-    from aero_compile.runtime.costs.session import Session
+    from aero_compile.runtime.costs.building_blocks import Session
     from aero_compile.runtime.kernels.side import Side
 
 

@@ -21,7 +21,7 @@ from aero_compile.runtime.online.sign_layout import MANY, NARROWEST, WIDEST, Joi
 from aero_compile.runtime.roles import SERVER
 
 if TYPE_CHECKING:
-    from aero_compile.runtime.costs.session import Session
+    from aero_compile.runtime.costs.building_blocks import Session
     from aero_compile.runtime.kernels.side import Side
 
 Bits = npt.NDArray[np.bool_]

@@ -27,9 +27,8 @@ from aero_compile.runtime.lowering.secret_program import LiveProgram, LiveStep
 from aero_compile.runtime.lowering.split_at_kernels import cut
 from aero_compile.runtime.offline.elements import Joined, joined_elements, most_runs
 from aero_compile.runtime.online.plan import plan_of
-from aero_compile.runtime.prefix import digest_of
-from aero_compile.runtime.program import Program
-from aero_compile.runtime.program_parts import (
+from aero_compile.runtime.program.client_prefix import digest_of
+from aero_compile.runtime.program.parts import (
     PREPARED_SIDE,
     SET_UP,
     SET_UP_SIDE,
@@ -39,8 +38,9 @@ from aero_compile.runtime.program_parts import (
     TensorSpec,
     set_up_inputs,
 )
+from aero_compile.runtime.program.program import Program
+from aero_compile.runtime.program.vetting_products import check_products
 from aero_compile.runtime.spu_config import import_spu, plain_message
-from aero_compile.runtime.vetting_products import check_products
 
 
 def one_of_each(server: Any, client: Any) -> tuple[Any]:

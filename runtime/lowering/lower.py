@@ -23,7 +23,7 @@ from aero_compile.ir.ops import names_of, of_form
 from aero_compile.ir.ownership import Domain
 from aero_compile.runtime.arithmetic.comparison import small_ring
 from aero_compile.runtime.arithmetic.exponential import SoftmaxExponential, cheapest_exponential
-from aero_compile.runtime.hosts.network_spec import UNLIMITED, Network
+from aero_compile.runtime.costs.network import UNLIMITED, Network
 from aero_compile.runtime.lowering.bound_rules import RULES
 from aero_compile.runtime.lowering.cached_operands import cached_operand
 from aero_compile.runtime.lowering.guard_plan import Plan, plan_guards

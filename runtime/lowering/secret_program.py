@@ -18,8 +18,8 @@ from aero_compile.runtime.lowering.softmax.public_mask import Masked
 from aero_compile.runtime.operators import declaration as registry
 from aero_compile.runtime.operators.bounds import Bound
 from aero_compile.runtime.partition.partition import op_name
-from aero_compile.runtime.prefix import PrefixStep, run_prefix
-from aero_compile.runtime.program_parts import TOKENS
+from aero_compile.runtime.program.client_prefix import PrefixStep, run_prefix
+from aero_compile.runtime.program.parts import TOKENS
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 
 from aero_compile.runtime.kernels.kernel import primitive
 from aero_compile.runtime.lowering.secret_program import LiveStep
-from aero_compile.runtime.program_parts import KernelStep
+from aero_compile.runtime.program.parts import KernelStep
 
 
 def cut(step: LiveStep, traces: dict[str, Any] | None = None) -> list[LiveStep | KernelStep]:

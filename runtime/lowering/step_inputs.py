@@ -28,8 +28,8 @@ from aero_compile.runtime.lowering.softmax import softmax_free_attention as othe
 from aero_compile.runtime.lowering.softmax.public_mask import Masked
 from aero_compile.runtime.operators import declaration as registry
 from aero_compile.runtime.partition.partition import Partition, op_name, place_of
-from aero_compile.runtime.prefix import IDS, LOOKUP, SAME, PrefixStep
-from aero_compile.runtime.program_parts import TOKENS
+from aero_compile.runtime.program.client_prefix import IDS, LOOKUP, SAME, PrefixStep
+from aero_compile.runtime.program.parts import TOKENS
 
 
 def checked_literal(value: Any) -> Any:

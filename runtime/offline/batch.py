@@ -31,7 +31,7 @@ from aero_compile.runtime.kernels.share_words import Words
 from aero_compile.runtime.kernels.side import Side
 from aero_compile.runtime.kernels.triples import PreparedProduct
 from aero_compile.runtime.offline.rows import Row, RowPool, empty_rows, out_of_memory
-from aero_compile.runtime.program_parts import KernelStep, ProgramContent
+from aero_compile.runtime.program.parts import KernelStep, ProgramContent
 from aero_compile.runtime.roles import CLIENT
 
 AT_ONCE = 64

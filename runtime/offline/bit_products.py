@@ -16,7 +16,7 @@ import numpy.typing as npt
 from aero_compile.runtime.online.truncation import NAME, bit_products
 
 if TYPE_CHECKING:
-    from aero_compile.runtime.costs.session import Session
+    from aero_compile.runtime.costs.building_blocks import Session
     from aero_compile.runtime.kernels.side import Side
 
 _CODE = """module @bits attributes {{pphlo.version = "{version}"}} {{

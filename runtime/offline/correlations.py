@@ -26,10 +26,10 @@ from aero_compile.runtime.offline.selections import (
 from aero_compile.runtime.offline.sign_masks import bill_sign_masks, make_sign_masks
 from aero_compile.runtime.online.correlations import AND, LIFT, SELECTION, TRUNCATION
 from aero_compile.runtime.online.sign_layout import SignLayout
-from aero_compile.runtime.program_parts import ProgramContent
+from aero_compile.runtime.program.parts import ProgramContent
 
 if TYPE_CHECKING:
-    from aero_compile.runtime.costs.session import Session
+    from aero_compile.runtime.costs.building_blocks import Session
     from aero_compile.runtime.kernels.side import Side
 
 Arrays = dict[str, npt.NDArray[Any]]

@@ -14,7 +14,7 @@ from typing import Any
 
 from aero_compile.runtime.arithmetic.ciphertext_packing import FEW_OWNED, multiply
 from aero_compile.runtime.offline.groups import Group, grouped
-from aero_compile.runtime.program_parts import KernelStep, ProgramContent
+from aero_compile.runtime.program.parts import KernelStep, ProgramContent
 from aero_compile.runtime.roles import SERVER
 
 MOST = 2**18

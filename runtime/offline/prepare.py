@@ -20,7 +20,7 @@ from aero_compile.runtime.offline.batch import Batches, rows_of
 from aero_compile.runtime.offline.correlations import correlation_groups, divided, make_correlations
 from aero_compile.runtime.offline.elements import Joined, joined_elements
 from aero_compile.runtime.offline.store import Prepared
-from aero_compile.runtime.program_parts import KernelStep, ProgramContent
+from aero_compile.runtime.program.parts import KernelStep, ProgramContent
 from aero_compile.runtime.roles import SERVER
 
 ENCODED = 2**20

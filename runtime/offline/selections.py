@@ -17,7 +17,7 @@ from aero_compile.runtime.kernels.values import SHARED
 from aero_compile.runtime.offline.bit_circuit import BitCircuit, Wire
 
 if TYPE_CHECKING:
-    from aero_compile.runtime.costs.session import Session
+    from aero_compile.runtime.costs.building_blocks import Session
     from aero_compile.runtime.kernels.side import Side
 
 Arrays = dict[str, npt.NDArray[Any]]

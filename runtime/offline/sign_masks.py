@@ -20,7 +20,7 @@ from aero_compile.runtime.online.sign_layout import Join, SignLayout, digit_mono
 from aero_compile.runtime.roles import SERVER
 
 if TYPE_CHECKING:
-    from aero_compile.runtime.costs.session import Session
+    from aero_compile.runtime.costs.building_blocks import Session
     from aero_compile.runtime.kernels.side import Side
 
 SignMasks = dict[str, npt.NDArray[Any]]

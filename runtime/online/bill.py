@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from aero_compile.runtime.costs.building_blocks import Session
 from aero_compile.runtime.costs.operations import BITS, PUBLIC, SHARED
-from aero_compile.runtime.costs.session import Session
 from aero_compile.runtime.online.correlations import AND, LIFT, SELECTION, TRUNCATION
 from aero_compile.runtime.online.plan import SharePlan
 

@@ -10,12 +10,11 @@ import numpy.typing as npt
 
 from aero_compile.runtime.costs.pphlo import Tensor
 from aero_compile.runtime.kernels.kernel import Result
-from aero_compile.runtime.kernels.run import run_kernel
 from aero_compile.runtime.kernels.side import Side
 from aero_compile.runtime.kernels.values import Values
 from aero_compile.runtime.online.exchanges import Exchanges, MaskedExchanges
 from aero_compile.runtime.online.interpreter import run_on_shares
-from aero_compile.runtime.program_parts import KernelStep, ProgramContent, Step
+from aero_compile.runtime.program.parts import KernelStep, ProgramContent, Step, run_kernel
 
 _DTYPES = {"f32": "float32", "i32": "int32", "i1": "bool"}
 

@@ -23,7 +23,7 @@ from benchmarks import pi_bench
 from benchmarks.lib import paper, pi_pool, pi_rows
 
 LONGER = {(12, 256): 1, (12, 512): 1}
-COST_MODEL = "aero_compile.runtime.costs.model"
+COST_MODEL = "aero_compile.runtime.cost_estimate"
 
 
 def row(architecture: str = "SM+R", layers: int = 12, seq_len: int = 128, **other: Any) -> Row:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from aero_compile.runtime.hosts.link import free_addresses
+from aero_compile.runtime.link.transport import free_addresses
 from benchmarks.lib.two_networks import APART, LOOPBACK, Host, two_networks
 
 LISTENS = "import socket; s = socket.create_server(('', 4321)); print('.', flush=True); s.accept()[0].sendall(b'here')"

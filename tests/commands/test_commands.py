@@ -129,11 +129,11 @@ def test_commands_and_functions_have_the_same_defaults() -> None:
     from aero_compile.census import census
     from aero_compile.onnx.export import export_onnx
     from aero_compile.reporting.run_report import report
-    from aero_compile.runtime.costs.model import estimate
-    from aero_compile.runtime.hosts.certificates import make_certificates
+    from aero_compile.runtime.cost_estimate import estimate
+    from aero_compile.runtime.link.certificates import make_certificates
     from aero_compile.search import search
     from aero_compile.serving.client import connect
-    from aero_compile.serving.limits import Limits
+    from aero_compile.serving.options import Limits
     from aero_compile.serving.server import Server, serve
 
     called: dict[str, list[Callable[..., Any]]] = {

@@ -14,7 +14,7 @@ import pytest
 import aero_compile
 from aero_compile.__main__ import main
 from aero_compile.runtime import export_generation
-from aero_compile.runtime.hosts.link import free_addresses, parse_address
+from aero_compile.runtime.link.transport import free_addresses, parse_address
 from benchmarks.lib.two_networks import Host, two_networks
 from tests.support.command_process import command
 from tests.support.networks import inside

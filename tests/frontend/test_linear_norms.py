@@ -15,7 +15,7 @@ import aero_compile
 from aero_compile.frontend.linear_norms import LEAST_EPS
 from aero_compile.ir.ops import NORMS
 from aero_compile.optimize import optimize_for_inference
-from aero_compile.runtime.compilation import Options, compile_for
+from aero_compile.runtime.compile import Options, compile_for
 from aero_compile.runtime.operators.format import Format
 from tests.support import tiny_models
 from tests.support.small_decoder import Small

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import aero_compile
 from aero_compile.errors import UnsupportedModelError
-from aero_compile.runtime.compilation import Options, compile_for
+from aero_compile.runtime.compile import Options, compile_for
 from aero_compile.runtime.operators.format import Format
 from tests.support.budgets import by_default
 from tests.support.small_decoder import Small, same_function

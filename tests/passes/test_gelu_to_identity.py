@@ -290,7 +290,7 @@ def test_a_private_run_evaluates_the_kept_neurons_alone(name: str) -> None:
 
     from aero_compile.runtime.lowering.lower import lower
     from aero_compile.runtime.partition.partition import partition
-    from aero_compile.runtime.program import one_hot
+    from aero_compile.runtime.program.program import one_hot
 
     model = transformed(name, "gelu-to-identity{keep=0,keep_fraction=0.25},scaled-ffn{init_beta=0.5}").eval()
     ids = tokens(1, 9)

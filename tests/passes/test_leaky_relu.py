@@ -237,7 +237,7 @@ def test_the_private_program_computes_the_same(name: str, learn: str) -> None:
 
     from aero_compile.runtime.lowering.lower import lower
     from aero_compile.runtime.partition.partition import partition
-    from aero_compile.runtime.program import one_hot
+    from aero_compile.runtime.program.program import one_hot
 
     model = transformed(name, f"strip-layer-norm,leaky-relu{{slope=0.3,learn={learn}}},scaled-ffn").eval()
     ids = tokens(1, 9)

@@ -15,7 +15,7 @@ from aero_compile.ir.ownership import CLIENT_OPS, publish
 from aero_compile.runtime import compile_model
 from aero_compile.runtime.lowering.lower import lower
 from aero_compile.runtime.partition.partition import partition
-from aero_compile.runtime.prefix import (
+from aero_compile.runtime.program.client_prefix import (
     LOOKUP,
     OPERATIONS,
     SAME,
@@ -25,7 +25,7 @@ from aero_compile.runtime.prefix import (
     digest_of,
     run_prefix,
 )
-from aero_compile.runtime.program import hidden_inputs
+from aero_compile.runtime.program.program import hidden_inputs
 from tests.support.runtime_graphs import Body, TokenRows, aten
 from tests.support.runtime_tiny import IDS as TEXT
 from tests.support.runtime_tiny import tiny_model

@@ -21,7 +21,7 @@ import aero_compile
 from aero_compile import runtime
 from aero_compile.errors import InputError, LoweringError, RuntimeUnavailableError
 from aero_compile.runtime import Measurement, private_inference
-from aero_compile.runtime.costs.model import estimate_program
+from aero_compile.runtime.cost_estimate import estimate_program
 from tests.support.billing import assert_billed
 from tests.support.runtime_tiny import IDS, logits_of, tiny_model
 

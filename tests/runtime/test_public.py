@@ -20,7 +20,7 @@ from aero_compile.ir.ownership import publish, published
 from aero_compile.runtime import compile_model, export
 from aero_compile.runtime.partition import norm_scaling as norms
 from aero_compile.runtime.partition.model_graph import in_the_clear
-from aero_compile.runtime.program import Program
+from aero_compile.runtime.program.program import Program
 from aero_compile.runtime.rehearsal import rehearse
 from tests.support import tiny_models
 from tests.support.budgets import by_default

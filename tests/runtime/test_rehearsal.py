@@ -13,8 +13,8 @@ import aero_compile
 from aero_compile import runtime
 from aero_compile.errors import LoweringError
 from aero_compile.runtime.online import interpreter, moves
-from aero_compile.runtime.program import one_hot
-from aero_compile.runtime.program_parts import TOKENS, KernelStep, Step
+from aero_compile.runtime.program.parts import TOKENS, KernelStep, Step
+from aero_compile.runtime.program.program import one_hot
 from aero_compile.runtime.rehearsal import ABSOLUTE, rehearse
 from benchmarks.lib.random_decoders import build, logits_of
 from benchmarks.lib.torture_models import structure

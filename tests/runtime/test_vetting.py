@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from aero_compile.errors import InputError
-from aero_compile.runtime import vetting
 from aero_compile.runtime.lowering.compile_spu import compile_steps
 from aero_compile.runtime.lowering.lower import lower
 from aero_compile.runtime.operators.format import Format
 from aero_compile.runtime.partition.partition import partition
-from aero_compile.runtime.program import FORMAT, Program
-from aero_compile.runtime.vetting import check_program
+from aero_compile.runtime.program import vetting
+from aero_compile.runtime.program.program import FORMAT, Program
+from aero_compile.runtime.program.vetting import check_program
 from tests.support.operator_cases import ALL
 from tests.support.runtime_graphs import TokenRows, any_table_public, aten
 from tests.support.runtime_tiny import tiny_model

@@ -15,7 +15,7 @@ from aero_compile.runtime import compile_model
 from aero_compile.runtime.lowering.compile_spu import compile_steps
 from aero_compile.runtime.lowering.lower import lower
 from aero_compile.runtime.partition.partition import partition
-from aero_compile.runtime.program import Program
+from aero_compile.runtime.program.program import Program
 from tests.support.made_once import made_once
 from tests.support.runtime_graphs import TokenRows, aten
 

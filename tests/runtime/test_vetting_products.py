@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from aero_compile.errors import InputError
-from aero_compile.runtime import compile_model, vetting_products
+from aero_compile.runtime import compile_model
 from aero_compile.runtime.arithmetic.evaluators import Evaluation, Owner, evaluations
 from aero_compile.runtime.costs.ciphertexts import Dims
 from aero_compile.runtime.costs.pphlo import parse
-from aero_compile.runtime.program import Program
-from aero_compile.runtime.program_parts import TOKENS, KernelStep, Step, TensorSpec
+from aero_compile.runtime.program import vetting_products
+from aero_compile.runtime.program.program import Program
+from aero_compile.runtime.program.vetting import check_program
+from aero_compile.runtime.program.vetting_products import PUBLIC, Known, check_products
 from aero_compile.runtime.roles import CLIENT, SERVER
-from aero_compile.runtime.vetting import check_program
-from aero_compile.runtime.vetting_products import PUBLIC, Known, check_products
 from tests.support.runtime_tiny import tiny_model
 from tests.support.wire import code_of
 

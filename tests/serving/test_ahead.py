@@ -19,9 +19,9 @@ from aero_compile.runtime.generation.batches import RowsLeft
 from aero_compile.runtime.generation.bill import Cost
 from aero_compile.runtime.kernels.column_encryption import ROWS
 from aero_compile.runtime.offline.rows import MOST_ROWS
-from aero_compile.serving import ahead
-from aero_compile.serving.ahead import Ahead, runs_ahead
-from aero_compile.serving.limits import Limits
+from aero_compile.serving import precompute as ahead
+from aero_compile.serving.options import Limits
+from aero_compile.serving.precompute import Ahead, runs_ahead
 from aero_compile.serving.programs import find_programs
 from tests.support.service import SEMI2K, Bare, serving
 from tests.support.tiny_generation import PROMPT, ROOM, eager_text, small_captured, small_growing

@@ -13,11 +13,10 @@ import pytest
 
 from aero_compile.errors import InputError
 from aero_compile.runtime import compile_model, export, export_generation
-from aero_compile.serving.cache import Cache
+from aero_compile.serving.agreement import versions
+from aero_compile.serving.downloads import Cache, take_offer
+from aero_compile.serving.messages import WIRE, Offer
 from aero_compile.serving.offer import Offered, read_offer
-from aero_compile.serving.taking import take_offer
-from aero_compile.serving.transport.agreement import versions
-from aero_compile.serving.transport.messages import WIRE, Offer
 from tests.support.runtime_tiny import tiny_model
 from tests.support.tiny_generation import small_compiled
 

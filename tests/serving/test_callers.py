@@ -19,14 +19,14 @@ import pytest
 
 from aero_compile.errors import InputError, PartyError
 from aero_compile.runtime import TLSConfig
-from aero_compile.runtime.hosts.link import free_addresses, parse_address
+from aero_compile.runtime.link import endpoint
+from aero_compile.runtime.link.channel import LENGTH
+from aero_compile.runtime.link.transport import free_addresses, parse_address
+from aero_compile.serving.agreement import versions
 from aero_compile.serving.client import connect
-from aero_compile.serving.limits import Limits
+from aero_compile.serving.downloads import _other_protocol
+from aero_compile.serving.options import Limits
 from aero_compile.serving.server import Server
-from aero_compile.serving.taking import _other_protocol
-from aero_compile.serving.transport import endpoint
-from aero_compile.serving.transport.agreement import versions
-from aero_compile.serving.transport.wire import LENGTH
 from tests.support.certificates import certificate, needs_openssl
 from tests.support.service import SEMI2K, Bare, Running, is_served, open_descriptors, serving, tiny_offer
 from tests.support.two_hosts import Wire

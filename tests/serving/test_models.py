@@ -9,7 +9,7 @@ import pytest
 
 import aero_compile
 from aero_compile.errors import InputError
-from aero_compile.runtime.generation.programs import Programs
+from aero_compile.runtime.program.bundle import Programs
 from aero_compile.serving.models import load_model, model_digest, model_place, positions_of
 from aero_compile.serving.programs import find_programs
 from tests.support.gguf_files import tiny_family, write_gguf

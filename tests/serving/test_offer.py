@@ -11,7 +11,7 @@ import pytest
 
 from aero_compile.errors import InputError
 from aero_compile.runtime import compile_model, export
-from aero_compile.runtime.program_parts import TensorSpec
+from aero_compile.runtime.program.parts import TensorSpec
 from aero_compile.serving.offer import pack, read_offer, unpack
 from tests.support.runtime_tiny import tiny_compiled, tiny_model
 from tests.support.service import tiny_offer

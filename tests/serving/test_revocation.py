@@ -13,8 +13,8 @@ import pytest
 
 from aero_compile.errors import InputError, PartyError
 from aero_compile.runtime import TLSConfig
-from aero_compile.runtime.hosts.certificate_changes import renew_certificates, revoke_certificates
-from aero_compile.runtime.hosts.certificates import make_certificates
+from aero_compile.runtime.link.certificate_changes import renew_certificates, revoke_certificates
+from aero_compile.runtime.link.certificates import make_certificates
 from aero_compile.serving.client import connect
 from tests.support.certificates import made_config
 from tests.support.service import Bare, Running, is_served, serving, tiny_offer

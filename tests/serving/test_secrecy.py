@@ -17,8 +17,8 @@ import numpy.typing as npt
 import pytest
 
 from aero_compile.runtime import export_generation
-from aero_compile.runtime.generation.programs import CompiledGeneration
-from aero_compile.runtime.program import one_hot
+from aero_compile.runtime.program.bundle import CompiledGeneration
+from aero_compile.runtime.program.program import one_hot
 from tests.support.link_messages import payloads
 from tests.support.processes import family, found_in, found_in_memory
 from tests.support.service import left_behind, server_process

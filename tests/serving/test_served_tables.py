@@ -16,16 +16,16 @@ import pytest
 
 from aero_compile.errors import InputError, PartyError
 from aero_compile.runtime import export_generation
-from aero_compile.runtime.hosts.lookup_files import FILES, write_tables
-from aero_compile.runtime.hosts.lookup_sizes import table_size
+from aero_compile.runtime.program.lookup_sizes import table_size
+from aero_compile.runtime.program.lookup_tables import FILES, write_tables
 from aero_compile.runtime.roles import CLIENT, SERVER
+from aero_compile.serving.agreement import versions
 from aero_compile.serving.client import connect
+from aero_compile.serving.downloads import check_offer
+from aero_compile.serving.messages import LARGEST_TABLE, PIECE_BYTES, WIRE, Offer, Table
 from aero_compile.serving.offer import Offered, read_offer
 from aero_compile.serving.programs import find_programs
 from aero_compile.serving.served_tables import ServedTable
-from aero_compile.serving.taking import check_offer
-from aero_compile.serving.transport.agreement import versions
-from aero_compile.serving.transport.messages import LARGEST_TABLE, PIECE_BYTES, WIRE, Offer, Table
 from tests.support.service import SEMI2K, Bare, is_served, serving
 from tests.support.tiny_generation import FILLS, PROMPT, ROOM, eager_logits, eager_text, small_captured, small_compiled
 

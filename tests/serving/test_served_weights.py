@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aero_compile.runtime.hosts.lookup_files import FILES
-from aero_compile.runtime.hosts.lookup_sizes import table_size, weight_size
+from aero_compile.runtime.program.lookup_sizes import table_size, weight_size
+from aero_compile.runtime.program.lookup_tables import FILES
 from aero_compile.runtime.roles import SERVER
 from aero_compile.serving.client import connect
 from aero_compile.serving.offer import read_offer

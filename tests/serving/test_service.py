@@ -22,11 +22,11 @@ import pytest
 
 import aero_compile
 from aero_compile.errors import InputError, PartyError
-from aero_compile.runtime.hosts.link import free_addresses, parse_address
-from aero_compile.runtime.hosts.network import Relay
-from aero_compile.runtime.hosts.network_spec import Network
+from aero_compile.runtime.costs.network import Network
+from aero_compile.runtime.link.transport import free_addresses, parse_address
+from aero_compile.runtime.measuring.traffic import Relay
+from aero_compile.serving.agreement import versions
 from aero_compile.serving.client import Connection, connect
-from aero_compile.serving.transport.agreement import versions
 from tests.support.certificates import certificate, needs_openssl
 from tests.support.processes import children
 from tests.support.runtime_tiny import IDS, logits_of, tiny_model
@@ -160,8 +160,8 @@ def test_what_passes_over_the_port_shows_neither_texts_nor_weights_nor_logits(of
 _ENDLESS = """
 import sys
 import numpy as np
-from aero_compile.runtime.hosts.network import Relay
-from aero_compile.runtime.hosts.network_spec import Network
+from aero_compile.runtime.measuring.traffic import Relay
+from aero_compile.runtime.costs.network import Network
 from aero_compile.serving.client import connect
 with connect(sys.argv[1], insecure_plain=True, protocol="semi2k") as connection:
     print("open", flush=True)

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from aero_compile.errors import PartyError
+from aero_compile.runtime.link.channel import CHUNK, Channel
 from aero_compile.serving.link_budget import Allowances, LinkBudget
-from aero_compile.serving.metrics import Metrics
-from aero_compile.serving.session_link import SessionLink
-from aero_compile.serving.transport.messages import FROM_SERVER, Dial
-from aero_compile.serving.transport.wire import CHUNK, Channel
+from aero_compile.serving.messages import FROM_SERVER, Dial
+from aero_compile.serving.monitoring import Metrics
+from aero_compile.serving.served_session import SessionLink
 
 
 async def pair(silence: float = 5.0) -> tuple[Channel, Channel]:

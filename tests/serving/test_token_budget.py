@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 from aero_compile.errors import AeroError, InputError, PartyError
-from aero_compile.runtime.hosts.link import free_addresses
+from aero_compile.runtime.link.transport import free_addresses
 from aero_compile.serving import token_budget
 from aero_compile.serving.client import Connection, connect
-from aero_compile.serving.limits import Limits
+from aero_compile.serving.messages import Run
+from aero_compile.serving.options import Limits
 from aero_compile.serving.process.orders import OPENING
 from aero_compile.serving.process.worker import Worker
 from aero_compile.serving.programs import find_programs
 from aero_compile.serving.server import Server
 from aero_compile.serving.token_budget import FILE, LOCK, OverBudget, TokenBudget
-from aero_compile.serving.transport.messages import Run
 from tests.support.runtime_tiny import IDS
 from tests.support.service import SEMI2K, Running, server_process, serving, tiny_offer
 from tests.support.tiny_generation import FILLS, PROMPT, ROOM, small_captured

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aero_compile.serving.turns import Busy, Turn, Turns
+from aero_compile.serving.scheduler import Busy, Turn, Turns
 
 
 def test_the_first_runs_at_once_and_the_next_is_told_how_many_come_first() -> None:

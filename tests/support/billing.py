@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from aero_compile.runtime.costs.model import Estimate
+from aero_compile.runtime.cost_estimate import Estimate
 
 
 def assert_billed(expected: Estimate, bill: Any, least: float = 1e5) -> None:

@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from aero_compile.runtime import TLSConfig, export
-from aero_compile.runtime.hosts.link import free_addresses, parse_address
-from aero_compile.serving.journal import LOGGER
-from aero_compile.serving.limits import Limits
+from aero_compile.runtime.link.channel import LENGTH
+from aero_compile.runtime.link.transport import free_addresses, parse_address
+from aero_compile.serving.agreement import versions
+from aero_compile.serving.messages import WIRE
+from aero_compile.serving.monitoring import LOGGER
+from aero_compile.serving.options import Limits
 from aero_compile.serving.programs import find_programs
 from aero_compile.serving.server import Server
-from aero_compile.serving.transport.agreement import versions
-from aero_compile.serving.transport.messages import WIRE
-from aero_compile.serving.transport.wire import LENGTH
 from tests.support.runtime_tiny import tiny_compiled
 
 SEMI2K: dict[str, Any] = {"protocol": "semi2k", "insecure_plain": True}
@@ -172,7 +172,7 @@ _SERVE = """
 import json, sys
 from aero_compile.runtime import TLSConfig
 from aero_compile.serving.server import serve
-from aero_compile.serving.limits import Limits
+from aero_compile.serving.options import Limits
 options = json.loads(sys.argv[1])
 limits, tls = Limits(**options.pop("limits")), options.pop("tls")
 serve(options.pop("source"), options.pop("address"), limits=limits, tls=tls and TLSConfig(**tls), **options)

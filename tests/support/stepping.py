@@ -16,13 +16,13 @@ import pytest
 
 from aero_compile.runtime.generation.bill import Cost, Logits
 from aero_compile.runtime.generation.computation import StepComputation
-from aero_compile.runtime.generation.programs import CompiledGeneration, check_name
 from aero_compile.runtime.generation.texts import Run
-from aero_compile.runtime.hosts.lookup_files import made_tables
 from aero_compile.runtime.kernels.cached_product import CachedProduct
 from aero_compile.runtime.kernels.share_words import Words
 from aero_compile.runtime.kernels.side import Side
 from aero_compile.runtime.padding import filled_up
+from aero_compile.runtime.program.bundle import CompiledGeneration, check_name
+from aero_compile.runtime.program.lookup_tables import made_tables
 from aero_compile.runtime.roles import CLIENT, SERVER
 
 WAIT_MS = 600_000

@@ -11,10 +11,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import aero_compile
 from aero_compile import TransformedModel
-from aero_compile.runtime.compilation import Options
-from aero_compile.runtime.generation.compilation import compile_for_generation
-from aero_compile.runtime.generation.programs import CompiledGeneration
+from aero_compile.runtime.compile import Options
+from aero_compile.runtime.compile_programs import compile_for_generation
 from aero_compile.runtime.operators.format import Format
+from aero_compile.runtime.program.bundle import CompiledGeneration
 from aero_compile.runtime.tolerances import DEFAULT
 from benchmarks.lib import zoo
 from tests.support.made_once import made_once

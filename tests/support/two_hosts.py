@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aero_compile.runtime.hosts.link import free_addresses, parse_address
+from aero_compile.runtime.link.transport import free_addresses, parse_address
 from aero_compile.runtime.roles import CLIENT, SERVER
 
 if TYPE_CHECKING:

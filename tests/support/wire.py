@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aero_compile.runtime.hosts.link import free_addresses
+from aero_compile.runtime.link.transport import free_addresses
 from aero_compile.runtime.lowering import compile_spu as spu_compile
 from aero_compile.runtime.lowering.secret_program import LiveStep
 from aero_compile.runtime.roles import CLIENT, SERVER

@@ -21,18 +21,18 @@ import numpy as np
 from pydantic import BaseModel
 
 from aero_compile.errors import AeroError, InputError
-from aero_compile.runtime.generation.arrays import read_published, read_weights
 from aero_compile.runtime.generation.bill import Cost
 from aero_compile.runtime.generation.computation import StepComputation, cost_of
-from aero_compile.runtime.generation.programs import Programs
 from aero_compile.runtime.hosts.computation import Computation, Opened, config_of
 from aero_compile.runtime.hosts.ending import leave, linger_seconds
-from aero_compile.runtime.hosts.link import connect
-from aero_compile.runtime.hosts.lookup_files import Tables, read_tables
-from aero_compile.runtime.hosts.lookup_sizes import encrypted_parts
 from aero_compile.runtime.hosts.party_inputs import Arrays, PartyInputs, held_inputs
 from aero_compile.runtime.hosts.party_process import agree_on
-from aero_compile.runtime.program import hidden_inputs
+from aero_compile.runtime.link.channel import LENGTH
+from aero_compile.runtime.link.transport import connect
+from aero_compile.runtime.program.bundle import Programs, read_published, read_weights
+from aero_compile.runtime.program.lookup_sizes import encrypted_parts
+from aero_compile.runtime.program.lookup_tables import Tables, read_tables
+from aero_compile.runtime.program.program import hidden_inputs
 from aero_compile.runtime.roles import ROLES
 from aero_compile.runtime.spu_config import SpuLog, import_spu, load_spu_alone, plain_message
 from aero_compile.serving.process.orders import (
@@ -52,7 +52,6 @@ from aero_compile.serving.process.orders import (
     Take,
 )
 from aero_compile.serving.process.users import User, become, from_argument
-from aero_compile.serving.transport.wire import LENGTH
 
 PARENT_GONE = 4
 """Exit code of a process whose parent has ended."""

@@ -15,6 +15,7 @@ from typing import BinaryIO, TypeVar
 from aero_compile import errors
 from aero_compile.errors import AeroError, PartyError
 from aero_compile.runtime.generation.bill import Cost
+from aero_compile.runtime.link.channel import CHUNK, Channel, Lost
 from aero_compile.runtime.roles import ROLES
 from aero_compile.serving.process.memory import watch_memory
 from aero_compile.serving.process.orders import (
@@ -34,7 +35,6 @@ from aero_compile.serving.process.orders import (
     Take,
 )
 from aero_compile.serving.process.users import User, to_argument
-from aero_compile.serving.transport.wire import CHUNK, Channel, Lost
 
 R = TypeVar("R", Loaded, Met, Computed)
 

@@ -306,7 +306,7 @@ class RetrainOptions:
         need(not self.threshold_warmup or self.learns_thresholds, "threshold-warmup", "given with --thresholds learned")
 
     def _check_search(self) -> None:
-        from aero_compile.runtime.hosts.network_spec import parse_network
+        from aero_compile.runtime.costs.network import parse_network
         from aero_compile.search.choices import choices_of
         from aero_compile.search.costs import parse_budget
 

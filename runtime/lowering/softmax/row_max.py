@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from aero_compile.runtime.arithmetic.comparison import above, compares_small, maximum
 from aero_compile.runtime.arithmetic.ring import in_two_phases
-from aero_compile.runtime.hosts.network_spec import UNLIMITED, Network
+from aero_compile.runtime.costs.network import UNLIMITED, Network
 from aero_compile.runtime.lazy_jax import jnp
 
 Indices = npt.NDArray[np.int64]

@@ -23,7 +23,7 @@ from aero_compile.runtime.arithmetic.public_factors import scale
 from aero_compile.runtime.arithmetic.ring import in_two_phases
 from aero_compile.runtime.arithmetic.row_products import element_price, scaling_price
 from aero_compile.runtime.arithmetic.row_scaling import scaled_rows
-from aero_compile.runtime.hosts.network_spec import UNLIMITED, Network
+from aero_compile.runtime.costs.network import UNLIMITED, Network
 from aero_compile.runtime.lazy_jax import jnp
 from aero_compile.runtime.lowering.softmax.public_mask import Masked
 from aero_compile.runtime.lowering.softmax.row_max import Indices, row_maximum

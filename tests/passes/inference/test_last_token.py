@@ -350,7 +350,7 @@ def test_lowered(name: str, recipe: str, shape: tuple[int, int]) -> None:
     jax = pytest.importorskip("jax")
     from aero_compile.runtime.lowering.lower import lower
     from aero_compile.runtime.partition.partition import partition
-    from aero_compile.runtime.program import one_hot
+    from aero_compile.runtime.program.program import one_hot
 
     model, ids = trained(name, recipe), tokens(*shape)
     expected = logits(model, ids)[:, -1:].numpy()

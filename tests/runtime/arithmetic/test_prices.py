@@ -13,11 +13,11 @@ from aero_compile.runtime.arithmetic.ring import fixed_point
 from aero_compile.runtime.arithmetic.row_products import scaling_strips
 from aero_compile.runtime.arithmetic.row_scaling import broadcast_product
 from aero_compile.runtime.arithmetic.row_squares import norms_by_rows, square_strips
+from aero_compile.runtime.cost_estimate import estimate_program
 from aero_compile.runtime.costs.ciphertexts import MatmulCount, matmul
-from aero_compile.runtime.costs.model import estimate_program
+from aero_compile.runtime.costs.network import NETWORKS, Network, parse_network
 from aero_compile.runtime.costs.prices import SECOND_BYTES, price, round_trip_bytes, second_bytes, second_worth
 from aero_compile.runtime.costs.table import CostTable
-from aero_compile.runtime.hosts.network_spec import NETWORKS, Network, parse_network
 from aero_compile.runtime.inference import compile_model
 from tests.support.runtime_graphs import TokenRows, aten
 from tests.support.two_parties import costs_of

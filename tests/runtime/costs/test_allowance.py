@@ -10,8 +10,8 @@ import pytest
 
 from aero_compile.errors import LoweringError
 from aero_compile.runtime import compile_model
+from aero_compile.runtime.cost_estimate import estimate_program
 from aero_compile.runtime.costs.allowance import MARGIN, RUN_BYTES, allowance_of, by_size
-from aero_compile.runtime.costs.model import estimate_program
 from aero_compile.runtime.roles import CLIENT, SERVER
 from tests.support import operator_cases as cases
 from tests.support.tiny_generation import small_compiled

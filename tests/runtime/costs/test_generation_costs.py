@@ -8,8 +8,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import aero_compile
 from aero_compile.errors import InputError
-from aero_compile.runtime.costs.model import estimate_generation, estimate_program
-from aero_compile.runtime.generation.export import compile_generation
+from aero_compile.runtime.compile_programs import compile_generation
+from aero_compile.runtime.cost_estimate import estimate_generation, estimate_program
 from aero_compile.runtime.partition.model_graph import with_weights
 from tests.support.tiny_generation import PROMPT, small_captured, small_compiled, small_gpt2
 

@@ -14,10 +14,10 @@ import torch
 import aero_compile
 from aero_compile import TransformedModel, transform
 from aero_compile.errors import InputError
-from aero_compile.runtime.costs import model as costs
-from aero_compile.runtime.costs.session import Cost
+from aero_compile.runtime import cost_estimate as costs
+from aero_compile.runtime.costs.building_blocks import Cost
+from aero_compile.runtime.costs.network import Network, parse_network
 from aero_compile.runtime.costs.table import CostTable
-from aero_compile.runtime.hosts.network_spec import Network, parse_network
 from aero_compile.runtime.inference import compile_model, private_inference
 from aero_compile.runtime.tolerances import Tolerances
 from tests.support.billing import assert_billed

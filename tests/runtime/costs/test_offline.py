@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from aero_compile.runtime import private_inference
-from aero_compile.runtime.costs.model import estimate
-from aero_compile.runtime.hosts.measure import OFFLINE
+from aero_compile.runtime.cost_estimate import estimate
+from aero_compile.runtime.measuring.bill import OFFLINE
 from tests.support.runtime_graphs import TokenRows, aten
 from tests.support.runtime_tiny import IDS, logits_of, tiny_model
 

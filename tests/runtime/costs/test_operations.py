@@ -10,8 +10,8 @@ import torch
 
 from aero_compile.errors import LoweringError
 from aero_compile.runtime.costs import ciphertexts, operations, pphlo
+from aero_compile.runtime.costs.building_blocks import SET_UP_TRANSFERS, Cost, Session
 from aero_compile.runtime.costs.operations import BITS, CLIENTS, PUBLIC, SERVERS, SHARED
-from aero_compile.runtime.costs.session import SET_UP_TRANSFERS, Cost, Session
 from aero_compile.runtime.costs.table import CostTable
 
 

@@ -11,7 +11,7 @@ import torch
 import aero_compile
 from aero_compile import TransformedModel
 from aero_compile.runtime import estimate, private_inference
-from aero_compile.runtime.hosts.network_spec import Network
+from aero_compile.runtime.costs.network import Network
 from aero_compile.runtime.lowering import small_comparisons as comparisons
 from tests.support.budgets import by_default
 from tests.support.tiny_generation import VOCABULARY, small_gpt2

@@ -10,8 +10,8 @@ import pytest
 
 from aero_compile.errors import InputError
 from aero_compile.runtime import compile_generation, export_generation
-from aero_compile.runtime.generation.export import usual_fills
-from aero_compile.runtime.generation.programs import Programs
+from aero_compile.runtime.compile_programs import usual_fills
+from aero_compile.runtime.program.bundle import Programs
 from tests.support.tiny_generation import CHECKS, FILLS, ROOM, small_captured, small_compiled
 
 pytest.importorskip("spu")

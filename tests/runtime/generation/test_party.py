@@ -24,11 +24,11 @@ from aero_compile.runtime.generation.party import (
 )
 from aero_compile.runtime.generation.processes import MODULE, Events, ProcessDecoder
 from aero_compile.runtime.generation.session import Session
-from aero_compile.runtime.hosts.link import free_addresses
-from aero_compile.runtime.hosts.lookup_files import FILES, write_tables
 from aero_compile.runtime.hosts.parties import PartyProcess
-from aero_compile.runtime.program import one_hot
-from aero_compile.runtime.program_parts import KernelStep
+from aero_compile.runtime.link.transport import free_addresses
+from aero_compile.runtime.program.lookup_tables import FILES, write_tables
+from aero_compile.runtime.program.parts import KernelStep
+from aero_compile.runtime.program.program import one_hot
 from aero_compile.runtime.roles import CLIENT, SERVER
 from tests.support.tiny_generation import (
     PROMPT,

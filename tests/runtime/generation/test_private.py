@@ -13,8 +13,8 @@ import torch
 from aero_compile import private_generate
 from aero_compile.errors import InputError, OutOfRangeError, PartyError
 from aero_compile.runtime import TLSConfig, compile_generation
+from aero_compile.runtime.generate import _tls, local_decoder, local_session
 from aero_compile.runtime.generation.bill import Logits, Token
-from aero_compile.runtime.generation.private import _tls, local_decoder, local_session
 from aero_compile.runtime.generation.session import Session
 from tests.support.tiny_generation import (
     PROMPT,
@@ -105,7 +105,7 @@ def test_one_text_holds_sums_and_guesses_need_values(monkeypatch: pytest.MonkeyP
         asked.append(running_sums)
         raise InputError("enough")
 
-    monkeypatch.setattr("aero_compile.runtime.generation.private.compile_for_generation", compiles)
+    monkeypatch.setattr("aero_compile.runtime.generate.compile_for_generation", compiles)
     for guess in (None, lambda text: [1, 2]):
         with pytest.raises(InputError, match="enough"):
             private_generate(small_static(), PROMPT, 4, guess=guess)
@@ -276,7 +276,7 @@ def test_both_parties_get_the_list_of_revoked_certificates() -> None:
 def test_positions_of_a_check_are_refused_before_anything_is_compiled(
     at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = "aero_compile.runtime.generation.private.compile_for_generation"
+    module = "aero_compile.runtime.generate.compile_for_generation"
     monkeypatch.setattr(module, lambda *given, **options: pytest.fail("it was compiled"))
     with pytest.raises(InputError, match=rf"at_once must be 2 to \d+, the positions of this text, not {at_once}"):
         private_generate(small_captured(), PROMPT, 3, "semi2k", guess=lambda text: [1], at_once=at_once)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from aero_compile.errors import InputError
-from aero_compile.runtime.generation.programs import INDEX, Programs, check
+from aero_compile.runtime.program.bundle import INDEX, Programs, check
 from tests.support.tiny_generation import CHECKS, FILLS, ROOM, VOCABULARY, small_compiled, small_growing, small_sums
 
 pytest.importorskip("spu")

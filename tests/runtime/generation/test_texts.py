@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from aero_compile.errors import InputError, PartyError
-from aero_compile.runtime.costs.session import Session as Bill
+from aero_compile.runtime.compile_programs import compile_generation
+from aero_compile.runtime.costs.building_blocks import Session as Bill
 from aero_compile.runtime.costs.table import CostTable
-from aero_compile.runtime.generation.export import compile_generation
-from aero_compile.runtime.generation.programs import CompiledGeneration, Programs, check
 from aero_compile.runtime.generation.session import Session
 from aero_compile.runtime.generation.texts import (
     TextNumbers,
@@ -29,6 +28,7 @@ from aero_compile.runtime.generation.texts import (
     runs_of_text,
     spare_rows,
 )
+from aero_compile.runtime.program.bundle import CompiledGeneration, Programs, check
 from aero_compile.runtime.roles import CLIENT, SERVER
 from benchmarks.lib import zoo
 from tests.support.budgets import by_default, few

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from aero_compile.errors import InputError
-from aero_compile.runtime.program import Program
+from aero_compile.runtime.program.program import Program
 from tests.support.tiny_generation import ROOM, small_compiled, small_prepared
 
 pytest.importorskip("spu")

@@ -12,8 +12,8 @@ import pytest
 from aero_compile.__main__ import main
 from aero_compile.errors import AeroError, InputError, OutputDirError
 from aero_compile.runtime import TLSConfig
-from aero_compile.runtime.hosts.certificates import make_certificates
-from aero_compile.runtime.hosts.tls_context import certifies
+from aero_compile.runtime.link.certificates import make_certificates
+from aero_compile.runtime.link.tls_context import certifies
 from tests.support.handshakes import shake_hands
 
 x509 = pytest.importorskip("cryptography.x509")

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from aero_compile.runtime import export
-from aero_compile.runtime.hosts.lookup_files import about, made_tables, read_tables
-from aero_compile.runtime.hosts.lookup_sizes import table_size, weight_size
 from aero_compile.runtime.kernels.encrypted_weights import multiplied, opened
 from aero_compile.runtime.party import main
+from aero_compile.runtime.program.lookup_sizes import table_size, weight_size
+from aero_compile.runtime.program.lookup_tables import about, made_tables, read_tables
 from aero_compile.runtime.roles import CLIENT, SERVER
 from tests.support.runtime_tiny import IDS, Exported, exported, logits_of, tiny_model
 from tests.support.two_hosts import both, both_refused, holds

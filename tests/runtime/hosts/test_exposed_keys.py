@@ -12,11 +12,11 @@ import pytest
 from aero_compile.__main__ import main
 from aero_compile.errors import InputError
 from aero_compile.runtime import TLSConfig
-from aero_compile.runtime.hosts.certificate_changes import renew_certificates
-from aero_compile.runtime.hosts.certificates import make_certificates
-from aero_compile.runtime.hosts.lookup_files import read_tables
-from aero_compile.runtime.hosts.tls_context import ExposedKeyError, tls_context
+from aero_compile.runtime.link.certificate_changes import renew_certificates
+from aero_compile.runtime.link.certificates import make_certificates
+from aero_compile.runtime.link.tls_context import ExposedKeyError, tls_context
 from aero_compile.runtime.offline.store import Store
+from aero_compile.runtime.program.lookup_tables import read_tables
 from aero_compile.runtime.roles import SERVER
 
 pytest.importorskip("cryptography")

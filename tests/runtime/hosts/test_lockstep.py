@@ -14,10 +14,9 @@ import pytest
 
 from aero_compile.errors import InputError
 from aero_compile.runtime import TLSConfig, private_inference
-from aero_compile.runtime.hosts import lockstep, relay
-from aero_compile.runtime.hosts.network import Relay
-from aero_compile.runtime.hosts.network_spec import Network
-from aero_compile.runtime.hosts.traffic import Traffic
+from aero_compile.runtime.costs.network import Network
+from aero_compile.runtime.measuring import lockstep, relay
+from aero_compile.runtime.measuring.traffic import Relay, Traffic
 from tests.support.runtime_tiny import IDS, tiny_model
 
 HEAD = """

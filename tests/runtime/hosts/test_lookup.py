@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aero_compile.runtime import export
-from aero_compile.runtime.compilation import Compiled
-from aero_compile.runtime.hosts.lookup_files import FILES, read_tables, write_tables
-from aero_compile.runtime.hosts.lookup_sizes import table_size
+from aero_compile.runtime.compile import Compiled
 from aero_compile.runtime.kernels.encrypted_lookup import degree_for, largest_noise, look_up, opened
 from aero_compile.runtime.party import main
-from aero_compile.runtime.program import one_hot
-from aero_compile.runtime.program_parts import ClientMatrix
+from aero_compile.runtime.program.lookup_sizes import table_size
+from aero_compile.runtime.program.lookup_tables import FILES, read_tables, write_tables
+from aero_compile.runtime.program.parts import ClientMatrix
+from aero_compile.runtime.program.program import one_hot
 from aero_compile.runtime.roles import CLIENT, SERVER
 from tests.support.budgets import few
 from tests.support.runtime_tiny import IDS, Exported, exported, logits_of, tiny_model

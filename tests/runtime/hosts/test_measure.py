@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from aero_compile.errors import PartyError
-from aero_compile.runtime.hosts.measure import check_against_wire, check_profile, combine, parse_profile
-from aero_compile.runtime.program import Program
-from aero_compile.runtime.program_parts import Step, TensorSpec
+from aero_compile.runtime.measuring.bill import check_against_wire, check_profile, combine, parse_profile
+from aero_compile.runtime.program.parts import Step, TensorSpec
+from aero_compile.runtime.program.program import Program
 
 LOG = """
 2026-01-01 00:00:00.000 [info] [api.cc:printProfilingData:177] [Profiling] SPU execution softmax completed, \

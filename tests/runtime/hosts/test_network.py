@@ -26,9 +26,10 @@ import pytest
 
 from aero_compile.errors import InputError, PartyError
 from aero_compile.runtime import private_inference
-from aero_compile.runtime.hosts import link, parties
-from aero_compile.runtime.hosts.network import Relay
-from aero_compile.runtime.hosts.network_spec import Network, parse_network
+from aero_compile.runtime.costs.network import Network, parse_network
+from aero_compile.runtime.hosts import parties
+from aero_compile.runtime.link import transport as link
+from aero_compile.runtime.measuring.traffic import Relay
 from aero_compile.runtime.roles import CLIENT, SERVER
 from tests.support.runtime_tiny import IDS, exported, tiny_model
 from tests.support.two_hosts import end_server_in_the_middle, party
@@ -328,8 +329,8 @@ def test_watching_a_peer_through_the_network(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_process_ends_with_its_launcher() -> None:
     code = (
         "import time\n"
-        "from aero_compile.runtime.hosts.network import Relay\n"
-        "from aero_compile.runtime.hosts.network_spec import Network\n"
+        "from aero_compile.runtime.measuring.traffic import Relay\n"
+        "from aero_compile.runtime.costs.network import Network\n"
         "relay = Relay(Network(10, 10), ['127.0.0.1:9', '127.0.0.1:9'])\n"
         "print(relay.process.pid, *relay.addresses, flush=True)\n"
         "time.sleep(60)\n"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from aero_compile.runtime.party import main
-from aero_compile.runtime.program import one_hot
+from aero_compile.runtime.program.program import one_hot
 from aero_compile.runtime.roles import CLIENT, SERVER
 from tests.support.runtime_tiny import IDS, Exported, exported, logits_of, tiny_model
 from tests.support.two_hosts import both, both_refused, end_server_in_the_middle, watched

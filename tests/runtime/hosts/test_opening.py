@@ -12,8 +12,8 @@ import pytest
 
 from aero_compile.errors import PartyError
 from aero_compile.runtime.hosts.opening import open_bit, open_logits, send_share
-from aero_compile.runtime.program import Program
-from aero_compile.runtime.program_parts import TensorSpec
+from aero_compile.runtime.program.parts import TensorSpec
+from aero_compile.runtime.program.program import Program
 from aero_compile.runtime.roles import CLIENT, SERVER
 from aero_compile.runtime.spu_config import runtime_config
 

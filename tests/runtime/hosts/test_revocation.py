@@ -12,9 +12,9 @@ import pytest
 
 from aero_compile.__main__ import main
 from aero_compile.errors import InputError
-from aero_compile.runtime.hosts.certificate_changes import renew_certificates, revoke_certificates
-from aero_compile.runtime.hosts.certificates import make_certificates
-from aero_compile.runtime.hosts.revocation import RevokedSerials, read_list
+from aero_compile.runtime.link.certificate_changes import renew_certificates, revoke_certificates
+from aero_compile.runtime.link.certificates import make_certificates
+from aero_compile.runtime.link.revocation import RevokedSerials, read_list
 from tests.support.certificates import made_config
 from tests.support.handshakes import shake_hands
 

@@ -14,11 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aero_compile.files import write_private
+from aero_compile.files import scratch_folder, write_private
 from aero_compile.runtime import Compiled, export
-from aero_compile.runtime.hosts.scratch import scratch_folder
-from aero_compile.runtime.program import Program
-from aero_compile.runtime.program_parts import TensorSpec
+from aero_compile.runtime.program.parts import TensorSpec
+from aero_compile.runtime.program.program import Program
 
 
 def _mode(path: Path) -> int:
@@ -81,8 +80,8 @@ import os, signal
 from unittest import mock
 import numpy as np
 from aero_compile.runtime.hosts import parties
-from aero_compile.runtime.program import Program
-from aero_compile.runtime.program_parts import TensorSpec
+from aero_compile.runtime.program.program import Program
+from aero_compile.runtime.program.parts import TensorSpec
 tokens, logits = TensorSpec("tokens", (1, 1, 2), "int32"), TensorSpec("y", (1, 1, 2), "float32")
 program = Program("semi2k", 64, 18, (), tokens, logits, (), {}, {})
 def killed(server, *rest):

@@ -24,15 +24,15 @@ import pytest
 
 from aero_compile.errors import AeroError, InputError, PartyError
 from aero_compile.runtime import TLSConfig, private_inference
-from aero_compile.runtime.hosts import link
-from aero_compile.runtime.hosts.certificate_changes import revoke_certificates
-from aero_compile.runtime.hosts.certificates import make_certificates
-from aero_compile.runtime.hosts.link import free_addresses, not_connected, parse_address
-from aero_compile.runtime.hosts.network import Relay
-from aero_compile.runtime.hosts.network_spec import Network
+from aero_compile.runtime.costs.network import Network
 from aero_compile.runtime.hosts.tls import TLSWay
-from aero_compile.runtime.hosts.tls_context import certifies
 from aero_compile.runtime.hosts.tunnel import CHUNK, HANDSHAKES
+from aero_compile.runtime.link import transport as link
+from aero_compile.runtime.link.certificate_changes import revoke_certificates
+from aero_compile.runtime.link.certificates import make_certificates
+from aero_compile.runtime.link.tls_context import certifies
+from aero_compile.runtime.link.transport import free_addresses, not_connected, parse_address
+from aero_compile.runtime.measuring.traffic import Relay
 from aero_compile.runtime.roles import CLIENT, SERVER
 from tests.support.certificates import arguments, certificate, made_config, needs_openssl
 from tests.support.runtime_tiny import IDS, exported, logits_of, tiny_model

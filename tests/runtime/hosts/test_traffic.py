@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aero_compile.runtime.hosts.relay import Log
-from aero_compile.runtime.hosts.traffic import Traffic
+from aero_compile.runtime.measuring.relay import Log
+from aero_compile.runtime.measuring.traffic import Traffic
 
 SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9), st.integers(1, 30)), max_size=9)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from aero_compile.errors import PartyError
-from aero_compile.runtime.costs.session import Session
+from aero_compile.runtime.costs.building_blocks import Session
 from aero_compile.runtime.costs.table import CostTable
 from aero_compile.runtime.kernels.cached_product import CachedProduct
 from aero_compile.runtime.kernels.cached_rows import CachedRows, RowNumbers

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aero_compile.errors import PartyError
-from aero_compile.runtime.costs.session import Session
+from aero_compile.runtime.costs.building_blocks import Session
 from aero_compile.runtime.costs.table import CostTable
 from aero_compile.runtime.kernels.client_product import ROWS_AT_ONCE, ClientProduct, sent_bytes
 from aero_compile.runtime.kernels.encrypted_weights import DEGREE, LARGEST_INNER, Held, encrypted_weights

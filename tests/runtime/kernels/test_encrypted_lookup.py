@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from aero_compile.errors import PartyError
-from aero_compile.runtime.costs.session import Session
+from aero_compile.runtime.costs.building_blocks import Session
 from aero_compile.runtime.costs.table import CostTable
 from aero_compile.runtime.kernels.encrypted_lookup import EncryptedLookup, encrypted_table
 from aero_compile.runtime.roles import CLIENT, SERVER

@@ -13,8 +13,8 @@ from aero_compile.runtime.kernels.kernel import Result, call_kernel
 from aero_compile.runtime.kernels.negative import Negative
 from aero_compile.runtime.lowering.compile_spu import compile_steps
 from aero_compile.runtime.lowering.secret_program import LiveProgram, LiveStep
-from aero_compile.runtime.program import Program
-from aero_compile.runtime.program_parts import TOKENS
+from aero_compile.runtime.program.parts import TOKENS
+from aero_compile.runtime.program.program import Program
 from benchmarks.lib.two_threads import on_numbers, simulate
 from tests.support.budgets import few
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aero_compile.runtime.costs.session import Session
+from aero_compile.runtime.costs.building_blocks import Session
 from aero_compile.runtime.costs.table import CostTable
 from aero_compile.runtime.kernels.opened_rows import ScaledRows, SquaredRows
 from aero_compile.runtime.roles import CLIENT, SERVER

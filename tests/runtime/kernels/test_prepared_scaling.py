@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aero_compile.runtime.costs.session import Session
+from aero_compile.runtime.costs.building_blocks import Session
 from aero_compile.runtime.costs.table import CostTable
 from aero_compile.runtime.kernels.prepared_scaling import PreparedScaling
 from aero_compile.runtime.roles import CLIENT, SERVER

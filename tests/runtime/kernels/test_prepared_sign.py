@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aero_compile.runtime.costs.session import Session
+from aero_compile.runtime.costs.building_blocks import Session
 from aero_compile.runtime.costs.table import CostTable
 from aero_compile.runtime.kernels.prepared_sign import MOST_LIMITS, PreparedSign
 from aero_compile.runtime.kernels.registry import from_json, to_json

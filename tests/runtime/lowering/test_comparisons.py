@@ -19,7 +19,7 @@ from aero_compile.runtime.lowering.small_comparisons import COMPARED, LARGEST_RE
 from aero_compile.runtime.operators.format import Format
 from aero_compile.runtime.partition.model_graph import run_in_the_clear
 from aero_compile.runtime.partition.partition import partition
-from aero_compile.runtime.program import Program
+from aero_compile.runtime.program.program import Program
 from tests.support.budgets import by_default
 from tests.support.runtime_graphs import TokenRows
 from tests.support.tiny_models import all_logits, tokens, transformed

@@ -13,7 +13,7 @@ from aero_compile.runtime.kernels.kernel import call_kernel
 from aero_compile.runtime.kernels.local_kernels import ExponentialFactors
 from aero_compile.runtime.lowering.secret_program import LiveStep
 from aero_compile.runtime.lowering.split_at_kernels import cut
-from aero_compile.runtime.program_parts import KernelStep
+from aero_compile.runtime.program.parts import KernelStep
 
 jax = pytest.importorskip("jax")
 

@@ -23,7 +23,7 @@ from aero_compile.runtime.lowering.secret_program import LiveStep
 from aero_compile.runtime.operators.format import Format, SmallRows
 from aero_compile.runtime.partition.model_graph import run_in_the_clear
 from aero_compile.runtime.partition.partition import partition
-from aero_compile.runtime.program import one_hot
+from aero_compile.runtime.program.program import one_hot
 from aero_compile.runtime.roles import SERVER
 from benchmarks.lib import zoo
 from benchmarks.lib.two_threads import simulate

@@ -10,7 +10,7 @@ from aero_compile.runtime.lowering.compile_spu import compile_steps
 from aero_compile.runtime.lowering.lower import lower
 from aero_compile.runtime.operators.activations import approximations
 from aero_compile.runtime.partition.partition import partition
-from aero_compile.runtime.vetting import check_program
+from aero_compile.runtime.program.vetting import check_program
 from tests.support import operator_cases as cases
 from tests.support.budgets import by_default
 from tests.support.runtime_graphs import TokenRows, aten, expected, in_spu

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from aero_compile.errors import LoweringError
 from aero_compile.runtime.arithmetic import row_scaling
-from aero_compile.runtime.costs.model import estimate_program
+from aero_compile.runtime.cost_estimate import estimate_program
 from aero_compile.runtime.lowering.compile_spu import compile_steps
 from aero_compile.runtime.lowering.lower import lower, supported_ops
 from aero_compile.runtime.operators.activations import approximations

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import aero_compile
 from aero_compile.errors import LoweringError
 from aero_compile.runtime.arithmetic.ring import in_words
-from aero_compile.runtime.compilation import Options, compile_for, doublings_of
+from aero_compile.runtime.compile import Options, compile_for, doublings_of
 from aero_compile.runtime.lowering import guard_plan
 from aero_compile.runtime.lowering.lower import lower
 from aero_compile.runtime.operators import products
@@ -35,7 +35,7 @@ from aero_compile.runtime.partition.norm_scaling import (
     random_tokens,
 )
 from aero_compile.runtime.partition.partition import partition
-from aero_compile.runtime.program import one_hot
+from aero_compile.runtime.program.program import one_hot
 from aero_compile.runtime.tolerances import Tolerances
 from benchmarks.lib.two_threads import simulate
 from tests.support.budgets import by_default

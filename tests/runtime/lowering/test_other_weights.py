@@ -24,7 +24,7 @@ from aero_compile.runtime.lowering.softmax.defer_softmax_norm import defer_norma
 from aero_compile.runtime.operators.format import Format
 from aero_compile.runtime.partition.model_graph import run_in_the_clear
 from aero_compile.runtime.partition.partition import op_name, partition, partition_step
-from aero_compile.runtime.program import one_hot
+from aero_compile.runtime.program.program import one_hot
 from tests.support import tiny_models
 from tests.support.budgets import by_default
 from tests.support.tiny_models import tokens, transformed

@@ -20,7 +20,7 @@ from aero_compile.optimize import optimize_for_inference
 from aero_compile.runtime.lowering.lower import lower
 from aero_compile.runtime.lowering.softmax.defer_softmax_norm import defer_normalization
 from aero_compile.runtime.partition.partition import partition, partition_step
-from aero_compile.runtime.program import one_hot
+from aero_compile.runtime.program.program import one_hot
 from benchmarks.lib.decoder_config import Config
 from tests.support import tiny_models
 from tests.support.budgets import by_default

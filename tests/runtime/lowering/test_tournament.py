@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aero_compile.runtime.hosts.network_spec import UNLIMITED, Network, parse_network
+from aero_compile.runtime.costs.network import UNLIMITED, Network, parse_network
 from aero_compile.runtime.lowering.softmax import row_max as tournament
 from aero_compile.runtime.lowering.softmax.row_max import row_maximum, widths
 from tests.support.budgets import few, in_both

@@ -17,7 +17,7 @@ from aero_compile.runtime.kernels.share_words import Words
 from aero_compile.runtime.kernels.triples import PreparedProduct, TripleProduct
 from aero_compile.runtime.offline import batch as module
 from aero_compile.runtime.offline.batch import KEY_SENT, Batches, Matrix, matrix_of, rows_by_matrix, rows_of
-from aero_compile.runtime.program_parts import KernelStep
+from aero_compile.runtime.program.parts import KernelStep
 from aero_compile.runtime.roles import CLIENT, SERVER
 from tests.support.kernel_sides import Pair, side_of
 

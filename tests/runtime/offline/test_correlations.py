@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aero_compile.runtime.costs.session import Session
+from aero_compile.runtime.costs.building_blocks import Session
 from aero_compile.runtime.costs.table import CostTable
 from aero_compile.runtime.lowering.compile_spu import compile_steps
 from aero_compile.runtime.lowering.secret_program import LiveProgram, LiveStep
@@ -16,7 +16,7 @@ from aero_compile.runtime.offline.correlations import bill_correlations, make_co
 from aero_compile.runtime.online.correlations import AND, LIFT, SELECTION, TRUNCATION
 from aero_compile.runtime.online.masked_functions import parity
 from aero_compile.runtime.online.sign_layout import SignLayout, digit_monomials
-from aero_compile.runtime.program_parts import TOKENS
+from aero_compile.runtime.program.parts import TOKENS
 from aero_compile.runtime.roles import CLIENT, SERVER
 from benchmarks.lib.two_threads import both_parties
 from tests.support.sign_masks import monomial_bits

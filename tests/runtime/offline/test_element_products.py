@@ -18,7 +18,7 @@ from aero_compile.runtime.kernels.triples import BatchedElements
 from aero_compile.runtime.lowering.compile_spu import compile_steps
 from aero_compile.runtime.lowering.secret_program import LiveProgram, LiveStep
 from aero_compile.runtime.offline.prepare import prepare, words_of
-from aero_compile.runtime.program_parts import TOKENS, KernelStep
+from aero_compile.runtime.program.parts import TOKENS, KernelStep
 from aero_compile.runtime.roles import CLIENT, SERVER
 from benchmarks.lib.two_threads import both_parties
 from tests.support.budgets import in_both

@@ -15,7 +15,7 @@ from aero_compile.runtime.kernels.prepared_squares import PreparedSquares
 from aero_compile.runtime.kernels.triples import BatchedElements
 from aero_compile.runtime.offline import elements as module
 from aero_compile.runtime.offline.elements import MOST_RUNS, Joined, joined_elements, most_runs
-from aero_compile.runtime.program_parts import KernelStep, Step
+from aero_compile.runtime.program.parts import KernelStep, Step
 from aero_compile.runtime.roles import SERVER
 from tests.support.budgets import few
 

@@ -14,7 +14,7 @@ from aero_compile.runtime.lowering.compile_spu import compile_steps
 from aero_compile.runtime.lowering.secret_program import LiveProgram, LiveStep
 from aero_compile.runtime.offline.prepare import agree, agreed_name, encoded, prepare, prepared_steps, words_of
 from aero_compile.runtime.operators import prepared
-from aero_compile.runtime.program_parts import TOKENS
+from aero_compile.runtime.program.parts import TOKENS
 from aero_compile.runtime.roles import CLIENT, SERVER
 from aero_compile.runtime.spu_config import runtime_config
 from benchmarks.lib.two_threads import both_parties

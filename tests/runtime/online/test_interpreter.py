@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aero_compile.runtime.costs.session import Session
+from aero_compile.runtime.costs.building_blocks import Session
 from aero_compile.runtime.costs.table import CostTable
 from aero_compile.runtime.online.bill import bill_on_shares
 from aero_compile.runtime.online.plan import plan_of

@@ -14,8 +14,8 @@ from aero_compile.runtime.kernels.client_product import ClientProduct
 from aero_compile.runtime.kernels.encrypted_weights import LARGEST_INNER
 from aero_compile.runtime.operators import client_products
 from aero_compile.runtime.operators.client_products import is_cheaper
-from aero_compile.runtime.program import Program, one_hot
-from aero_compile.runtime.program_parts import TOKENS, KernelStep
+from aero_compile.runtime.program.parts import TOKENS, KernelStep
+from aero_compile.runtime.program.program import Program, one_hot
 from benchmarks.lib.two_threads import simulate
 from tests.support.runtime_graphs import TokenRows, aten
 from tests.support.runtime_tiny import IDS, logits_of, tiny_model

@@ -16,8 +16,8 @@ from aero_compile.runtime.kernels.triples import BatchedElements, TripleElements
 from aero_compile.runtime.lowering.compile_spu import compile_steps
 from aero_compile.runtime.lowering.lower import lower
 from aero_compile.runtime.partition.partition import partition
-from aero_compile.runtime.program import Program
-from aero_compile.runtime.program_parts import KernelStep, Step
+from aero_compile.runtime.program.parts import KernelStep, Step
+from aero_compile.runtime.program.program import Program
 from tests.support import operator_cases as cases
 from tests.support.budgets import by_default
 from tests.support.runtime_graphs import TokenRows, aten, expected, in_spu

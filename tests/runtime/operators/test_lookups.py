@@ -15,8 +15,8 @@ from aero_compile.runtime.kernels.encrypted_lookup import EncryptedLookup
 from aero_compile.runtime.kernels.ring_algebra import LARGEST_DEGREE
 from aero_compile.runtime.operators.format import Format
 from aero_compile.runtime.operators.lookups import is_cheaper
-from aero_compile.runtime.program import one_hot
-from aero_compile.runtime.program_parts import TOKENS
+from aero_compile.runtime.program.parts import TOKENS
+from aero_compile.runtime.program.program import one_hot
 from aero_compile.runtime.tolerances import Tolerances
 from benchmarks.lib.two_threads import simulate
 from tests.support.runtime_graphs import TokenRows, aten

@@ -12,8 +12,8 @@ from aero_compile.errors import InputError
 from aero_compile.runtime import compile_model
 from aero_compile.runtime.kernels.prepared_scaling import PreparedScaling
 from aero_compile.runtime.kernels.triples import PreparedProduct, TripleProduct
-from aero_compile.runtime.program import one_hot
-from aero_compile.runtime.program_parts import TOKENS, KernelStep
+from aero_compile.runtime.program.parts import TOKENS, KernelStep
+from aero_compile.runtime.program.program import one_hot
 from benchmarks.lib.two_threads import simulate
 from tests.support.runtime_graphs import TokenRows, aten
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from aero_compile.errors import InputError, PartyError
-from aero_compile.runtime.hosts.link import free_addresses
+from aero_compile.runtime.link.transport import free_addresses
 from aero_compile.serving.client import connect
-from aero_compile.serving.limits import Limits
+from aero_compile.serving.options import Limits
 from aero_compile.serving.process import memory
 from aero_compile.serving.process.memory import LEAST_BYTES, anonymous_bytes, default_memory, watch_memory
 from tests.support.processes import children

@@ -8,9 +8,9 @@ import pytest
 
 from aero_compile.errors import InputError, PartyError
 from aero_compile.runtime import Program
-from aero_compile.runtime.program_parts import TensorSpec
-from aero_compile.serving.transport.agreement import check_same, check_versions, facts_of, model_digest, versions
-from aero_compile.serving.transport.messages import WIRE
+from aero_compile.runtime.program.parts import TensorSpec
+from aero_compile.serving.agreement import check_same, check_versions, facts_of, model_digest, versions
+from aero_compile.serving.messages import WIRE
 from tests.support.runtime_tiny import tiny_compiled
 
 pytest.importorskip("spu")

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from aero_compile.errors import PartyError
-from aero_compile.serving.transport.links import Links
-from aero_compile.serving.transport.wire import Channel
+from aero_compile.runtime.link.channel import Channel
+from aero_compile.runtime.link.links import Links
 
 
 async def _lead(folder: Path, owner: int | None) -> bytes:

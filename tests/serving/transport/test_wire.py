@@ -13,7 +13,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from aero_compile.serving.transport.messages import (
+from aero_compile.runtime.link.channel import CHUNK, LARGEST_FIRST, LENGTH, Channel, Garbled, Lost, send_content
+from aero_compile.serving.messages import (
     FIRST,
     FROM_CLIENT,
     FROM_SERVER,
@@ -24,7 +25,6 @@ from aero_compile.serving.transport.messages import (
     Run,
     Started,
 )
-from aero_compile.serving.transport.wire import CHUNK, LARGEST_FIRST, LENGTH, Channel, Garbled, Lost, send_content
 
 DIGEST = "ab" * 32
 

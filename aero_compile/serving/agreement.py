@@ -1,0 +1,142 @@
+"""What server and client must agree on, taken from the programs themselves, and how a difference is named."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from aero_compile.errors import InputError, PartyError
+from aero_compile.runtime.program.bundle import Programs
+from aero_compile.runtime.program.program import Program
+from aero_compile.serving.messages import WIRE, Facts, Generation, Table
+from aero_compile.version import __version__
+
+_NAMES = {
+    "protocol": "protocol",
+    "ring_bits": "ring size in bits",
+    "fraction_bits": "fraction bits",
+    "batch": "batch size",
+    "length": "length",
+    "vocabulary": "vocabulary size",
+    "positions": "rows of logits",
+    "architecture": "architecture",
+    "inputs": "names and shapes of the weights",
+    "published": "weights that clients are given",
+    "guarded": "private range checks",
+    "bounds": "approximations or calibrated bounds",
+    "versions": "version that it was compiled for",
+    "size": "size",
+    "published_size": "size of the weights that clients are given",
+    "digest": "program",
+    "table": "encrypted table",
+}
+"""Of the fields of `Facts`, what a user calls them; a difference is named by the first that differs."""
+
+
+def versions() -> dict[str, str]:
+    """What must be the same at both ends: this package, whose code both parties run, and SPU."""
+    return {"aero_compile": __version__, "spu": _spu_version()}
+
+
+@functools.cache
+def _spu_version() -> str:
+    try:
+        return version("spu")
+    except PackageNotFoundError:
+        return "none"
+
+
+def check_versions(theirs_wire: int, theirs: dict[str, str], who: str) -> None:
+    """Refuse an end of another version.
+
+    Raises:
+        PartyError: what differs.
+    """
+    if theirs_wire != WIRE:
+        raise PartyError(f"{who} speaks version {theirs_wire} of the control connection, and this end {WIRE}")
+    for name, mine in versions().items():
+        if theirs.get(name) != mine:
+            raise PartyError(f"{who} has {name} {theirs.get(name)}, and this end {mine}; both need the same version")
+
+
+def facts_of(program: Program, published_size: int = 0, table: Table | None = None) -> Facts:
+    """The facts of a program; `published_size`: bytes of the arrays that clients are given; `table`: for its lookups.
+
+    Raises:
+        InputError: it is no program of token ids, or beyond what is served.
+    """
+    try:
+        return _facts(program, published_size, table)
+    except ValueError as error:  # pydantic's, too
+        raise InputError(f"a program cannot be served: {str(error)[:500]}") from error
+
+
+def _facts(program: Program, published_size: int, table: Table | None) -> Facts:
+    batch, length, vocabulary = program.tokens.shape
+    content = program.to_bytes()
+    return Facts(
+        digest=hashlib.sha256(content).hexdigest(),
+        size=len(content),
+        batch=batch,
+        length=length,
+        vocabulary=vocabulary,
+        positions=program.logits.shape[1],
+        protocol=program.protocol,
+        ring_bits=program.field,
+        fraction_bits=program.fraction_bits,
+        guarded=program.guard is not None,
+        architecture=dict(Counter(step.label[:100] for step in program.steps if not step.continues)),
+        inputs=_digest([[spec.name, spec.shape, spec.dtype] for spec in program.weights]),
+        bounds=_digest(program.codes),
+        published=program.published_digest,
+        published_size=published_size,
+        versions=program.versions,
+        table=table,
+    )
+
+
+def generation_of(programs: Programs, published_size: int, table: Table | None = None) -> Generation:
+    """The facts of the programs of a generation; `published_size`: bytes of the arrays that both parties hold."""
+    return Generation(
+        digest=programs.digest,
+        room=programs.room,
+        vocabulary=programs.vocabulary,
+        programs={name: facts_of(program) for name, program in programs.all.items()},
+        published_size=published_size,
+        table=table,
+    )
+
+
+def model_digest(programs: Sequence[Facts], generation: Generation | None = None) -> str:
+    """SHA-256 of what a server offers, in any order: what a client may insist on.
+
+    It stands for the programs, so for the architecture, shapes, settings and bounds, and for the weights that clients
+    are given. The weights that stay at the server are in none of them, nor are their encrypted tables.
+    """
+    return _digest(sorted([facts.digest for facts in programs] + ([generation.digest] if generation else [])))
+
+
+def check_same(agreed: Facts, found: Facts, what: str) -> None:
+    """Compare the facts of a program with those that were agreed on.
+
+    Raises:
+        PartyError: the first thing that differs, by name.
+    """
+    for field, name in _NAMES.items():
+        one, other = getattr(agreed, field), getattr(found, field)
+        if one != other:
+            raise PartyError(f"{what} has another {name} than agreed: {_shown(other)}, not {_shown(one)}")
+
+
+def _shown(value: Any) -> str:
+    text = " ".join(f"{key} {count}" for key, count in value.items()) if isinstance(value, dict) else str(value)
+    return text if len(text) < 200 else f"{text[:200]}…"
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

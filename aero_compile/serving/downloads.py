@@ -1,0 +1,433 @@
+"""What clients keep of programs between sessions, by digest, in a private folder that does not grow without end.
+
+What a client takes over from a server: programs, read before they are run, and the weights that it is given.
+
+The encrypted table of a server at a client: downloaded once, in pieces, and checked whenever it is used.
+
+With a cache a download that broke off is continued by the next session, and the table is there for all later ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import stat
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from aero_compile.console import human_bytes
+from aero_compile.errors import InputError, PartyError
+from aero_compile.files import make_private_folder, read_regular, write_private
+from aero_compile.runtime.costs.allowance import Allowance, allowance_of, generation_allowances
+from aero_compile.runtime.program.bundle import FORMAT, INDEX, Programs, are_published, published_specs
+from aero_compile.runtime.program.client_prefix import digest_of
+from aero_compile.runtime.program.lookup_sizes import LooksUp, encrypted_parts, table_size
+from aero_compile.runtime.program.lookup_tables import file_digest
+from aero_compile.runtime.program.parts import TensorSpec
+from aero_compile.runtime.program.program import Program
+from aero_compile.runtime.roles import CLIENT
+from aero_compile.serving.agreement import check_same, check_versions, facts_of, generation_of, model_digest
+from aero_compile.serving.link_budget import Allowances
+from aero_compile.serving.messages import LARGEST_TABLE, PIECE_BYTES, Facts, Generation, Offer, Table
+from aero_compile.serving.offer import unpack
+from aero_compile.serving.process.orders import Held, Load
+
+MOST_BYTES = 4 << 30
+"""Bytes that all files may have together; the one that was used longest ago goes first."""
+
+_NAME = re.compile(r"\.?[0-9a-f]{64}\.(program|published|table)((\.\w+)?\.part)?")
+"""Files of ours, those that were being written when their writer was killed among them; others are left alone."""
+
+logger = logging.getLogger("aero_compile.serving.downloads")
+
+
+def part_name(name: str) -> str:
+    """Name of the file in which a download is continued."""
+    return f".{name}.part"
+
+
+class Cache:
+    """Files named `DIGEST.program`, `DIGEST.published` and `DIGEST.table` in a folder, which is made with mode 0700.
+
+    Nothing is believed of what lies there: whoever reads it checks it as if it came from the server.
+
+    Raises:
+        InputError: there is no such folder, and none can be made.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], most: int = MOST_BYTES) -> None:
+        self._folder, self._most = Path(folder), most
+        try:
+            make_private_folder(self._folder)
+        except OSError as error:
+            raise InputError(f"nothing can be kept in {folder}: {error.strerror}") from error
+        if not self._folder.is_dir():
+            raise InputError(f"nothing can be kept in {folder}: it is no folder")
+
+    def find(self, name: str, size: int) -> bytes | None:
+        """The content of a file of so many bytes, which counts as used now; None if there is none."""
+        path = self._folder / name
+        try:
+            found = read_regular(path, size) if size else b""
+            os.utime(path, follow_symlinks=False)
+        except OSError:
+            return None
+        return found if len(found) == size else None
+
+    def keep(self, name: str, content: bytes) -> None:
+        """Write a file, and remove others where all are too large together; what cannot be kept is fetched again."""
+        if len(content) > self._most:
+            return
+        try:
+            self._make_room(len(content), name)
+            write_private(self._folder / name, lambda file: file.write(content))
+        except OSError as error:
+            logger.warning("nothing is kept in %s: %s", self._folder, error.strerror)
+
+    def place(self, name: str, size: int) -> Path | None:
+        """Return the path of a file of so many bytes, after others were removed for it; None if it is not kept."""
+        if size > self._most:
+            return None
+        try:
+            self._make_room(size, name)
+        except OSError as error:
+            logger.warning("nothing is kept in %s: %s", self._folder, error.strerror)
+            return None
+        return self._folder / name
+
+    def _make_room(self, count: int, name: str) -> None:
+        """Remove what was used longest ago, until there is room for `count` bytes under `name`."""
+        with os.scandir(self._folder) as entries:
+            own = {name, part_name(name)}
+            named = [entry for entry in entries if _NAME.fullmatch(entry.name) and entry.name not in own]
+            known = [(each.stat(follow_symlinks=False), each.path) for each in named]
+        total = count + sum(status.st_size for status, _ in known)
+        for status, path in sorted(known, key=lambda each: each[0].st_mtime_ns):
+            if total <= self._most:
+                return
+            Path(path).unlink(missing_ok=True)
+            total -= status.st_size
+
+
+FetchPiece = Callable[[str, int, int], Awaitable[bytes]]
+"""Gets a piece of a table: the table's digest, the number of the piece, its bytes."""
+
+Told = Callable[[int, int], None]
+"""Told how many bytes of how many are here."""
+
+
+def check_table(table: Table | None, program: LooksUp, what: str) -> None:
+    """Compare an offered table with what a program looks up, before anything of it is fetched.
+
+    Raises:
+        PartyError: there is none, or one too many, or it has another size.
+    """
+    size, wanted = 0 if table is None else table.size, table_size(program)
+    if size != wanted:
+        parts = encrypted_parts(program)
+        takes = (
+            f"takes {parts} of {wanted:,} bytes"
+            if program.client_weights
+            else (f"looks tokens up in an encrypted table of {wanted:,} bytes")
+        )
+        raise PartyError(f"{what} {takes}, and {size:,} are offered")
+
+
+async def take_table(table: Table, folder: Path, fetch: FetchPiece, cache: Cache | None, told: Told) -> Path:
+    """Return the file of a table whose digest is right: one that is kept, or what the server sends.
+
+    Args:
+        table: what is offered, of a size that was checked.
+        folder: private, for a table that is not kept.
+        fetch: gets the pieces.
+        cache: keeps it, and the pieces that are here where this breaks off.
+        told: receives each piece; nothing where the table is here already.
+
+    Raises:
+        PartyError: the server sends another table, or there is no room for it.
+    """
+    name = f"{table.digest}.table"
+    kept = None if cache is None else await asyncio.to_thread(cache.place, name, table.size)
+    if kept is not None and await asyncio.to_thread(_is_right, kept, table):
+        return kept
+    try:
+        with _opened(kept, folder / name) as (file, place):
+            begun = await asyncio.to_thread(_begun, file, table)
+            found = await _downloaded(file, begun, table, fetch, told)
+            if not found and begun:  # what was kept of it is damaged
+                found = await _downloaded(file, 0, table, fetch, told)
+            if not found:
+                Path(file.name).unlink(missing_ok=True)
+                raise PartyError("the server's encrypted table is another one than it offers; connect again, or do not")
+            os.replace(file.name, place)
+            return place
+    except OSError as error:
+        raise PartyError(f"cannot keep the server's encrypted table: {error.strerror or error}") from error
+
+
+def _is_right(path: Path, table: Table) -> bool:
+    """True if a regular file has the table's size and digest; it counts as used now."""
+    try:
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size != table.size or file_digest(path) != table.digest:
+            return False
+        os.utime(path, follow_symlinks=False)
+    except OSError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _opened(kept: Path | None, otherwise: Path) -> Iterator[tuple[BinaryIO, Path]]:
+    """Open the file to download into, which no one else writes, and say where it goes in the end."""
+    for place in (kept, otherwise):
+        if place is None:
+            continue
+        path = place.with_name(part_name(place.name))
+        with open(path, "r+b", buffering=0, opener=_private) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:  # another session downloads it
+                continue
+            if not _is_named(file, path):  # another session has just ended doing so, and moved it
+                continue
+            os.fchmod(file.fileno(), 0o600)
+            yield file, place
+            return
+
+
+def _private(path: str, _: int) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+
+
+def _is_named(file: BinaryIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.lstat())
+    except OSError:
+        return False
+
+
+def _begun(file: BinaryIO, table: Table) -> int:
+    """Bytes of whole pieces that an earlier session has left; what is behind them is cut off."""
+    pieces = min(file.seek(0, os.SEEK_END) // PIECE_BYTES, table.size // PIECE_BYTES)
+    file.truncate(pieces * PIECE_BYTES)
+    free, missing = shutil.disk_usage(Path(file.name).parent).free, table.size - pieces * PIECE_BYTES
+    if free < missing:
+        raise PartyError(
+            f"the server's encrypted table needs {human_bytes(missing)} in {Path(file.name).parent}, where "
+            f"{human_bytes(free)} are free; make room, or name another folder (cache=)"
+        )
+    return pieces * PIECE_BYTES
+
+
+async def _downloaded(file: BinaryIO, begun: int, table: Table, fetch: FetchPiece, told: Told) -> bool:
+    """Fetch all pieces from a place on; whether the whole is what its digest says."""
+    told(begun, table.size)
+    for number in range(begun // PIECE_BYTES, table.pieces):
+        content = await fetch(table.digest, number, table.piece_size(number))
+        await asyncio.to_thread(os.pwrite, file.fileno(), content, number * PIECE_BYTES)
+        told(min(table.size, (number + 1) * PIECE_BYTES), table.size)
+    return await asyncio.to_thread(file_digest, Path(file.name)) == table.digest
+
+
+LARGEST_GIVEN = 1 << 32
+"""Bytes of weights that a client takes."""
+
+Part = Literal["program", "published", "table"]
+
+
+class Fetch(Protocol):
+    """Gets a part of a program, by its digest, of so many bytes; or a piece of a table, by that one's digest."""
+
+    def __call__(self, digest: str, part: Part, size: int, piece: int = 0) -> Awaitable[bytes]:
+        """Return what gives its content."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The order that loads the client's party, what that may receive, and the programs of a generation, if any.
+
+    `table_bytes`: what was downloaded of encrypted tables.
+    """
+
+    order: Load
+    generation: Programs | None
+    allowances: Allowances
+    table_bytes: int = 0
+
+
+def check_offer(offer: Offer, protocol: str, wanted: str | None) -> None:
+    """Compare what a server offers with what the client accepts: its protocol, and the model's digest or any.
+
+    Raises:
+        PartyError: what differs.
+    """
+    check_versions(offer.wire, offer.versions, "the server")
+    steps = [] if offer.generation is None else [*offer.generation.programs.values()]
+    if not offer.programs and not steps:
+        raise PartyError("the server offers nothing")
+    for facts in (*offer.programs, *steps):
+        if facts.protocol != protocol:
+            raise PartyError(_other_protocol(facts.protocol, protocol))
+    given = [facts.published_size for facts in offer.programs]
+    given += [] if offer.generation is None else [offer.generation.published_size]
+    if max(given) > LARGEST_GIVEN:
+        raise PartyError(f"the server gives {max(given):,} bytes of weights; at most {LARGEST_GIVEN:,} are taken")
+    tables = {facts.table.digest: facts.table.size for facts in offer.programs if facts.table is not None}
+    if offer.generation is not None and offer.generation.table is not None:
+        tables[offer.generation.table.digest] = offer.generation.table.size
+    if (size := sum(tables.values())) > LARGEST_TABLE:
+        raise PartyError(f"the server gives {size:,} bytes of tables; at most {LARGEST_TABLE:,} are taken")
+    found = model_digest(offer.programs, offer.generation)
+    if wanted not in (None, found) or offer.digest != found:
+        raise PartyError(f"the server offers the model {found}, not {wanted or offer.digest}")
+
+
+def _other_protocol(theirs: str, own: str) -> str:
+    """What to do about a server that computes in another protocol than this client accepts."""
+    if own == "cheetah":
+        return (
+            f"the server computes in {theirs}, and this client accepts {own} alone: in {theirs} the server could open "
+            f"the client's shares. To accept it all the same: protocol={theirs!r} here"
+        )
+    return (
+        f"the server computes in {theirs}, and this client accepts {own} alone, in which the server could open the "
+        f"client's shares: leave protocol={own!r} out here"
+    )
+
+
+async def take_offer(
+    offer: Offer, folder: Path, fetch: Fetch, cache: Cache | None = None, told: Told = lambda here, all_of_it: None
+) -> Taken:
+    """Take all programs into `folder`; each is read, and refused unless it keeps the tokens secret.
+
+    What `cache` has of them is not fetched, and is read and refused in the same way. `told`: of encrypted tables, how
+    many bytes of how many are here, piece by piece.
+
+    Raises:
+        InputError: a program is not one to run.
+        PartyError: it is not the one that was offered, or cannot be kept.
+    """
+    taker = _Taker(folder, fetch, cache, told)
+    held = tuple([await taker.whole(facts) for facts in offer.programs])
+    if offer.generation is None:
+        return Taken(Load(programs=held), None, Allowances(taker.allowances, {}), taker.table_bytes)
+    programs, steps = await taker.generation(offer.generation)
+    allowed = await asyncio.to_thread(generation_allowances, programs, CLIENT, offer.most_rows > 0)
+    allowances = Allowances(taker.allowances, allowed)
+    return Taken(Load(programs=held, generation=steps), programs, allowances, taker.table_bytes)
+
+
+class _Taker:
+    def __init__(self, folder: Path, fetch: Fetch, cache: Cache | None, told: Told) -> None:
+        self._folder, self._fetch, self._cache, self._told = folder, fetch, cache, told
+        self._tables: dict[str, str] = {}
+        self.allowances: dict[str, Allowance] = {}
+        self.table_bytes = 0
+
+    async def whole(self, facts: Facts) -> Held:
+        path = self._folder / f"{facts.digest}.json"
+        await self._content(facts, path)
+        program = await asyncio.to_thread(Program.load, path)
+        check_same(facts, facts_of(program, facts.published_size, facts.table), "the server's program")
+        table = await self._table(facts.table, program, "the server's program")
+        self.allowances[facts.digest] = await asyncio.to_thread(allowance_of, program, CLIENT)
+        if not facts.published_size:
+            return Held(program=str(path), table=table)
+        arrays = path.with_suffix(".npz")
+
+        def are_right(given: Mapping[str, npt.NDArray[Any]]) -> bool:
+            return digest_of(given) == program.published_digest
+
+        await self._arrays(facts.digest, facts.published_size, program.published, are_right, arrays)
+        return Held(program=str(path), published=str(arrays), table=table)
+
+    async def generation(self, offered: Generation) -> tuple[Programs, Held]:
+        folder = self._folder / "generation"
+        folder.mkdir(mode=0o700)
+        for facts in offered.programs.values():
+            await self._content(facts, folder / f"{facts.digest}.json")
+        digests = {name: facts.digest for name, facts in offered.programs.items()}
+        index = json.dumps({"format": FORMAT, "programs": digests}).encode()
+        await asyncio.to_thread(_keep, folder / INDEX, lambda file: file.write(index))
+        programs = await asyncio.to_thread(Programs.load, folder)
+        found = generation_of(programs, offered.published_size, offered.table)
+        for name, facts in offered.programs.items():
+            check_same(facts, found.programs[name], f"the server's program {name}")
+        if found != offered:
+            raise PartyError("the server's generation is another one than it offers")
+        table = await self._table(offered.table, programs, "the server's generation")
+        arrays = folder / "public.npz"
+        are_right = partial(are_published, programs)
+        await self._arrays(offered.digest, offered.published_size, published_specs(programs), are_right, arrays)
+        return programs, Held(program=str(folder), published=str(arrays), table=table)
+
+    async def _table(self, table: Table | None, program: LooksUp, what: str) -> str | None:
+        """The file of the encrypted table that a program looks tokens up in, if it does."""
+        check_table(table, program, what)
+        if table is None:
+            return None
+        if table.digest not in self._tables:
+
+            async def fetch(digest: str, piece: int, size: int) -> bytes:
+                content = await self._fetch(digest, "table", size, piece)
+                self.table_bytes += len(content)
+                return content
+
+            path = await take_table(table, self._folder, fetch, self._cache, self._told)
+            self._tables[table.digest] = str(path.resolve())
+        return self._tables[table.digest]
+
+    async def _content(self, facts: Facts, path: Path) -> None:
+        content = await self._part(
+            facts.digest, "program", facts.size, lambda found: hashlib.sha256(found).hexdigest() == facts.digest
+        )
+        await asyncio.to_thread(_keep, path, lambda file: file.write(content))
+
+    async def _arrays(
+        self,
+        digest: str,
+        size: int,
+        specs: Sequence[TensorSpec],
+        are_right: Callable[[Mapping[str, npt.NDArray[Any]]], bool],
+        path: Path,
+    ) -> None:
+        given: dict[str, npt.NDArray[Any]] = {}
+        if size:
+            given = unpack(
+                specs, await self._part(digest, "published", size, lambda found: are_right(unpack(specs, found)))
+            )
+        await asyncio.to_thread(_keep, path, lambda file: np.savez(file, **given))
+
+    async def _part(self, digest: str, part: Part, size: int, is_right: Callable[[bytes], bool]) -> bytes:
+        """A part as it is kept here, or else as the server sends it, which is kept if it is what the digest says."""
+        if self._cache is None:
+            return await self._fetch(digest, part, size)
+        name = f"{digest}.{part}"
+        kept = await asyncio.to_thread(self._cache.find, name, size)
+        if kept is not None and await asyncio.to_thread(is_right, kept):
+            return kept
+        content = await self._fetch(digest, part, size)
+        if await asyncio.to_thread(is_right, content):
+            await asyncio.to_thread(self._cache.keep, name, content)
+        return content
+
+
+def _keep(path: Path, write: Callable[[Any], object]) -> None:
+    try:
+        write_private(path, write)
+    except OSError as error:
+        raise PartyError(f"cannot keep what the server sent in {path.parent}: {error.strerror}") from error

@@ -1,0 +1,126 @@
+"""What a client lets both parties prepare while it asks for nothing: before the first text, and between texts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from aero_compile.runtime.generation.bill import Cost
+from aero_compile.runtime.generation.texts import Run, prepared_for
+from aero_compile.runtime.program.bundle import Programs
+from aero_compile.serving.conversation import Conversation
+
+OnStep = Callable[[int, int], object]
+
+AGAIN_SECONDS = 1.0
+"""After which a server that had others to serve is asked again."""
+
+
+def runs_ahead(programs: Programs, held: int, tokens: int, prompt: int) -> list[str]:
+    """Programs to have prepared, and texts, in the order in which they are used, each as often as it is.
+
+    For a message of `prompt` tokens after `held` positions, and for `tokens` generated ones after it; then for a prompt
+    of as many that begins another text. Where nothing is held, or the room is full, for that one and its tokens.
+    """
+    if not 0 < held < programs.room:
+        return prepared_for(programs, _runs(programs, 0, tokens, prompt))
+    own = prepared_for(programs, _runs(programs, held, tokens, prompt), held)
+    return own + (prepared_for(programs, _runs(programs, 0, 1, prompt))[:-1] if prompt > 1 else [])
+
+
+def _runs(programs: Programs, position: int, tokens: int, prompt: int) -> list[Run]:
+    """The runs of a message from `position` on that leaves room for the tokens, and of these."""
+    runs, before = list[Run](), min(prompt - 1, programs.room - position - max(1, tokens))
+    for name, kept in programs.plan(max(0, before), position):
+        runs.append((name, position, kept))
+        position += kept
+    return runs + [(programs.at("step", at), at, 1) for at in range(position, min(position + tokens, programs.room))]
+
+
+class Ahead:
+    """Prepares what is missing while the conversation is left alone. `wanted`: names of all runs to have prepared.
+
+    `rows`: of each matrix to have prepared by the batch. `cost`: of all that was prepared.
+    """
+
+    def __init__(self, conversation: Conversation, wanted: Callable[[], Iterable[str]], rows: int = 0) -> None:
+        self._conversation, self._wanted, self._rows = conversation, wanted, rows
+        self._refused: set[str] = set()
+        self._task: asyncio.Task[None] | None = None
+        self._enough = asyncio.Event()
+        self._on_step: OnStep | None = None
+        self._total = 0
+        self.cost = Cost()
+
+    async def begin(self) -> None:
+        """Go on preparing, beside whatever the caller does that is no computation."""
+        if self._task is None and self._missing() is not None:
+            self._enough = asyncio.Event()
+            self._task = self._conversation.begin_task(self._work())
+
+    async def finish(self, on_step: OnStep | None = None) -> None:
+        """Wait until everything is prepared; raises what the preparations failed with.
+
+        `on_step`: is called with the batches and runs that are prepared since, and all of them.
+        """
+        self._total, self._on_step = self.left(), on_step
+        await self.begin()
+        if self._task is not None:
+            await asyncio.shield(self._task)
+        self._task = self._on_step = None
+
+    async def end(self) -> None:
+        """Prepare nothing more behind the run at hand; raises as `finish` does."""
+        self._enough.set()
+        if self._task is not None:
+            await asyncio.shield(self._task)
+        self._task = None
+
+    async def _work(self) -> None:
+        while not self._enough.is_set() and (name := self._missing()) is not None:
+            left = self._conversation.rows
+            before = left.left(name) if left.knows(name) else -1
+            cost = await self._conversation.prepare(name)
+            if cost is not None:
+                if before >= 0 and left.left(name) == before:
+                    self._refused.add(name)  # the server's weights are too large for a batch
+                self.cost += cost
+                if self._on_step is not None:
+                    self._on_step(self._total - self.left(), self._total)
+                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(AGAIN_SECONDS):
+                    await self._enough.wait()
+
+    def left(self) -> int:
+        """Count the batches and runs that are missing."""
+        return len(self._missing_batches()) + len(self._missing_runs())
+
+    def _missing(self) -> str | None:
+        """Return the first batch, or else run, that is not prepared, of those that may be.
+
+        As many runs of a program at once as are missing and it can have.
+        """
+        if batches := self._missing_batches():
+            return batches[0]
+        runs = self._missing_runs()
+        if not runs:
+            return None
+        joined, at_once = self._conversation.joined(runs[0])
+        return joined if at_once <= runs.count(runs[0]) else runs[0]
+
+    def _missing_batches(self) -> list[str]:
+        """The batches of which there is place for another one, of those that the server makes."""
+        rows, most = self._conversation.rows, min(self._rows, self._conversation.offer.most_rows)
+        return [name for name in rows.names() if name not in self._refused and rows.has_place(name, most)]
+
+    def _missing_runs(self) -> list[str]:
+        """The programs of which runs are missing, in the order in which they are used, each as often as it is."""
+        ahead, missing = Counter[str](), list[str]()
+        for name in self._wanted():
+            ahead[name] += 1
+            if self._conversation.prepared[name] < ahead[name] <= self._conversation.most_prepared(name):
+                missing.append(name)
+        return missing

@@ -1,0 +1,535 @@
+"""One client at the server: what it may ask for, in which order, and what becomes of its party when it is gone.
+
+A session's link at the server: the client opens all its connections, those too that the server's party asks for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import shutil
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from aero_compile.errors import AeroError, PartyError
+from aero_compile.runtime.generation.batches import RowsLeft
+from aero_compile.runtime.generation.party import CLOSE, read_order, write_order
+from aero_compile.runtime.link.channel import Channel, Garbled, Lost, send_content
+from aero_compile.runtime.link.endpoint import Caller
+from aero_compile.runtime.link.links import LINKS, Links
+from aero_compile.runtime.roles import SERVER
+from aero_compile.serving.agreement import check_versions, versions
+from aero_compile.serving.link_budget import LinkBudget
+from aero_compile.serving.messages import (
+    FROM_CLIENT,
+    WIRE,
+    Alive,
+    Close,
+    Dial,
+    Failed,
+    Fetch,
+    Finished,
+    Hello,
+    Later,
+    Offer,
+    Open,
+    Opened,
+    Prepare,
+    Refused,
+    Run,
+    Started,
+    Step,
+    Waiting,
+)
+from aero_compile.serving.monitoring import Metrics, note
+from aero_compile.serving.offer import Offered
+from aero_compile.serving.options import Limits
+from aero_compile.serving.process import orders
+from aero_compile.serving.process.memory import default_memory
+from aero_compile.serving.process.orders import Advance, Compute, Computed, Load
+from aero_compile.serving.process.users import User
+from aero_compile.serving.process.worker import Worker
+from aero_compile.serving.revocation import REVOKED
+from aero_compile.serving.scheduler import Busy, Turns
+from aero_compile.serving.token_budget import ClientTokens, OverBudget, TokenBudget
+
+T = TypeVar("T")
+
+
+class SessionLink:
+    """The connections of one session.
+
+    Args:
+        folder: of its party's process.
+        control: to its client.
+        metrics: that count what passes.
+        silence: seconds in which the client has to answer.
+        budget: of what the party may receive.
+        owner: number of the user that the party runs as; None: this process's.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        control: Channel,
+        metrics: Metrics,
+        silence: float,
+        budget: LinkBudget,
+        owner: int | None = None,
+    ) -> None:
+        self._control, self._metrics, self._silence, self.budget = control, metrics, silence, budget
+        self._links = Links(folder, self._call_back, self._counted, silence, owner)
+        self._dialled: dict[int, asyncio.Future[Channel]] = {}
+        self._dials = 0
+        self._led: set[Channel] = set()
+        self._moved = 0.0
+
+    async def listen(self) -> None:
+        """Let the party dial, once `admit` has said which process it is."""
+        await self._links.listen()
+
+    def admit(self, party: int) -> None:
+        """Take calls of the process with this number, and no other."""
+        self._links.admit(party)
+
+    async def lead(self, number: int | None, channel: Channel) -> None:
+        """Lead a connection of the client's to the party, until it ends; `number`: of what it answers."""
+        if number is None:
+            await self._links.lead_in(channel)
+            return
+        waits = self._dialled.pop(number, None)
+        if waits is None or waits.done():
+            return
+        self._led.add(channel)
+        waits.set_result(channel)
+        await channel.closed.wait()
+        self._led.discard(channel)
+
+    async def _call_back(self, inner: Channel) -> None:
+        """Lead a connection of the own party to the client, who is asked to open one for it."""
+        self._dials += 1
+        number, waits = self._dials, asyncio.get_running_loop().create_future()
+        if len(self._dialled) >= LINKS:
+            return
+        self._dialled[number] = waits
+        try:
+            await self._control.send(Dial(number=number))
+            async with asyncio.timeout(self._silence):
+                outer = await waits
+        finally:
+            self._dialled.pop(number, None)
+        await self._links.join(inner, outer)
+
+    async def while_moving(self, computation: Coroutine[None, None, T], stall: float) -> T:
+        """Wait for a computation, as long as bytes pass between the parties at least every `stall` seconds.
+
+        Raises:
+            PartyError: none did.
+        """
+        task, self._moved = asyncio.create_task(computation), time.monotonic()
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=min(1.0, stall / 4))
+                if time.monotonic() - self._moved > stall and not task.done():
+                    raise PartyError(f"nothing passed between the parties for {stall:g} s")
+            return task.result()
+        finally:
+            task.cancel()
+
+    def _counted(self, received: int, sent: int) -> None:
+        self._moved = time.monotonic()
+        self._metrics.carried(received, sent)
+        self.budget.take(received)
+
+    def close(self) -> None:
+        """End all connections."""
+        for waits in self._dialled.values():
+            if not waits.done():
+                waits.set_exception(PartyError("the session is over"))
+        self._links.close()
+        for channel in [*self._led]:
+            channel.abort()
+
+
+MEMORY_WAY_OUT = "its session ends; raise --max-session-memory, or offer fewer and shorter lengths"
+
+BEAT_SECONDS = 2.0
+"""Between two signs of life; a quarter of the silence that is borne, if that is less."""
+
+ASKED = 4
+"""Requests of one client that may lie unread."""
+
+
+@dataclass
+class Shared:
+    """State that all sessions of a server share. `user`: that their processes run as; None: the server's."""
+
+    offered: Offered
+    contents: dict[tuple[str, str], bytes]
+    protocol: str
+    set_up: bool
+    limits: Limits
+    folder: Path
+    turns: Turns
+    metrics: Metrics
+    budget: TokenBudget
+    user: User | None = None
+    sessions: dict[str, Session] = field(default_factory=dict)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of memory that the process of a session may hold."""
+        return self.limits.max_session_memory or default_memory(self.offered.allowances.memory)
+
+
+class _End(Exception):
+    """The session ends with a word to the client: the reason and the sentence."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def _no_program(name: str) -> _End:
+    return _End("program", f"this server has no program {name}")
+
+
+class Session:
+    """One client: its control connection, and its party once it has asked for one."""
+
+    def __init__(self, shared: Shared, channel: Channel, caller: Caller) -> None:
+        self._shared, self._channel, self._caller = shared, channel, caller
+        self._limits = shared.limits
+        self._ticket = secrets.token_hex(16)
+        self._asked: asyncio.Queue[Fetch | Open | Run | Step | Prepare] = asyncio.Queue(ASKED)
+        self._worker: Worker | None = None
+        self._link: SessionLink | None = None
+        self._folder: Path | None = None
+        self._tokens = ClientTokens(shared.budget, caller.name)
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._positions = 0
+        self._prepared: Counter[str] = Counter()
+        generation = shared.offered.generation
+        self._refused: set[str] = set()
+        self._rows = RowsLeft(None if generation is None else generation.programs)
+        self._number = secrets.token_hex(4)
+
+    # --- the client's connections ---------------------------------------------------------------------
+
+    async def run(self, hello: Hello) -> None:
+        """Answer until the client is gone, is sent away, or has what it wants."""
+        started, outcome, why = time.monotonic(), "closed", ""
+        note("greeted", session=self._number, client=self._caller.name, host=self._caller.host)
+        try:
+            outcome, why = await self._until_end(hello)
+        except asyncio.CancelledError as error:
+            outcome = "revoked" if error.args == (REVOKED,) else "stopped"
+            why = f"the client's certificate: {REVOKED}" if outcome == "revoked" else ""
+            reason, message = ("revoked", why) if why else ("stopping", "the server is shutting down")
+            await self._tell(Refused(reason=reason, message=message))
+            raise
+        finally:
+            seconds = round(time.monotonic() - started, 3)
+            await self._clean_up()
+            self._shared.metrics.ended(outcome)
+            note("left", session=self._number, client=self._caller.name, outcome=outcome, why=why, seconds=seconds)
+
+    async def _until_end(self, hello: Hello) -> tuple[str, str]:
+        """Answer; returns in one word how it ended, and why."""
+        try:
+            try:
+                check_versions(hello.wire, hello.versions, "the client")
+            except PartyError as error:
+                raise _End("version", str(error)) from error
+            await self._channel.send(self._offer())
+            await self._talk()
+        except Lost as error:
+            return "lost", str(error)
+        except _End as end:
+            await self._tell(Refused(reason=end.reason, message=str(end)[:2000]))
+            return end.reason, str(end)
+        except OverBudget as error:
+            await self._tell(Refused(reason="tokens", message=str(error)[:2000]))
+            return "tokens", str(error)
+        except Garbled as error:
+            await self._tell(Refused(reason="garbled", message=str(error)[:2000]))
+            return "garbled", str(error)
+        except AeroError as error:
+            await self._tell(Failed(error=type(error).__name__, message=str(error)[:2000]))
+            return "failed", str(error)
+        except OSError as error:
+            why = f"the server cannot start a session: {error.strerror or error}"
+            await self._tell(Failed(error="PartyError", message=why))
+            return "failed", why
+        return "closed", ""
+
+    async def _talk(self) -> None:
+        beat = min(BEAT_SECONDS, self._limits.silence_seconds / 4)
+        works = [asyncio.create_task(each) for each in (self._listen(), self._work(), self._channel.beat(beat))]
+        tasks: list[asyncio.Future[None]] = [self._broken, *works]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for task in sorted(done, key=tasks.index):  # a limit that was exceeded, then what the client says itself
+            task.result()
+
+    def _break(self, error: PartyError) -> None:
+        """End the session for a limit that its link or its process has exceeded."""
+        if not self._broken.done():
+            self._broken.set_exception(error)
+            self._broken.exception()  # asked for once, or asyncio complains where nobody waits any more
+
+    async def _listen(self) -> None:
+        """Take what the client says, while it is heard of."""
+        while True:
+            message = await self._channel.receive(FROM_CLIENT)
+            if isinstance(message, Close):
+                return
+            if isinstance(message, Failed):
+                raise PartyError(f"the client's party failed: {message.message}")
+            if isinstance(message, Alive):
+                continue
+            if self._asked.full():
+                raise Garbled(f"{ASKED} requests wait already")
+            self._asked.put_nowait(message)
+
+    async def _tell(self, message: Refused | Failed) -> None:
+        """Say a last word, if the client takes it."""
+        with contextlib.suppress(PartyError, TimeoutError):
+            async with asyncio.timeout(1.0):
+                await self._channel.send(message)
+
+    def _offer(self) -> Offer:
+        offered = self._shared.offered
+        return Offer(
+            wire=WIRE,
+            versions=versions(),
+            digest=offered.digest,
+            programs=tuple(each.facts for each in offered.forwards),
+            generation=None if offered.generation is None else offered.generation.facts,
+            tokens_left=self._tokens.left,
+            idle_seconds=self._limits.idle_seconds,
+            set_up=self._shared.set_up,
+            most_prepared=self._limits.max_prepared,
+            most_rows=self._limits.max_prepared_rows,
+        )
+
+    # --- what it asks for ------------------------------------------------------------------------------
+
+    async def _work(self) -> None:
+        """Do what the client asks for, one thing after the other."""
+        idle = left = self._limits.idle_seconds
+        while True:
+            waits = time.monotonic()
+            try:
+                async with asyncio.timeout(left):
+                    asked = await self._asked.get()
+            except TimeoutError as error:
+                raise _End("idle", f"nothing was asked for during {idle:g} s") from error
+            left = max(0.0, left - time.monotonic() + waits) if isinstance(asked, Prepare) else idle
+            if isinstance(asked, Fetch):
+                await self._send(asked)
+            elif isinstance(asked, Open):
+                await self._open()
+            elif isinstance(asked, Run):
+                await self._run(asked.program)
+            elif isinstance(asked, Prepare):
+                await self._prepare(asked.program)
+            else:
+                await self._step(asked)
+
+    async def _send(self, asked: Fetch) -> None:
+        if asked.part == "table":
+            table = self._shared.offered.tables.get(asked.program)
+            content = None if table is None else await asyncio.to_thread(table.piece, asked.piece) or None
+        else:
+            content = self._shared.contents.get((asked.program, asked.part))
+        if content is None:
+            raise _no_program(asked.program)
+        await send_content(self._channel, content)
+
+    async def _open(self) -> None:
+        shared, limits = self._shared, self._limits
+        if self._worker is not None:
+            raise Garbled("the session is open already")
+        if len(shared.sessions) >= limits.max_sessions:
+            raise _End("sessions", f"the server has {limits.max_sessions} sessions, and takes no more; try later")
+        self._tokens.check()
+        shared.sessions[self._ticket] = self
+        self._folder = shared.folder / self._number
+        self._folder.mkdir(mode=0o700)
+        user, seconds = shared.user, limits.computation_seconds
+        owner = None if user is None else user.uid
+        budget = LinkBudget("client", shared.offered.allowances, self._break)
+        self._link = SessionLink(self._folder, self._channel, shared.metrics, limits.silence_seconds, budget, owner)
+        await self._link.listen()
+        self._worker = await Worker.start(SERVER, self._folder, shared.protocol, seconds, user)
+        self._worker.watch(shared.memory, MEMORY_WAY_OUT, self._break)
+        self._link.admit(self._worker.process.pid)
+        forwards, generation = shared.offered.forwards, shared.offered.generation
+        order = Load(
+            programs=tuple(served.held for served in forwards),
+            generation=None if generation is None else generation.held,
+        )
+        await self._worker.load(order, limits.computation_seconds)
+        await self._channel.send(Opened(ticket=self._ticket))
+        seconds = await self._worker.meet(limits.connect_seconds)
+        await self._channel.send(Finished(seconds=seconds))
+        note("opened", session=self._number, client=self._caller.name, seconds=round(seconds, 3))
+        if shared.set_up:
+            async with self._turn():
+                budget.begin_set_up()
+                await self._channel.send(Started())
+                spent = await self._link.while_moving(
+                    self._worker.set_up(limits.computation_seconds), limits.stall_seconds
+                )
+                budget.end()
+                await self._channel.send(Finished(seconds=spent.seconds))
+
+    async def _run(self, digest: str) -> None:
+        """Compute a whole text."""
+        found = [served.facts for served in self._shared.offered.forwards if served.facts.digest == digest]
+        if not found:
+            raise _no_program(digest)
+        (facts,) = found
+        await self._compute(Compute(program=digest), facts.batch * facts.length, facts.batch * facts.positions)
+
+    async def _step(self, asked: Step) -> None:
+        """Compute positions of the text whose cached values both parties hold."""
+        generation = self._shared.offered.generation
+        if generation is None:
+            raise _no_program(asked.program)
+        said = write_order(asked.program, asked.position, asked.kept)
+        name, position, kept = read_order(said, generation.programs, self._positions)
+        if name == CLOSE:
+            raise _no_program(name)
+        count = generation.programs.all[name].tokens.shape[1]
+        order = Advance(program=name, position=position, kept=kept, tokens=None)
+        done = await self._compute(order, count, count)
+        self._rows.report(done.rows)
+        for used in (name, done.text):
+            self._prepared[used] -= self._prepared[used] > 0
+        self._positions = position + kept
+
+    async def _prepare(self, name: str) -> None:
+        """Prepare a run of a program of the generation, a text or a batch, unless there are others to serve."""
+        shared, limits = self._shared, self._limits
+        if self._worker is None or self._link is None:
+            raise Garbled("the session is not open")
+        self._check_prepared(name)
+        if not shared.turns.has_place:
+            await self._channel.send(Later())
+            return
+        async with self._turn():
+            self._link.budget.begin_step(name)
+            await self._channel.send(Started())
+            preparing = self._worker.compute(orders.Prepare(program=name), limits.computation_seconds)
+            done, _ = await self._link.while_moving(preparing, limits.stall_seconds)
+            self._link.budget.end(done)
+            await self._channel.send(Finished(seconds=done.seconds))
+        before = self._rows.left(name) if self._rows.knows(name) else None
+        self._rows.report(done.rows)
+        if before is None:
+            own, runs = self._runs_named(name)
+            self._prepared[own] += runs
+        elif self._rows.left(name) == before:
+            self._refused.add(name)
+        shared.metrics.prepared(done.bytes, done.seconds)
+        said: dict[str, Any] = {"program": name, "bytes": done.bytes, "seconds": round(done.seconds, 3)}
+        note("prepared", session=self._number, client=self._caller.name, **said)
+
+    def _check_prepared(self, name: str) -> None:
+        """End the session of a client that asks for more than it may have prepared."""
+        generation, limits = self._shared.offered.generation, self._limits
+        if name in self._refused:
+            raise _End("prepared", f"the weights of {name} are too large for a batch, and are not looked at again")
+        if self._rows.knows(name):
+            if not self._rows.has_place(name, limits.max_prepared_rows):
+                left, most = self._rows.left(name), limits.max_prepared_rows
+                raise _End("prepared", f"{left:,} rows of {name} are prepared, and at most {most:,} may be")
+            return
+        own, runs = self._runs_named(name)
+        most = 0 if generation is None else min(generation.programs.most_prepared(own), limits.max_prepared)
+        if self._prepared[own] + runs > most:
+            raise _End("prepared", f"{self._prepared[own]} runs of {own} are prepared, and at most {most} may be")
+
+    def _runs_named(self, name: str) -> tuple[str, int]:
+        """Return which program the name of what is prepared means, and how many of its runs."""
+        generation = self._shared.offered.generation
+        return (name, 1) if generation is None else generation.programs.runs_named(name)
+
+    async def _compute(self, order: Compute | Advance, tokens: int, spends: int) -> Computed:
+        """Let the own party do its part of a computation of so many tokens, when it is this client's turn.
+
+        The client has `spends` tokens less from now on; `_refund` gives them back if nothing was opened.
+        """
+        if self._worker is None or self._link is None:
+            raise Garbled("the session is not open")
+        shared = self._shared
+        self._worker.forget_opened()
+        self._tokens.reserve(spends)
+        async with self._turn():
+            budget = self._link.budget
+            (budget.begin_whole if isinstance(order, Compute) else budget.begin_step)(order.program)
+            await self._channel.send(Started())
+            started = time.monotonic()
+            computing = self._worker.compute(order, self._limits.computation_seconds)
+            done, _ = await self._link.while_moving(computing, self._limits.stall_seconds)
+            budget.end(done)
+            self._tokens.keep_spent()
+            seconds = time.monotonic() - started
+            await self._channel.send(Finished(seconds=seconds))
+        shared.metrics.computed(tokens, seconds)
+        note("computed", session=self._number, client=self._caller.name, length=tokens, seconds=round(seconds, 3))
+        return done
+
+    def _refund(self) -> None:
+        """Give back what was reserved for a computation that broke off, unless something may have been opened."""
+        said: dict[str, Any] = {"session": self._number, "client": self._caller.name}
+        try:
+            if self._worker is not None and not self._worker.may_have_opened and (tokens := self._tokens.refund()):
+                note("refunded", **said, tokens=tokens)
+        except PartyError as error:
+            note("not refunded", logging.WARNING, **said, why=str(error))
+
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Wait for this client's turn, telling it how many come first, and hold it."""
+        try:
+            turn = self._shared.turns.join(self._caller.name)
+        except Busy as error:
+            raise _End("busy", str(error)) from error
+        try:
+            while (before := await turn.moved()) is not None:
+                await self._channel.send(Waiting(before=before))
+            yield
+        finally:
+            self._shared.turns.leave(turn)
+
+    def owns(self, caller: Caller) -> bool:
+        """Whether a caller is the client of this session."""
+        return caller.name == self._caller.name
+
+    async def lead(self, number: int | None, channel: Channel) -> None:
+        """Lead a connection of the client's to this session's party, until it ends."""
+        if self._link is not None:
+            await self._link.lead(number, channel)
+
+    async def _clean_up(self) -> None:
+        self._shared.sessions.pop(self._ticket, None)
+        if self._link is not None:
+            self._link.close()
+        if self._worker is not None:
+            await self._worker.end()
+            self._refund()
+        if self._folder is not None:
+            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)

@@ -1,1 +1,0 @@
-"""What passes between server and client: connections, messages, what is agreed, and where SPU's bytes are led."""

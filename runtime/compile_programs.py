@@ -1,0 +1,308 @@
+"""How a model becomes the programs of a generation.
+
+Programs of a generation for two hosts: compiled without any text, and written for both parties.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import nn
+
+from aero_compile.decoding.step import decode_step
+from aero_compile.errors import InputError, LoweringError
+from aero_compile.files import make_private_folder, write_private
+from aero_compile.inference_model import InferenceModel, inference_copy
+from aero_compile.model import TransformedModel
+from aero_compile.optimize import optimize_for_inference
+from aero_compile.runtime.compile import AUTO, Observed, Options, lowering, observed, refuse_outside, typical
+from aero_compile.runtime.costs.network import Network, parse_network
+from aero_compile.runtime.costs.prices import second_worth
+from aero_compile.runtime.generation.texts import spare_rows
+from aero_compile.runtime.hosts.parties import PUBLIC
+from aero_compile.runtime.inference import batches, names_of
+from aero_compile.runtime.lowering.compile_spu import compile_steps
+from aero_compile.runtime.lowering.secret_program import LiveProgram
+from aero_compile.runtime.operators.bounds import Bound, hull
+from aero_compile.runtime.operators.format import Format
+from aero_compile.runtime.partition.model_graph import Tokens, in_the_clear, with_graph, with_public
+from aero_compile.runtime.partition.partition import Partition, partition_step
+from aero_compile.runtime.program.bundle import CompiledGeneration, Programs, check_name, in_room, of_names
+from aero_compile.runtime.program.lookup_tables import FILES, write_tables
+from aero_compile.runtime.program.program import Program
+from aero_compile.runtime.rehearsal import ABSOLUTE, SAFETY, rehearse_step
+from aero_compile.runtime.roles import CLIENT, SERVER
+from aero_compile.runtime.spu_config import import_spu
+from aero_compile.runtime.tolerances import DEFAULT, Tolerances
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+def compile_for_generation(
+    model: nn.Module,
+    room: int | Iterable[int],
+    fills: Iterable[int],
+    options: Options,
+    text: Tokens | None = None,
+    say: Callable[[str], None] = lambda what: None,
+    checks: Iterable[int] = (),
+    running_sums: bool = False,
+    spare: int | None = None,
+) -> CompiledGeneration:
+    """Compile the programs of texts of up to `room` positions, or of several rooms, through which a text grows.
+
+    Args:
+        model: transformed, or any decoder, which is captured as it is.
+        room: positions that there is room for, at least 2; of several numbers one set of programs for each.
+        fills: how many positions from the first on are computed at once, by one program each, which is of the smallest
+            room that has place for them.
+        options: as of other programs; `logits` and `looked_at` mean nothing here.
+        text: token ids [1, T] on which ranges are checked and the programs rehearsed; None: on calibration text or
+            random tokens.
+        say: is told what is being done.
+        checks: how many positions anywhere are computed at once with the logits of all, by one program each.
+        running_sums: hold sums instead of values of heads that attend to all positions so far alike (`decode_step`).
+        spare: where products are prepared, positions of a text that may be computed anew, beyond those of its room,
+            before another preparation is taken; None: as `spare_rows` says.
+
+    Raises:
+        InputError: room or counts that the model cannot take, or checks beside running sums.
+        UnsupportedModelError: new positions cannot be computed by themselves, with the op and its place.
+        LoweringError: the model cannot be computed privately, or its logits would be too far off.
+    """
+    rooms = sorted({room} if isinstance(room, int) else {*room})
+    counts, several = sorted({*fills}), sorted({*checks})
+    sizes = [*((count, rooms[-1]) for count in counts), *((count, rooms[0]) for count in several)] if rooms else []
+    if not rooms or rooms[0] < 2 or not all(2 <= count <= most for count, most in sizes):
+        raise InputError(
+            f"no programs for fills={counts}, checks={several} and room={rooms}: each is at least 2, fills at most the "
+            "largest room and checks the smallest"
+        )
+    if several and running_sums:
+        raise InputError("guesses that are wrong cannot be taken back from running sums: leave checks or them out")
+    say("compiling")
+    given = with_graph(model)
+    ids = np.zeros((1, rooms[-1]), np.int64) if text is None else text
+    with second_worth(*options.network.worth):
+        optimized = _optimized(with_public(given, options.public), options.optimize)
+        ready = replace(options, looked_at=False)
+        seen = observed(optimized, ids, ready, on_ids=text is not None)
+        parts: dict[str, Partition] = {}
+        for at, size in enumerate(rooms):
+            own = [count for count in counts if count <= size and (at == 0 or count > rooms[at - 1])]
+            beyond = spare_rows(size) if spare is None else spare
+            found = _parts(optimized, size, own, several, running_sums, beyond)
+            parts |= {in_room(name, size) if at else name: part for name, part in found.items()}
+        compiled = _compiled(optimized, parts, seen, ready, text)
+        if ready.form.tolerances.logits is not None:
+            say("rehearsing in the clear")
+            for programs in compiled.programs.rooms:
+                _rehearse(given, programs, compiled, ready, text)
+    return compiled
+
+
+def _parts(
+    model: InferenceModel, room: int, fills: Iterable[int], checks: Iterable[int], running_sums: bool, spare: int
+) -> dict[str, Partition]:
+    """What is computed at which party, of each program of a room."""
+    step = partial(decode_step, model, 1, room, running_sums=running_sums)
+    one = step()
+    cut = partial(partition_step, spare=spare)
+    step = partial(step, checked=True)
+    parts = {str(n): cut(step(n), 0, opens=False) for n in fills}
+    parts |= {"advance": cut(one, opens=False), "step": cut(one)}
+    for count in checks:
+        parts[check_name(count)] = cut(step(count, anywhere=True))
+    return parts
+
+
+def _optimized(model: nn.Module, optimize: bool) -> InferenceModel:
+    if isinstance(model, InferenceModel):
+        return model
+    if not isinstance(model, TransformedModel):
+        raise InputError(f"private generation takes a transformed model or a decoder, not {type(model).__name__}")
+    return optimize_for_inference(model, steps=True) if optimize else _as_it_is(model)
+
+
+def _as_it_is(model: TransformedModel) -> InferenceModel:
+    copy = inference_copy(model)
+    copy.positions_kept = "all"
+    copy.prepare()
+    return copy
+
+
+def _compiled(
+    model: InferenceModel, parts: Mapping[str, Partition], seen: Observed, options: Options, text: Tokens | None
+) -> CompiledGeneration:
+    weights: Arrays = {}
+    published: Arrays = {}
+    lowered: dict[str, LiveProgram] = {}
+    left: tuple[Bound, ...] = ()
+    for name, part in parts.items():
+        live = _named_apart(lowering(part, seen, options)(cached=left), name, weights | published)
+        left = tuple(map(hull, left, live.left)) if left else live.left
+        refuse_outside(model, live, seen, options, text)
+        weights, published = {**live.weights, **weights}, {**live.published, **published}
+        # Of a weight that several programs read one array is held.
+        lowered[name] = replace(live, weights={each: weights[each] for each in live.weights})
+    codes: dict[str, str] = {}
+    programs: dict[str, Program] = {}
+    for name, live in lowered.items():
+        form = options.form
+        programs[name] = compile_steps(live, options.protocol, form.ring_bits, form.fraction_bits, codes)
+        codes |= programs[name].codes
+    options.check_lookups(programs.values())
+    return CompiledGeneration(of_names(programs), weights, published)
+
+
+def _named_apart(live: LiveProgram, suffix: str, taken: Mapping[str, npt.NDArray[Any]]) -> LiveProgram:
+    """The program with other names for inputs that have those of other ones `taken`: rows of tables, for one."""
+    own = {**live.weights, **live.published}
+    names = {name: f"{name}@{suffix}" for name, array in own.items() if name in taken and not _same(array, taken[name])}
+    if not names:
+        return live
+
+    def renamed(arrays: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        return {names.get(name, name): array for name, array in arrays.items()}
+
+    def referring(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: names.get(each, each) if key == "of" else referring(each) for key, each in value.items()}
+        return [referring(each) for each in value] if isinstance(value, list) else value
+
+    return replace(
+        live,
+        steps=tuple(replace(step, inputs=tuple(names.get(each, each) for each in step.inputs)) for step in live.steps),
+        weights=renamed(live.weights),
+        published=renamed(live.published),
+        by_position=frozenset(names.get(each, each) for each in live.by_position),
+        prefix=tuple(replace(step, arguments=referring(step.arguments)) for step in live.prefix),
+    )
+
+
+def _same(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> bool:
+    return one.dtype == other.dtype and np.array_equal(one, other)
+
+
+def _rehearse(
+    given: nn.Module, programs: Programs, compiled: CompiledGeneration, options: Options, text: Tokens | None
+) -> None:
+    """Run a room's fill and the step behind it in the clear and in fixed point, and compare with the model's logits.
+
+    Raises:
+        LoweringError: two parties might be further off than the tolerance.
+    """
+    tolerance, room = options.form.tolerances.logits, programs.step.positions
+    assert tolerance is not None
+    ids, name = (text, "these tokens") if text is not None else typical(given, np.zeros((1, room), np.int64), options)
+    begin = max((count for count in programs.fills if count < min(room, ids.shape[1])), default=0)
+    cached: Any = [np.zeros(spec.shape) for spec in programs.step.cached]
+    run = partial(rehearse_step, weights=compiled.weights, published=compiled.published)
+    if begin:
+        _, cached = run(programs.fills[begin], ids=ids[:, :begin], cached=cached)
+    last = ids[:, begin : begin + 1]
+    found, _ = run(programs.step, ids=last, cached=cached, position=begin)
+    wanted = in_the_clear(given, ids)[:, begin : begin + 1]
+    allowed, off = ABSOLUTE + tolerance * float(wanted.std()), float(np.abs(found - wanted).max())
+    if not off * SAFETY <= allowed:
+        raise LoweringError(
+            f"on {name} the logits behind {begin + 1} tokens would be off by about {off:.3g}: a rehearsal must stay "
+            f"below {allowed / SAFETY:.3g}. private_inference names the operator; ask for closer approximations "
+            "(Tolerances) or more fraction bits; Tolerances(logits=None) runs it all the same"
+        )
+
+
+WEIGHTS = "weights.npz"
+
+SHORTEST_FILL = 8
+"""Positions of the smallest program that computes a prompt at once."""
+
+
+def compile_generation(
+    model: nn.Module,
+    room: int | Iterable[int],
+    protocol: str = "cheetah",
+    *,
+    fills: Iterable[int] | None = None,
+    checks: Iterable[int] = (),
+    running_sums: bool = False,
+    optimize: bool = True,
+    calibration: Any = None,
+    clamp: bool = True,
+    guards: bool = True,
+    public: str | Sequence[str] = (),
+    offline: bool = False,
+    tolerances: Tolerances = DEFAULT,
+    field: int = 64,
+    fraction_bits: int = 18,
+    lookup: str = AUTO,
+    weights_at_client: bool = False,
+    network: str | Network = "loopback",
+) -> CompiledGeneration:
+    """Compile what two parties run to generate texts of up to `room` tokens, without any text.
+
+    Args:
+        model: a transformed model, or any decoder, which is captured as it is.
+        room: tokens of a text, the generated ones included, at least 2. What a token costs grows with it. Of several
+            numbers a text has the room of the smallest until that is full, and then of the next.
+        protocol: as of `private_inference`.
+        fills: how many tokens of a prompt are computed at once, by one program each, which takes shorter prompts too;
+            None: 8, 16, 32, … and `room` less one.
+        checks: how many tokens are checked at once, by one program each: the last one of a text and those that the
+            client guesses behind it.
+        running_sums: of heads that attend to all positions so far alike, let the parties hold one sum instead of the
+            values of all positions. What they hold then only goes on: a text that is changed anywhere is computed anew
+            from its first token, nothing is guessed, and prompts take programs that they fill.
+        lookup, weights_at_client: as of `private_inference`, for each program by itself.
+        optimize, calibration, clamp, guards, public, offline, tolerances, field, fraction_bits, network: as of
+            `compile_model`.
+
+    Raises:
+        InputError: room, counts or options that the model or the protocol cannot take.
+        UnsupportedModelError: new positions of this model cannot be computed by themselves.
+        LoweringError: the model cannot be computed privately, or its logits would be too far off.
+    """
+    form, between = Format(field, fraction_bits, tolerances), parse_network(network)
+    options = Options(
+        *(protocol, form, batches(calibration), "all", optimize, clamp, guards, names_of(public), offline, between),
+        lookup=lookup,
+        weights_at_client=weights_at_client,
+    )
+    import_spu()
+    rooms = [room] if isinstance(room, int) else sorted({*room})
+    prompts = usual_fills(max(rooms, default=0)) if fills is None else fills
+    return compile_for_generation(model, rooms, prompts, options, checks=checks, running_sums=running_sums)
+
+
+def usual_fills(room: int) -> list[int]:
+    """Powers of two, and what a full prompt takes: all but its last token, which is a step."""
+    found = []
+    size = SHORTEST_FILL
+    while size < room - 1:
+        found.append(size)
+        size *= 2
+    return [*found, room - 1] if room > 2 else found
+
+
+def export_generation(compiled: CompiledGeneration, directory: str | os.PathLike[str], *, tables: bool = True) -> None:
+    """Write the programs and `public.npz`, for both parties, and `weights.npz`, for the server only (mode 0600).
+
+    Where tables are looked up under encryption, `lookup_key.npz` is for the server only and `lookup_table.bin` for
+    clients, as of `aero_compile.runtime.export`; with `tables=False` both are left out.
+
+    The folder is made with mode 0700 if it does not exist; programs are named by their digests.
+    """
+    target = Path(directory)
+    make_private_folder(target)
+    write_private(target / WEIGHTS, lambda file: np.savez(file, **compiled.weights))
+    write_private(target / PUBLIC, lambda file: np.savez(file, **compiled.published))
+    if tables:
+        write_tables(compiled.programs, compiled.weights, target / FILES[SERVER], target / FILES[CLIENT])
+    compiled.programs.save(target)  # last: its index says that all is there

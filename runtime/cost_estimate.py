@@ -1,0 +1,335 @@
+"""What a private inference would cost, without running it: bytes, messages, round trips and seconds.
+
+The model is lowered and compiled exactly as for `aero_compile.private_inference`; nothing is executed. Each
+PPHLO operation is then billed from its kind, its shapes and who knows its operands (`operations`), with
+ciphertexts counted as SPU chooses its blocks (`ciphertexts`) and with building blocks measured once per machine
+(`table`). Two parties' stores of correlated randomness are followed through the whole program.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from aero_compile.console import human_bytes, table_lines
+from aero_compile.errors import InputError
+from aero_compile.runtime.compile import AUTO, Options
+from aero_compile.runtime.compile_programs import compile_for_generation
+from aero_compile.runtime.costs import pphlo
+from aero_compile.runtime.costs.batches import BilledBatches
+from aero_compile.runtime.costs.billing import bill_forward, bill_offline, bill_set_up, split_of
+from aero_compile.runtime.costs.building_blocks import Cost, Session
+from aero_compile.runtime.costs.generation import bill_text
+from aero_compile.runtime.costs.network import Network, parse_network
+from aero_compile.runtime.costs.table import CostTable, settings_of
+from aero_compile.runtime.generation.batches import batches_for, batches_of
+from aero_compile.runtime.generation.texts import runs_of_text
+from aero_compile.runtime.inference import batches, check_prepare, compile_unseen, names_of
+from aero_compile.runtime.kernels.column_encryption import ROWS
+from aero_compile.runtime.measuring.bill import (
+    OFFLINE,
+    SPLIT,
+    batches_line,
+    offline_line,
+    offline_rows,
+    split_line,
+    split_rows,
+)
+from aero_compile.runtime.offline.batch import rows_by_matrix
+from aero_compile.runtime.offline.choice import is_cheaper
+from aero_compile.runtime.operators.format import Format
+from aero_compile.runtime.partition.model_graph import with_weights
+from aero_compile.runtime.program.bundle import Programs
+from aero_compile.runtime.program.lookup_sizes import table_size, weight_size
+from aero_compile.runtime.program.program import Program
+from aero_compile.runtime.spu_config import import_spu, runtime_config
+from aero_compile.runtime.tolerances import DEFAULT, Tolerances
+
+PROTOCOL = "cheetah"
+"""The protocol whose costs are modelled."""
+
+_TEXTS = ("op", "place")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The predicted bill of one private forward.
+
+    `bytes` (both directions, payload), `messages` and `seconds` mean what they mean in a `Measurement`,
+    and `per_op` and `per_step` have its rows. `rounds` are round trips that follow each other: half the longest chain
+    of messages each of which leaves only after the one before it has arrived. `seconds` is the sum of `computing` (on
+    the machine of the table, between two processes), `sending` (bytes that pass one after the other, at the bandwidth
+    of `network`) and `waiting` (`rounds` times its round trip); each row has all four.
+    `table` tells where the measured part comes from. `offline_bytes`, `offline_messages` and `offline_seconds` are
+    those of what is prepared before (`offline=True`), and `table_bytes` and `weight_bytes` those of encrypted tables
+    and weights that a client downloads once; no other figure includes them. Everything includes the opening
+    of the logits and, for `warm_up` "full" or "setup", excludes the set-up of keys and stores.
+
+    Of a generation everything is that of the prompt and of all `new_tokens` together, and `token` is the bill of the
+    last of them.
+    """
+
+    protocol: str
+    field: int
+    fraction_bits: int
+    shape: tuple[int, int]
+    warm_up: str
+    network: str
+    bytes: int
+    messages: int
+    rounds: float
+    seconds: float
+    computing: float
+    sending: float
+    waiting: float
+    party_sent_bytes: dict[str, int]
+    per_op: list[dict[str, Any]]
+    per_step: list[dict[str, Any]]
+    program: str
+    table: dict[str, Any]
+    offline_bytes: int = 0
+    offline_messages: int = 0
+    offline_seconds: float = 0.0
+    batches: dict[str, Any] | None = None
+    new_tokens: int = 0
+    token: Estimate | None = None
+    table_bytes: int = 0
+    weight_bytes: int = 0
+
+    def to_json(self) -> str:
+        """Return everything as JSON text."""
+        return json.dumps(asdict(self), indent=1)
+
+    def __str__(self) -> str:
+        batch, length = self.shape
+        lines = [
+            f"estimate for {self.protocol}, {self.field}-bit ring, {self.fraction_bits} fraction bits, "
+            f"{batch}x{length} tokens{f' and {self.new_tokens} new ones' if self.token else ''}, on {self.network}",
+            f"  {human_bytes(self.bytes)} both ways, {self.messages:,} messages, {self.seconds:.2f} s",
+            split_line(self),
+            f"  costs of SPU {self.table['spu']} measured on {self.table['processor']}, "
+            f"{self.table['cores']} cores, {self.table['measured']}",
+        ]
+        if self.token is not None:
+            one = self.token
+            lines.append(
+                f"  a token: {human_bytes(one.bytes)} both ways, {one.messages:,} messages, {one.seconds:.2f} s"
+            )
+        lines += table_lines(self.table_bytes, self.weight_bytes)
+        if self.offline_messages:
+            lines.append(offline_line(self))
+        if self.batches is not None and self.batches["matrices"]:
+            lines.append(batches_line(self.batches))
+        return "\n".join([*lines, "", *split_rows(self), *offline_rows(self.per_op)])
+
+
+def estimate(
+    model: torch.nn.Module,
+    seq_len: int,
+    *,
+    batch: int = 1,
+    network: str | Network = "loopback",
+    logits: str = "all",
+    optimize: bool = True,
+    calibration: Any = None,
+    clamp: bool = True,
+    guards: bool = False,
+    public: str | Sequence[str] = (),
+    offline: bool = False,
+    prepare: int | None = None,
+    lookup: str = AUTO,
+    weights_at_client: bool = False,
+    tolerances: Tolerances = DEFAULT,
+    warm: bool | str = True,
+    table: CostTable | str | os.PathLike[str] | None = None,
+    new_tokens: int | None = None,
+) -> Estimate:
+    """Predict what `private_inference` of `model` on token ids [batch, seq_len] costs with Cheetah.
+
+    With `new_tokens` it is what `private_generate` of so many behind a prompt of `seq_len` tokens costs.
+
+    Args:
+        model: as for `private_inference`; on the meta device, the weights count as unknown.
+        seq_len: tokens per sequence.
+        batch: sequences.
+        network: between the parties: "loopback" (costs nothing), "lan" (1 Gbit/s, 1 ms round trip), "wan"
+            (100 Mbit/s, 80 ms), "MBPS:RTT_MS" or a `Network`. As in `private_inference`, products take the forms
+            that are cheapest on it.
+        logits: "all" positions or the "last".
+        optimize: rewrite the model first, as `private_inference` does.
+        calibration: typical text, token ids [B, T], on which ranges are checked.
+        clamp: as for `private_inference`; False chooses cheaper exponentials by the calibration text.
+        guards: with the private checks of ranges that `compile_model` puts in for two hosts.
+        public: weights that clients are given, as for `private_inference`.
+        offline: what can be prepared before the tokens are known is billed apart, as for `private_inference`.
+        prepare: tokens for which products are prepared by the batch, as for `private_inference` or `private_generate`.
+        lookup: how tokens look rows up, as for `private_inference`.
+        weights_at_client: clients hold matrices of the server encrypted, as for `private_inference`.
+        tolerances: how far off approximations may be, as for `private_inference`.
+        warm: what came before, as for `private_inference`: True, a whole forward; "setup", the set-up alone.
+        table: measured costs (`benchmarks/calibrate.py` writes them); None: those shipped with the package.
+        new_tokens: to generate behind a prompt; `batch` is 1 then, and `logits` means nothing.
+
+    Raises:
+        InputError: options out of range, or a table that does not fit the version or settings of SPU.
+        LoweringError: the model cannot be lowered, or holds an operation without a known cost.
+        RuntimeUnavailableError: SPU is not installed; its compiler is needed.
+    """
+    for name, value in (
+        ("seq_len", seq_len),
+        ("batch", batch),
+        ("new_tokens", 1 if new_tokens is None else new_tokens),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InputError(f"{name} must be a whole number, at least 1, not {value!r}")
+    if warm not in (True, "setup"):
+        raise InputError(f"an estimate is that of a warm forward: warm must be True or 'setup', not {warm!r}")
+    check_prepare(prepare, offline)
+    emulated = parse_network(network)
+    costs = table if isinstance(table, CostTable) else CostTable.load(table)
+    version = str(import_spu().__version__)
+    field, bits = int(costs.settings["field"]), int(costs.settings["fraction_bits"])
+    costs.check(settings_of(runtime_config(PROTOCOL, field, bits), PROTOCOL, field, bits), version)
+    form = Format(field, bits, replace(tolerances, logits=None))
+    options = Options(
+        *(PROTOCOL, form, batches(calibration), logits, optimize, clamp, guards, names_of(public), offline, emulated),
+        looked_at=True,
+        lookup=lookup,
+        weights_at_client=weights_at_client,
+    )
+    if new_tokens is None:
+        compiled = compile_unseen(with_weights(model), batch, seq_len, options)
+        return estimate_program(compiled.program, network=emulated, warm=warm, table=costs, prepare=prepare)
+    if batch != 1:
+        raise InputError("one text is generated at a time: batch=1")
+    fills = [seq_len - 1] if seq_len > 2 else []
+    programs = compile_for_generation(
+        with_weights(model), max(2, seq_len + new_tokens - 1), fills, options, running_sums=True, spare=0
+    ).programs
+    chosen: dict[str, Any] = {"network": emulated, "warm": warm, "table": costs, "prepare": prepare}
+    return estimate_generation(programs, seq_len, new_tokens, **chosen)
+
+
+def estimate_program(
+    program: Program,
+    *,
+    network: str | Network = "loopback",
+    warm: bool | str = True,
+    table: CostTable | None = None,
+    prepare: int | None = None,
+) -> Estimate:
+    """Predict what running a compiled program costs; the arguments are those of `estimate`.
+
+    Raises:
+        InputError: a program for another protocol or with other settings than those of the table.
+        LoweringError: an operation without a known cost.
+    """
+    costs, emulated = _fitting(table, program), parse_network(network)
+    functions = {key: pphlo.parse(code) for key, code in program.codes.items()}
+    session = Session(costs, program.workers)
+    if warm == "setup":
+        bill_set_up(session, program, functions)
+    session.meet()
+    runs = range(1 if warm == "setup" else 2)
+    batched, tokens = BilledBatches(session, emulated), program.tokens.shape[0] * program.tokens.shape[1]
+    ahead = len(runs) if prepare is None else -(-prepare // tokens)
+    by_matrix = rows_by_matrix(program).items()
+    batched.make({matrix: rows * ahead for matrix, rows in by_matrix if is_cheaper(matrix, {rows: ahead})})
+    before = [bill_offline(session, program, functions, emulated, batched) for _ in runs][-1]
+    rows, total = [bill_forward(session, program, functions, emulated, before) for _ in runs][-1]
+    found = _estimate(program, emulated, "setup" if warm == "setup" else "full", rows, total, costs)
+    return replace(found, batches=batched.to_json(ahead) if program.is_prepared else None)
+
+
+def estimate_generation(
+    programs: Programs,
+    length: int,
+    new_tokens: int,
+    *,
+    network: str | Network = "loopback",
+    warm: bool | str = True,
+    table: CostTable | None = None,
+    prepare: int | None = None,
+) -> Estimate:
+    """Predict what `new_tokens` behind a prompt of `length` tokens cost; the rest is as of `estimate`."""
+    costs, emulated = _fitting(table, programs.step), parse_network(network)
+    functions = {key: pphlo.parse(code) for each in programs.all.values() for key, code in each.codes.items()}
+    session = Session(costs, programs.step.workers)
+    runs = runs_of_text(programs, length, new_tokens)
+    if warm == "setup":
+        bill_set_up(session, programs.step, functions)
+    session.meet()
+    if warm != "setup":
+        bill_text(session, programs, runs, functions, emulated)
+    warm_up = "setup" if warm == "setup" else "full"
+    made, matrices = Counter(batches_for(programs, [name for name, *_ in runs], prepare)), batches_of(programs)
+    batched = BilledBatches(session, emulated)
+    batched.make({matrices[name]: count * ROWS for name, count in made.items()})
+    steps, reveals, total = list[dict[str, Any]](), list[dict[str, Any]](), Cost()
+    for (*rows, reveal), spent in bill_text(session, programs, runs, functions, emulated, batched):
+        steps, reveals = [*steps, *rows], [*reveals, reveal]
+        total.add(spent)
+    token = _estimate(programs.all[runs[-1][0]], emulated, warm_up, [*rows, reveal], spent, costs)
+    opening = {
+        **reveal,
+        **{key: sum(each[key] for each in reveals) for key, value in reveal.items() if key not in _TEXTS},
+    }
+    whole = _estimate(programs.step, emulated, warm_up, [*steps, opening], total, costs)
+    weights = weight_size(programs)
+    whole = replace(whole, table_bytes=table_size(programs) - weights, weight_bytes=weights)
+    whole = replace(whole, shape=(1, length), program=programs.digest)
+    made_ahead = batched.to_json(1) if programs.step.is_prepared else None
+    return replace(whole, new_tokens=new_tokens, token=token, batches=made_ahead)
+
+
+def _fitting(table: CostTable | None, program: Program) -> CostTable:
+    costs = table if table is not None else CostTable.load()
+    theirs = {"protocol": program.protocol, "field": program.field, "fraction_bits": program.fraction_bits}
+    costs.check(theirs, str(program.versions.get("spu")))
+    return costs
+
+
+def _estimate(
+    program: Program, network: Network, warm_up: str, rows: list[dict[str, Any]], total: Cost, table: CostTable
+) -> Estimate:
+    *steps, reveal = rows
+    batch, length, _ = program.tokens.shape
+    return Estimate(
+        protocol=program.protocol,
+        field=program.field,
+        fraction_bits=program.fraction_bits,
+        shape=(batch, length),
+        warm_up=warm_up,
+        network=str(network),
+        bytes=round(total.bytes),
+        messages=total.messages,
+        seconds=total.seconds(network),
+        **split_of(total, network),
+        party_sent_bytes={"server": round(total.server_bytes), "client": round(total.client_bytes)},
+        per_op=[*_by_operator(steps), {"count": 1, **{k: v for k, v in reveal.items() if k != "place"}}],
+        per_step=steps,
+        program=program.digest,
+        table={**table.machine, "cores": table.cores, "measured": table.measured, **table.versions, **table.settings},
+        offline_bytes=sum(row["offline_bytes"] for row in steps),
+        offline_messages=sum(row["offline_messages"] for row in steps),
+        offline_seconds=sum(row["offline_seconds"] for row in steps),
+        table_bytes=table_size(program) - weight_size(program),
+        weight_bytes=weight_size(program),
+    )
+
+
+def _by_operator(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    columns = ("seconds", "bytes", "send_bytes", "recv_bytes", "messages", "rounds", *SPLIT, *OFFLINE)
+    found: dict[str, dict[str, Any]] = {}
+    for row in steps:
+        total = found.setdefault(row["op"], {"op": row["op"], "count": 0, **dict.fromkeys(columns, 0)})
+        total["count"] += 1
+        for column in columns:
+            total[column] += row[column]
+    return sorted(found.values(), key=lambda row: (-row["bytes"], -row["seconds"]))

@@ -1,0 +1,153 @@
+"""A connection of messages: each with its length before it, bounded before it is read, of a known form or refused.
+
+A frame is four bytes, the length in network order, and so many of JSON. Only after a `Content` do bare bytes follow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+import struct
+from collections.abc import Iterator
+from typing import TypeVar
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from aero_compile.errors import PartyError
+from aero_compile.runtime.hosts.tls import explain
+from aero_compile.runtime.hosts.tunnel import what_failed
+from aero_compile.serving.messages import Alive, Content
+
+LARGEST_MESSAGE = 1 << 18
+"""Bytes of a message: an offer of many programs takes a tenth of it."""
+
+LARGEST_FIRST = 4096
+"""Bytes of the first message of a connection."""
+
+CHUNK = 1 << 16
+"""Bytes of a content that are sent or read at once, each within the time of a message."""
+
+LENGTH = struct.Struct("!I")
+
+_TLS_RECORDS = (b"\x15\x03", b"\x16\x03")
+"""How an alert and a greeting of TLS begin."""
+
+PLAIN_HERE = "it speaks TLS, and this end does not: give tls= here, or insecure_plain=True there"
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class Lost(PartyError):
+    """The other end is gone, or was silent for too long."""
+
+
+class Garbled(PartyError):
+    """What came is no message of ours."""
+
+
+class Channel:
+    """One end of a connection; `silence` is how long, in seconds, the other end may take over each piece."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, silence: float) -> None:
+        self.reader, self.writer, self.silence = reader, writer, silence
+        self.closed = asyncio.Event()
+        self._sending = asyncio.Lock()
+
+    async def send(self, message: BaseModel, content: bytes | memoryview = b"") -> None:
+        """Send a message, and the bytes that a `Content` announces.
+
+        Raises:
+            Lost: the other end is gone or takes nothing.
+        """
+        data = message.model_dump_json().encode()
+        async with self._sending:
+            await self._write(LENGTH.pack(len(data)) + data)
+            for at in range(0, len(content), CHUNK):
+                await self._write(content[at : at + CHUNK])
+
+    async def _write(self, data: bytes | memoryview) -> None:
+        with _told(self.silence):
+            self.writer.write(data)
+            async with asyncio.timeout(self.silence):
+                await self.writer.drain()
+
+    async def receive(self, form: TypeAdapter[M], largest: int = LARGEST_MESSAGE) -> M:
+        """Return the next message, which must be of `form` and no larger than `largest` bytes.
+
+        Raises:
+            Lost: the other end is gone or silent.
+            Garbled: it says something else.
+        """
+        with _told(self.silence):
+            async with asyncio.timeout(self.silence):
+                head = await self.reader.readexactly(LENGTH.size)
+                (length,) = LENGTH.unpack(head)
+                if length > largest:
+                    raise Garbled(_too_long(head, length, largest))
+                data = await self.reader.readexactly(length)
+        try:
+            return form.validate_json(data)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+            place = ".".join(str(part)[:40] for part in first["loc"][:4])
+            raise Garbled(
+                f"a message is not of the expected form: {place or 'message'}: {first['msg'][:200]}"
+            ) from None
+
+    async def content(self, size: int) -> bytes:
+        """Return the `size` bytes that a `Content` announced; the caller has bounded it."""
+        parts = []
+        with _told(self.silence):
+            while size:
+                async with asyncio.timeout(self.silence):
+                    part = await self.reader.read(min(CHUNK, size))
+                if not part:
+                    raise asyncio.IncompleteReadError(b"", size)
+                parts.append(part)
+                size -= len(part)
+        return b"".join(parts)
+
+    async def beat(self, seconds: float) -> None:
+        """Say every few `seconds` that this end is there."""
+        while True:
+            await asyncio.sleep(seconds)
+            await self.send(Alive())
+
+    def close(self) -> None:
+        """Let what is written leave, and end."""
+        self.closed.set()
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and all with it
+            self.writer.close()
+
+    def abort(self) -> None:
+        """End at once."""
+        self.closed.set()
+        self.writer.transport.abort()
+
+
+async def send_content(channel: Channel, data: bytes) -> None:
+    """Send `data` after its announcement."""
+    await channel.send(Content(size=len(data)), data)
+
+
+@contextlib.contextmanager
+def _told(silence: float) -> Iterator[None]:
+    """Turn what happens to a connection into errors of ours."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise Lost(f"nothing came or went for {silence:g} s") from error
+    except asyncio.IncompleteReadError as error:
+        middle = " in the middle of a message" if error.partial else ""
+        raise Lost(f"it closed the connection{middle}") from error
+    except ssl.SSLError as error:
+        raise Lost(explain(*what_failed(error))) from error
+    except OSError as error:
+        raise Lost(f"the connection broke: {error}") from error
+
+
+def _too_long(head: bytes, length: int, largest: int) -> str:
+    if head[:2] in _TLS_RECORDS:
+        return PLAIN_HERE
+    return f"it announces a message of {length:,} bytes; at most {largest:,} are read"

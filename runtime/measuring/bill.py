@@ -1,0 +1,455 @@
+"""What a private forward cost: bytes, messages and seconds, by operator, from SPU's own counters.
+
+The seconds of a private forward in three parts: computing, sending bytes, and waiting for what is under way.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from aero_compile.console import human_bytes, table_lines
+from aero_compile.errors import PartyError
+from aero_compile.runtime.measuring.traffic import Traffic
+from aero_compile.runtime.program.lookup_sizes import table_size, weight_size
+
+SPLIT = ("computing", "sending", "waiting")
+"""Columns of bills and estimates: what the seconds consist of."""
+
+
+def split_line(bill: Any) -> str:
+    """The three of a bill or an estimate, in one line."""
+    waiting = f"{bill.waiting:.2f} s waiting ({bill.rounds:,.1f} round trips)"
+    return f"  of it {bill.computing:.2f} s computing, {bill.sending:.2f} s sending, {waiting}"
+
+
+def split_rows(bill: Any) -> list[str]:
+    """The operators of a bill or an estimate under a heading; their rounds and the three where rounds are known."""
+    split = bill.rounds is not None
+    heading = f"  {'operator':<16}{'count':>6}{'bytes':>12}{'share':>8}{'messages':>10}{'seconds':>9}"
+    heading += f"{'rounds':>10}" + "".join(f"{name:>11}" for name in SPLIT) if split else ""
+    found = [heading]
+    for row in bill.per_op:
+        line = f"  {row['op']:<16}{row['count']:>6}{human_bytes(row['bytes']):>12}"
+        line += f"{row['bytes'] / max(1, bill.bytes):>8.1%}{row['messages']:>10,}{row['seconds']:>9.2f}"
+        line += f"{row['rounds']:>10,.1f}" + "".join(f"{row[name]:>11.2f}" for name in SPLIT) if split else ""
+        found.append(line)
+    return found
+
+
+_KIND = re.compile(
+    r"- (?P<name>\S.*?), executed (?P<count>\d+) times, duration (?P<seconds>[\d.e+-]+)s, "
+    r"send bytes (?P<send_bytes>\d+) recv bytes (?P<recv_bytes>\d+), "
+    r"send actions (?P<send_actions>\d+), recv actions (?P<recv_actions>\d+)"
+)
+_LINK = re.compile(r"Link details: total send bytes (\d+), recv bytes (\d+), send actions (\d+), recv actions (\d+)")
+WIRE_SHARE, WIRE_BYTES_PER_MESSAGE, WIRE_BYTES = 1.05, 512, 1 << 16
+"""The wire may carry so many times the payload, so many bytes more a message sent or received, and a forward."""
+
+_COUNTS = ("send_bytes", "recv_bytes", "send_actions", "recv_actions")
+
+
+def parse_profile(text: str) -> dict[str, Any]:
+    """Read SPU's profile of the executions in `text`.
+
+    Returns `records`, how many executions it tells of, `send_bytes`, `recv_bytes`, `send_actions`,
+    `recv_actions` (link totals of this party) and `kinds`: one dict per PPHLO operation kind with `op`,
+    `count`, `seconds` and the four counts.
+    """
+    totals = dict.fromkeys(_COUNTS, 0)
+    links = list(_LINK.finditer(text))
+    for match in links:
+        for name, value in zip(_COUNTS, match.groups(), strict=True):
+            totals[name] += int(value)
+    kinds = [
+        {
+            "op": match["name"],
+            "count": int(match["count"]),
+            "seconds": float(match["seconds"]),
+            **{name: int(match[name]) for name in _COUNTS},
+        }
+        for match in _KIND.finditer(text)
+    ]
+    return {"records": len(links), **totals, "kinds": kinds}
+
+
+def check_profile(profile: Mapping[str, Any], step: str, executions: int = 1) -> None:
+    """Check that `profile` is the whole record of so many `executions`.
+
+    Raises:
+        PartyError: it has more or fewer, or one that lacks operations: what `step` cost is not known.
+    """
+    if profile["records"] != executions:
+        fault = f"has {profile['records']} records of {step} instead of {executions}"
+    # An operation that ran inside another is in both, so the parts may have more than the total.
+    elif any(sum(kind[name] for kind in profile["kinds"]) < profile[name] for name in _COUNTS):
+        fault = f"lacks operations of {step}"
+    else:
+        return
+    raise PartyError(f"SPU's log spu.log {fault}, so that its cost is not known (is the disk full?)")
+
+
+def check_against_wire(record: Mapping[str, Any], opened: int) -> None:
+    """Compare what SPU says this party received in a forward with what the kernel counted on its connections.
+
+    `record` has the `steps` and the `wire` bytes (sent, received); `opened` bytes were received besides. The
+    framing of a message, and the reply to one, took 120 bytes on average.
+
+    Raises:
+        PartyError: there was less on the wire, or much more: the bill would be wrong.
+    """
+    steps, wire = record["steps"], int(record["wire"][1])
+    payload = opened + sum(step["recv_bytes"] for step in steps)
+    messages = sum(step["send_actions"] + step["recv_actions"] for step in steps)
+    most = WIRE_SHARE * payload + WIRE_BYTES_PER_MESSAGE * messages + WIRE_BYTES
+    if wire and not payload <= wire <= most:
+        raise PartyError(
+            f"the kernel counted {human_bytes(wire)} received in this forward, and SPU's log has "
+            f"{human_bytes(payload)} in {messages:,} messages: one of them lacks something, so that the "
+            "forward's cost is not known"
+        )
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The bill of one private inference.
+
+    `bytes`, `messages` and `seconds` are those of the measured forward. `warm_up` says what went before it in
+    the same processes: "full", another forward; "setup", a short computation that makes keys and oblivious transfers;
+    "none", nothing, so that it pays for these. `warm` is true for the first two. The figures include the
+    opening of the logits to the client and exclude `setup`. Bytes are payload of both
+    directions, as SPU counts what it hands to the link; `wire_bytes` is what the kernel counted on the TCP
+    connections in the same interval (framing included; None where the kernel does not tell). `messages`
+    counts the sends of both parties (parallel tiles count one each: not rounds). `seconds` is the slower
+    party's wall time; `party_seconds` has both. `network` is what was emulated between the parties, "loopback"
+    where that is nothing.
+
+    `seconds` is the sum of `sending`, in which bytes left on that network in at least one direction, `waiting`, in
+    which none left but some were under way, and `computing`, the rest. `rounds` are round trips that followed each
+    other: half the longest chain of transmissions, acknowledgements included, each of which left after the one before
+    it had arrived. Each row of `per_op` and `per_step` has all four. Without an emulated network everything is
+    `computing`, and rounds are not counted (None, and no column).
+
+    `offline_bytes`, `offline_messages` and `offline_seconds` are those of what was prepared for the measured forward
+    before its tokens were needed (`offline=True`), 0 where nothing was; `per_op` and `per_step` have the same columns.
+    No other figure includes them. `batches` is what was prepared by the batch: for how many `runs`, `bytes`,
+    `messages`, `seconds`, and the `matrices` with the rows of each; the offline figures have one run's share of it.
+
+    `setup_bytes`, `setup_messages` and `setup_seconds` are those of the set-up that `warm="setup"` asks for; otherwise
+    it sends no payload and is part of the first forward. `setup_wire_bytes`: as the kernel counted them.
+
+    `table_bytes` and `weight_bytes`: of encrypted tables and weights that a client downloads once for all forwards, in
+    no other figure.
+
+    `cold_bytes`, `cold_messages` and `cold_seconds` are the set-up and the first forward together.
+
+    `per_op`: one dict per operator kind of the model (`softmax`, `linear`, ...) with `count`,
+    `seconds` (of the server), `bytes`, `send_bytes` and `recv_bytes` (of the server), `messages`;
+    most bytes first; the last entry, `reveal`, is the opening of the logits. `per_step` has the same for
+    every operator in order of execution with its `place` in the model. `per_pphlo_op` has SPU's own
+    operation kinds.
+    """
+
+    protocol: str
+    field: int
+    fraction_bits: int
+    shape: tuple[int, int]
+    warm: bool
+    warm_up: str
+    bytes: int
+    messages: int
+    seconds: float
+    party_seconds: dict[str, float]
+    party_sent_bytes: dict[str, int]
+    wire_bytes: int | None
+    setup_seconds: float
+    setup_wire_bytes: int | None
+    cold_bytes: int
+    cold_messages: int
+    cold_seconds: float
+    per_op: list[dict[str, Any]]
+    per_step: list[dict[str, Any]]
+    per_pphlo_op: list[dict[str, Any]]
+    program: str
+    versions: dict[str, str]
+    command: list[str]
+    network: str = "loopback"
+    offline_bytes: int = 0
+    offline_messages: int = 0
+    offline_seconds: float = 0.0
+    rounds: float | None = None
+    computing: float = 0.0
+    sending: float = 0.0
+    waiting: float = 0.0
+    setup_bytes: int = 0
+    setup_messages: int = 0
+    batches: dict[str, Any] | None = None
+    table_bytes: int = 0
+    weight_bytes: int = 0
+
+    def to_json(self) -> str:
+        """Return everything as JSON text."""
+        return json.dumps(asdict(self), indent=1)
+
+    def __str__(self) -> str:
+        batch, length = self.shape
+        state = "warm" if self.warm else "cold"
+        lines = [
+            f"{self.protocol}, {self.field}-bit ring, {self.fraction_bits} fraction bits, {batch}x{length} "
+            f"tokens, {state} forward" + (f", {self.network}" if self.network != "loopback" else ""),
+            f"  {human_bytes(self.bytes)} both ways, {self.messages:,} messages, {self.seconds:.2f} s "
+            f"({self._first_forward})",
+        ]
+        lines += table_lines(self.table_bytes, self.weight_bytes)
+        if self.offline_messages:
+            lines.append(offline_line(self))
+        if self.batches is not None and self.batches["matrices"]:
+            lines.append(batches_line(self.batches))
+        if self.rounds is not None:
+            lines.append(split_line(self))
+        return "\n".join([*lines, "", *split_rows(self), *offline_rows(self.per_op)])
+
+    @property
+    def _first_forward(self) -> str:
+        """What went before the measured forward, or its set-up, which is part of it where nothing did."""
+        if self.warm_up == "setup":
+            before, size, messages, seconds = "set-up", self.setup_bytes, self.setup_messages, self.setup_seconds
+        elif self.warm:
+            before, size, messages, seconds = "first forward", self.cold_bytes, self.cold_messages, self.cold_seconds
+        else:
+            return "with the set-up"
+        return f"{before}: {human_bytes(size)}, {messages:,} messages, {seconds:.2f} s"
+
+
+OFFLINE = ("offline_bytes", "offline_messages", "offline_seconds")
+"""Columns of what was done before the tokens were needed."""
+
+
+def offline_line(bill: Any) -> str:
+    """What was done before the tokens were needed, in one line of a bill or an estimate."""
+    return (
+        f"  offline, before the tokens: {human_bytes(bill.offline_bytes)} both ways, "
+        f"{bill.offline_messages:,} messages, {bill.offline_seconds:.2f} s"
+    )
+
+
+def batches_line(batches: Mapping[str, Any]) -> str:
+    """What was prepared by the batch, in one line of a bill or an estimate."""
+    return (
+        f"  of it by the batch, for {batches['runs']:,} runs: products with {len(batches['matrices'])} matrices, "
+        f"{human_bytes(batches['bytes'])} both ways, {batches['messages']:,} messages, {batches['seconds']:.2f} s"
+    )
+
+
+def _batches(server: Mapping[str, Any] | None, client: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """What both parties prepared by the batch, with what it cost; None where there was nothing to prepare."""
+    if server is None or client is None:
+        return None
+    matrices = [
+        {
+            "name": a["name"],
+            "rows": a["rows"],
+            "bytes": a["send_bytes"] + b["send_bytes"],
+            "messages": a["send_actions"] + b["send_actions"],
+            "seconds": max(a["seconds"], b["seconds"]),
+        }
+        for a, b in zip(server["matrices"], client["matrices"], strict=True)
+    ]
+    totals = {name: sum(each[name] for each in matrices) for name in ("bytes", "messages", "seconds")}
+    return {"runs": server["runs"], **totals, "matrices": matrices}
+
+
+def offline_rows(per_op: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The same by operator, most bytes first, under a heading; nothing where nothing was done."""
+    rows = sorted((row for row in per_op if row["offline_bytes"]), key=lambda row: -row["offline_bytes"])
+    heading = ["", f"  {'offline':<16}{'count':>6}{'bytes':>12}{'':>8}{'messages':>10}{'seconds':>9}"] if rows else []
+    return heading + [
+        f"  {row['op']:<16}{row['count']:>6}{human_bytes(row['offline_bytes']):>12}{'':>8}"
+        f"{row['offline_messages']:>10,}{row['offline_seconds']:>9.2f}"
+        for row in rows
+    ]
+
+
+def combine(
+    program: Any,
+    stats: Mapping[str, Mapping[str, Any]],
+    shape: tuple[int, int],
+    versions: dict[str, str],
+    command: list[str],
+    warm_up: str = "full",
+    network: str = "loopback",
+    traffic: Traffic | None = None,
+) -> Measurement:
+    """Build the Measurement from the two parties' `stats.json` (keys "server" and "client").
+
+    `traffic`: what was on the network that was emulated between them.
+    """
+    server, client = stats["server"], stats["client"]
+    offline = list(zip(server.get("offline", ()), client.get("offline", ()), strict=True)) or [({}, {})]
+    runs = [
+        _Run(program.steps, a, b, *offline[-1], traffic) for a, b in zip(server["runs"], client["runs"], strict=True)
+    ]
+    cold, used = runs[0], runs[-1]
+    setup_wire = _wire(server["setup"], client["setup"])
+    setup_seconds = max(server["setup"]["seconds"], client["setup"]["seconds"])
+    setup_bytes, setup_messages = (int(client["setup"].get(name, 0)) for name in ("bytes", "messages"))
+    return Measurement(
+        protocol=program.protocol,
+        field=program.field,
+        fraction_bits=program.fraction_bits,
+        shape=shape,
+        warm=warm_up != "none",
+        warm_up=warm_up,
+        bytes=used.bytes,
+        messages=used.messages,
+        seconds=max(used.seconds.values()),
+        party_seconds=used.seconds,
+        party_sent_bytes=used.sent,
+        wire_bytes=_wire(used.server, used.client),
+        setup_seconds=setup_seconds,
+        setup_wire_bytes=setup_wire,
+        cold_bytes=cold.bytes + setup_bytes,
+        cold_messages=cold.messages + setup_messages,
+        cold_seconds=max(cold.seconds.values()) + setup_seconds,
+        per_op=used.table(),
+        per_step=used.steps,
+        per_pphlo_op=used.pphlo(),
+        program=program.digest,
+        versions={**versions, **server["versions"]},
+        command=command,
+        network=network,
+        offline_bytes=sum(step["offline_bytes"] for step in used.steps),
+        offline_messages=sum(step["offline_messages"] for step in used.steps),
+        offline_seconds=max(float(each.get("seconds", 0.0)) for each in offline[-1]),
+        setup_bytes=setup_bytes,
+        setup_messages=setup_messages,
+        batches=_batches(server.get("batches"), client.get("batches")),
+        table_bytes=table_size(program) - weight_size(program),
+        weight_bytes=weight_size(program),
+        **used.split(),
+    )
+
+
+class _Run:
+    """One forward as both parties saw it, and what was prepared for one."""
+
+    def __init__(
+        self,
+        steps: Sequence[Any],
+        server: Mapping[str, Any],
+        client: Mapping[str, Any],
+        server_before: Mapping[str, Any],
+        client_before: Mapping[str, Any],
+        traffic: Traffic | None,
+    ) -> None:
+        self.server, self.client = server, client
+        self.seconds = {"server": float(server["seconds"]), "client": float(client["seconds"])}
+        self.sent = {
+            name: sum(step["send_bytes"] for step in run["steps"]) + run["revealed_bytes"]
+            for name, run in (("server", server), ("client", client))
+        }
+        rows = [
+            {
+                "op": a["op"],
+                "place": a["place"],
+                "seconds": a["seconds"],
+                "bytes": a["send_bytes"] + b["send_bytes"],
+                "send_bytes": a["send_bytes"],
+                "recv_bytes": a["recv_bytes"],
+                "messages": a["send_actions"] + b["send_actions"],
+            }
+            for a, b in zip(server["steps"], client["steps"], strict=True)
+        ]
+        for row in rows:
+            row.update(dict.fromkeys(OFFLINE, 0))
+        for a, b in zip(server_before.get("steps", ()), client_before.get("steps", ()), strict=True):
+            sent = (a["send_bytes"] + b["send_bytes"], a["send_actions"] + b["send_actions"], a["seconds"])
+            for name, value in zip(OFFLINE, sent, strict=True):
+                rows[a["at"]][name] += value
+        self.opening: dict[str, Any] = {"seconds": 0.0, **dict.fromkeys(SPLIT, 0.0)}
+        for row, parts in zip([*rows, self.opening], _parts(server, client, traffic), strict=True):
+            row.update(parts)
+        self.steps = by_operator(rows, steps)
+        self.bytes = sum(self.sent.values())
+        self.opened = {name: int(run["revealed_bytes"]) for name, run in (("server", server), ("client", client))}
+        self.openings = int(server["openings"])
+        self.messages = sum(step["messages"] for step in self.steps) + self.openings
+
+    def split(self) -> dict[str, float]:
+        """The rounds, where they were counted, and what the seconds of the slower party consist of."""
+        found = {name: sum(row[name] for row in (*self.steps, self.opening)) for name in self.opening}
+        found["computing"] = max(self.seconds.values()) - found["sending"] - found["waiting"]
+        del found["seconds"]
+        return found
+
+    def table(self) -> list[dict[str, Any]]:
+        columns = ("bytes", "send_bytes", "recv_bytes", "messages", *OFFLINE)
+        rows = _summed(self.steps, (*self.opening, *columns))
+        reveal = {
+            "op": "reveal",
+            "count": 1,
+            **self.opening,
+            "bytes": sum(self.opened.values()),
+            "send_bytes": self.opened["server"],
+            "recv_bytes": self.opened["client"],
+            "messages": self.openings,
+            **dict.fromkeys(OFFLINE, 0),
+        }
+        return [*sorted(rows, key=lambda row: (-row["bytes"], -row["seconds"])), reveal]
+
+    def pphlo(self) -> list[dict[str, Any]]:
+        kinds = [kind for step in self.server["steps"] for kind in step["kinds"]]
+        rows = _summed(kinds, ("count", "seconds", *_COUNTS))
+        return sorted(rows, key=lambda row: -(row["send_bytes"] + row["recv_bytes"]))
+
+
+def _parts(server: Mapping[str, Any], client: Mapping[str, Any], traffic: Traffic | None) -> list[dict[str, Any]]:
+    """What the seconds of each step, and of the opening after them, consist of; a step ends when both parties' has."""
+    if traffic is None:
+        steps = [{"computing": step["seconds"], "sending": 0.0, "waiting": 0.0} for step in server["steps"]]
+        return [*steps, {}]
+    times = [max(both) for both in zip(_times(server), _times(client), strict=True)]
+    found = traffic.between(times)
+    for parts, (begin, end) in zip(found, pairwise(times), strict=True):
+        parts |= {"seconds": end - begin, "computing": end - begin - parts["sending"] - parts["waiting"]}
+    return found
+
+
+def _times(run: Mapping[str, Any]) -> list[float]:
+    """When a party began its first step, had ended each one, and had opened what it opens."""
+    ends = [step["begun"] + step["seconds"] for step in run["steps"]]
+    return [run["steps"][0]["begun"], *ends, run["begun"] + run["seconds"]]
+
+
+def by_operator(rows: Iterable[Mapping[str, Any]], steps: Sequence[Any]) -> list[dict[str, Any]]:
+    """Add the rows of steps that continue an operator to the row in which it began."""
+    found: list[dict[str, Any]] = []
+    for row, step in zip(rows, steps, strict=True):
+        if not step.continues:
+            found.append(dict(row))
+            continue
+        for name, value in row.items():
+            if not isinstance(value, str):
+                found[-1][name] += value
+    return found
+
+
+def _summed(rows: Sequence[Mapping[str, Any]], columns: tuple[str, ...]) -> list[dict[str, Any]]:
+    table: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        total = table.setdefault(row["op"], {"op": row["op"], "count": 0, **dict.fromkeys(columns, 0)})
+        for column in columns:
+            total[column] += row[column]
+        if "count" not in columns:
+            total["count"] += 1
+    return list(table.values())
+
+
+def _wire(server: Mapping[str, Any], client: Mapping[str, Any]) -> int | None:
+    """Bytes received by both: what one sent and the other acknowledged is the same traffic."""
+    received = int(server["wire"][1]) + int(client["wire"][1])
+    return received if received > 0 else None

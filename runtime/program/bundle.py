@@ -1,0 +1,391 @@
+"""The arrays of a generation: of all its programs together, each once, since they share names and values.
+
+The programs of a generation, which both parties hold: a prompt at once, and one position after another.
+
+All take and leave the same cached values, so they run on the shares that the others left. Which of them runs, and at
+which position, both parties know: lengths of texts are public. There may be programs for several rooms: a text begins
+in the smallest one, and goes on in the next when that is full.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+
+from aero_compile.decoding.cached_names import is_running_sum
+from aero_compile.errors import InputError
+from aero_compile.files import read_regular, write_atomically
+from aero_compile.runtime.hosts.party_inputs import Arrays, read_arrays
+from aero_compile.runtime.offline.elements import runs_at_once
+from aero_compile.runtime.program.client_prefix import digest_of
+from aero_compile.runtime.program.parts import ClientMatrix, TensorSpec
+from aero_compile.runtime.program.program import Program
+
+INDEX = "generation.json"
+FORMAT = 1
+LARGEST_INDEX = 2**20
+"""Bytes that the index may have."""
+
+
+@dataclass(frozen=True)
+class Programs:
+    """`step` computes one position anywhere, with its logits; `advance` the same without them.
+
+    `fills` compute so many positions from the first on, without logits; `checks` so many anywhere, with the logits of
+    all. `larger`: the programs of the next room, which take the same cached values with more positions.
+    """
+
+    step: Program
+    advance: Program
+    fills: Mapping[int, Program] = field(default_factory=dict)
+    checks: Mapping[int, Program] = field(default_factory=dict)
+    larger: Programs | None = None
+
+    @property
+    def rooms(self) -> tuple[Programs, ...]:
+        """The programs of each room, smallest first."""
+        return (self, *(() if self.larger is None else self.larger.rooms))
+
+    @property
+    def room(self) -> int:
+        """Positions that there is room for, in the largest room."""
+        return self.rooms[-1].step.positions
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that the model knows."""
+        return self.step.tokens.shape[2]
+
+    @property
+    def fraction_bits(self) -> int:
+        """Of the fixed-point format of all programs."""
+        return self.step.fraction_bits
+
+    @property
+    def looked_up(self) -> dict[str, tuple[int, ...]]:
+        """The tables that any of the programs looks up under encryption, with their shapes."""
+        return {name: shape for program in self.all.values() for name, shape in program.looked_up.items()}
+
+    @property
+    def client_weights(self) -> dict[str, ClientMatrix]:
+        """The matrices that clients multiply with, encrypted, in any of the programs."""
+        return {name: matrix for program in self.all.values() for name, matrix in program.client_weights.items()}
+
+    @property
+    def takes_back(self) -> bool:
+        """Whether a position can be computed anew; of a running sum nothing is taken off again."""
+        return not any(is_running_sum(spec.name) for spec in self.step.cached)
+
+    @property
+    def all(self) -> dict[str, Program]:
+        """All programs by name: those that fill by their counts, those that check by `check_name`.
+
+        Those of larger rooms have the room behind it, as "step@128".
+        """
+        found = {"step": self.step, "advance": self.advance, **{str(n): each for n, each in sorted(self.fills.items())}}
+        found |= {check_name(n): each for n, each in sorted(self.checks.items())}
+        for each in self.rooms[1:]:
+            own = replace(each, larger=None).all
+            found |= {in_room(name, each.step.positions): program for name, program in own.items()}
+        return found
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all programs, which the parties compare before anything else."""
+        return hashlib.sha256(self._index()).hexdigest()
+
+    def plan(self, count: int, position: int) -> list[tuple[str, int]]:
+        """How `count` positions from `position` on are computed without logits: programs by name, and how many of
+        their positions are kept.
+
+        A prompt that no fill fits takes the next larger one: what it computes behind the prompt is overwritten before
+        anything looks at it. Where that cannot be it takes the next smaller one, and one position after another.
+        """
+        found: list[tuple[str, int]] = []
+        fills = {count_of(name): name for name in self.all if is_fill(name)}
+        if position == 0 and count > 1 and fills:
+            larger = [size for size in fills if size == count or (size > count and self.takes_back)]
+            smaller = [size for size in fills if size < count]
+            if larger or smaller:
+                size = min(larger) if larger else max(smaller)
+                found.append((fills[size], min(size, count)))
+        begun = position + sum(kept for _, kept in found)
+        return found + [(self.at("advance", place), 1) for place in range(begun, position + count)]
+
+    def at(self, name: str, position: int) -> str:
+        """Name of the program `name` in the smallest room that has places for it from `position` on.
+
+        Raises:
+            InputError: none has.
+        """
+        for each in self.rooms:
+            found = name if each is self else in_room(name, each.step.positions)
+            if found in self.all and position < self.all[found].positions:
+                return found
+        raise InputError(f"there is no program {name!r} at {position}: there is room for {self.room} positions")
+
+    @property
+    def texts(self) -> dict[str, Program]:
+        """Names of what is prepared for texts as a whole, each with the program that says how: one for each room."""
+        own = {in_room(TEXT, each.step.positions) if each is not self else TEXT: each.step for each in self.rooms}
+        return {name: step for name, step in own.items() if step.cached_products}
+
+    def text_of(self, name: str) -> str:
+        """Name of what is prepared for a text that the program `name` begins."""
+        _, room = _parts(name)
+        return in_room(TEXT, room) if room else TEXT
+
+    def most_prepared(self, name: str) -> int:
+        """How many runs of a program one text can take, or how many texts may be prepared; 0: none of this name."""
+        if name in self.texts:
+            return MOST_TEXTS
+        if name not in self.all or not self.all[name].is_prepared:
+            return 0
+        return 1 if is_fill(name) else self.room
+
+    @cached_property
+    def joined(self) -> dict[str, tuple[str, int]]:
+        """Names of several runs that are prepared at once: the program, and how many of its runs."""
+        counts = {name: runs_at_once(program) for name, program in self.all.items()}
+        return {f"{name}*{runs}": (name, runs) for name, runs in counts.items() if runs > 1}
+
+    def runs_named(self, name: str) -> tuple[str, int]:
+        """Return which program a name of what is prepared means, and how many of its runs."""
+        return self.joined.get(name, (name, 1))
+
+    def _index(self) -> bytes:
+        digests = {name: program.digest for name, program in self.all.items()}
+        return json.dumps({"format": FORMAT, "programs": digests}, sort_keys=True).encode()
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write every program to the folder under its digest, and last the index."""
+        for program in self.all.values():
+            program.save(Path(folder) / f"{program.digest}.json")
+        write_atomically(Path(folder) / INDEX, self._index())
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> Programs:
+        """Read what `save` wrote; every program is checked before any is run.
+
+        Raises:
+            InputError: a file is missing, damaged, of another version or not what the index says, or the programs do
+                not go on from each other's cached values.
+        """
+        path = Path(folder) / INDEX
+        try:
+            content = json.loads(read_regular(path, LARGEST_INDEX))
+            if content["format"] != FORMAT:
+                raise InputError(f"{path} is of another version of aero_compile")
+            digests = {str(name): str(digest) for name, digest in content["programs"].items()}
+            for name in digests:
+                count_of(name)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise InputError(f"{path} does not name the programs of a generation: {error}") from error
+        found = {digest: _load(Path(folder), digest) for digest in {*digests.values()}}
+        return of_names({name: found[digests[name]] for name in digests})
+
+
+TEXT = "text"
+"""Name of what is prepared for a text as a whole, in the smallest room."""
+
+MOST_TEXTS = 2
+"""Texts that may be prepared at once: the next one, and one for a text whose masks are used up."""
+
+CHECK = "check-"
+"""What names of programs that check begin with."""
+
+
+def check_name(count: int) -> str:
+    """Name of the program that computes so many positions anywhere, with their logits."""
+    return f"{CHECK}{count}"
+
+
+def in_room(name: str, room: int) -> str:
+    """Name of a program of a room that is not the smallest."""
+    return f"{name}@{room}"
+
+
+def count_of(name: str) -> int:
+    """How many positions the program of a name computes; ValueError if it is no name of one."""
+    own, _ = _parts(name)
+    return 1 if own in ("step", "advance") else int(own.removeprefix(CHECK))
+
+
+def is_fill(name: str) -> bool:
+    """Whether the program of a name computes positions from the first on."""
+    return _parts(name)[0].isdigit()
+
+
+def is_check(name: str) -> bool:
+    """True if the program of a name computes several positions anywhere, in the smallest room."""
+    own, room = _parts(name)
+    return own.startswith(CHECK) and not room
+
+
+def opens_logits(name: str) -> bool:
+    """Whether the program of a name opens logits: of one position, or of all that it checks."""
+    own, _ = _parts(name)
+    return own == "step" or own.startswith(CHECK)
+
+
+def _parts(name: str) -> tuple[str, int]:
+    """A name without its room, and the room; 0: the smallest one."""
+    own, at, room = name.partition("@")
+    return own, int(room) if at else 0
+
+
+def of_names(named: Mapping[str, Program]) -> Programs:
+    """The programs that have these names, of all rooms.
+
+    Raises:
+        InputError: they are no generation.
+    """
+    found: Programs | None = None
+    for room in sorted({_parts(name)[1] for name in named}, reverse=True):
+        own = {_parts(name)[0]: program for name, program in named.items() if _parts(name)[1] == room}
+        if not {"step", "advance"} <= own.keys():
+            raise InputError("a room of a generation has no programs 'step' and 'advance'")
+        ordered = sorted(own.keys() - {"step", "advance"}, key=count_of)
+        checks = {count_of(name): own[name] for name in ordered if not is_fill(name)}
+        fills = {count_of(name): own[name] for name in ordered if is_fill(name)}
+        found = Programs(own["step"], own["advance"], fills, checks, found)
+    if found is None or found.all.keys() != named.keys():
+        raise InputError(f"these are not the programs of a generation: {', '.join(map(repr, sorted(named)))[:200]}")
+    check(found)
+    return found
+
+
+def check(programs: Programs) -> None:
+    """Raise InputError if the programs are no generation: one goes on where another left off."""
+    rooms = programs.rooms
+    for each, larger in pairwise(rooms):
+        _check_growth(each.step, larger.step)
+    for each in rooms:
+        _check_room(replace(each, larger=None))
+    tables, matrices = programs.looked_up, programs.client_weights
+    for name, program in programs.all.items():
+        for table, shape in program.looked_up.items():
+            if shape != (other := tables[table]):
+                raise InputError(f"the program {name!r} looks up in {table!r} {shape}, and another one in {other}")
+        for weight, matrix in program.client_weights.items():
+            if matrix != (same := matrices[weight]):
+                raise InputError(f"the program {name!r} multiplies with {matrix}, and another one with {same}")
+
+
+def _check_growth(step: Program, larger: Program) -> None:
+    """What is held in one room must become what is held in the next by more positions, or be a sum, and no more."""
+    rooms = step.positions, larger.positions
+    same = len(step.cached) == len(larger.cached) and rooms[0] < rooms[1] and step.tokens == larger.tokens
+    for one, other in zip(step.cached, larger.cached, strict=False):
+        unlike = [pair for pair in zip(one.shape, other.shape, strict=False) if pair[0] != pair[1]]
+        same &= (one.name, one.dtype, len(one.shape)) == (other.name, other.dtype, len(other.shape))
+        same &= unlike == ([] if is_running_sum(one.name) else [rooms])
+    same &= geometry(step) == geometry(larger)
+    if not same:
+        raise InputError(f"what {rooms[0]} positions leave does not go on in a room for {rooms[1]}: serve one room")
+
+
+def _check_room(programs: Programs) -> None:
+    step = programs.step
+    shared = (step.protocol, step.field, step.fraction_bits, step.cached, step.versions)
+    if programs.checks and not programs.takes_back:
+        raise InputError("programs with running sums check nothing: what was guessed wrong could not be taken back")
+    wanted = geometry(step)
+    for name, each in programs.all.items():
+        if not geometry(each).items() <= wanted.items():
+            raise InputError(f"the program {name!r} reads cached rows in another way than 'step' does")
+        theirs = (each.protocol, each.field, each.fraction_bits, each.cached, each.versions)
+        if theirs != shared or not each.cached:
+            raise InputError(f"the program {name!r} does not go on from the cached values of the others")
+        count = count_of(name)
+        if each.tokens.shape != (1, count, programs.vocabulary) or each.opens != opens_logits(name):
+            raise InputError(f"the program {name!r} does not compute {count} positions of one text")
+        if not 1 <= count <= programs.room:
+            raise InputError(f"the program {name!r} has no room for its positions")
+        places = 0 if is_fill(name) else programs.room - count + 1
+        if each.positions != places:
+            raise InputError(f"the program {name!r} computes at {each.positions} positions, not {places}")
+
+
+def geometry(program: Program) -> dict[str, tuple[int | bool, ...]]:
+    """How a program's products read cached rows, by site: what all programs of a generation must agree on."""
+    found: dict[str, tuple[int | bool, ...]] = {}
+    for site, at in program.cached_products.items():
+        call: Any = program.steps[at]
+        sizes = call.kernel.sizes(*call.shapes)
+        found[site] = (call.kernel.keys, call.kernel.repeats, sizes.heads, sizes.width)
+    return found
+
+
+def _load(folder: Path, digest: str) -> Program:
+    if len(digest) != 64 or not digest.isalnum():
+        raise InputError(f"{digest[:80]!r} is no digest of a program")
+    program = Program.load(folder / f"{digest}.json")
+    if program.digest != digest:
+        raise InputError(f"{folder / digest}.json is not the program that it is named after: compile it anew")
+    return program
+
+
+@dataclass(frozen=True)
+class CompiledGeneration:
+    """The programs, the weights that only the server may hold, and the arrays that both parties hold.
+
+    Of arrays that follow from the position there are values for all, [positions, ...].
+    """
+
+    programs: Programs
+    weights: dict[str, npt.NDArray[Any]]
+    published: dict[str, npt.NDArray[Any]]
+
+
+def published_specs(programs: Programs) -> list[TensorSpec]:
+    """The arrays that both parties hold, each once."""
+    return _once(spec for each in programs.all.values() for spec in each.published)
+
+
+def weight_specs(programs: Programs) -> list[TensorSpec]:
+    """The server's weights, each once."""
+    return _once(spec for each in programs.all.values() for spec in each.weights)
+
+
+def read_published(programs: Programs, path: Path) -> Arrays:
+    """Read the arrays that both parties hold, the same as when the programs were compiled.
+
+    Raises:
+        InputError: the file is damaged, or has other arrays.
+    """
+    found = read_arrays(path, published_specs(programs))
+    if not are_published(programs, found):
+        raise InputError(f"{path} does not hold the arrays that the programs were compiled with")
+    return found
+
+
+def are_published(programs: Programs, found: Arrays) -> bool:
+    """Whether the arrays that both parties hold are those that the programs were compiled with."""
+    for program in programs.all.values():
+        own = {spec.name: found[spec.name] for spec in program.published}
+        if program.published and digest_of(own) != program.published_digest:
+            return False
+    return True
+
+
+def read_weights(programs: Programs, path: Path) -> Arrays:
+    """Read the server's weights.
+
+    Raises:
+        InputError: the file is damaged, or has other arrays.
+    """
+    return read_arrays(path, weight_specs(programs))
+
+
+def _once(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+    return list({spec.name: spec for spec in specs}.values())

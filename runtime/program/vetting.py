@@ -1,0 +1,474 @@
+"""What a party makes sure of before it runs a program that somebody else may have written.
+
+The code of each step is read line by line. A line must be one of the few forms that our compiler emits, with listed
+operations on tensors; anything else is refused, never skipped. What is computed from a secret is secret, and so is
+every result, so nothing is opened but the logits, by the party itself. Values are named once, have the shapes that are
+declared, and the logits are computed from the tokens. No product of matrices shows the other party what a party
+multiplies with (`vetting_products`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+from aero_compile.errors import AeroError, InputError
+from aero_compile.runtime.arithmetic.exponential import RING_BITS
+from aero_compile.runtime.costs.pphlo import parse
+from aero_compile.runtime.kernels.cached_product import CachedProduct
+from aero_compile.runtime.kernels.client_product import ClientProduct
+from aero_compile.runtime.kernels.encrypted_lookup import EncryptedLookup
+from aero_compile.runtime.kernels.prepared_scaling import PreparedScaling
+from aero_compile.runtime.offline.elements import joined_elements, runs_at_once
+from aero_compile.runtime.online.plan import plan_of
+from aero_compile.runtime.program.client_prefix import check_prefix
+from aero_compile.runtime.program.parts import SET_UP, KernelStep, ProgramContent, Step, TensorSpec
+from aero_compile.runtime.program.vetting_products import check_products
+from aero_compile.runtime.spu_config import check_config
+
+MOST_STEPS = 100_000
+MOST_ELEMENTS = 2**33
+LONGEST_NAME = 1000
+
+OPERATIONS = frozenset(
+    [
+        "abs",
+        "add",
+        "and",
+        "broadcast",
+        "ceil",
+        "concatenate",
+        "convert",
+        "custom_call",
+        "divide",
+        "dot",
+        "dot_general",
+        "equal",
+        "exponential",
+        "floor",
+        "greater",
+        "greater_equal",
+        "iota",
+        "less",
+        "less_equal",
+        "log",
+        "maximum",
+        "minimum",
+        "multiply",
+        "negate",
+        "not",
+        "not_equal",
+        "or",
+        "pad",
+        "power",
+        "reciprocal",
+        "reduce",
+        "reshape",
+        "reverse",
+        "rsqrt",
+        "select",
+        "sign",
+        "slice",
+        "sqrt",
+        "subtract",
+        "tanh",
+        "logistic",
+        "transpose",
+        "xor",
+    ]
+)
+"""Operations of PPHLO that compute on shares without opening any."""
+
+_TYPE = r"tensor<(?:\d+x)*(?:!pphlo\.secret<(?:f32|i32|i1)>|f32|i32|i1)>"
+_TYPES = re.compile(_TYPE)
+_HEAD = re.compile(
+    r"module @\w+ attributes \{mhlo\.cross_program_prefetches = \[\], "
+    r'mhlo\.frontend_attributes = \{xla\.sdy\.meshes = "\{\}"\}, mhlo\.input_output_alias = \[\], '
+    r"mhlo\.is_dynamic = false, mhlo\.use_auto_spmd_partitioning = false"
+    r'(?:, pphlo\.version = "[\d.\w]+")?\} \{'
+)
+_FUNCTION = re.compile(rf"func\.func @main\(((?:%arg\d+: {_TYPE}(?:, )?)*)\) -> (\(?)((?:{_TYPE}(?:, )?)+)(\)?) \{{")
+_ARGUMENT = re.compile(rf"(%arg\d+): ({_TYPE})")
+_CONSTANT = re.compile(rf'(%\d+) = pphlo\.constant dense<(?:[-+.\w\s,\[\]]*|"0x[0-9A-Fa-f]*")> : ({_TYPE})')
+_STATEMENT = re.compile(rf"(%\d+) = pphlo\.(\w+) ?([^!]*) : (?:\(((?:{_TYPE}(?:, )?)*)\) -> )?({_TYPE})")
+_FREE = re.compile(rf"pphlo\.free %(?:arg)?\d+ : {_TYPE}")
+_RETURN = re.compile(rf"(?:pphlo\.)?return ((?:%\w+(?:, )?)+) : ((?:{_TYPE}(?:, )?)+)")
+_REDUCER = re.compile(rf"reducer\((%arg\d+): ({_TYPE}), (%arg\d+): ({_TYPE})\) +\{{")
+_BODY = re.compile(
+    r"%(?:arg)?\d+|\d+|[-\[\](){}<>,:=\s]|dense<\[[\d, ]*\]>|tensor<\d+xindex>|@spu\.(?:gather|prefer_a)"
+    r"|pphlo\.attributes"
+    r'|"f32\[[\d,]*\]\{[\d,]*\}"|"(?:i32|s32|pred)\[[\d,]*\]\{[\d,]*\}"'
+    r"|\b(?:dims?|init|applies|across|dimensions|x|batching_dims|contracting_dims|low|high|interior|array|i64|true|false"
+    r"|collapsed_slice_dims|index_vector_dim|offset_dims|slice_sizes|start_index_map|result_layout|xla_shape"
+    r"|operand_batching_dims|start_indices_batching_dims)\b"
+)
+_SAME = "@spu.prefer_a("
+"""Calls of a function that gives its argument, a choice which several selections share."""
+
+_VALUE = re.compile(r"%(?:arg)?\d+")
+_Types = dict[str, str]
+
+
+def check_program(program: ProgramContent) -> None:
+    """Refuse a program that does anything but compute secrets from secrets.
+
+    Raises:
+        InputError: what is wrong, and in which step.
+    """
+    check_config(program.protocol, program.field, program.fraction_bits)
+    if not isinstance(program.versions.get("spu"), str):
+        raise InputError("the program does not say for which version of SPU it is")
+    if len(program.steps) > MOST_STEPS:
+        raise InputError(f"the program has {len(program.steps)} steps; at most {MOST_STEPS} are run")
+    known: _Types = {}
+    for spec in (*program.weights, program.tokens, *program.clients, *program.cached, *program.published):
+        if spec.name in known:
+            raise InputError(f"the program has two inputs called {spec.name!r}")
+        known[spec.name] = _declared(program.given(spec))
+    known |= {spec.name: _declared(program.given(spec), secret=False) for spec in program.published}
+    _check_positions(program)
+    inputs, from_tokens = set(known), {program.tokens.name, *(spec.name for spec in program.clients)}
+    _check_clients(program)
+    _check_code(program, SET_UP, [_declared(spec) for spec in program.set_up_inputs], 1)
+    if program.steps and program.steps[0].continues:
+        raise InputError("the program begins with a step that continues another")
+    for number, step in enumerate(program.steps):
+        try:
+            _check_step(program, step, known, inputs, from_tokens)
+        except AeroError as error:
+            raise InputError(f"step {number} of the program ({step.label[:60]!r}) is refused: {error}") from error
+    _check_masks(program)
+    _check_elements(program)
+    _check_guard(program, known, inputs)
+    _check_results(program, known, inputs)
+    _check_cached_products(program)
+    logits = program.logits
+    if logits.name in inputs or logits.name not in known:
+        raise InputError(f"the program opens {logits.name!r}, which is no result of its steps")
+    if logits.name not in from_tokens or known[logits.name] != _declared(logits):
+        raise InputError(f"the program opens {logits.name!r}, which is not made of the tokens in the shape it declares")
+    check_products(program)
+
+
+def _check_positions(program: ProgramContent) -> None:
+    """What follows from the position has a value for each, as many as there are of anything else."""
+    tables = {spec.name: spec.shape for spec in (*program.weights, *program.published)}
+    counts = {tables[name][0] if tables.get(name) else 0 for name in program.by_position}
+    if len(counts) > 1 or 0 in counts or len(set(program.by_position)) != len(program.by_position):
+        raise InputError("the program does not say at how many positions it computes")
+
+
+def _check_results(program: ProgramContent, known: _Types, inputs: set[str]) -> None:
+    """What the cached values become must be results of steps, of the same types, each one's own."""
+    if len(program.results) != len(program.cached) or len(set(program.results)) != len(program.results):
+        raise InputError("the program does not leave one result for each cached value")
+    for name, spec in zip(program.results, program.cached, strict=True):
+        if name in inputs or known.get(name) != _declared(spec):
+            raise InputError(f"the program leaves {str(name)[:60]!r} for {spec.name!r}, which is no such result")
+    if type(program.opens) is not bool or (not program.opens and program.logits.name not in program.results):
+        raise InputError("the program does not say whether it opens its logits")
+    if program.opens and program.logits.name in program.results:
+        raise InputError(f"the program opens {program.logits.name!r}, which is to stay secret")
+
+
+def _check_cached_products(program: ProgramContent) -> None:
+    """Products with cached rows are of a generation, and none takes its masks from another in the same run."""
+    kernels = [step.kernel for step in program.steps if isinstance(step, KernelStep)]
+    sites = [kernel.site for kernel in kernels if isinstance(kernel, CachedProduct)]
+    if len(set(sites)) != len(sites):
+        raise InputError("the program has two products with cached rows of one name, whose masks would hide two values")
+    if sites and not program.cached:
+        raise InputError("the program has a product with cached rows, and holds none from one run to the next")
+
+
+def _check_clients(program: ProgramContent) -> None:
+    """What the client computes in the clear must be listed operations on what it has, and give what is declared."""
+    for step in program.prefix:
+        for name in (step.name, step.operation, *step.arguments):
+            _check_name(name)
+    given = {spec.name: program.given(spec).shape for spec in program.published}
+    if not isinstance(program.published_digest, str) or bool(program.published_digest) != bool(given):
+        raise InputError("the program does not say which arrays both parties hold")
+    shapes = check_prefix(program.prefix, given, program.tokens.shape[:2], MOST_ELEMENTS)
+    made = {step.name for step in program.prefix}
+    for spec in program.clients:
+        if spec.dtype != "float32" or spec.name not in made or shapes[spec.name] != spec.shape:
+            raise InputError(f"the client's input {spec.name[:60]!r} is not what the client computes")
+
+
+def _check_guard(program: ProgramContent, known: _Types, inputs: set[str]) -> None:
+    """The bit of the private checks, which the client opens for itself, must be a single number of a step."""
+    guard = program.guard
+    if guard is None:
+        return
+    if guard in inputs or guard == program.logits.name or _elements(known.get(guard, "")) != 1:
+        raise InputError(
+            f"the program opens {str(guard)[:50]!r} as its range check, which is no single number of a step"
+        )
+
+
+def _elements(kind: str) -> int:
+    return math.prod(map(int, re.findall(r"(\d+)x", kind))) if kind else 0
+
+
+def _declared(spec: TensorSpec, *, secret: bool = True) -> str:
+    """The type that an input, or the logits, have in the code."""
+    sizes = spec.shape
+    if spec.dtype not in ("float32", "int32") or not all(type(size) is int and size > 0 for size in sizes):
+        raise InputError(f"the program declares {spec.name[:60]!r} as {spec.dtype!r} {sizes}")
+    _check_name(spec.name)
+    if math.prod(sizes) > MOST_ELEMENTS:
+        raise InputError(f"the program declares {spec.name!r} with {math.prod(sizes)} elements")
+    return _type(sizes, spec.dtype, secret=secret)
+
+
+def _type(shape: tuple[int, ...], dtype: str, *, secret: bool = True) -> str:
+    kind = {"float32": "f32", "int32": "i32", "bool": "i1"}[dtype]
+    return f"tensor<{''.join(f'{size}x' for size in shape)}{f'!pphlo.secret<{kind}>' if secret else kind}>"
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str) or len(name) > LONGEST_NAME or not name.isprintable():
+        raise InputError("a name in the program is no printable text")
+
+
+def _check_step(
+    program: ProgramContent, step: Step | KernelStep, known: _Types, inputs: set[str], from_tokens: set[str]
+) -> None:
+    for name in (step.label, step.place, *step.inputs, *step.outputs, *step.free):
+        _check_name(name)
+    if type(step.continues) is not bool:
+        raise InputError("it does not say whether it continues a step")
+    missing = [name for name in step.inputs if name not in known]
+    if missing:
+        raise InputError(f"it reads {missing[0]!r}, which no step before it made or kept")
+    if len(set(step.inputs)) != len(step.inputs):
+        raise InputError("it reads a value twice")
+    takes = [known[name] for name in step.inputs]
+    if isinstance(step, KernelStep):
+        results = _check_kernel(program, step, takes)
+    else:
+        _check_name(step.code)
+        results = _check_code(program, step.code, takes, len(step.outputs))
+        _check_on_shares(program, step)
+    for name, kind in zip(step.outputs, results, strict=True):
+        if name in known:
+            raise InputError(f"it makes {name!r} anew")
+        known[name] = kind
+        (from_tokens.add if from_tokens.intersection(step.inputs) else from_tokens.discard)(name)
+    for name in step.free:
+        if name in inputs or name not in known:
+            raise InputError(f"it frees {name!r}, which is not its own")
+        del known[name]
+
+
+def _check_on_shares(program: ProgramContent, step: Step) -> None:
+    """A step on shares must be one that can be computed so, in the ring that shares are truncated in."""
+    if type(step.on_shares) is not bool:
+        raise InputError("it does not say whether it is computed on shares")
+    if step.on_shares and (
+        program.field != RING_BITS or plan_of(program.codes[step.code], program.fraction_bits) is None
+    ):
+        raise InputError("it is to be computed on shares, and has operations for which SPU is needed")
+
+
+def _check_kernel(program: ProgramContent, step: KernelStep, takes: list[str]) -> list[str]:
+    """The types of the results of a kernel, which takes secret numbers of its types and the declared shapes."""
+    kinds = zip(step.shapes, step.kernel.takes(len(step.shapes)), strict=True)
+    if takes != [_declared(TensorSpec("an argument", shape, kind)) for shape, kind in kinds]:
+        raise InputError(f"its kernel takes secret numbers of the shapes {step.shapes}, not {takes}")
+    try:
+        results = step.kernel.results(*step.shapes)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    if len(step.outputs) != len(results) or len(set(step.outputs)) != len(step.outputs):
+        raise InputError(f"its kernel gives {len(results)} results, not {len(step.outputs)}")
+    if isinstance(step.kernel, EncryptedLookup) and step.inputs[1] not in {spec.name for spec in program.weights}:
+        raise InputError(f"its kernel looks up in {step.inputs[1][:60]!r}, which is no weight of the program")
+    if isinstance(step.kernel, EncryptedLookup) and not _are_tokens(program, step.inputs[0]):
+        raise InputError(f"its kernel looks {step.inputs[0][:60]!r} up, which are not the tokens")
+    if isinstance(step.kernel, (ClientProduct, PreparedScaling)):
+        own = {spec.name for spec in program.weights} - {*program.by_position}
+        if step.inputs[1] not in own:
+            raise InputError(f"its kernel multiplies with {step.inputs[1][:60]!r}, which is no weight of the program")
+    _check_preparation(program, step)
+    return [_type(each.shape, each.dtype) for each in results]
+
+
+def _are_tokens(program: ProgramContent, name: str) -> bool:
+    """True if a value is the one-hot tokens, or these in another shape.
+
+    Of other rows a lookup might fail on some tokens alone, which the server would see.
+    """
+    tokens = program.tokens.name
+    made = [step for step in program.steps if name in step.outputs and isinstance(step, Step)]
+    moved = [step for step in made if step.inputs == (tokens,) and len(step.outputs) == 1]
+    kinds = [{each.kind for each in parse(program.codes[step.code]).operations} for step in moved]
+    return name == tokens or any(each <= {"reshape"} for each in kinds)
+
+
+def _check_preparation(program: ProgramContent, step: KernelStep) -> None:
+    """What is prepared for a kernel takes random words and inputs of the server, as integers, and gives a secret."""
+    found = step.kernel.preparation(*step.shapes)
+    triples = step.kernel.triples(*step.shapes)
+    if triples is not None:
+        return  # it is in a group of element products
+    if found is None:
+        if step.preparation:
+            raise InputError("its kernel takes nothing that could be prepared")
+        return
+    weights, own = [step.inputs[at] for at in found.weights], {spec.name for spec in program.weights}
+    if not own.issuperset(weights):
+        raise InputError(f"its kernel takes {weights} as the server's, which are no weights of the program")
+    shapes = [*(random.shape for random in found.randoms), *(step.shapes[at] for at in found.weights)]
+    _check_name(step.preparation)
+    if _check_code(program, step.preparation, [_type(shape, "int32") for shape in shapes], 1) != [
+        _type(found.gives, "int32")
+    ]:
+        raise InputError("what is prepared for its kernel has another shape")
+
+
+def _check_masks(program: ProgramContent) -> None:
+    """A kernel that takes the mask of another one is given what that one opened."""
+    opened = set[str]()
+    for number, step in enumerate(program.steps):
+        call = step if isinstance(step, KernelStep) else None
+        for name in [] if call is None else _taken(call):
+            if name not in opened:
+                raise InputError(
+                    f"step {number} of the program ({step.label[:60]!r}) is refused: its kernel takes {name[:60]!r}, "
+                    "which no kernel has opened"
+                )
+        opened -= set(step.outputs)
+        if call is not None and call.kernel.opens is not None:
+            opened.add(call.outputs[call.kernel.opens])
+
+
+def _taken(step: KernelStep) -> list[str]:
+    """The inputs of a kernel that must be opened."""
+    plan = step.kernel.triples(*step.shapes) or step.kernel.preparation(*step.shapes)
+    return [step.inputs[each.taken] for each in (plan.randoms if plan else ()) if each.taken is not None]
+
+
+def _check_elements(program: ProgramContent) -> None:
+    """Element products are prepared in groups that follow from the program, by codes of two arrays of integers."""
+    groups = joined_elements(program.steps)
+    several = runs_at_once(program)
+    for joined in [*groups, *(joined_elements(program.steps, several) if several > 1 else [])]:
+        kind = _type((joined.size,), "int32")
+        if _check_code(program, joined.key, [kind] * 2, 1) != [kind]:
+            raise InputError(f"the program's code {joined.key!r} gives another shape")
+    for joined in groups:
+        steps = [program.steps[at] for at in joined.steps]
+        if any(isinstance(step, KernelStep) and step.preparation != joined.key for step in steps):
+            raise InputError(f"a step of the program is not prepared with its group {joined.key!r}")
+
+
+def _check_code(program: ProgramContent, key: str, takes: list[str], count: int) -> list[str]:
+    """The types of the results of a code, which takes values of these types."""
+    code = program.codes.get(key)
+    if not isinstance(code, str):
+        raise InputError(f"the program has no code {key!r}")
+    found, results = _read(code)
+    if list(map(_hidden_or_empty, found)) != list(map(_hidden_or_empty, takes)):
+        raise InputError(f"its code takes {found}, not {takes}")
+    if len(results) != count:
+        raise InputError(f"its code gives {len(results)} results, not {count}")
+    if not all(_is_secret(kind) or _holds_nothing(kind) for kind in results):
+        raise InputError("its code gives a result that is not secret")
+    return results
+
+
+def _is_secret(kind: str) -> bool:
+    return "!pphlo.secret<" in kind
+
+
+def _holds_nothing(kind: str) -> bool:
+    """Whether it has no element, as the rows in front of the first position."""
+    return re.match(r"tensor<(\d+x)*0x", kind) is not None
+
+
+def _hidden_or_empty(kind: str) -> str:
+    """A type, which says nothing of secrecy if it holds nothing: SPU's compiler takes cuts of no width for public."""
+    return re.sub(r"!pphlo\.secret<(\w+)>", r"\1", kind) if _holds_nothing(kind) else kind
+
+
+def _read(code: str) -> tuple[list[str], list[str]]:
+    """The types of arguments and results of a code, every line of which is of a known form."""
+    if not code.isascii() or "//" in code:
+        raise InputError("its code holds characters that the compiler does not write")
+    lines = iter(code.splitlines())
+    head, function = next(lines, ""), _FUNCTION.fullmatch(next(lines, "").strip())
+    if not _HEAD.fullmatch(head) or function is None or bool(function[2]) != bool(function[4]):
+        raise InputError("its code does not start as the compiler's does")
+    arguments = _ARGUMENT.findall(function[1])
+    types: _Types = dict(arguments)
+    if len(types) != len(arguments):
+        raise InputError("its code takes two arguments of one name")
+    given = _block(lines, types, "return ")
+    if given != _TYPES.findall(function[3]):
+        raise InputError("its code returns other types than it declares")
+    if [line.strip() for line in lines if line.strip()] != ["}", "}"]:
+        raise InputError("its code goes on after it returned")
+    return [kind for _, kind in arguments], given
+
+
+def _block(lines: Iterator[str], types: _Types, end: str) -> list[str]:
+    """Read statements up to the return, which starts with `end`; the types of what is returned."""
+    for line in lines:
+        text = line.strip()
+        returned = _RETURN.fullmatch(text) if text.startswith(end) else None
+        if returned is not None:
+            kinds = _TYPES.findall(returned[2])
+            _check_types(text, _VALUE.findall(returned[1]), kinds, types)
+            return kinds
+        reducer = _REDUCER.fullmatch(text)
+        if reducer is not None:
+            inner = {reducer[1]: reducer[2], reducer[3]: reducer[4]}
+            given = _block(lines, inner, "pphlo.return ")
+            if next(lines, "").strip() != "}" or len(given) != 1 or not _is_secret(given[0]):
+                raise InputError(f"its code has a reducer of another form: {text[:100]}")
+        elif text and not _FREE.fullmatch(text):
+            _statement(text, types)
+    raise InputError("its code does not return")
+
+
+def _statement(text: str, types: _Types) -> None:
+    constant = _CONSTANT.fullmatch(text)
+    if constant is not None:
+        name, kind = constant.groups()
+        if _is_secret(kind):
+            raise InputError(f"its code has a constant of another form: {text[:100]}")
+        operands: list[str] = []
+        takes: list[str] = []
+    else:
+        found = _STATEMENT.fullmatch(text)
+        if found is None:
+            raise InputError(f"its code has a line that the compiler does not write: {text[:100]}")
+        name, operation, body, signature, kind = found.groups()
+        reduces = re.search(r"applies pphlo\.(\w+)", body) if operation == "reduce" else None
+        body = body.replace(reduces[0], "applies") if reduces else body
+        if operation not in OPERATIONS or (reduces and reduces[1] not in OPERATIONS):
+            raise InputError(f"its code has the operation pphlo.{operation}, which is not among those that are run")
+        if _BODY.sub("", body):
+            raise InputError(f"its code has a line that the compiler does not write: {text[:100]}")
+        if operation == "custom_call" and not body.startswith(("@spu.gather(", _SAME)):
+            raise InputError(f"its code calls something else than spu.gather: {text[:100]}")
+        operands = _VALUE.findall(body)
+        takes = _TYPES.findall(signature) if signature is not None else [kind] * len(operands)
+    _check_types(text, operands, takes, types)
+    if any(map(_is_secret, takes)) and not _is_secret(kind):
+        raise InputError(f"its code opens a secret: {text[:200]}")
+    if _SAME in text and (takes != [kind] or _is_secret(kind)):
+        raise InputError(f"its code prepares something else than a public choice: {text[:100]}")
+    if operands and text.find("@spu.gather(") > 0 and _is_secret(takes[-1]):
+        raise InputError(f"its code gathers by secret indices: {text[:200]}")
+    if name in types or _elements(kind) > MOST_ELEMENTS:
+        raise InputError(f"its code defines a value twice, or one that is too large: {text[:100]}")
+    types[name] = kind
+
+
+def _check_types(text: str, operands: list[str], takes: list[str], types: _Types) -> None:
+    if [types.get(each) for each in operands] != takes:
+        raise InputError(f"its code reads what it has not made, or as another type: {text[:100]}")
