@@ -16,6 +16,7 @@ from aero_compile.runtime.arithmetic.evaluators import Evaluation, Owner, evalua
 from aero_compile.runtime.costs.ciphertexts import Dims
 from aero_compile.runtime.costs.pphlo import parse
 from aero_compile.runtime.program import vetting_products
+from aero_compile.runtime.program.parts import TOKENS, KernelStep, Step, TensorSpec
 from aero_compile.runtime.program.program import Program
 from aero_compile.runtime.program.vetting import check_program
 from aero_compile.runtime.program.vetting_products import PUBLIC, Known, check_products
