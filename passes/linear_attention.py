@@ -19,8 +19,6 @@ Directions are a buffer, `linear_attention.<layer>.directions`, `[d, m]`: the se
 `public="linear_attention.*"` known to clients, so that products with them are local work. Exponents of either sign are
 not tamed by a maximum over keys, as the Performer's are, which a position could not know of later ones: a private run
 checks that they lie where its exponential holds, and refuses others by name.
-
-Features of queries and keys whose products linear attention has in the place of exponentials of scores.
 """
 
 from __future__ import annotations

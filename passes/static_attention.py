@@ -16,8 +16,6 @@ measured or learned are the server's: one product with a matrix of its own for e
 
 The rows of the projections that made the queries and keys of these heads alone are removed, with their biases and
 temperatures. Heads keep their numbers.
-
-Probabilities that follow from the mask and from tables, and their product with values.
 """
 
 from __future__ import annotations

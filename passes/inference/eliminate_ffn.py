@@ -11,17 +11,6 @@ its own if it was tied. Norms, and all else that is not linear, read the stream 
 
 R is ill-conditioned in the end, and the fixed point of a private run has only so many bits (`_bases`): where a
 condition would exceed the bound, the basis starts anew, at the cost of one d×d product.
-
-Choose the bases of the residual stream in which linear layers along it vanish, and where they are restarted.
-
-Along a chain of values x_{j+1} = x_j·S_j + …, bases R_j = S_j·R_{j+1} make z_j = x_j·R_j obey z_{j+1} = z_j + …: no
-product is left. A *segment* is a run of values with such bases. Its freedom is one matrix: R is a multiple of the
-identity at its *anchor* m, so that R_j = S_j···S_{m−1} before it and R_j = (S_m···S_{j−1})⁻¹ behind it.
-
-What bounds a segment is the fixed point: an error of z_j is one of x_j times R_j⁻¹, and values and weights of z_j are
-those of x_j times R_j. For errors of equal size in all directions the root mean squares of these factors are
-‖R‖_F/√d and ‖R⁻¹‖_F/√d. The largest of the one times the largest of the other is the *condition* of a segment: 1 if
-every R_j is orthogonal. Where no basis has to stay as it is, a segment is scaled so that both are equal.
 """
 
 from __future__ import annotations
@@ -44,6 +33,17 @@ from aero_compile.graph_pass import GraphPass, PassResult
 from aero_compile.model import TransformedModel
 from aero_compile.passes.inference.fuse_linear_ffn import name_of, why_not_linear
 from aero_compile.passes.lib.stream_rewriting import StreamRewriting
+
+# Choose the bases of the residual stream in which linear layers along it vanish, and where they are restarted.
+#
+# Along a chain of values x_{j+1} = x_j·S_j + …, bases R_j = S_j·R_{j+1} make z_j = x_j·R_j obey z_{j+1} = z_j + …: no
+# product is left. A *segment* is a run of values with such bases. Its freedom is one matrix: R is a multiple of the
+# identity at its *anchor* m, so that R_j = S_j···S_{m−1} before it and R_j = (S_m···S_{j−1})⁻¹ behind it.
+#
+# What bounds a segment is the fixed point: an error of z_j is one of x_j times R_j⁻¹, and values and weights of z_j are
+# those of x_j times R_j. For errors of equal size in all directions the root mean squares of these factors are
+# ‖R‖_F/√d and ‖R⁻¹‖_F/√d. The largest of the one times the largest of the other is the *condition* of a segment: 1 if
+# every R_j is orthogonal. Where no basis has to stay as it is, a segment is scaled so that both are equal.
 
 
 @dataclass(frozen=True)

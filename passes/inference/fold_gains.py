@@ -8,13 +8,6 @@ Before → after (g of the server or public, one number for each head or channel
 A gain of the server costs a private product for each element, more than a few columns of a product with a weight;
 `fuse_projections` then makes them columns of a layer that reads x anyway. A public number costs a truncation. A softmax
 temperature goes if it is the same for all positions of a head; one that varies by position stays.
-
-Temperatures that are the same at every position, `[H, T]`, become one number for each head, `[H, 1]`.
-
-Before → after (s `[H, T_max]`, its rows constant):
-    q·unsqueeze(s[:, :T], −1)  → q·unsqueeze(s[:, :1], −1)
-
-Only then do they go into the rows of a weight.
 """
 
 from __future__ import annotations
@@ -40,6 +33,13 @@ from aero_compile.ir.shapes import node_values, sample_shape
 from aero_compile.ir.weights import RowLayout, weight_value
 from aero_compile.model import TransformedModel
 from aero_compile.passes.inference.fold_first_position import first_position
+
+# Temperatures that are the same at every position, `[H, T]`, become one number for each head, `[H, 1]`.
+#
+# Before → after (s `[H, T_max]`, its rows constant):
+#     q·unsqueeze(s[:, :T], −1)  → q·unsqueeze(s[:, :1], −1)
+#
+# Only then do they go into the rows of a weight.
 
 aten = torch.ops.aten
 

@@ -7,14 +7,6 @@ Before → after, for x [B, T, d] in front of the last block, written with its r
 
 "Last" is the last entry of the token matrix, for any batch and length: with right padding that is padding. The result
 is `logits[:, -1:]` of the model as it was, so batches of unequal texts are padded on the left.
-
-Take the queries of the last attention out of the product that computes them with its keys and values.
-
-Before → after (rows Q of W make the queries, rows R the rest):
-    y = linear(x, W, b); q from y, k and v from y → q from linear(x, W[Q], b[Q]), k and v from linear(x, W[R], b[R])
-
-The views behind the product keep their layout, whatever it is (thirds, interleaved by head, grouped): results are put
-where their rows were, and what nobody reads any more is filled with copies of some other channel.
 """
 
 from __future__ import annotations
@@ -47,6 +39,14 @@ from aero_compile.ir.dataflow import ancestors, placeholder
 from aero_compile.ir.graph_model import place
 from aero_compile.ir.rewriter import Rewriter
 from aero_compile.model import TransformedModel
+
+# Take the queries of the last attention out of the product that computes them with its keys and values.
+#
+# Before → after (rows Q of W make the queries, rows R the rest):
+#     y = linear(x, W, b); q from y, k and v from y → q from linear(x, W[Q], b[Q]), k and v from linear(x, W[R], b[R])
+#
+# The views behind the product keep their layout, whatever it is (thirds, interleaved by head, grouped): results are put
+# where their rows were, and what nobody reads any more is filled with copies of some other channel.
 
 aten = torch.ops.aten
 
