@@ -52,7 +52,7 @@ def test_gradients_of_the_parts_average_to_those_of_the_whole_batch(
         parts = [headwise(inner(part, output_entropies=True).entropies) for part in ids.chunk(2)]
     mean = torch.stack(parts).mean(0)[:, None, :, None]
     monkeypatch.setattr(across_processes, "process_count", lambda: 2)
-    monkeypatch.setattr("aero_compile.entropy.process_count", lambda: 2)
+    monkeypatch.setattr("aero_compile.training.regularized_model.process_count", lambda: 2)
     monkeypatch.setattr(across_processes, "mean_over_processes", lambda _own: mean)
     halves = [step(part) for part in ids.chunk(2)]
     assert sum(each for each, _ in halves) / 2 == pytest.approx(penalty, rel=1e-12)
