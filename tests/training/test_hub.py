@@ -113,11 +113,10 @@ def test_a_login_that_the_hub_does_not_take(monkeypatch: pytest.MonkeyPatch) -> 
 def test_metrics_go_to_tensorboard_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     for installed, expected in ((True, ["tensorboard"]), (False, [])):
-        for module in ("trainer_arguments", "check_arguments"):
-            monkeypatch.setattr(
-                f"aero_compile.training.{module}.find_spec",
-                lambda name, there=installed: find("json") if there else None,
-            )
+        monkeypatch.setattr(
+            "aero_compile.training.setup.arguments.find_spec",
+            lambda name, there=installed: find("json") if there else None,
+        )
         made = RetrainArguments(output_dir=str(tmp_path), use_cpu=True)
         assert made.report_to == expected
         check_training_arguments(made)
